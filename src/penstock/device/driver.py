@@ -1,0 +1,210 @@
+"""The interface that every driver fills in, and the plain records that pass through it.
+
+The contract, on which the layers above rely:
+
+- A queue runs its commands in the order in which they were recorded. Two queues are ordered only by events.
+- Recording never waits for the device. A recorded command may start at once or at the next `flush`; it is
+  certain to run only after one, so nothing waits for an event whose queue was not flushed since.
+- A command that fails completes its event. `is_done` then says True, and `wait` and `failures` tell why.
+- Memory that a command touches must stay allocated until that command's event is done: the caller's duty.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Queue = Any  # a driver's own object
+Event = Any  # a driver's own object
+Source = str | Mapping[str, Callable[..., None]]  # text in the driver's language, or functions by name
+Grid = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a device can do. Layers above decide by these, never by a device's name."""
+
+    description: str  # the device's name for people
+    vendor: str
+    api: str  # programming interface and version, such as "OpenCL 3.0 PoCL"
+    kind: Literal["gpu", "cpu", "accelerator", "host"]
+    language: Literal["opencl", "numpy"]  # what `compile` takes
+    total_bytes: int
+    max_allocation_bytes: int
+    offset_alignment: int  # bytes; where a view into a buffer may begin
+    shared_memory: bool  # host and device see the same memory: `map` costs no copy
+    compute_units: int
+    max_group_size: int
+    local_bytes: int  # memory that the threads of one group share
+    vector_width: int  # float32 lanes of one thread's vector unit; 1 on a GPU
+    float16: bool
+    float64: bool
+
+
+class Memory:
+    """One allocation of a driver."""
+
+    __slots__ = ("host", "idle_since", "native", "nbytes", "pinned")
+
+    def __init__(self, native: Any, nbytes: int, host: Bytes | None, pinned: bool = False) -> None:
+        self.native = native  # what a kernel takes as argument
+        self.nbytes = nbytes
+        self.host = host  # the same bytes as an array, where the host can always see them
+        self.pinned = pinned  # memory of the host that the device can reach by itself
+        self.idle_since = 0.0  # kept by the pool
+
+
+class Kernel:
+    """A compiled kernel and the types of its parameters: `"float32*"` is a buffer, `"int32"` a scalar."""
+
+    __slots__ = ("buffer_slots", "name", "native", "signature")
+
+    def __init__(self, name: str, signature: Sequence[str], native: Any) -> None:
+        self.name = name
+        self.signature = tuple(signature)
+        self.native = native
+        self.buffer_slots = tuple(i for i, kind in enumerate(signature) if kind.endswith("*"))
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.name}({', '.join(self.signature)})>"
+
+
+def parameter_dtypes(name: str, signature: Sequence[str]) -> list[np.dtype[Any]]:
+    """The NumPy dtype of each parameter, or a ValueError that names the one that has none."""
+    dtypes = []
+    for position, kind in enumerate(signature):
+        try:
+            dtypes.append(np.dtype(kind.removesuffix("*")))
+        except TypeError:
+            raise ValueError(
+                f"kernel {name!r}, parameter {position}: {kind!r} is no type; write a NumPy dtype such as "
+                f"'int32' for a scalar and 'float32*' for a buffer"
+            ) from None
+    return dtypes
+
+
+class Driver(ABC):
+    """One opened device. All calls may come from any thread; the layer above orders those on one queue."""
+
+    name: str
+    capabilities: Capabilities
+    compute: Queue
+    transfer: Queue  # the same object as `compute` where the device has only one
+
+    # Memory
+
+    @abstractmethod
+    def allocate(self, nbytes: int, pinned: bool = False) -> Memory:
+        """Device memory, or host memory that the device reaches (`pinned`). Raises OutOfDeviceMemory."""
+
+    @abstractmethod
+    def free(self, memory: Memory) -> None:
+        """Give `memory` back. No command may still touch it."""
+
+    @abstractmethod
+    def view(self, memory: Memory, offset: int, nbytes: int) -> Any:
+        """A part of `memory` as a kernel argument; `offset` is a multiple of `offset_alignment`."""
+
+    @property
+    @abstractmethod
+    def allocated_bytes(self) -> int:
+        """Bytes allocated and not freed, counted apart from the layers above."""
+
+    @abstractmethod
+    def native_handles(self) -> int:
+        """How many native objects are open, as the driver's own bookkeeping knows it."""
+
+    # Kernels
+
+    @abstractmethod
+    def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
+        """All kernels that `signatures` names, from one source. Raises CompileError."""
+
+    @abstractmethod
+    def launch(
+        self,
+        queue: Queue,
+        kernel: Kernel,
+        grid: Grid,
+        group: Grid,
+        args: Sequence[Any],
+        waits: list[Event] | None,
+    ) -> Event:
+        """Record `grid` groups of `group` threads each. `args` are native."""
+
+    @abstractmethod
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
+        """A launch with its arguments set once, to be recorded many times with `replay`."""
+
+    @abstractmethod
+    def replay(self, queue: Queue, bound: Any, waits: list[Event] | None) -> Event:
+        """Record a bound launch."""
+
+    # Copies
+
+    @abstractmethod
+    def write(
+        self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: list[Event] | None
+    ) -> Event:
+        """Record a copy of `source`, which must stay unchanged until the event, into `memory`."""
+
+    @abstractmethod
+    def read(
+        self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: list[Event] | None
+    ) -> Event:
+        """Record a copy from `memory` into `target`."""
+
+    @abstractmethod
+    def copy(
+        self,
+        queue: Queue,
+        target: Memory,
+        target_offset: int,
+        source: Memory,
+        source_offset: int,
+        nbytes: int,
+        waits: list[Event] | None,
+    ) -> Event:
+        """Record a copy between two allocations, or two parts of one that do not overlap."""
+
+    @abstractmethod
+    def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
+        """Shared memory only: the bytes themselves, once no recorded command touches them any more."""
+
+    @abstractmethod
+    def unmap(self, memory: Memory, mapped: Bytes) -> Event | None:
+        """End a `map`. The event, where there is one, is on the transfer queue."""
+
+    # Order and completion
+
+    @abstractmethod
+    def flush(self, queue: Queue) -> None:
+        """See to it that everything recorded will run without further calls."""
+
+    @abstractmethod
+    def is_done(self, event: Event) -> bool:
+        """Whether the command has finished, well or not. Never waits."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Return when the command has finished, well or not."""
+
+    @abstractmethod
+    def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
+        """Position and reason of each finished event whose command failed."""
+
+    # Life cycle
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish all work and give the native objects back. Safe to call twice."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """After a fork, in the child: never touch the native objects again, not even to release them."""

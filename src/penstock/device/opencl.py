@@ -1,0 +1,359 @@
+"""The OpenCL driver, on PyOpenCL: every platform's GPUs, and the CPU through PoCL.
+
+Memory comes in one of three kinds, by what the device offers:
+
+- `svm`: fine-grained shared virtual memory. Host and device use the same pointer; mapping costs nothing.
+- `mapped`: buffers in memory that the device shares with the host; mapping costs a call but no copy.
+- `device`: buffers in the device's own memory; data goes through pinned staging memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pyopencl as cl
+
+from penstock.device.driver import (
+    Bytes,
+    Capabilities,
+    Driver,
+    Event,
+    Grid,
+    Kernel,
+    Memory,
+    Queue,
+    Source,
+    parameter_dtypes,
+)
+from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
+
+MemoryKind = Literal["svm", "mapped", "device"]
+
+_DEFAULT_ALIGNMENT = 0  # lets OpenCL take that of its widest vector type, 128 bytes
+_RW = cl.mem_flags.READ_WRITE
+_SVM = cl.svm_mem_flags.READ_WRITE | cl.svm_mem_flags.SVM_FINE_GRAIN_BUFFER
+_STATUS = cl.event_info.COMMAND_EXECUTION_STATUS
+_READ, _READ_WRITE = cl.map_flags.READ, cl.map_flags.READ | cl.map_flags.WRITE
+# Typed as Any: their stubs want keywords, which cost a third of a microsecond on every launch.
+_enqueue_kernel: Any = cl.enqueue_nd_range_kernel
+_enqueue_map: Any = cl.enqueue_map_buffer
+_NO_MEMORY = {
+    cl.status_code.MEM_OBJECT_ALLOCATION_FAILURE,
+    cl.status_code.OUT_OF_RESOURCES,
+    cl.status_code.OUT_OF_HOST_MEMORY,
+    cl.status_code.INVALID_BUFFER_SIZE,
+}
+
+
+def find_devices() -> list[cl.Device]:
+    """Every OpenCL device: GPUs first, then other accelerators, then CPUs; the largest memory first."""
+    found: list[cl.Device] = []
+    try:
+        platforms = cl.get_platforms()
+    except cl.Error:  # no platform at all is reported as an error
+        return []
+    for platform in platforms:
+        try:
+            found += platform.get_devices()
+        except cl.Error:  # a platform whose hardware is absent
+            continue
+    order = {"gpu": 0, "accelerator": 1, "cpu": 2}
+    usable = [device for device in found if device.available and device.compiler_available]
+    return sorted(usable, key=lambda device: (order[_kind(device)], -device.global_mem_size))
+
+
+class OpenCLDriver(Driver):
+    """One OpenCL device with a queue for kernels and one for copies."""
+
+    def __init__(self, device: cl.Device, name: str, memory: MemoryKind | None = None) -> None:
+        self.name = name
+        self._memory_kind = memory or _best_memory_kind(device)
+        self.capabilities = opencl_capabilities(device, self._memory_kind)
+        self._context = cl.Context([device])
+        self.compute = cl.CommandQueue(self._context)
+        self.transfer = cl.CommandQueue(self._context)
+        self._maps = cl.CommandQueue(self._context)  # always idle, so that a map waits for nothing else
+        self._lock = threading.Lock()
+        self._allocations: set[Memory] = set()
+        self._allocated = 0
+
+    # Memory
+
+    def allocate(self, nbytes: int, pinned: bool = False) -> Memory:
+        try:
+            memory = self._allocate(nbytes, pinned)
+        except cl.Error as error:
+            if error.code not in _NO_MEMORY:
+                raise DeviceError(str(error), f"allocation of {nbytes} bytes") from None
+            largest = self.capabilities.max_allocation_bytes
+            hint = f"; one allocation may have {largest} bytes there" if nbytes > largest else ""
+            raise OutOfDeviceMemory(
+                f"{self.name} has no {nbytes} bytes ({_words(error.code)}){hint}", asked=nbytes
+            ) from None
+        with self._lock:
+            self._allocations.add(memory)
+            self._allocated += nbytes
+        return memory
+
+    def _allocate(self, nbytes: int, pinned: bool) -> Memory:
+        if self._memory_kind == "svm":
+            svm = cl.SVMAllocation(self._context, nbytes, _DEFAULT_ALIGNMENT, _SVM)
+            return Memory(svm, nbytes, svm.buf.view(np.uint8).reshape(-1), pinned)
+        if pinned:
+            buffer = cl.Buffer(self._context, _RW | cl.mem_flags.ALLOC_HOST_PTR, nbytes)
+            host, _ = _enqueue_map(self._maps, buffer, _READ_WRITE, 0, (nbytes,), np.uint8)
+            return Memory(buffer, nbytes, host, pinned)
+        shared = cl.mem_flags.ALLOC_HOST_PTR if self._memory_kind == "mapped" else 0
+        buffer = cl.Buffer(self._context, _RW | shared, nbytes)
+        # Drivers allocate at first use; asking for the bytes now makes a lack of them show here.
+        cl.enqueue_migrate_mem_objects(self._maps, [buffer], cl.mem_migration_flags.CONTENT_UNDEFINED).wait()
+        return Memory(buffer, nbytes, None)
+
+    def free(self, memory: Memory) -> None:
+        with self._lock:
+            self._allocations.remove(memory)
+            self._allocated -= memory.nbytes
+        host, memory.host = memory.host, None
+        native, memory.native = memory.native, None
+        if memory.pinned and self._memory_kind != "svm":
+            assert host is not None
+            host.base.release(self._maps).wait()  # type: ignore[union-attr]  # unmaps
+        native.release()
+
+    def view(self, memory: Memory, offset: int, nbytes: int) -> Any:
+        if self._memory_kind == "svm":
+            assert memory.host is not None
+            return cl.SVM(memory.host[offset : offset + nbytes])
+        return memory.native.get_sub_region(offset, nbytes)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._allocated
+
+    def native_handles(self) -> int:
+        # Buffers, shared allocations, programs and queues each hold a reference to their context.
+        return int(self._context.reference_count)
+
+    # Kernels
+
+    def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
+        if not isinstance(source, str):
+            raise CompileError("an OpenCL device takes OpenCL C as text, and functions were given")
+        dtypes = {name: parameter_dtypes(name, signature) for name, signature in signatures.items()}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", cl.CompilerWarning)  # remarks of a compiler that succeeded
+                # The driver has a cache on disk of its own; PyOpenCL's, which is never emptied, stays out.
+                program = cl.Program(self._context, source).build(cache_dir=False)  # type: ignore[arg-type]
+            kernels = {}
+            for name, signature in signatures.items():
+                native = cl.Kernel(program, name)
+                _set_types(native, signature, dtypes[name])
+                kernels[name] = Kernel(name, signature, native)
+        except cl.Error as error:
+            raise CompileError(f"{self.name} refused the source of {sorted(signatures)}:\n{error}") from None
+        return kernels
+
+    def launch(
+        self,
+        queue: Queue,
+        kernel: Kernel,
+        grid: Grid,
+        group: Grid,
+        args: Sequence[Any],
+        waits: list[Event] | None,
+    ) -> Event:
+        native = kernel.native
+        try:
+            native.set_args(*args)
+            return _enqueue_kernel(queue, native, grid, group, None, waits, True, False)
+        except (cl.Error, RuntimeError) as error:
+            raise DeviceError(str(error)) from None
+
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
+        dtypes = parameter_dtypes(kernel.name, kernel.signature)
+        try:
+            native = cl.Kernel(kernel.native.program, kernel.name)
+            _set_types(native, kernel.signature, dtypes)
+            native.set_args(*args)
+        except (cl.Error, RuntimeError) as error:
+            raise DeviceError(str(error)) from None
+        return native, grid, group
+
+    def replay(self, queue: Queue, bound: Any, waits: list[Event] | None) -> Event:
+        native, grid, group = bound
+        try:
+            return _enqueue_kernel(queue, native, grid, group, None, waits, True, False)
+        except cl.Error as error:
+            raise DeviceError(str(error)) from None
+
+    # Copies
+
+    def write(
+        self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: list[Event] | None
+    ) -> Event:
+        if self._memory_kind == "svm":
+            target = self.view(memory, offset, source.nbytes)
+            return _checked(cl.enqueue_copy, queue, target, cl.SVM(source), is_blocking=False, wait_for=waits)
+        return _checked(
+            cl.enqueue_copy,
+            queue,
+            memory.native,
+            source,
+            dst_offset=offset,
+            is_blocking=False,
+            wait_for=waits,
+        )
+
+    def read(
+        self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: list[Event] | None
+    ) -> Event:
+        if self._memory_kind == "svm":
+            source = self.view(memory, offset, target.nbytes)
+            return _checked(cl.enqueue_copy, queue, cl.SVM(target), source, is_blocking=False, wait_for=waits)
+        return _checked(
+            cl.enqueue_copy,
+            queue,
+            target,
+            memory.native,
+            src_offset=offset,
+            is_blocking=False,
+            wait_for=waits,
+        )
+
+    def copy(
+        self,
+        queue: Queue,
+        target: Memory,
+        target_offset: int,
+        source: Memory,
+        source_offset: int,
+        nbytes: int,
+        waits: list[Event] | None,
+    ) -> Event:
+        if self._memory_kind == "svm":
+            assert target.host is not None
+            part = target.host[target_offset : target_offset + nbytes]
+            return self.read(queue, part, source, source_offset, waits)
+        return _checked(
+            cl.enqueue_copy,
+            queue,
+            target.native,
+            source.native,
+            byte_count=nbytes,
+            src_offset=source_offset,
+            dst_offset=target_offset,
+            wait_for=waits,
+        )
+
+    def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
+        if memory.host is not None:
+            return memory.host[offset : offset + nbytes]
+        flags = _READ_WRITE if writable else _READ
+        mapped: Bytes
+        mapped, _ = _checked(_enqueue_map, self._maps, memory.native, flags, offset, (nbytes,), np.uint8)
+        return mapped
+
+    def unmap(self, memory: Memory, mapped: Bytes) -> Event | None:
+        if memory.host is not None:
+            return None
+        event = _checked(mapped.base.release, self._maps)  # type: ignore[union-attr]
+        self._maps.flush()
+        return event
+
+    # Order and completion
+
+    def flush(self, queue: Queue) -> None:
+        _checked(queue.flush)
+
+    def is_done(self, event: Event) -> bool:
+        status: int = event.get_info(_STATUS)
+        return status <= 0  # 0 is complete, less than that an error
+
+    def wait(self, event: Event) -> None:
+        try:
+            event.wait()
+        except cl.Error:
+            if event.get_info(_STATUS) > 0:
+                raise  # the wait itself failed, not the command
+
+    def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
+        statuses = [event.get_info(_STATUS) for event in events]
+        return [(position, _words(status)) for position, status in enumerate(statuses) if status < 0]
+
+    # Life cycle
+
+    def close(self) -> None:
+        for queue in (self.compute, self.transfer, self._maps):
+            queue.finish()
+
+    def abandon(self) -> None:
+        # PoCL's threads did not come along, so its destructors could wait for ever: leak them instead.
+        _IMMORTAL.append((self._context, self.compute, self.transfer, self._maps, self._allocations))
+
+
+_IMMORTAL: list[Any] = []
+
+
+def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> Capabilities:
+    """What `device` can do, without opening it."""
+    extensions = device.extensions.split()
+    kind = _kind(device)
+    return Capabilities(
+        description=device.name.strip(),
+        vendor=device.vendor.strip(),
+        api=f"{device.version.split(' PoCL')[0].strip()} ({device.platform.name.strip()})",
+        kind=kind,
+        language="opencl",
+        total_bytes=device.global_mem_size,
+        max_allocation_bytes=device.max_mem_alloc_size,
+        offset_alignment=max(device.mem_base_addr_align // 8, 1),
+        shared_memory=(memory or _best_memory_kind(device)) != "device",
+        compute_units=device.max_compute_units,
+        max_group_size=device.max_work_group_size,
+        local_bytes=device.local_mem_size,
+        vector_width=device.native_vector_width_float if kind == "cpu" else 1,
+        float16="cl_khr_fp16" in extensions,
+        float64="cl_khr_fp64" in extensions,
+    )
+
+
+def _kind(device: cl.Device) -> Literal["gpu", "cpu", "accelerator"]:
+    if device.type & cl.device_type.GPU:
+        return "gpu"
+    return "cpu" if device.type & cl.device_type.CPU else "accelerator"
+
+
+def _best_memory_kind(device: cl.Device) -> MemoryKind:
+    try:
+        if device.svm_capabilities & cl.device_svm_capabilities.FINE_GRAIN_BUFFER:
+            return "svm"
+    except cl.Error:  # OpenCL 1.x has no such question
+        pass
+    return "mapped" if device.host_unified_memory else "device"
+
+
+def _set_types(native: cl.Kernel, signature: Sequence[str], dtypes: Sequence[np.dtype[Any]]) -> None:
+    if native.num_args != len(signature):
+        raise CompileError(
+            f"kernel {native.function_name!r} has {native.num_args} parameters, and the signature "
+            f"({', '.join(signature)}) has {len(signature)}"
+        )
+    native.set_scalar_arg_dtypes(
+        [None if kind.endswith("*") else dtype for kind, dtype in zip(signature, dtypes, strict=True)]
+    )
+
+
+def _checked(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except cl.Error as error:
+        raise DeviceError(str(error)) from None
+
+
+def _words(code: int) -> str:
+    return str(cl.status_code.to_string(code, f"OpenCL error {code}"))  # type: ignore[operator]

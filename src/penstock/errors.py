@@ -1,0 +1,62 @@
+"""Every exception that Penstock raises on purpose. Each names what was given and what would work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PenstockError(Exception):
+    """The base of all the others."""
+
+
+class SettingError(PenstockError, ValueError):
+    """A setting, from the environment or from code, has a value that cannot be used."""
+
+
+class DeviceNotFound(PenstockError, LookupError):
+    """No device has the name that was asked for."""
+
+
+class DeviceUnavailable(PenstockError, RuntimeError):
+    """The device existed, but cannot be used here: closed, or inherited through a fork."""
+
+
+class CompileError(PenstockError, RuntimeError):
+    """A kernel's source was refused by the device's compiler. The message holds the compiler's log."""
+
+
+class DeviceError(PenstockError, RuntimeError):
+    """The device refused or failed a command. `command` describes it: kernel, sizes and arguments."""
+
+    def __init__(self, reason: str, command: str = "") -> None:
+        super().__init__(f"{command}: {reason}" if command else reason)
+        self.reason = reason
+        self.command = command
+
+
+class BufferInUse(PenstockError, RuntimeError):
+    """A buffer was given to the device while the host holds a view of it, or the other way round."""
+
+
+class OutOfDeviceMemory(PenstockError, MemoryError):
+    """A request did not fit, even after pending work was finished and the pool given back.
+
+    Everything else stays usable: nothing that was live or pending is lost.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        asked: int,
+        live: int = 0,
+        pooled: int = 0,
+        free: int | None = None,
+        owners: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        super().__init__(reason)
+        self.asked = asked
+        self.live = live
+        self.pooled = pooled
+        self.free = free
+        self.owners = tuple(owners)

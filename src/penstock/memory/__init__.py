@@ -1,0 +1,6 @@
+"""Device memory: layers from the driver to the pool, staging, and the account of every byte."""
+
+from penstock.memory.ledger import DeviceMemory, MemoryStats, stats, trim
+from penstock.memory.pool import BufferPool, PoolStatistics
+
+__all__ = ["BufferPool", "DeviceMemory", "MemoryStats", "PoolStatistics", "stats", "trim"]

@@ -1,0 +1,75 @@
+"""What users hold: a range of device memory that goes back to the pool by itself."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from penstock.device.driver import Driver, Event, Memory
+
+
+class Home(Protocol):
+    """Where a buffer's memory returns to."""
+
+    def drop(self, memory: Memory) -> None:
+        """Take `memory` back without taking a lock."""
+        ...
+
+
+class Usage:
+    """Which command touched a buffer last. A buffer and all its views share one.
+
+    Each command that touches the buffer waits for the last one unless both are in one queue, so the last is
+    all that has to be known: it is done only when all the others are.
+    """
+
+    __slots__ = ("batch", "event", "lane", "viewers", "writer")
+
+    def __init__(self) -> None:
+        self.lane: Any = None  # the stream's lane that recorded `event`; None when no lane did
+        self.event: Event | None = None
+        self.batch = 0  # the number of the batch that already counts this buffer's bytes
+        self.viewers = 0  # open host views
+        self.writer = False  # whether one of them may write
+
+
+class Buffer:
+    """Device memory of `nbytes` bytes. It returns to its pool when nothing refers to it any more.
+
+    Commands that are recorded but not finished refer to their buffers, so dropping one at once is safe.
+    """
+
+    __slots__ = ("_home", "_parent", "driver", "memory", "native", "nbytes", "offset", "usage")
+
+    def __init__(self, driver: Driver, memory: Memory, nbytes: int, home: Home) -> None:
+        self.driver = driver
+        self.memory = memory
+        self.native = memory.native
+        self.offset = 0
+        self.nbytes = nbytes
+        self.usage = Usage()
+        self._home: Home | None = home
+        self._parent: Buffer | None = None
+
+    def view(self, offset: int, nbytes: int) -> Buffer:
+        """The bytes from `offset` on as a buffer of its own; no copy, and this one stays alive with it."""
+        alignment = self.driver.capabilities.offset_alignment
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are not inside {self!r}")
+        if (self.offset + offset) % alignment:
+            raise ValueError(
+                f"a view on {self.driver.name} begins at a multiple of {alignment}, not at {offset}"
+            )
+        part = Buffer.__new__(Buffer)
+        part.driver, part.memory, part.usage = self.driver, self.memory, self.usage
+        part.offset, part.nbytes = self.offset + offset, nbytes
+        part.native = self.driver.view(self.memory, part.offset, max(nbytes, 1))
+        part._home, part._parent = None, self
+        return part
+
+    def __del__(self) -> None:
+        # The attribute is missing where __init__ or view() failed.
+        if home := getattr(self, "_home", None):
+            home.drop(self.memory)
+
+    def __repr__(self) -> str:
+        return f"<Buffer of {self.nbytes} bytes on {self.driver.name}>"

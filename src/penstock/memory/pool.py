@@ -1,0 +1,226 @@
+"""The pool: keeps released memory for the next request of the same size class, within bounds.
+
+A block that the pool hands out belongs to the caller until it comes back through `release` or `drop`; blocks
+are never split, so nothing fragments and what is idle can always be given back whole.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from time import monotonic
+
+from penstock.device.driver import Memory
+from penstock.errors import OutOfDeviceMemory
+from penstock.memory.resource import Resource, Statistics
+
+GRANULE = 256  # bytes; the unit of every size, and the least that a request takes
+EXACT_FROM = 1 << 20  # bytes; larger requests are rounded to the granule alone
+
+
+@lru_cache(maxsize=4096)
+def size_class(nbytes: int) -> int:
+    """The size that serves a request: eight classes to an octave, so less than 12.5% is wasted."""
+    least = max(-(-nbytes // GRANULE) * GRANULE, GRANULE)
+    if least >= EXACT_FROM or least <= 8 * GRANULE:
+        return least
+    step: int = 1 << ((least - 1).bit_length() - 4)
+    return -(-least // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """What a pool did and holds. Bytes are those taken from the driver, so they include rounding."""
+
+    hits: int  # requests served from what was idle
+    misses: int  # requests that went to the driver
+    allocation_count: int  # allocations that the driver made
+    size_classes: int  # sizes of which something is idle
+    total_pooled: int  # idle blocks
+    pooled_bytes: int  # idle bytes
+    live_bytes: int  # bytes in the callers' hands
+    peak_bytes: int  # the most that was ever in the callers' hands
+
+    @property
+    def reuse_count(self) -> int:
+        """Requests that needed no allocation."""
+        return self.hits
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of requests that needed no allocation; 0 before the first."""
+        return self.hits / max(self.hits + self.misses, 1)
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of the bytes taken from the driver that nobody uses at the moment."""
+        return self.pooled_bytes / max(self.pooled_bytes + self.live_bytes, 1)
+
+
+class BufferPool:
+    """Idle memory by size class, bounded in blocks per class, in bytes, and in the seconds it may idle."""
+
+    def __init__(
+        self,
+        upstream: Resource,
+        *,
+        capacity: int = 10,
+        max_bytes: float = math.inf,
+        idle_seconds: float = 60.0,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.capacity = capacity
+        self.max_bytes = max_bytes
+        self.idle_seconds = idle_seconds
+        self._counted = Statistics(upstream)
+        self._clock = clock
+        self._next_sweep = clock() + idle_seconds
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[Memory]] = {}  # by size; the longest idle first
+        self._dropped: deque[Memory] = deque()
+        self._hits = 0
+        self._misses = 0
+        self._live = 0
+        self._peak = 0
+
+    def reserve(self, nbytes: int) -> Memory:
+        """Memory of at least `nbytes` bytes, idle or new. Raises OutOfDeviceMemory."""
+        with self._lock:
+            if self._dropped:
+                self._collect()
+            idle = self._idle.get(size_class(nbytes))
+            if idle:
+                memory = idle.pop()
+                self._hits += 1
+            else:
+                memory = self._allocate(nbytes)
+                self._misses += 1
+            self._live += memory.nbytes
+            if self._live > self._peak:
+                self._peak = self._live
+            return memory
+
+    def release(self, memory: Memory) -> None:
+        """Take `memory` back. The device must be done with it."""
+        with self._lock:
+            self._keep(memory)
+
+    def drop(self, memory: Memory) -> None:
+        """Like `release`, without a lock: for finalisers, which may run inside any other call."""
+        self._dropped.append(memory)
+
+    def shrink_to_fit(self, max_bytes: int = 0) -> int:
+        """Give idle blocks back, the longest idle first, until at most `max_bytes` idle; how many bytes."""
+        with self._lock:
+            self._collect()
+            return self._shrink(max_bytes)
+
+    def clear(self) -> int:
+        """Give everything idle back to the driver; how many bytes."""
+        return self.shrink_to_fit(0)
+
+    def clear_size(self, nbytes: int) -> int:
+        """Give back what is idle of the class that serves requests of `nbytes`; how many bytes."""
+        with self._lock:
+            self._collect()
+            blocks = self._idle.pop(size_class(nbytes), [])
+            return sum(map(self._give_back, blocks))
+
+    def expire(self) -> int:
+        """Give back what has idled for too long; how many bytes. Cheap when it is not yet time to look."""
+        now = self._clock()
+        if now < self._next_sweep:
+            return 0
+        with self._lock:
+            self._collect()
+            return self._expire(now)
+
+    def stats(self) -> PoolStatistics:
+        """Counts and bytes at this moment."""
+        with self._lock:
+            self._collect()
+            blocks = [len(idle) for idle in self._idle.values() if idle]
+            return PoolStatistics(
+                hits=self._hits,
+                misses=self._misses,
+                allocation_count=self._counted.allocation_count,
+                size_classes=len(blocks),
+                total_pooled=sum(blocks),
+                pooled_bytes=self._pooled_bytes(),
+                live_bytes=self._live,
+                peak_bytes=self._peak,
+            )
+
+    def reset_peak(self) -> None:
+        """Let `peak_bytes` start again from what is live now."""
+        with self._lock:
+            self._collect()
+            self._peak = self._live
+
+    # The lock is held from here on.
+
+    def _pooled_bytes(self) -> int:
+        return self._counted.nbytes - self._live
+
+    def _allocate(self, nbytes: int) -> Memory:
+        self._expire(self._clock())
+        try:
+            return self._counted.reserve(size_class(nbytes))
+        except OutOfDeviceMemory:
+            pass  # what idles may be in the way, and rounding may ask for more than there is
+        self._shrink(0)
+        return self._counted.reserve(max(nbytes, 1))
+
+    def _keep(self, memory: Memory) -> None:
+        self._live -= memory.nbytes
+        idle = self._idle.get(memory.nbytes)
+        if idle is None:
+            if size_class(memory.nbytes) != memory.nbytes:  # made to measure; no request would find it
+                self._give_back(memory)
+                return
+            idle = self._idle[memory.nbytes] = []
+        if len(idle) >= self.capacity or memory.nbytes > self.max_bytes:
+            self._give_back(memory)
+            return
+        memory.idle_since = self._clock()
+        idle.append(memory)
+        if self._pooled_bytes() > self.max_bytes:
+            self._shrink(self.max_bytes)
+
+    def _collect(self) -> None:
+        while self._dropped:
+            self._keep(self._dropped.popleft())
+
+    def _give_back(self, memory: Memory) -> int:
+        nbytes = memory.nbytes
+        self._counted.release(memory)
+        return nbytes
+
+    def _shrink(self, max_bytes: float) -> int:
+        self._forget_empty_classes()
+        freed = 0
+        while self._idle and self._pooled_bytes() > max_bytes:
+            oldest = min(self._idle.values(), key=lambda blocks: blocks[0].idle_since)
+            freed += self._give_back(oldest.pop(0))
+            if not oldest:
+                self._forget_empty_classes()
+        return freed
+
+    def _expire(self, now: float) -> int:
+        if now < self._next_sweep:
+            return 0
+        self._next_sweep = now + self.idle_seconds / 2
+        freed = 0
+        for blocks in self._idle.values():
+            stale = sum(memory.idle_since < now - self.idle_seconds for memory in blocks)
+            freed += sum(map(self._give_back, blocks[:stale]))
+            del blocks[:stale]
+        self._forget_empty_classes()
+        return freed
+
+    def _forget_empty_classes(self) -> None:
+        self._idle = {size: blocks for size, blocks in self._idle.items() if blocks}

@@ -1,0 +1,98 @@
+"""The staging ring: pinned host memory through which data passes to and from a device with its own memory.
+
+Slots are taken and given back in order. A slot is busy until its command is done; a slot of a download also
+until its bytes were carried to where they belong, which the ring does by itself when it needs the room. So
+a result that nobody waits for cannot block the ring.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from penstock.device.driver import Bytes, Driver, Event, Memory
+from penstock.memory.resource import Resource
+
+_ALIGNMENT = 256  # bytes; where slots begin
+
+
+class Slot:
+    """A part of the ring that one copy uses."""
+
+    __slots__ = ("array", "carry", "done", "event", "start")
+
+    def __init__(self, start: int, array: Bytes) -> None:
+        self.start = start
+        self.array = array
+        self.event: Event | None = None  # set when the copy is recorded
+        self.carry: Callable[[], None] | None = None  # what to do with the bytes when the copy is done
+        self.done = False
+
+
+class StagingRing:
+    """At most `capacity` bytes, taken from `source` when first needed. The caller holds the stream's lock."""
+
+    def __init__(self, driver: Driver, source: Resource, capacity: int) -> None:
+        self._driver = driver
+        self._source = source
+        self.capacity = capacity
+        self._memory: Memory | None = None
+        self._slots: deque[Slot] = deque()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The most that one slot should hold: four fit, so that copies to and from the ring overlap."""
+        return max(self.capacity // 4 // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
+
+    def reserve(self, nbytes: int, wait: Callable[[Event], None]) -> Slot:
+        """A slot of `nbytes`, at most `chunk_bytes`. Where the ring is full, `wait` for the oldest copy."""
+        if self._memory is None:
+            self._memory = self._source.reserve(max(self.capacity, 4 * _ALIGNMENT))
+        assert self._memory.host is not None
+        while (start := self._room(nbytes)) is None:
+            wait(self._slots[0].event)
+            self.settle(self._slots[0])
+            self._slots.popleft()
+        slot = Slot(start, self._memory.host[start : start + nbytes])
+        self._slots.append(slot)
+        return slot
+
+    def cancel(self, slot: Slot) -> None:
+        """Give back the newest slot, whose copy could not be recorded."""
+        assert self._slots[-1] is slot
+        self._slots.pop()
+
+    def settle(self, slot: Slot) -> None:
+        """Finish a slot whose copy is done: carry its bytes, unless the copy failed."""
+        if slot.done:
+            return
+        slot.done = True
+        if slot.carry is not None and not self._driver.failures([slot.event]):
+            slot.carry()
+        slot.carry = None
+
+    def retire(self) -> None:
+        """Give back, oldest first, the slots whose copies are done."""
+        while self._slots and self._driver.is_done(self._slots[0].event):
+            self.settle(self._slots.popleft())
+
+    def clear(self) -> None:
+        """Give the memory back. Every copy must be done."""
+        self.retire()
+        assert not self._slots, "copies through the staging ring are still under way"
+        if self._memory is not None:
+            self._source.release(self._memory)
+            self._memory = None
+
+    def _room(self, nbytes: int) -> int | None:
+        """Where `nbytes` fit behind the newest slot or, wrapped, before the oldest; None if nowhere."""
+        assert self._memory is not None
+        if not self._slots:
+            return 0
+        oldest, newest = self._slots[0], self._slots[-1]
+        end = -(-(newest.start + newest.array.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        if newest.start >= oldest.start:  # the busy part does not wrap
+            if end + nbytes <= self._memory.nbytes:
+                return end
+            return 0 if nbytes <= oldest.start else None
+        return end if end + nbytes <= oldest.start else None

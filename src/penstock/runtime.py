@@ -1,0 +1,412 @@
+"""Devices as users see them: a driver, its memory and its stream in one object, and the list of them all."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.config import Settings, format_bytes, parse_bytes
+from penstock.device.driver import Capabilities, Driver, Kernel, Source
+from penstock.device.host import HostDriver, host_capabilities
+from penstock.errors import DeviceNotFound, DeviceUnavailable, OutOfDeviceMemory, PenstockError
+from penstock.memory.buffer import Buffer
+from penstock.memory.ledger import DeviceMemory, register
+from penstock.memory.pool import BufferPool
+from penstock.memory.resource import Limit, Raw
+from penstock.memory.staging import StagingRing
+from penstock.memory.trace import Trace
+from penstock.stream.future import Future
+from penstock.stream.hostview import HostView
+from penstock.stream.lane import FlushPolicy
+from penstock.stream.stream import Stream
+from penstock.stream.transfer import Transfers
+
+
+class _Opened:
+    """What a device consists of once it is in use: the layers, wired together."""
+
+    def __init__(self, driver: Driver, settings: Settings) -> None:
+        self.driver = driver
+        self.limit = Limit(Raw(driver), settings.memory_limit)
+        bounds = {
+            "capacity": settings.pool_capacity,
+            "max_bytes": settings.pool_bytes or driver.capabilities.total_bytes // 4,
+            "idle_seconds": settings.pool_seconds,
+        }
+        self.pool = BufferPool(self.limit, **bounds)  # type: ignore[arg-type]
+        self.pinned = BufferPool(Raw(driver, pinned=True), **bounds)  # type: ignore[arg-type]
+        self.trace = Trace(self.pool) if settings.trace_memory else None
+        policy = FlushPolicy(settings.max_commands, settings.max_bytes, settings.max_in_flight)
+        self.stream = Stream(driver, self.pool, policy)
+        ring = StagingRing(driver, self.pinned, settings.staging_bytes)
+        self.transfers = Transfers(driver, self.stream, ring)
+
+
+class Device:
+    """A GPU, a CPU, or the host. It is opened when it is first used."""
+
+    def __init__(
+        self,
+        name: str,
+        capabilities: Capabilities,
+        open_driver: Callable[[], Driver],
+        settings: Settings | None = None,
+    ) -> None:
+        self.name = name
+        self.capabilities = capabilities
+        self._open_driver = open_driver
+        self._settings = settings
+        self._lock = threading.RLock()
+        self._opened: _Opened | None = None
+
+    @classmethod
+    def over(cls, driver: Driver, settings: Settings | None = None) -> Device:
+        """A device on a driver that was opened by hand."""
+        return cls(driver.name, driver.capabilities, lambda: driver, settings)
+
+    def __repr__(self) -> str:
+        return f"<Device {self.name}: {self.capabilities.description}>"
+
+    # Its parts
+
+    @property
+    def pool(self) -> BufferPool:
+        """The pool of its memory."""
+        return self._open().pool
+
+    @property
+    def stream(self) -> Stream:
+        """Its commands: `launch`, `commit`, `sync`, `pending`, and the ledger of waits."""
+        return self._open().stream
+
+    @property
+    def driver(self) -> Driver:
+        """The driver below."""
+        return self._open().driver
+
+    # Memory
+
+    def empty(self, nbytes: int) -> Buffer:
+        """A buffer of `nbytes` bytes with any content. Raises OutOfDeviceMemory, after trying everything."""
+        if nbytes < 0:
+            raise ValueError(f"a buffer cannot have {nbytes} bytes")
+        opened = self._open()
+        if opened.stream.unavailable:
+            raise DeviceUnavailable(opened.stream.unavailable)
+        source = opened.trace or opened.pool
+        try:
+            memory = source.reserve(nbytes)
+        except OutOfDeviceMemory:
+            self._make_room(opened)
+            try:
+                memory = source.reserve(nbytes)
+            except OutOfDeviceMemory as error:
+                raise self._out_of_memory(opened, nbytes, error) from None
+        return Buffer(opened.driver, memory, nbytes, source)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The most that may be taken from the driver, live and idle together; None: what the driver gives.
+
+        A request that fits always succeeds and one that does not always fails. A limit under what is live
+        takes effect on the next requests.
+        """
+        return self._open().limit.limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, limit: int | str | None) -> None:
+        opened = self._open()
+        opened.limit.limit_bytes = limit_bytes = None if limit is None else parse_bytes(limit)
+        if limit_bytes is not None:
+            opened.pool.shrink_to_fit(max(limit_bytes - opened.pool.stats().live_bytes, 0))
+
+    def memory_stats(self) -> DeviceMemory:
+        """Its memory now, in bytes."""
+        opened = self._open()
+        pool, pinned = opened.pool.stats(), opened.pinned.stats()
+        return DeviceMemory(
+            live_bytes=pool.live_bytes,
+            pooled_bytes=pool.pooled_bytes,
+            staging_bytes=pinned.live_bytes + pinned.pooled_bytes,
+            peak_bytes=pool.peak_bytes,
+            driver_bytes=opened.driver.allocated_bytes,
+            limit_bytes=opened.limit.limit_bytes,
+            pool=pool,
+        )
+
+    def host_bytes(self) -> int:
+        """How much of its memory lies in the machine's own: all where it is shared, else the staging."""
+        stats = self.memory_stats()
+        return stats.driver_bytes if self.capabilities.shared_memory else stats.staging_bytes
+
+    def trim(self) -> int:
+        """Give idle memory back to the driver; how many bytes."""
+        opened = self._open()
+        return opened.pool.clear() + opened.pinned.clear()
+
+    def trace_memory(self, on: bool = True) -> None:
+        """Remember, from now on, which line of the user's code holds which memory; or stop it."""
+        opened = self._open()
+        opened.trace = (opened.trace or Trace(opened.pool)) if on else None
+
+    def memory_owners(self, most: int = 10) -> list[tuple[str, int]]:
+        """The lines of the user's code that hold the most, with their bytes; empty unless tracing is on."""
+        trace = self._open().trace
+        return trace.owners(most) if trace else []
+
+    # Kernels and copies
+
+    def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
+        """Kernels by name, from one source in the device's language. Raises CompileError with the log.
+
+        A signature lists the parameters: `"float32*"` for a buffer, `"int32"` for a scalar.
+        """
+        opened = self._open()
+        if opened.stream.unavailable:
+            raise DeviceUnavailable(opened.stream.unavailable)
+        return opened.driver.compile(source, signatures)
+
+    def upload(self, array: npt.ArrayLike, into: Buffer | None = None, offset: int = 0) -> Buffer:
+        """Copy `array` to the device without waiting for it: into a new buffer, or into a given one."""
+        array = np.asarray(array)
+        buffer = self.empty(array.nbytes) if into is None else self._own(into)
+        self._open().transfers.upload(buffer, array, offset)
+        return buffer
+
+    def download(
+        self,
+        buffer: Buffer,
+        dtype: npt.DTypeLike = np.uint8,
+        shape: Sequence[int] | None = None,
+        offset: int = 0,
+    ) -> Future[npt.NDArray[Any]]:
+        """What `buffer` holds after the commands recorded so far, as a future array."""
+        shape = self._shape(buffer, dtype, shape, offset)
+        return self._open().transfers.download(self._own(buffer), dtype, shape, offset)
+
+    def copy(
+        self,
+        target: Buffer,
+        source: Buffer,
+        nbytes: int | None = None,
+        *,
+        target_offset: int = 0,
+        source_offset: int = 0,
+    ) -> None:
+        """Copy on the device, without waiting; by default all of `source`."""
+        nbytes = source.nbytes - source_offset if nbytes is None else nbytes
+        transfers = self._open().transfers
+        transfers.copy(self._own(target), target_offset, self._own(source), source_offset, nbytes)
+
+    def view(
+        self,
+        buffer: Buffer,
+        dtype: npt.DTypeLike = np.uint8,
+        shape: Sequence[int] | None = None,
+        offset: int = 0,
+        *,
+        writable: bool = False,
+    ) -> HostView:
+        """`buffer` as a NumPy array inside a `with` block, once the device is done with it."""
+        shape = self._shape(buffer, dtype, shape, offset)
+        return self._open().transfers.view(self._own(buffer), dtype, shape, offset, writable)
+
+    # Life cycle
+
+    def sync(self) -> None:
+        """Wait until nothing is pending. Raises the first failure of the work that was."""
+        if self._opened:
+            self._opened.stream.sync()
+
+    def cleanup(self) -> None:
+        """Wait for what is pending and give back everything idle. The device stays usable."""
+        opened = self._opened
+        if opened is None or opened.stream.unavailable:
+            return
+        opened.stream.drain("cleanup")
+        opened.transfers.release_staging()
+        self.trim()
+        opened.stream.sync()  # raises what failed, once all is clean
+
+    def close(self) -> None:
+        """Clean up and never use the device again. Safe to call twice."""
+        opened = self._opened
+        if opened is None or opened.stream.unavailable:
+            return
+        try:
+            self.cleanup()
+        finally:
+            opened.stream.unavailable = f"{self.name} was closed"
+            opened.driver.close()
+
+    def _open(self) -> _Opened:
+        if self._opened is None:
+            with self._lock:
+                if self._opened is None:
+                    settings = self._settings or Settings.from_environment()
+                    self._opened = _Opened(self._open_driver(), settings)
+                    _in_use.add(self)
+                    register(self)
+        return self._opened
+
+    def _own(self, buffer: Buffer) -> Buffer:
+        if buffer.driver is not self._open().driver:
+            raise ValueError(f"{buffer!r} cannot be used on {self.name}")
+        return buffer
+
+    def _shape(
+        self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int] | None, offset: int
+    ) -> tuple[int, ...]:
+        """The shape asked for; by default all the items that the buffer holds from `offset` on."""
+        return ((buffer.nbytes - offset) // np.dtype(dtype).itemsize,) if shape is None else tuple(shape)
+
+    def _make_room(self, opened: _Opened) -> None:
+        gc.collect()  # buffers in reference cycles that nobody can reach
+        opened.stream.drain("out of memory")
+        opened.transfers.release_staging()
+        self.trim()
+
+    def _out_of_memory(self, opened: _Opened, nbytes: int, cause: OutOfDeviceMemory) -> OutOfDeviceMemory:
+        stats = self.memory_stats()
+        total = self.capabilities.total_bytes if stats.limit_bytes is None else stats.limit_bytes
+        free = max(total - stats.live_bytes, 0)
+        owners = self.memory_owners()
+        lines = [
+            f"{self.name} cannot give {nbytes} bytes ({format_bytes(nbytes)}): "
+            f"{format_bytes(stats.live_bytes)} live, {format_bytes(stats.pooled_bytes)} pooled, "
+            f"{format_bytes(free)} free of {format_bytes(total)}"
+            f"{'' if stats.limit_bytes is None else ', the limit set for it'}. {cause}."
+        ]
+        if opened.trace is None:
+            lines.append(f"Set PENSTOCK_TRACE_MEMORY=1 to see which lines hold what is live on {self.name}.")
+        lines += [f"{format_bytes(held):>12}  {site}" for site, held in owners]
+        return OutOfDeviceMemory(
+            "\n".join(lines),
+            asked=nbytes,
+            live=stats.live_bytes,
+            pooled=stats.pooled_bytes,
+            free=free,
+            owners=owners,
+        )
+
+    def _abandon(self) -> None:
+        """In a forked child: refuse everything, without touching a lock that another thread may have held."""
+        assert self._opened is not None
+        self._opened.stream.lock = threading.RLock()
+        self._opened.stream.unavailable = (
+            f"{self.name} was opened before this process was forked and cannot be used in it; start "
+            f"processes with multiprocessing's 'spawn' method, or open the device only in the child"
+        )
+        self._opened.driver.abandon()
+
+
+# The list of all devices
+
+_registry_lock = threading.RLock()
+_devices: list[Device] | None = None
+_default: Device | None = None
+_missing: list[str] = []  # why a driver is not there
+_in_use: weakref.WeakSet[Device] = weakref.WeakSet()
+
+
+def devices() -> list[Device]:
+    """Every device of this machine, the best first. Nothing is opened."""
+    global _devices
+    with _registry_lock:
+        if _devices is None:
+            _devices = [*_opencl_devices(), Device("host", host_capabilities(), HostDriver)]
+        return list(_devices)
+
+
+def default_device() -> Device:
+    """The device of `use` or of `PENSTOCK_DEVICE`, or else the best one found."""
+    global _default
+    with _registry_lock:
+        if _default is None:
+            name = Settings.from_environment().device
+            _default = _find(name) if name else devices()[0]
+        return _default
+
+
+def use(device: str | Device) -> Device:
+    """Make a device the default, by object or by name: `opencl`, `opencl:1`, `host`."""
+    global _default
+    with _registry_lock:
+        _default = device if isinstance(device, Device) else _find(device)
+        return _default
+
+
+def _find(name: str) -> Device:
+    wanted = name.strip().lower()
+    for device in devices():
+        if device.name == wanted or device.name.split(":")[0] == wanted:
+            return device
+    there = ", ".join(f"{device.name} ({device.capabilities.description})" for device in devices())
+    why = f"; not there: {'; '.join(_missing)}" if _missing else ""
+    raise DeviceNotFound(f"there is no device {name!r}; there are {there}{why}")
+
+
+def _opencl_devices() -> list[Device]:
+    try:
+        from penstock.device import opencl  # imported late: a quarter of the time that the package takes
+    except ImportError as error:
+        _missing.append(f"opencl, which could not be loaded ({error})")
+        return []
+    found = []
+    for index, native in enumerate(opencl.find_devices()):
+        name = f"opencl:{index}"
+
+        def open_driver(native: Any = native, name: str = name) -> Driver:
+            return opencl.OpenCLDriver(native, name)
+
+        found.append(Device(name, opencl.opencl_capabilities(native), open_driver))
+    if not found:
+        _missing.append("opencl, which found no device")
+    return found
+
+
+def _close_all() -> None:
+    for device in list(_in_use):
+        try:
+            device.close()
+        except PenstockError as error:
+            print(f"penstock: at exit, {device.name}: {error}", file=sys.stderr)
+
+
+def _after_fork() -> None:
+    """In the child: threads of OpenCL and of this module did not come along."""
+    global _registry_lock, _devices, _default
+    _registry_lock = threading.RLock()
+    for device in list(_in_use):
+        device._abandon()
+    _in_use.clear()
+    _default = None
+    if _devices is not None:
+        _devices = [_after_fork_device(device) for device in _devices]
+
+
+def _after_fork_device(device: Device) -> Device:
+    if device.capabilities.kind == "host":
+        return Device(device.name, device.capabilities, device._open_driver)
+
+    def refuse() -> Driver:
+        raise DeviceUnavailable(
+            f"{device.name} was found before this process was forked and cannot be opened in it; start "
+            f"processes with multiprocessing's 'spawn' method, or use the device 'host'"
+        )
+
+    return Device(device.name, device.capabilities, refuse)
+
+
+atexit.register(_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,1 @@
+"""Commands on their way to the device: recorded, submitted in batches, retired; copies, futures, views."""

@@ -1,0 +1,153 @@
+"""Device memory seen from the host: claimed from the device for the length of a `with` block."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.device.driver import Bytes, Event
+from penstock.errors import BufferInUse
+from penstock.memory.buffer import Buffer
+from penstock.stream.future import Future
+from penstock.stream.stream import Stream
+
+
+class Mapping:
+    """The bytes of a buffer in shared memory, for a `with` block. Nothing is copied."""
+
+    def __init__(self, stream: Stream, buffer: Buffer, offset: int, nbytes: int, writable: bool) -> None:
+        self._stream = stream
+        self._buffer = buffer
+        self._offset = buffer.offset + offset
+        self._nbytes = nbytes
+        self._writable = writable
+        self._mapped: Bytes | None = None
+
+    def __enter__(self) -> Bytes:
+        claim(self._stream, self._buffer, self._writable)
+        driver, memory = self._buffer.driver, self._buffer.memory
+        try:
+            self._mapped = driver.map(memory, self._offset, self._nbytes, self._writable)
+        except BaseException:
+            unclaim(self._stream, self._buffer)
+            raise
+        return self._mapped
+
+    def __exit__(self, *_: object) -> None:
+        assert self._mapped is not None
+        event = None
+        try:
+            event = self._buffer.driver.unmap(self._buffer.memory, self._mapped)
+        finally:
+            self._mapped = None
+            unclaim(self._stream, self._buffer, event)
+
+
+class Transfer(Protocol):
+    """The two copies that a view of a device's own memory needs."""
+
+    def upload(self, buffer: Buffer, array: npt.ArrayLike, offset: int = 0) -> None:
+        """See Transfers."""
+        ...
+
+    def download(
+        self, buffer: Buffer, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int = 0
+    ) -> Future[npt.NDArray[Any]]:
+        """See Transfers."""
+        ...
+
+
+class HostView:
+    """A buffer as a NumPy array inside a `with` block; the device leaves the buffer alone until its end.
+
+    Reading keeps the device's copy as it is. What is written through a writable view reaches the device once,
+    at the end of the block. Where host and device share memory, nothing is copied either way. The array is
+    for use inside the block.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        transfers: Transfer,
+        buffer: Buffer,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        offset: int,
+        writable: bool,
+    ) -> None:
+        self._stream = stream
+        self._transfers = transfers
+        self._buffer = buffer
+        self._dtype = dtype
+        self._shape = shape
+        self._offset = offset
+        self._writable = writable
+        self._mapping: Mapping | None = None
+        self._array: npt.NDArray[Any] | None = None
+
+    def __enter__(self) -> npt.NDArray[Any]:
+        nbytes = self._dtype.itemsize * int(np.prod(self._shape))
+        if not self._buffer.driver.capabilities.shared_memory:
+            self._array = self._transfers.download(
+                self._buffer, self._dtype, self._shape, self._offset
+            ).wait()
+            claim(self._stream, self._buffer, self._writable)
+        elif nbytes:
+            self._mapping = Mapping(self._stream, self._buffer, self._offset, nbytes, self._writable)
+            window = _Window(self._buffer, self._mapping.__enter__())
+            self._array = np.asarray(window).view(self._dtype).reshape(self._shape)
+        else:
+            self._array = np.empty(self._shape, self._dtype)
+        self._array.flags.writeable = self._writable
+        return self._array
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        array, self._array = self._array, None
+        if self._mapping is not None:
+            mapping, self._mapping = self._mapping, None
+            mapping.__exit__(kind, error, trace)
+        elif not self._buffer.driver.capabilities.shared_memory:
+            unclaim(self._stream, self._buffer)
+            if self._writable:
+                assert array is not None
+                self._transfers.upload(self._buffer, array, self._offset)
+
+
+class _Window:
+    """Lets NumPy see bytes, and keeps the buffer with every array made of it: no array dangles."""
+
+    def __init__(self, buffer: Buffer, mapped: Bytes) -> None:
+        self._keep = (buffer, mapped)
+        self.__array_interface__ = dict(mapped.__array_interface__)
+
+
+def claim(stream: Stream, buffer: Buffer, writable: bool) -> None:
+    """Take `buffer` from the device, once that is done with it. Many may read, or one may write."""
+    usage = buffer.usage
+    while True:
+        with stream.lock:
+            if usage.viewers and (writable or usage.writer):
+                raise BufferInUse(f"{buffer!r} is open in another host view; leave its with block first")
+            event = usage.event
+            if event is None or buffer.driver.is_done(event):
+                stream.check([event])
+                usage.lane = usage.event = None
+                usage.viewers += 1
+                usage.writer = writable
+                return
+            if usage.lane is not None:
+                usage.lane.flush()
+        stream.wait(event, "view")
+
+
+def unclaim(stream: Stream, buffer: Buffer, event: Event | None = None) -> None:
+    """End a claim. The next command on `buffer` waits for `event`, if there is one."""
+    with stream.lock:
+        buffer.usage.viewers -= 1
+        buffer.usage.writer = False
+        buffer.usage.event = event

@@ -1,0 +1,151 @@
+"""A lane: the commands of one queue, gathered into batches, submitted, and retired when the device is done.
+
+Every unfinished command holds its buffers, so memory returns to the pool only after the device's last use.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.device.driver import Driver, Event, Grid, Kernel, Queue
+from penstock.errors import BufferInUse, DeviceError
+from penstock.memory.buffer import Buffer
+
+# What is remembered of a command, cheap to make: kernel or verb, grid, group, arguments.
+Command = tuple[Kernel | str, Grid | None, Grid | None, Sequence[Any]]
+
+_numbers = itertools.count(1)
+
+
+@dataclass
+class FlushPolicy:
+    """When gathered commands are submitted, and how far the device may fall behind."""
+
+    max_commands: int
+    max_bytes: int
+    max_in_flight: int
+
+
+class Batch:
+    """Commands that are submitted together, and the bytes of distinct buffers that they hold."""
+
+    __slots__ = ("commands", "events", "nbytes", "number")
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.events: list[Event] = []
+        self.commands: list[Command] = []
+        self.nbytes = 0
+
+
+class Lane:
+    """One queue's commands. The caller holds the stream's lock."""
+
+    def __init__(
+        self, driver: Driver, queue: Queue, policy: FlushPolicy, wait: Callable[[Event, str], None]
+    ) -> None:
+        self.queue = queue
+        self._driver = driver
+        self._policy = policy
+        self._wait = wait
+        self._open = Batch()
+        self._in_flight: deque[Batch] = deque()
+        self._error: DeviceError | None = None  # for the next commit or sync
+        self._failed: deque[tuple[Event, DeviceError]] = deque(maxlen=32)  # for futures that ask later
+
+    @property
+    def pending(self) -> int:
+        """Commands recorded and not known to be done."""
+        return len(self._open.events) + sum(len(batch.events) for batch in self._in_flight)
+
+    @property
+    def last_event(self) -> Event | None:
+        """The last command's event; None when nothing is pending."""
+        batch = self._open if self._open.events else self._in_flight[-1] if self._in_flight else None
+        return batch.events[-1] if batch else None
+
+    def dependencies(self, buffers: Sequence[Buffer]) -> list[Event] | None:
+        """What a new command on these buffers must wait for: their last uses outside this lane."""
+        waits: list[Event] | None = None
+        for buffer in buffers:
+            usage = buffer.usage
+            if usage.lane is self:
+                continue
+            if usage.viewers:
+                raise BufferInUse(f"{buffer!r} is open in a host view; leave the view's with block first")
+            if buffer.driver is not self._driver:
+                raise ValueError(f"{buffer!r} cannot be used on {self._driver.name}; copy it there first")
+            if usage.event is not None and not self._driver.is_done(usage.event):
+                if usage.lane is not None:
+                    usage.lane.flush()  # nothing may wait for what is not certain to run
+                waits = [*(waits or ()), usage.event]
+        return waits
+
+    def record(self, event: Event, command: Command, buffers: Sequence[Buffer]) -> None:
+        """Take over a command that the driver has recorded; submit if there are enough."""
+        batch = self._open
+        batch.events.append(event)
+        batch.commands.append(command)
+        for buffer in buffers:
+            usage = buffer.usage
+            usage.lane = self
+            usage.event = event
+            if usage.batch != batch.number:
+                usage.batch = batch.number
+                batch.nbytes += buffer.memory.nbytes
+        if len(batch.events) >= self._policy.max_commands or batch.nbytes >= self._policy.max_bytes:
+            self.submit()
+
+    def flush(self) -> None:
+        """Let the device start on what is gathered, without ending the batch."""
+        if self._open.events:
+            self._driver.flush(self.queue)
+
+    def submit(self) -> None:
+        """End the batch; wait for the oldest one if too many are in flight."""
+        if not self._open.events:
+            return
+        self._driver.flush(self.queue)
+        self._in_flight.append(self._open)
+        self._open = Batch()
+        self.retire()
+        while len(self._in_flight) > self._policy.max_in_flight:
+            self._wait(self._in_flight[0].events[-1], "back-pressure")
+            self.retire()
+
+    def retire(self) -> None:
+        """Let go of the batches that the device has finished, and note the first failure in them."""
+        while self._in_flight and self._driver.is_done(self._in_flight[0].events[-1]):
+            batch = self._in_flight.popleft()
+            for position, reason in self._driver.failures(batch.events):
+                error = DeviceError(reason, describe(batch.commands[position]))
+                self._failed.append((batch.events[position], error))
+                self._error = self._error or error
+
+    def explain(self, event: Event) -> DeviceError | None:
+        """The error of one command of this lane that failed, as long as the lane remembers it."""
+        for batch in (self._open, *self._in_flight):
+            if event in batch.events:
+                command = batch.commands[batch.events.index(event)]
+                return DeviceError(self._driver.failures([event])[0][1], describe(command))
+        return next((error for failed, error in self._failed if failed is event), None)
+
+    def take_error(self) -> DeviceError | None:
+        """The first failure since the last call, once."""
+        error, self._error = self._error, None
+        return error
+
+
+def describe(command: Command) -> str:
+    """A command for an error message: kernel, sizes and arguments."""
+    what, grid, group, args = command
+    arguments = ", ".join(
+        f"{arg.nbytes}-byte buffer" if isinstance(arg, Buffer) else repr(arg) for arg in args
+    )
+    if isinstance(what, Kernel):
+        return f"kernel {what.name!r}, grid {grid}, group {group}, arguments ({arguments})"
+    return f"{what} ({arguments})"

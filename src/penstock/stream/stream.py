@@ -1,0 +1,161 @@
+"""The stream: kernels recorded in batches on one queue, copies on another, bounded work in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+from penstock.device.driver import Driver, Event, Grid, Kernel
+from penstock.errors import DeviceError, DeviceUnavailable
+from penstock.memory.buffer import Buffer
+from penstock.memory.pool import BufferPool
+from penstock.stream.lane import Command, FlushPolicy, Lane, describe
+from penstock.stream.waits import WaitLedger
+
+
+class BoundLaunch:
+    """A launch whose arguments are set once: recording it again costs little more than the driver's call."""
+
+    __slots__ = ("buffers", "command", "native")
+
+    def __init__(self, command: Command, buffers: Sequence[Buffer], native: Any) -> None:
+        self.command = command
+        self.buffers = buffers
+        self.native = native
+
+
+class Stream:
+    """All commands of one device, from any thread."""
+
+    def __init__(self, driver: Driver, pool: BufferPool, policy: FlushPolicy) -> None:
+        self.policy = policy
+        self.waits = WaitLedger()
+        self.lock = threading.RLock()
+        self.unavailable: str = ""  # why nothing can be recorded any more
+        self._driver = driver
+        self._pool = pool
+        self.compute = Lane(driver, driver.compute, policy, self.wait)
+        one_queue = driver.transfer is driver.compute
+        self.transfer = self.compute if one_queue else Lane(driver, driver.transfer, policy, self.wait)
+        self._lanes = (self.compute,) if one_queue else (self.compute, self.transfer)
+
+    @property
+    def pending(self) -> int:
+        """Commands recorded and not known to be done."""
+        with self.lock:
+            for lane in self._lanes:
+                lane.retire()
+            return sum(lane.pending for lane in self._lanes)
+
+    def launch(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> None:
+        """Record `kernel` over `grid` groups of `group` threads. Buffers go where the signature says `*`."""
+        native, buffers = _split(kernel, args)
+        if 0 in grid:
+            return  # nothing to do, which not every driver accepts
+        lane = self.compute
+        with self.lock:
+            if self.unavailable:
+                raise DeviceUnavailable(self.unavailable)
+            waits = lane.dependencies(buffers)
+            try:
+                event = self._driver.launch(lane.queue, kernel, grid, group, native, waits)
+            except DeviceError as error:
+                raise DeviceError(error.reason, describe((kernel, grid, group, args))) from None
+            lane.record(event, (kernel, grid, group, args), buffers)
+
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> BoundLaunch:
+        """A launch with its arguments set, for `replay`. It keeps its buffers."""
+        native, buffers = _split(kernel, args)
+        command = (kernel, grid, group, args)
+        with self.lock:
+            if self.unavailable:
+                raise DeviceUnavailable(self.unavailable)
+            try:
+                return BoundLaunch(command, buffers, self._driver.bind(kernel, grid, group, native))
+            except DeviceError as error:
+                raise DeviceError(error.reason, describe(command)) from None
+
+    def replay(self, bound: BoundLaunch) -> None:
+        """Record a bound launch."""
+        lane = self.compute
+        with self.lock:
+            if self.unavailable:
+                raise DeviceUnavailable(self.unavailable)
+            waits = lane.dependencies(bound.buffers)
+            try:
+                event = self._driver.replay(lane.queue, bound.native, waits)
+            except DeviceError as error:
+                raise DeviceError(error.reason, describe(bound.command)) from None
+            lane.record(event, bound.command, bound.buffers)
+
+    def commit(self) -> None:
+        """Submit what is gathered. Raises the first failure of work that has finished since the last call."""
+        self._submit()
+        self._raise_error()
+
+    def sync(self) -> None:
+        """Wait until nothing is pending. Raises the first failure of the work that was."""
+        self.drain("sync")
+        self._raise_error()
+
+    def drain(self, why: str) -> None:
+        """Wait until nothing is pending; failures are kept for the next `commit` or `sync`."""
+        self._submit()
+        with self.lock:
+            last = [event for lane in self._lanes if (event := lane.last_event) is not None]
+        for event in last:  # without the lock: other threads may go on recording
+            self.wait(event, why)
+        with self.lock:
+            for lane in self._lanes:
+                lane.retire()
+        self._pool.expire()
+
+    def wait(self, event: Event, why: str) -> None:
+        """Wait for one submitted command, and enter the time in the ledger if the host really waited."""
+        if self._driver.is_done(event):
+            return
+        start = perf_counter()
+        self._driver.wait(event)
+        self.waits.add(why, perf_counter() - start)
+
+    def check(self, events: Sequence[Event | None]) -> None:
+        """Raise the error of the first of these commands that failed; those not done yet are passed over."""
+        for event in events:
+            if event is not None and self._driver.is_done(event) and self._driver.failures([event]):
+                with self.lock:
+                    known = [error for lane in self._lanes if (error := lane.explain(event)) is not None]
+                raise known[0] if known else DeviceError(self._driver.failures([event])[0][1])
+
+    def _submit(self) -> None:
+        with self.lock:
+            if self.unavailable:
+                raise DeviceUnavailable(self.unavailable)
+            for lane in self._lanes:
+                lane.submit()
+                lane.retire()
+        self._pool.expire()
+
+    def _raise_error(self) -> None:
+        with self.lock:
+            errors = [error for lane in self._lanes if (error := lane.take_error()) is not None]
+        if errors:
+            raise errors[0]
+
+
+def _split(kernel: Kernel, args: Sequence[Any]) -> tuple[list[Any], list[Buffer]]:
+    """The arguments as the driver takes them, and the buffers among them."""
+    native = list(args)
+    buffers = []
+    try:
+        for slot in kernel.buffer_slots:
+            buffer = args[slot]
+            native[slot] = buffer.native
+            buffers.append(buffer)
+        if len(native) == len(kernel.signature):
+            return native, buffers
+    except (AttributeError, IndexError):
+        pass
+    given = ", ".join("buffer" if isinstance(arg, Buffer) else type(arg).__name__ for arg in args)
+    raise TypeError(f"kernel {kernel.name!r} takes ({', '.join(kernel.signature)}), and ({given}) was given")

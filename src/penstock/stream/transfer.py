@@ -1,0 +1,209 @@
+"""Copies between host and device, without waiting: through the staging ring, or straight in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.device.driver import Bytes, Driver, Event, Queue
+from penstock.errors import DeviceError, DeviceUnavailable
+from penstock.memory.buffer import Buffer
+from penstock.memory.staging import Slot, StagingRing
+from penstock.stream.future import Future
+from penstock.stream.hostview import HostView, Mapping
+from penstock.stream.lane import Command, describe
+from penstock.stream.stream import Stream
+
+# Up to this many bytes, a copy by the host costs less than a command of the device.
+_SMALL = 256 << 10
+
+
+class Transfers:
+    """Uploads, downloads, device copies and host views of one device."""
+
+    def __init__(self, driver: Driver, stream: Stream, ring: StagingRing) -> None:
+        self._driver = driver
+        self._stream = stream
+        self._ring = ring
+        self._lane = stream.transfer
+        self._shared = driver.capabilities.shared_memory
+
+    def upload(self, buffer: Buffer, array: npt.ArrayLike, offset: int = 0) -> None:
+        """Copy `array` into `buffer`. The array may change as soon as the call returns."""
+        source = _bytes_of(np.ascontiguousarray(array))
+        check_range(buffer, offset, source.nbytes)
+        if not source.nbytes:
+            return
+        if self._shared and self._is_idle(buffer):
+            with Mapping(self._stream, buffer, offset, source.nbytes, writable=True) as target:
+                np.copyto(target, source)
+            return
+        chunk = self._ring.chunk_bytes
+        with self._stream.lock:
+            for start in range(0, source.nbytes, chunk):
+                self._upload_chunk(buffer, offset + start, source[start : start + chunk])
+
+    def download(
+        self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int], offset: int = 0
+    ) -> Future[npt.NDArray[Any]]:
+        """What `buffer` holds when the commands recorded so far are done, as an array."""
+        result = np.empty(tuple(shape), dtype)
+        check_range(buffer, offset, result.nbytes)
+        if not result.nbytes:
+            return Future.ready(result)
+        target = _bytes_of(result)
+        if not self._shared:
+            return self._download_staged(buffer, offset, target, result)
+        if target.nbytes <= _SMALL and self._is_idle(buffer):
+            with Mapping(self._stream, buffer, offset, target.nbytes, writable=False) as source:
+                np.copyto(target, source)
+            return Future.ready(result)
+        with self._stream.lock:
+            before = buffer.usage.event
+            event = self._record(
+                ("download", None, None, (buffer, target)),
+                (buffer,),
+                lambda queue, waits: self._driver.read(
+                    queue, target, buffer.memory, buffer.offset + offset, waits
+                ),
+            )
+        return Future(
+            poll=partial(self._driver.is_done, event),
+            block=partial(self._stream.wait, event, "download"),
+            finish=lambda: self._checked(result, (before, event)),
+        )
+
+    def copy(
+        self, target: Buffer, target_offset: int, source: Buffer, source_offset: int, nbytes: int
+    ) -> None:
+        """Copy `nbytes` bytes between two buffers of the device."""
+        check_range(target, target_offset, nbytes)
+        check_range(source, source_offset, nbytes)
+        to, start = target.offset + target_offset, source.offset + source_offset
+        if target.memory is source.memory and abs(to - start) < nbytes:
+            raise ValueError(f"the two ranges of {nbytes} bytes overlap; copy through a third buffer")
+        if nbytes:
+            with self._stream.lock:
+                self._record(
+                    ("copy", None, None, (target, source)),
+                    (target, source),
+                    lambda queue, waits: self._driver.copy(
+                        queue, target.memory, to, source.memory, start, nbytes, waits
+                    ),
+                )
+
+    def view(
+        self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int], offset: int, writable: bool
+    ) -> HostView:
+        """A view of `buffer` for a `with` block."""
+        item = np.dtype(dtype)
+        check_range(buffer, offset, item.itemsize * int(np.prod(shape)))
+        return HostView(self._stream, self, buffer, item, tuple(shape), offset, writable)
+
+    def release_staging(self) -> None:
+        """Give the staging memory back. Nothing may be pending."""
+        with self._stream.lock:
+            self._ring.clear()
+
+    def _is_idle(self, buffer: Buffer) -> bool:
+        event = buffer.usage.event
+        return event is None or self._driver.is_done(event)
+
+    def _record(
+        self,
+        command: Command,
+        buffers: Sequence[Buffer],
+        copy: Callable[[Queue, list[Event] | None], Event],
+    ) -> Event:
+        """Record one copy and let it start: it should run beside the kernels, not after them."""
+        if self._stream.unavailable:
+            raise DeviceUnavailable(self._stream.unavailable)
+        waits = self._lane.dependencies(buffers)
+        try:
+            event = copy(self._lane.queue, waits)
+        except DeviceError as error:
+            raise DeviceError(error.reason, describe(command)) from None
+        self._lane.record(event, command, buffers)
+        self._lane.flush()
+        return event
+
+    def _staged(
+        self, verb: str, buffer: Buffer, nbytes: int, copy: Callable[[Slot, Queue, list[Event] | None], Event]
+    ) -> Slot:
+        slot = self._ring.reserve(nbytes, lambda event: self._stream.wait(event, "staging"))
+
+        def copy_through(queue: Queue, waits: list[Event] | None) -> Event:
+            slot.event = copy(slot, queue, waits)
+            return slot.event
+
+        try:
+            self._record((verb, None, None, (buffer,)), (buffer,), copy_through)
+        except BaseException:
+            if slot.event is None:  # otherwise the copy is under way, and so the slot in use
+                self._ring.cancel(slot)
+            raise
+        return slot
+
+    def _upload_chunk(self, buffer: Buffer, offset: int, chunk: Bytes) -> None:
+        def write(slot: Slot, queue: Queue, waits: list[Event] | None) -> Event:
+            np.copyto(slot.array, chunk)
+            return self._driver.write(queue, buffer.memory, buffer.offset + offset, slot.array, waits)
+
+        self._staged("upload", buffer, chunk.nbytes, write)
+
+    def _download_staged(
+        self, buffer: Buffer, offset: int, target: Bytes, result: npt.NDArray[Any]
+    ) -> Future[npt.NDArray[Any]]:
+        """In chunks. What passes the ring's size waits here until the first ones have made room."""
+        chunk = self._ring.chunk_bytes
+        slots: list[Slot] = []
+        with self._stream.lock:
+            before = buffer.usage.event
+            for start in range(0, target.nbytes, chunk):
+                part = target[start : start + chunk]
+
+                def read(
+                    slot: Slot,
+                    queue: Queue,
+                    waits: list[Event] | None,
+                    start: int = start,
+                    part: Bytes = part,
+                ) -> Event:
+                    place = buffer.offset + offset + start
+                    event = self._driver.read(queue, slot.array, buffer.memory, place, waits)
+                    slot.carry = partial(np.copyto, part, slot.array)
+                    return event
+
+                slots.append(self._staged("download", buffer, part.nbytes, read))
+
+        def finish() -> npt.NDArray[Any]:
+            with self._stream.lock:
+                for slot in slots:
+                    self._ring.settle(slot)
+                self._ring.retire()
+            return self._checked(result, (before, *(slot.event for slot in slots)))
+
+        return Future(
+            poll=lambda: all(self._driver.is_done(slot.event) for slot in slots),
+            block=lambda: self._stream.wait(slots[-1].event, "download"),
+            finish=finish,
+        )
+
+    def _checked(self, result: npt.NDArray[Any], events: Sequence[Event | None]) -> npt.NDArray[Any]:
+        self._stream.check(events)
+        return result
+
+
+def check_range(buffer: Buffer, offset: int, nbytes: int) -> None:
+    """A ValueError unless the bytes lie inside the buffer."""
+    if offset < 0 or nbytes < 0 or offset + nbytes > buffer.nbytes:
+        raise ValueError(f"bytes {offset} to {offset + nbytes} are not inside {buffer!r}")
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> Bytes:
+    """A contiguous array's memory."""
+    return array.reshape(-1).view(np.uint8)
