@@ -140,11 +140,16 @@ class Driver(ABC):
 
     @abstractmethod
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
-        """A launch with its arguments set once, to be recorded many times with `replay`."""
+        """A launch with its arguments set once, to be recorded any number of times with `replay`."""
 
     @abstractmethod
-    def replay(self, queue: Queue, bound: Any, waits: list[Event] | None) -> Event:
-        """Record a bound launch."""
+    def replay(
+        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
+    ) -> None:
+        """Record bound launches in order, the first after `waits`, and append the event of each to `events`.
+
+        Where one is refused, the events of those before it are in the list, and the error is raised.
+        """
 
     # Copies
 

@@ -130,7 +130,7 @@ class HostDriver(Driver):
         args: Sequence[Any],
         waits: list[Event] | None,
     ) -> Event:
-        return self.replay(queue, self.bind(kernel, grid, group, args), waits)
+        return self._record(queue, self.bind(kernel, grid, group, args), waits)
 
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Callable[[], None]:
         function, dtypes = kernel.native
@@ -145,8 +145,11 @@ class HostDriver(Driver):
         ]
         return lambda: function(*typed)
 
-    def replay(self, queue: Queue, bound: Any, waits: list[Event] | None) -> Event:
-        return self._record(queue, bound, waits)
+    def replay(
+        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
+    ) -> None:
+        for run in bound:
+            events.append(self._record(queue, run, waits))
 
     # Copies
 

@@ -71,7 +71,7 @@ class OpenCLDriver(Driver):
 
     def __init__(self, device: cl.Device, name: str, memory: MemoryKind | None = None) -> None:
         self.name = name
-        self._memory_kind = memory or _best_memory_kind(device)
+        self._memory_kind = memory or best_memory_kind(device)
         self.capabilities = opencl_capabilities(device, self._memory_kind)
         self._context = cl.Context([device])
         self.compute = cl.CommandQueue(self._context)
@@ -184,10 +184,13 @@ class OpenCLDriver(Driver):
             raise DeviceError(str(error)) from None
         return native, grid, group
 
-    def replay(self, queue: Queue, bound: Any, waits: list[Event] | None) -> Event:
-        native, grid, group = bound
+    def replay(
+        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
+    ) -> None:
         try:
-            return _enqueue_kernel(queue, native, grid, group, None, waits, True, False)
+            for native, grid, group in bound:
+                events.append(_enqueue_kernel(queue, native, grid, group, None, waits, True, False))
+                waits = None  # the queue is in order: what the first waits for, the others do
         except cl.Error as error:
             raise DeviceError(str(error)) from None
 
@@ -282,7 +285,11 @@ class OpenCLDriver(Driver):
                 raise  # the wait itself failed, not the command
 
     def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
-        statuses = [event.get_info(_STATUS) for event in events]
+        try:
+            cl.wait_for_events(list(events))  # one call for all; it fails if any of them did
+            return []
+        except cl.Error:
+            statuses = [event.get_info(_STATUS) for event in events]
         return [(position, _words(status)) for position, status in enumerate(statuses) if status < 0]
 
     # Life cycle
@@ -312,7 +319,7 @@ def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> 
         total_bytes=device.global_mem_size,
         max_allocation_bytes=device.max_mem_alloc_size,
         offset_alignment=max(device.mem_base_addr_align // 8, 1),
-        shared_memory=(memory or _best_memory_kind(device)) != "device",
+        shared_memory=(memory or best_memory_kind(device)) != "device",
         compute_units=device.max_compute_units,
         max_group_size=device.max_work_group_size,
         local_bytes=device.local_mem_size,
@@ -328,7 +335,8 @@ def _kind(device: cl.Device) -> Literal["gpu", "cpu", "accelerator"]:
     return "cpu" if device.type & cl.device_type.CPU else "accelerator"
 
 
-def _best_memory_kind(device: cl.Device) -> MemoryKind:
+def best_memory_kind(device: cl.Device) -> MemoryKind:
+    """The kind of memory that saves the most copies on `device`."""
     try:
         if device.svm_capabilities & cl.device_svm_capabilities.FINE_GRAIN_BUFFER:
             return "svm"

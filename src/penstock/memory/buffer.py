@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.device.driver import Driver, Event, Memory
-
-
-class Home(Protocol):
-    """Where a buffer's memory returns to."""
-
-    def drop(self, memory: Memory) -> None:
-        """Take `memory` back without taking a lock."""
-        ...
+from penstock.memory.resource import Resource
 
 
 class Usage:
@@ -22,12 +15,11 @@ class Usage:
     all that has to be known: it is done only when all the others are.
     """
 
-    __slots__ = ("batch", "event", "lane", "viewers", "writer")
+    __slots__ = ("batch", "event", "viewers", "writer")
 
     def __init__(self) -> None:
-        self.lane: Any = None  # the stream's lane that recorded `event`; None when no lane did
+        self.batch: Any = None  # the stream's batch that the command is in; None when it is in none
         self.event: Event | None = None
-        self.batch = 0  # the number of the batch that already counts this buffer's bytes
         self.viewers = 0  # open host views
         self.writer = False  # whether one of them may write
 
@@ -40,14 +32,14 @@ class Buffer:
 
     __slots__ = ("_home", "_parent", "driver", "memory", "native", "nbytes", "offset", "usage")
 
-    def __init__(self, driver: Driver, memory: Memory, nbytes: int, home: Home) -> None:
+    def __init__(self, driver: Driver, memory: Memory, nbytes: int, home: Resource) -> None:
         self.driver = driver
         self.memory = memory
         self.native = memory.native
         self.offset = 0
         self.nbytes = nbytes
         self.usage = Usage()
-        self._home: Home | None = home
+        self._home: Resource | None = home
         self._parent: Buffer | None = None
 
     def view(self, offset: int, nbytes: int) -> Buffer:
@@ -69,7 +61,7 @@ class Buffer:
     def __del__(self) -> None:
         # The attribute is missing where __init__ or view() failed.
         if home := getattr(self, "_home", None):
-            home.drop(self.memory)
+            home.release(self.memory)
 
     def __repr__(self) -> str:
         return f"<Buffer of {self.nbytes} bytes on {self.driver.name}>"

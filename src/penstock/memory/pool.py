@@ -1,7 +1,7 @@
 """The pool: keeps released memory for the next request of the same size class, within bounds.
 
-A block that the pool hands out belongs to the caller until it comes back through `release` or `drop`; blocks
-are never split, so nothing fragments and what is idle can always be given back whole.
+A block that the pool hands out belongs to the caller until it comes back through `release`. Blocks are never
+split, so nothing fragments, and what is idle can always be given back whole.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ class BufferPool:
         self._next_sweep = clock() + idle_seconds
         self._lock = threading.Lock()
         self._idle: dict[int, list[Memory]] = {}  # by size; the longest idle first
-        self._dropped: deque[Memory] = deque()
+        self._returned: deque[Memory] = deque()  # released, and still counted as live
+        # Takes memory back, once the device is done with it. An atomic step without a lock, because
+        # finalisers call it, and those may run inside any other call; the next call does the rest.
+        self.release: Callable[[Memory], None] = self._returned.append
         self._hits = 0
         self._misses = 0
         self._live = 0
@@ -89,10 +92,15 @@ class BufferPool:
 
     def reserve(self, nbytes: int) -> Memory:
         """Memory of at least `nbytes` bytes, idle or new. Raises OutOfDeviceMemory."""
+        size = size_class(nbytes)
         with self._lock:
-            if self._dropped:
+            returned = self._returned
+            if returned:
+                if len(returned) == 1 and returned[0].nbytes == size:
+                    self._hits += 1  # the block that just came back is the one that is wanted
+                    return returned.popleft()
                 self._collect()
-            idle = self._idle.get(size_class(nbytes))
+            idle = self._idle.get(size)
             if idle:
                 memory = idle.pop()
                 self._hits += 1
@@ -103,15 +111,6 @@ class BufferPool:
             if self._live > self._peak:
                 self._peak = self._live
             return memory
-
-    def release(self, memory: Memory) -> None:
-        """Take `memory` back. The device must be done with it."""
-        with self._lock:
-            self._keep(memory)
-
-    def drop(self, memory: Memory) -> None:
-        """Like `release`, without a lock: for finalisers, which may run inside any other call."""
-        self._dropped.append(memory)
 
     def shrink_to_fit(self, max_bytes: int = 0) -> int:
         """Give idle blocks back, the longest idle first, until at most `max_bytes` idle; how many bytes."""
@@ -175,25 +174,24 @@ class BufferPool:
         self._shrink(0)
         return self._counted.reserve(max(nbytes, 1))
 
-    def _keep(self, memory: Memory) -> None:
-        self._live -= memory.nbytes
-        idle = self._idle.get(memory.nbytes)
-        if idle is None:
-            if size_class(memory.nbytes) != memory.nbytes:  # made to measure; no request would find it
+    def _collect(self) -> None:
+        """Sort what was released into the classes, and keep to the bounds."""
+        returned, now = self._returned, self._clock()
+        while returned:
+            memory = returned.popleft()
+            nbytes = memory.nbytes
+            self._live -= nbytes
+            idle = self._idle.get(nbytes)
+            if idle is None:
+                idle = self._idle[nbytes] = []
+            # A block made to measure would never be found again: no request is of its class.
+            if len(idle) >= self.capacity or nbytes > self.max_bytes or size_class(nbytes) != nbytes:
                 self._give_back(memory)
-                return
-            idle = self._idle[memory.nbytes] = []
-        if len(idle) >= self.capacity or memory.nbytes > self.max_bytes:
-            self._give_back(memory)
-            return
-        memory.idle_since = self._clock()
-        idle.append(memory)
+            else:
+                memory.idle_since = now
+                idle.append(memory)
         if self._pooled_bytes() > self.max_bytes:
             self._shrink(self.max_bytes)
-
-    def _collect(self) -> None:
-        while self._dropped:
-            self._keep(self._dropped.popleft())
 
     def _give_back(self, memory: Memory) -> int:
         nbytes = memory.nbytes

@@ -30,11 +30,6 @@ class Trace:
         self._owners.pop(id(memory), None)
         self._upstream.release(memory)
 
-    def drop(self, memory: Memory) -> None:
-        """See BufferPool."""
-        self._owners.pop(id(memory), None)
-        self._upstream.drop(memory)
-
     def owners(self, most: int = 10) -> list[tuple[str, int]]:
         """The lines that hold the most bytes, with how many, the largest first."""
         totals: Counter[str] = Counter()

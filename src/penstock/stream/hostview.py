@@ -136,18 +136,22 @@ def claim(stream: Stream, buffer: Buffer, writable: bool) -> None:
             event = usage.event
             if event is None or buffer.driver.is_done(event):
                 stream.check([event])
-                usage.lane = usage.event = None
+                usage.batch = usage.event = None
                 usage.viewers += 1
                 usage.writer = writable
                 return
-            if usage.lane is not None:
-                usage.lane.flush()
+            if usage.batch is not None:
+                usage.batch.lane.flush()
         stream.wait(event, "view")
 
 
 def unclaim(stream: Stream, buffer: Buffer, event: Event | None = None) -> None:
     """End a claim. The next command on `buffer` waits for `event`, if there is one."""
+    usage = buffer.usage
     with stream.lock:
-        buffer.usage.viewers -= 1
-        buffer.usage.writer = False
-        buffer.usage.event = event
+        if event is not None:
+            if usage.event is not None:  # a download that was asked for in the meantime
+                stream.wait(usage.event, "view")
+            usage.batch, usage.event = None, event
+        usage.viewers -= 1
+        usage.writer = False

@@ -5,7 +5,6 @@ Every unfinished command holds its buffers, so memory returns to the pool only a
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ from penstock.errors import BufferInUse, DeviceError
 from penstock.memory.buffer import Buffer
 
 # What is remembered of a command, cheap to make: kernel or verb, grid, group, arguments.
-Command = tuple[Kernel | str, Grid | None, Grid | None, Sequence[Any]]
-
-_numbers = itertools.count(1)
+Launch = tuple[Kernel, Grid, Grid, Sequence[Any]]
+Command = Launch | tuple[str, None, None, Sequence[Any]]
 
 
 @dataclass
@@ -33,10 +31,10 @@ class FlushPolicy:
 class Batch:
     """Commands that are submitted together, and the bytes of distinct buffers that they hold."""
 
-    __slots__ = ("commands", "events", "nbytes", "number")
+    __slots__ = ("commands", "events", "lane", "nbytes")
 
-    def __init__(self) -> None:
-        self.number = next(_numbers)
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
         self.events: list[Event] = []
         self.commands: list[Command] = []
         self.nbytes = 0
@@ -52,7 +50,7 @@ class Lane:
         self._driver = driver
         self._policy = policy
         self._wait = wait
-        self._open = Batch()
+        self._open = Batch(self)
         self._in_flight: deque[Batch] = deque()
         self._error: DeviceError | None = None  # for the next commit or sync
         self._failed: deque[tuple[Event, DeviceError]] = deque(maxlen=32)  # for futures that ask later
@@ -68,35 +66,43 @@ class Lane:
         batch = self._open if self._open.events else self._in_flight[-1] if self._in_flight else None
         return batch.events[-1] if batch else None
 
-    def dependencies(self, buffers: Sequence[Buffer]) -> list[Event] | None:
+    def dependencies(self, buffers: Sequence[Buffer], reads_only: bool = False) -> list[Event] | None:
         """What a new command on these buffers must wait for: their last uses outside this lane."""
-        waits: list[Event] | None = None
+        batch = self._open
+        for buffer in buffers:
+            if buffer.usage.batch is not batch:
+                return self._admit(buffers, reads_only)
+        return None  # all of them are in this batch already
+
+    def _admit(self, buffers: Sequence[Buffer], reads_only: bool) -> list[Event] | None:
+        waits = []
         for buffer in buffers:
             usage = buffer.usage
-            if usage.lane is self:
-                continue
-            if usage.viewers:
-                raise BufferInUse(f"{buffer!r} is open in a host view; leave the view's with block first")
             if buffer.driver is not self._driver:
                 raise ValueError(f"{buffer!r} cannot be used on {self._driver.name}; copy it there first")
-            if usage.event is not None and not self._driver.is_done(usage.event):
-                if usage.lane is not None:
-                    usage.lane.flush()  # nothing may wait for what is not certain to run
-                waits = [*(waits or ()), usage.event]
-        return waits
+            if usage.viewers and (usage.writer or not reads_only):
+                raise BufferInUse(f"{buffer!r} is open in a host view; leave the view's with block first")
+            if usage.batch is not self._open:
+                self._open.nbytes += buffer.memory.nbytes
+            lane = usage.batch.lane if usage.batch else None
+            if lane is not self and usage.event is not None and not self._driver.is_done(usage.event):
+                if lane is not None:
+                    lane.flush()  # nothing may wait for what is not certain to run
+                waits.append(usage.event)
+        return waits or None
 
-    def record(self, event: Event, command: Command, buffers: Sequence[Buffer]) -> None:
-        """Take over a command that the driver has recorded; submit if there are enough."""
+    def record(self, events: Sequence[Event], commands: Sequence[Command], buffers: Sequence[Buffer]) -> None:
+        """Take over commands that the driver has recorded, on these buffers; submit if there are enough."""
+        if not events:
+            return
         batch = self._open
-        batch.events.append(event)
-        batch.commands.append(command)
+        batch.events += events
+        batch.commands += commands
+        last = events[-1]
         for buffer in buffers:
             usage = buffer.usage
-            usage.lane = self
-            usage.event = event
-            if usage.batch != batch.number:
-                usage.batch = batch.number
-                batch.nbytes += buffer.memory.nbytes
+            usage.batch = batch
+            usage.event = last
         if len(batch.events) >= self._policy.max_commands or batch.nbytes >= self._policy.max_bytes:
             self.submit()
 
@@ -111,7 +117,7 @@ class Lane:
             return
         self._driver.flush(self.queue)
         self._in_flight.append(self._open)
-        self._open = Batch()
+        self._open = Batch(self)
         self.retire()
         while len(self._in_flight) > self._policy.max_in_flight:
             self._wait(self._in_flight[0].events[-1], "back-pressure")
@@ -125,6 +131,7 @@ class Lane:
                 error = DeviceError(reason, describe(batch.commands[position]))
                 self._failed.append((batch.events[position], error))
                 self._error = self._error or error
+            batch.commands.clear()  # buffers know their batch: here the circle is broken
 
     def explain(self, event: Event) -> DeviceError | None:
         """The error of one command of this lane that failed, as long as the lane remembers it."""

@@ -11,19 +11,19 @@ from penstock.device.driver import Driver, Event, Grid, Kernel
 from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.memory.buffer import Buffer
 from penstock.memory.pool import BufferPool
-from penstock.stream.lane import Command, FlushPolicy, Lane, describe
+from penstock.stream.lane import FlushPolicy, Lane, Launch, describe
 from penstock.stream.waits import WaitLedger
 
 
-class BoundLaunch:
-    """A launch whose arguments are set once: recording it again costs little more than the driver's call."""
+class Program:
+    """Launches whose arguments are set once: recording them again costs little beside the driver's calls."""
 
-    __slots__ = ("buffers", "command", "native")
+    __slots__ = ("bound", "buffers", "commands")
 
-    def __init__(self, command: Command, buffers: Sequence[Buffer], native: Any) -> None:
-        self.command = command
+    def __init__(self, commands: Sequence[Launch], buffers: Sequence[Buffer], bound: Sequence[Any]) -> None:
+        self.commands = commands
         self.buffers = buffers
-        self.native = native
+        self.bound = bound
 
 
 class Stream:
@@ -63,32 +63,42 @@ class Stream:
                 event = self._driver.launch(lane.queue, kernel, grid, group, native, waits)
             except DeviceError as error:
                 raise DeviceError(error.reason, describe((kernel, grid, group, args))) from None
-            lane.record(event, (kernel, grid, group, args), buffers)
+            lane.record((event,), ((kernel, grid, group, args),), buffers)
 
-    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> BoundLaunch:
-        """A launch with its arguments set, for `replay`. It keeps its buffers."""
-        native, buffers = _split(kernel, args)
-        command = (kernel, grid, group, args)
+    def bind(self, launches: Sequence[Launch]) -> Program:
+        """A program of launches, each `(kernel, grid, group, args)`, for `replay`. It keeps their buffers."""
+        bound, held = [], {}
+        for kernel, grid, group, args in launches:
+            native, buffers = _split(kernel, args)
+            held.update({id(buffer.usage): buffer for buffer in buffers})
+            with self.lock:
+                if self.unavailable:
+                    raise DeviceUnavailable(self.unavailable)
+                try:
+                    bound.append(self._driver.bind(kernel, grid, group, native))
+                except DeviceError as error:
+                    raise DeviceError(error.reason, describe((kernel, grid, group, args))) from None
+        return Program(tuple(launches), tuple(held.values()), tuple(bound))
+
+    def replay(self, program: Program) -> None:
+        """Record a program's launches, in order."""
+        step = self.policy.max_commands
         with self.lock:
             if self.unavailable:
                 raise DeviceUnavailable(self.unavailable)
-            try:
-                return BoundLaunch(command, buffers, self._driver.bind(kernel, grid, group, native))
-            except DeviceError as error:
-                raise DeviceError(error.reason, describe(command)) from None
-
-    def replay(self, bound: BoundLaunch) -> None:
-        """Record a bound launch."""
-        lane = self.compute
-        with self.lock:
-            if self.unavailable:
-                raise DeviceUnavailable(self.unavailable)
-            waits = lane.dependencies(bound.buffers)
-            try:
-                event = self._driver.replay(lane.queue, bound.native, waits)
-            except DeviceError as error:
-                raise DeviceError(error.reason, describe(bound.command)) from None
-            lane.record(event, bound.command, bound.buffers)
+            for start in range(0, len(program.bound), step):
+                waits = self.compute.dependencies(program.buffers)
+                events: list[Event] = []
+                try:
+                    self._driver.replay(
+                        self.compute.queue, program.bound[start : start + step], waits, events
+                    )
+                except DeviceError as error:
+                    raise DeviceError(error.reason, describe(program.commands[start + len(events)])) from None
+                finally:
+                    self.compute.record(
+                        events, program.commands[start : start + len(events)], program.buffers
+                    )
 
     def commit(self) -> None:
         """Submit what is gathered. Raises the first failure of work that has finished since the last call."""

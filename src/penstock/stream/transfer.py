@@ -122,12 +122,12 @@ class Transfers:
         """Record one copy and let it start: it should run beside the kernels, not after them."""
         if self._stream.unavailable:
             raise DeviceUnavailable(self._stream.unavailable)
-        waits = self._lane.dependencies(buffers)
+        waits = self._lane.dependencies(buffers, reads_only=command[0] == "download")
         try:
             event = copy(self._lane.queue, waits)
         except DeviceError as error:
             raise DeviceError(error.reason, describe(command)) from None
-        self._lane.record(event, command, buffers)
+        self._lane.record((event,), (command,), buffers)
         self._lane.flush()
         return event
 
