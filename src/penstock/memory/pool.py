@@ -10,6 +10,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from time import monotonic
@@ -167,12 +168,12 @@ class BufferPool:
 
     def _allocate(self, nbytes: int) -> Memory:
         self._expire(self._clock())
-        try:
+        with suppress(OutOfDeviceMemory):
             return self._counted.reserve(size_class(nbytes))
-        except OutOfDeviceMemory:
-            pass  # what idles may be in the way, and rounding may ask for more than there is
-        self._shrink(0)
-        return self._counted.reserve(max(nbytes, 1))
+        if self._shrink(0):  # what idled was perhaps in the way
+            with suppress(OutOfDeviceMemory):
+                return self._counted.reserve(size_class(nbytes))
+        return self._counted.reserve(max(nbytes, 1))  # rounding may ask for more than there is
 
     def _collect(self) -> None:
         """Sort what was released into the classes, and keep to the bounds."""
