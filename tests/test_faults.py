@@ -270,9 +270,6 @@ def test_memory_that_pending_commands_hold_is_waited_for(device: Device, kernels
         out = device.empty(600_000)
         device.stream.launch(kernels["fill"], (4,), (16,), (out, value, 150_000))
     assert np.all(device.download(out, np.int32).wait() == 19)
-    assert (
-        "out of memory" in {site.why for site in device.stream.waits.sites()} or device.name == "host-plain"
-    )
 
 
 def test_unreachable_cycles_do_not_count_as_live(device: Device) -> None:

@@ -1,0 +1,164 @@
+"""Settings from the environment, sizes as people write them, and the list of devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import penstock as ps
+from penstock import runtime
+from penstock.cli import app
+from penstock.config import Settings, format_bytes, parse_bytes
+from penstock.errors import DeviceNotFound, SettingError
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0", 0), ("4096", 4096), ("1KiB", 1024), ("1 kb", 1000), ("1.5GiB", 3 << 29), ("2G", 2 << 30)],
+)
+def test_sizes_as_people_write_them(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("bad", ["", "two", "-1", "1 XB", "1e3", -1, 1.5, None, True, "GiB"])
+def test_what_is_no_size_is_refused_with_an_example(bad: object) -> None:
+    with pytest.raises(SettingError, match=r"GB|negative"):
+        parse_bytes(bad)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 1 << 60))
+def test_formatted_sizes_are_near_the_number_and_readable_again(nbytes: int) -> None:
+    again = parse_bytes(format_bytes(nbytes))
+    assert abs(again - nbytes) <= 0.06 * nbytes + 1
+
+
+def test_the_environment_sets_every_field() -> None:
+    environment = {
+        "PENSTOCK_DEVICE": "host",
+        "PENSTOCK_MAX_COMMANDS": "7",
+        "PENSTOCK_MAX_BYTES": "1MiB",
+        "PENSTOCK_MAX_IN_FLIGHT": "2",
+        "PENSTOCK_STAGING_BYTES": "2M",
+        "PENSTOCK_MEMORY_LIMIT": "1GiB",
+        "PENSTOCK_POOL_CAPACITY": "0",
+        "PENSTOCK_POOL_BYTES": "100",
+        "PENSTOCK_POOL_SECONDS": "1.5",
+        "PENSTOCK_TRACE_MEMORY": "on",
+    }
+    expected = Settings("host", 7, 1 << 20, 2, 2 << 20, 1 << 30, 0, 100, 1.5, True)
+    assert Settings.from_environment(environment) == expected
+    assert Settings.from_environment({"PENSTOCK_MAX_BYTES": " "}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PENSTOCK_MAX_COMMANDS", "many"),
+        ("PENSTOCK_MAX_COMMANDS", "0"),
+        ("PENSTOCK_MEMORY_LIMIT", "lots"),
+        ("PENSTOCK_POOL_SECONDS", "-1"),
+        ("PENSTOCK_TRACE_MEMORY", "maybe"),
+    ],
+)
+def test_a_bad_setting_is_named(variable: str, value: str) -> None:
+    with pytest.raises(SettingError, match=variable.removeprefix("PENSTOCK_").lower() + "|" + variable):
+        Settings.from_environment({variable: value})
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry that has found nothing yet."""
+    monkeypatch.setattr(runtime, "_devices", None)
+    monkeypatch.setattr(runtime, "_default", None)
+    monkeypatch.setattr(runtime, "_missing", [])
+    monkeypatch.delenv("PENSTOCK_DEVICE", raising=False)
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_machine_has_an_opencl_device_and_the_host() -> None:
+    names = [device.name for device in ps.devices()]
+    assert names[0] == "opencl:0"
+    assert names[-1] == "host"
+    assert ps.default_device() is ps.devices()[0]
+    kinds = [device.capabilities.kind for device in ps.devices()]
+    order = ["gpu", "accelerator", "cpu", "host"]
+    assert kinds == sorted(kinds, key=order.index), "GPUs first, then PoCL, then the host"
+
+
+@pytest.mark.usefixtures("registry")
+def test_use_takes_names_and_devices() -> None:
+    assert ps.use("host") is ps.default_device() is ps.devices()[-1]
+    assert ps.use(" OpenCL ").name == "opencl:0"
+    assert ps.use(ps.devices()[-1]).name == "host"
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_environment_names_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_DEVICE", "host")
+    assert ps.default_device().name == "host"
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_name_that_is_not_there_gets_the_names_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cuda", "opencl:99", "hosts"):
+        with pytest.raises(DeviceNotFound, match=rf"{name}.*opencl:0 \(.*host \(NumPy\)"):
+            ps.use(name)
+    monkeypatch.setenv("PENSTOCK_DEVICE", "opencl:7")
+    with pytest.raises(DeviceNotFound, match="'opencl:7'"):
+        ps.default_device()
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_machine_without_opencl_still_has_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "penstock.device.opencl", None)
+    monkeypatch.delattr("penstock.device.opencl", raising=False)
+    assert [device.name for device in ps.devices()] == ["host"]
+    with pytest.raises(DeviceNotFound, match="not there: opencl, which could not be loaded"):
+        ps.use("opencl")
+
+
+def test_listing_devices_opens_none_and_importing_loads_no_driver() -> None:
+    script = "import sys, penstock; assert 'pyopencl' not in sys.modules; penstock.devices(); print(penstock.memory.stats())"
+    output = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "devices={}" in output.stdout
+
+
+@pytest.mark.usefixtures("registry")
+def test_penstock_devices_lists_them() -> None:
+    result = CliRunner().invoke(app, ["devices"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "opencl:0 *" in result.stdout
+    assert "NumPy" in result.stdout
+
+
+def test_the_command_line_tells_an_error_in_a_line() -> None:
+    command = [sys.executable, "-m", "penstock.cli", "devices"]
+    environment = {**os.environ, "PENSTOCK_DEVICE": "abacus"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert done.returncode == 1
+    assert "no device 'abacus'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_memory_stats_reconcile_the_whole_process() -> None:
+    device = ps.use("opencl")
+    buffer = device.upload([1.0] * 100_000)
+    stats = ps.memory.stats()
+    mine = stats.devices[device.name]
+    assert stats.live_bytes >= mine.live_bytes >= buffer.nbytes
+    assert stats.unaccounted_bytes == mine.unaccounted_bytes == 0
+    assert stats.resident_bytes > 10_000_000
+    assert stats.other_bytes <= stats.resident_bytes
+    del buffer
+    device.sync()
+    assert ps.memory.stats().pooled_bytes > 0
+    assert ps.memory.trim() > 0
+    assert ps.memory.stats().pooled_bytes == 0
