@@ -50,14 +50,16 @@ class Capabilities:
 class Memory:
     """One allocation of a driver."""
 
-    __slots__ = ("host", "idle_since", "native", "nbytes", "pinned")
+    __slots__ = ("asked", "host", "idle_since", "native", "nbytes", "pinned")
 
     def __init__(self, native: Any, nbytes: int, host: Bytes | None, pinned: bool = False) -> None:
         self.native = native  # what a kernel takes as argument
         self.nbytes = nbytes
         self.host = host  # the same bytes as an array, where the host can always see them
         self.pinned = pinned  # memory of the host that the device can reach by itself
-        self.idle_since = 0.0  # kept by the pool
+        # The pool's notes: how much was asked for, and since when nobody uses it.
+        self.asked = nbytes
+        self.idle_since = 0.0
 
 
 class Kernel:
@@ -95,7 +97,7 @@ class Driver(ABC):
     name: str
     capabilities: Capabilities
     compute: Queue
-    transfer: Queue  # the same object as `compute` where the device has only one
+    transfer: Queue
 
     # Memory
 

@@ -93,25 +93,28 @@ class BufferPool:
 
     def reserve(self, nbytes: int) -> Memory:
         """Memory of at least `nbytes` bytes, idle or new. Raises OutOfDeviceMemory."""
-        size = size_class(nbytes)
-        with self._lock:
+        self._lock.acquire()  # `with` costs twice as much, which here is a third of the whole call
+        try:
             returned = self._returned
+            if len(returned) == 1 and returned[0].asked == nbytes:
+                self._hits += 1  # the block that just came back is the one that is wanted
+                return returned.popleft()
             if returned:
-                if len(returned) == 1 and returned[0].nbytes == size:
-                    self._hits += 1  # the block that just came back is the one that is wanted
-                    return returned.popleft()
                 self._collect()
-            idle = self._idle.get(size)
+            idle = self._idle.get(size_class(nbytes))
             if idle:
                 memory = idle.pop()
                 self._hits += 1
             else:
                 memory = self._allocate(nbytes)
                 self._misses += 1
+            memory.asked = nbytes
             self._live += memory.nbytes
             if self._live > self._peak:
                 self._peak = self._live
             return memory
+        finally:
+            self._lock.release()
 
     def shrink_to_fit(self, max_bytes: int = 0) -> int:
         """Give idle blocks back, the longest idle first, until at most `max_bytes` idle; how many bytes."""
@@ -177,21 +180,22 @@ class BufferPool:
 
     def _collect(self) -> None:
         """Sort what was released into the classes, and keep to the bounds."""
-        returned, now = self._returned, self._clock()
+        returned, classes, capacity, now = self._returned, self._idle, self.capacity, self._clock()
         while returned:
             memory = returned.popleft()
             nbytes = memory.nbytes
             self._live -= nbytes
-            idle = self._idle.get(nbytes)
+            idle = classes.get(nbytes)
             if idle is None:
-                idle = self._idle[nbytes] = []
-            # A block made to measure would never be found again: no request is of its class.
-            if len(idle) >= self.capacity or nbytes > self.max_bytes or size_class(nbytes) != nbytes:
-                self._give_back(memory)
-            else:
+                # A block made to measure would never be found again: no request is of its class.
+                keeps = size_class(nbytes) == nbytes <= self.max_bytes
+                idle = classes.setdefault(nbytes, []) if keeps else None
+            if idle is not None and len(idle) < capacity:
                 memory.idle_since = now
                 idle.append(memory)
-        if self._pooled_bytes() > self.max_bytes:
+            else:
+                self._give_back(memory)
+        if self._counted.nbytes - self._live > self.max_bytes:
             self._shrink(self.max_bytes)
 
     def _give_back(self, memory: Memory) -> int:

@@ -91,20 +91,26 @@ class Lane:
                 waits.append(usage.event)
         return waits or None
 
-    def record(self, events: Sequence[Event], commands: Sequence[Command], buffers: Sequence[Buffer]) -> None:
-        """Take over commands that the driver has recorded, on these buffers; submit if there are enough."""
-        if not events:
-            return
+    def record(self, event: Event, command: Command, buffers: Sequence[Buffer]) -> None:
+        """Take over a command that the driver has recorded, on these buffers; submit if there are enough."""
         batch = self._open
-        batch.events += events
-        batch.commands += commands
-        last = events[-1]
+        batch.events.append(event)
+        batch.commands.append(command)
         for buffer in buffers:
             usage = buffer.usage
             usage.batch = batch
-            usage.event = last
+            usage.event = event
         if len(batch.events) >= self._policy.max_commands or batch.nbytes >= self._policy.max_bytes:
             self.submit()
+
+    def record_all(
+        self, events: Sequence[Event], commands: Sequence[Command], buffers: Sequence[Buffer]
+    ) -> None:
+        """Take over several commands; the last one, which ends after all the others, stands for them."""
+        if events:
+            self._open.events += events[:-1]
+            self._open.commands += commands[:-1]
+            self.record(events[-1], commands[-1], buffers)
 
     def flush(self) -> None:
         """Let the device start on what is gathered, without ending the batch."""

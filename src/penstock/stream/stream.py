@@ -37,16 +37,17 @@ class Stream:
         self._driver = driver
         self._pool = pool
         self.compute = Lane(driver, driver.compute, policy, self.wait)
-        one_queue = driver.transfer is driver.compute
-        self.transfer = self.compute if one_queue else Lane(driver, driver.transfer, policy, self.wait)
-        self._lanes = (self.compute,) if one_queue else (self.compute, self.transfer)
+        # Copies start at once, each by itself: they should run beside the kernels, and what they hold on the
+        # host be free as soon as they are done. As many may be in flight as there may be kernels.
+        at_once = FlushPolicy(1, policy.max_bytes, policy.max_commands * policy.max_in_flight)
+        self.transfer = Lane(driver, driver.transfer, at_once, self.wait)
+        self._lanes = (self.compute, self.transfer)
 
     @property
     def pending(self) -> int:
         """Commands recorded and not known to be done."""
         with self.lock:
-            for lane in self._lanes:
-                lane.retire()
+            self.retire()
             return sum(lane.pending for lane in self._lanes)
 
     def launch(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> None:
@@ -54,7 +55,7 @@ class Stream:
         native, buffers = _split(kernel, args)
         if 0 in grid:
             return  # nothing to do, which not every driver accepts
-        lane = self.compute
+        lane, command = self.compute, (kernel, grid, group, args)
         with self.lock:
             if self.unavailable:
                 raise DeviceUnavailable(self.unavailable)
@@ -62,8 +63,8 @@ class Stream:
             try:
                 event = self._driver.launch(lane.queue, kernel, grid, group, native, waits)
             except DeviceError as error:
-                raise DeviceError(error.reason, describe((kernel, grid, group, args))) from None
-            lane.record((event,), ((kernel, grid, group, args),), buffers)
+                raise DeviceError(error.reason, describe(command)) from None
+            lane.record(event, command, buffers)
 
     def bind(self, launches: Sequence[Launch]) -> Program:
         """A program of launches, each `(kernel, grid, group, args)`, for `replay`. It keeps their buffers."""
@@ -96,7 +97,7 @@ class Stream:
                 except DeviceError as error:
                     raise DeviceError(error.reason, describe(program.commands[start + len(events)])) from None
                 finally:
-                    self.compute.record(
+                    self.compute.record_all(
                         events, program.commands[start : start + len(events)], program.buffers
                     )
 
@@ -117,10 +118,14 @@ class Stream:
             last = [event for lane in self._lanes if (event := lane.last_event) is not None]
         for event in last:  # without the lock: other threads may go on recording
             self.wait(event, why)
+        self.retire()
+        self._pool.expire()
+
+    def retire(self) -> None:
+        """Let go of everything that the device has finished."""
         with self.lock:
             for lane in self._lanes:
                 lane.retire()
-        self._pool.expire()
 
     def wait(self, event: Event, why: str) -> None:
         """Wait for one submitted command, and enter the time in the ledger if the host really waited."""

@@ -119,7 +119,7 @@ class Transfers:
         buffers: Sequence[Buffer],
         copy: Callable[[Queue, list[Event] | None], Event],
     ) -> Event:
-        """Record one copy and let it start: it should run beside the kernels, not after them."""
+        """Record one copy, which starts at once."""
         if self._stream.unavailable:
             raise DeviceUnavailable(self._stream.unavailable)
         waits = self._lane.dependencies(buffers, reads_only=command[0] == "download")
@@ -127,8 +127,7 @@ class Transfers:
             event = copy(self._lane.queue, waits)
         except DeviceError as error:
             raise DeviceError(error.reason, describe(command)) from None
-        self._lane.record((event,), (command,), buffers)
-        self._lane.flush()
+        self._lane.record(event, command, buffers)
         return event
 
     def _staged(
@@ -195,6 +194,7 @@ class Transfers:
 
     def _checked(self, result: npt.NDArray[Any], events: Sequence[Event | None]) -> npt.NDArray[Any]:
         self._stream.check(events)
+        self._stream.retire()
         return result
 
 

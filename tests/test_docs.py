@@ -1,0 +1,30 @@
+"""The snippets of the documentation run, in the order in which they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.config import Settings
+
+ROOT = Path(__file__).parent.parent
+
+
+def snippets(page: str) -> str:
+    return "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/runtime.md"])
+def test_every_snippet_runs(page: str) -> None:
+    try:
+        exec(compile(snippets(page), page, "exec"), {})
+    finally:
+        ps.default_device().limit_bytes = None
+
+
+def test_the_table_of_settings_has_every_one_of_them() -> None:
+    named = re.findall(r"^\| `PENSTOCK_(\w+)`", (ROOT / "docs/runtime.md").read_text(), re.MULTILINE)
+    assert sorted(name.lower() for name in named) == sorted(Settings.__dataclass_fields__)
