@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,7 @@ def overlap_line(device: ps.Device, report: Report, nbytes: int = 16 << 20, step
 
     copies = best_of({"copies": lambda: loop(0, True)}, rounds=3)["copies"]
     rounds = 1
-    while best_of({"compute": lambda: loop(rounds, False)}, rounds=1)["compute"] < 1.5 * copies:
+    while best_of({"compute": partial(loop, rounds, False)}, rounds=1)["compute"] < 1.5 * copies:
         rounds *= 2
     best = best_of(
         {

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from penstock.config import Settings, format_bytes, parse_bytes
 from penstock.device.driver import Capabilities, Driver, Kernel, Source
 from penstock.device.host import HostDriver, host_capabilities
-from penstock.errors import DeviceNotFound, DeviceUnavailable, OutOfDeviceMemory, PenstockError
+from penstock.errors import DeviceNotFound, DeviceUnavailable, OutOfDeviceMemory
 from penstock.memory.buffer import Buffer
-from penstock.memory.ledger import DeviceMemory, register
+from penstock.memory.ledger import DeviceMemory, register, unregister
 from penstock.memory.pool import BufferPool
 from penstock.memory.resource import Limit, Raw
 from penstock.memory.staging import StagingRing
@@ -100,8 +100,7 @@ class Device:
         if nbytes < 0:
             raise ValueError(f"a buffer cannot have {nbytes} bytes")
         opened = self._open()
-        if opened.stream.unavailable:
-            raise DeviceUnavailable(opened.stream.unavailable)
+        opened.stream.check_available()
         source = opened.trace or opened.pool
         try:
             memory = source.reserve(nbytes)
@@ -151,6 +150,7 @@ class Device:
     def trim(self) -> int:
         """Give idle memory back to the driver; how many bytes."""
         opened = self._open()
+        opened.stream.check_available()
         return opened.pool.clear() + opened.pinned.clear()
 
     def trace_memory(self, on: bool = True) -> None:
@@ -171,8 +171,7 @@ class Device:
         A signature lists the parameters: `"float32*"` for a buffer, `"int32"` for a scalar.
         """
         opened = self._open()
-        if opened.stream.unavailable:
-            raise DeviceUnavailable(opened.stream.unavailable)
+        opened.stream.check_available()
         return opened.driver.compile(source, signatures)
 
     def upload(self, array: npt.ArrayLike, into: Buffer | None = None, offset: int = 0) -> Buffer:
@@ -239,14 +238,19 @@ class Device:
 
     def close(self) -> None:
         """Clean up and never use the device again. Safe to call twice."""
-        opened = self._opened
-        if opened is None or opened.stream.unavailable:
+        why = f"{self.name} was closed"
+        with self._lock:
+            if self._opened is None:
+                self._open_driver = _refuse(why)
+                return
+        if self._opened.stream.unavailable:
             return
         try:
             self.cleanup()
         finally:
-            opened.stream.unavailable = f"{self.name} was closed"
-            opened.driver.close()
+            self._opened.stream.unavailable = why
+            self._opened.pool.capacity = self._opened.pinned.capacity = 0  # what still comes back goes on
+            self._opened.driver.close()
 
     def _open(self) -> _Opened:
         if self._opened is None:
@@ -299,13 +303,13 @@ class Device:
         )
 
     def _abandon(self) -> None:
-        """In a forked child: refuse everything, without touching a lock that another thread may have held."""
+        """In a forked child: refuse everything, and touch neither native objects nor inherited locks."""
         assert self._opened is not None
-        self._opened.stream.lock = threading.RLock()
-        self._opened.stream.unavailable = (
-            f"{self.name} was opened before this process was forked and cannot be used in it; start "
-            f"processes with multiprocessing's 'spawn' method, or open the device only in the child"
-        )
+        unregister(self)
+        self._lock = threading.RLock()
+        self._opened.stream.abandon(_forked(self.name))
+        self._opened.pool.abandon()
+        self._opened.pinned.abandon()
         self._opened.driver.abandon()
 
 
@@ -378,7 +382,7 @@ def _close_all() -> None:
     for device in list(_in_use):
         try:
             device.close()
-        except PenstockError as error:
+        except Exception as error:  # nothing may keep the interpreter from ending
             print(f"penstock: at exit, {device.name}: {error}", file=sys.stderr)
 
 
@@ -395,16 +399,22 @@ def _after_fork() -> None:
 
 
 def _after_fork_device(device: Device) -> Device:
-    if device.capabilities.kind == "host":
-        return Device(device.name, device.capabilities, device._open_driver)
+    host = device.capabilities.kind == "host"
+    return Device(device.name, device.capabilities, HostDriver if host else _refuse(_forked(device.name)))
 
-    def refuse() -> Driver:
-        raise DeviceUnavailable(
-            f"{device.name} was found before this process was forked and cannot be opened in it; start "
-            f"processes with multiprocessing's 'spawn' method, or use the device 'host'"
-        )
 
-    return Device(device.name, device.capabilities, refuse)
+def _forked(name: str) -> str:
+    return (
+        f"{name} was found before this process was forked and cannot be used in it; start processes with "
+        f"multiprocessing's 'spawn' method, look for devices only in the child, or use the device 'host'"
+    )
+
+
+def _refuse(why: str) -> Callable[[], Driver]:
+    def open_driver() -> Driver:
+        raise DeviceUnavailable(why)
+
+    return open_driver
 
 
 atexit.register(_close_all)

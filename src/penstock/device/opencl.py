@@ -9,8 +9,10 @@ Memory comes in one of three kinds, by what the device offers:
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -80,6 +82,7 @@ class OpenCLDriver(Driver):
         self._lock = threading.Lock()
         self._allocations: set[Memory] = set()
         self._allocated = 0
+        self._copies: deque[Event] = deque()  # PyOpenCL's destructors of these wait until they are done
 
     # Memory
 
@@ -201,32 +204,16 @@ class OpenCLDriver(Driver):
     ) -> Event:
         if self._memory_kind == "svm":
             target = self.view(memory, offset, source.nbytes)
-            return _checked(cl.enqueue_copy, queue, target, cl.SVM(source), is_blocking=False, wait_for=waits)
-        return _checked(
-            cl.enqueue_copy,
-            queue,
-            memory.native,
-            source,
-            dst_offset=offset,
-            is_blocking=False,
-            wait_for=waits,
-        )
+            return self._copy(queue, target, cl.SVM(source), waits, is_blocking=False)
+        return self._copy(queue, memory.native, source, waits, dst_offset=offset, is_blocking=False)
 
     def read(
         self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: list[Event] | None
     ) -> Event:
         if self._memory_kind == "svm":
             source = self.view(memory, offset, target.nbytes)
-            return _checked(cl.enqueue_copy, queue, cl.SVM(target), source, is_blocking=False, wait_for=waits)
-        return _checked(
-            cl.enqueue_copy,
-            queue,
-            target,
-            memory.native,
-            src_offset=offset,
-            is_blocking=False,
-            wait_for=waits,
-        )
+            return self._copy(queue, cl.SVM(target), source, waits, is_blocking=False)
+        return self._copy(queue, target, memory.native, waits, src_offset=offset, is_blocking=False)
 
     def copy(
         self,
@@ -242,16 +229,15 @@ class OpenCLDriver(Driver):
             assert target.host is not None
             part = target.host[target_offset : target_offset + nbytes]
             return self.read(queue, part, source, source_offset, waits)
-        return _checked(
-            cl.enqueue_copy,
-            queue,
-            target.native,
-            source.native,
-            byte_count=nbytes,
-            src_offset=source_offset,
-            dst_offset=target_offset,
-            wait_for=waits,
-        )
+        offsets = {"src_offset": source_offset, "dst_offset": target_offset}
+        return self._copy(queue, target.native, source.native, waits, byte_count=nbytes, **offsets)
+
+    def _copy(self, queue: Queue, target: Any, source: Any, waits: list[Event] | None, **how: int) -> Event:
+        event = _checked(cl.enqueue_copy, queue, target, source, wait_for=waits, **how)
+        while self._copies and self.is_done(self._copies[0]):
+            self._copies.popleft()
+        self._copies.append(event)
+        return event
 
     def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
         if memory.host is not None:
@@ -286,7 +272,10 @@ class OpenCLDriver(Driver):
 
     def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
         try:
-            cl.wait_for_events(list(events))  # one call for all; it fails if any of them did
+            if len(events) == 1:
+                events[0].wait()  # of a copy's event, this lets go of the array
+            else:
+                cl.wait_for_events(list(events))  # one call for all; it fails if any of them did
             return []
         except cl.Error:
             statuses = [event.get_info(_STATUS) for event in events]
@@ -299,11 +288,10 @@ class OpenCLDriver(Driver):
             queue.finish()
 
     def abandon(self) -> None:
-        # PoCL's threads did not come along, so its destructors could wait for ever: leak them instead.
-        _IMMORTAL.append((self._context, self.compute, self.transfer, self._maps, self._allocations))
-
-
-_IMMORTAL: list[Any] = []
+        # PoCL's threads did not come along, so destructors could wait for ever: they must never run.
+        natives = [memory.native for memory in self._allocations]
+        for native in (self._context, self.compute, self.transfer, self._maps, *self._copies, *natives):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
 
 
 def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> Capabilities:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.device.driver import Driver, Event, Memory
+from penstock.errors import BufferInUse
 from penstock.memory.resource import Resource
 
 
@@ -57,6 +58,11 @@ class Buffer:
         part.native = self.driver.view(self.memory, part.offset, max(nbytes, 1))
         part._home, part._parent = None, self
         return part
+
+    def refuse_if_viewed(self, reads_only: bool) -> None:
+        """Raise BufferInUse if the host has a view that the use in question would disturb."""
+        if self.usage.viewers and (self.usage.writer or not reads_only):
+            raise BufferInUse(f"{self!r} is open in a host view; leave the view's with block first")
 
     def __del__(self) -> None:
         # The attribute is missing where __init__ or view() failed.

@@ -84,6 +84,11 @@ def register(device: Accountable) -> None:
     _opened.add(device)
 
 
+def unregister(device: Accountable) -> None:
+    """Take a device out of the account."""
+    _opened.discard(device)
+
+
 def stats() -> MemoryStats:
     """Where all memory is: every opened device, and the resident size of the process."""
     devices = list(_opened)

@@ -134,13 +134,17 @@ class BufferPool:
             return sum(map(self._give_back, blocks))
 
     def expire(self) -> int:
-        """Give back what has idled for too long; how many bytes. Cheap when it is not yet time to look."""
+        """Give back what has idled for too long; how many bytes. Cheap when there is nothing to do."""
         now = self._clock()
-        if now < self._next_sweep:
+        if now < self._next_sweep and not self._returned:
             return 0
         with self._lock:
             self._collect()
             return self._expire(now)
+
+    def abandon(self) -> None:
+        """Go on in a forked child, where another thread may have held the lock."""
+        self._lock = threading.Lock()
 
     def stats(self) -> PoolStatistics:
         """Counts and bytes at this moment."""

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.device.driver import Bytes, Event
-from penstock.errors import BufferInUse
 from penstock.memory.buffer import Buffer
 from penstock.stream.future import Future
 from penstock.stream.stream import Stream
@@ -131,8 +130,8 @@ def claim(stream: Stream, buffer: Buffer, writable: bool) -> None:
     usage = buffer.usage
     while True:
         with stream.lock:
-            if usage.viewers and (writable or usage.writer):
-                raise BufferInUse(f"{buffer!r} is open in another host view; leave its with block first")
+            stream.check_available()
+            buffer.refuse_if_viewed(reads_only=not writable)
             event = usage.event
             if event is None or buffer.driver.is_done(event):
                 stream.check([event])
@@ -141,7 +140,7 @@ def claim(stream: Stream, buffer: Buffer, writable: bool) -> None:
                 usage.writer = writable
                 return
             if usage.batch is not None:
-                usage.batch.lane.flush()
+                usage.batch.lane.submit()
         stream.wait(event, "view")
 
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from penstock.device.driver import Driver, Event, Grid, Kernel, Queue
-from penstock.errors import BufferInUse, DeviceError
+from penstock.errors import DeviceError
 from penstock.memory.buffer import Buffer
 
 # What is remembered of a command, cheap to make: kernel or verb, grid, group, arguments.
@@ -61,10 +63,9 @@ class Lane:
         return len(self._open.events) + sum(len(batch.events) for batch in self._in_flight)
 
     @property
-    def last_event(self) -> Event | None:
-        """The last command's event; None when nothing is pending."""
-        batch = self._open if self._open.events else self._in_flight[-1] if self._in_flight else None
-        return batch.events[-1] if batch else None
+    def last_submitted(self) -> Event | None:
+        """The event of the last command submitted; None when all are known to be done."""
+        return self._in_flight[-1].events[-1] if self._in_flight else None
 
     def dependencies(self, buffers: Sequence[Buffer], reads_only: bool = False) -> list[Event] | None:
         """What a new command on these buffers must wait for: their last uses outside this lane."""
@@ -80,14 +81,13 @@ class Lane:
             usage = buffer.usage
             if buffer.driver is not self._driver:
                 raise ValueError(f"{buffer!r} cannot be used on {self._driver.name}; copy it there first")
-            if usage.viewers and (usage.writer or not reads_only):
-                raise BufferInUse(f"{buffer!r} is open in a host view; leave the view's with block first")
+            buffer.refuse_if_viewed(reads_only)
             if usage.batch is not self._open:
                 self._open.nbytes += buffer.memory.nbytes
             lane = usage.batch.lane if usage.batch else None
             if lane is not self and usage.event is not None and not self._driver.is_done(usage.event):
                 if lane is not None:
-                    lane.flush()  # nothing may wait for what is not certain to run
+                    lane.submit()  # nothing may wait for what is not certain to run
                 waits.append(usage.event)
         return waits or None
 
@@ -112,11 +112,6 @@ class Lane:
             self._open.commands += commands[:-1]
             self.record(events[-1], commands[-1], buffers)
 
-    def flush(self) -> None:
-        """Let the device start on what is gathered, without ending the batch."""
-        if self._open.events:
-            self._driver.flush(self.queue)
-
     def submit(self) -> None:
         """End the batch; wait for the oldest one if too many are in flight."""
         if not self._open.events:
@@ -138,6 +133,7 @@ class Lane:
                 self._failed.append((batch.events[position], error))
                 self._error = self._error or error
             batch.commands.clear()  # buffers know their batch: here the circle is broken
+            batch.events.clear()
 
     def explain(self, event: Event) -> DeviceError | None:
         """The error of one command of this lane that failed, as long as the lane remembers it."""
@@ -156,9 +152,13 @@ class Lane:
 def describe(command: Command) -> str:
     """A command for an error message: kernel, sizes and arguments."""
     what, grid, group, args = command
-    arguments = ", ".join(
-        f"{arg.nbytes}-byte buffer" if isinstance(arg, Buffer) else repr(arg) for arg in args
-    )
+    arguments = ", ".join(map(_describe_argument, args))
     if isinstance(what, Kernel):
         return f"kernel {what.name!r}, grid {grid}, group {group}, arguments ({arguments})"
     return f"{what} ({arguments})"
+
+
+def _describe_argument(argument: Any) -> str:
+    if isinstance(argument, Buffer):
+        return f"{argument.nbytes}-byte buffer"
+    return f"{argument.nbytes}-byte array" if isinstance(argument, np.ndarray) else repr(argument)

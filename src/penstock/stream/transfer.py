@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.device.driver import Bytes, Driver, Event, Queue
-from penstock.errors import DeviceError, DeviceUnavailable
+from penstock.errors import DeviceError
 from penstock.memory.buffer import Buffer
 from penstock.memory.staging import Slot, StagingRing
 from penstock.stream.future import Future
-from penstock.stream.hostview import HostView, Mapping
+from penstock.stream.hostview import HostView
 from penstock.stream.lane import Command, describe
 from penstock.stream.stream import Stream
 
@@ -38,9 +39,7 @@ class Transfers:
         check_range(buffer, offset, source.nbytes)
         if not source.nbytes:
             return
-        if self._shared and self._is_idle(buffer):
-            with Mapping(self._stream, buffer, offset, source.nbytes, writable=True) as target:
-                np.copyto(target, source)
+        if self._copied_in_place(buffer, offset, source, writes=True):
             return
         chunk = self._ring.chunk_bytes
         with self._stream.lock:
@@ -51,16 +50,16 @@ class Transfers:
         self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int], offset: int = 0
     ) -> Future[npt.NDArray[Any]]:
         """What `buffer` holds when the commands recorded so far are done, as an array."""
-        result = np.empty(tuple(shape), dtype)
-        check_range(buffer, offset, result.nbytes)
-        if not result.nbytes:
+        item = np.dtype(dtype)
+        nbytes = item.itemsize * int(np.prod(shape))
+        check_range(buffer, offset, nbytes)
+        target = _new_bytes(nbytes, buffer, offset)
+        result = target.view(item).reshape(shape)
+        if not nbytes:
             return Future.ready(result)
-        target = _bytes_of(result)
         if not self._shared:
             return self._download_staged(buffer, offset, target, result)
-        if target.nbytes <= _SMALL and self._is_idle(buffer):
-            with Mapping(self._stream, buffer, offset, target.nbytes, writable=False) as source:
-                np.copyto(target, source)
+        if nbytes <= _SMALL and self._copied_in_place(buffer, offset, target, writes=False):
             return Future.ready(result)
         with self._stream.lock:
             before = buffer.usage.event
@@ -105,13 +104,27 @@ class Transfers:
         return HostView(self._stream, self, buffer, item, tuple(shape), offset, writable)
 
     def release_staging(self) -> None:
-        """Give the staging memory back. Nothing may be pending."""
+        """Give the staging memory back, unless it is in use."""
         with self._stream.lock:
             self._ring.clear()
 
-    def _is_idle(self, buffer: Buffer) -> bool:
-        event = buffer.usage.event
-        return event is None or self._driver.is_done(event)
+    def _copied_in_place(self, buffer: Buffer, offset: int, array: Bytes, writes: bool) -> bool:
+        """Copy on the host itself, where it shares the memory and the device is done with it."""
+        usage = buffer.usage
+        with self._stream.lock:
+            self._stream.check_available()
+            if not self._shared or not (usage.event is None or self._driver.is_done(usage.event)):
+                return False
+            buffer.refuse_if_viewed(reads_only=not writes)
+            if not writes:
+                self._stream.check([usage.event])
+            mapped = self._driver.map(buffer.memory, buffer.offset + offset, array.nbytes, writes)
+            try:
+                np.copyto(*((mapped, array) if writes else (array, mapped)))
+            finally:
+                if (event := self._driver.unmap(buffer.memory, mapped)) is not None:
+                    usage.batch, usage.event = None, event
+        return True
 
     def _record(
         self,
@@ -120,8 +133,7 @@ class Transfers:
         copy: Callable[[Queue, list[Event] | None], Event],
     ) -> Event:
         """Record one copy, which starts at once."""
-        if self._stream.unavailable:
-            raise DeviceUnavailable(self._stream.unavailable)
+        self._stream.check_available()
         waits = self._lane.dependencies(buffers, reads_only=command[0] == "download")
         try:
             event = copy(self._lane.queue, waits)
@@ -207,3 +219,17 @@ def check_range(buffer: Buffer, offset: int, nbytes: int) -> None:
 def _bytes_of(array: npt.NDArray[Any]) -> Bytes:
     """A contiguous array's memory."""
     return array.reshape(-1).view(np.uint8)
+
+
+def _new_bytes(nbytes: int, buffer: Buffer, offset: int) -> Bytes:
+    """New memory for a copy of the bytes at `offset`, at the same place in its page where that is known.
+
+    The C library copies blocks beyond the cache in a way that, into memory never touched before, takes half
+    as long again unless both ends begin at the same place in their pages.
+    """
+    if nbytes <= _SMALL or buffer.memory.host is None:
+        return np.empty(nbytes, np.uint8)
+    source = buffer.memory.host.ctypes.data + buffer.offset + offset
+    space = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
+    start = (source - space.ctypes.data) % mmap.PAGESIZE
+    return space[start : start + nbytes]
