@@ -209,7 +209,7 @@ def copy_lines(device: ps.Device, report: Report, nbytes: int = 64 << 20) -> Non
         report.add(f"{ours} / {theirs}, speed", ratio, "x", ">= 0.95", ratio >= 0.95, detail)
 
 
-def overlap_line(device: ps.Device, report: Report, nbytes: int = 16 << 20, steps: int = 12) -> None:
+def overlap_line(device: ps.Device, report: Report, nbytes: int = 16 << 20, steps: int = 40) -> None:
     """A loop that uploads a batch, computes on it, and downloads the result, with two sets of buffers."""
     kernel = device.compile(SOURCE, SIGNATURES)["churn"]
     batch = np.ones(nbytes // 4, np.float32)
@@ -238,7 +238,7 @@ def overlap_line(device: ps.Device, report: Report, nbytes: int = 16 << 20, step
 
     copies = best_of({"copies": lambda: loop(0, True)}, rounds=3)["copies"]
     rounds = 1
-    while best_of({"compute": partial(loop, rounds, False)}, rounds=1)["compute"] < 1.5 * copies:
+    while best_of({"compute": partial(loop, rounds, False)}, rounds=3)["compute"] < 2 * copies:
         rounds *= 2
     best = best_of(
         {

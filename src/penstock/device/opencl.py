@@ -10,6 +10,8 @@ Memory comes in one of three kinds, by what the device offers:
 from __future__ import annotations
 
 import ctypes
+import mmap
+import sys
 import threading
 import warnings
 from collections import deque
@@ -35,6 +37,7 @@ from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
 MemoryKind = Literal["svm", "mapped", "device"]
 
+_LARGE = 4 << 20  # bytes, from which on the size of pages matters
 _DEFAULT_ALIGNMENT = 0  # lets OpenCL take that of its widest vector type, 128 bytes
 _RW = cl.mem_flags.READ_WRITE
 _SVM = cl.svm_mem_flags.READ_WRITE | cl.svm_mem_flags.SVM_FINE_GRAIN_BUFFER
@@ -105,7 +108,10 @@ class OpenCLDriver(Driver):
     def _allocate(self, nbytes: int, pinned: bool) -> Memory:
         if self._memory_kind == "svm":
             svm = cl.SVMAllocation(self._context, nbytes, _DEFAULT_ALIGNMENT, _SVM)
-            return Memory(svm, nbytes, svm.buf.view(np.uint8).reshape(-1), pinned)
+            host = svm.buf.view(np.uint8).reshape(-1)
+            if nbytes >= _LARGE and self.capabilities.kind == "cpu":
+                _prefer_huge_pages(host)
+            return Memory(svm, nbytes, host, pinned)
         if pinned:
             buffer = cl.Buffer(self._context, _RW | cl.mem_flags.ALLOC_HOST_PTR, nbytes)
             host, _ = _enqueue_map(self._maps, buffer, _READ_WRITE, 0, (nbytes,), np.uint8)
@@ -331,6 +337,15 @@ def best_memory_kind(device: cl.Device) -> MemoryKind:
     except cl.Error:  # OpenCL 1.x has no such question
         pass
     return "mapped" if device.host_unified_memory else "device"
+
+
+def _prefer_huge_pages(array: Bytes) -> None:
+    """Ask Linux for pages of 2 MiB, as NumPy does for its own large arrays: a CPU misses fewer of them."""
+    if sys.platform == "linux":
+        start = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+        nbytes = array.ctypes.data + array.nbytes - start
+        advise = ctypes.CDLL(None).madvise
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)  # advice: may be refused
 
 
 def _set_types(native: cl.Kernel, signature: Sequence[str], dtypes: Sequence[np.dtype[Any]]) -> None:
