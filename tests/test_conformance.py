@@ -340,8 +340,9 @@ def test_any_mixture_of_commands_gives_what_numpy_gives(kind: str, data: st.Data
             models[i] = np.full(n, -step, np.float32)
             device.upload(models[i], into=buffers[i])
         elif verb == "fill":
-            models[i] = np.full(n, step, np.int32).view(np.float32)
-            device.stream.launch(kernels["fill"], (3,), (8,), (buffers[i], step, n))
+            models[i] = np.full(n, step, np.float32)
+            bits = int(np.float32(step).view(np.int32))
+            device.stream.launch(kernels["fill"], (3,), (8,), (buffers[i], bits, n))
         elif verb == "axpy" and i != j:
             models[j] = models[j] + np.float32(0.5) * models[i]
             device.stream.launch(kernels["axpy"], (3,), (8,), (buffers[i], buffers[j], 0.5, n))

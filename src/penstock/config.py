@@ -45,7 +45,7 @@ class Settings:
     max_commands: int = 100  # commands gathered before they are submitted
     max_bytes: int = 1 << 30  # bytes of memory that gathered commands may hold before they are submitted
     max_in_flight: int = 8  # submissions that the device may be behind the host
-    staging_bytes: int = 32 << 20  # the ring through which devices with memory of their own exchange data
+    staging_bytes: int = 64 << 20  # the rings through which devices with memory of their own exchange data
     memory_limit: int | None = None  # bytes that may be taken from the driver; None: what the driver gives
     pool_capacity: int = 10  # idle buffers kept per size class
     pool_bytes: int | None = None  # idle bytes kept in all; None: a quarter of the device's memory

@@ -22,7 +22,6 @@ from penstock.memory.buffer import Buffer
 from penstock.memory.ledger import DeviceMemory, register, unregister
 from penstock.memory.pool import BufferPool
 from penstock.memory.resource import Limit, Raw
-from penstock.memory.staging import StagingRing
 from penstock.memory.trace import Trace
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
@@ -47,8 +46,7 @@ class _Opened:
         self.trace = Trace(self.pool) if settings.trace_memory else None
         policy = FlushPolicy(settings.max_commands, settings.max_bytes, settings.max_in_flight)
         self.stream = Stream(driver, self.pool, policy)
-        ring = StagingRing(driver, self.pinned, settings.staging_bytes)
-        self.transfers = Transfers(driver, self.stream, ring)
+        self.transfers = Transfers(driver, self.stream, self.pinned, settings.staging_bytes)
 
 
 class Device:

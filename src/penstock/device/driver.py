@@ -50,13 +50,16 @@ class Capabilities:
 class Memory:
     """One allocation of a driver."""
 
-    __slots__ = ("asked", "host", "idle_since", "native", "nbytes", "pinned")
+    __slots__ = ("asked", "host", "idle_since", "native", "nbytes", "parts", "pinned")
 
     def __init__(self, native: Any, nbytes: int, host: Bytes | None, pinned: bool = False) -> None:
         self.native = native  # what a kernel takes as argument
         self.nbytes = nbytes
         self.host = host  # the same bytes as an array, where the host can always see them
         self.pinned = pinned  # memory of the host that the device can reach by itself
+        self.parts: dict[
+            tuple[int, int], Any
+        ] = {}  # native objects for parts of it, where a driver keeps any
         # The pool's notes: how much was asked for, and since when nobody uses it.
         self.asked = nbytes
         self.idle_since = 0.0
@@ -96,8 +99,9 @@ class Driver(ABC):
 
     name: str
     capabilities: Capabilities
-    compute: Queue
-    transfer: Queue
+    compute: Queue  # kernels
+    incoming: Queue  # copies from the host, which need not wait for kernels
+    outgoing: Queue  # copies to the host and on the device, which mostly do
 
     # Memory
 
@@ -182,11 +186,11 @@ class Driver(ABC):
 
     @abstractmethod
     def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
-        """Shared memory only: the bytes themselves, once no recorded command touches them any more."""
+        """Shared memory only: the bytes themselves. No unfinished command may touch them."""
 
     @abstractmethod
     def unmap(self, memory: Memory, mapped: Bytes) -> Event | None:
-        """End a `map`. The event, where there is one, is on the transfer queue."""
+        """End a `map`. The event, where there is one, is of a queue of the driver's own, and flushed."""
 
     # Order and completion
 
@@ -210,7 +214,7 @@ class Driver(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish all work and give the native objects back. Safe to call twice."""
+        """Finish all work. Native objects go with the last reference to them. Safe to call twice."""
 
     @abstractmethod
     def abandon(self) -> None:

@@ -67,7 +67,8 @@ class HostDriver(Driver):
         self.name = name
         self.capabilities = host_capabilities(shared_memory)
         self.compute: deque[_Command] = deque()
-        self.transfer: deque[_Command] = deque()
+        self.incoming: deque[_Command] = deque()
+        self.outgoing: deque[_Command] = deque()
         self._scheduler = scheduler
         self._lock = threading.RLock()
         self._allocations: set[Memory] = set()
@@ -223,7 +224,7 @@ class HostDriver(Driver):
         assert self._scheduler is not None
         ready = [
             queue
-            for queue in (self.compute, self.transfer)
+            for queue in (self.compute, self.incoming, self.outgoing)
             if queue and queue[0].flushed and all(event.done for event in queue[0].waits)
         ]
         if ready:
@@ -234,7 +235,7 @@ class HostDriver(Driver):
 
     def close(self) -> None:
         with self._lock:
-            for queue in (self.compute, self.transfer):
+            for queue in (self.compute, self.incoming, self.outgoing):
                 self.flush(queue)
             while self._scheduler and self._run_one():
                 pass

@@ -37,6 +37,7 @@ from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
 MemoryKind = Literal["svm", "mapped", "device"]
 
+_MAX_PARTS = 256  # sub-buffers kept for one allocation
 _LARGE = 4 << 20  # bytes, from which on the size of pages matters
 _DEFAULT_ALIGNMENT = 0  # lets OpenCL take that of its widest vector type, 128 bytes
 _RW = cl.mem_flags.READ_WRITE
@@ -72,7 +73,7 @@ def find_devices() -> list[cl.Device]:
 
 
 class OpenCLDriver(Driver):
-    """One OpenCL device with a queue for kernels and one for copies."""
+    """One OpenCL device."""
 
     def __init__(self, device: cl.Device, name: str, memory: MemoryKind | None = None) -> None:
         self.name = name
@@ -80,8 +81,10 @@ class OpenCLDriver(Driver):
         self.capabilities = opencl_capabilities(device, self._memory_kind)
         self._context = cl.Context([device])
         self.compute = cl.CommandQueue(self._context)
-        self.transfer = cl.CommandQueue(self._context)
+        self.incoming = cl.CommandQueue(self._context)
+        self.outgoing = cl.CommandQueue(self._context)
         self._maps = cl.CommandQueue(self._context)  # always idle, so that a map waits for nothing else
+        self._queues = (self.compute, self.incoming, self.outgoing, self._maps)
         self._lock = threading.Lock()
         self._allocations: set[Memory] = set()
         self._allocated = 0
@@ -128,6 +131,7 @@ class OpenCLDriver(Driver):
             self._allocated -= memory.nbytes
         host, memory.host = memory.host, None
         native, memory.native = memory.native, None
+        memory.parts.clear()
         if memory.pinned and self._memory_kind != "svm":
             assert host is not None
             host.base.release(self._maps).wait()  # type: ignore[union-attr]  # unmaps
@@ -137,7 +141,14 @@ class OpenCLDriver(Driver):
         if self._memory_kind == "svm":
             assert memory.host is not None
             return cl.SVM(memory.host[offset : offset + nbytes])
-        return memory.native.get_sub_region(offset, nbytes)
+        # Sub-buffers stay with their memory: NVIDIA's driver may crash when one is released that a command
+        # has just used, and making them costs more than a launch.
+        parts, key = memory.parts, (offset, nbytes)
+        if key not in parts:
+            if len(parts) >= _MAX_PARTS:
+                del parts[next(iter(parts))]
+            parts[key] = memory.native.get_sub_region(offset, nbytes)
+        return parts[key]
 
     @property
     def allocated_bytes(self) -> int:
@@ -290,13 +301,13 @@ class OpenCLDriver(Driver):
     # Life cycle
 
     def close(self) -> None:
-        for queue in (self.compute, self.transfer, self._maps):
+        for queue in self._queues:
             queue.finish()
 
     def abandon(self) -> None:
         # PoCL's threads did not come along, so destructors could wait for ever: they must never run.
         natives = [memory.native for memory in self._allocations]
-        for native in (self._context, self.compute, self.transfer, self._maps, *self._copies, *natives):
+        for native in (self._context, *self._queues, *self._copies, *natives):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
 
 

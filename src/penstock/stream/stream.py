@@ -1,4 +1,4 @@
-"""The stream: kernels recorded in batches on one queue, copies on another, bounded work in flight."""
+"""The stream: kernels recorded in batches on one queue, copies on two others, bounded work in flight."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class Stream:
         # Copies start at once, each by itself: they should run beside the kernels, and what they hold on the
         # host be free as soon as they are done. As many may be in flight as there may be kernels.
         at_once = FlushPolicy(1, policy.max_bytes, policy.max_commands * policy.max_in_flight)
-        self.transfer = Lane(driver, driver.transfer, at_once, self.wait)
-        self._lanes = (self.compute, self.transfer)
+        self.incoming = Lane(driver, driver.incoming, at_once, self.wait)
+        self.outgoing = Lane(driver, driver.outgoing, at_once, self.wait)
+        self._lanes = (self.compute, self.incoming, self.outgoing)
 
     @property
     def pending(self) -> int:

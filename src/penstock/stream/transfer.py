@@ -13,10 +13,11 @@ import numpy.typing as npt
 from penstock.device.driver import Bytes, Driver, Event, Queue
 from penstock.errors import DeviceError
 from penstock.memory.buffer import Buffer
+from penstock.memory.resource import Resource
 from penstock.memory.staging import Slot, StagingRing
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
-from penstock.stream.lane import Command, describe
+from penstock.stream.lane import Command, Lane, describe
 from penstock.stream.stream import Stream
 
 # Up to this many bytes, a copy by the host costs less than a command of the device.
@@ -26,11 +27,13 @@ _SMALL = 256 << 10
 class Transfers:
     """Uploads, downloads, device copies and host views of one device."""
 
-    def __init__(self, driver: Driver, stream: Stream, ring: StagingRing) -> None:
+    def __init__(self, driver: Driver, stream: Stream, staging: Resource, staging_bytes: int) -> None:
         self._driver = driver
         self._stream = stream
-        self._ring = ring
-        self._lane = stream.transfer
+        # A ring for each direction: a download that waits for its kernel must not hold up the next upload.
+        self._rings = {
+            verb: StagingRing(driver, staging, staging_bytes // 2) for verb in ("upload", "download")
+        }
         self._shared = driver.capabilities.shared_memory
 
     def upload(self, buffer: Buffer, array: npt.ArrayLike, offset: int = 0) -> None:
@@ -41,7 +44,7 @@ class Transfers:
             return
         if self._copied_in_place(buffer, offset, source, writes=True):
             return
-        chunk = self._ring.chunk_bytes
+        chunk = self._rings["upload"].chunk_bytes
         with self._stream.lock:
             for start in range(0, source.nbytes, chunk):
                 self._upload_chunk(buffer, offset + start, source[start : start + chunk])
@@ -64,6 +67,7 @@ class Transfers:
         with self._stream.lock:
             before = buffer.usage.event
             event = self._record(
+                self._stream.outgoing,
                 ("download", None, None, (buffer, target)),
                 (buffer,),
                 lambda queue, waits: self._driver.read(
@@ -88,6 +92,7 @@ class Transfers:
         if nbytes:
             with self._stream.lock:
                 self._record(
+                    self._stream.outgoing,
                     ("copy", None, None, (target, source)),
                     (target, source),
                     lambda queue, waits: self._driver.copy(
@@ -106,7 +111,8 @@ class Transfers:
     def release_staging(self) -> None:
         """Give the staging memory back, unless it is in use."""
         with self._stream.lock:
-            self._ring.clear()
+            for ring in self._rings.values():
+                ring.clear()
 
     def _copied_in_place(self, buffer: Buffer, offset: int, array: Bytes, writes: bool) -> bool:
         """Copy on the host itself, where it shares the memory and the device is done with it."""
@@ -128,34 +134,37 @@ class Transfers:
 
     def _record(
         self,
+        lane: Lane,
         command: Command,
         buffers: Sequence[Buffer],
         copy: Callable[[Queue, list[Event] | None], Event],
     ) -> Event:
         """Record one copy, which starts at once."""
         self._stream.check_available()
-        waits = self._lane.dependencies(buffers, reads_only=command[0] == "download")
+        waits = lane.dependencies(buffers, reads_only=command[0] == "download")
         try:
-            event = copy(self._lane.queue, waits)
+            event = copy(lane.queue, waits)
         except DeviceError as error:
             raise DeviceError(error.reason, describe(command)) from None
-        self._lane.record(event, command, buffers)
+        lane.record(event, command, buffers)
         return event
 
     def _staged(
         self, verb: str, buffer: Buffer, nbytes: int, copy: Callable[[Slot, Queue, list[Event] | None], Event]
     ) -> Slot:
-        slot = self._ring.reserve(nbytes, lambda event: self._stream.wait(event, "staging"))
+        lane = self._stream.incoming if verb == "upload" else self._stream.outgoing
+        ring = self._rings[verb]
+        slot = ring.reserve(nbytes, lambda event: self._stream.wait(event, "staging"))
 
         def copy_through(queue: Queue, waits: list[Event] | None) -> Event:
             slot.event = copy(slot, queue, waits)
             return slot.event
 
         try:
-            self._record((verb, None, None, (buffer,)), (buffer,), copy_through)
+            self._record(lane, (verb, None, None, (buffer,)), (buffer,), copy_through)
         except BaseException:
             if slot.event is None:  # otherwise the copy is under way, and so the slot in use
-                self._ring.cancel(slot)
+                ring.cancel(slot)
             raise
         return slot
 
@@ -170,7 +179,8 @@ class Transfers:
         self, buffer: Buffer, offset: int, target: Bytes, result: npt.NDArray[Any]
     ) -> Future[npt.NDArray[Any]]:
         """In chunks. What passes the ring's size waits here until the first ones have made room."""
-        chunk = self._ring.chunk_bytes
+        ring = self._rings["download"]
+        chunk = ring.chunk_bytes
         slots: list[Slot] = []
         with self._stream.lock:
             before = buffer.usage.event
@@ -194,8 +204,8 @@ class Transfers:
         def finish() -> npt.NDArray[Any]:
             with self._stream.lock:
                 for slot in slots:
-                    self._ring.settle(slot)
-                self._ring.retire()
+                    ring.settle(slot)
+                ring.retire()
             return self._checked(result, (before, *(slot.event for slot in slots)))
 
         return Future(
