@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import subprocess
 import time
@@ -269,9 +270,10 @@ def main() -> None:
     copy_lines(device, report)
     overlap_line(device, report)
     if options.save:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        commit = os.environ.get("GIT_COMMIT") or (
+            asked.stdout.strip() if asked.returncode == 0 else "unknown"
+        )
         about = {
             "command": f"python benchmarks/runtime.py --device {options.device}",
             "commit": commit,
