@@ -37,6 +37,7 @@ from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
 MemoryKind = Literal["svm", "mapped", "device"]
 
+_NOTHING = np.uint8(0)
 _MAX_PARTS = 256  # sub-buffers kept for one allocation
 _LARGE = 4 << 20  # bytes, from which on the size of pages matters
 _DEFAULT_ALIGNMENT = 0  # lets OpenCL take that of its widest vector type, 128 bytes
@@ -121,8 +122,9 @@ class OpenCLDriver(Driver):
             return Memory(buffer, nbytes, host, pinned)
         shared = cl.mem_flags.ALLOC_HOST_PTR if self._memory_kind == "mapped" else 0
         buffer = cl.Buffer(self._context, _RW | shared, nbytes)
-        # Drivers allocate at first use; asking for the bytes now makes a lack of them show here.
-        cl.enqueue_migrate_mem_objects(self._maps, [buffer], cl.mem_migration_flags.CONTENT_UNDEFINED).wait()
+        # Drivers allocate at first use; a use now makes a lack of memory show here. (A migration would say
+        # just that, but NVIDIA's driver crashes when another thread records a kernel meanwhile.)
+        cl.enqueue_fill_buffer(self._maps, buffer, _NOTHING, 0, 1).wait()
         return Memory(buffer, nbytes, None)
 
     def free(self, memory: Memory) -> None:
