@@ -37,7 +37,7 @@ from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
 MemoryKind = Literal["svm", "mapped", "device"]
 
-_NOTHING = np.uint8(0)
+_NOTHING = np.zeros(1, np.uint8)
 _MAX_PARTS = 256  # sub-buffers kept for one allocation
 _LARGE = 4 << 20  # bytes, from which on the size of pages matters
 _DEFAULT_ALIGNMENT = 0  # lets OpenCL take that of its widest vector type, 128 bytes

@@ -38,6 +38,7 @@ class Transfers:
 
     def upload(self, buffer: Buffer, array: npt.ArrayLike, offset: int = 0) -> None:
         """Copy `array` into `buffer`. The array may change as soon as the call returns."""
+        self._stream.check_available()
         source = _bytes_of(np.ascontiguousarray(array))
         check_range(buffer, offset, source.nbytes)
         if not source.nbytes:
@@ -53,6 +54,7 @@ class Transfers:
         self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int], offset: int = 0
     ) -> Future[npt.NDArray[Any]]:
         """What `buffer` holds when the commands recorded so far are done, as an array."""
+        self._stream.check_available()
         item = np.dtype(dtype)
         nbytes = item.itemsize * int(np.prod(shape))
         check_range(buffer, offset, nbytes)
@@ -84,6 +86,7 @@ class Transfers:
         self, target: Buffer, target_offset: int, source: Buffer, source_offset: int, nbytes: int
     ) -> None:
         """Copy `nbytes` bytes between two buffers of the device."""
+        self._stream.check_available()
         check_range(target, target_offset, nbytes)
         check_range(source, source_offset, nbytes)
         to, start = target.offset + target_offset, source.offset + source_offset
@@ -118,7 +121,6 @@ class Transfers:
         """Copy on the host itself, where it shares the memory and the device is done with it."""
         usage = buffer.usage
         with self._stream.lock:
-            self._stream.check_available()
             if not self._shared or not (usage.event is None or self._driver.is_done(usage.event)):
                 return False
             buffer.refuse_if_viewed(reads_only=not writes)
@@ -140,7 +142,6 @@ class Transfers:
         copy: Callable[[Queue, list[Event] | None], Event],
     ) -> Event:
         """Record one copy, which starts at once."""
-        self._stream.check_available()
         waits = lane.dependencies(buffers, reads_only=command[0] == "download")
         try:
             event = copy(lane.queue, waits)
