@@ -308,7 +308,7 @@ class OpenCLDriver(Driver):
 
     def abandon(self) -> None:
         # PoCL's threads did not come along, so destructors could wait for ever: they must never run.
-        natives = [memory.native for memory in self._allocations]
+        natives = [part for memory in self._allocations for part in (memory.native, memory.host)]
         for native in (self._context, *self._queues, *self._copies, *natives):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
 
