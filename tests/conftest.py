@@ -65,6 +65,14 @@ DRIVERS: dict[str, Callable[[], Driver]] = {
 if best_memory_kind(NATIVE) != "svm":
     del DRIVERS["opencl-svm"]
 
+
+class Lazy(random.Random):
+    """A scheduler that lets nothing run before the host waits for it."""
+
+    def randrange(self, *_: int) -> int:  # type: ignore[override]
+        return 0
+
+
 # Small bounds, so that a short test passes through every one of them.
 SMALL = Settings(max_commands=8, max_bytes=1 << 20, max_in_flight=2, staging_bytes=1 << 16)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
-from conftest import DRIVERS, SMALL, compiled
+from conftest import DRIVERS, SMALL, Lazy, compiled
 
 from penstock import memory
 from penstock.device.driver import Driver, Kernel
@@ -29,13 +29,6 @@ FLAT_BYTES = 3 * MIB  # what the resident size may differ by over the thousands 
 FAR_KINDS = ["opencl-device", "host-far"]  # those whose data goes through staging memory
 
 Make = Callable[..., Device]
-
-
-class Lazy(random.Random):
-    """A scheduler that lets nothing run before the host waits for it."""
-
-    def randrange(self, *_: Any) -> int:
-        return 0
 
 
 LAZY: dict[str, Callable[[], Driver]] = {

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, SIGNATURES, SMALL, compiled, source_for
+from conftest import DRIVERS, SIGNATURES, SMALL, Lazy, compiled, source_for
 
 from penstock.device.driver import Driver, Kernel
 from penstock.device.host import HostDriver, host_capabilities
@@ -157,13 +157,6 @@ def test_cleanup_during_the_work_of_other_threads_disturbs_none_of_it(
     in_threads(work, count=3)
     device.cleanup()
     assert device.memory_stats().driver_bytes == 0
-
-
-class Lazy(random.Random):
-    """A scheduler that lets nothing run before the host waits for it."""
-
-    def randrange(self, *_: Any) -> int:
-        return 0
 
 
 class Overtaken(HostDriver):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import penstock as ps
-from penstock import runtime
+from penstock import registry as found
 from penstock.cli import app
 from penstock.config import Settings, format_bytes, parse_bytes
 from penstock.errors import DeviceNotFound, SettingError
@@ -74,9 +74,9 @@ def test_a_bad_setting_is_named(variable: str, value: str) -> None:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A registry that has found nothing yet."""
-    monkeypatch.setattr(runtime, "_devices", None)
-    monkeypatch.setattr(runtime, "_default", None)
-    monkeypatch.setattr(runtime, "_missing", [])
+    monkeypatch.setattr(found, "_devices", None)
+    monkeypatch.setattr(found, "_default", None)
+    monkeypatch.setattr(found, "_missing", [])
     monkeypatch.delenv("PENSTOCK_DEVICE", raising=False)
 
 

@@ -4,7 +4,8 @@ from importlib.metadata import version as _version
 
 from penstock import errors, memory
 from penstock.memory.buffer import Buffer
-from penstock.runtime import Device, default_device, devices, use
+from penstock.registry import default_device, devices, use
+from penstock.runtime import Device
 from penstock.stream.future import Future, FutureState
 
 __version__ = _version("penstock")

@@ -1,11 +1,8 @@
-"""Devices as users see them: a driver, its memory and its stream in one object, and the list of them all."""
+"""A device as users see it: a driver, its memory and its stream in one object."""
 
 from __future__ import annotations
 
-import atexit
 import gc
-import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +13,7 @@ import numpy.typing as npt
 
 from penstock.config import Settings, format_bytes, parse_bytes
 from penstock.device.driver import Capabilities, Driver, Kernel, Source
-from penstock.device.host import HostDriver, host_capabilities
-from penstock.errors import DeviceNotFound, DeviceUnavailable, OutOfDeviceMemory
+from penstock.errors import DeviceUnavailable, OutOfDeviceMemory
 from penstock.memory.buffer import Buffer
 from penstock.memory.ledger import DeviceMemory, register, unregister
 from penstock.memory.pool import BufferPool
@@ -28,6 +24,8 @@ from penstock.stream.hostview import HostView
 from penstock.stream.lane import FlushPolicy
 from penstock.stream.stream import Stream
 from penstock.stream.transfer import Transfers
+
+in_use: weakref.WeakSet[Device] = weakref.WeakSet()  # opened, for the exit and for forks
 
 
 class _Opened:
@@ -239,7 +237,7 @@ class Device:
         why = f"{self.name} was closed"
         with self._lock:
             if self._opened is None:
-                self._open_driver = _refuse(why)
+                self._open_driver = refuse(why)
                 return
         if self._opened.stream.unavailable:
             return
@@ -256,7 +254,7 @@ class Device:
                 if self._opened is None:
                     settings = self._settings or Settings.from_environment()
                     self._opened = _Opened(self._open_driver(), settings)
-                    _in_use.add(self)
+                    in_use.add(self)
                     register(self)
         return self._opened
 
@@ -300,121 +298,29 @@ class Device:
             owners=owners,
         )
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """In a forked child: refuse everything, and touch neither native objects nor inherited locks."""
         assert self._opened is not None
         unregister(self)
         self._lock = threading.RLock()
-        self._opened.stream.abandon(_forked(self.name))
+        self._opened.stream.abandon(forked(self.name))
         self._opened.pool.abandon()
         self._opened.pinned.abandon()
         self._opened.driver.abandon()
 
 
-# The list of all devices
-
-_registry_lock = threading.RLock()
-_devices: list[Device] | None = None
-_default: Device | None = None
-_missing: list[str] = []  # why a driver is not there
-_in_use: weakref.WeakSet[Device] = weakref.WeakSet()
-
-
-def devices() -> list[Device]:
-    """Every device of this machine, the best first. Nothing is opened."""
-    global _devices
-    with _registry_lock:
-        if _devices is None:
-            _devices = [*_opencl_devices(), Device("host", host_capabilities(), HostDriver)]
-        return list(_devices)
-
-
-def default_device() -> Device:
-    """The device of `use` or of `PENSTOCK_DEVICE`, or else the best one found."""
-    global _default
-    with _registry_lock:
-        if _default is None:
-            name = Settings.from_environment().device
-            _default = _find(name) if name else devices()[0]
-        return _default
-
-
-def use(device: str | Device) -> Device:
-    """Make a device the default, by object or by name: `opencl`, `opencl:1`, `host`."""
-    global _default
-    with _registry_lock:
-        _default = device if isinstance(device, Device) else _find(device)
-        return _default
-
-
-def _find(name: str) -> Device:
-    wanted = name.strip().lower()
-    for device in devices():
-        if device.name == wanted or device.name.split(":")[0] == wanted:
-            return device
-    there = ", ".join(f"{device.name} ({device.capabilities.description})" for device in devices())
-    why = f"; not there: {'; '.join(_missing)}" if _missing else ""
-    raise DeviceNotFound(f"there is no device {name!r}; there are {there}{why}")
-
-
-def _opencl_devices() -> list[Device]:
-    try:
-        from penstock.device import opencl  # imported late: a quarter of the time that the package takes
-    except ImportError as error:
-        _missing.append(f"opencl, which could not be loaded ({error})")
-        return []
-    found = []
-    for index, native in enumerate(opencl.find_devices()):
-        name = f"opencl:{index}"
-
-        def open_driver(native: Any = native, name: str = name) -> Driver:
-            return opencl.OpenCLDriver(native, name)
-
-        found.append(Device(name, opencl.opencl_capabilities(native), open_driver))
-    if not found:
-        _missing.append("opencl, which found no device")
-    return found
-
-
-def _close_all() -> None:
-    for device in list(_in_use):
-        try:
-            device.close()
-        except Exception as error:  # nothing may keep the interpreter from ending
-            print(f"penstock: at exit, {device.name}: {error}", file=sys.stderr)
-
-
-def _after_fork() -> None:
-    """In the child: threads of OpenCL and of this module did not come along."""
-    global _registry_lock, _devices, _default
-    _registry_lock = threading.RLock()
-    for device in list(_in_use):
-        device._abandon()
-    _in_use.clear()
-    _default = None
-    if _devices is not None:
-        _devices = [_after_fork_device(device) for device in _devices]
-
-
-def _after_fork_device(device: Device) -> Device:
-    host = device.capabilities.kind == "host"
-    return Device(device.name, device.capabilities, HostDriver if host else _refuse(_forked(device.name)))
-
-
-def _forked(name: str) -> str:
+def forked(name: str) -> str:
+    """Why a device cannot be used in a forked child."""
     return (
         f"{name} was found before this process was forked and cannot be used in it; start processes with "
         f"multiprocessing's 'spawn' method, look for devices only in the child, or use the device 'host'"
     )
 
 
-def _refuse(why: str) -> Callable[[], Driver]:
+def refuse(why: str) -> Callable[[], Driver]:
+    """Opens no driver, and says why."""
+
     def open_driver() -> Driver:
         raise DeviceUnavailable(why)
 
     return open_driver
-
-
-atexit.register(_close_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,106 @@
+"""The devices of this machine by name, the default one, and what happens to them at a fork and at exit."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from typing import Any
+
+from penstock.config import Settings
+from penstock.device.driver import Driver
+from penstock.device.host import HostDriver, host_capabilities
+from penstock.errors import DeviceNotFound
+from penstock.runtime import Device, forked, in_use, refuse
+
+_registry_lock = threading.RLock()
+_devices: list[Device] | None = None
+_default: Device | None = None
+_missing: list[str] = []  # why a driver is not there
+
+
+def devices() -> list[Device]:
+    """Every device of this machine, the best first. Nothing is opened."""
+    global _devices
+    with _registry_lock:
+        if _devices is None:
+            _devices = [*_opencl_devices(), Device("host", host_capabilities(), HostDriver)]
+        return list(_devices)
+
+
+def default_device() -> Device:
+    """The device of `use` or of `PENSTOCK_DEVICE`, or else the best one found."""
+    global _default
+    with _registry_lock:
+        if _default is None:
+            name = Settings.from_environment().device
+            _default = _find(name) if name else devices()[0]
+        return _default
+
+
+def use(device: str | Device) -> Device:
+    """Make a device the default, by object or by name: `opencl`, `opencl:1`, `host`."""
+    global _default
+    with _registry_lock:
+        _default = device if isinstance(device, Device) else _find(device)
+        return _default
+
+
+def _find(name: str) -> Device:
+    wanted = name.strip().lower()
+    for device in devices():
+        if device.name == wanted or device.name.split(":")[0] == wanted:
+            return device
+    there = ", ".join(f"{device.name} ({device.capabilities.description})" for device in devices())
+    why = f"; not there: {'; '.join(_missing)}" if _missing else ""
+    raise DeviceNotFound(f"there is no device {name!r}; there are {there}{why}")
+
+
+def _opencl_devices() -> list[Device]:
+    try:
+        from penstock.device import opencl  # imported late: a quarter of the time that the package takes
+    except ImportError as error:
+        _missing.append(f"opencl, which could not be loaded ({error})")
+        return []
+    found = []
+    for index, native in enumerate(opencl.find_devices()):
+        name = f"opencl:{index}"
+
+        def open_driver(native: Any = native, name: str = name) -> Driver:
+            return opencl.OpenCLDriver(native, name)
+
+        found.append(Device(name, opencl.opencl_capabilities(native), open_driver))
+    if not found:
+        _missing.append("opencl, which found no device")
+    return found
+
+
+def _close_all() -> None:
+    for device in list(in_use):
+        try:
+            device.close()
+        except Exception as error:  # nothing may keep the interpreter from ending
+            print(f"penstock: at exit, {device.name}: {error}", file=sys.stderr)
+
+
+def _after_fork() -> None:
+    """In the child: threads of OpenCL and of this module did not come along."""
+    global _registry_lock, _devices, _default
+    _registry_lock = threading.RLock()
+    for device in list(in_use):
+        device.abandon()
+    in_use.clear()
+    _default = None
+    if _devices is not None:
+        _devices = [_after_fork_device(device) for device in _devices]
+
+
+def _after_fork_device(device: Device) -> Device:
+    host = device.capabilities.kind == "host"
+    return Device(device.name, device.capabilities, HostDriver if host else refuse(forked(device.name)))
+
+
+atexit.register(_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
