@@ -112,9 +112,21 @@ def test_a_program_keeps_its_buffers(device: Device, kernels: Kernels) -> None:
     assert spoilers
 
 
+def test_arguments_in_a_list_that_changes_are_kept_as_they_were(device: Device, kernels: Kernels) -> None:
+    y = device.upload(np.zeros(64, np.float32))
+    for _ in range(20):
+        args = [device.upload(np.ones(64, np.float32)), y, 1.0, 64]
+        device.stream.launch(kernels["axpy"], (1,), (16,), args)
+        args.clear()
+        assert device.upload(np.full(64, 9, np.float32)).nbytes == 256  # must not take the first one's place
+    assert np.all(device.download(y, np.float32).wait() == 20)
+
+
 def test_a_launch_over_nothing_does_nothing(device: Device, kernels: Kernels) -> None:
     out = device.upload(np.ones(4, np.int32))
-    device.stream.launch(kernels["fill"], (0,), (16,), (out, 5, 4))
+    nothing = (kernels["fill"], (0,), (16,), (out, 5, 4))
+    device.stream.launch(*nothing)
+    device.stream.replay(device.stream.bind([nothing]))
     assert np.all(device.download(out, np.int32).wait() == 1)
 
 

@@ -56,7 +56,8 @@ class Stream:
         native, buffers = _split(kernel, args)
         if 0 in grid:
             return  # nothing to do, which not every driver accepts
-        lane, command = self.compute, (kernel, grid, group, args)
+        # A tuple, because the command keeps the buffers alive: a list could change under it.
+        lane, command = self.compute, (kernel, grid, group, tuple(args))
         self.lock.acquire()  # `with` costs twice as much
         try:
             if self.unavailable:
@@ -72,17 +73,19 @@ class Stream:
 
     def bind(self, launches: Sequence[Launch]) -> Program:
         """A program of launches, each `(kernel, grid, group, args)`, for `replay`. It keeps their buffers."""
-        bound, held = [], {}
+        self.check_available()
+        commands, bound, held = [], [], {}
         for kernel, grid, group, args in launches:
             native, buffers = _split(kernel, args)
+            if 0 in grid:
+                continue
+            commands.append((kernel, grid, group, tuple(args)))
             held.update({id(buffer.usage): buffer for buffer in buffers})
-            with self.lock:
-                self.check_available()
-                try:
-                    bound.append(self._driver.bind(kernel, grid, group, native))
-                except DeviceError as error:
-                    raise DeviceError(error.reason, describe((kernel, grid, group, args))) from None
-        return Program(tuple(launches), tuple(held.values()), tuple(bound))
+            try:
+                bound.append(self._driver.bind(kernel, grid, group, native))
+            except DeviceError as error:
+                raise DeviceError(error.reason, describe(commands[-1])) from None
+        return Program(commands, tuple(held.values()), bound)
 
     def replay(self, program: Program) -> None:
         """Record a program's launches, in order."""
