@@ -1,0 +1,65 @@
+"""Matrix products, and look-ups by index with their opposite."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.graph.node import Array, DType, Node, Primitive, Shape
+from penstock.graph.shaping import permute
+
+
+def _matmul_rule(x: Node, y: Node) -> tuple[Shape, DType]:
+    assert x.ndim == y.ndim >= 2
+    assert x.shape[:-2] == y.shape[:-2]
+    assert x.shape[-1] == y.shape[-2]
+    return (*x.shape[:-1], y.shape[-1]), x.dtype
+
+
+def _gather_rule(x: Node, index: Node) -> tuple[Shape, DType]:
+    return (*index.shape, *x.shape[1:]), x.dtype
+
+
+def _scatter_rule(values: Node, index: Node, *, length: int) -> tuple[Shape, DType]:
+    return (length, *values.shape[index.ndim :]), values.dtype
+
+
+def _scatter_meaning(values: Array, index: Array, length: int) -> Array:
+    result = np.zeros((length, *values.shape[index.ndim :]), values.dtype)
+    np.add.at(result, index, values)
+    return result
+
+
+def matmul(x: Node, y: Node) -> Node:
+    """Products of the matrices in the last two axes; the axes before them agree."""
+    return Node(MATMUL, (x, y), {})
+
+
+def gather(x: Node, index: Node) -> Node:
+    """The rows `x[index]`; the index is of whole numbers from 0 to the length of the first axis."""
+    return Node(GATHER, (x, index), {})
+
+
+def scatter_add(values: Node, index: Node, length: int) -> Node:
+    """Zeros of `length` rows, to whose row `index[i]` the values `values[i]` were added, in order."""
+    return Node(SCATTER_ADD, (values, index), {"length": length})
+
+
+def _transposed(x: Node) -> Node:
+    return permute(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+
+
+MATMUL = Primitive(
+    "matmul",
+    _matmul_rule,
+    np.matmul,
+    lambda g, n: (matmul(g, _transposed(n.inputs[1])), matmul(_transposed(n.inputs[0]), g)),
+)
+GATHER = Primitive(
+    "gather",
+    _gather_rule,
+    lambda x, index: x[index],
+    lambda g, n: (scatter_add(g, n.inputs[1], n.inputs[0].shape[0]), None),
+)
+SCATTER_ADD = Primitive(
+    "scatter_add", _scatter_rule, _scatter_meaning, lambda g, n: (gather(g, n.inputs[1]), None)
+)

@@ -1,0 +1,28 @@
+"""Primitives without inputs: sequences. (One number everywhere is `elementwise.full`.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.graph.node import DType, Node, Primitive, Shape
+
+
+def _sequence_rule(*, start: Any, step: Any, count: int, dtype: DType) -> tuple[Shape, DType]:
+    return (count,), dtype
+
+
+def sequence(start: Any, step: Any, count: int, dtype: DType) -> Node:
+    """`start`, `start + step`, and so on, `count` of them."""
+    return Node(SEQUENCE, (), {"start": start, "step": step, "count": count, "dtype": dtype})
+
+
+def _sequence_meaning(start: Any, step: Any, count: int, dtype: DType) -> Any:
+    positions = np.arange(count)
+    if dtype.kind in "iu":
+        return (start + positions * step).astype(dtype)
+    return (start + positions.astype(np.float64) * step).astype(dtype)
+
+
+SEQUENCE = Primitive("sequence", _sequence_rule, _sequence_meaning)

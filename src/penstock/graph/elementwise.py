@@ -1,0 +1,233 @@
+"""Elementwise primitives: one row each, with the gradient beside the meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from penstock.graph.node import Array, DType, Gradient, Node, Primitive, Shape, same
+
+Apply = Callable[..., Node]
+BOOL = np.dtype(bool)
+PRIMITIVES: dict[str, Primitive] = {}
+
+
+def _truth(*inputs: Node) -> tuple[Shape, DType]:
+    return same(*inputs)[0], BOOL
+
+
+def _real(x: Node) -> tuple[Shape, DType]:
+    return x.shape, np.finfo(x.dtype).dtype if x.dtype.kind == "c" else x.dtype
+
+
+def _row(
+    name: str, numpy: Callable[..., Array], gradient: Gradient | None = None, rule: Any = same
+) -> Callable[..., Node]:
+    """Enter a primitive in the table; the function that applies it."""
+    primitive = PRIMITIVES[name] = Primitive(name, rule, numpy, gradient)
+
+    def apply(*inputs: Node) -> Node:
+        return Node(primitive, inputs, {})
+
+    return apply
+
+
+def _cast_rule(x: Node, *, dtype: DType) -> tuple[Shape, DType]:
+    return x.shape, dtype
+
+
+def _full_rule(*, shape: Shape, dtype: DType, number: Any) -> tuple[Shape, DType]:
+    return shape, dtype
+
+
+def cast(x: Node, dtype: DType) -> Node:
+    """`x` in another dtype."""
+    return x if x.dtype == dtype else Node(CAST, (x,), {"dtype": dtype})
+
+
+def full(shape: Shape, dtype: DType, number: Any) -> Node:
+    """One number everywhere."""
+    return Node(FULL, (), {"shape": shape, "dtype": dtype, "number": number})
+
+
+def like(x: Node, number: Any) -> Node:
+    """One number in the shape and dtype of `x`."""
+    return full(x.shape, x.dtype, number)
+
+
+CAST = PRIMITIVES["cast"] = Primitive(
+    "cast",
+    _cast_rule,
+    lambda x, dtype: x.astype(dtype),
+    lambda g, n: (cast(g, n.inputs[0].dtype) if n.inputs[0].dtype.kind in "fc" else None,),
+)
+FULL = PRIMITIVES["full"] = Primitive(
+    "full",
+    _full_rule,
+    lambda shape, dtype, number: np.broadcast_to(np.asarray(number).astype(dtype), shape),
+)
+
+# Where NumPy's results at infinity are not the standard's
+
+
+def _expm1(x: Array) -> Array:
+    result = np.expm1(x)
+    return np.where(np.isfinite(x), result + 0, np.exp(x) - 1) if x.dtype.kind == "c" else result
+
+
+def _tanh(x: Array) -> Array:
+    result = np.tanh(x)
+    if x.dtype.kind == "c":
+        saturated = np.isinf(x.real) & np.isfinite(x.imag)
+        limit = np.copysign(1, x.real) + 1j * np.copysign(0, x.imag)
+        result = np.where(saturated, limit, result).astype(x.dtype)
+    return result
+
+
+def _floor_divide(x: Array, y: Array) -> Array:
+    result = np.floor_divide(x, y)
+    if x.dtype.kind != "f":
+        return result
+    return np.where(np.isfinite(x) & np.isfinite(y), result, np.floor(x / y))
+
+
+# One input
+
+PRIMITIVES["stop"] = Primitive("stop", same, lambda x: x, lambda g, n: (None,), stops=True)
+
+
+def stop(x: Node) -> Node:
+    """The same value, through which no gradient passes."""
+    return Node(PRIMITIVES["stop"], (x,), {})
+
+
+positive: Apply = _row("positive", lambda x: x, lambda g, n: (g,))  # the same value, as a node of its own
+negative: Apply = _row("negative", np.negative, lambda g, n: (negative(g),))
+abs_: Apply = _row("abs", np.abs, lambda g, n: (multiply(g, sign(n.inputs[0])),), _real)
+sign: Apply = _row("sign", np.sign, lambda g, n: (None,))
+floor: Apply = _row("floor", np.floor, lambda g, n: (None,))
+ceil: Apply = _row("ceil", np.ceil, lambda g, n: (None,))
+trunc: Apply = _row("trunc", np.trunc, lambda g, n: (None,))
+round_: Apply = _row("round", np.round, lambda g, n: (None,))
+exp: Apply = _row("exp", np.exp, lambda g, n: (multiply(g, n),))
+expm1: Apply = _row("expm1", _expm1, lambda g, n: (multiply(g, add(n, like(n, 1))),))
+log: Apply = _row("log", np.log, lambda g, n: (divide(g, n.inputs[0]),))
+log1p: Apply = _row("log1p", np.log1p, lambda g, n: (divide(g, add(n.inputs[0], like(g, 1))),))
+log2: Apply = _row("log2", np.log2, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(2)))),))
+log10: Apply = _row("log10", np.log10, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(10)))),))
+sqrt: Apply = _row("sqrt", np.sqrt, lambda g, n: (divide(multiply(g, like(g, 0.5)), n),))
+sin: Apply = _row("sin", np.sin, lambda g, n: (multiply(g, cos(n.inputs[0])),))
+cos: Apply = _row("cos", np.cos, lambda g, n: (negative(multiply(g, sin(n.inputs[0]))),))
+tan: Apply = _row("tan", np.tan, lambda g, n: (multiply(g, add(multiply(n, n), like(g, 1))),))
+asin: Apply = _row("asin", np.arcsin, lambda g, n: (divide(g, sqrt(_one_minus_square(n.inputs[0]))),))
+acos: Apply = _row(
+    "acos", np.arccos, lambda g, n: (negative(divide(g, sqrt(_one_minus_square(n.inputs[0])))),)
+)
+atan: Apply = _row("atan", np.arctan, lambda g, n: (divide(g, _square_plus(n.inputs[0], 1)),))
+sinh: Apply = _row("sinh", np.sinh, lambda g, n: (multiply(g, cosh(n.inputs[0])),))
+cosh: Apply = _row("cosh", np.cosh, lambda g, n: (multiply(g, sinh(n.inputs[0])),))
+tanh: Apply = _row("tanh", _tanh, lambda g, n: (multiply(g, _one_minus_square(n)),))
+asinh: Apply = _row("asinh", np.arcsinh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], 1))),))
+acosh: Apply = _row("acosh", np.arccosh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], -1))),))
+atanh: Apply = _row("atanh", np.arctanh, lambda g, n: (divide(g, _one_minus_square(n.inputs[0])),))
+logical_not: Apply = _row("logical_not", np.logical_not)
+bitwise_invert: Apply = _row("bitwise_invert", np.invert)
+isnan: Apply = _row("isnan", np.isnan, rule=_truth)
+isinf: Apply = _row("isinf", np.isinf, rule=_truth)
+isfinite: Apply = _row("isfinite", np.isfinite, rule=_truth)
+signbit: Apply = _row("signbit", np.signbit, rule=_truth)
+conj: Apply = _row("conj", np.conj)
+real: Apply = _row("real", np.real, rule=_real)
+imag: Apply = _row("imag", np.imag, rule=_real)
+
+# Two inputs
+
+add: Apply = _row("add", np.add, lambda g, n: (g, g))
+subtract: Apply = _row("subtract", np.subtract, lambda g, n: (g, negative(g)))
+multiply: Apply = _row(
+    "multiply", np.multiply, lambda g, n: (multiply(g, n.inputs[1]), multiply(g, n.inputs[0]))
+)
+divide: Apply = _row("divide", np.divide, lambda g, n: _divide_gradient(g, *n.inputs))
+floor_divide: Apply = _row("floor_divide", _floor_divide, lambda g, n: (None, None))
+remainder: Apply = _row(
+    "remainder", np.remainder, lambda g, n: (g, negative(multiply(g, floor(divide(*n.inputs)))))
+)
+pow_: Apply = _row("pow", np.power, lambda g, n: _pow_gradient(g, n, *n.inputs))
+atan2: Apply = _row("atan2", np.arctan2, lambda g, n: _atan2_gradient(g, *n.inputs))
+hypot: Apply = _row("hypot", np.hypot, lambda g, n: [multiply(g, divide(x, n)) for x in n.inputs])
+copysign: Apply = _row("copysign", np.copysign, lambda g, n: (_copysign_gradient(g, *n.inputs), None))
+nextafter: Apply = _row("nextafter", np.nextafter)
+logaddexp: Apply = _row(
+    "logaddexp", np.logaddexp, lambda g, n: [multiply(g, exp(subtract(x, n))) for x in n.inputs]
+)
+maximum: Apply = _row("maximum", np.maximum, lambda g, n: _extreme_gradient(g, n))
+minimum: Apply = _row("minimum", np.minimum, lambda g, n: _extreme_gradient(g, n))
+equal: Apply = _row("equal", np.equal, rule=_truth)
+not_equal: Apply = _row("not_equal", np.not_equal, rule=_truth)
+less: Apply = _row("less", np.less, rule=_truth)
+less_equal: Apply = _row("less_equal", np.less_equal, rule=_truth)
+greater: Apply = _row("greater", np.greater, rule=_truth)
+greater_equal: Apply = _row("greater_equal", np.greater_equal, rule=_truth)
+logical_and: Apply = _row("logical_and", np.logical_and)
+logical_or: Apply = _row("logical_or", np.logical_or)
+logical_xor: Apply = _row("logical_xor", np.logical_xor)
+bitwise_and: Apply = _row("bitwise_and", np.bitwise_and)
+bitwise_or: Apply = _row("bitwise_or", np.bitwise_or)
+bitwise_xor: Apply = _row("bitwise_xor", np.bitwise_xor)
+bitwise_left_shift: Apply = _row("bitwise_left_shift", np.left_shift)
+bitwise_right_shift: Apply = _row("bitwise_right_shift", np.right_shift)
+
+# Three inputs
+
+
+def _where_rule(condition: Node, x: Node, y: Node) -> tuple[Shape, DType]:
+    assert condition.shape == x.shape
+    return same(x, y)
+
+
+where: Apply = _row(
+    "where",
+    np.where,
+    lambda g, n: (None, where(n.inputs[0], g, like(g, 0)), where(n.inputs[0], like(g, 0), g)),
+    _where_rule,
+)
+
+
+def _one_minus_square(x: Node) -> Node:
+    return subtract(like(x, 1), multiply(x, x))
+
+
+def _square_plus(x: Node, number: int) -> Node:
+    return add(multiply(x, x), like(x, number))
+
+
+def _divide_gradient(g: Node, x: Node, y: Node) -> tuple[Node, Node]:
+    to_x = divide(g, y)
+    return to_x, negative(multiply(to_x, divide(x, y)))
+
+
+def _pow_gradient(g: Node, n: Node, x: Node, y: Node) -> tuple[Node, Node]:
+    # At y = 0 the first is 0 whatever x is, and at x = 0 the second is, where the logarithm is not finite.
+    zero = like(g, 0)
+    slope = multiply(y, pow_(x, subtract(y, like(y, 1))))
+    to_x = where(equal(y, zero), zero, multiply(g, slope))
+    to_y = where(equal(x, zero), zero, multiply(g, multiply(n, log(x))))
+    return to_x, to_y
+
+
+def _atan2_gradient(g: Node, y: Node, x: Node) -> tuple[Node, Node]:
+    scale = divide(g, add(multiply(x, x), multiply(y, y)))
+    return multiply(scale, x), negative(multiply(scale, y))
+
+
+def _copysign_gradient(g: Node, x: Node, y: Node) -> Node:
+    return multiply(g, multiply(sign(x), copysign(like(y, 1), y)))
+
+
+def _extreme_gradient(g: Node, n: Node) -> list[Node]:
+    """To the input that was taken; where both are equal, half to each."""
+    x, y = n.inputs
+    share = where(equal(x, y), like(g, 0.5), like(g, 1))
+    return [multiply(g, where(equal(side, n), share, like(g, 0))) for side in (x, y)]

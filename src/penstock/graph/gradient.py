@@ -1,0 +1,35 @@
+"""The backward pass: from a graph to the graph of its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.graph.elementwise import add, like
+from penstock.graph.node import Node, topological
+
+
+def gradients(output: Node, seed: Node | None, wanted: Sequence[Node]) -> list[Node | None]:
+    """The gradient of `output` with respect to each wanted node; None for one that it does not depend on.
+
+    `seed` is the gradient of the output itself, 1 by default.
+    """
+    order = topological([output], through_values=True)
+    targets = set(wanted)
+    reaches = set()  # nodes through which a gradient has to pass
+    for node in order:
+        if node in targets or any(parent in reaches for parent in node.inputs):
+            reaches.add(node)
+    total: dict[Node, Node] = {output: like(output, 1) if seed is None else seed}
+    for node in reversed(order):
+        if node not in total or node not in reaches or not any(parent in reaches for parent in node.inputs):
+            continue
+        rule = node.primitive.gradient
+        if rule is None:
+            if node.dtype.kind != "f":
+                continue  # truth values and whole numbers have no slope
+            raise NotImplementedError(f"{node.primitive.name} has no gradient")
+        grad = total[node] if node in targets else total.pop(node)
+        for parent, part in zip(node.inputs, rule(grad, node), strict=True):
+            if part is not None and parent in reaches:
+                total[parent] = add(total[parent], part) if parent in total else part
+    return [total.get(node) for node in wanted]

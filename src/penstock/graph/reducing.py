@@ -1,0 +1,168 @@
+"""Primitives along axes: reductions and their opposite, scans, and orders. Reduced axes are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from penstock.graph.elementwise import BOOL, cast, divide, equal, full, multiply, where
+from penstock.graph.node import Array, DType, Gradient, Node, Primitive, Shape, same
+from penstock.graph.shaping import concat, permute, reshape, slice_
+
+INDEX = np.dtype(np.int64)
+Axes = tuple[int, ...]
+
+
+def _reduced(x: Node, *, axes: Axes) -> tuple[Shape, DType]:
+    return tuple(length for axis, length in enumerate(x.shape) if axis not in axes), x.dtype
+
+
+def _reduced_to_index(x: Node, *, axis: int) -> tuple[Shape, DType]:
+    return _reduced(x, axes=(axis,))[0], INDEX
+
+
+def _ordered_index(x: Node, *, axis: int, descending: bool) -> tuple[Shape, DType]:
+    return x.shape, INDEX
+
+
+def _expand_rule(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
+    return shape, x.dtype
+
+
+def expand(x: Node, shape: Shape) -> Node:
+    """Axes of length 1 repeated to the lengths of `shape`."""
+    return x if x.shape == shape else Node(EXPAND, (x,), {"shape": shape})
+
+
+def restore(reduced: Node, x: Node, axes: Axes) -> Node:
+    """What a reduction of `x` over `axes` gave, repeated over the shape of `x`."""
+    kept = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
+    return expand(reshape(reduced, kept), x.shape)
+
+
+def _expand_gradient(g: Node, n: Node) -> tuple[Node]:
+    x = n.inputs[0]
+    axes = tuple(axis for axis, (a, b) in enumerate(zip(x.shape, n.shape, strict=True)) if a != b)
+    return (reshape(sum_(g, axes), x.shape),)
+
+
+EXPAND = Primitive("expand", _expand_rule, lambda x, shape: np.broadcast_to(x, shape), _expand_gradient)
+
+
+def _reduction(
+    name: str, numpy: Callable[..., Any], gradient: Gradient | None = None
+) -> Callable[[Node, Axes], Node]:
+    def meaning(x: Array, axes: Axes) -> Array:
+        return np.asarray(
+            numpy(x, axis=axes, dtype=x.dtype) if name in ("sum", "prod") else numpy(x, axis=axes)
+        )
+
+    primitive = Primitive(name, _reduced, meaning, gradient)
+    return lambda x, axes: Node(primitive, (x,), {"axes": axes}) if axes else x
+
+
+def _extreme_gradient(g: Node, n: Node) -> tuple[Node]:
+    """To the items that are extreme, in equal shares."""
+    x, axes = n.inputs[0], n.attributes["axes"]
+    zero, one = full(x.shape, x.dtype, 0), full(x.shape, x.dtype, 1)
+    chosen = where(equal(x, restore(n, x, axes)), one, zero)
+    return (divide(multiply(restore(g, x, axes), chosen), restore(sum_(chosen, axes), x, axes)),)
+
+
+def _prod_gradient(g: Node, n: Node) -> tuple[Node]:
+    """To each item the product of all the others, without a division that a zero would spoil."""
+    x, axes = n.inputs[0], n.attributes["axes"]
+    others = tuple(axis for axis in range(x.ndim) if axis not in axes)
+    order = (*others, *axes)
+    kept = tuple(x.shape[axis] for axis in others)
+    rows = reshape(permute(x, order), (*kept, int(np.prod([x.shape[axis] for axis in axes]))))
+    product = multiply(_product_before(rows), reverse(_product_before(reverse(rows, -1)), -1))
+    back = permute(
+        reshape(product, tuple(x.shape[axis] for axis in order)), tuple(int(i) for i in np.argsort(order))
+    )
+    return (multiply(restore(g, x, axes), back),)
+
+
+def _product_before(rows: Node) -> Node:
+    """The product of the items before each one, along the last axis."""
+    length = rows.shape[-1]
+    if length == 0:
+        return rows
+    before = slice_(rows, tuple((0, n, 1) for n in (*rows.shape[:-1], length - 1)))
+    one = full((*rows.shape[:-1], 1), rows.dtype, 1)
+    return cumulative_prod(concat([one, before], rows.ndim - 1), rows.ndim - 1)
+
+
+def reverse(x: Node, axis: int) -> Node:
+    """`x` from the end to the start along an axis."""
+    slices = [(0, length, 1) for length in x.shape]
+    slices[axis] = (x.shape[axis] - 1, x.shape[axis], -1)
+    return slice_(x, tuple(slices)) if x.shape[axis] else x
+
+
+sum_ = _reduction("sum", np.sum, lambda g, n: (restore(g, n.inputs[0], n.attributes["axes"]),))
+prod = _reduction("prod", np.prod, _prod_gradient)
+max_ = _reduction("max", np.max, _extreme_gradient)
+min_ = _reduction("min", np.min, _extreme_gradient)
+any_ = _reduction("any", np.any)
+all_ = _reduction("all", np.all)
+
+ARGMAX = Primitive("argmax", _reduced_to_index, lambda x, axis: np.asarray(np.argmax(x, axis)))
+ARGMIN = Primitive("argmin", _reduced_to_index, lambda x, axis: np.asarray(np.argmin(x, axis)))
+
+
+def argmax(x: Node, axis: int) -> Node:
+    """Where the largest item stands; the first of equal ones."""
+    return Node(ARGMAX, (x,), {"axis": axis})
+
+
+def argmin(x: Node, axis: int) -> Node:
+    """Where the smallest item stands; the first of equal ones."""
+    return Node(ARGMIN, (x,), {"axis": axis})
+
+
+CUMULATIVE_SUM = Primitive(
+    "cumulative_sum",
+    same,
+    lambda x, axis: np.cumsum(x, axis, dtype=x.dtype),
+    lambda g, n: (_reversed_sum(g, n.attributes["axis"]),),
+)
+CUMULATIVE_PROD = Primitive("cumulative_prod", same, lambda x, axis: np.cumprod(x, axis, dtype=x.dtype))
+
+
+def cumulative_sum(x: Node, axis: int) -> Node:
+    """The sums of the items up to each one."""
+    return Node(CUMULATIVE_SUM, (x,), {"axis": axis})
+
+
+def cumulative_prod(x: Node, axis: int) -> Node:
+    """The products of the items up to each one."""
+    return Node(CUMULATIVE_PROD, (x,), {"axis": axis})
+
+
+def _reversed_sum(g: Node, axis: int) -> Node:
+    return reverse(cumulative_sum(reverse(g, axis), axis), axis)
+
+
+def _argsort_meaning(x: Array, axis: int, descending: bool) -> Array:
+    if not descending:
+        return np.argsort(x, axis, kind="stable")
+    # Stable from the other side: reversed, sorted, and reversed again, equal items keep their order.
+    last = x.shape[axis] - 1
+    return np.flip(last - np.argsort(np.flip(x, axis), axis, kind="stable"), axis)
+
+
+ARGSORT = Primitive("argsort", _ordered_index, _argsort_meaning)
+
+
+def argsort(x: Node, axis: int, descending: bool) -> Node:
+    """The order that sorts `x`; equal items keep theirs."""
+    return Node(ARGSORT, (x,), {"axis": axis, "descending": descending})
+
+
+def count_true(condition: Node, axes: Axes) -> Node:
+    """How many items are true."""
+    assert condition.dtype == BOOL
+    return sum_(cast(condition, INDEX), axes)

@@ -1,0 +1,103 @@
+"""Primitives that move items without computing: views and copies of the inputs' items."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.graph.node import Array, DType, Node, Primitive, Shape
+
+
+def _reshape_rule(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
+    assert int(np.prod(shape)) == x.size
+    return shape, x.dtype
+
+
+def _permute_rule(x: Node, *, axes: tuple[int, ...]) -> tuple[Shape, DType]:
+    return tuple(x.shape[axis] for axis in axes), x.dtype
+
+
+def _slice_rule(x: Node, *, slices: tuple[tuple[int, int, int], ...]) -> tuple[Shape, DType]:
+    return tuple(count for _, count, _ in slices), x.dtype
+
+
+def _pad_rule(x: Node, *, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> tuple[Shape, DType]:
+    return shape, x.dtype
+
+
+def _concat_rule(*inputs: Node, axis: int) -> tuple[Shape, DType]:
+    shape = list(inputs[0].shape)
+    shape[axis] = sum(node.shape[axis] for node in inputs)
+    return tuple(shape), inputs[0].dtype
+
+
+def _indices(slices: tuple[tuple[int, int, int], ...]) -> tuple[slice, ...]:
+    """(start, count, step) of each axis as NumPy's slices; a step may be negative."""
+    return tuple(
+        slice(start, end if (end := start + count * step) >= 0 else None, step) if count else slice(0, 0)
+        for start, count, step in slices
+    )
+
+
+def _pad_meaning(x: Array, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> Array:
+    result = np.zeros(shape, x.dtype)
+    result[_indices(slices)] = x
+    return result
+
+
+def reshape(x: Node, shape: Shape) -> Node:
+    """The items of `x` in another shape, in row-major order."""
+    return x if x.shape == shape else Node(RESHAPE, (x,), {"shape": shape})
+
+
+def permute(x: Node, axes: tuple[int, ...]) -> Node:
+    """Axis `axes[i]` of `x` becomes axis `i`."""
+    return x if axes == tuple(range(x.ndim)) else Node(PERMUTE, (x,), {"axes": axes})
+
+
+def slice_(x: Node, slices: tuple[tuple[int, int, int], ...]) -> Node:
+    """From each axis, `count` items from `start` on at distance `step`, given as (start, count, step)."""
+    return Node(SLICE, (x,), {"slices": slices})
+
+
+def pad(x: Node, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> Node:
+    """Zeros in which `x` stands where `slice_` with the same slices would find it."""
+    return Node(PAD, (x,), {"slices": slices, "shape": shape})
+
+
+def concat(inputs: list[Node], axis: int) -> Node:
+    """The inputs one behind the other along an axis."""
+    return inputs[0] if len(inputs) == 1 else Node(CONCAT, tuple(inputs), {"axis": axis})
+
+
+def _permute_gradient(g: Node, n: Node) -> tuple[Node]:
+    axes = n.attributes["axes"]
+    return (permute(g, tuple(axes.index(axis) for axis in range(len(axes)))),)
+
+
+def _concat_gradient(g: Node, n: Node) -> list[Node]:
+    axis, start, parts = n.attributes["axis"], 0, []
+    for x in n.inputs:
+        slices = [(0, length, 1) for length in n.shape]
+        slices[axis] = (start, x.shape[axis], 1)
+        parts.append(slice_(g, tuple(slices)))
+        start += x.shape[axis]
+    return parts
+
+
+RESHAPE = Primitive(
+    "reshape",
+    _reshape_rule,
+    lambda x, shape: x.reshape(shape),
+    lambda g, n: (reshape(g, n.inputs[0].shape),),
+)
+PERMUTE = Primitive("permute", _permute_rule, lambda x, axes: x.transpose(axes), _permute_gradient)
+SLICE = Primitive(
+    "slice",
+    _slice_rule,
+    lambda x, slices: x[_indices(slices)],
+    lambda g, n: (pad(g, n.attributes["slices"], n.inputs[0].shape),),
+)
+PAD = Primitive("pad", _pad_rule, _pad_meaning, lambda g, n: (slice_(g, n.attributes["slices"]),))
+CONCAT = Primitive(
+    "concat", _concat_rule, lambda *arrays, axis: np.concatenate(arrays, axis), _concat_gradient
+)

@@ -1,0 +1,224 @@
+"""The elementwise functions of the standard, and the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from penstock.graph import elementwise
+from penstock.graph.node import Node
+from penstock.tensor import dtypes
+from penstock.tensor.core import Tensor, install, operands, record
+
+# The kinds of dtypes that a function takes, as NumPy's letters.
+_BOOL, _INTEGER, _REAL, _NUMBER, _ANY = "b", "iu", "iuf", "iufc", "biufc"
+_FRACTION = "fc"
+
+
+def _check(name: str, kinds: str, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dtype.kind not in kinds:
+            raise TypeError(f"{name} does not take {tensor.dtype}")
+
+
+def _to_fraction(x: Tensor) -> Tensor:
+    return record(elementwise.cast(x._node, dtypes.float32), x)
+
+
+def _unary(name: str, apply: Callable[[Node], Node], kinds: str, doc: str) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor, /) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} takes a tensor, and {type(x).__name__} was given")
+        if kinds == _FRACTION and x.dtype.kind in "biu":
+            x = _to_fraction(x)
+        _check(name, kinds, x)
+        return record(apply(x._node), x)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    return function
+
+
+def _binary(
+    name: str, apply: Callable[[Node, Node], Node], kinds: str, doc: str
+) -> Callable[[Any, Any], Tensor]:
+    def function(x1: Any, x2: Any, /) -> Tensor:
+        a, b = operands(x1, x2, name=name)
+        if kinds == _FRACTION and a.dtype.kind in "biu":
+            a, b = _to_fraction(a), _to_fraction(b)
+        _check(name, kinds, a, b)
+        return record(apply(a._node, b._node), a, b)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    return function
+
+
+def _unchanged(x: Node) -> Node:
+    return x
+
+
+def _for_fractions(apply: Callable[[Node], Node]) -> Callable[[Node], Node]:
+    """Rounding leaves whole numbers as they are."""
+    return lambda x: x if x.dtype.kind in "iu" else apply(x)
+
+
+def _never(apply: Callable[[Node], Node], answer: bool) -> Callable[[Node], Node]:
+    """Whole numbers are never infinite or undefined."""
+    return lambda x: elementwise.full(x.shape, dtypes.bool_, answer) if x.dtype.kind in "iu" else apply(x)
+
+
+abs = _unary("abs", elementwise.abs_, _NUMBER, "The absolute value.")
+acos = _unary("acos", elementwise.acos, _FRACTION, "The inverse of the cosine.")
+acosh = _unary("acosh", elementwise.acosh, _FRACTION, "The inverse of the hyperbolic cosine.")
+asin = _unary("asin", elementwise.asin, _FRACTION, "The inverse of the sine.")
+asinh = _unary("asinh", elementwise.asinh, _FRACTION, "The inverse of the hyperbolic sine.")
+atan = _unary("atan", elementwise.atan, _FRACTION, "The inverse of the tangent.")
+atanh = _unary("atanh", elementwise.atanh, _FRACTION, "The inverse of the hyperbolic tangent.")
+bitwise_invert = _unary("bitwise_invert", elementwise.bitwise_invert, _BOOL + _INTEGER, "Every bit inverted.")
+ceil = _unary("ceil", _for_fractions(elementwise.ceil), _REAL, "Rounded up.")
+conj = _unary("conj", elementwise.conj, _NUMBER, "The complex conjugate.")
+cos = _unary("cos", elementwise.cos, _FRACTION, "The cosine.")
+cosh = _unary("cosh", elementwise.cosh, _FRACTION, "The hyperbolic cosine.")
+exp = _unary("exp", elementwise.exp, _FRACTION, "The exponential.")
+expm1 = _unary("expm1", elementwise.expm1, _FRACTION, "The exponential less 1, exact near 0.")
+floor = _unary("floor", _for_fractions(elementwise.floor), _REAL, "Rounded down.")
+imag = _unary("imag", elementwise.imag, "c", "The imaginary part.")
+isfinite = _unary("isfinite", _never(elementwise.isfinite, True), _NUMBER, "Whether it is finite.")
+isinf = _unary("isinf", _never(elementwise.isinf, False), _NUMBER, "Whether it is infinite.")
+isnan = _unary("isnan", _never(elementwise.isnan, False), _NUMBER, "Whether it is undefined.")
+log = _unary("log", elementwise.log, _FRACTION, "The natural logarithm.")
+log10 = _unary("log10", elementwise.log10, _FRACTION, "The logarithm to base 10.")
+log1p = _unary("log1p", elementwise.log1p, _FRACTION, "The logarithm of 1 more, exact near 0.")
+log2 = _unary("log2", elementwise.log2, _FRACTION, "The logarithm to base 2.")
+logical_not = _unary("logical_not", elementwise.logical_not, _BOOL, "Not.")
+negative = _unary("negative", elementwise.negative, _NUMBER, "With the other sign.")
+positive = _unary("positive", _unchanged, _NUMBER, "As it is.")
+real = _unary("real", elementwise.real, _NUMBER, "The real part.")
+reciprocal = _unary(
+    "reciprocal", lambda x: elementwise.divide(elementwise.like(x, 1), x), _FRACTION, "1 over it."
+)
+round = _unary(
+    "round", _for_fractions(elementwise.round_), _NUMBER, "The nearest whole number; halves to even."
+)
+sign = _unary("sign", elementwise.sign, _NUMBER, "-1, 0 or 1; of a complex number, its direction.")
+signbit = _unary("signbit", elementwise.signbit, "f", "Whether the sign bit is set.")
+sin = _unary("sin", elementwise.sin, _FRACTION, "The sine.")
+sinh = _unary("sinh", elementwise.sinh, _FRACTION, "The hyperbolic sine.")
+sqrt = _unary("sqrt", elementwise.sqrt, _FRACTION, "The square root.")
+square = _unary("square", lambda x: elementwise.multiply(x, x), _NUMBER, "Times itself.")
+tan = _unary("tan", elementwise.tan, _FRACTION, "The tangent.")
+tanh = _unary("tanh", elementwise.tanh, _FRACTION, "The hyperbolic tangent.")
+trunc = _unary("trunc", _for_fractions(elementwise.trunc), _REAL, "Rounded towards 0.")
+
+add = _binary("add", elementwise.add, _ANY, "The sum.")
+atan2 = _binary("atan2", elementwise.atan2, _FRACTION, "The angle of the point (x2, x1).")
+bitwise_and = _binary("bitwise_and", elementwise.bitwise_and, _BOOL + _INTEGER, "And, bit by bit.")
+bitwise_left_shift = _binary("bitwise_left_shift", elementwise.bitwise_left_shift, _INTEGER, "Bits moved up.")
+bitwise_or = _binary("bitwise_or", elementwise.bitwise_or, _BOOL + _INTEGER, "Or, bit by bit.")
+bitwise_right_shift = _binary(
+    "bitwise_right_shift", elementwise.bitwise_right_shift, _INTEGER, "Bits moved down."
+)
+bitwise_xor = _binary("bitwise_xor", elementwise.bitwise_xor, _BOOL + _INTEGER, "Either or, bit by bit.")
+copysign = _binary("copysign", elementwise.copysign, "f", "The size of x1 with the sign of x2.")
+divide = _binary("divide", elementwise.divide, _FRACTION, "The quotient.")
+equal = _binary("equal", elementwise.equal, _ANY, "Whether both are equal.")
+floor_divide = _binary("floor_divide", elementwise.floor_divide, _REAL, "The quotient, rounded down.")
+greater = _binary("greater", elementwise.greater, _BOOL + _REAL, "Whether x1 is greater.")
+greater_equal = _binary("greater_equal", elementwise.greater_equal, _BOOL + _REAL, "Whether x1 is not less.")
+hypot = _binary("hypot", elementwise.hypot, "f", "The length of the vector (x1, x2).")
+less = _binary("less", elementwise.less, _BOOL + _REAL, "Whether x1 is less.")
+less_equal = _binary("less_equal", elementwise.less_equal, _BOOL + _REAL, "Whether x1 is not greater.")
+logaddexp = _binary("logaddexp", elementwise.logaddexp, "f", "The logarithm of the sum of exponentials.")
+logical_and = _binary("logical_and", elementwise.logical_and, _BOOL, "And.")
+logical_or = _binary("logical_or", elementwise.logical_or, _BOOL, "Or.")
+logical_xor = _binary("logical_xor", elementwise.logical_xor, _BOOL, "Either or.")
+maximum = _binary("maximum", elementwise.maximum, _BOOL + _REAL, "The greater one.")
+minimum = _binary("minimum", elementwise.minimum, _BOOL + _REAL, "The lesser one.")
+multiply = _binary("multiply", elementwise.multiply, _ANY, "The product.")
+nextafter = _binary("nextafter", elementwise.nextafter, "f", "The next number from x1 towards x2.")
+not_equal = _binary("not_equal", elementwise.not_equal, _ANY, "Whether they differ.")
+pow = _binary("pow", elementwise.pow_, _NUMBER, "x1 to the power of x2.")
+remainder = _binary("remainder", elementwise.remainder, _REAL, "What the division rounded down leaves.")
+subtract = _binary("subtract", elementwise.subtract, _NUMBER, "The difference.")
+
+
+def where(condition: Tensor, x1: Any, x2: Any, /) -> Tensor:
+    """Items of `x1` where the condition is true, of `x2` elsewhere."""
+    _check("where", _BOOL, condition)
+    if not isinstance(x1, Tensor) and not isinstance(x2, Tensor):
+        dtype = dtypes.promote(dtypes.of_scalar(x1, None), dtypes.of_scalar(x2, None))
+        x1 = Tensor(elementwise.full((), dtype, x1), condition.device)
+    a, b = operands(x1, x2, name="where")
+    from penstock.tensor.core import broadcast, common_shape
+
+    shape = common_shape(condition.shape, a.shape)
+    mask, a, b = (broadcast(tensor, shape) for tensor in (condition, a, b))
+    return record(elementwise.where(mask._node, a._node, b._node), mask, a, b)
+
+
+def clip(x: Tensor, /, min: Any = None, max: Any = None) -> Tensor:
+    """Not less than `min`, and not greater than `max`; the dtype stays that of `x`."""
+    _check("clip", _REAL, x)
+    result = x
+    for limit, function in ((min, maximum), (max, minimum)):
+        if limit is not None:
+            result = function(result, limit)
+    return record(elementwise.cast(result._node, x.dtype), result)
+
+
+_OPERATORS = {
+    "add": add,
+    "sub": subtract,
+    "mul": multiply,
+    "truediv": divide,
+    "floordiv": floor_divide,
+    "mod": remainder,
+    "pow": pow,
+    "and": bitwise_and,
+    "or": bitwise_or,
+    "xor": bitwise_xor,
+    "lshift": bitwise_left_shift,
+    "rshift": bitwise_right_shift,
+    "eq": equal,
+    "ne": not_equal,
+    "lt": less,
+    "le": less_equal,
+    "gt": greater,
+    "ge": greater_equal,
+}
+_NUMBERS = (bool, int, float, complex)
+
+
+def _operator(function: Callable[[Any, Any], Tensor], swapped: bool = False) -> Callable[[Tensor, Any], Any]:
+    def operate(self: Tensor, other: Any) -> Any:
+        if not isinstance(other, (Tensor, *_NUMBERS)):
+            return NotImplemented
+        return function(other, self) if swapped else function(self, other)
+
+    return operate
+
+
+def _in_place(function: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any], Any]:
+    def operate(self: Tensor, other: Any) -> Any:
+        if not isinstance(other, (Tensor, *_NUMBERS)):
+            return NotImplemented
+        self._rebind(function(self, other))
+        return self
+
+    return operate
+
+
+for _name, _function in _OPERATORS.items():
+    install(f"__{_name}__", _operator(_function))
+    if _name not in ("eq", "ne", "lt", "le", "gt", "ge"):
+        install(f"__r{_name}__", _operator(_function, swapped=True))
+        install(f"__i{_name}__", _in_place(_function))
+for _name, _unary_function in (
+    ("neg", negative),
+    ("pos", positive),
+    ("abs", abs),
+    ("invert", bitwise_invert),
+):
+    install(f"__{_name}__", _unary_function)
+install("__hash__", object.__hash__)

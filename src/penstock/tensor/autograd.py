@@ -1,0 +1,50 @@
+"""Gradients as functions: `grad` and `value_and_grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from penstock.graph import elementwise
+from penstock.graph.gradient import gradients
+from penstock.tensor.core import Tensor
+
+
+def value_and_grad(
+    function: Callable[..., Tensor], argnums: int | tuple[int, ...] = 0
+) -> Callable[..., tuple[Tensor, Any]]:
+    """A function that gives the value of `function` and its gradient by the arguments at `argnums`."""
+    positions = (argnums,) if isinstance(argnums, int) else argnums
+
+    def both(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        inputs = list(args)
+        for position in positions:
+            given = inputs[position]
+            if not isinstance(given, Tensor) or given.dtype.kind != "f":
+                raise TypeError(f"argument {position} must be a tensor of fractions, and {given!r} was given")
+            # A node of its own, so that the gradient ends here whatever else the tensor is used for.
+            own = elementwise.positive(given._node)
+            own.tracked = True
+            inputs[position] = Tensor(own, given.device, requires_grad=True)
+        value = function(*inputs, **kwargs)
+        if not isinstance(value, Tensor) or value.size != 1:
+            raise ValueError(f"the function must give one value, and it gave {value!r}")
+        wanted = [inputs[position]._node for position in positions]
+        found = gradients(value._node, None, wanted)
+        parts = [
+            Tensor(
+                elementwise.like(node, 0) if part is None else part,
+                inputs[position].device,
+                value.requires_grad,
+            )
+            for position, node, part in zip(positions, wanted, found, strict=True)
+        ]
+        return value, parts[0] if isinstance(argnums, int) else tuple(parts)
+
+    return both
+
+
+def grad(function: Callable[..., Tensor], argnums: int | tuple[int, ...] = 0) -> Callable[..., Any]:
+    """A function that gives the gradient of `function` by the arguments at `argnums`."""
+    both = value_and_grad(function, argnums)
+    return lambda *args, **kwargs: both(*args, **kwargs)[1]

@@ -1,0 +1,357 @@
+"""The tensor: a graph node on a device. Operators record; only a value that is asked for is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.graph import elementwise, reducing, shaping
+from penstock.graph.gradient import gradients
+from penstock.graph.node import DType, Node, Shape, leaf, topological
+from penstock.realize import realize
+from penstock.registry import default_device, devices
+from penstock.runtime import Device
+from penstock.stream.future import Future
+from penstock.tensor import dtypes
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+Scalar = bool | int | float | complex
+MAX_DEPTH = 500  # nodes in a row that may wait; a longer chain is computed, so that a loop stays bounded
+
+_recording: ContextVar[bool] = ContextVar("recording", default=True)
+
+
+class Tensor:
+    """An n-dimensional array on a device, as the array API standard has it, with PyTorch's gradients."""
+
+    __slots__ = ("__weakref__", "_node", "device", "grad", "requires_grad")
+    __array_priority__ = 1000  # NumPy's operators leave expressions with tensors to the tensors
+
+    def __init__(self, node: Node, device: Device, requires_grad: bool = False) -> None:
+        if node.depth > MAX_DEPTH and node.value is None:
+            realize([node], device)
+        self._node = node
+        self.device = device
+        self.requires_grad = requires_grad
+        self.grad: Tensor | None = None
+
+    # What it is
+
+    @property
+    def dtype(self) -> DType:
+        """The type of its items."""
+        return self._node.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """The length of each axis."""
+        return self._node.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self._node.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of items."""
+        return self._node.size
+
+    @property
+    def T(self) -> Tensor:  # noqa: N802 - the standard's name
+        """The transpose of a matrix."""
+        if self.ndim != 2:
+            raise ValueError(f"T is for matrices, and the shape is {self.shape}; use permute_dims or mT")
+        return record(shaping.permute(self._node, (1, 0)), self)
+
+    @property
+    def mT(self) -> Tensor:  # noqa: N802 - the standard's name
+        """The transposes of the matrices in the last two axes."""
+        if self.ndim < 2:
+            raise ValueError(f"mT needs two axes, and the shape is {self.shape}")
+        axes = (*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
+        return record(shaping.permute(self._node, axes), self)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a tensor without axes has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> ModuleType:
+        if api_version not in (None, "2021.12", "2022.12", "2023.12", "2024.12"):
+            raise ValueError(f"version {api_version!r} of the array API standard is not there; 2024.12 is")
+        import penstock
+
+        return penstock
+
+    # Its value
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """The values, as a NumPy array of their own. The device's copy stays valid."""
+        return self.numpy_async().wait()
+
+    def numpy_async(self) -> Future[npt.NDArray[Any]]:
+        """The values, as a future NumPy array."""
+        realize([self._node], self.device)
+        return self.device.download(self._node.value, self.dtype, self.shape)
+
+    def item(self) -> Any:
+        """The only value, as a Python number."""
+        if self.size != 1:
+            raise ValueError(f"item() is for one value, and the shape is {self.shape}")
+        return self.numpy().item()
+
+    def tolist(self) -> Any:
+        """The values in nested lists."""
+        return self.numpy().tolist()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        if copy is False:
+            raise ValueError("the values of a tensor can only be copied to NumPy")
+        return self.numpy().astype(dtype or self.dtype, copy=False)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)  # the host's memory, into which values are exported
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        if dl_device is not None and tuple(dl_device) != (1, 0):
+            raise BufferError(f"values can be exported to the host's memory, not to device {dl_device}")
+        array: Any = self._shared_memory() if copy is False else self.numpy()
+        return array.__dlpack__(stream=stream, max_version=max_version)
+
+    def _shared_memory(self) -> npt.NDArray[Any]:
+        """The values where they are. They never change there, so nothing changes under the reader."""
+        realize([self._node], self.device)
+        if self._node.value.memory.host is None and self.size:
+            raise BufferError(f"{self.device.name} does not share its memory; the values can only be copied")
+        with self.device.view(self._node.value, self.dtype, self.shape, writable=True) as array:
+            return array
+
+    def __bool__(self) -> bool:
+        return bool(self._single("bool"))
+
+    def __int__(self) -> int:
+        return int(self._single("int"))
+
+    def __float__(self) -> float:
+        return float(self._single("float"))
+
+    def __complex__(self) -> complex:
+        return complex(self._single("complex"))
+
+    def __index__(self) -> int:
+        if self.dtype.kind not in "iu":
+            raise TypeError(f"only whole numbers can be an index, and the dtype is {self.dtype}")
+        return int(self._single("an index"))
+
+    def _single(self, what: str) -> Any:
+        if self.ndim and self.size != 1:
+            raise TypeError(f"only one value can become {what}, and the shape is {self.shape}")
+        value = self.item()
+        if isinstance(value, complex) and what in ("int", "float"):
+            raise TypeError(f"a complex value cannot become {what}")
+        return value
+
+    def __repr__(self) -> str:
+        body = np.array2string(self.numpy(), separator=", ", prefix="tensor(", threshold=1000)
+        return f"tensor({body}, dtype={self.dtype}, device={self.device.name})"
+
+    __hash__ = object.__hash__
+
+    # Where it is
+
+    def to_device(self, device: Device | str, /, *, stream: Any = None) -> Tensor:
+        """The same values on another device."""
+        if stream is not None:
+            raise ValueError("a stream cannot be chosen")
+        target = resolve(device)
+        return self if target is self.device else from_numpy(self.numpy(), target)
+
+    # Gradients
+
+    def backward(self, gradient: Tensor | None = None) -> None:
+        """Add the gradient of this value to `.grad` of every tensor behind it that requires one."""
+        if gradient is None and self.size != 1:
+            raise ValueError(f"backward() is for one value, and the shape is {self.shape}; give its gradient")
+        if not self.requires_grad:
+            raise ValueError("nothing that this value was computed from requires a gradient")
+        history = topological([self._node], through_values=True)
+        leaves = [tensor for tensor in map(_leaf_of, history) if tensor is not None]
+        seed = None if gradient is None else broadcast(gradient, self.shape)._node
+        parts = gradients(self._node, seed, [tensor._node for tensor in leaves])
+        for tensor, part in zip(leaves, parts, strict=True):
+            if part is not None:
+                total = part if tensor.grad is None else elementwise.add(tensor.grad._node, part)
+                tensor.grad = Tensor(total, tensor.device)
+
+    def requires_grad_(self, requires: bool = True) -> Tensor:
+        """Compute gradients with respect to this tensor, or not; the tensor itself."""
+        if requires and self.dtype.kind != "f":
+            raise TypeError(f"gradients are for fractions, and the dtype is {self.dtype}")
+        self.requires_grad = requires
+        if requires:
+            self._node = elementwise.stop(self._node)
+            self._node.tracked = True
+            _leaves[self._node] = weakref.ref(self)
+        return self
+
+    def detach(self) -> Tensor:
+        """The same values, through which no gradient passes."""
+        return Tensor(elementwise.stop(self._node), self.device)
+
+    # Items
+
+    def __getitem__(self, key: Any) -> Tensor:
+        from penstock.tensor.indexing import get
+
+        return get(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        from penstock.tensor.indexing import changed
+
+        self._rebind(changed(self, key, value))
+
+    def _rebind(self, other: Tensor) -> None:
+        """Take over another tensor's value: what was computed from the old one keeps it."""
+        if other.shape != self.shape or other.dtype != self.dtype:
+            raise TypeError(
+                f"in place, {self.dtype}{list(self.shape)} cannot become {other.dtype}{list(other.shape)}"
+            )
+        if _leaf_of(self._node) is self and _recording.get():
+            raise ValueError("a tensor that requires a gradient cannot change; use no_grad() or detach()")
+        self._node = other._node
+        if self.requires_grad and not other.requires_grad:
+            self.requires_grad_()
+        self.requires_grad = self.requires_grad or other.requires_grad
+
+
+# The tensors in which gradients end, by their nodes.
+_leaves: weakref.WeakKeyDictionary[Node, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _leaf_of(node: Node) -> Tensor | None:
+    found = _leaves.get(node)
+    tensor = found() if found else None
+    return tensor if tensor is not None and tensor.requires_grad and tensor._node is node else None
+
+
+@contextlib.contextmanager
+def no_grad() -> Iterator[None]:
+    """In this block, results require no gradient."""
+    token = _recording.set(False)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+def record(node: Node, *sources: Tensor) -> Tensor:
+    """The tensor of a new node on the device of its sources."""
+    first = sources[0].device
+    for source in sources[1:]:
+        if source.device is not first:
+            raise ValueError(f"tensors are on {first.name} and {source.device.name}; use to_device first")
+    gradient = _recording.get() and node.dtype.kind == "f" and any(s.requires_grad for s in sources)
+    if not gradient and any(s.requires_grad for s in sources):
+        node = elementwise.stop(node)
+    return Tensor(node, first, gradient)
+
+
+def resolve(device: Device | str | None) -> Device:
+    """A device by name or as it is; None is the default."""
+    if isinstance(device, Device):
+        return device
+    if device is None:
+        return default_device()
+    for found in devices():
+        if found.name == device or found.name.split(":")[0] == device:
+            return found
+    raise ValueError(f"there is no device {device!r}; there are {', '.join(d.name for d in devices())}")
+
+
+def from_numpy(array: npt.NDArray[Any], device: Device) -> Tensor:
+    """A tensor with the values of a NumPy array."""
+    dtype = dtypes.checked(array.dtype)
+    return Tensor(leaf(device.upload(array.astype(dtype, copy=False)), array.shape, dtype), device)
+
+
+def scalar(value: Scalar, dtype: DType, device: Device) -> Tensor:
+    """A Python number as a tensor without axes."""
+    return Tensor(elementwise.full((), dtype, value), device)
+
+
+def broadcast(x: Tensor, shape: Shape) -> Tensor:
+    """`x` repeated over `shape`; a ValueError that names both shapes where it cannot be."""
+    return record(broadcast_node(x._node, shape), x)
+
+
+def broadcast_node(node: Node, shape: Shape) -> Node:
+    """See `broadcast`."""
+    padded = (1,) * (len(shape) - node.ndim) + node.shape
+    if len(padded) != len(shape) or any(a not in (1, b) for a, b in zip(padded, shape, strict=True)):
+        raise ValueError(f"shape {node.shape} does not broadcast to {shape}")
+    return reducing.expand(shaping.reshape(node, padded), shape)
+
+
+def common_shape(*shapes: Shape) -> Shape:
+    """The shape to which all of them broadcast, or a ValueError that names them."""
+    try:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise ValueError(f"shapes {' and '.join(map(str, shapes))} do not broadcast together") from None
+
+
+def operands(*values: Any, name: str) -> list[Tensor]:
+    """Tensors and Python numbers as tensors of one shape and one dtype, on one device."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors:
+        raise TypeError(f"{name} needs a tensor, and {[type(v).__name__ for v in values]} were given")
+    dtype = dtypes.promote(*(tensor.dtype for tensor in tensors))
+    for value in values:
+        if not isinstance(value, Tensor):
+            if not isinstance(value, (bool, int, float, complex)):
+                raise TypeError(
+                    f"{name} takes tensors and Python numbers, and {type(value).__name__} was given"
+                )
+            dtype = dtypes.promote(dtype, dtypes.of_scalar(value, dtype))
+    shape = common_shape(*(tensor.shape for tensor in tensors))
+    device = tensors[0].device
+    whole = [v if isinstance(v, Tensor) else scalar(v, dtype, device) for v in values]
+    return [record(broadcast_node(elementwise.cast(t._node, dtype), shape), t) for t in whole]
+
+
+def axes_of(x: Tensor, axis: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
+    """Axes as sorted positive numbers; an error names one that is not there, or is there twice."""
+    if axis is None:
+        return tuple(range(x.ndim))
+    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    for one in given:
+        if not -x.ndim <= one < x.ndim:
+            raise IndexError(f"{name}: axis {one} is not there in shape {x.shape}")
+    found = tuple(sorted(one % x.ndim for one in given))
+    if len(set(found)) != len(found):
+        raise ValueError(f"{name}: axes {given} name one axis twice")
+    return found
+
+
+def install(name: str, function: Callable[..., Any]) -> None:
+    """Give tensors a method; for the modules that hold the functions."""
+    setattr(Tensor, name, function)

@@ -1,0 +1,163 @@
+"""Items of tensors: basic slices, arrays of whole numbers, masks; reading, and replacing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.graph import elementwise, shaping
+from penstock.graph.contraction import gather
+from penstock.graph.node import Node, Shape
+from penstock.tensor import dtypes
+from penstock.tensor.core import Tensor, broadcast, broadcast_node, common_shape, from_numpy, operands, record
+
+Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis
+
+
+def get(x: Tensor, key: Any) -> Tensor:
+    """`x[key]`."""
+    keys = _expanded(x, key)
+    if any(isinstance(one, Tensor) for one in keys):
+        return _get_by_arrays(x, keys)
+    slices, shape = _basic(x, keys)
+    return record(shaping.reshape(shaping.slice_(x._node, slices), shape), x)
+
+
+def changed(x: Tensor, key: Any, value: Any) -> Tensor:
+    """`x` with `x[key]` replaced by `value`."""
+    if not isinstance(value, Tensor):
+        value = from_numpy(np.asarray(value).astype(x.dtype), x.device)
+    value = record(elementwise.cast(value._node, x.dtype), value)
+    if isinstance(key, Tensor) and key.dtype == dtypes.bool_ and key.shape == x.shape and value.size == 1:
+        first, second = operands(broadcast(_flat(value), x.shape), x, name="[] =")
+        return record(elementwise.where(key._node, first._node, second._node), first, second, key)
+    keys = _expanded(x, key)
+    if any(isinstance(one, Tensor) for one in keys):
+        array = x.numpy()
+        array[tuple(one.numpy() if isinstance(one, Tensor) else one for one in keys)] = value.numpy()
+        return from_numpy(array, x.device)
+    slices, shape = _basic(x, keys)
+    kept: Shape = tuple(count for _, count, _ in slices)
+    part = shaping.reshape(broadcast(value, shape)._node, kept)
+    inside = shaping.pad(elementwise.full(kept, dtypes.bool_, True), slices, x.shape)
+    node = elementwise.where(inside, shaping.pad(part, slices, x.shape), x._node)
+    return record(node, x, value)
+
+
+def _flat(value: Tensor) -> Tensor:
+    return record(shaping.reshape(value._node, ()), value)
+
+
+def _expanded(x: Tensor, key: Any) -> list[Any]:
+    """The parts of a key, one for each axis and one for each new axis; masks become whole numbers."""
+    parts = list(key) if isinstance(key, tuple) else [key]
+    parts = [_as_tensor(x, part) for part in parts]
+    taken = sum(_axes_taken(part) for part in parts)
+    dots = [position for position, part in enumerate(parts) if part is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError("an index may have one ellipsis")
+    if taken > x.ndim:
+        raise IndexError(f"{taken} indices are too many for shape {x.shape}")
+    fill = [slice(None)] * (x.ndim - taken)
+    position = dots[0] if dots else len(parts)
+    parts[position : position + 1] = fill
+    result: list[Any] = []
+    for part in parts:
+        if isinstance(part, Tensor) and part.dtype == dtypes.bool_:
+            result += _from_mask(x, part, sum(one is not None for one in result))
+        else:
+            result.append(part)
+    return result
+
+
+def _as_tensor(x: Tensor, part: Any) -> Any:
+    if isinstance(part, (list, np.ndarray, bool, np.bool_)):
+        return from_numpy(np.asarray(part), x.device)
+    if isinstance(part, Tensor) and part.dtype.kind not in "iub":
+        raise IndexError(f"an index has whole numbers or truth values, and {part.dtype} was given")
+    return part
+
+
+def _axes_taken(part: Any) -> int:
+    if part is None or part is Ellipsis:
+        return 0
+    return part.ndim if isinstance(part, Tensor) and part.dtype == dtypes.bool_ else 1
+
+
+def _from_mask(x: Tensor, mask: Tensor, axis: int) -> list[Tensor]:
+    """A mask as the whole numbers where it is true; how many those are, only its values tell."""
+    if mask.shape != x.shape[axis : axis + mask.ndim]:
+        raise IndexError(f"a mask of shape {mask.shape} does not fit shape {x.shape} at axis {axis}")
+    return (
+        [from_numpy(found, x.device) for found in np.nonzero(np.atleast_1d(mask.numpy()))]
+        if mask.ndim
+        else [mask]
+    )
+
+
+def _basic(x: Tensor, keys: list[Any]) -> tuple[Slices, Shape]:
+    slices: list[tuple[int, int, int]] = []
+    shape: list[int] = []
+    for key in keys:
+        if key is None:
+            shape.append(1)
+            continue
+        axis, length = len(slices), x.shape[len(slices)]
+        if isinstance(key, slice):
+            start, stop, step = key.indices(length)
+            count = len(range(start, stop, step))
+            slices.append((start if count else 0, count, step if count else 1))
+            shape.append(count)
+        else:
+            slices.append((_checked_index(key, length, axis, x.shape), 1, 1))
+    return tuple(slices), tuple(shape)
+
+
+def _checked_index(key: Any, length: int, axis: int, shape: Shape) -> int:
+    try:
+        index = key.__index__()
+    except (AttributeError, TypeError):
+        raise IndexError(f"an index of type {type(key).__name__} cannot be used") from None
+    if not -length <= index < length:
+        raise IndexError(f"index {index} is out of range for axis {axis} of shape {shape}")
+    return int(index % length)
+
+
+def _get_by_arrays(x: Tensor, keys: list[Any]) -> Tensor:
+    """Arrays of whole numbers, by NumPy's rules: together they make axes, in place if they are adjacent."""
+    if any(isinstance(key, Tensor) and key.dtype == dtypes.bool_ for key in keys):
+        return from_numpy(x.numpy()[tuple(k.numpy() if isinstance(k, Tensor) else k for k in keys)], x.device)
+    arrays = [position for position, key in enumerate(keys) if key is not None and not isinstance(key, slice)]
+    plain = [slice(None) if position in arrays else key for position, key in enumerate(keys)]
+    slices, shape = _basic(x, plain)
+    base = shaping.reshape(shaping.slice_(x._node, slices), shape)
+    indices = [_index_node(keys[position], shape[position], position, x) for position in arrays]
+    together = common_shape(*(index.shape for index in indices))
+    others = [axis for axis in range(len(shape)) if axis not in arrays]
+    front = shaping.permute(base, (*arrays, *others))
+    lengths = front.shape[: len(arrays)]
+    rows = shaping.reshape(front, (int(np.prod(lengths)), *front.shape[len(arrays) :]))
+    picked = gather(rows, _linear(indices, lengths, together))
+    if arrays == list(range(arrays[0], arrays[-1] + 1)):
+        count, before = len(together), arrays[0]
+        order = (*range(count, count + before), *range(count), *range(count + before, picked.ndim))
+        picked = shaping.permute(picked, order)
+    return record(picked, x)
+
+
+def _index_node(key: Any, length: int, axis: int, x: Tensor) -> Node:
+    if not isinstance(key, Tensor):
+        return elementwise.full((), dtypes.int64, _checked_index(key, length, axis, x.shape))
+    node = elementwise.cast(key._node, dtypes.int64)
+    wrapped = elementwise.add(node, elementwise.like(node, length))
+    return elementwise.where(elementwise.less(node, elementwise.like(node, 0)), wrapped, node)
+
+
+def _linear(indices: list[Node], lengths: Shape, shape: Shape) -> Node:
+    """One number for each place: the row among the merged axes."""
+    total = elementwise.full(shape, dtypes.int64, 0)
+    for index, length in zip(indices, lengths, strict=True):
+        total = elementwise.multiply(total, elementwise.like(total, length))
+        total = elementwise.add(total, broadcast_node(index, shape))
+    return total

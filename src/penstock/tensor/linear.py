@@ -1,0 +1,79 @@
+"""Products of vectors, matrices and tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.graph import contraction, elementwise
+from penstock.tensor import dtypes
+from penstock.tensor.arithmetic import conj, multiply
+from penstock.tensor.core import Tensor, axes_of, broadcast, common_shape, install, record
+from penstock.tensor.manipulation import expand_dims, moveaxis, permute_dims, reshape, squeeze
+from penstock.tensor.reduction import sum as sum_
+
+
+def matmul(x1: Tensor, x2: Tensor, /) -> Tensor:
+    """The product of the matrices in the last two axes; a vector is a row left, a column right."""
+    for x in (x1, x2):
+        if not isinstance(x, Tensor) or x.dtype.kind not in "iufc":
+            raise TypeError(f"matmul does not take {getattr(x, 'dtype', type(x).__name__)}")
+        if not x.ndim:
+            raise ValueError("matmul needs tensors with an axis")
+    a = expand_dims(x1, axis=0) if x1.ndim == 1 else x1
+    b = expand_dims(x2, axis=1) if x2.ndim == 1 else x2
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"matmul: shapes {x1.shape} and {x2.shape} do not fit together")
+    dtype = dtypes.promote(a.dtype, b.dtype)
+    batch = common_shape(a.shape[:-2], b.shape[:-2])
+    a, b = broadcast(a, batch + a.shape[-2:]), broadcast(b, batch + b.shape[-2:])
+    nodes = [elementwise.cast(x._node, dtype) for x in (a, b)]
+    result = record(contraction.matmul(*nodes), a, b)
+    if x1.ndim == 1:
+        result = squeeze(result, -2)
+    return squeeze(result, -1) if x2.ndim == 1 else result
+
+
+def vecdot(x1: Tensor, x2: Tensor, /, *, axis: int = -1) -> Tensor:
+    """The products of the vectors along an axis, summed; the first is conjugated."""
+    if x1.dtype.kind not in "iufc" or x2.dtype.kind not in "iufc":
+        raise TypeError(f"vecdot does not take {x1.dtype} and {x2.dtype}")
+    (first,), (second,) = axes_of(x1, axis, "vecdot"), axes_of(x2, axis, "vecdot")
+    if x1.shape[first] != x2.shape[second]:
+        raise ValueError(f"vecdot: shapes {x1.shape} and {x2.shape} differ along axis {axis}")
+    a, b = moveaxis(x1, first, -1), moveaxis(x2, second, -1)
+    product = multiply(conj(a), b)
+    return sum_(product, axis=-1, dtype=product.dtype)
+
+
+def tensordot(x1: Tensor, x2: Tensor, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Tensor:
+    """The sum of products over axes of both: the last ones of x1 and the first ones of x2, or as given."""
+    if isinstance(axes, int):
+        left, right = list(range(x1.ndim - axes, x1.ndim)), list(range(axes))
+    else:
+        left, right = ([axis % x.ndim for axis in given] for x, given in zip((x1, x2), axes, strict=True))
+    if [x1.shape[a] for a in left] != [x2.shape[b] for b in right]:
+        raise ValueError(f"tensordot: axes {axes} of shapes {x1.shape} and {x2.shape} differ in length")
+    rows = [a for a in range(x1.ndim) if a not in left]
+    columns = [b for b in range(x2.ndim) if b not in right]
+    inner = math.prod(x1.shape[a] for a in left)
+    a = reshape(permute_dims(x1, rows + left), (math.prod(x1.shape[i] for i in rows), inner))
+    b = reshape(permute_dims(x2, right + columns), (inner, math.prod(x2.shape[i] for i in columns)))
+    return reshape(matmul(a, b), [x1.shape[i] for i in rows] + [x2.shape[i] for i in columns])
+
+
+def _matmul_operator(self: Tensor, other: Any) -> Any:
+    return matmul(self, other) if isinstance(other, Tensor) else NotImplemented
+
+
+def _in_place_matmul(self: Tensor, other: Any) -> Any:
+    if not isinstance(other, Tensor):
+        return NotImplemented
+    self._rebind(matmul(self, other))
+    return self
+
+
+install("__matmul__", _matmul_operator)
+install("__rmatmul__", lambda self, other: NotImplemented)
+install("__imatmul__", _in_place_matmul)

@@ -1,0 +1,230 @@
+"""Moving items: shapes, axes, joining, repeating; and other dtypes."""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.graph import elementwise, reducing, shaping
+from penstock.graph.contraction import gather
+from penstock.graph.node import DType
+from penstock.tensor import dtypes
+from penstock.tensor.core import (
+    Tensor,
+    axes_of,
+    broadcast,
+    common_shape,
+    from_numpy,
+    install,
+    record,
+)
+from penstock.tensor.creation import Where, arange
+
+Axis = int | Sequence[int] | None
+
+
+def astype(x: Tensor, dtype: DType, /, *, copy: bool = True, device: Where = None) -> Tensor:
+    """The values in another dtype."""
+    moved = x if device is None else x.to_device(device)
+    node = elementwise.cast(moved._node, dtypes.checked(dtype))
+    return moved if node is moved._node and not copy else record(node, moved)
+
+
+def reshape(x: Tensor, /, shape: int | Sequence[int], *, copy: bool | None = None) -> Tensor:
+    """The items in another shape; one length may be -1, and follows from the others."""
+    wanted = [shape] if isinstance(shape, int) else list(shape)
+    if wanted.count(-1) == 1:
+        known = math.prod(length for length in wanted if length != -1)
+        if known and x.size % known == 0:
+            wanted[wanted.index(-1)] = x.size // known
+    if builtins.any(length < 0 for length in wanted) or math.prod(wanted) != x.size:
+        raise ValueError(f"{x.size} items of shape {x.shape} cannot take the shape {shape}")
+    return record(shaping.reshape(x._node, tuple(wanted)), x)
+
+
+def permute_dims(x: Tensor, /, axes: Sequence[int]) -> Tensor:
+    """Axis `axes[i]` becomes axis `i`."""
+    if builtins.any(not -x.ndim <= axis < x.ndim for axis in axes):
+        raise IndexError(f"axes {tuple(axes)} are not those of shape {x.shape}")
+    order = tuple(axis % x.ndim for axis in axes)
+    if sorted(order) != list(range(x.ndim)):
+        raise ValueError(f"axes {tuple(axes)} are not an order of the axes of shape {x.shape}")
+    return record(shaping.permute(x._node, order), x)
+
+
+def matrix_transpose(x: Tensor, /) -> Tensor:
+    """The last two axes exchanged."""
+    return x.mT
+
+
+def moveaxis(x: Tensor, source: int | Sequence[int], destination: int | Sequence[int], /) -> Tensor:
+    """Axes moved to other places; the others keep their order."""
+    from_ = [source] if isinstance(source, int) else list(source)
+    to = [destination] if isinstance(destination, int) else list(destination)
+    if len(from_) != len(to):
+        raise ValueError(f"moveaxis needs as many places {to} as axes {from_}")
+    axes_of(x, from_, "moveaxis")
+    axes_of(x, to, "moveaxis")
+    from_, to = [axis % x.ndim for axis in from_], [axis % x.ndim for axis in to]
+    order = [axis for axis in range(x.ndim) if axis not in from_]
+    for place, axis in sorted(zip(to, from_, strict=True)):
+        order.insert(place, axis)
+    return permute_dims(x, order)
+
+
+def expand_dims(x: Tensor, /, axis: int | Sequence[int] = 0) -> Tensor:
+    """A new axis of length 1."""
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    ndim = x.ndim + len(axes)
+    if builtins.any(not -ndim <= one < ndim for one in axes):
+        raise IndexError(f"expand_dims: axis {axis} has no place among {ndim} axes")
+    places = {one % ndim for one in axes}
+    if len(places) != len(axes):
+        raise ValueError(f"expand_dims: axes {axes} name one place twice")
+    lengths = iter(x.shape)
+    return reshape(x, [1 if place in places else next(lengths) for place in range(ndim)])
+
+
+def squeeze(x: Tensor, /, axis: int | Sequence[int]) -> Tensor:
+    """Without axes of length 1."""
+    gone = axes_of(x, axis, "squeeze")
+    if builtins.any(x.shape[one] != 1 for one in gone):
+        raise ValueError(f"squeeze: axis {axis} of shape {x.shape} is not of length 1")
+    return reshape(x, [length for place, length in enumerate(x.shape) if place not in gone])
+
+
+def flip(x: Tensor, /, *, axis: Axis = None) -> Tensor:
+    """From the end to the start along axes, by default along all."""
+    node = x._node
+    for one in axes_of(x, axis, "flip"):
+        node = reducing.reverse(node, one)
+    return record(node, x)
+
+
+def roll(x: Tensor, /, shift: int | Sequence[int], *, axis: Axis = None) -> Tensor:
+    """Shifted along axes; what leaves at the end comes in at the start."""
+    if axis is None:
+        return reshape(roll(reshape(x, -1), shift, axis=0), x.shape)
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    shifts = (shift,) * len(axes) if isinstance(shift, int) else tuple(shift)
+    if len(shifts) != len(axes):
+        raise ValueError(f"roll needs as many shifts {shifts} as axes {axes}")
+    node = x._node
+    for one, by in zip(axes, shifts, strict=True):
+        (place,) = axes_of(x, one, "roll")
+        length = x.shape[place]
+        if length and (start := -by % length):
+            whole = [(0, n, 1) for n in x.shape]
+            parts = []
+            for first, count in ((start, length - start), (0, start)):
+                whole[place] = (first, count, 1)
+                parts.append(shaping.slice_(node, tuple(whole)))
+            node = shaping.concat(parts, place)
+    return record(node, x)
+
+
+def concat(arrays: Sequence[Tensor], /, *, axis: int | None = 0) -> Tensor:
+    """The arrays one behind the other along an axis; with None, of all items in a row."""
+    if not arrays:
+        raise ValueError("concat needs an array")
+    if axis is None:
+        return concat([reshape(array, -1) for array in arrays], axis=0)
+    (place,) = axes_of(arrays[0], axis, "concat")
+    first = arrays[0].shape
+    for array in arrays:
+        if array.ndim != len(first) or array.shape[:place] + array.shape[place + 1 :] != (
+            first[:place] + first[place + 1 :]
+        ):
+            raise ValueError(f"concat: shapes {first} and {array.shape} differ beside axis {axis}")
+    dtype = dtypes.promote(*(array.dtype for array in arrays))
+    nodes = [elementwise.cast(array._node, dtype) for array in arrays]
+    return record(shaping.concat(nodes, place), *arrays)
+
+
+def stack(arrays: Sequence[Tensor], /, *, axis: int = 0) -> Tensor:
+    """The arrays side by side along a new axis."""
+    if not arrays:
+        raise ValueError("stack needs an array")
+    return concat([expand_dims(array, axis=axis) for array in arrays], axis=axis)
+
+
+def unstack(x: Tensor, /, *, axis: int = 0) -> tuple[Tensor, ...]:
+    """The parts along an axis, without it."""
+    (place,) = axes_of(x, axis, "unstack")
+    front = moveaxis(x, place, 0)
+    return tuple(front[i] for i in range(front.shape[0]))
+
+
+def tile(x: Tensor, repetitions: Sequence[int], /) -> Tensor:
+    """Copies of the whole side by side, so many along each axis."""
+    counts = tuple(repetitions)
+    ndim = builtins.max(x.ndim, len(counts))
+    counts = (1,) * (ndim - len(counts)) + counts
+    shape = (1,) * (ndim - x.ndim) + x.shape
+    pairs = [length for count, n in zip(counts, shape, strict=True) for length in (count, n)]
+    single = [length for n in shape for length in (1, n)]
+    spread = broadcast(reshape(x, single), tuple(pairs))
+    return reshape(spread, [count * n for count, n in zip(counts, shape, strict=True)])
+
+
+def repeat(x: Tensor, repeats: int | Tensor, /, *, axis: int | None = None) -> Tensor:
+    """Every item so many times in a row."""
+    if axis is None:
+        return repeat(reshape(x, -1), repeats, axis=0)
+    (place,) = axes_of(x, axis, "repeat")
+    counts = repeats.numpy() if isinstance(repeats, Tensor) else np.asarray(repeats)
+    index = np.repeat(np.arange(x.shape[place]), counts)
+    return take(x, from_numpy(index.astype(np.int64), x.device), axis=place)
+
+
+def broadcast_to(x: Tensor, /, shape: Sequence[int]) -> Tensor:
+    """Repeated over a larger shape."""
+    return broadcast(x, tuple(shape))
+
+
+def broadcast_arrays(*arrays: Tensor) -> list[Tensor]:
+    """All of them repeated over the shape that they have in common."""
+    shape = common_shape(*(array.shape for array in arrays))
+    return [broadcast(array, shape) for array in arrays]
+
+
+def take(x: Tensor, indices: Tensor, /, *, axis: int | None = None) -> Tensor:
+    """The parts that `indices` name, along an axis."""
+    if axis is None and x.ndim != 1:
+        raise ValueError(f"take needs an axis for shape {x.shape}")
+    (place,) = axes_of(x, axis or 0, "take")
+    key: list[Any] = [slice(None)] * x.ndim
+    key[place] = indices
+    return x[tuple(key)]
+
+
+def take_along_axis(x: Tensor, indices: Tensor, /, *, axis: int = -1) -> Tensor:
+    """Along an axis, for each place the item that `indices` names there."""
+    (place,) = axes_of(x, axis, "take_along_axis")
+    beside = [(*t.shape[:place], 1, *t.shape[place + 1 :]) for t in (x, indices)]
+    shape = list(common_shape(*beside))
+    shape[place] = indices.shape[place]
+    full_x = list(shape)
+    full_x[place] = x.shape[place]
+    wide = broadcast(x, tuple(full_x))
+    key: list[Any] = []
+    for one, length in enumerate(shape):
+        if one == place:
+            key.append(broadcast(indices, tuple(shape)))
+        else:
+            lengths = [length if one == other else 1 for other in range(len(shape))]
+            key.append(reshape(arange(length, device=x.device), lengths))
+    return wide[tuple(key)]
+
+
+def rows(x: Tensor, index: Tensor, /) -> Tensor:
+    """Rows of a matrix by number, as an embedding looks them up; the numbers are not checked."""
+    return record(gather(x._node, elementwise.cast(index._node, dtypes.int64)), x)
+
+
+for _name, _method in (("reshape", reshape), ("astype", astype)):
+    install(_name, _method)
