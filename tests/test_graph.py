@@ -123,6 +123,7 @@ SHAPING = {
     "max": lambda x: reducing.max_(x, (1,)),
     "min": lambda x: reducing.min_(x, (0, 1)),
     "cumulative_sum": lambda x: reducing.cumulative_sum(x, 1),
+    "cumulative_prod": lambda x: reducing.cumulative_prod(x, 1),
 }
 
 
@@ -133,6 +134,16 @@ def test_gradients_along_axes(name: str) -> None:
 
 def test_the_gradient_of_a_product_with_zeros() -> None:
     check_gradient(lambda x: reducing.prod(x, (0,)), np.array([[0.0, 0.0, 2.0], [3.0, 0.0, 4.0]]))
+
+
+def test_the_gradient_of_cumulative_products_with_zeros() -> None:
+    check_gradient(lambda x: reducing.cumulative_prod(x, 0), np.array([[2.0, 0.0], [0.0, 3.0], [4.0, 0.0]]))
+
+
+def test_what_has_no_gradient_says_so() -> None:
+    x = at(sample(3))
+    with pytest.raises(TypeError, match="nextafter has no gradient"):
+        gradients(elementwise.nextafter(x, x), None, [x])
 
 
 def test_gradients_of_products_and_lookups() -> None:

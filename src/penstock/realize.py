@@ -13,12 +13,14 @@ from contextlib import ExitStack
 import numpy as np
 
 from penstock.graph.node import Array, Node, topological
+from penstock.graph.simplify import simplify
 from penstock.runtime import Device
 
 
 def realize(nodes: Sequence[Node], device: Device) -> None:
     """Compute the nodes that have no value yet, and keep the results on the device."""
-    wanted = [node for node in dict.fromkeys(nodes) if node.value is None]
+    asked = [node for node in dict.fromkeys(nodes) if node.value is None]
+    wanted = simplify(asked)
     order = topological(wanted)
     uses = Counter(parent for node in order if node.value is None for parent in node.inputs)
     uses.update(wanted)
@@ -30,10 +32,11 @@ def realize(nodes: Sequence[Node], device: Device) -> None:
             else:
                 arrays[node] = _computed(node, arrays)
                 _let_go(node.inputs, uses, arrays)
-        results = [np.ascontiguousarray(arrays.pop(node)) for node in wanted]
+        results = {node: np.ascontiguousarray(arrays[node]) for node in wanted if node.value is None}
         arrays.clear()
-    for node, result in zip(wanted, results, strict=True):
-        node.settle(device.upload(result))
+    made = {node: device.upload(result) for node, result in results.items()}
+    for node, simple in zip(asked, wanted, strict=True):
+        node.settle(made.get(simple, simple.value))
 
 
 def _computed(node: Node, arrays: dict[Node, Array]) -> Array:

@@ -27,7 +27,7 @@ def gradients(output: Node, seed: Node | None, wanted: Sequence[Node]) -> list[N
         if rule is None:
             if node.dtype.kind != "f":
                 continue  # truth values and whole numbers have no slope
-            raise NotImplementedError(f"{node.primitive.name} has no gradient")
+            raise TypeError(f"{node.primitive.name} has no gradient; use detach() or no_grad() before it")
         grad = total[node] if node in targets else total.pop(node)
         for parent, part in zip(node.inputs, rule(grad, node), strict=True):
             if part is not None and parent in reaches:

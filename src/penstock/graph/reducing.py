@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.graph.elementwise import BOOL, cast, divide, equal, full, multiply, where
+from penstock.graph.elementwise import BOOL, add, cast, divide, equal, full, multiply, where
 from penstock.graph.node import Array, DType, Gradient, Node, Primitive, Shape, same
 from penstock.graph.shaping import concat, permute, reshape, slice_
 
@@ -129,7 +129,12 @@ CUMULATIVE_SUM = Primitive(
     lambda x, axis: np.cumsum(x, axis, dtype=x.dtype),
     lambda g, n: (_reversed_sum(g, n.attributes["axis"]),),
 )
-CUMULATIVE_PROD = Primitive("cumulative_prod", same, lambda x, axis: np.cumprod(x, axis, dtype=x.dtype))
+CUMULATIVE_PROD = Primitive(
+    "cumulative_prod",
+    same,
+    lambda x, axis: np.cumprod(x, axis, dtype=x.dtype),
+    lambda g, n: (_cumulative_prod_gradient(g, n.inputs[0], n.attributes["axis"]),),
+)
 
 
 def cumulative_sum(x: Node, axis: int) -> Node:
@@ -140,6 +145,26 @@ def cumulative_sum(x: Node, axis: int) -> Node:
 def cumulative_prod(x: Node, axis: int) -> Node:
     """The products of the items up to each one."""
     return Node(CUMULATIVE_PROD, (x,), {"axis": axis})
+
+
+def _cumulative_prod_gradient(g: Node, x: Node, axis: int) -> Node:
+    """What follows each item, by Horner's rule from the end, times what is before it: zeros do no harm."""
+    if not x.shape[axis]:
+        return g
+    order = (*(a for a in range(x.ndim) if a != axis), axis)
+    rows, weights = permute(x, order), permute(g, order)
+    after = part = _column(weights, -1)
+    for place in range(x.shape[axis] - 2, -1, -1):
+        part = add(_column(weights, place), multiply(_column(rows, place + 1), part))
+        after = concat([part, after], x.ndim - 1)
+    product = multiply(_product_before(rows), after)
+    return permute(product, tuple(int(i) for i in np.argsort(order)))
+
+
+def _column(rows: Node, place: int) -> Node:
+    whole = [(0, length, 1) for length in rows.shape]
+    whole[-1] = (place % rows.shape[-1], 1, 1)
+    return slice_(rows, tuple(whole))
 
 
 def _reversed_sum(g: Node, axis: int) -> Node:

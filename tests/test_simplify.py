@@ -1,0 +1,111 @@
+"""Simplification as a pure function: fewer nodes, the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_graph import at, evaluate
+
+from penstock.graph import elementwise, reducing, shaping
+from penstock.graph.node import Node, leaf, topological
+from penstock.graph.simplify import simplify
+
+F32 = np.dtype(np.float32)
+
+
+def number(value: float, shape: tuple[int, ...] = (2, 3)) -> Node:
+    return elementwise.full(shape, F32, value)
+
+
+def x_(shape: tuple[int, ...] = (2, 3)) -> Node:
+    return at(np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
+
+
+def count(*nodes: Node) -> int:
+    return len(topological(nodes))
+
+
+def test_equal_nodes_become_one() -> None:
+    x = x_()
+    one, other = (elementwise.exp(elementwise.add(x, number(1))) for _ in range(2))
+    (product,) = simplify([elementwise.multiply(one, other)])
+    assert product.inputs[0] is product.inputs[1]
+    assert count(product) == 5  # x, 1, the sum, the exponential, the product
+
+
+def test_outputs_share_what_they_have_in_common() -> None:
+    x = x_()
+    first, second = simplify([elementwise.exp(x), elementwise.negative(elementwise.exp(x))])
+    assert second.inputs[0] is first
+
+
+def test_constants_are_folded() -> None:
+    constant = elementwise.exp(elementwise.add(number(1), number(2)))
+    (node,) = simplify([reducing.expand(shaping.reshape(constant, (2, 3, 1)), (2, 3, 4))])
+    assert node.primitive is elementwise.FULL
+    assert node.attributes["number"] == np.exp(np.float32(3))
+    assert node.shape == (2, 3, 4)
+
+
+def test_constants_are_told_apart_by_their_bits() -> None:
+    x = at(np.ones((2, 3), np.float32))
+    outputs = [elementwise.divide(x, number(value)) for value in (0.0, -0.0)]
+    first, second = simplify(outputs)
+    assert first is not second
+    assert np.array_equal(np.signbit(evaluate(first)), ~np.signbit(evaluate(second)))
+
+
+def test_what_changes_nothing_is_left_out() -> None:
+    x = x_()
+    node = elementwise.stop(elementwise.positive(shaping.reshape(shaping.reshape(x, (6,)), (2, 3))))
+    assert simplify([node]) == [x]
+    twice = shaping.permute(shaping.permute(x, (1, 0)), (1, 0))
+    assert simplify([twice]) == [x]
+    y = x_((2, 3, 4))
+    (joined,) = simplify([shaping.permute(shaping.permute(y, (1, 2, 0)), (1, 2, 0))])
+    assert joined.inputs == (y,)
+    assert joined.attributes["axes"] == (2, 0, 1)
+
+
+def test_computed_nodes_stay() -> None:
+    x = x_()
+    y = elementwise.exp(x)
+    y.settle(np.ones((2, 3), np.float32))
+    (node,) = simplify([elementwise.log(y)])
+    assert node.inputs == (y,)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_random_graphs_keep_their_bits(data: st.DataObject) -> None:
+    shape = (2, 3)
+    nodes = [leaf(data.draw(_array), shape, F32), number(0.5), number(-1.0)]
+    for _ in range(data.draw(st.integers(1, 40))):
+        a, b = (data.draw(st.sampled_from(nodes)) for _ in range(2))
+        nodes.append(
+            data.draw(
+                st.sampled_from(
+                    [
+                        lambda a, b: elementwise.add(a, b),
+                        lambda a, b: elementwise.multiply(a, b),
+                        lambda a, b: elementwise.tanh(a),
+                        lambda a, b: elementwise.stop(a),
+                        lambda a, b: elementwise.where(elementwise.less(a, b), a, b),
+                        lambda a, b: shaping.permute(shaping.permute(a, (1, 0)), (1, 0)),
+                        lambda a, b: shaping.reshape(shaping.reshape(a, (3, 2)), shape),
+                        lambda a, b: reducing.restore(reducing.sum_(a, (1,)), a, (1,)),
+                    ]
+                )
+            )(a, b)
+        )
+    outputs = nodes[-3:]
+    simple = simplify(outputs)
+    assert count(*simple) <= count(*outputs)
+    for before, after in zip(outputs, simple, strict=True):
+        np.testing.assert_array_equal(evaluate(before), evaluate(after))
+
+
+_array = st.lists(st.floats(-4, 4, width=32), min_size=6, max_size=6).map(
+    lambda numbers: np.array(numbers, np.float32).reshape(2, 3)
+)
