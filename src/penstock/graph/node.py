@@ -41,6 +41,7 @@ class Node:
         "depth",
         "dtype",
         "inputs",
+        "pending_bytes",
         "primitive",
         "shape",
         "tracked",
@@ -58,7 +59,10 @@ class Node:
         self.tracked: bool = not primitive.stops and any(
             node.tracked for node in inputs
         )  # a gradient may pass
-        self.depth: int = 1 + max((node.depth for node in inputs if node.value is None), default=0)
+        waiting = [node for node in inputs if node.value is None]
+        # Along the longest and the heaviest chain of nodes that are not computed yet.
+        self.depth: int = 1 + max((node.depth for node in waiting), default=0)
+        self.pending_bytes: int = self.nbytes + max((node.pending_bytes for node in waiting), default=0)
 
     def settle(self, value: Any) -> None:
         """Note where the result is. What it was computed from is let go, unless a gradient may pass there."""

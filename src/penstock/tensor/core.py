@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 Scalar = bool | int | float | complex
-MAX_DEPTH = 500  # nodes in a row that may wait; a longer chain is computed, so that a loop stays bounded
+# A chain of nodes that is longer, or whose results take more, is computed by itself: a loop stays bounded.
+MAX_DEPTH = 500
+MAX_PENDING_BYTES = 1 << 30
 
 _recording: ContextVar[bool] = ContextVar("recording", default=True)
 
@@ -36,7 +38,7 @@ class Tensor:
     __array_priority__ = 1000  # NumPy's operators leave expressions with tensors to the tensors
 
     def __init__(self, node: Node, device: Device, requires_grad: bool = False) -> None:
-        if node.depth > MAX_DEPTH and node.value is None:
+        if node.value is None and (node.depth > MAX_DEPTH or node.pending_bytes > MAX_PENDING_BYTES):
             realize([node], device)
         self._node = node
         self.device = device
