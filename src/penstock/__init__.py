@@ -82,7 +82,7 @@ from penstock.tensor.arithmetic import (
     where,
 )
 from penstock.tensor.autograd import grad, value_and_grad
-from penstock.tensor.core import Tensor, no_grad
+from penstock.tensor.core import Tensor, explain, no_grad
 from penstock.tensor.creation import (
     arange,
     asarray,
@@ -230,6 +230,7 @@ __all__ = [
     "errors",
     "exp",
     "expand_dims",
+    "explain",
     "expm1",
     "eye",
     "finfo",

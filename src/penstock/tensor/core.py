@@ -14,6 +14,7 @@ import numpy.typing as npt
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.gradient import gradients
 from penstock.graph.node import DType, Node, Shape, leaf, topological
+from penstock.realize import explain as explain_nodes
 from penstock.realize import realize
 from penstock.registry import default_device, devices
 from penstock.runtime import Device
@@ -263,6 +264,13 @@ def no_grad() -> Iterator[None]:
         yield
     finally:
         _recording.reset(token)
+
+
+def explain(*tensors: Tensor) -> str:
+    """How these tensors would be computed, step by step, with the bytes that each step moves."""
+    if not tensors:
+        raise ValueError("explain needs a tensor")
+    return explain_nodes([tensor._node for tensor in tensors], tensors[0].device)
 
 
 def record(node: Node, *sources: Tensor) -> Tensor:

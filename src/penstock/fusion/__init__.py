@@ -1,0 +1,1 @@
+"""Fusion: which nodes become one kernel. Pure functions from a graph to groups."""

@@ -1,0 +1,1 @@
+"""Kernels: from groups to source in a device's language, compiled and kept."""
