@@ -15,6 +15,7 @@ import penstock as ps
 from penstock import registry as found
 from penstock.cli import app
 from penstock.config import Settings, format_bytes, parse_bytes
+from penstock.device.host import HostDriver
 from penstock.errors import DeviceNotFound, SettingError
 
 
@@ -149,6 +150,9 @@ def test_the_command_line_tells_an_error_in_a_line() -> None:
 
 
 def test_memory_stats_reconcile_the_whole_process() -> None:
+    closed = ps.Device.over(HostDriver("closed"))
+    closed.upload([1.0])
+    closed.close()  # and still there: it must not be in the way
     device = ps.use("opencl")
     buffer = device.upload([1.0] * 100_000)
     stats = ps.memory.stats()

@@ -146,7 +146,8 @@ class Device:
     def trim(self) -> int:
         """Give idle memory back to the driver; how many bytes."""
         opened = self._open()
-        opened.stream.check_available()
+        if opened.stream.unavailable:
+            return 0  # a closed device keeps nothing idle, and an inherited one must not be touched
         return opened.pool.clear() + opened.pinned.clear()
 
     def trace_memory(self, on: bool = True) -> None:
