@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 from penstock.config import Settings
@@ -82,6 +83,10 @@ def _close_all() -> None:
             device.close()
         except Exception as error:  # nothing may keep the interpreter from ending
             print(f"penstock: at exit, {device.name}: {error}", file=sys.stderr)
+    if threading.active_count() > 1:
+        # Python ends daemon threads wherever they are, and inside a device's C++ that aborts the process.
+        # Those that use a device meet its refusal within this time.
+        time.sleep(0.02)
 
 
 def _after_fork() -> None:

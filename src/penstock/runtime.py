@@ -242,12 +242,14 @@ class Device:
                 return
         if self._opened.stream.unavailable:
             return
-        try:
-            self.cleanup()
-        finally:
-            self._opened.stream.unavailable = why
-            self._opened.pool.capacity = self._opened.pinned.capacity = 0  # what still comes back goes on
-            self._opened.driver.close()
+        opened = self._opened
+        opened.stream.close(why)
+        opened.transfers.release_staging()
+        for pool in (opened.pool, opened.pinned):
+            pool.capacity = 0  # what still comes back goes on to the driver
+            pool.clear()
+        opened.driver.close()
+        opened.stream.raise_error()
 
     def _open(self) -> _Opened:
         if self._opened is None:

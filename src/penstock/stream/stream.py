@@ -109,12 +109,12 @@ class Stream:
     def commit(self) -> None:
         """Submit what is gathered. Raises the first failure of work that has finished since the last call."""
         self._submit()
-        self._raise_error()
+        self.raise_error()
 
     def sync(self) -> None:
         """Wait until nothing is pending. Raises the first failure of the work that was."""
         self.drain("sync")
-        self._raise_error()
+        self.raise_error()
 
     def drain(self, why: str) -> None:
         """Wait until nothing is pending; failures are kept for the next `commit` or `sync`."""
@@ -122,6 +122,15 @@ class Stream:
             self.wait(event, why)
         self.retire()
         self._pool.expire()
+
+    def close(self, why: str) -> None:
+        """Refuse new commands from now on, and wait for those that were recorded."""
+        with self.lock:
+            events = self._submit()
+            self.unavailable = why
+        for event in events:
+            self._driver.wait(event)
+        self.retire()
 
     def retire(self) -> None:
         """Let go of everything that the device has finished."""
@@ -167,7 +176,8 @@ class Stream:
         self._pool.expire()
         return last
 
-    def _raise_error(self) -> None:
+    def raise_error(self) -> None:
+        """Raise the first failure that was not told yet, once."""
         with self.lock:
             errors = [error for lane in self._lanes if (error := lane.take_error()) is not None]
         if errors:
