@@ -7,6 +7,7 @@ promotion are nodes of their own, put there by the tensor layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,7 @@ class Node:
     @property
     def size(self) -> int:
         """The number of items."""
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from penstock.graph.node import Array, DType, Node, Primitive, Shape
 
 
 def _reshape_rule(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
-    assert int(np.prod(shape)) == x.size
+    assert math.prod(shape) == x.size
     return shape, x.dtype
 
 

@@ -372,6 +372,10 @@ def broadcast(x: Tensor, shape: Shape) -> Tensor:
 
 def broadcast_node(node: Node, shape: Shape) -> Node:
     """See `broadcast`."""
+    if node.shape == shape:
+        return node
+    if not node.shape and node.primitive is elementwise.FULL:
+        return elementwise.full(shape, node.dtype, node.attributes["number"])
     padded = (1,) * (len(shape) - node.ndim) + node.shape
     if len(padded) != len(shape) or any(a not in (1, b) for a, b in zip(padded, shape, strict=True)):
         raise ValueError(f"shape {node.shape} does not broadcast to {shape}")
@@ -380,6 +384,8 @@ def broadcast_node(node: Node, shape: Shape) -> Node:
 
 def common_shape(*shapes: Shape) -> Shape:
     """The shape to which all of them broadcast, or a ValueError that names them."""
+    if all(shape == shapes[0] for shape in shapes):
+        return shapes[0]
     try:
         return np.broadcast_shapes(*shapes)
     except ValueError:

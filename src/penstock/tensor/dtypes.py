@@ -47,6 +47,8 @@ def promote(*dtypes: DType) -> DType:
     """The dtype that holds values of all of them. Of whole numbers and fractions, the fractions' own."""
     result = dtypes[0]
     for other in dtypes[1:]:
+        if other is result:
+            continue
         low, high = sorted((result, other), key=lambda dtype: _ORDER[dtype.kind])
         if _ORDER[low.kind] == _ORDER[high.kind] or high.kind == "c" == low.kind:
             result = np.promote_types(low, high)
