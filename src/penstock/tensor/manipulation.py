@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from penstock.graph import elementwise, reducing, shaping
-from penstock.graph.contraction import gather
 from penstock.graph.node import DType
 from penstock.tensor import dtypes
 from penstock.tensor.core import (
@@ -219,11 +218,6 @@ def take_along_axis(x: Tensor, indices: Tensor, /, *, axis: int = -1) -> Tensor:
             lengths = [length if one == other else 1 for other in range(len(shape))]
             key.append(reshape(arange(length, device=x.device), lengths))
     return wide[tuple(key)]
-
-
-def rows(x: Tensor, index: Tensor, /) -> Tensor:
-    """Rows of a matrix by number, as an embedding looks them up; the numbers are not checked."""
-    return record(gather(x._node, elementwise.cast(index._node, dtypes.int64)), x)
 
 
 for _name, _method in (("reshape", reshape), ("astype", astype)):

@@ -85,11 +85,11 @@ def mean(x: Tensor, /, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     return (
         divide(sum(x, axis=axes, keepdims=keepdims), float(count))
         if count
-        else (full_like_mean(x, axes, keepdims))
+        else (_mean_of_nothing(x, axes, keepdims))
     )
 
 
-def full_like_mean(x: Tensor, axes: tuple[int, ...], keepdims: bool) -> Tensor:
+def _mean_of_nothing(x: Tensor, axes: tuple[int, ...], keepdims: bool) -> Tensor:
     """The mean of nothing: undefined everywhere."""
     total = sum(x, axis=axes, keepdims=keepdims)
     return record(elementwise.like(total._node, float("nan")), total)
