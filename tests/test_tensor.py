@@ -136,6 +136,10 @@ def test_integer_arrays_index_as_in_numpy(on: Device, data: st.DataObject) -> No
     agrees(x[mine], a[tuple(key)])
 
 
+def test_the_mean_of_nothing_is_undefined(on: Device) -> None:
+    assert np.all(np.isnan(ps.mean(ps.zeros((2, 0), device=on), axis=1).numpy()))
+
+
 def test_masks(on: Device) -> None:
     a = np.arange(12.0).reshape(3, 4)
     (x,) = tensors(on, a)

@@ -78,21 +78,11 @@ any = _truth("any", reducing.any_, "Whether an item is true.")
 
 
 def mean(x: Tensor, /, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The mean of the items."""
+    """The mean of the items; of none, undefined."""
     _check("mean", "fc", x)
     axes = axes_of(x, axis, "mean")
     count = math.prod(x.shape[a] for a in axes)
-    return (
-        divide(sum(x, axis=axes, keepdims=keepdims), float(count))
-        if count
-        else (_mean_of_nothing(x, axes, keepdims))
-    )
-
-
-def _mean_of_nothing(x: Tensor, axes: tuple[int, ...], keepdims: bool) -> Tensor:
-    """The mean of nothing: undefined everywhere."""
-    total = sum(x, axis=axes, keepdims=keepdims)
-    return record(elementwise.like(total._node, float("nan")), total)
+    return divide(sum(x, axis=axes, keepdims=keepdims), float(count))
 
 
 def var(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Tensor:
