@@ -13,7 +13,7 @@ class SettingError(PenstockError, ValueError):
     """A setting, from the environment or from code, has a value that cannot be used."""
 
 
-class DeviceNotFound(PenstockError, LookupError):
+class DeviceNotFound(PenstockError, LookupError, ValueError):
     """No device has the name that was asked for."""
 
 

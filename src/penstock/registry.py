@@ -36,7 +36,7 @@ def default_device() -> Device:
     with _registry_lock:
         if _default is None:
             name = Settings.from_environment().device
-            _default = _find(name) if name else devices()[0]
+            _default = find(name) if name else devices()[0]
         return _default
 
 
@@ -44,11 +44,12 @@ def use(device: str | Device) -> Device:
     """Make a device the default, by object or by name: `opencl`, `opencl:1`, `host`."""
     global _default
     with _registry_lock:
-        _default = device if isinstance(device, Device) else _find(device)
+        _default = device if isinstance(device, Device) else find(device)
         return _default
 
 
-def _find(name: str) -> Device:
+def find(name: str) -> Device:
+    """The device of a name, or the first of a driver's; DeviceNotFound lists what is there."""
     wanted = name.strip().lower()
     for device in devices():
         if device.name == wanted or device.name.split(":")[0] == wanted:

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.graph import elementwise
 from penstock.graph.node import Node
 from penstock.tensor import dtypes
-from penstock.tensor.core import Tensor, install, operands, record
+from penstock.tensor.core import Tensor, broadcast, common_shape, install, operands, record
 
 # The kinds of dtypes that a function takes, as NumPy's letters.
 _BOOL, _INTEGER, _REAL, _NUMBER, _ANY = "b", "iu", "iuf", "iufc", "biufc"
@@ -150,8 +150,6 @@ def where(condition: Tensor, x1: Any, x2: Any, /) -> Tensor:
         dtype = dtypes.promote(dtypes.of_scalar(x1, None), dtypes.of_scalar(x2, None))
         x1 = Tensor(elementwise.full((), dtype, x1), condition.device)
     a, b = operands(x1, x2, name="where")
-    from penstock.tensor.core import broadcast, common_shape
-
     shape = common_shape(condition.shape, a.shape)
     mask, a, b = (broadcast(tensor, shape) for tensor in (condition, a, b))
     return record(elementwise.where(mask._node, a._node, b._node), mask, a, b)

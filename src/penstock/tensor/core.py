@@ -16,7 +16,7 @@ from penstock.graph.gradient import gradients
 from penstock.graph.node import DType, Node, Shape, leaf, topological
 from penstock.realize import explain as explain_nodes
 from penstock.realize import realize
-from penstock.registry import default_device, devices
+from penstock.registry import default_device, find
 from penstock.runtime import Device
 from penstock.stream.future import Future
 from penstock.tensor import dtypes
@@ -346,12 +346,7 @@ def resolve(device: Device | str | None) -> Device:
     """A device by name or as it is; None is the default."""
     if isinstance(device, Device):
         return device
-    if device is None:
-        return default_device()
-    for found in devices():
-        if found.name == device or found.name.split(":")[0] == device:
-            return found
-    raise ValueError(f"there is no device {device!r}; there are {', '.join(d.name for d in devices())}")
+    return default_device() if device is None else find(device)
 
 
 def from_numpy(array: npt.NDArray[Any], device: Device) -> Tensor:
