@@ -234,6 +234,20 @@ def test_backward_adds_up(on: Device) -> None:
     agrees(w.grad, x.numpy().T @ expected + 1)
 
 
+def test_gradients_pass_through_every_kind_of_index(on: Device) -> None:
+    x = ps.asarray([1.0, 2.0, 3.0, 4.0], device=on).requires_grad_()
+    v = ps.asarray([5.0, 6.0], device=on).requires_grad_()
+    y = x * 2
+    y[ps.asarray([0, 2], device=on)] = v
+    y[ps.asarray([False, True, False, False], device=on)] = 7.0
+    (y * ps.asarray([1.0, 10.0, 100.0, 1000.0], device=on)).sum().backward()
+    assert x.grad.tolist() == [0, 0, 0, 2000]
+    assert v.grad.tolist() == [1, 100]
+    x.grad = None
+    (x[x > 2.5].sum() + x[ps.asarray(True, device=on)].sum() + x[1:3].sum()).backward()
+    assert x.grad.tolist() == [1, 2, 3, 2]
+
+
 def test_a_value_that_was_read_still_has_its_gradient(on: Device) -> None:
     x = ps.asarray([2.0], device=on).requires_grad_()
     y = (x * x).sum()

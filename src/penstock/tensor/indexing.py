@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.graph import elementwise, shaping
 from penstock.graph.contraction import gather
@@ -34,15 +35,30 @@ def changed(x: Tensor, key: Any, value: Any) -> Tensor:
         return record(elementwise.where(key._node, first._node, second._node), first, second, key)
     keys = _expanded(x, key)
     if any(isinstance(one, Tensor) for one in keys):
-        array = x.numpy()
-        array[tuple(one.numpy() if isinstance(one, Tensor) else one for one in keys)] = value.numpy()
-        return from_numpy(array, x.device)
+        return _changed_by_arrays(x, keys, value)
     slices, shape = _basic(x, keys)
     kept: Shape = tuple(count for _, count, _ in slices)
     part = shaping.reshape(broadcast(value, shape)._node, kept)
     inside = shaping.pad(elementwise.full(kept, dtypes.bool_, True), slices, x.shape)
     node = elementwise.where(inside, shaping.pad(part, slices, x.shape), x._node)
     return record(node, x, value)
+
+
+def _changed_by_arrays(x: Tensor, keys: list[Any], value: Tensor) -> Tensor:
+    """Every item from `x` or from the values, whichever it is; of two for one place, the later."""
+    places = _places(x, keys)
+    source = np.arange(x.size)
+    source[places.reshape(-1)] = x.size + np.arange(places.size)
+    values = shaping.reshape(broadcast(value, places.shape)._node, (places.size,))
+    items = shaping.concat([shaping.reshape(x._node, (x.size,)), values], 0)
+    index = from_numpy(source.reshape(x.shape), x.device)
+    return record(gather(items, index._node), x, value)
+
+
+def _places(x: Tensor, keys: list[Any]) -> npt.NDArray[Any]:
+    """The numbers of the items that a key names, in row-major order; its arrays are read for that."""
+    key = tuple(one.numpy() if isinstance(one, Tensor) else one for one in keys)
+    return np.asarray(np.arange(x.size).reshape(x.shape)[key])
 
 
 def _flat(value: Tensor) -> Tensor:
@@ -127,7 +143,8 @@ def _checked_index(key: Any, length: int, axis: int, shape: Shape) -> int:
 def _get_by_arrays(x: Tensor, keys: list[Any]) -> Tensor:
     """Arrays of whole numbers, by NumPy's rules: together they make axes, in place if they are adjacent."""
     if any(isinstance(key, Tensor) and key.dtype == dtypes.bool_ for key in keys):
-        return from_numpy(x.numpy()[tuple(k.numpy() if isinstance(k, Tensor) else k for k in keys)], x.device)
+        index = from_numpy(_places(x, keys), x.device)
+        return record(gather(shaping.reshape(x._node, (x.size,)), index._node), x)
     arrays = [position for position, key in enumerate(keys) if key is not None and not isinstance(key, slice)]
     plain = [slice(None) if position in arrays else key for position, key in enumerate(keys)]
     slices, shape = _basic(x, plain)
