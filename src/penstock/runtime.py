@@ -45,6 +45,7 @@ class _Opened:
         policy = FlushPolicy(settings.max_commands, settings.max_bytes, settings.max_in_flight)
         self.stream = Stream(driver, self.pool, policy)
         self.transfers = Transfers(driver, self.stream, self.pinned, settings.staging_bytes)
+        self.scratch: Buffer | None = None
 
 
 class Device:
@@ -61,6 +62,7 @@ class Device:
         self.capabilities = capabilities
         self._open_driver = open_driver
         self._settings = settings
+        self.running = threading.RLock()  # held by a program while it is recorded
         self._lock = threading.RLock()
         self._opened: _Opened | None = None
 
@@ -108,6 +110,14 @@ class Device:
                 raise self._out_of_memory(opened, nbytes, error) from None
         return Buffer(opened.driver, memory, nbytes, source)
 
+    def scratch(self, nbytes: int) -> Buffer:
+        """Memory for the temporaries of programs. They run one after another, and so share it."""
+        opened = self._open()
+        if opened.scratch is None or opened.scratch.nbytes < nbytes:
+            opened.scratch = None  # first, so that a limit need not hold both
+            opened.scratch = self.empty(nbytes)
+        return opened.scratch
+
     @property
     def limit_bytes(self) -> int | None:
         """The most that may be taken from the driver, live and idle together; None: what the driver gives.
@@ -148,6 +158,7 @@ class Device:
         opened = self._open()
         if opened.stream.unavailable:
             return 0  # a closed device keeps nothing idle, and an inherited one must not be touched
+        opened.scratch = None
         return opened.pool.clear() + opened.pinned.clear()
 
     def trace_memory(self, on: bool = True) -> None:
@@ -245,6 +256,7 @@ class Device:
         opened = self._opened
         opened.stream.close(why)
         opened.transfers.release_staging()
+        opened.scratch = None
         for pool in (opened.pool, opened.pinned):
             pool.capacity = 0  # what still comes back goes on to the driver
             pool.clear()
@@ -305,7 +317,7 @@ class Device:
         """In a forked child: refuse everything, and touch neither native objects nor inherited locks."""
         assert self._opened is not None
         unregister(self)
-        self._lock = threading.RLock()
+        self._lock, self.running = threading.RLock(), threading.RLock()
         self._opened.stream.abandon(forked(self.name))
         self._opened.pool.abandon()
         self._opened.pinned.abandon()

@@ -50,7 +50,7 @@ class Capabilities:
 class Memory:
     """One allocation of a driver."""
 
-    __slots__ = ("asked", "host", "idle_since", "native", "nbytes", "parts", "pinned")
+    __slots__ = ("__weakref__", "asked", "host", "idle_since", "native", "nbytes", "parts", "pinned")
 
     def __init__(self, native: Any, nbytes: int, host: Bytes | None, pinned: bool = False) -> None:
         self.native = native  # what a kernel takes as argument
@@ -68,12 +68,13 @@ class Memory:
 class Kernel:
     """A compiled kernel and the types of its parameters: `"float32*"` is a buffer, `"int32"` a scalar."""
 
-    __slots__ = ("buffer_slots", "name", "native", "signature")
+    __slots__ = ("buffer_slots", "dtypes", "name", "native", "signature")
 
     def __init__(self, name: str, signature: Sequence[str], native: Any) -> None:
         self.name = name
         self.signature = tuple(signature)
         self.native = native
+        self.dtypes = parameter_dtypes(name, signature)
         self.buffer_slots = tuple(i for i, kind in enumerate(signature) if kind.endswith("*"))
 
     def __repr__(self) -> str:
@@ -147,6 +148,10 @@ class Driver(ABC):
     @abstractmethod
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
         """A launch with its arguments set once, to be recorded any number of times with `replay`."""
+
+    @abstractmethod
+    def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
+        """Change one native argument of a bound launch. What was recorded before keeps the old one."""
 
     @abstractmethod
     def replay(

@@ -58,6 +58,23 @@ class _Command:
         self.run, self.waits, self.done = None, (), True  # what the command held is free from here on
 
 
+class _Call:
+    """A function with the arguments of the moment in which it was recorded."""
+
+    __slots__ = ("args", "function")
+
+    def __init__(self, function: Callable[..., None], args: Sequence[Any]) -> None:
+        self.function = function
+        self.args = args
+
+    def __call__(self) -> None:
+        self.function(*self.args)
+
+
+def _typed(arg: Any, dtype: np.dtype[Any]) -> Any:
+    return arg.view(dtype) if isinstance(arg, np.ndarray) else dtype.type(arg)
+
+
 class HostDriver(Driver):
     """The CPU through NumPy."""
 
@@ -131,26 +148,25 @@ class HostDriver(Driver):
         args: Sequence[Any],
         waits: list[Event] | None,
     ) -> Event:
-        return self._record(queue, self.bind(kernel, grid, group, args), waits)
+        return self._record(queue, _Call(*self.bind(kernel, grid, group, args)), waits)
 
-    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Callable[[], None]:
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
         function, dtypes = kernel.native
         limit = self.capabilities.max_group_size
         if not 1 <= len(grid) == len(group) <= 3 or min(*grid, *group) < 1 or np.prod(group) > limit:
             raise DeviceError(
                 f"grid and group need 1 to 3 positive sizes each, a group at most {limit} threads"
             )
-        typed = [
-            arg.view(dtype) if isinstance(arg, np.ndarray) else dtype.type(arg)
-            for arg, dtype in zip(args, dtypes, strict=True)
-        ]
-        return lambda: function(*typed)
+        return function, [_typed(arg, dtype) for arg, dtype in zip(args, dtypes, strict=True)]
+
+    def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
+        bound[1][position] = _typed(arg, dtype)
 
     def replay(
         self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
     ) -> None:
-        for run in bound:
-            events.append(self._record(queue, run, waits))
+        for function, args in bound:
+            events.append(self._record(queue, _Call(function, tuple(args)), waits))
 
     # Copies
 

@@ -170,7 +170,7 @@ class OpenCLDriver(Driver):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", cl.CompilerWarning)  # remarks of a compiler that succeeded
                 # The driver has a cache on disk of its own; PyOpenCL's, which is never emptied, stays out.
-                program = cl.Program(self._context, source).build(cache_dir=False)  # type: ignore[arg-type]
+                program = cl.Program(self._context, source).build(["-w"], cache_dir=False)  # type: ignore[arg-type]
             kernels = {}
             for name, signature in signatures.items():
                 native = cl.Kernel(program, name)
@@ -197,14 +197,17 @@ class OpenCLDriver(Driver):
             raise DeviceError(str(error)) from None
 
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
-        dtypes = parameter_dtypes(kernel.name, kernel.signature)
         try:
             native = cl.Kernel(kernel.native.program, kernel.name)
-            _set_types(native, kernel.signature, dtypes)
+            _set_types(native, kernel.signature, kernel.dtypes)
             native.set_args(*args)
         except (cl.Error, RuntimeError) as error:
             raise DeviceError(str(error)) from None
         return native, grid, group
+
+    def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
+        scalar = isinstance(arg, (int, float))
+        _checked(bound[0].set_arg, position, dtype.type(arg) if scalar else arg)
 
     def replay(
         self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]

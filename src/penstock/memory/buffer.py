@@ -31,7 +31,7 @@ class Buffer:
     Commands that are recorded but not finished refer to their buffers, so dropping one at once is safe.
     """
 
-    __slots__ = ("_home", "_parent", "driver", "memory", "native", "nbytes", "offset", "usage")
+    __slots__ = ("_home", "_parent", "driver", "memory", "native", "nbytes", "offset", "shared", "usage")
 
     def __init__(self, driver: Driver, memory: Memory, nbytes: int, home: Resource) -> None:
         self.driver = driver
@@ -40,6 +40,7 @@ class Buffer:
         self.offset = 0
         self.nbytes = nbytes
         self.usage = Usage()
+        self.shared = False  # whether several values lie here, so that none may be written over
         self._home: Resource | None = home
         self._parent: Buffer | None = None
 
@@ -57,6 +58,7 @@ class Buffer:
         part.offset, part.nbytes = self.offset + offset, nbytes
         part.native = self.driver.view(self.memory, part.offset, max(nbytes, 1))
         part._home, part._parent = None, self
+        part.shared = self.shared = True
         return part
 
     def refuse_if_viewed(self, reads_only: bool) -> None:

@@ -20,9 +20,9 @@ class Program:
 
     __slots__ = ("bound", "buffers", "commands")
 
-    def __init__(self, commands: Sequence[Launch], buffers: Sequence[Buffer], bound: Sequence[Any]) -> None:
+    def __init__(self, commands: list[Launch], buffers: Sequence[Buffer], bound: Sequence[Any]) -> None:
         self.commands = commands
-        self.buffers = buffers
+        self.buffers = buffers  # all that the launches touch
         self.bound = bound
 
 
@@ -74,7 +74,8 @@ class Stream:
     def bind(self, launches: Sequence[Launch]) -> Program:
         """A program of launches, each `(kernel, grid, group, args)`, for `replay`. It keeps their buffers."""
         self.check_available()
-        commands, bound, held = [], [], {}
+        commands: list[Launch] = []
+        bound, held = [], {}
         for kernel, grid, group, args in launches:
             native, buffers = _split(kernel, args)
             if 0 in grid:
@@ -87,8 +88,22 @@ class Stream:
                 raise DeviceError(error.reason, describe(commands[-1])) from None
         return Program(commands, tuple(held.values()), bound)
 
-    def replay(self, program: Program) -> None:
-        """Record a program's launches, in order."""
+    def rebind(self, program: Program, places: Sequence[tuple[int, int]], arg: Any) -> None:
+        """Give launches of a program another buffer or number, at (launch, position) each.
+
+        From then on `replay` has to be told the buffers.
+        """
+        native = arg.native if isinstance(arg, Buffer) else arg
+        with self.lock:
+            for launch, position in places:
+                dtype = program.commands[launch][0].dtypes[position]
+                self._driver.rebind(program.bound[launch], position, dtype, native)
+
+    def replay(self, program: Program, buffers: tuple[Buffer, ...] | None = None) -> None:
+        """Record a program's launches, in order. `buffers` are all that they touch, if not those of `bind`."""
+        if buffers is not None:
+            program.buffers = buffers
+            program.commands = [(kernel, grid, group, buffers) for kernel, grid, group, _ in program.commands]
         step = self.policy.max_commands
         with self.lock:
             self.check_available()
@@ -105,6 +120,11 @@ class Stream:
                     self.compute.record_all(
                         events, program.commands[start : start + len(events)], program.buffers
                     )
+
+    def forget(self, program: Program) -> None:
+        """Let go of a program's buffers: before the next `replay` all of them are given anew."""
+        program.buffers = ()
+        program.commands = [(kernel, grid, group, ()) for kernel, grid, group, _ in program.commands]
 
     def commit(self) -> None:
         """Submit what is gathered. Raises the first failure of work that has finished since the last call."""
