@@ -8,12 +8,6 @@ Times are the best of several rounds, since what else runs on the machine only e
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import os
-import platform
-import subprocess
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +19,7 @@ import numpy.typing as npt
 import pyopencl as cl
 
 import penstock as ps
+from measuring import Report, Sides, best_of
 from penstock.device.driver import Driver, Memory
 from penstock.memory.pool import size_class
 
@@ -44,36 +39,6 @@ SIGNATURES = {
     "axpy": ("float32*", "float32*", "float32", "int32"),
     "churn": ("float32*", "float32*", "int32", "int32"),
 }
-Sides = dict[str, Callable[[], object]]
-
-
-def best_of(sides: Sides, rounds: int = 15, repeat: int = 1) -> dict[str, float]:
-    """Seconds of each side, the best of `rounds`, run in turn; each is called `repeat` times a round."""
-    best = dict.fromkeys(sides, float("inf"))
-    gc.collect()
-    gc.disable()
-    for _ in range(rounds):
-        for name, call in sides.items():
-            start = time.perf_counter()
-            for _ in range(repeat):
-                call()
-            best[name] = min(best[name], (time.perf_counter() - start) / repeat)
-    gc.enable()
-    return best
-
-
-class Report:
-    """Lines of the table, printed as they come and kept for the file."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def add(self, what: str, value: float, unit: str, goal: str, met: bool | None, detail: str) -> None:
-        mark = {True: "met", False: "MISSED", None: ""}[met]
-        self.rows.append(
-            {"what": what, "value": round(value, 3), "unit": unit, "goal": goal, "met": met, "detail": detail}
-        )
-        print(f"{what:<46} {value:7.2f} {unit:<4} {goal:<10} {mark:<7} {detail}", flush=True)
 
 
 class PlainPool:
@@ -270,20 +235,7 @@ def main() -> None:
     copy_lines(device, report)
     overlap_line(device, report)
     if options.save:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        commit = os.environ.get("GIT_COMMIT") or (
-            asked.stdout.strip() if asked.returncode == 0 else "unknown"
-        )
-        about = {
-            "command": f"python benchmarks/runtime.py --device {options.device}",
-            "commit": commit,
-            "device": device.capabilities.description,
-            "api": device.capabilities.api,
-            "python": platform.python_version(),
-            "pyopencl": cl.VERSION_TEXT,
-            "rows": report.rows,
-        }
-        options.save.write_text(json.dumps(about, indent=1) + "\n")
+        report.save(options.save, "runtime", device, {"pyopencl": cl.VERSION_TEXT})
 
 
 if __name__ == "__main__":

@@ -1,140 +1,189 @@
-"""From recorded graphs to values on the device: simplify, partition, and run every step.
+"""From recorded graphs to values on the device: programs by structure, built when that pays.
 
-A group of nodes runs as one kernel where the device has the language for it and compiling pays. Everything
-else is computed by its meaning in NumPy, on the device's own memory where the host shares it: a small
-expression that is seen once waits for no compiler.
+A small expression that is seen for the first time waits for no compiler: NumPy computes it, on the device's
+own memory where the host shares it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
 from penstock.config import format_bytes
-from penstock.fusion.groups import Group, partition
-from penstock.graph.node import Array, Node
+from penstock.fusion.splitting import split
+from penstock.graph.creating import SEQUENCE
+from penstock.graph.elementwise import FULL, PRIMITIVES
+from penstock.graph.node import Array, Node, leaf, topological
+from penstock.graph.shaping import RESHAPE
 from penstock.graph.simplify import simplify
-from penstock.kernels.c_expressions import renders
 from penstock.kernels.cache import KernelCache
-from penstock.kernels.map_kernel import constants
+from penstock.kernels.writer import computed
 from penstock.memory.buffer import Buffer
+from penstock.program import Program, number_key
 from penstock.runtime import Device
 
-_THREADS = 64  # in a work-group
+MIN_ITEMS = 1 << 15  # what has less in every value is computed sooner by the host than kernels are launched
+LARGE_ITEMS = 1 << 24  # what has more in all values is compiled at the first sight
+_MAX_PROGRAMS = 256
+_MAX_SEEN = 4096
+_UNCHANGED = (PRIMITIVES["stop"], PRIMITIVES["positive"], RESHAPE)
+_NUMBERS = {FULL: ("number",), SEQUENCE: ("start", "step")}
 
-_caches: weakref.WeakKeyDictionary[Device, KernelCache] = weakref.WeakKeyDictionary()
+
+class Input:
+    """Stands for the value of an input in a program."""
+
+
+_INPUT = Input()
+
+
+class Structure:
+    """What a graph computes, apart from the values of its inputs and constants."""
+
+    def __init__(self, wanted: Sequence[Node]) -> None:
+        self.inputs: list[Node] = []
+        self.numbers: dict[tuple[str, Any], int] = {}
+        order = topological(wanted)
+        place: dict[Node, int] = {}
+        parts: list[Any] = []
+        self.items = 0
+        self.largest = 0
+        for node in order:
+            place[node] = len(place)
+            if node.value is not None:
+                self.inputs.append(node)
+                parts.append((node.shape, node.dtype))
+                continue
+            size = node.size
+            self.items += size
+            self.largest = max(self.largest, size)
+            names = _NUMBERS.get(node.primitive, ())
+            numbers = [self.numbers.setdefault(number_key(node, n), len(self.numbers)) for n in names]
+            rest = tuple(value for name, value in node.attributes.items() if name not in names)
+            parts.append((node.primitive, tuple(place[one] for one in node.inputs), rest, *numbers))
+        self.key: Hashable = (tuple(parts), tuple(place[node] for node in wanted))
+
+    def constants(self) -> list[Any]:
+        """The numbers, as arguments."""
+        return [np.frombuffer(bits, dtype)[0].item() for dtype, bits in self.numbers]
+
+
+class Programs:
+    """The programs of one device, and what was seen; both bounded, they forget what was not used longest."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.kernels = KernelCache(device)
+        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+
+    def known(self, structure: Structure, wanted: Sequence[Node]) -> Program | None:
+        """The program of a structure; None as long as building one would not pay."""
+        key = structure.key
+        program = self._programs.get(key)
+        if program is None:
+            if structure.items < LARGE_ITEMS and (key not in self._seen or structure.largest < MIN_ITEMS):
+                self._seen[key] = None
+                if len(self._seen) > _MAX_SEEN:
+                    self._seen.popitem(last=False)
+                return None
+            program = self._programs[key] = self.build(structure, wanted)
+            if len(self._programs) > _MAX_PROGRAMS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
+        return program
+
+    def build(self, structure: Structure, wanted: Sequence[Node]) -> Program:
+        """A new program."""
+        # A program must keep no value, so it has leaves of its own.
+        leaves = {node: leaf(_INPUT, node.shape, node.dtype) for node in structure.inputs}
+        nodes = split(simplify(wanted, leaves), self._device.capabilities)
+        return Program(self._device, self.kernels, nodes, list(leaves.values()), structure.numbers)
+
+
+_programs: weakref.WeakKeyDictionary[Device, Programs] = weakref.WeakKeyDictionary()
+
+
+def programs(device: Device) -> Programs:
+    """The programs of a device."""
+    if device not in _programs:
+        _programs[device] = Programs(device)
+    return _programs[device]
 
 
 def realize(nodes: Sequence[Node], device: Device) -> None:
     """Compute the nodes that have no value yet, and keep the results on the device."""
-    asked = [node for node in dict.fromkeys(nodes) if node.value is None]
-    if not asked:
+    wanted = [node for node in dict.fromkeys(nodes) if node.value is None and not _alias(node)]
+    if not wanted:
         return
-    wanted = simplify(asked)
-    steps = partition(wanted, lambda node: _fusible(node, device))
-    run = _Run(device, steps, wanted)
-    for step in steps:
-        run.step(step)
-    for node, simple in zip(asked, wanted, strict=True):
-        node.settle(run.buffer(simple))
+    structure = Structure(wanted)
+    program = programs(device).known(structure, wanted)
+    if program is None:
+        buffers = _interpreted(wanted, device)
+    else:
+        buffers = program.run([node.value for node in structure.inputs], structure.constants())
+    for node, buffer in zip(wanted, buffers, strict=True):
+        node.settle(buffer)
+
+
+def _alias(node: Node) -> bool:
+    """Settle a node that is another's value unchanged, where that is known."""
+    source = node
+    while source.value is None and source.primitive in _UNCHANGED:
+        source = source.inputs[0]
+    if source.value is None:
+        return False
+    source.value.shared = True
+    node.settle(source.value)
+    return True
 
 
 def explain(nodes: Sequence[Node], device: Device) -> str:
-    """The steps that would compute the nodes: what each holds, and the bytes that it moves."""
-    steps = partition(simplify(nodes), lambda node: _fusible(node, device))
-    if not steps:
+    """The steps that would compute the nodes: what each holds, the bytes that it moves, and the plan."""
+    wanted = [node for node in dict.fromkeys(nodes) if node.value is None]
+    if not wanted:
         return "computed already"
+    program = programs(device).build(Structure(wanted), wanted)
     lines, moved = [], 0
-    for number, step in enumerate(steps, start=1):
-        output, what = (step, step.primitive.name) if isinstance(step, Node) else (step.output, _names(step))
-        read = sum(node.nbytes for node in step.inputs)
-        moved += read + output.nbytes
-        traffic = f"{format_bytes(read)} read, {format_bytes(output.nbytes)} written"
-        lines.append(f"{number}. {what} -> {output.dtype}{list(output.shape)}: {traffic}")
-    return "\n".join([*lines, f"{len(steps)} steps, {format_bytes(moved)} moved"])
+    for number, step in enumerate(program.steps, start=1):
+        group = step.group
+        read = sum(node.nbytes for node in group.inputs)
+        written = sum(node.nbytes for node in group.outputs)
+        moved += read + written
+        names = " ".join(node.primitive.name for node in group.nodes)
+        outputs = ", ".join(f"{node.dtype}{list(node.shape)}" for node in group.outputs)
+        where = group.kind if step.compiled else "host"
+        traffic = f"{format_bytes(read)} read, {format_bytes(written)} written"
+        lines.append(f"{number}. {where} [{names}] -> {outputs}: {traffic}")
+    plan = program.plan
+    arena = f"arena of {format_bytes(plan.arena_bytes)}, {100 * plan.gap:.1f}% over the least possible"
+    return "\n".join([*lines, f"{len(program.steps)} steps, {format_bytes(moved)} moved; {arena}"])
 
 
-def _names(group: Group) -> str:
-    return f"map [{' '.join(node.primitive.name for node in group.nodes)}]"
+def _interpreted(wanted: Sequence[Node], device: Device) -> list[Buffer]:
+    """The values by NumPy, node by node; each is let go after its last use."""
+    order = topological(wanted)
+    last = {parent: number for number, node in enumerate(order) for parent in node.inputs}
+    last.update({node: len(order) for node in wanted})
+    values: dict[Node, Array] = {}
+    for number, node in enumerate(order):
+        if node.value is not None:
+            values[node] = _on_host(node, device)
+            continue
+        values[node] = computed(node, [values[parent] for parent in node.inputs])
+        for parent in set(node.inputs):
+            if last[parent] == number:
+                del values[parent]
+    return [device.upload(np.ascontiguousarray(values[node])) for node in wanted]
 
 
-def _fusible(node: Node, device: Device) -> bool:
-    return device.capabilities.language == "opencl" and renders(node, device.capabilities)
-
-
-class _Run:
-    """The values of one realisation, on the device, on the host, or both, for as long as they are needed."""
-
-    def __init__(self, device: Device, steps: Sequence[Group | Node], wanted: Sequence[Node]) -> None:
-        self._device = device
-        self._buffers: dict[Node, Buffer] = {}
-        self._arrays: dict[Node, Array] = {}
-        self._uses = Counter(node for step in steps for node in step.inputs)
-        self._uses.update(wanted)
-
-    def step(self, step: Group | Node) -> None:
-        """Compute one step, and let go of what nothing needs after it."""
-        if isinstance(step, Group):
-            self._run_group(step)
-        else:
-            self._arrays[step] = _computed(step, self._arrays_of(step.inputs))
-        for node in step.inputs:
-            self._uses[node] -= 1
-            if not self._uses[node]:
-                self._buffers.pop(node, None)
-                self._arrays.pop(node, None)
-
-    def buffer(self, node: Node) -> Buffer:
-        """A computed value on the device."""
-        if isinstance(node.value, Buffer):
-            return node.value
-        if node not in self._buffers:
-            self._buffers[node] = self._device.upload(np.ascontiguousarray(self._arrays[node]))
-        return self._buffers[node]
-
-    def _run_group(self, group: Group) -> None:
-        output = group.output
-        found = _cache(self._device).kernel(group)
-        if found is not None:
-            kernel, width = found
-            threads = -(-output.size // width)
-            out = self._device.empty(output.nbytes)
-            buffers = [out, *(self.buffer(node) for node in group.inputs)]
-            # Vectors need whole ones; memory made to measure under a tight limit may end before.
-            if width == 1 or all(buffer.memory.nbytes >= 4 * width * threads for buffer in buffers):
-                args = (*buffers, *constants(group), threads)
-                self._device.stream.launch(kernel, (-(-threads // _THREADS),), (_THREADS,), args)
-                self._buffers[output] = out
-                return
-        values = dict(zip(group.inputs, self._arrays_of(group.inputs), strict=True))
-        for node in group.nodes:
-            values[node] = _computed(node, [values[parent] for parent in node.inputs])
-        self._arrays[output] = values[output]
-
-    def _arrays_of(self, nodes: Sequence[Node]) -> list[Array]:
-        for node in nodes:
-            if node not in self._arrays:
-                self._arrays[node] = self._on_host(self.buffer(node), node)
-        return [self._arrays[node] for node in nodes]
-
-    def _on_host(self, buffer: Buffer, node: Node) -> Array:
-        """A value for NumPy: the device's own memory where the host sees it, since values never change."""
-        if buffer.memory.host is None or not node.size:
-            return self._device.download(buffer, node.dtype, node.shape).wait()
-        with self._device.view(buffer, node.dtype, node.shape) as array:
-            return array
-
-
-def _computed(node: Node, inputs: Sequence[Array]) -> Array:
-    with np.errstate(all="ignore"):
-        result = np.asarray(node.primitive.numpy(*inputs, **node.attributes))
-    return result.astype(node.dtype, copy=False)
-
-
-def _cache(device: Device) -> KernelCache:
-    if device not in _caches:
-        _caches[device] = KernelCache(device)
-    return _caches[device]
+def _on_host(node: Node, device: Device) -> Array:
+    """A value for NumPy: the device's own memory where the host sees it, since values never change."""
+    if node.value.memory.host is None or not node.size:
+        return device.download(node.value, node.dtype, node.shape).wait()
+    with device.view(node.value, node.dtype, node.shape) as array:
+        return array

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from penstock.graph.dtypes import bool_, complex64, float32, float64
 from penstock.graph.node import Array, DType, Gradient, Node, Primitive, Shape, same
 
 Apply = Callable[..., Node]
-BOOL = np.dtype(bool)
+BOOL = bool_
 PRIMITIVES: dict[str, Primitive] = {}
 
 
@@ -19,7 +20,9 @@ def _truth(*inputs: Node) -> tuple[Shape, DType]:
 
 
 def _real(x: Node) -> tuple[Shape, DType]:
-    return x.shape, np.finfo(x.dtype).dtype if x.dtype.kind == "c" else x.dtype
+    if x.dtype.kind != "c":
+        return x.shape, x.dtype
+    return x.shape, float32 if x.dtype == complex64 else float64
 
 
 def _row(
@@ -44,7 +47,7 @@ def _full_rule(*, shape: Shape, dtype: DType, number: Any) -> tuple[Shape, DType
 
 def cast(x: Node, dtype: DType) -> Node:
     """`x` in another dtype."""
-    return x if x.dtype == dtype else Node(CAST, (x,), {"dtype": dtype})
+    return x if x.dtype is dtype or x.dtype == dtype else Node(CAST, (x,), {"dtype": dtype})
 
 
 def full(shape: Shape, dtype: DType, number: Any) -> Node:

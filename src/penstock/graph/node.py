@@ -8,23 +8,24 @@ promotion are nodes of their own, put there by the tensor layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
+
+from penstock.graph.dtypes import DType as DType
+from penstock.graph.dtypes import checked
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
-DType = np.dtype[Any]
 Rule = Callable[..., tuple[Shape, DType]]
 Gradient = Callable[["Node", "Node"], "Sequence[Node | None]"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Primitive:
-    """One operation."""
+    """One operation; equal only to itself."""
 
     name: str
     rule: Rule  # (inputs, **attributes) -> shape and dtype of the result
@@ -57,13 +58,16 @@ class Node:
         self.attributes = attributes
         self.shape, self.dtype = primitive.rule(*inputs, **attributes)
         self.value = value  # where the result is, once it was computed
-        self.tracked: bool = not primitive.stops and any(
-            node.tracked for node in inputs
-        )  # a gradient may pass
-        waiting = [node for node in inputs if node.value is None]
+        tracked, depth, pending = False, 0, 0
+        for node in inputs:
+            tracked = tracked or node.tracked
+            if node.value is None:
+                depth = node.depth if node.depth > depth else depth
+                pending = node.pending_bytes if node.pending_bytes > pending else pending
+        self.tracked: bool = tracked and not primitive.stops  # a gradient may pass
         # Along the longest and the heaviest chain of nodes that are not computed yet.
-        self.depth: int = 1 + max((node.depth for node in waiting), default=0)
-        self.pending_bytes: int = self.nbytes + max((node.pending_bytes for node in waiting), default=0)
+        self.depth: int = 1 + depth
+        self.pending_bytes: int = pending + math.prod(self.shape) * self.dtype.itemsize
 
     def settle(self, value: Any) -> None:
         """Note where the result is. What it was computed from is let go, unless a gradient may pass there."""
@@ -90,8 +94,13 @@ class Node:
         return f"<{self.primitive.name} {self.dtype}{list(self.shape)}>"
 
 
-def topological(outputs: Iterable[Node], *, through_values: bool = False) -> list[Node]:
-    """Every node that the outputs need, each after its inputs. A computed one ends the walk by default."""
+def topological(
+    outputs: Iterable[Node], *, through_values: bool = False, until: Container[Node] = ()
+) -> list[Node]:
+    """Every node that the outputs need, each after its inputs.
+
+    The walk ends at computed nodes by default, and at those in `until`.
+    """
     order: list[Node] = []
     seen: set[Node] = set()
     stack = [(node, False) for node in reversed(list(outputs))]
@@ -102,7 +111,7 @@ def topological(outputs: Iterable[Node], *, through_values: bool = False) -> lis
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            if node.value is None or through_values:
+            if (node.value is None or through_values) and node not in until:
                 stack += [(parent, False) for parent in reversed(node.inputs)]
     return order
 
@@ -120,13 +129,14 @@ LEAF = Primitive("leaf", _leaf_rule, _leaf_meaning)
 
 def leaf(value: Any, shape: Shape, dtype: DType) -> Node:
     """A node whose result is there already."""
-    return Node(LEAF, (), {"shape": shape, "dtype": dtype}, value)
+    return Node(LEAF, (), {"shape": shape, "dtype": checked(dtype)}, value)
 
 
 def same(*inputs: Node, **_: Any) -> tuple[Shape, DType]:
     """The shape rule of elementwise primitives: all inputs agree, and so does the result."""
     first = inputs[0]
     for other in inputs[1:]:
-        if other.shape != first.shape or other.dtype != first.dtype:
+        agree = other.dtype is first.dtype or other.dtype == first.dtype
+        if not agree or other.shape != first.shape:
             raise AssertionError(f"inputs differ: {first!r}, {other!r}")
     return first.shape, first.dtype

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from penstock.graph.dtypes import int64
 from penstock.graph.elementwise import BOOL, add, cast, divide, equal, full, multiply, where
 from penstock.graph.node import Array, DType, Gradient, Node, Primitive, Shape, same
 from penstock.graph.shaping import concat, permute, reshape, slice_
 
-INDEX = np.dtype(np.int64)
+INDEX = int64
 Axes = tuple[int, ...]
+REDUCTIONS: set[Primitive] = set()  # those that drop axes
 
 
 def _reduced(x: Node, *, axes: Axes) -> tuple[Shape, DType]:
@@ -60,6 +62,7 @@ def _reduction(
         )
 
     primitive = Primitive(name, _reduced, meaning, gradient)
+    REDUCTIONS.add(primitive)
     return lambda x, axes: Node(primitive, (x,), {"axes": axes}) if axes else x
 
 

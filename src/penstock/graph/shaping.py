@@ -58,7 +58,8 @@ def permute(x: Node, axes: tuple[int, ...]) -> Node:
 
 def slice_(x: Node, slices: tuple[tuple[int, int, int], ...]) -> Node:
     """From each axis, `count` items from `start` on at distance `step`, given as (start, count, step)."""
-    return Node(SLICE, (x,), {"slices": slices})
+    whole = all(part == (0, length, 1) for part, length in zip(slices, x.shape, strict=True))
+    return x if whole else Node(SLICE, (x,), {"slices": slices})
 
 
 def pad(x: Node, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> Node:

@@ -1,39 +1,54 @@
 """Simplification: the same values with fewer nodes. Every rule keeps results equal to the last bit.
 
-Equal nodes become one, what depends on constants alone becomes a constant, and what changes nothing is left
-out. Nodes that no output needs are never reached, and so are gone.
+Equal nodes become one, and what changes nothing is left out. Nodes that no output needs are never reached, and
+so are gone. No rule looks at the value of a constant: it is an argument of a program, not a part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from penstock.graph.checkpoint import AGAIN, CHECKPOINT
 from penstock.graph.elementwise import CAST, FULL, PRIMITIVES, full
 from penstock.graph.node import Node, topological
-from penstock.graph.reducing import EXPAND
+from penstock.graph.reducing import EXPAND, REDUCTIONS
 from penstock.graph.shaping import PERMUTE, RESHAPE
 
 _MOVES = (RESHAPE, PERMUTE, EXPAND)  # what leaves one number everywhere as it is
-_ELEMENTWISE = frozenset(PRIMITIVES.values()) - {FULL}
-_SAME = (PRIMITIVES["stop"], PRIMITIVES["positive"])
+_SAME = (PRIMITIVES["stop"], PRIMITIVES["positive"], CHECKPOINT)
 
 
-def simplify(outputs: Sequence[Node]) -> list[Node]:
-    """For each output a node with the same value. Computed nodes are taken as they are."""
-    new: dict[Node, Node] = {}
+def simplify(outputs: Sequence[Node], leaves: Mapping[Node, Node] | None = None) -> list[Node]:
+    """For each output a node with the same value. Computed nodes stay, or give way to those in `leaves`."""
+    new: dict[Node, Node] = dict(leaves or {})
     known: dict[Any, Node] = {}
     for node in topological(outputs):
         if node.value is not None:
-            new[node] = node
+            new.setdefault(node, node)
             continue
         inputs = tuple(new[parent] for parent in node.inputs)
         key = (node.primitive, inputs, _hashable(node.attributes))
         if key not in known:
             known[key] = _reduced(node, inputs)
         new[node] = known[key]
+    result = [new[node] for node in outputs]
+    return _without_again(result) if any(key[0] is AGAIN for key in known) else result
+
+
+def _without_again(outputs: Sequence[Node]) -> list[Node]:
+    """Leave out what only kept equal nodes apart."""
+    new: dict[Node, Node] = {}
+    for node in topological(outputs):
+        inputs = () if node.value is not None else tuple(new[parent] for parent in node.inputs)
+        if node.value is None and node.primitive is AGAIN:
+            new[node] = inputs[0]
+        elif node.value is not None or inputs == node.inputs:
+            new[node] = node
+        else:
+            new[node] = Node(node.primitive, inputs, node.attributes)
     return [new[node] for node in outputs]
 
 
@@ -42,21 +57,13 @@ def _reduced(node: Node, inputs: tuple[Node, ...]) -> Node:
     primitive = node.primitive
     if primitive in _SAME or (primitive is CAST and inputs[0].dtype == node.dtype):
         return inputs[0]
-    if inputs and all(parent.primitive is FULL for parent in inputs):
-        if primitive in _MOVES:
-            return full(node.shape, node.dtype, inputs[0].attributes["number"])
-        if primitive in _ELEMENTWISE:
-            return full(node.shape, node.dtype, _fold(node, inputs))
+    if primitive in _MOVES and inputs[0].primitive is FULL and inputs[0].value is None:
+        return full(node.shape, node.dtype, inputs[0].attributes["number"])
+    if primitive in REDUCTIONS and node.size == inputs[0].size:
+        return inputs[0] if inputs[0].shape == node.shape else Node(RESHAPE, inputs, {"shape": node.shape})
     if primitive in (RESHAPE, PERMUTE) and inputs[0].primitive is primitive and inputs[0].value is None:
         return _joined(node, inputs[0])
     return node if inputs == node.inputs else Node(primitive, inputs, node.attributes)
-
-
-def _fold(node: Node, inputs: tuple[Node, ...]) -> Any:
-    """The number that an elementwise primitive makes of numbers."""
-    scalars = [np.asarray(parent.attributes["number"]).astype(parent.dtype) for parent in inputs]
-    with np.errstate(all="ignore"):
-        return np.asarray(node.primitive.numpy(*scalars, **node.attributes)).astype(node.dtype)[()]
 
 
 def _joined(node: Node, before: Node) -> Node:

@@ -1,94 +1,216 @@
-"""What each elementwise primitive is in C, and which dtypes it can have there."""
+"""What each primitive is in C, on single values and on vectors, and which dtypes it can have there."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from penstock.device.driver import Capabilities
-from penstock.fusion.groups import VIEWS
-from penstock.graph.creating import SEQUENCE
-from penstock.graph.elementwise import CAST, FULL
-from penstock.graph.node import DType, Node
+from penstock.kernels.loops import Type
+from penstock.kernels.source import C_TYPES
 
-C_TYPES = {"bool": "uchar", "int32": "int", "int64": "long", "float32": "float", "float64": "double"}
-
-# {0}, {1} and {2} are the inputs, {type} the type of the result.
-_ANY = {
+# {0}, {1} and {2} are the inputs, {T} their type, {U} the same without a sign.
+_COMPARISONS = {
+    "equal": "==",
+    "not_equal": "!=",
+    "less": "<",
+    "less_equal": "<=",
+    "greater": ">",
+    "greater_equal": ">=",
+}
+_SAME = {"positive": "({0})", "stop": "({0})"}
+_FUNCTIONS = """exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
+atanh floor ceil trunc atan2 hypot copysign nextafter pow"""
+_FLOAT = {
     "add": "({0} + {1})",
     "subtract": "({0} - {1})",
     "multiply": "({0} * {1})",
-    "negative": "(-{0})",
-    "positive": "({0})",
-    "stop": "({0})",
-    "equal": "({0} == {1})",
-    "not_equal": "({0} != {1})",
-    "less": "({0} < {1})",
-    "less_equal": "({0} <= {1})",
-    "greater": "({0} > {1})",
-    "greater_equal": "({0} >= {1})",
-    "where": "({0} ? {1} : {2})",
-}
-_FUNCTIONS = """exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
-atanh floor ceil trunc"""
-_FLOAT = {
     "divide": "({0} / {1})",
+    "negative": "(-{0})",
     "abs": "fabs({0})",
-    "sign": "(isnan({0}) ? {0} : ({type})(({0} > 0) - ({0} < 0)))",
-    "maximum": "(isnan({0}) || isnan({1}) ? ({type})NAN : fmax({0}, {1}))",
-    "minimum": "(isnan({0}) || isnan({1}) ? ({type})NAN : fmin({0}, {1}))",
     "round": "rint({0})",
-    "pow": "pow({0}, {1})",
-    "isnan": "(isnan({0}) != 0)",
-    "isinf": "(isinf({0}) != 0)",
-    "isfinite": "(isfinite({0}) != 0)",
-} | {name: f"{name}({{0}})" for name in _FUNCTIONS.split()}
+    "round_bfloat16": "FROM_BFLOAT16(TO_BFLOAT16({0}))",
+    "round_float16": "round_half({0})",
+}
+for _name in _FUNCTIONS.split():
+    _FLOAT[_name] = f"{_name}({{0}}, {{1}})" if _name in _FUNCTIONS.split()[-5:] else f"{_name}({{0}})"
+_FLOAT_SCALAR = {
+    "sign": "(isnan({0}) ? {0} : ({T})(({0} > 0) - ({0} < 0)))",
+    "maximum": "(({0} > {1}) | ({0} != {0}) ? {0} : {1})",
+    "minimum": "(({0} < {1}) | ({0} != {0}) ? {0} : {1})",
+}
+_FLOAT_VECTOR = {
+    "abs": "as_{T}(as_int{lanes}({0}) & 0x7fffffff)",
+    "sign": "({0} > 0 ? ({T})(1) : {0} < 0 ? ({T})(-1) : {0} * 0)",
+    "maximum": "(({0} > {1}) | ({0} != {0}) ? {0} : {1})",
+    "minimum": "(({0} < {1}) | ({0} != {0}) ? {0} : {1})",
+    "isnan": "({0} != {0})",
+    "isinf": "((as_int{lanes}({0}) & 0x7fffffff) == 0x7f800000)",
+    "isfinite": "((as_int{lanes}({0}) & 0x7f800000) != 0x7f800000)",
+    "signbit": "(as_int{lanes}({0}) < 0)",
+    "round_bfloat16": "FROM_BFLOAT16_{lanes}(TO_BFLOAT16_{lanes}({0}))",
+    "round_float16": "round_half{lanes}({0})",
+}
+_FLOAT_TESTS = ("isnan", "isinf", "isfinite", "signbit")
+_WHOLE = {
+    "bitwise_and": "({0} & {1})",
+    "bitwise_or": "({0} | {1})",
+    "bitwise_xor": "({0} ^ {1})",
+    "bitwise_invert": "(~{0})",
+    "maximum": "({0} > {1} ? {0} : {1})",
+    "minimum": "({0} < {1} ? {0} : {1})",
+}
+# Without a sign, C lets numbers wrap around as NumPy does; with one, it leaves open what happens.
+_WRAPPING = {"add": "{0} + {1}", "subtract": "{0} - {1}", "multiply": "{0} * {1}", "negative": "0 - {0}"}
+_WHOLE_SCALAR = {
+    "bitwise_left_shift": "((ulong){1} >= {bits} ? ({T})0 : ({T})(({U}){0} << {1}))",
+    "bitwise_right_shift": "({0} >> ((ulong){1} >= {bits} ? {bits} - 1 : (int){1}))",
+}
+_SIGNED_SCALAR = {
+    "abs": "({0} < 0 ? ({T})(0 - ({U}){0}) : {0})",
+    "sign": "(({0} > 0) - ({0} < 0))",
+    # Division by 0 gives 0, as in NumPy; by -1 it might overflow, which stops a CPU.
+    "floor_divide": "({1} == 0 ? ({T})0 : {1} == -1 ? ({T})(0 - ({U}){0}) : "
+    "({T})({0} / {1} - ({0} % {1} != 0 && ({0} < 0) != ({1} < 0))))",
+    "remainder": "({1} == 0 || {1} == -1 ? ({T})0 : "
+    "({T})({0} % {1} + ({0} % {1} != 0 && ({0} < 0) != ({1} < 0) ? {1} : 0)))",
+}
+_UNSIGNED_SCALAR = {
+    "abs": "({0})",
+    "sign": "({T})({0} != 0)",
+    "floor_divide": "({1} == 0 ? ({T})0 : {0} / {1})",
+    "remainder": "({1} == 0 ? ({T})0 : {0} % {1})",
+}
+# Truth values are 0 and 1 by themselves; in a vector they are 0 and -1, all bits set.
 _BOOL = {
-    "logical_not": "(!{0})",
     "logical_and": "({0} & {1})",
     "logical_or": "({0} | {1})",
     "logical_xor": "({0} ^ {1})",
+    "bitwise_and": "({0} & {1})",
+    "bitwise_or": "({0} | {1})",
+    "bitwise_xor": "({0} ^ {1})",
+    "add": "({0} | {1})",
+    "multiply": "({0} & {1})",
+    "maximum": "({0} | {1})",
+    "minimum": "({0} & {1})",
+    "equal": "~({0} ^ {1})",
+    "not_equal": "({0} ^ {1})",
 }
-# On truth values, NumPy's sums and products are "or" and "and".
-_BOOL_ARITHMETIC = {"add": "({0} | {1})", "multiply": "({0} & {1})"}
-
-
-# For vectors, whose comparisons give masks of all bits.
-_VECTOR = {
-    "sign": "select(sign({0}), {0}, isnan({0}))",
-    "maximum": "select(fmax({0}, {1}), ({type})(NAN), isnan({0}) | isnan({1}))",
-    "minimum": "select(fmin({0}, {1}), ({type})(NAN), isnan({0}) | isnan({1}))",
+_VECTOR_DTYPES = ("bool", "int32", "uint32", "int64", "uint64", "float32")
+NEUTRAL = {"sum": "0", "prod": "1", "any": "0", "all": "1"}
+# What takes in one more value, for each reduction.
+COMBINE = {
+    "sum": "add",
+    "prod": "multiply",
+    "max": "maximum",
+    "min": "minimum",
+    "any": "logical_or",
+    "all": "logical_and",
 }
 
 
-def vector_template(node: Node) -> str | None:
-    """The C expression of a float32 node on vectors of float; None if it has none there."""
-    name = node.primitive.name
-    if any(part.dtype != np.float32 for part in (node, *node.inputs)):
+def c_type(given: Type) -> str:
+    """The C type of a value."""
+    name = "int" if given.dtype == "bool" else C_TYPES[given.dtype]
+    return name if given.lanes == 1 else f"{name}{given.lanes}"
+
+
+def has_vectors(dtype: str) -> bool:
+    """Whether values of a dtype are computed in vectors."""
+    return dtype in _VECTOR_DTYPES
+
+
+def expression(operation: str, result: Type, of: Type, inputs: tuple[str, ...]) -> str | None:
+    """The C expression of a primitive on inputs of type `of`; None if it has none."""
+    if operation == "cast":
+        return _cast(result, of, inputs[0])
+    if operation == "where":
+        return _where(result, inputs)
+    pattern = _pattern(operation, of)
+    if pattern is None:
         return None
-    return _VECTOR.get(name) or _ANY.get(name) or _FLOAT.get(name)
+    unsigned = c_type(Type(of.dtype.replace("int", "uint"), of.lanes)) if of.dtype[0] == "i" else c_type(of)
+    bits = 8 * np.dtype(of.dtype).itemsize
+    return pattern.format(*inputs, T=c_type(of), U=unsigned, lanes=of.lanes, bits=bits)
 
 
-def template(node: Node) -> str | None:
-    """The C expression of an elementwise node; None if it has none there."""
-    name, kind = node.primitive.name, node.inputs[-1].dtype.kind if node.inputs else node.dtype.kind
-    if kind == "b":
-        return (
-            _BOOL.get(name)
-            or _BOOL_ARITHMETIC.get(name)
-            or (_ANY.get(name) if name not in ("subtract", "negative") else None)
+def combine(reduction: str, type: Type, one: str, other: str) -> str:
+    """One value from two, for a reduction."""
+    found = expression(COMBINE[reduction], type, type, (one, other))
+    assert found is not None
+    return found
+
+
+def neutral(reduction: str, type: Type) -> str:
+    """What a reduction starts from."""
+    if reduction in NEUTRAL:
+        number = NEUTRAL[reduction]
+    elif type.dtype.startswith("float"):
+        number = "-INFINITY" if reduction == "max" else "INFINITY"
+    elif type.dtype == "bool":
+        number = "0" if reduction == "max" else "1"
+    else:
+        limits = np.iinfo(type.dtype)
+        suffix = "ul" if type.dtype == "uint64" else ""
+        number = (
+            f"{limits.max}{suffix}" if reduction == "min" else f"(-{limits.max} - 1)" if limits.min else "0"
         )
-    return _ANY.get(name) or (_FLOAT.get(name) if kind == "f" else None)
+    if type.dtype == "bool" and type.lanes > 1 and number == "1":
+        number = "-1"
+    return number if type.lanes == 1 else f"({c_type(type)})({number})"
 
 
-def renders(node: Node, capabilities: Capabilities) -> bool:
-    """Whether a kernel on a device with these capabilities can hold the node."""
-    dtypes = {node.dtype, *(parent.dtype for parent in node.inputs)}
-    if not all(_has(dtype, capabilities) for dtype in dtypes) or node.size >= 1 << 31:
-        return False
-    if node.primitive is CAST:
-        return node.inputs[0].dtype.kind != "f" or node.dtype.kind == "f"  # out of range, C leaves it open
-    return node.primitive in VIEWS or node.primitive in (FULL, SEQUENCE) or template(node) is not None
+def _pattern(operation: str, of: Type) -> str | None:
+    vector, kind = of.lanes > 1, "b" if of.dtype == "bool" else of.dtype[0]
+    if operation in _SAME:
+        return _SAME[operation]
+    if kind == "b":
+        if operation in ("logical_not", "bitwise_invert"):
+            return "(~{0})" if vector else "(!{0})"
+        if operation == "equal" and not vector:
+            return "({0} == {1})"
+        return _BOOL.get(operation)
+    if operation in _COMPARISONS:
+        return _truth(f"({{0}} {_COMPARISONS[operation]} {{1}})", of)
+    if kind == "f":
+        if operation in _FLOAT_TESTS:
+            return _FLOAT_VECTOR[operation] if vector else f"({operation}({{0}}) != 0)"
+        return (_FLOAT_VECTOR if vector else _FLOAT_SCALAR).get(operation) or _FLOAT.get(operation)
+    if operation in _WRAPPING:
+        return _wrapping(_WRAPPING[operation], vector)
+    if vector or operation in _WHOLE:
+        return _WHOLE.get(operation)
+    signed = _SIGNED_SCALAR if kind == "i" else _UNSIGNED_SCALAR
+    return _WHOLE_SCALAR.get(operation) or signed.get(operation)
 
 
-def _has(dtype: DType, capabilities: Capabilities) -> bool:
-    return str(dtype) in C_TYPES and (str(dtype) != "float64" or capabilities.float64)
+def _wrapping(pattern: str, vector: bool) -> str:
+    convert = "as_{U}({%s})" if vector else "({U}){%s}"
+    inside = pattern.replace("{0}", convert % "0").replace("{1}", convert % "1")
+    return f"as_{{T}}({inside})" if vector else f"(({{T}})({inside}))"
+
+
+def _truth(comparison: str, of: Type) -> str:
+    """A comparison as a truth value: vectors' comparisons have the width of what they compare."""
+    wide = of.lanes > 1 and np.dtype(of.dtype).itemsize != 4
+    return f"__builtin_convertvector({comparison}, int{of.lanes})" if wide else comparison
+
+
+def _cast(result: Type, of: Type, value: str) -> str | None:
+    if result.dtype == "bool":
+        return _truth(f"({value} != 0)", of) if of.dtype != "bool" else value
+    if of.dtype[0] == "f" and result.dtype[0] != "f":
+        return None  # C leaves open what becomes of numbers out of range
+    if result.lanes == 1:
+        return f"({c_type(result)})({value})"
+    value = f"({value} & 1)" if of.dtype == "bool" else value
+    return f"__builtin_convertvector({value}, {c_type(result)})"
+
+
+def _where(result: Type, inputs: tuple[str, ...]) -> str:
+    condition, yes, no = inputs
+    if result.lanes == 1:
+        return f"({condition} ? {yes} : {no})"
+    if result.dtype == "bool":
+        return f"(({condition} & {yes}) | (~{condition} & {no}))"
+    if np.dtype(result.dtype).itemsize == 8:
+        condition = f"__builtin_convertvector({condition}, long{result.lanes})"
+    return f"({condition} ? {yes} : {no})"

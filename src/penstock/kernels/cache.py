@@ -1,48 +1,67 @@
-"""Compiled kernels by the structure of what they compute, and whether compiling is worth its time."""
+"""Compiled kernels, by the structure of the groups that they compute."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from penstock.device.driver import Kernel
 from penstock.fusion.groups import Group
-from penstock.kernels.map_kernel import map_kernel, structure, vector_width
+from penstock.kernels.philox import PHILOX
+from penstock.kernels.source import HALVES_PRELUDE, OPENCL_PRELUDE, VECTOR_PRELUDE
+from penstock.kernels.writer import Written, structure, write
 from penstock.runtime import Device
 
-MIN_ITEMS = 1 << 15  # a smaller output is computed sooner by the host than a kernel is launched
-_MAX_KERNELS = 256
-_MAX_SEEN = 4096
+_MAX_KERNELS = 512
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A group's launches and their kernels."""
+
+    written: Written
+    kernels: tuple[Kernel, ...]
 
 
 class KernelCache:
-    """The kernels of one device; both tables are bounded, and forget what was not used for longest."""
+    """The kernels of one device; bounded, it forgets what was not used for longest."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._kernels: OrderedDict[Hashable, tuple[Kernel, int]] = OrderedDict()
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._known: OrderedDict[Hashable, Compiled | None] = OrderedDict()
+        self._count = 0  # of kernels so far, which makes their names differ
 
-    def kernel(self, group: Group) -> tuple[Kernel, int] | None:
-        """The kernel of a group and the items of one thread; None where compiling would not pay.
+    def compiled(self, groups: Sequence[Group]) -> list[Compiled | None]:
+        """The kernels of each group; None where the device has none for it. What is new is compiled at once."""
+        keys = [structure(group) for group in groups]
+        new: dict[Hashable, Written] = {}
+        for key, group in zip(keys, groups, strict=True):
+            if key not in self._known and key not in new:
+                self._count += 1
+                written = write(group, self._device.capabilities, self._count)
+                if written is None:
+                    self._known[key] = None
+                else:
+                    new[key] = written
+        self._known.update(self._compile(new))
+        result = [self._known[key] for key in keys]
+        for key in keys:
+            self._known.move_to_end(key)
+        while len(self._known) > _MAX_KERNELS:
+            self._known.popitem(last=False)
+        return result
 
-        It does not for a small output, nor for what is seen for the first time.
-        """
-        if group.output.size < MIN_ITEMS:
-            return None
-        key = structure(group)
-        if key in self._kernels:
-            self._kernels.move_to_end(key)
-            return self._kernels[key]
-        if key not in self._seen:
-            self._seen[key] = None
-            if len(self._seen) > _MAX_SEEN:
-                self._seen.popitem(last=False)
-            return None
-        width = vector_width(group, self._device.capabilities.vector_width)
-        source, signature = map_kernel(group, "map_items", width)
-        kernel = self._device.compile(source, {"map_items": signature})["map_items"]
-        self._kernels[key] = kernel, width
-        if len(self._kernels) > _MAX_KERNELS:
-            self._kernels.popitem(last=False)
-        return self._kernels[key]
+    def _compile(self, new: Mapping[Hashable, Written]) -> Iterator[tuple[Hashable, Compiled]]:
+        """A compiler takes longer to start than for a kernel, so all kernels are one source."""
+        sources = {launch.source.name: launch.source for one in new.values() for launch in one.launches}
+        if not sources:
+            return
+        functions = {one.launches[0].source.name: one.function for one in new.values() if one.function}
+        signatures = {name: source.signature for name, source in sources.items()}
+        text = "\n".join(source.text for source in sources.values())
+        random = PHILOX if "philox(" in text else ""
+        whole = functions or OPENCL_PRELUDE + VECTOR_PRELUDE + random + text
+        kernels = self._device.compile(whole, signatures)  # type: ignore[arg-type]
+        for key, written in new.items():
+            yield key, Compiled(written, tuple(kernels[one.source.name] for one in written.launches))

@@ -1,0 +1,61 @@
+"""What all benchmarks share: timing several sides in turn, and a table that is printed and kept."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import penstock as ps
+
+Sides = dict[str, Callable[[], object]]
+
+
+def best_of(sides: Sides, rounds: int = 15, repeat: int = 1) -> dict[str, float]:
+    """Seconds of each side, the best of `rounds`, run in turn; each is called `repeat` times a round."""
+    best = dict.fromkeys(sides, float("inf"))
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        for name, call in sides.items():
+            start = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            best[name] = min(best[name], (time.perf_counter() - start) / repeat)
+    gc.enable()
+    return best
+
+
+class Report:
+    """Lines of the table, printed as they come and kept for the file."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, what: str, value: float, unit: str, goal: str, met: bool | None, detail: str) -> None:
+        mark = {True: "met", False: "MISSED", None: ""}[met]
+        self.rows.append(
+            {"what": what, "value": round(value, 3), "unit": unit, "goal": goal, "met": met, "detail": detail}
+        )
+        print(f"{what:<46} {value:7.2f} {unit:<4} {goal:<10} {mark:<7} {detail}", flush=True)
+
+    def save(self, path: Path, benchmark: str, device: ps.Device, versions: dict[str, str]) -> None:
+        """Write the table as JSON, with the commit and the device."""
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        found = asked.stdout.strip() if asked.returncode == 0 else "unknown"
+        about = {
+            "command": f"python benchmarks/{benchmark}.py --device {device.name}",
+            "commit": os.environ.get("GIT_COMMIT") or found,
+            "device": device.capabilities.description,
+            "api": device.capabilities.api,
+            "python": platform.python_version(),
+            **versions,
+            "rows": self.rows,
+        }
+        path.write_text(json.dumps(about, indent=1) + "\n")

@@ -1,0 +1,182 @@
+"""Where items lie: sums of loop variables times constants, and what views make of them.
+
+A place in a node is one `Index` for each axis. Views turn places into places; reshapes divide. A division
+that does not come out even asks for one variable to be split in two, after which it does; where even that is
+impossible, it becomes a variable of its own, computed in the kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.graph.node import Node, Shape
+from penstock.graph.reducing import EXPAND
+from penstock.graph.shaping import PERMUTE, RESHAPE, SLICE
+
+
+@dataclass(frozen=True)
+class Index:
+    """A whole number: a constant, plus variables times their factors. Kept in order, without zeros."""
+
+    terms: tuple[tuple[str, int], ...] = ()
+    constant: int = 0
+
+    def __add__(self, other: Index) -> Index:
+        total = dict(self.terms)
+        for name, factor in other.terms:
+            total[name] = total.get(name, 0) + factor
+        return _index(total, self.constant + other.constant)
+
+    def __mul__(self, factor: int) -> Index:
+        return _index({name: old * factor for name, old in self.terms}, self.constant * factor)
+
+    def factor(self, name: str) -> int:
+        """What a variable is multiplied by."""
+        return dict(self.terms).get(name, 0)
+
+    def replaced(self, values: Mapping[str, Index]) -> Index:
+        """With other numbers in place of some variables."""
+        total = Index((), self.constant)
+        for name, factor in self.terms:
+            total += values.get(name, Index(((name, 1),))) * factor
+        return total
+
+    def __str__(self) -> str:
+        parts = [name if factor == 1 else f"{name} * {factor}" for name, factor in self.terms]
+        if self.constant or not parts:
+            parts.append(str(self.constant))
+        text = " + ".join(parts)
+        return text if len(parts) == 1 and "*" not in text else f"({text})"
+
+
+Place = tuple[Index, ...]
+ZERO = Index()
+
+
+def variable(name: str) -> Index:
+    """The index that is one variable."""
+    return Index(((name, 1),))
+
+
+def _index(terms: dict[str, int], constant: int) -> Index:
+    return Index(tuple(sorted((name, factor) for name, factor in terms.items() if factor)), constant)
+
+
+class SplitNeeded(Exception):
+    """A variable would have to be two, the inner one of `inner` steps, for an index to stay a plain sum."""
+
+    def __init__(self, name: str, inner: int) -> None:
+        super().__init__(name, inner)
+        self.name = name
+        self.inner = inner
+
+
+class Variables:
+    """The loop variables with their lengths, and those that a kernel computes from them."""
+
+    def __init__(self, lengths: Mapping[str, int], splittable: bool = True) -> None:
+        self._splittable = frozenset(lengths if splittable else ())
+        self.lengths = dict(lengths)  # a variable runs from 0 to its length, exclusive
+        self.computed: dict[str, tuple[Index, str, int]] = {}  # name -> whole, "/" or "%", divisor
+        self._names: dict[tuple[Index, str, int], str] = {}
+
+    def bounds(self, index: Index) -> tuple[int, int]:
+        """The least and the greatest value."""
+        low = high = index.constant
+        for name, factor in index.terms:
+            most = factor * (self.lengths[name] - 1)
+            low, high = low + min(most, 0), high + max(most, 0)
+        return low, high
+
+    def divide(self, index: Index, divisor: int) -> tuple[Index, Index]:
+        """Quotient and remainder of a number that is not negative."""
+        if divisor == 1:
+            return index, ZERO
+        even = _index({n: f for n, f in index.terms if f % divisor == 0}, 0)
+        rest = _index({n: f for n, f in index.terms if f % divisor}, index.constant)
+        low, high = self.bounds(rest)
+        whole = low // divisor
+        if high // divisor == whole:  # the rest never carries
+            return _divided(even, divisor) + Index((), whole), rest + Index((), -whole * divisor)
+        for name, factor in rest.terms:
+            inner = divisor // factor if factor > 0 and divisor % factor == 0 else 0
+            length = self.lengths[name]
+            if name in self._splittable and 1 < inner < length and length % inner == 0:
+                raise SplitNeeded(name, inner)
+        return self._name(index, "/", divisor), self._name(index, "%", divisor)
+
+    def _name(self, index: Index, operation: str, divisor: int) -> Index:
+        key = (index, operation, divisor)
+        if key not in self._names:
+            name = self._names[key] = f"q{len(self._names)}"
+            self.computed[name] = key
+            high = self.bounds(index)[1]
+            self.lengths[name] = high // divisor + 1 if operation == "/" else min(divisor, high + 1)
+        return variable(self._names[key])
+
+
+def _divided(index: Index, divisor: int) -> Index:
+    return _index({n: f // divisor for n, f in index.terms}, index.constant // divisor)
+
+
+def flat(place: Place, shape: Shape) -> Index:
+    """The number of an item in row-major order."""
+    total, stride = ZERO, 1
+    for index, length in zip(reversed(place), reversed(shape), strict=True):
+        total += index * stride
+        stride *= length
+    return total
+
+
+def unflatten(number: Index, shape: Shape, variables: Variables) -> Place:
+    """The place of an item by its number in row-major order."""
+    result: list[Index] = []
+    for axis in range(len(shape) - 1, -1, -1):
+        if axis == 0 or math.prod(shape[:axis]) == 1:
+            result.append(number)
+            result += [ZERO] * axis
+            break
+        number, remainder = variables.divide(number, shape[axis])
+        result.append(remainder)
+    return tuple(reversed(result))
+
+
+def source_place(view: Node, place: Place, variables: Variables) -> Place:
+    """Where a view's item lies in the node that it looks at."""
+    source = view.inputs[0]
+    if view.primitive is RESHAPE:
+        return _reshaped(view.shape, source.shape, place, variables)
+    if view.primitive is PERMUTE:
+        axes = view.attributes["axes"]
+        return tuple(place[axes.index(axis)] for axis in range(source.ndim))
+    if view.primitive is EXPAND:
+        return tuple(ZERO if n == 1 else one for one, n in zip(place, source.shape, strict=True))
+    assert view.primitive is SLICE
+    parts = zip(place, view.attributes["slices"], strict=True)
+    return tuple(index * step + Index((), start) for index, (start, _, step) in parts)
+
+
+def _reshaped(shape: Shape, source: Shape, place: Place, variables: Variables) -> Place:
+    """From one shape to another, run by run: axes are merged and split only as far as they must be."""
+    result: list[Index] = []
+    i = j = 0
+    while j < len(source):
+        if source[j] == 1:
+            result.append(ZERO)
+            j += 1
+            continue
+        first_i, first_j = i, j
+        mine, theirs = 1, source[j]
+        j += 1
+        while mine != theirs:
+            if mine < theirs:
+                mine *= shape[i]
+                i += 1
+            else:
+                theirs *= source[j]
+                j += 1
+        number = flat(place[first_i:i], shape[first_i:i])
+        result += unflatten(number, source[first_j:j], variables)
+    return tuple(result)

@@ -1,0 +1,62 @@
+"""Reductions that would leave most of the device idle, as two: parts of them side by side, then the parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from penstock.device.driver import Capabilities
+from penstock.fusion.groups import trailing
+from penstock.graph.dtypes import HALVES, float32
+from penstock.graph.elementwise import cast
+from penstock.graph.node import Node, Shape, topological
+from penstock.graph.reducing import REDUCTIONS
+from penstock.graph.shaping import RESHAPE
+
+_MIN_PART = 64  # items of a part; smaller ones cost more than they gain
+_LARGE = 1 << 15  # items, from which on a second kernel pays
+
+
+def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
+    """For each output a node with the same value, up to the order of sums; computed nodes stay as they are."""
+    new: dict[Node, Node] = {}
+    for node in topological(outputs):
+        if node.value is not None:
+            new[node] = node
+            continue
+        inputs = tuple(new[parent] for parent in node.inputs)
+        same = node if inputs == node.inputs else Node(node.primitive, inputs, node.attributes)
+        new[node] = _in_parts(same, capabilities) if node.primitive in REDUCTIONS else same
+    return [new[node] for node in outputs]
+
+
+def _in_parts(node: Node, capabilities: Capabilities) -> Node:
+    source, axes = node.inputs[0], node.attributes["axes"]
+    first, last = min(axes), max(axes)
+    if source.size < _LARGE or node.size == 0 or axes != tuple(range(first, last + 1)):
+        return node
+    before, after = source.shape[:first], source.shape[last + 1 :]
+    length = math.prod(source.shape[first : last + 1])
+    parts = _parts(length, node.size, trailing(source.shape, axes), capabilities)
+    if parts == 1:
+        return node
+    wide = cast(source, float32) if node.dtype in HALVES else source  # parts of a sum are not rounded
+    cut = _reshaped(wide, (*before, parts, length // parts, *after))
+    part = Node(node.primitive, (cut,), {"axes": (first + 1,)})
+    return cast(Node(node.primitive, (part,), {"axes": (first,)}), node.dtype)
+
+
+def _parts(length: int, results: int, rows: bool, capabilities: Capabilities) -> int:
+    """Into how many parts a reduction of `length` items is cut, with so many results side by side."""
+    if capabilities.vector_width > 1:
+        # A thread of a CPU takes a row, or 16 columns at the least.
+        busy, wanted = results if rows else results // 16, 4 * capabilities.compute_units
+    else:
+        # A GPU gives a row to a group, and a column to a thread.
+        busy, wanted = results, (4 if rows else 512) * capabilities.compute_units
+    most = min(-(-wanted // max(busy, 1)), length // _MIN_PART)
+    return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
+
+
+def _reshaped(node: Node, shape: Shape) -> Node:
+    return Node(RESHAPE, (node,), {"shape": shape})

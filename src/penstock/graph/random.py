@@ -1,0 +1,169 @@
+"""Random bits from a counter, by Philox4x32-10, and the numbers that are made of them.
+
+An item depends on the state and on its own place alone, so every device draws the same bits in any order.
+The numbers are elementwise functions of the bits. A bits node has a last axis beyond the shape of the
+numbers: the words of 32 bits that one number takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.graph.dtypes import bfloat16, float16, float32, float64, limits, uint32, uint64
+from penstock.graph.elementwise import (
+    add,
+    bitwise_right_shift,
+    cast,
+    cos,
+    less,
+    like,
+    log,
+    multiply,
+    remainder,
+    sqrt,
+)
+from penstock.graph.node import Array, DType, Node, Primitive, Shape
+from penstock.graph.reducing import INDEX, argsort
+from penstock.graph.shaping import reshape, slice_
+
+WORD, DOUBLE_WORD = uint32, uint64
+WORDS_PER_BLOCK = 4
+# How many words one number takes.
+UNIFORM_WORDS = {bfloat16: 1, float16: 1, float32: 1, float64: 2}
+NORMAL_WORDS = {bfloat16: 2, float16: 2, float32: 2, float64: 4}
+INTEGERS_WORDS = PERMUTATION_WORDS = 2
+BERNOULLI_WORDS = 1
+
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_MASK = (1 << 32) - 1
+
+
+def philox(counter: Sequence[Array], key: tuple[int, int]) -> tuple[Array, Array, Array, Array]:
+    """The four words of each block, from the four words of its counter; all are uint64 under 2**32."""
+    c0, c1, c2, c3 = counter
+    for turn in range(10):
+        k0, k1 = ((word + turn * step) & _MASK for word, step in zip(key, _KEY_STEPS, strict=True))
+        p0, p1 = c0 * np.uint64(_MULTIPLIERS[0]), c2 * np.uint64(_MULTIPLIERS[1])
+        c0, c1, c2, c3 = (
+            (p1 >> 32) ^ c1 ^ np.uint64(k0),
+            p1 & _MASK,
+            (p0 >> 32) ^ c3 ^ np.uint64(k1),
+            p0 & _MASK,
+        )
+    return c0, c1, c2, c3
+
+
+def _bits_rule(state: Node, *, shape: Shape) -> tuple[Shape, DType]:
+    assert state.shape == (4,)
+    assert state.dtype == WORD
+    return shape, WORD
+
+
+def _bits_meaning(state: Array, shape: Shape) -> Array:
+    key0, key1, low, high = (int(word) for word in state)
+    count = math.prod(shape)
+    block = np.arange(-(-count // WORDS_PER_BLOCK), dtype=np.uint64) + np.uint64(high << 32 | low)
+    zero = np.zeros_like(block)
+    words = philox((block & _MASK, block >> 32, zero, zero), (key0, key1))
+    return np.stack(words, -1).astype(WORD).reshape(-1)[:count].reshape(shape)
+
+
+RANDOM_BITS = Primitive("random_bits", _bits_rule, _bits_meaning)
+
+
+def random_bits(state: Node, shape: Shape) -> Node:
+    """32 random bits in each item.
+
+    `state` holds four words: the key and the number of the first block, the low word of each before its
+    high word. Item `i` in row-major order is word `i % 4` of block `first + i // 4`, modulo 2**64.
+    """
+    return Node(RANDOM_BITS, (state,), {"shape": shape})
+
+
+def uniform(bits: Node, dtype: DType) -> Node:
+    """Multiples of 2**-8, 2**-11, 2**-24 or 2**-53 (by dtype) in [0, 1), all as likely, and exact."""
+    if dtype == float64:
+        return _times(_whole53(bits, 0), 2.0**-53)
+    digits = limits(dtype).nmant + 1
+    return _times(cast(_shifted(_word(bits, 0), 32 - digits), dtype), 2.0**-digits)
+
+
+def normal(bits: Node, dtype: DType) -> Node:
+    """Numbers of mean 0 and deviation 1 by Box and Muller's formula, at most 6.7 in size (float64: 8.6).
+
+    The radius and the angle come from the same bits on every device. Its log, sqrt and cos may differ in
+    their last bits.
+    """
+    if dtype == float64:
+        first, second, unit = _whole53(bits, 0), _whole53(bits, 2), 2.0**-53
+    else:
+        # Rounded to 24 digits, the small ones keep all of theirs: they make the tails.
+        first, second, unit = cast(_word(bits, 0), float32), cast(_word(bits, 1), float32), 2.0**-32
+    above_zero = _times(add(first, like(first, 1)), unit)  # in (0, 1]
+    radius = sqrt(_times(log(above_zero), -2))
+    return cast(multiply(radius, cos(_times(second, 2 * math.pi * unit))), dtype)
+
+
+def integers(bits: Node, low: int, high: int, dtype: DType) -> Node:
+    """Whole numbers in [low, high), of 64 random bits each.
+
+    Up to 2**32 different ones, x becomes floor(x * count / 2**64), beyond that x % count. The chance of a
+    number is 1 / count to a relative error under count / 2**64; it is exact where count is a power of 2.
+    """
+    count = high - low
+    if count <= 1 << 32:
+        upper, lower = (cast(_word(bits, k), DOUBLE_WORD) for k in (0, 1))
+        carry = _shifted(_times(lower, count), 32)
+        offset = _shifted(add(_times(upper, count), carry), 32)  # the sum stays under 2**64
+    else:
+        offset = _joined(bits)
+        if count < 1 << 64:
+            offset = remainder(offset, like(offset, count))
+    # Modulo 2**64 a negative low is added as well.
+    return cast(add(offset, like(offset, low % (1 << 64))), dtype)
+
+
+def bernoulli(bits: Node, probability: float) -> Node:
+    """True with a probability that is rounded to a multiple of 2**-32. No step rounds anything else."""
+    word = cast(_word(bits, 0), INDEX)  # 2**32, the bound of what is always true, is no uint32
+    return less(word, like(word, round(probability * 2**32)))
+
+
+def permutation(bits: Node) -> Node:
+    """The numbers of the items in random order. Two of n tie, and keep their order, once in 2**65 / n**2."""
+    return argsort(_joined(bits), 0, False)
+
+
+def _word(bits: Node, number: int) -> Node:
+    """One of the words of each number."""
+    *shape, words = bits.shape
+    if words > 1:
+        count = math.prod(shape)
+        rows = reshape(bits, (count, words))  # in a kernel, two axes cost fewer divisions than many
+        bits = slice_(rows, ((0, count, 1), (number, 1, 1)))
+    return reshape(bits, tuple(shape))
+
+
+def _joined(bits: Node) -> Node:
+    """Words 0 and 1 as 64 bits."""
+    upper, lower = (cast(_word(bits, k), DOUBLE_WORD) for k in (0, 1))
+    return add(_times(upper, 1 << 32), lower)
+
+
+def _whole53(bits: Node, number: int) -> Node:
+    """A whole number of 53 random bits in float64, from two words."""
+    upper = cast(_shifted(_word(bits, number), 5), float64)
+    lower = cast(_shifted(_word(bits, number + 1), 6), float64)
+    return add(_times(upper, 2.0**26), lower)
+
+
+def _shifted(x: Node, places: int) -> Node:
+    return bitwise_right_shift(x, like(x, places))
+
+
+def _times(x: Node, factor: float) -> Node:
+    return multiply(x, like(x, factor))

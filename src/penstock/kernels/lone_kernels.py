@@ -1,0 +1,44 @@
+"""Kernels of the primitives that do not fuse: which module writes each of them."""
+
+from __future__ import annotations
+
+from penstock.device.driver import Capabilities
+from penstock.graph.contraction import SCATTER_ADD
+from penstock.graph.node import Node
+from penstock.graph.reducing import ARGMAX, ARGMIN, ARGSORT, CUMULATIVE_PROD, CUMULATIVE_SUM
+from penstock.kernels.extremes import extreme
+from penstock.kernels.lone import Lone
+from penstock.kernels.scanning import scan
+from penstock.kernels.scattering import scatter
+from penstock.kernels.sorting import sort
+from penstock.kernels.source import C_TYPES
+
+_WRITERS = {
+    CUMULATIVE_SUM: scan,
+    CUMULATIVE_PROD: scan,
+    ARGMAX: extreme,
+    ARGMIN: extreme,
+    ARGSORT: sort,
+    SCATTER_ADD: scatter,
+}
+_MOST_ITEMS = 1 << 30  # so that no place in a kernel leaves an int, even one padded or a step further
+
+
+def lone_kernels(node: Node, capabilities: Capabilities) -> Lone | None:
+    """The launches that compute `node` from its inputs' values; None where there are no kernels for it.
+
+    All values are contiguous in row-major order. The output may hold anything before.
+    """
+    write = _WRITERS.get(node.primitive)
+    values = (node, *node.inputs)
+    if write is None or not all(0 < value.size < _MOST_ITEMS for value in values):
+        return None
+    if not all(_has_type(str(value.dtype), capabilities) for value in values):
+        return None
+    return write(node, capabilities)
+
+
+def _has_type(dtype: str, capabilities: Capabilities) -> bool:
+    if dtype == "float64":
+        return capabilities.float64
+    return dtype in C_TYPES and dtype not in ("float16", "bfloat16")

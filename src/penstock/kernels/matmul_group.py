@@ -1,0 +1,118 @@
+"""A matrix product with what is done to each of its items: the template with the group's own ending."""
+
+from __future__ import annotations
+
+import math
+
+from penstock.device.driver import Capabilities
+from penstock.fusion.groups import Group, base, operand_index
+from penstock.fusion.index import Index, Variables, flat, unflatten, variable
+from penstock.graph.contraction import MATMUL
+from penstock.graph.node import Node
+from penstock.kernels.c_renderer import statements
+from penstock.kernels.loops import Count, LoopForm, Statement, Store, Type
+from penstock.kernels.lowering import LanesImpossible, Scopes, Value, overwritable
+from penstock.kernels.matmul_kernel import Operand, Problem, matmul_body
+from penstock.kernels.source import KernelSource, head
+
+
+def matmul_group(
+    group: Group, capabilities: Capabilities, name: str
+) -> tuple[KernelSource, tuple[tuple[int, ...], ...]]:
+    """The kernel of a matmul group, and which inputs each output may be written over."""
+    product = next(node for node in group.nodes if node.primitive is MATMUL)
+    left, right = product.inputs
+    sides = [_operand(group, side, product) for side in (left, right)]
+    problem = Problem(
+        batch=math.prod(product.shape[:-2]),
+        rows=product.shape[-2],
+        columns=product.shape[-1],
+        inner=left.shape[-1],
+        left=sides[0][1],
+        right=sides[1][1],
+    )
+    ending = _Ending(group, product)
+    text, grid, threads = matmul_body(problem, capabilities, ending.finish)
+    form = ending.form
+    opening = head(
+        name,
+        [(dtype, f"out{k}") for k, dtype in enumerate(form.outputs)],
+        [(dtype, f"in{k}") for k, dtype in enumerate(form.inputs)],
+        [(dtype, f"c{k}") for k, dtype in enumerate(form.scalars)],
+    )
+    stored = tuple("uint8" if dtype == "bool" else dtype for dtype in form.scalars)
+    source = KernelSource(
+        name, f"{opening}{text}\n}}\n", (*form.outputs, *form.inputs), stored, grid, threads
+    )
+    operands = {group.inputs.index(node) for node, _ in sides}
+    over = overwritable(group, ending.loads, ending.stores)
+    return source, tuple(tuple(at for at in found if at not in operands) for found in over)
+
+
+def _operand(group: Group, operand: Node, product: Node) -> tuple[Node, Operand]:
+    """What an operand looks at, and how it lies there."""
+    found = operand_index(operand)
+    node, index, _ = found if found is not None else (base(operand), _contiguous(operand), None)
+    lengths = product.shape[:-2]
+    parts = [str(index.constant)] if index.constant else []
+    for axis, length in enumerate(lengths):
+        factor = index.factor(f"b{axis}")
+        if factor and length > 1:
+            parts.append(f"(batch / {math.prod(lengths[axis + 1 :])} % {length}) * {factor}")
+    return node, Operand(
+        name=f"in{group.inputs.index(node)}",
+        dtype=str(operand.dtype),
+        base=" + ".join(parts) or "0",
+        row_stride=index.factor("i"),
+        column_stride=index.factor("j"),
+    )
+
+
+def _contiguous(node: Node) -> Index:
+    names = [*(f"b{axis}" for axis in range(node.ndim - 2)), "i", "j"]
+    return flat(tuple(variable(name) for name in names), node.shape)
+
+
+class _Ending:
+    """Writes what is done to items of the product, wherever the template has some at hand."""
+
+    def __init__(self, group: Group, product: Node) -> None:
+        self._group = group
+        self._product = product
+        self.form: LoopForm = Scopes(group, Variables({})).form
+        self.loads: dict[int, set[tuple[int, Index]]] = {}
+        self.stores: dict[int, tuple[int, Index]] = {}
+
+    def finish(self, row: str, column: str, value: str, lanes: int) -> list[str]:
+        """The statements for `lanes` neighbouring items."""
+        try:
+            return self._statements(row, column, value, lanes)
+        except LanesImpossible:
+            single = [self._statements(row, f"{column} + {k}", f"{value}.s{k:x}", 1) for k in range(lanes)]
+            return [line for lines in single for line in lines]
+
+    def _statements(self, row: str, column: str, value: str, lanes: int) -> list[str]:
+        shape = self._product.shape
+        names = [*(f"b{axis}" for axis in range(len(shape) - 2)), "i", "j"]
+        variables = Variables(dict(zip(names, shape, strict=True)), splittable=False)
+        scopes = Scopes(self._group, variables)
+        scopes.depth_of = dict.fromkeys(names, 1)
+        scopes.lanes, scopes.lane_steps = lanes, {"j": 1} if lanes > 1 else {}
+        scopes.given[self._product] = Value(value, Type("float32", lanes), 1)
+        counts: list[Statement] = [Count("i", row), Count("j", column)]
+        for axis, length in enumerate(shape[:-2]):
+            counts.append(Count(f"b{axis}", f"batch / {math.prod(shape[axis + 1 : -2])} % {length}"))
+        place = tuple(variable(name) for name in names)
+        number = flat(place, shape)
+        values = []
+        for node in self._group.outputs:
+            at = place if node.shape == shape else unflatten(number, node.shape, variables)
+            values.append(scopes.widened(scopes.value(node, at), lanes))
+        text, _, _ = scopes.text(number)
+        body = [*scopes.bodies[0], *scopes.bodies[1]]
+        for k, (node, one) in enumerate(zip(self._group.outputs, values, strict=True)):
+            body.append(Store(one.name, one.type, f"out{k}", str(node.dtype), text))
+            self.stores[k] = (0, number)
+        for at_input, found in scopes.loads.items():
+            self.loads.setdefault(at_input, set()).update(found)
+        return ["{", *statements([*counts, *body], 1), "}"]

@@ -1,0 +1,107 @@
+"""The text of a kernel, and how it is called: what every kernel writer shares.
+
+Kernels are written in a C that OpenCL and CUDA both take, with the words in which the two differ as macros.
+Buffers come first, then the place of each in its memory, then scalars. Places count in units of `UNIT`
+bytes, so that values of one arena are named by its one buffer and small numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+UNIT = 256  # bytes; every value in an arena begins at a multiple
+
+C_TYPES = {
+    "bool": "uchar",
+    "int8": "char",
+    "uint8": "uchar",
+    "int16": "short",
+    "uint16": "ushort",
+    "int32": "int",
+    "uint32": "uint",
+    "int64": "long",
+    "uint64": "ulong",
+    "bfloat16": "ushort",
+    "float16": "half",
+    "float32": "float",
+    "float64": "double",
+}
+_STORED = {"bool": "uint8", "bfloat16": "uint16"}  # where C has no type of its own
+
+OPENCL_PRELUDE = """
+#define KERNEL __kernel void
+#define GLOBAL __global
+#define LOCAL __local
+#define RESTRICT restrict
+#define BARRIER barrier(CLK_LOCAL_MEM_FENCE)
+#define GROUP(axis) ((int)get_group_id(axis))
+#define GROUPS(axis) ((int)get_num_groups(axis))
+#define THREAD ((int)get_local_id(0))
+#define THREADS ((int)get_local_size(0))
+#define FLOAT_BITS(x) as_uint(x)
+#define BITS_FLOAT(u) as_float(u)
+"""
+# A float as the nearest bfloat16, of two the even one; a NaN stays one. The values are names.
+HALVES_PRELUDE = """
+#define BFLOAT16_OF(x, u) (((x) != (x) ? (u) | 0x400000 : (u) + 0x7fff + ((u) >> 16 & 1)) >> 16)
+#define TO_BFLOAT16(x) ((ushort)BFLOAT16_OF(x, FLOAT_BITS(x)))
+#define FROM_BFLOAT16(u) BITS_FLOAT((uint)(u) << 16)
+#define TO_BFLOAT16_8(x) __builtin_convertvector(BFLOAT16_OF(x, as_uint8(x)), ushort8)
+#define FROM_BFLOAT16_8(u) as_float8(__builtin_convertvector(u, uint8) << 16)
+static inline float round_half(float x) {
+    ushort u;
+    vstore_half(x, 0, (half *)&u);
+    return vload_half(0, (half *)&u);
+}
+static inline float8 round_half8(float8 x) {
+    ushort u[8];
+    vstore_half8(x, 0, (half *)u);
+    return vload_half8(0, (half *)u);
+}
+"""
+# Vectors in memory that is aligned for their items only. PoCL calls vload8 and convert_int8 as functions,
+# which costs more than they do; these are plain instructions.
+_ITEM_BYTES = {"float": 4, "int": 4, "uint": 4, "long": 8, "ulong": 8, "ushort": 2, "uchar": 1}
+VECTOR_PRELUDE = "\n".join(
+    f"typedef {c_type}8 loose_{c_type}8 __attribute__((aligned({size})));"
+    for c_type, size in _ITEM_BYTES.items()
+)
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """One kernel: its text without prelude, its parameters, and the threads that it wants."""
+
+    name: str
+    text: str
+    buffers: tuple[str, ...]  # dtypes; outputs first
+    scalars: tuple[str, ...]  # dtypes
+    grid: tuple[int, ...]
+    group: tuple[int, ...]
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        """The parameters, as `Device.compile` wants them."""
+        stored = [_STORED.get(dtype, dtype) for dtype in self.buffers]
+        return (*(f"{dtype}*" for dtype in stored), *("int32" for _ in stored), *self.scalars)
+
+
+def head(
+    name: str,
+    outputs: Sequence[tuple[str, str]],
+    inputs: Sequence[tuple[str, str]],
+    scalars: Sequence[tuple[str, str]] = (),
+) -> str:
+    """The first lines of a kernel, up to its open brace and the places of its buffers: (dtype, name) each."""
+    parameters = [f"GLOBAL {C_TYPES[dtype]} *{given}" for dtype, given in outputs]
+    parameters += [f"GLOBAL const {C_TYPES[dtype]} *{given}" for dtype, given in inputs]
+    parameters += [f"int {given}_place" for _, given in (*outputs, *inputs)]
+    parameters += [f"{C_TYPES[dtype]} {given}" for dtype, given in scalars]
+    lines = [f"KERNEL {name}({', '.join(parameters)}) {{"]
+    for dtype, given in (*outputs, *inputs):
+        items = UNIT // np.dtype(_STORED.get(dtype, dtype)).itemsize
+        lines.append(f"    {given} += (size_t){given}_place * {items};")
+    return "\n".join(lines) + "\n"

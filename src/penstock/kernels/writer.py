@@ -1,0 +1,174 @@
+"""From a group to what is compiled for it: source in the device's language, and how it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from penstock.device.driver import Capabilities
+from penstock.fusion.groups import VIEWS, Group
+from penstock.graph.contraction import GATHER, MATMUL
+from penstock.graph.creating import SEQUENCE
+from penstock.graph.dtypes import HALVES
+from penstock.graph.elementwise import CAST, FULL, PRIMITIVES
+from penstock.graph.node import Array, Node
+from penstock.graph.random import RANDOM_BITS
+from penstock.graph.reducing import REDUCTIONS
+from penstock.graph.shaping import CONCAT, PAD
+from penstock.kernels.c_expressions import expression
+from penstock.kernels.c_renderer import render
+from penstock.kernels.lone import Launch
+from penstock.kernels.lone_kernels import lone_kernels
+from penstock.kernels.loops import Type
+from penstock.kernels.lowering import computed_dtype, lower
+from penstock.kernels.matmul_group import matmul_group
+from penstock.kernels.source import C_TYPES, UNIT, KernelSource
+
+_MOST_ITEMS = 1 << 31  # beyond which places leave an int
+_NUMBERS = ("number", "start", "step")  # attributes that are arguments of a kernel, not part of it
+_HALVES = frozenset(dtype.numpy.type for dtype in HALVES)
+# What moves items, or asks for their very bits: NumPy does it to halves as they are.
+_NAMED_AS_STORED = (PRIMITIVES[name] for name in ("stop", "positive", "where", "nextafter"))
+_AS_STORED = VIEWS | {PAD, CONCAT, GATHER, *_NAMED_AS_STORED}
+
+
+@dataclass(frozen=True)
+class Written:
+    """The launches of a group: their buffers are numbers in [*outputs, *inputs, *scratch]."""
+
+    launches: tuple[Launch, ...]
+    scratch: tuple[int, ...]  # bytes
+    over: tuple[tuple[int, ...], ...]  # for each output: numbers of inputs that it may be written over
+    function: Callable[..., None] | None = None  # instead of text, on the host
+
+
+def structure(group: Group) -> tuple[Any, ...]:
+    """What the source depends on: equal for groups that differ in their values and constants only."""
+    number = {node: position for position, node in enumerate((*group.inputs, *group.nodes))}
+    leaves = tuple((node.shape, str(node.dtype)) for node in group.inputs)
+    inside = tuple(
+        (
+            node.primitive.name,
+            tuple(number[parent] for parent in node.inputs),
+            node.shape,
+            str(node.dtype),
+            tuple(value for name, value in node.attributes.items() if name not in _NUMBERS),
+        )
+        for node in group.nodes
+    )
+    return group.kind, leaves, inside, tuple(number[node] for node in group.outputs)
+
+
+def constants(group: Group) -> list[tuple[Node, str]]:
+    """The scalar arguments of a group's kernel, in the order of its parameters: node and attribute."""
+    names = {FULL: ("number",), SEQUENCE: ("start", "step")}
+    return [(node, name) for node in group.nodes for name in names.get(node.primitive, ())]
+
+
+def constant(node: Node, name: str) -> Any:
+    """The value of a scalar argument."""
+    return np.asarray(node.attributes[name]).astype(node.dtype).item()
+
+
+def fusible(node: Node, capabilities: Capabilities) -> bool:
+    """Whether a kernel on a device with these capabilities can hold the node beside others."""
+    if capabilities.language == "numpy":
+        return False
+    values = (node, *node.inputs)
+    if not all(_has(str(one.dtype), capabilities) and 0 < one.size < _MOST_ITEMS for one in values):
+        return False
+    primitive = node.primitive
+    if primitive in VIEWS or primitive in (FULL, SEQUENCE, PAD, CONCAT, GATHER, RANDOM_BITS):
+        return True
+    if primitive in REDUCTIONS:
+        return True
+    if primitive is MATMUL:
+        return str(node.dtype) in ("float32", "float16")
+    if primitive is not CAST and primitive not in PRIMITIVES.values():
+        return False
+    if node.dtype in HALVES and primitive.name == "nextafter":
+        return False  # the neighbour in float32 is another
+    result, of = Type(computed_dtype(node)), Type(computed_dtype(node.inputs[-1]))
+    return expression(primitive.name, result, of, ("a", "b", "c")[: len(node.inputs)]) is not None
+
+
+def _has(dtype: str, capabilities: Capabilities) -> bool:
+    return dtype in C_TYPES and (dtype != "float64" or capabilities.float64)
+
+
+def write(group: Group, capabilities: Capabilities, number: int) -> Written | None:
+    """What computes a group; None where the device has no kernel for it. Names of kernels end in the number."""
+    name = f"{_name(group)}_{number}"
+    if capabilities.language == "numpy":
+        return _host(group, name)
+    buffers = tuple(range(len(group.outputs) + len(group.inputs)))
+    if group.kind == "lone":
+        lone = lone_kernels(group.nodes[0], capabilities)
+        return None if lone is None else Written(_numbered(lone.launches, number), lone.scratch, ((),))
+    if group.kind == "matmul":
+        source, over = matmul_group(group, capabilities, name)
+    else:
+        lowered = lower(group, capabilities)
+        source, over = render(lowered.form, name), lowered.over
+    return Written((Launch(source, buffers),), (), over)
+
+
+def _name(group: Group) -> str:
+    """A name that tells people what the kernel does."""
+    named = [node.primitive.name for node in group.nodes if node.primitive not in VIEWS | {FULL}]
+    return "_".join([group.kind, *dict.fromkeys(named)])[:48]
+
+
+def _numbered(launches: tuple[Launch, ...], number: int) -> tuple[Launch, ...]:
+    """The same with names of their own."""
+    result = []
+    for launch in launches:
+        source = launch.source
+        name = f"{source.name}_{number}"
+        text = source.text.replace(f"KERNEL {source.name}(", f"KERNEL {name}(")
+        result.append(replace(launch, source=replace(source, name=name, text=text)))
+    return tuple(result)
+
+
+def _host(group: Group, name: str) -> Written:
+    """A group as a function of NumPy arrays, for the driver that runs such."""
+    values = (*group.outputs, *group.inputs)
+    scalars = tuple(str(node.dtype) for node, _ in constants(group))
+    source = KernelSource(name, "", ("uint8",) * len(values), scalars, (1,), (1,))
+
+    def run(*args: Any) -> None:
+        memories, places, numbers = (
+            args[: len(values)],
+            args[len(values) :][: len(values)],
+            args[2 * len(values) :],
+        )
+        arrays: list[Array] = []
+        for node, memory, place in zip(values, memories, places, strict=True):
+            part = memory[int(place) * UNIT :][: node.nbytes]
+            arrays.append(part.view(node.dtype).reshape(node.shape))
+        known = dict(zip(group.inputs, arrays[len(group.outputs) :], strict=True))
+        given = {key: number for key, number in zip(constants(group), numbers, strict=True)}
+        for node in group.nodes:
+            known[node] = computed(
+                node,
+                [known[parent] for parent in node.inputs],
+                {name: given.get((node, name), value) for name, value in node.attributes.items()},
+            )
+        for node, array in zip(group.outputs, arrays, strict=False):
+            array[...] = known[node]
+
+    # One output is written after everything was read, and NumPy minds where a copy overlaps its source.
+    over = tuple(range(len(group.inputs))) if len(group.outputs) == 1 else ()
+    return Written((Launch(source, tuple(range(len(values)))),), (), (over,) * len(group.outputs), run)
+
+
+def computed(node: Node, inputs: list[Array], attributes: dict[str, Any] | None = None) -> Array:
+    """A node's value by its meaning in NumPy. As in kernels, halves are computed in float32."""
+    if node.primitive not in _AS_STORED:
+        inputs = [x.astype(np.float32) if x.dtype.type in _HALVES else x for x in inputs]
+    with np.errstate(all="ignore"):
+        result = node.primitive.numpy(*inputs, **(node.attributes if attributes is None else attributes))
+    return np.asarray(result).astype(node.dtype, copy=False)

@@ -1,0 +1,263 @@
+"""Offsets in one arena for values whose lifetimes are known.
+
+A value that takes the place of a dead one forms one block with it. The blocks that live at the step where the
+most bytes are live get stacked without a gap. The others follow outward in time from there, each in the
+smallest gap that it fits: those born later in the order of their births, those that died before as if time ran
+backwards. For the networks that people train, that already reaches the lower bound. Otherwise the blocks at the
+top of the arena push others out of their places below, which look for new ones, within a fixed amount of work.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+NOWHERE = -1  # the offset of a block without a place
+NEVER = np.iinfo(np.int64).max
+
+# Work is counted in blocks looked at and not in seconds, so that a plan depends on nothing but its input.
+STEP_WORK = 250  # what finding one place costs besides
+ATTEMPT_WORK = 120_000  # for steps that push something out
+TOTAL_WORK = 1_200_000  # about 0.1 s
+TOTAL_WORK_PER_BLOCK = 1200
+
+
+class Value(NamedTuple):
+    """Bytes that are needed from one step to another."""
+
+    nbytes: int
+    born: int  # the step that writes it
+    dies: int  # the last step that uses it, `born` or later
+    over: tuple[int, ...] = ()  # indices of values that it may be written over at birth; they die there
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where each value lies, and how far that is from the best."""
+
+    offsets: tuple[int, ...]  # bytes, for each value in the given order
+    arena_bytes: int
+    lower_bound: int  # the most bytes that are live at one step, once takeovers are chosen
+
+    @property
+    def gap(self) -> float:
+        """The share by which the arena exceeds the lower bound."""
+        return (self.arena_bytes - self.lower_bound) / max(self.lower_bound, 1)
+
+
+class _Blocks(NamedTuple):
+    size: Ints  # in units of the alignment, like all sizes and offsets but those that users see
+    born: Ints
+    dies: Ints
+
+
+def plan(values: Sequence[Value], alignment: int) -> Plan:
+    """Place the values so that no two share a byte while both live, unless one takes the other's place."""
+    size = np.array([-(-value.nbytes // alignment) for value in values], np.int64)
+    if not size.any():
+        return Plan((0,) * len(values), 0, 0)
+    births = np.array([value.born for value in values], np.int64)
+    deaths = np.array([value.dies for value in values], np.int64)
+    steps = np.unique(births)  # live bytes only grow where something is born: no other step matters
+    every = _Blocks(size, steps.searchsorted(births), steps.searchsorted(deaths, "right") - 1)
+    heads, live = _take_over(values, every)
+    last = every.dies.copy()
+    np.maximum.at(last, heads, every.dies)
+    first = np.flatnonzero((heads == np.arange(len(heads))) & (size > 0))
+    blocks = _Blocks(size[first], every.born[first], last[first])
+    places = np.zeros(len(values), np.int64)
+    places[first] = _place(blocks)
+    return Plan(
+        offsets=tuple((places[heads] * alignment).tolist()),
+        arena_bytes=int((places + size).max()) * alignment,
+        lower_bound=live * alignment,
+    )
+
+
+def _load(blocks: _Blocks) -> Ints:
+    """The live units at each step."""
+    change = np.zeros(int(blocks.dies.max()) + 2, np.int64)
+    np.add.at(change, blocks.born, blocks.size)
+    np.subtract.at(change, blocks.dies + 1, blocks.size)
+    return change[:-1].cumsum()
+
+
+def _take_over(values: Sequence[Value], every: _Blocks) -> tuple[Ints, int]:
+    """The first value of each value's block, and the most units that are then live at one step."""
+    size, born, dies = (column.tolist() for column in every)
+    live = _load(every)
+    held = live.copy()  # blocks keep their first size, so a smaller successor holds more than it needs
+    heads = list(range(len(values)))
+    taken: set[int] = set()
+    for i in sorted((i for i, value in enumerate(values) if value.over and size[i]), key=born.__getitem__):
+        # One that is born at this step too is never taken: its own predecessor might still be live.
+        choices = [
+            (size[heads[k]], k)
+            for k in values[i].over
+            if k not in taken and size[k] >= size[i] and values[k].born < values[i].born == values[k].dies
+        ]
+        if not choices:
+            continue
+        room, k = min(choices)
+        waste = room - size[i]
+        now, later = held[born[i]] - size[i], held[born[i] + 1 : dies[i] + 1]
+        if waste and max(now, later.max(initial=0) + waste) >= max(now + size[i], later.max(initial=0)):
+            continue  # would not lower the most that is held during its life
+        if waste:
+            later += waste
+        held[born[i]] -= size[i]
+        live[born[i]] -= size[i]
+        taken.add(k)
+        heads[i] = heads[k]
+    return np.array(heads), int(live.max())
+
+
+def _place(blocks: _Blocks) -> Ints:
+    load = _load(blocks)
+    return _tighten(blocks, load, np.array(_outward(blocks, int(load.argmax()))))
+
+
+class _Gaps:
+    """Free units: gaps by size, and by either end so that neighbours join."""
+
+    def __init__(self) -> None:
+        self._by_size: list[tuple[int, int]] = []  # each with its start
+        self._end_of: dict[int, int] = {}
+        self._start_of: dict[int, int] = {}
+
+    def take(self, size: int) -> tuple[int, int]:
+        """Remove the smallest gap that is large enough; its start and end."""
+        _, start = self._by_size.pop(bisect_left(self._by_size, (size, 0)))
+        end = self._end_of.pop(start)
+        del self._start_of[end]
+        return start, end
+
+    def free(self, start: int, end: int) -> None:
+        before = self._start_of.pop(start, start)
+        if before < start:
+            del self._by_size[bisect_left(self._by_size, (start - before, before))]
+        after = self._end_of.pop(end, end)
+        if after > end:
+            del self._by_size[bisect_left(self._by_size, (after - end, end))]
+        if before < after:
+            insort(self._by_size, (after - before, before))
+            self._end_of[before] = after
+            self._start_of[after] = before
+
+
+def _outward(blocks: _Blocks, peak: int) -> list[int]:
+    """Offsets under no limit, placed from the step `peak` outward."""
+    size, born, dies = (column.tolist() for column in blocks)
+
+    def from_the_ends(i: int) -> tuple[bool, int]:
+        # What is born last lies at the bottom and what dies first at the top: whichever way time runs,
+        # room opens at one end, and not as many small holes.
+        until, since = dies[i] - peak, peak - born[i]
+        return (True, -until) if until < since else (False, since)
+
+    everyone = range(len(size))
+    stack = sorted((i for i in everyone if born[i] <= peak <= dies[i]), key=from_the_ends)
+    offsets = [0] * len(size)
+    top = 0
+    for i in stack:
+        offsets[i] = top
+        top += size[i]
+    later = [i for i in everyone if born[i] > peak]
+    sooner = [i for i in everyone if dies[i] < peak]
+    _sweep(stack, later, size, born, dies, offsets)
+    _sweep(stack, sooner, size, [-step for step in dies], [-step for step in born], offsets)
+    return offsets
+
+
+def _sweep(
+    stack: list[int], queue: list[int], size: list[int], born: list[int], dies: list[int], offsets: list[int]
+) -> None:
+    """Set the offsets of the queue in the order of its births; the stack is live when the first is born."""
+    gaps = _Gaps()
+    gaps.free(sum(size[i] for i in stack), NEVER)
+    death_below = {offsets[i] + size[i]: dies[i] for i in stack}  # of the block that ends at an offset
+    death_above = {offsets[i]: dies[i] for i in stack}
+    queue.sort(key=lambda i: (born[i], -size[i]))
+    ending = sorted(stack + queue, key=dies.__getitem__)
+    ended = 0
+    for i in queue:
+        while dies[k := ending[ended]] < born[i]:
+            gaps.free(offsets[k], offsets[k] + size[k])
+            ended += 1
+        start, end = gaps.take(size[i])
+        # It lies beside the neighbour that dies at about the same time, so that they leave one gap.
+        if abs(death_below.get(start, NEVER) - dies[i]) <= abs(death_above.get(end, NEVER) - dies[i]):
+            offsets[i] = start
+            gaps.free(start + size[i], end)
+        else:
+            offsets[i] = end - size[i]
+            gaps.free(start, end - size[i])
+        death_below[offsets[i] + size[i]] = death_above[offsets[i]] = dies[i]
+
+
+def _tighten(blocks: _Blocks, load: Ints, offsets: Ints) -> Ints:
+    """Lower the arena towards the largest load, by half of the excess at a time, or by less if that fails."""
+    bound = int(load.max())
+    floor = _Blocks(np.array([0]), np.array([-1]), np.array([NEVER - 1]))  # a block to stand on
+    size, born, dies = (np.concatenate(columns) for columns in zip(blocks, floor, strict=True))
+    offsets = np.append(offsets, 0)
+    crowding = np.append(0.0, ((load / bound) ** 16).cumsum())  # full steps count, emptier ones hardly do
+    weight = np.append(blocks.size * (crowding[blocks.dies + 1] - crowding[blocks.born]) ** 1.5, 0.0)
+    weight /= weight.max()  # they grow without bound, but from here not beyond what a float can hold
+    work = min(TOTAL_WORK, TOTAL_WORK_PER_BLOCK * len(size))
+    failures = 0
+    while work > 0 and (excess := int((offsets + size).max()) - bound) > 0:
+        capacity = bound + excess - max(excess >> (1 + failures % 5), 1)
+        trial = np.where(offsets + size > capacity, NOWHERE, offsets)
+        fits, spent = _repack(_Blocks(size, born, dies), trial, capacity, weight, work)
+        work -= spent
+        offsets, failures = (trial, 0) if fits else (offsets, failures + 1)
+    return offsets[:-1]
+
+
+def _repack(blocks: _Blocks, offsets: Ints, capacity: int, weight: Floats, work: int) -> tuple[bool, int]:
+    """Find places for the blocks that have none, the heaviest first, and for those that they push out.
+
+    Changes the offsets, and the weights too: whatever is pushed out gets heavier, so that no two blocks push
+    each other out for ever, and the next attempt knows what was hard to place. Returns whether all blocks
+    have a place, and the work spent.
+    """
+    size, born, dies = blocks
+    sizes, births, deaths = (column.tolist() for column in blocks)  # a list's items come faster one by one
+    ends = offsets + size
+    since = np.where(offsets == NOWHERE, NEVER, born)  # what has no place is in nobody's way
+    homeless = [(-float(weight[i]), i) for i in np.flatnonzero(offsets == NOWHERE).tolist()]
+    heapify(homeless)
+    spent = pushing = 0
+    while homeless and spent < work and pushing < ATTEMPT_WORK:
+        i = heappop(homeless)[1]
+        need = sizes[i]
+        near = ((since <= deaths[i]) & (dies >= births[i])).nonzero()[0]
+        effort = STEP_WORK + len(near)
+        spent += effort
+        start, end, heavy = offsets[near], ends[near], weight[near]
+        by_start, by_end = start.argsort(kind="stable"), end.argsort(kind="stable")
+        # Of all places, some where another block ends has the least above it: nothing else need be tried.
+        places = end[by_end]
+        places = places[: places.searchsorted(capacity - need, "right")]
+        begun = heavy[by_start].cumsum()[start[by_start].searchsorted(places + need) - 1]
+        ended = heavy[by_end].cumsum()[: len(places)]
+        place = int(places[(begun - ended).argmin()])
+        pushed = near[(start < place + need) & (end > place)]
+        if len(pushed):
+            pushing += effort
+            since[pushed] = NEVER
+            weight[pushed] *= 1.3
+            for k, pushed_weight in zip(pushed.tolist(), weight[pushed].tolist(), strict=True):
+                heappush(homeless, (-pushed_weight, k))
+        offsets[i], ends[i], since[i] = place, place + need, births[i]
+    return not homeless, spent

@@ -1,0 +1,238 @@
+"""Programs: what is replayed. The kernels of a graph in order, with every temporary at its place in an arena.
+
+A program is built once for a structure and run with any values and constants. Its launches keep their
+arguments: a run sets only those that differ from the run before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.device.driver import Memory
+from penstock.fusion.groups import Group, base, partition
+from penstock.graph.node import Array, Node
+from penstock.kernels.cache import Compiled, KernelCache
+from penstock.kernels.source import UNIT
+from penstock.kernels.writer import computed, constants, fusible
+from penstock.memory.buffer import Buffer
+from penstock.plan.arena import Plan, Value, plan
+from penstock.runtime import Device
+from penstock.stream.stream import Program as Launches
+
+Constant = tuple[str, Any]  # dtype, and the bits of a number
+_NOTHING = 0  # the place of a value that has its own buffer
+
+
+@dataclass(frozen=True)
+class Step:
+    """One group: its kernels, or None where NumPy computes it, and its scratch among the planned values."""
+
+    group: Group
+    compiled: Compiled | None
+    scratch: tuple[int, ...] = ()
+
+
+class Program:
+    """The values of some nodes from the values of others."""
+
+    def __init__(
+        self,
+        device: Device,
+        cache: KernelCache,
+        wanted: Sequence[Node],
+        inputs: Sequence[Node],
+        numbers: Mapping[Constant, int],
+    ) -> None:
+        self.device = device
+        self._numbers = numbers
+        groups = partition(wanted, lambda node: fusible(node, device.capabilities))
+        self._wanted = [base(node) for node in wanted]
+        self.outputs = [node for node in dict.fromkeys(self._wanted) if node.value is None]
+        # The buffers of a run: the arena, then the inputs, then the outputs.
+        self._slot: dict[Node, int] = {node: 1 + at for at, node in enumerate(inputs)}
+        self._first_output = 1 + len(inputs)
+        self._slot.update({node: self._first_output + at for at, node in enumerate(self.outputs)})
+        self._temporary: dict[Node, int] = {}
+        self._values: list[Value] = []
+        self._over: set[tuple[int, int]] = (
+            set()
+        )  # slots of outputs, and of inputs that they may be written over
+        self.steps = self._lay_out(groups, cache)
+        self.plan: Plan = plan(self._values, UNIT)
+        self._segments = self._bind_later()
+
+    # Building
+
+    def _lay_out(self, groups: Sequence[Group], cache: KernelCache) -> list[Step]:
+        """The steps, with the lifetime of every temporary."""
+        last_use = {base(node): number for number, group in enumerate(groups) for node in group.inputs}
+        steps = []
+        for number, (group, compiled) in enumerate(zip(groups, cache.compiled(groups), strict=True)):
+            for at, node in enumerate(group.outputs):
+                allowed = compiled.written.over[at] if compiled else ()
+                if node in self._slot:
+                    self._note_overwritable(node, number, [base(group.inputs[k]) for k in allowed], last_use)
+                    continue
+                dead = [
+                    self._temporary[one]
+                    for one in (base(group.inputs[k]) for k in allowed)
+                    if one in self._temporary and last_use[one] == number
+                ]
+                self._temporary[node] = len(self._values)
+                self._values.append(Value(node.nbytes, number, last_use.get(node, number), tuple(dead)))
+            scratch = compiled.written.scratch if compiled else ()
+            first = len(self._values)
+            self._values += [Value(nbytes, number, number) for nbytes in scratch]
+            steps.append(Step(group, compiled, tuple(range(first, first + len(scratch)))))
+        return steps
+
+    def _note_overwritable(
+        self, output: Node, number: int, allowed: Sequence[Node], last_use: Mapping[Node, int]
+    ) -> None:
+        """An output may take the memory of an input that no later step reads, nor this one elsewhere."""
+        for node, slot in self._slot.items():
+            if 0 < slot < self._first_output and node.nbytes == output.nbytes and node not in self._wanted:
+                last = last_use.get(node, -1)
+                if last < number or (last == number and node in allowed):
+                    self._over.add((self._slot[output], slot))
+
+    def _bind_later(self) -> list[_Segment | Step]:
+        """Runs of kernels, each bound at its first use, and the steps of the host between them."""
+        result: list[_Segment | Step] = []
+        for step in self.steps:
+            if step.compiled is None:
+                result.append(step)
+                continue
+            if not result or isinstance(result[-1], Step):
+                result.append(_Segment())
+            segment = result[-1]
+            assert isinstance(segment, _Segment)
+            self._add(segment, step, step.compiled)
+        return result
+
+    def _add(self, segment: _Segment, step: Step, compiled: Compiled) -> None:
+        group = step.group
+        nodes = [base(node) for node in (*group.outputs, *group.inputs)]
+        places = [self._place(node) for node in nodes]
+        places += [(0, self.plan.offsets[value] // UNIT) for value in step.scratch]
+        for launch, kernel in zip(compiled.written.launches, compiled.kernels, strict=True):
+            number = len(segment.launches)
+            taken = [places[at] for at in launch.buffers]
+            fixed = [None] * len(taken) + [offset for _, offset in taken] + list(launch.scalars)
+            for position, (slot, _) in enumerate(taken):
+                segment.slots.setdefault(slot, []).append((number, position))
+            if group.kind != "lone" or compiled.written.function is not None:
+                for node, name in constants(group):
+                    key = number_key(node, name)
+                    segment.numbers.setdefault(self._numbers[key], []).append((number, len(fixed)))
+                    fixed.append(None)
+            segment.launches.append((kernel, launch.source.grid, launch.source.group, fixed))
+
+    def _place(self, node: Node) -> tuple[int, int]:
+        """The slot of a value's buffer, and its place there in units."""
+        if node in self._temporary:
+            return 0, self.plan.offsets[self._temporary[node]] // UNIT
+        return self._slot[node], _NOTHING
+
+    # Running
+
+    def may_overwrite(self, output: int, number: int) -> bool:
+        """Whether a wanted value can be written over an input: the input is read for the last time before."""
+        node = self._wanted[output]
+        return (self._slot[node], 1 + number) in self._over and self._wanted.count(node) == 1
+
+    def run(
+        self, inputs: Sequence[Buffer], numbers: Sequence[Any], over: Mapping[int, int] | None = None
+    ) -> list[Buffer]:
+        """The values of the wanted nodes, from buffers of the inputs and the constants.
+
+        `over` names wanted values that are written over inputs.
+        """
+        with self.device.running:
+            arena = self.device.scratch(max(self.plan.arena_bytes, 1))
+            buffers = [arena, *inputs]
+            taken = {self._slot[self._wanted[at]]: inputs[number] for at, number in (over or {}).items()}
+            for slot, node in enumerate(self.outputs, self._first_output):
+                buffers.append(taken[slot] if slot in taken else self.device.empty(node.nbytes))
+            for segment in self._segments:
+                if isinstance(segment, _Segment):
+                    segment.run(self.device, buffers, numbers)
+                else:
+                    self._on_host(segment.group, buffers, numbers)
+        result = [buffers[self._slot[node]] for node in self._wanted]
+        for buffer, node in zip(result, self._wanted, strict=True):
+            if node not in self.outputs or self._wanted.count(node) > 1:
+                buffer.shared = True
+        return result
+
+    def _on_host(self, group: Group, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
+        """A step by NumPy: its inputs are read, and its results written, where they lie."""
+        (node,) = group.nodes
+        arrays = [self._read(parent, buffers) for parent in node.inputs]
+        attributes = dict(node.attributes)
+        for _, name in constants(group):
+            attributes[name] = numbers[self._numbers[number_key(node, name)]]
+        result = np.ascontiguousarray(computed(node, arrays, attributes))
+        slot, place = self._place(node)
+        if result.nbytes:
+            self.device.upload(result, buffers[slot], place * UNIT)
+
+    def _read(self, node: Node, buffers: Sequence[Buffer]) -> Array:
+        slot, place = self._place(base(node))
+        if not node.size:
+            return np.empty(node.shape, node.dtype)
+        return self.device.download(buffers[slot], node.dtype, node.shape, place * UNIT).wait()
+
+
+class _Segment:
+    """Launches that follow one another, and the arguments of theirs that change from run to run."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, Any, Any, list[Any]]] = []  # kernel, grid, group, arguments
+        self.slots: dict[int, list[tuple[int, int]]] = {}  # where each buffer goes: (launch, position)
+        self.numbers: dict[int, list[tuple[int, int]]] = {}  # where each constant goes
+        self._bound: Launches | None = None
+        # What the arguments are now. A program must keep no memory from being used again.
+        self._memories: dict[int, tuple[weakref.ref[Memory], int]] = {}
+        self._numbers: dict[int, Any] = {}
+
+    def run(self, device: Device, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
+        """Record the launches."""
+        stream = device.stream
+        if self._bound is None:
+            for slot, places in self.slots.items():
+                self._fill(places, buffers[slot])
+            for at, places in self.numbers.items():
+                self._fill(places, numbers[at])
+            self._bound = stream.bind([(*how, tuple(args)) for *how, args in self.launches])
+            self.launches.clear()
+        else:
+            for slot, places in self.slots.items():
+                memory, offset = self._memories[slot]
+                if memory() is not buffers[slot].memory or offset != buffers[slot].offset:
+                    stream.rebind(self._bound, places, buffers[slot])
+            for at, places in self.numbers.items():
+                if self._numbers[at] != numbers[at]:
+                    stream.rebind(self._bound, places, numbers[at])
+        used = [buffers[slot] for slot in self.slots]
+        self._memories = {
+            slot: (weakref.ref(one.memory), one.offset) for slot, one in zip(self.slots, used, strict=True)
+        }
+        self._numbers = {at: numbers[at] for at in self.numbers}
+        stream.replay(self._bound, tuple({id(one.usage): one for one in used}.values()))
+        stream.forget(self._bound)
+
+    def _fill(self, places: Sequence[tuple[int, int]], arg: Any) -> None:
+        for launch, position in places:
+            self.launches[launch][3][position] = arg
+
+
+def number_key(node: Node, name: str) -> Constant:
+    """A constant by its dtype and bits, so that 0 and -0 or 1 and True differ."""
+    value = np.asarray(node.attributes[name]).astype(node.dtype)
+    return str(node.dtype), value.tobytes()

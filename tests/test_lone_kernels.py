@@ -1,0 +1,292 @@
+"""Kernels of single nodes against their meaning in NumPy: those for CPUs, and those for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import NATIVE
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_graph import at
+
+from penstock import Device
+from penstock.device.driver import Capabilities
+from penstock.device.opencl import OpenCLDriver
+from penstock.graph import contraction, reducing
+from penstock.graph.node import Node
+from penstock.kernels.lone_kernels import lone_kernels
+from penstock.kernels.source import OPENCL_PRELUDE, UNIT
+
+POISON = 0xAB
+NAN, INF = float("nan"), float("inf")
+VARIANTS = ("cpu", "gpu")
+Make = Callable[[Node, int], Node]
+sums, products, largest, smallest = SCANS_AND_EXTREMES = (
+    reducing.cumulative_sum,
+    reducing.cumulative_prod,
+    reducing.argmax,
+    reducing.argmin,
+)
+few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+class Bench:
+    """One device under two sets of capabilities; each node's kernels are compiled as one program."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.compiled: dict[str, Any] = {}
+
+    def capabilities(self, variant: str) -> Capabilities:
+        return replace(self.device.capabilities, vector_width={"cpu": 8, "gpu": 1}[variant])
+
+    def run(self, node: Node, variant: str) -> np.ndarray:
+        lone = lone_kernels(node, self.capabilities(variant))
+        assert lone is not None
+        sources = {launch.source.name: launch.source for launch in lone.launches}
+        assert all(sources[launch.source.name] == launch.source for launch in lone.launches)
+        text = OPENCL_PRELUDE + "".join(source.text for source in sources.values())
+        if text not in self.compiled:
+            signatures = {name: source.signature for name, source in sources.items()}
+            self.compiled[text] = self.device.compile(text, signatures)
+        kernels = self.compiled[text]
+        values = [guarded(np.full(node.nbytes, POISON, np.uint8))]
+        values += [guarded(np.ascontiguousarray(parent.value)) for parent in node.inputs]
+        values += [guarded(np.full(nbytes, POISON, np.uint8)) for nbytes in lone.scratch]
+        buffers = [self.device.upload(value) for value in values]
+        for launch in lone.launches:
+            source = launch.source
+            taken = [buffers[place] for place in launch.buffers]
+            assert len(taken) == len(source.buffers)
+            args = (*taken, *(1 for _ in taken), *launch.scalars)
+            self.device.stream.launch(kernels[source.name], source.grid, source.group, args)
+        for buffer, value in zip(buffers, values, strict=True):
+            after = self.device.download(buffer).wait()
+            assert (after[:UNIT] == POISON).all()
+            assert (after[-UNIT:] == POISON).all()
+            if value is values[0]:
+                result = after[UNIT:-UNIT].view(node.dtype).reshape(node.shape)
+        return result
+
+
+def guarded(array: np.ndarray) -> np.ndarray:
+    guard = np.full(UNIT, POISON, np.uint8)
+    return np.concatenate([guard, array.reshape(-1).view(np.uint8), guard])
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    device = Device.over(OpenCLDriver(NATIVE, "opencl-lone"))
+    yield Bench(device)
+    device.close()
+
+
+def meaning(node: Node) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return node.primitive.numpy(*(parent.value for parent in node.inputs), **node.attributes)
+
+
+def items(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Numbers with many ties; whole ones reach the ends of their range, others NaN, infinities and -0."""
+    rng = np.random.default_rng(seed)
+    if dtype == "bool":
+        return rng.random(shape) < 0.5
+    if dtype.startswith("float"):
+        numbers = rng.integers(-9, 9, shape).astype(dtype)
+        special = rng.random(shape) < 0.1
+        return np.where(special, rng.choice(np.array([NAN, -NAN, INF, -INF, -0.0], dtype), shape), numbers)
+    ends = np.iinfo(dtype)
+    small = rng.integers(0, 9, shape, dtype)
+    return np.where(rng.random(shape) < 0.3, rng.integers(ends.min, ends.max, shape, dtype), small)
+
+
+def check(bench: Bench, variant: str, node: Node) -> None:
+    np.testing.assert_array_equal(bench.run(node, variant), meaning(node))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("make", "dtype", "shape", "axis"),
+    [
+        (sums, "float32", (7, 200), 1),
+        (sums, "float32", (1, 5000), 1),
+        (products, "float32", (70, 2, 37), 0),
+        (sums, "float32", (1,), 0),
+        (sums, "int32", (5, 1000), 1),
+        (products, "int32", (6, 70), 1),
+        (products, "int64", (6, 70), 1),
+        (sums, "int64", (3, 9, 20), 1),
+        (sums, "bool", (2, 130), 1),
+        (products, "bool", (5, 3), 0),
+        (products, "uint16", (9, 65), 0),
+        (products, "float64", (3, 100), 1),
+    ],
+)
+def test_scans(bench: Bench, variant: str, make: Make, dtype: str, shape: tuple[int, ...], axis: int) -> None:
+    array = items(dtype, shape)
+    if array.dtype.kind == "f":  # a few special items would make everything after them special
+        array = np.random.default_rng(1).uniform(0.9, 1.1, shape).astype(dtype)
+        array.flat[0] = -0.0
+    node = make(at(array), axis)
+    got, wanted = bench.run(node, variant), meaning(node)
+    if array.dtype.kind == "f" and variant == "gpu":  # added up in another order
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+    else:
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_scans_keep_what_is_special(bench: Bench, variant: str) -> None:
+    rows = np.zeros((8, 300), np.float32)
+    rows[0] = -0.0
+    rows[1, 70] = NAN
+    rows[2, 80] = INF
+    rows[3, 20], rows[3, 260] = INF, -INF
+    rows[4] = 1
+    with np.errstate(invalid="ignore"):
+        for make in (sums, products):
+            node = make(at(rows), 1)
+            got, wanted = bench.run(node, variant), meaning(node)
+            np.testing.assert_array_equal(got, wanted)
+            np.testing.assert_array_equal(np.signbit(got[0]), np.signbit(wanted[0]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("make", "dtype", "shape", "axis"),
+    [
+        (largest, "float32", (40, 3, 300), 0),
+        (smallest, "float32", (6, 10), 1),
+        (largest, "float32", (1,), 0),
+        (smallest, "float64", (3, 90), 1),
+        (largest, "int32", (3, 77), 1),
+        (smallest, "int64", (3, 200), 1),
+        (largest, "int8", (5, 66, 3), 1),
+        (largest, "bool", (4, 130), 1),
+        (smallest, "bool", (1, 5, 9), 1),
+    ],
+)
+def test_extremes(
+    bench: Bench, variant: str, make: Make, dtype: str, shape: tuple[int, ...], axis: int
+) -> None:
+    check(bench, variant, make(at(items(dtype, shape)), axis))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_first_of_equal_ones_and_the_first_nan_win(bench: Bench, variant: str) -> None:
+    rng = np.random.default_rng(2)
+    rows = np.zeros((60, 1100), np.float32)
+    for row in rows:
+        row[rng.choice(1100, 3, replace=False)] = rng.choice([NAN, -NAN, 1, -1, -0.0])
+    rows[0] = NAN
+    rows[1] = -INF
+    rows[2, 1099] = NAN
+    for array, axis in ((rows, 1), (np.ascontiguousarray(rows.T), 0)):
+        for make in (largest, smallest):
+            check(bench, variant, make(at(array), axis))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("dtype", "shape", "axis", "descending"),
+    [
+        ("float32", (9, 10), 1, False),
+        ("float32", (9, 10), 1, True),
+        ("float32", (5, 300), 1, False),
+        ("float32", (3, 100, 2), 1, True),
+        ("float32", (1, 9000), 1, False),
+        ("float64", (3, 100), 1, False),
+        ("int32", (2, 5000, 2), 1, True),
+        ("int64", (1, 2500), 1, False),
+        ("int8", (2, 4500), 1, True),
+        ("bool", (3, 70), 1, True),
+        ("bool", (1,), 0, False),
+    ],
+)
+def test_sorting(
+    bench: Bench, variant: str, dtype: str, shape: tuple[int, ...], axis: int, descending: bool
+) -> None:
+    check(bench, variant, reducing.argsort(at(items(dtype, shape)), axis, descending))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("dtype", "index_dtype", "index_shape", "rest", "length"),
+    [
+        ("float32", "int64", (300,), (130,), 40),
+        ("float32", "int64", (5000,), (), 300),
+        ("float32", "int32", (3, 50), (2, 5), 700),
+        ("float32", "int64", (1,), (1,), 1),
+        ("int64", "int64", (100,), (64,), 256),
+        ("bool", "int32", (50,), (9,), 30),
+    ],
+)
+def test_scattering(
+    bench: Bench,
+    variant: str,
+    dtype: str,
+    index_dtype: str,
+    index_shape: tuple[int, ...],
+    rest: tuple[int, ...],
+    length: int,
+) -> None:
+    rng = np.random.default_rng(3)
+    index = rng.integers(0, length, index_shape, index_dtype)
+    index.flat[: index.size // 3] = rng.integers(0, length)  # one row is wanted more than the others
+    values = items(dtype, (*index_shape, *rest))
+    if values.dtype.kind == "f":
+        values = rng.normal(size=values.shape).astype(dtype)
+    check(bench, variant, contraction.scatter_add(at(values), at(index), length))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_index_out_of_range_writes_nothing(bench: Bench, variant: str) -> None:
+    index = np.array([3, -1, 5, 1 << 40, 0, -(1 << 33), 3, 4])
+    values = np.arange(16, dtype=np.float32).reshape(8, 2)
+    inside = (index >= 0) & (index < 5)
+    got = bench.run(contraction.scatter_add(at(values), at(index), 5), variant)
+    wanted = contraction.scatter_add(at(values[inside]), at(index[inside]), 5)
+    np.testing.assert_array_equal(got, meaning(wanted))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(shape=st.lists(st.integers(1, 70), min_size=1, max_size=3), data=st.data())
+@few
+def test_any_shape(bench: Bench, variant: str, shape: list[int], data: st.DataObject) -> None:
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    array = items("int32", tuple(shape), seed=data.draw(st.integers(0, 99)))
+    kind = data.draw(st.sampled_from(["along", "sort", "scatter"]))
+    if kind == "sort":
+        check(bench, variant, reducing.argsort(at(array), axis, data.draw(st.booleans())))
+    elif kind == "scatter":
+        length = data.draw(st.integers(1, 70))
+        index = np.random.default_rng(4).integers(0, length, shape[: data.draw(st.integers(1, len(shape)))])
+        check(bench, variant, contraction.scatter_add(at(array), at(index), length))
+    else:
+        make = data.draw(st.sampled_from(SCANS_AND_EXTREMES))
+        check(bench, variant, make(at(array), axis))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_has_no_kernel(bench: Bench, variant: str) -> None:
+    having = bench.capabilities(variant)
+    x = at(np.ones((3, 3), np.float32))
+    assert lone_kernels(contraction.matmul(x, x), having) is None
+    assert lone_kernels(reducing.argmax(at(np.ones(3, np.float16)), 0), having) is None
+    assert lone_kernels(reducing.cumulative_sum(at(np.ones((0, 3), np.float32)), 0), having) is None
+    wide = reducing.cumulative_sum(at(np.ones(3)), 0)
+    assert lone_kernels(wide, replace(having, float64=False)) is None
+    assert lone_kernels(wide, having) is not None
+    huge = at(np.broadcast_to(np.float32(0), (1 << 30,)))
+    assert lone_kernels(reducing.argmax(huge, 0), having) is None
+
+
+def test_a_gpu_with_small_groups_sorts_what_fits_them(bench: Bench) -> None:
+    small = replace(bench.capabilities("gpu"), max_group_size=64)
+    for length, fits in ((4096, True), (4097, False)):
+        node = reducing.argsort(at(np.ones(length, np.float32)), 0, False)
+        assert (lone_kernels(node, small) is not None) == fits

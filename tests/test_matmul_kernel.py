@@ -1,0 +1,269 @@
+"""Matrix products, in the way of a CPU and in that of a GPU, against NumPy in double precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.device.driver import Capabilities
+from penstock.device.opencl import OpenCLDriver, find_devices
+from penstock.kernels.matmul_kernel import Finish, Operand, Problem, matmul_body
+from penstock.kernels.source import OPENCL_PRELUDE, UNIT, VECTOR_PRELUDE, KernelSource, head
+
+GUARD = 128  # items before and after every matrix
+CPU = next(device for device in reversed(find_devices()))  # CPUs come last
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[OpenCLDriver]:
+    opened = OpenCLDriver(CPU, "matmul")
+    if opened.capabilities.vector_width == 1:
+        pytest.skip("no CPU device")
+    yield opened
+    opened.close()
+
+
+def way_of(driver: OpenCLDriver, way: str) -> Capabilities:
+    """What the kernel is written for: both ways run on a CPU."""
+    if way == "cpu":
+        return driver.capabilities
+    if way == "cpu-small":
+        return replace(driver.capabilities, local_bytes=16 << 10)
+    few = replace(driver.capabilities, vector_width=1, local_bytes=32 << 10, compute_units=1)
+    return replace(few, compute_units=1000) if way == "gpu-small" else few
+
+
+def launch(driver: OpenCLDriver, source: KernelSource, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Run the kernel on copies of `arrays` and give them back; each has its value after a guard zone."""
+    text = OPENCL_PRELUDE + VECTOR_PRELUDE + source.text
+    kernel = driver.compile(text, {source.name: source.signature})[source.name]
+    memories = [driver.allocate(array.nbytes) for array in arrays]
+    queue = driver.compute
+    for memory, array in zip(memories, arrays, strict=True):
+        driver.write(queue, memory, 0, array.view(np.uint8), None)
+    places = [np.int32(GUARD * array.itemsize // UNIT) for array in arrays]
+    args = [memory.native for memory in memories]
+    driver.launch(queue, kernel, source.grid, source.group, [*args, *places], None)
+    results = [np.empty_like(array) for array in arrays]
+    for memory, result in zip(memories, results, strict=True):
+        driver.wait(driver.read(queue, result.view(np.uint8), memory, 0, None))
+    for memory in memories:
+        driver.free(memory)
+    return results
+
+
+def guarded(values: np.ndarray) -> np.ndarray:
+    """`values` in a row, with NaN before and after."""
+    guard = np.full(GUARD, np.nan, values.dtype)
+    return np.concatenate([guard, values.ravel(), guard])
+
+
+def stored(
+    rng: np.random.Generator, name: str, dtype: str, batch: int, rows: int, columns: int, layout: str
+) -> tuple[np.ndarray, np.ndarray, Operand]:
+    """Memory, the matrices in it, and the operand that says so; what lies between the items is NaN."""
+    shape = {
+        "rows": (batch, rows, columns),
+        "columns": (batch, columns, rows),
+        "apart": (batch, rows, columns * 3 + 2),
+        "padded": (batch, rows, columns + 5),
+        "one row": (batch, 1, columns),
+    }[layout]
+    memory = np.full(shape, np.nan, dtype)
+    picked = {
+        "rows": memory,
+        "columns": memory.swapaxes(1, 2),
+        "apart": memory[:, :, : 3 * columns : 3],
+        "padded": memory[:, :, :columns],
+        "one row": memory,
+    }[layout]
+    picked[...] = rng.standard_normal(picked.shape)
+    last = {"apart": columns * 3 - 2, "padded": columns}.get(layout, shape[2])  # the memory ends with an item
+    matrices = np.broadcast_to(picked, (batch, rows, columns))
+    _, row_stride, column_stride = (stride // memory.itemsize for stride in matrices.strides)
+    operand = Operand(name, dtype, f"batch * {shape[1] * shape[2]}", row_stride, column_stride)
+    return memory.ravel()[: memory.size - shape[2] + last], matrices.astype(np.float64), operand
+
+
+def check(
+    driver: OpenCLDriver,
+    way: str,
+    sizes: tuple[int, int, int, int],
+    layouts: tuple[str, str] = ("rows", "rows"),
+    dtypes: tuple[str, str] = ("float32", "float32"),
+) -> None:
+    batch, rows, columns, inner = sizes
+    rng = np.random.default_rng(sum(sizes))
+    left_memory, left, left_operand = stored(rng, "a", dtypes[0], batch, rows, inner, layouts[0])
+    right_memory, right, right_operand = stored(rng, "b", dtypes[1], batch, inner, columns, layouts[1])
+    problem = Problem(batch, rows, columns, inner, left_operand, right_operand)
+
+    def finish(row: str, column: str, value: str, lanes: int) -> list[str]:
+        place = f"(batch * {rows} + {row}) * {columns} + {column}"
+        if lanes == 1:
+            return [f"out[{place}] = {value};", f"seen[{place}] += 1;"]
+        return [
+            f"*(GLOBAL loose_float8 *)(out + {place}) = {value};",
+            f"*(GLOBAL loose_float8 *)(seen + {place}) += 1;",
+        ]
+
+    outputs = [np.zeros((batch, rows, columns), np.float32) for _ in range(2)]
+    source = kernel_source(problem, way_of(driver, way), finish, ["out", "seen"])
+    out, seen, *_ = launch(driver, source, [guarded(a) for a in (*outputs, left_memory, right_memory)])
+    assert np.isnan([out[:GUARD], out[-GUARD:], seen[:GUARD], seen[-GUARD:]]).all()
+    np.testing.assert_array_equal(seen[GUARD:-GUARD], 1)
+    result = out[GUARD:-GUARD].reshape(batch, rows, columns)
+    bound = (inner + 2) * np.finfo(np.float32).eps * (np.abs(left) @ np.abs(right))
+    assert (np.abs(result - left @ right) <= bound).all()
+
+
+def kernel_source(
+    problem: Problem,
+    capabilities: Capabilities,
+    finish: Finish,
+    outputs: list[str],
+    more: tuple[str, ...] = (),
+) -> KernelSource:
+    body, grid, group = matmul_body(problem, capabilities, finish)
+    operands = [(o.dtype, o.name) for o in (problem.left, problem.right)]
+    inputs = [*operands, *(("float32", name) for name in more)]
+    written = [("float32", name) for name in outputs]
+    text = head("product", written, inputs) + body + "}\n"
+    dtypes = tuple(dtype for dtype, _ in (*written, *inputs))
+    return KernelSource("product", text, dtypes, (), grid, group)
+
+
+@pytest.mark.parametrize("way", ["cpu", "gpu", "gpu-small"])
+@pytest.mark.parametrize(
+    ("sizes", "layouts"),
+    [
+        ((1, 1, 1, 1), ("rows", "rows")),
+        ((3, 17, 127, 3), ("rows", "columns")),
+        ((2, 127, 17, 33), ("columns", "rows")),
+        ((1, 65, 70, 1100), ("columns", "columns")),
+        ((1, 5, 300, 40), ("apart", "padded")),
+        ((2, 40, 12, 19), ("padded", "apart")),
+        ((1, 40, 33, 19), ("one row", "one row")),
+    ],
+)
+def test_products(
+    driver: OpenCLDriver, way: str, sizes: tuple[int, int, int, int], layouts: tuple[str, str]
+) -> None:
+    check(driver, way, sizes, layouts)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layouts"),
+    [
+        ((1, 300, 520, 1030), ("rows", "rows")),  # K in blocks, several tiles
+        ((1, 2, 2100, 90), ("rows", "rows")),  # the right side read in its order
+        ((3, 1, 700, 90), ("rows", "columns")),  # items one by one
+        ((1, 333, 3, 61), ("padded", "columns")),
+        ((1, 500, 1, 30), ("columns", "columns")),
+        ((1, 9, 7, 2100), ("rows", "columns")),
+        ((1, 130, 400, 700), ("columns", "columns")),
+    ],
+)
+def test_products_whose_size_matters_to_a_cpu(
+    driver: OpenCLDriver, sizes: tuple[int, int, int, int], layouts: tuple[str, str]
+) -> None:
+    check(driver, "cpu", sizes, layouts)
+
+
+SIZE = st.one_of(st.integers(1, 40), st.integers(41, 270))
+LAYOUT = st.sampled_from(["rows", "columns", "apart", "padded"])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    way=st.sampled_from(["cpu", "cpu", "gpu"]),
+    sizes=st.tuples(st.integers(1, 3), SIZE, SIZE, SIZE),
+    layouts=st.tuples(LAYOUT, LAYOUT),
+)
+def test_any_product(
+    driver: OpenCLDriver, way: str, sizes: tuple[int, int, int, int], layouts: tuple[str, str]
+) -> None:
+    check(driver, way, sizes, layouts)
+
+
+@pytest.mark.parametrize("way", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("sizes", "layouts"),
+    [
+        ((2, 37, 50, 29), ("rows", "rows")),
+        ((2, 37, 50, 29), ("columns", "columns")),
+        ((2, 37, 50, 29), ("apart", "apart")),
+        ((2, 2, 50, 29), ("rows", "columns")),
+    ],
+)
+def test_half_precision_storage(
+    driver: OpenCLDriver, way: str, sizes: tuple[int, int, int, int], layouts: tuple[str, str]
+) -> None:
+    check(driver, way, sizes, layouts, ("float16", "float16"))
+
+
+@pytest.mark.parametrize("way", ["cpu", "gpu"])
+def test_one_side_in_half_precision(driver: OpenCLDriver, way: str) -> None:
+    check(driver, way, (1, 20, 30, 50), ("rows", "rows"), ("float32", "float16"))
+    check(driver, way, (1, 2, 1500, 47), ("rows", "rows"), ("float16", "float32"))
+
+
+@pytest.mark.parametrize("layouts", [("rows", "rows"), ("columns", "columns")])
+def test_little_local_memory(driver: OpenCLDriver, layouts: tuple[str, str]) -> None:
+    check(driver, "cpu-small", (1, 70, 61, 900), layouts)
+
+
+@pytest.mark.parametrize("way", ["cpu", "gpu"])
+def test_an_epilogue_and_batches_that_lie_in_another_order(driver: OpenCLDriver, way: str) -> None:
+    """Heads side by side, as attention has them: matrix (i, j) begins at i * 12 * 4 * 10 + j * 10."""
+    rng = np.random.default_rng(0)
+    left = rng.standard_normal((2, 12, 4, 10)).astype(np.float32)  # text, row, head, item
+    right = rng.standard_normal((2, 10, 4, 21)).astype(np.float32)
+    bias = rng.standard_normal(21).astype(np.float32)
+    problem = Problem(
+        8,
+        12,
+        21,
+        10,
+        Operand("a", "float32", "(batch / 4) * 480 + (batch % 4) * 10", 40, 1),
+        Operand("b", "float32", "(batch / 4) * 840 + (batch % 4) * 21", 84, 1),
+    )
+
+    def finish(row: str, column: str, value: str, lanes: int) -> list[str]:
+        place = f"(batch * 12 + {row}) * 21 + {column}"
+        kind, memory = ("float", "float") if lanes == 1 else ("float8", "loose_float8")
+        return [
+            f"{kind} biased = {value} + *(GLOBAL const {memory} *)(bias + {column});",
+            f"*(GLOBAL {memory} *)(out + {place}) = tanh(biased);",
+            f"*(GLOBAL {memory} *)(kept + {place}) = biased;",
+        ]
+
+    source = kernel_source(problem, way_of(driver, way), finish, ["out", "kept"], ("bias",))
+    empty = np.zeros((8, 12, 21), np.float32)
+    out, kept, *_ = launch(driver, source, [guarded(array) for array in (empty, empty, left, right, bias)])
+    expected = np.einsum("trhk,tkhc->thrc", left.astype(np.float64), right) + bias
+    inside = slice(GUARD, -GUARD)
+    np.testing.assert_allclose(kept[inside].reshape(2, 4, 12, 21), expected, atol=1e-5)
+    np.testing.assert_allclose(out[inside].reshape(2, 4, 12, 21), np.tanh(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["cpu", "gpu"])
+def test_a_product_comes_out_the_same_every_time(driver: OpenCLDriver, way: str) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (guarded(rng.standard_normal((150, 150)).astype(np.float32)) for _ in range(2))
+    operands = (Operand("a", "float32", "0", 150, 1), Operand("b", "float32", "0", 150, 1))
+    problem = Problem(1, 150, 150, 150, *operands)
+
+    def finish(row: str, column: str, value: str, lanes: int) -> list[str]:
+        kind = "float" if lanes == 1 else "loose_float8"
+        return [f"*(GLOBAL {kind} *)(out + {row} * 150 + {column}) = {value};"]
+
+    source = kernel_source(problem, way_of(driver, way), finish, ["out"])
+    empty = guarded(np.zeros((150, 150), np.float32))
+    first, second = (launch(driver, source, [empty, a, b])[0] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
