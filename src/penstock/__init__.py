@@ -11,6 +11,7 @@ from penstock.memory.buffer import Buffer
 from penstock.registry import default_device, devices, use
 from penstock.runtime import Device
 from penstock.stream.future import Future, FutureState
+from penstock.tensor import random
 from penstock.tensor.arithmetic import (
     abs,
     acos,
@@ -81,7 +82,7 @@ from penstock.tensor.arithmetic import (
     trunc,
     where,
 )
-from penstock.tensor.autograd import grad, value_and_grad
+from penstock.tensor.autograd import checkpoint, grad, value_and_grad
 from penstock.tensor.core import Tensor, explain, no_grad
 from penstock.tensor.creation import (
     arange,
@@ -105,6 +106,7 @@ from penstock.tensor.dtypes import (
     bool_ as bool,
 )
 from penstock.tensor.dtypes import (
+    bfloat16,
     complex64,
     complex128,
     float16,
@@ -120,6 +122,7 @@ from penstock.tensor.dtypes import (
     uint64,
 )
 from penstock.tensor.info import __array_namespace_info__, can_cast, finfo, iinfo, isdtype, result_type
+from penstock.tensor.jit import jit
 from penstock.tensor.linear import matmul, tensordot, vecdot
 from penstock.tensor.manipulation import (
     astype,
@@ -197,6 +200,7 @@ __all__ = [
     "atan",
     "atan2",
     "atanh",
+    "bfloat16",
     "bitwise_and",
     "bitwise_invert",
     "bitwise_left_shift",
@@ -208,6 +212,7 @@ __all__ = [
     "broadcast_to",
     "can_cast",
     "ceil",
+    "checkpoint",
     "clip",
     "complex64",
     "complex128",
@@ -258,6 +263,7 @@ __all__ = [
     "isfinite",
     "isinf",
     "isnan",
+    "jit",
     "less",
     "less_equal",
     "linspace",
@@ -295,6 +301,7 @@ __all__ = [
     "positive",
     "pow",
     "prod",
+    "random",
     "real",
     "reciprocal",
     "remainder",

@@ -60,3 +60,11 @@ class OutOfDeviceMemory(PenstockError, MemoryError):
         self.pooled = pooled
         self.free = free
         self.owners = tuple(owners)
+
+
+class CaptureError(PenstockError):
+    """A function that `jit` captures does what cannot be replayed, such as reading a value."""
+
+
+class CheckpointError(PenstockError):
+    """A saved model or run cannot be read, is damaged, or does not fit."""

@@ -1,13 +1,15 @@
-"""Gradients as functions: `grad` and `value_and_grad`."""
+"""Gradients as functions, and what is computed again for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from penstock.graph import checkpoint as checkpoints
 from penstock.graph import elementwise
 from penstock.graph.gradient import gradients
-from penstock.tensor.core import Tensor
+from penstock.graph.node import topological
+from penstock.tensor.core import Tensor, capture, leaf_of, record
 
 
 def value_and_grad(
@@ -22,6 +24,9 @@ def value_and_grad(
             given = inputs[position]
             if not isinstance(given, Tensor) or given.dtype.kind != "f":
                 raise TypeError(f"argument {position} must be a tensor of fractions, and {given!r} was given")
+            capturing = capture.get()
+            if capturing is not None:
+                capturing.used(given)
             # A node of its own, so that the gradient ends here whatever else the tensor is used for.
             own = elementwise.positive(given._node)
             own.tracked = True
@@ -48,3 +53,16 @@ def grad(function: Callable[..., Tensor], argnums: int | tuple[int, ...] = 0) ->
     """A function that gives the gradient of `function` by the arguments at `argnums`."""
     both = value_and_grad(function, argnums)
     return lambda *args, **kwargs: both(*args, **kwargs)[1]
+
+
+def checkpoint(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """`function(*args)`, computed again for the gradient, so that nothing inside it is kept until then."""
+    value = function(*args)
+    if not value.requires_grad:
+        return value
+    given = [one for one in args if isinstance(one, Tensor) and one.requires_grad]
+    nodes = {one._node: None for one in given}
+    for node in topological([value._node], through_values=True, until=nodes):
+        if leaf_of(node) is not None:
+            nodes[node] = None  # a parameter that the function uses
+    return record(checkpoints.checkpoint(value._node, list(nodes)), value)

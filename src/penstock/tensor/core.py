@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from penstock.registry import default_device, find
 from penstock.runtime import Device
 from penstock.stream.future import Future
 from penstock.tensor import dtypes
+from penstock.tensor.dlpack import exported
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -32,19 +33,38 @@ MAX_PENDING_BYTES = 1 << 30
 _recording: ContextVar[bool] = ContextVar("recording", default=True)
 
 
+class Capture(Protocol):
+    """A function that is being captured, and so has to know which tensors it uses; see `tensor.jit`."""
+
+    def made(self, tensor: Tensor) -> None:
+        """A tensor that belongs to it."""
+
+    def used(self, tensor: Tensor) -> None:
+        """A tensor that is read, or is about to change."""
+
+    def refuse_value(self, node: Node) -> None:
+        """Raise CaptureError if a value that is asked for depends on what is not known yet."""
+
+
+capture: ContextVar[Capture | None] = ContextVar("capture", default=None)
+
+
 class Tensor:
     """An n-dimensional array on a device, as the array API standard has it, with PyTorch's gradients."""
 
-    __slots__ = ("__weakref__", "_node", "device", "grad", "requires_grad")
+    __slots__ = ("__weakref__", "_grad", "_node", "device", "requires_grad")
     __array_priority__ = 1000  # NumPy's operators leave expressions with tensors to the tensors
 
     def __init__(self, node: Node, device: Device, requires_grad: bool = False) -> None:
-        if node.value is None and (node.depth > MAX_DEPTH or node.pending_bytes > MAX_PENDING_BYTES):
+        capturing = capture.get()
+        if capturing is not None:
+            capturing.made(self)
+        elif node.value is None and (node.depth > MAX_DEPTH or node.pending_bytes > MAX_PENDING_BYTES):
             realize([node], device)
         self._node = node
         self.device = device
         self.requires_grad = requires_grad
-        self.grad: Tensor | None = None
+        self._grad: Tensor | None = None
 
     if TYPE_CHECKING:  # what the modules of functions install, for type checkers
 
@@ -157,13 +177,18 @@ class Tensor:
 
     # Its value
 
+    def realize(self) -> Tensor:
+        """Compute the value now, without reading it; the tensor itself."""
+        self._realize()
+        return self
+
     def numpy(self) -> npt.NDArray[Any]:
         """The values, as a NumPy array of their own. The device's copy stays valid."""
         return self.numpy_async().wait()
 
     def numpy_async(self) -> Future[npt.NDArray[Any]]:
         """The values, as a future NumPy array."""
-        realize([self._node], self.device)
+        self._realize()
         return self.device.download(self._node.value, self.dtype, self.shape)
 
     def item(self) -> Any:
@@ -195,15 +220,30 @@ class Tensor:
         if dl_device is not None and tuple(dl_device) != (1, 0):
             raise BufferError(f"values can be exported to the host's memory, not to device {dl_device}")
         array: Any = self._shared_memory() if copy is False else self.numpy()
-        return array.__dlpack__(stream=stream, max_version=max_version)
+        return exported(array, stream=stream, max_version=max_version)
+
+    def _realize(self) -> None:
+        capturing = capture.get()
+        if capturing is not None:
+            capturing.used(self)
+            capturing.refuse_value(self._node)
+        realize([self._node], self.device)
 
     def _shared_memory(self) -> npt.NDArray[Any]:
         """The values where they are. They never change there, so nothing changes under the reader."""
-        realize([self._node], self.device)
+        self._realize()
         if self._node.value.memory.host is None and self.size:
             raise BufferError(f"{self.device.name} does not share its memory; the values can only be copied")
+        self._node.value.shared = True
         with self.device.view(self._node.value, self.dtype, self.shape, writable=True) as array:
             return array
+
+    def _become(self, node: Node) -> None:
+        """Take over a computed value that no other tensor has."""
+        self._node = node
+        if self.requires_grad:
+            node.tracked = True
+            _leaves[node] = weakref.ref(self)
 
     def __bool__(self) -> bool:
         return bool(self._single("bool"))
@@ -231,7 +271,10 @@ class Tensor:
         return value
 
     def __repr__(self) -> str:
-        body = np.array2string(self.numpy(), separator=", ", prefix="tensor(", threshold=1000)
+        shown = self.numpy()
+        if self.dtype is dtypes.bfloat16:
+            shown = shown.astype(np.float32)  # which NumPy prints as fractions
+        body = np.array2string(shown, separator=", ", prefix="tensor(", threshold=1000)
         return f"tensor({body}, dtype={self.dtype}, device={self.device.name})"
 
     __hash__ = object.__hash__
@@ -247,18 +290,35 @@ class Tensor:
 
     # Gradients
 
+    @property
+    def grad(self) -> Tensor | None:
+        """The sum of the gradients that `backward` found; None before."""
+        return self._grad
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        capturing = capture.get()
+        if capturing is not None:
+            capturing.used(self)
+        self._grad = gradient
+
     def backward(self, gradient: Tensor | None = None) -> None:
         """Add the gradient of this value to `.grad` of every tensor behind it that requires one."""
         if gradient is None and self.size != 1:
             raise ValueError(f"backward() is for one value, and the shape is {self.shape}; give its gradient")
         if not self.requires_grad:
             raise ValueError("nothing that this value was computed from requires a gradient")
+        capturing = capture.get()
         history = topological([self._node], through_values=True)
-        leaves = [tensor for tensor in map(_leaf_of, history) if tensor is not None]
+        leaves = [tensor for tensor in map(leaf_of, history) if tensor is not None]
         seed = None if gradient is None else broadcast(gradient, self.shape)._node
         parts = gradients(self._node, seed, [tensor._node for tensor in leaves])
         for tensor, part in zip(leaves, parts, strict=True):
             if part is not None:
+                if capturing is not None:
+                    capturing.used(tensor)
+                    if tensor.grad is not None:
+                        capturing.used(tensor.grad)
                 total = part if tensor.grad is None else elementwise.add(tensor.grad._node, part)
                 tensor.grad = Tensor(total, tensor.device)
 
@@ -266,6 +326,9 @@ class Tensor:
         """Compute gradients with respect to this tensor, or not; the tensor itself."""
         if requires and self.dtype.kind != "f":
             raise TypeError(f"gradients are for fractions, and the dtype is {self.dtype}")
+        capturing = capture.get()
+        if capturing is not None:
+            capturing.used(self)
         self.requires_grad = requires
         if requires:
             self._node = elementwise.stop(self._node)
@@ -275,7 +338,9 @@ class Tensor:
 
     def detach(self) -> Tensor:
         """The same values, through which no gradient passes."""
-        return Tensor(elementwise.stop(self._node), self.device)
+        detached = record(elementwise.stop(self._node), self)
+        detached.requires_grad = False
+        return detached
 
     # Items
 
@@ -295,7 +360,10 @@ class Tensor:
             raise TypeError(
                 f"in place, {self.dtype}{list(self.shape)} cannot become {other.dtype}{list(other.shape)}"
             )
-        if _leaf_of(self._node) is self and _recording.get():
+        capturing = capture.get()
+        if capturing is not None:
+            capturing.used(self)
+        if leaf_of(self._node) is self and _recording.get():
             raise ValueError("a tensor that requires a gradient cannot change; use no_grad() or detach()")
         self._node = other._node
         if self.requires_grad and not other.requires_grad:
@@ -307,7 +375,8 @@ class Tensor:
 _leaves: weakref.WeakKeyDictionary[Node, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
 
 
-def _leaf_of(node: Node) -> Tensor | None:
+def leaf_of(node: Node) -> Tensor | None:
+    """The tensor that collects gradients at a node, if there is one."""
     found = _leaves.get(node)
     tensor = found() if found else None
     return tensor if tensor is not None and tensor.requires_grad and tensor._node is node else None
@@ -333,13 +402,22 @@ def explain(*tensors: Tensor) -> str:
 def record(node: Node, *sources: Tensor) -> Tensor:
     """The tensor of a new node on the device of its sources."""
     first = sources[0].device
-    for source in sources[1:]:
+    gradient = False
+    for source in sources:
         if source.device is not first:
             raise ValueError(f"tensors are on {first.name} and {source.device.name}; use to_device first")
-    gradient = _recording.get() and node.dtype.kind == "f" and any(s.requires_grad for s in sources)
-    if not gradient and any(s.requires_grad for s in sources):
-        node = elementwise.stop(node)
+        gradient = gradient or source.requires_grad
+    _note_used(*sources)
+    if gradient and not (node.dtype.kind == "f" and _recording.get()):
+        gradient, node = False, elementwise.stop(node)
     return Tensor(node, first, gradient)
+
+
+def _note_used(*tensors: Tensor) -> None:
+    capturing = capture.get()
+    if capturing is not None:
+        for tensor in tensors:
+            capturing.used(tensor)
 
 
 def resolve(device: Device | str | None) -> Device:
@@ -362,6 +440,7 @@ def scalar(value: Scalar, dtype: DType, device: Device) -> Tensor:
 
 def broadcast(x: Tensor, shape: Shape) -> Tensor:
     """`x` repeated over `shape`; a ValueError that names both shapes where it cannot be."""
+    _note_used(x)
     return record(broadcast_node(x._node, shape), x)
 
 
@@ -369,7 +448,7 @@ def broadcast_node(node: Node, shape: Shape) -> Node:
     """See `broadcast`."""
     if node.shape == shape:
         return node
-    if not node.shape and node.primitive is elementwise.FULL:
+    if not node.shape and node.primitive is elementwise.FULL and node.value is None:
         return elementwise.full(shape, node.dtype, node.attributes["number"])
     padded = (1,) * (len(shape) - node.ndim) + node.shape
     if len(padded) != len(shape) or any(a not in (1, b) for a, b in zip(padded, shape, strict=True)):
@@ -389,7 +468,11 @@ def common_shape(*shapes: Shape) -> Shape:
 
 def operands(*values: Any, name: str) -> list[Tensor]:
     """Tensors and Python numbers as tensors of one shape and one dtype, on one device."""
+    alike = _alike(values)
+    if alike is not None:
+        return alike
     tensors = [value for value in values if isinstance(value, Tensor)]
+    _note_used(*tensors)  # first: a constant from outside may be another one at the next call
     if not tensors:
         raise TypeError(f"{name} needs a tensor, and {[type(v).__name__ for v in values]} were given")
     dtype = dtypes.promote(*(tensor.dtype for tensor in tensors))
@@ -404,6 +487,28 @@ def operands(*values: Any, name: str) -> list[Tensor]:
     device = tensors[0].device
     whole = [v if isinstance(v, Tensor) else scalar(v, dtype, device) for v in values]
     return [record(broadcast_node(elementwise.cast(t._node, dtype), shape), t) for t in whole]
+
+
+def _alike(values: tuple[Any, ...]) -> list[Tensor] | None:
+    """The quick way for what is most common: two tensors of one kind, or a tensor and a number that fits."""
+    if len(values) != 2:
+        return None
+    x, y = values
+    if isinstance(x, Tensor):
+        node = x._node
+        if isinstance(y, Tensor):
+            other = y._node
+            return [x, y] if node.dtype is other.dtype and node.shape == other.shape else None
+        if node.dtype.kind in _FITS.get(type(y), ""):
+            return [x, Tensor(elementwise.full(node.shape, node.dtype, y), x.device)]
+    elif isinstance(y, Tensor):
+        node = y._node
+        if node.dtype.kind in _FITS.get(type(x), ""):
+            return [Tensor(elementwise.full(node.shape, node.dtype, x), y.device), y]
+    return None
+
+
+_FITS = {float: "fc", int: "iufc"}  # the kinds of dtype that take a number as it is
 
 
 def axes_of(x: Tensor, axis: int | Sequence[int] | None, name: str) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from penstock.graph.node import DType, Shape
 from penstock.runtime import Device
 from penstock.tensor import dtypes
 from penstock.tensor.core import Scalar, Tensor, broadcast, from_numpy, record, resolve
+from penstock.tensor.dlpack import imported
 
 Where = Device | str | None
 
@@ -36,7 +37,7 @@ def asarray(
         raise ValueError("only a tensor can be used without a copy")
     wanted = None if dtype is None else dtypes.checked(dtype)
     if hasattr(obj, "__dlpack__") and not isinstance(obj, (np.ndarray, np.generic)):
-        array = np.from_dlpack(obj)
+        array = imported(obj)
     else:
         array = np.asarray(_plain(obj))
         if wanted is None and not isinstance(obj, (np.ndarray, np.generic)):
@@ -57,7 +58,7 @@ def _from_tensor(x: Tensor, dtype: DType | None, device: Where, copy: bool | Non
         if copy is False:
             raise ValueError(f"{x.dtype} cannot become {dtype} without a copy")
         return record(elementwise.cast(result._node, dtypes.checked(dtype)), result)
-    return Tensor(result._node, result.device, result.requires_grad) if copy else result
+    return record(result._node, result) if copy else result
 
 
 def from_dlpack(x: Any, /, *, device: Where = None, copy: bool | None = None) -> Tensor:
@@ -66,7 +67,7 @@ def from_dlpack(x: Any, /, *, device: Where = None, copy: bool | None = None) ->
         return asarray(x, device=device, copy=copy)
     if copy is False:
         raise ValueError("values of another library's arrays can only be taken over as a copy")
-    return from_numpy(np.array(np.from_dlpack(x)), resolve(device))
+    return from_numpy(np.array(imported(x)), resolve(device))
 
 
 def full(

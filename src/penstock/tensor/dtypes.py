@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from penstock.graph.node import DType
+from penstock.graph.dtypes import (
+    ALL,
+    COMPLEX,
+    FLOATING,
+    HALVES,
+    SIGNED,
+    UNSIGNED,
+    DType,
+    bfloat16,
+    bool_,
+    checked,
+    complex64,
+    complex128,
+    float16,
+    float32,
+    float64,
+    int8,
+    int16,
+    int32,
+    int64,
+    limits,
+    uint8,
+    uint16,
+    uint32,
+    uint64,
+)
 
-bool_ = np.dtype(np.bool_)
-int8, int16, int32, int64 = (np.dtype(f"int{bits}") for bits in (8, 16, 32, 64))
-uint8, uint16, uint32, uint64 = (np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64))
-float16, float32, float64 = (np.dtype(f"float{bits}") for bits in (16, 32, 64))
-complex64, complex128 = np.dtype(np.complex64), np.dtype(np.complex128)
+__all__ = [
+    "ALL",
+    "DEFAULTS",
+    "HALVES",
+    "KINDS",
+    "bfloat16",
+    "bool_",
+    "checked",
+    "complex64",
+    "complex128",
+    "float16",
+    "float32",
+    "float64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "limits",
+    "of_scalar",
+    "promote",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+]
 
 DEFAULTS = {
     "real floating": float32,
@@ -20,45 +66,38 @@ DEFAULTS = {
     "integral": int64,
     "indexing": int64,
 }
-KINDS = {
+KINDS: dict[str, tuple[DType, ...]] = {
     "bool": (bool_,),
-    "signed integer": (int8, int16, int32, int64),
-    "unsigned integer": (uint8, uint16, uint32, uint64),
-    "real floating": (float16, float32, float64),
-    "complex floating": (complex64, complex128),
+    "signed integer": SIGNED,
+    "unsigned integer": UNSIGNED,
+    "integral": SIGNED + UNSIGNED,
+    "real floating": FLOATING,
+    "complex floating": COMPLEX,
+    "numeric": SIGNED + UNSIGNED + FLOATING + COMPLEX,
 }
-KINDS["integral"] = KINDS["signed integer"] + KINDS["unsigned integer"]
-KINDS["numeric"] = KINDS["integral"] + KINDS["real floating"] + KINDS["complex floating"]
-ALL = KINDS["bool"] + KINDS["numeric"]
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
-
-
-def checked(dtype: Any) -> DType:
-    """A dtype that Penstock has, or a TypeError that lists them."""
-    try:
-        if dtype is not None and (found := np.dtype(dtype)) in ALL:
-            return ALL[ALL.index(found)]
-    except TypeError:
-        pass
-    raise TypeError(f"{dtype!r} is no dtype of Penstock; there are {', '.join(map(str, ALL))}")
 
 
 def promote(*dtypes: DType) -> DType:
     """The dtype that holds values of all of them. Of whole numbers and fractions, the fractions' own."""
     result = dtypes[0]
     for other in dtypes[1:]:
-        if other is result:
-            continue
-        low, high = sorted((result, other), key=lambda dtype: _ORDER[dtype.kind])
-        if _ORDER[low.kind] == _ORDER[high.kind] or high.kind == "c" == low.kind:
-            result = np.promote_types(low, high)
-            if low.kind != high.kind and result.kind == "f":
-                raise TypeError(f"{low} and {high} have no common integer type; convert one of them first")
-        elif high.kind == "c" and low.kind == "f":
-            result = np.promote_types(low, high) if low != float16 else high
-        else:
-            result = high
+        if other is not result:
+            result = _common(result, other)
     return result
+
+
+@cache
+def _common(one: DType, other: DType) -> DType:
+    low, high = sorted((one, other), key=lambda dtype: (_ORDER[dtype.kind], dtype.itemsize))
+    if _ORDER[low.kind] < _ORDER[high.kind]:
+        return complex128 if low is float64 else high
+    if high.kind in "fc":
+        return float32 if high in HALVES else high  # neither half has the range and the digits of both
+    common = checked(np.promote_types(low, high))
+    if common.kind == "f":
+        raise TypeError(f"{low} and {high} have no common integer type; convert one of them first")
+    return common
 
 
 def of_scalar(scalar: Any, beside: DType | None) -> DType:
@@ -74,6 +113,6 @@ def of_scalar(scalar: Any, beside: DType | None) -> DType:
     )
     if beside is not None and _ORDER[beside.kind] >= order:
         return beside
-    if order == 3 and beside is not None and beside == float64:
+    if order == 3 and beside is float64:
         return complex128
     return (bool_, int64, float32, complex64)[order]

@@ -160,7 +160,7 @@ def _get_by_arrays(x: Tensor, keys: list[Any]) -> Tensor:
         count, before = len(together), arrays[0]
         order = (*range(count, count + before), *range(count), *range(count + before, picked.ndim))
         picked = shaping.permute(picked, order)
-    return record(picked, x)
+    return record(picked, x, *(key for key in keys if isinstance(key, Tensor)))
 
 
 def _index_node(key: Any, length: int, axis: int, x: Tensor) -> Node:

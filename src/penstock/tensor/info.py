@@ -45,14 +45,14 @@ def finfo(type: Any, /) -> FloatInfo:
     dtype = _dtype(type)
     if dtype.kind not in "fc":
         raise ValueError(f"finfo is for fractions, and {dtype} was given")
-    found = np.finfo(dtype)
+    found = dtypes.limits(dtype)
     return FloatInfo(
         bits=found.bits,
         eps=float(found.eps),
         max=float(found.max),
         min=float(found.min),
         smallest_normal=float(found.smallest_normal),
-        dtype=np.dtype(found.dtype),
+        dtype=dtypes.checked(found.dtype),
     )
 
 
@@ -73,7 +73,7 @@ def isdtype(dtype: DType, kind: Any) -> bool:
         if kind not in dtypes.KINDS:
             raise ValueError(f"{kind!r} is no kind of dtype; there are {', '.join(dtypes.KINDS)}")
         return dtype in dtypes.KINDS[kind]
-    return bool(dtype == dtypes.checked(kind))
+    return dtype == dtypes.checked(kind)
 
 
 def result_type(*arrays_and_dtypes: Any) -> DType:
@@ -90,7 +90,7 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
 
 def can_cast(from_: Any, to: DType, /) -> bool:
     """Whether every value of one dtype is one of the other."""
-    return bool(np.can_cast(_dtype(from_), dtypes.checked(to)))
+    return np.can_cast(_dtype(from_).numpy, dtypes.checked(to).numpy)
 
 
 class NamespaceInfo:
@@ -113,8 +113,8 @@ class NamespaceInfo:
         return devices()
 
     def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, DType]:
-        """The standard's dtypes by name, or those of a kind. Float16 is there too, beyond the standard."""
-        standard = [dtype for dtype in dtypes.ALL if dtype != dtypes.float16]
+        """The standard's dtypes by name, or those of a kind. The halves are there beyond it."""
+        standard = [dtype for dtype in dtypes.ALL if dtype not in dtypes.HALVES]
         return {str(dtype): dtype for dtype in standard if kind is None or isdtype(dtype, kind)}
 
 

@@ -11,6 +11,7 @@ from penstock.tensor import dtypes
 from penstock.tensor.arithmetic import conj, multiply
 from penstock.tensor.core import Tensor, axes_of, broadcast, common_shape, install, record
 from penstock.tensor.manipulation import expand_dims, moveaxis, permute_dims, reshape, squeeze
+from penstock.tensor.reduction import narrowed, widened
 from penstock.tensor.reduction import sum as sum_
 
 
@@ -28,8 +29,9 @@ def matmul(x1: Tensor, x2: Tensor, /) -> Tensor:
     dtype = dtypes.promote(a.dtype, b.dtype)
     batch = common_shape(a.shape[:-2], b.shape[:-2])
     a, b = broadcast(a, batch + a.shape[-2:]), broadcast(b, batch + b.shape[-2:])
-    nodes = [elementwise.cast(x._node, dtype) for x in (a, b)]
-    result = record(contraction.matmul(*nodes), a, b)
+    inside = dtypes.float32 if dtype is dtypes.bfloat16 else dtype  # for which there is a kernel
+    nodes = [elementwise.cast(elementwise.cast(x._node, dtype), inside) for x in (a, b)]
+    result = record(elementwise.cast(contraction.matmul(*nodes), dtype), a, b)
     if x1.ndim == 1:
         result = squeeze(result, -2)
     return squeeze(result, -1) if x2.ndim == 1 else result
@@ -43,8 +45,8 @@ def vecdot(x1: Tensor, x2: Tensor, /, *, axis: int = -1) -> Tensor:
     if x1.shape[first] != x2.shape[second]:
         raise ValueError(f"vecdot: shapes {x1.shape} and {x2.shape} differ along axis {axis}")
     a, b = moveaxis(x1, first, -1), moveaxis(x2, second, -1)
-    product = multiply(conj(a), b)
-    return sum_(product, axis=-1, dtype=product.dtype)
+    product = multiply(conj(widened(a)), widened(b))
+    return narrowed(sum_(product, axis=-1, dtype=product.dtype), dtypes.promote(x1.dtype, x2.dtype))
 
 
 def tensordot(x1: Tensor, x2: Tensor, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Tensor:

@@ -77,12 +77,22 @@ all = _truth("all", reducing.all_, "Whether all items are true.")
 any = _truth("any", reducing.any_, "Whether an item is true.")
 
 
+def widened(x: Tensor) -> Tensor:
+    """Halves in float32: what is done in several steps is rounded once, by `narrowed`."""
+    return record(elementwise.cast(x._node, dtypes.float32), x) if x.dtype in dtypes.HALVES else x
+
+
+def narrowed(result: Tensor, dtype: DType) -> Tensor:
+    """The end of what began with `widened`."""
+    return record(elementwise.cast(result._node, dtype), result)
+
+
 def mean(x: Tensor, /, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """The mean of the items; of none, undefined."""
     _check("mean", "fc", x)
     axes = axes_of(x, axis, "mean")
     count = math.prod(x.shape[a] for a in axes)
-    return divide(sum(x, axis=axes, keepdims=keepdims), float(count))
+    return narrowed(divide(sum(widened(x), axis=axes, keepdims=keepdims), float(count)), x.dtype)
 
 
 def var(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Tensor:
@@ -90,14 +100,15 @@ def var(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: b
     _check("var", "f", x)
     axes = axes_of(x, axis, "var")
     count = math.prod(x.shape[a] for a in axes) - correction
-    centred = subtract(x, mean(x, axis=axes, keepdims=True))
+    wide = widened(x)
+    centred = subtract(wide, mean(wide, axis=axes, keepdims=True))
     total = sum(multiply(centred, centred), axis=axes, keepdims=keepdims)
-    return divide(total, float(count)) if count > 0 else multiply(total, float("nan"))
+    return narrowed(divide(total, float(count)) if count > 0 else multiply(total, float("nan")), x.dtype)
 
 
 def std(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Tensor:
     """The standard deviation of the items."""
-    return sqrt(var(x, axis=axis, correction=correction, keepdims=keepdims))
+    return narrowed(sqrt(var(widened(x), axis=axis, correction=correction, keepdims=keepdims)), x.dtype)
 
 
 def _cumulative(name: str, apply: Callable[[Node, int], Node], start: int, doc: str) -> Callable[..., Tensor]:

@@ -1,0 +1,360 @@
+"""`jit`: a function of tensors is captured once and replayed as one program.
+
+Its tensors are known by shape and dtype while it is captured: no value can be read then. Tensors from outside
+that it uses, such as parameters, are inputs of the program, and those that it changes in place are outputs:
+a replay reads what they hold at that time, and writes over their memory where nobody else refers to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextvars import Token
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+from penstock.errors import CaptureError
+from penstock.graph.node import DType, Node, Shape, leaf, topological
+from penstock.memory.buffer import Buffer
+from penstock.program import Program
+from penstock.realize import Structure, programs, realize
+from penstock.runtime import Device
+from penstock.tensor.core import Tensor, capture
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MAX_CAPTURES = 32  # of one function; the one that was not used for longest is forgotten
+
+
+class Unknown:
+    """Stands for the value of an argument while a function is captured."""
+
+
+class Donated:
+    """Stands for the value of a tensor that was given away: whatever is asked of it, it says so."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError("this tensor was donated to a jitted function, which may have written over it")
+
+
+_UNKNOWN, _DONATED = Unknown(), Donated()
+
+
+@overload
+def jit(function: F) -> F: ...
+@overload
+def jit(*, donate: int | Sequence[int] = ()) -> Callable[[F], F]: ...
+def jit(function: Any = None, *, donate: int | Sequence[int] = ()) -> Any:
+    """Capture a function of tensors at its first call, and replay it as one program from then on.
+
+    A call with other shapes, dtypes or Python values captures anew. Results are fresh tensors; tensors that the
+    function changes in place are changed by every replay. The memory of arguments at the positions `donate` may
+    be used for results: these tensors cannot be used afterwards.
+    """
+    positions = (donate,) if isinstance(donate, int) else tuple(donate)
+    if function is None:
+        return lambda given: functools.wraps(given)(_Jitted(given, positions))
+    if not callable(function):
+        raise TypeError(f"jit takes a function, and {type(function).__name__} was given")
+    return functools.wraps(function)(_Jitted(function, positions))
+
+
+class _Jitted:
+    """A function with the programs that replay it, by the shapes and Python values of its arguments."""
+
+    def __init__(self, function: Callable[..., Any], donate: tuple[int, ...]) -> None:
+        self._function = function
+        self._donate = donate
+        self._lock = threading.Lock()
+        self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if capture.get() is not None:
+            return self._function(*args, **kwargs)  # inside another: part of that
+        tensors: list[Tensor] = []
+        key = (_flattened(args, tensors), _flattened(kwargs, tensors))
+        try:
+            found = self._captured.get(key)
+        except TypeError:
+            raise CaptureError(
+                f"arguments of a jitted function are tensors, and Python values that can be compared by value; "
+                f"{key!r} cannot"
+            ) from None
+        if found is None or not found.still_true():
+            with self._lock:
+                found = self._captured[key] = self._capture(args, kwargs, tensors)
+            if len(self._captured) > _MAX_CAPTURES:
+                self._captured.popitem(last=False)
+        self._captured.move_to_end(key)
+        return found.replay(tensors)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> _Captured:
+        made = [_stand_in(tensor) for tensor in tensors]
+        given = iter(made)
+        inside_args, inside_kwargs = _replaced(args, given), _replaced(kwargs, given)
+        first: list[Tensor] = []
+        for position in self._donate:
+            if position >= len(args):
+                raise ValueError(f"donate names argument {position}, and {len(args)} were given")
+            _flattened(args[position], first)
+        donated = [at for at, tensor in enumerate(tensors) if any(tensor is one for one in first)]
+        tracing = _Tracing(made)
+        token: Token[Any] = capture.set(tracing)
+        try:
+            result = self._function(*inside_args, **inside_kwargs)
+            return tracing.finish(result, donated)
+        finally:
+            capture.reset(token)
+            tracing.restore()
+
+
+@dataclass
+class _Before:
+    """What a tensor from outside was, before the function was captured."""
+
+    node: Node
+    grad: Tensor | None
+    requires_grad: bool
+
+
+class _Tracing:
+    """Notes which tensors from outside a function uses while it is captured."""
+
+    def __init__(self, stand_ins: list[Tensor]) -> None:
+        self._stand_ins = stand_ins
+        self._nodes = [tensor._node for tensor in stand_ins]
+        self._own: dict[int, Tensor] = {id(tensor): tensor for tensor in stand_ins}
+        self._outside: dict[int, tuple[Tensor, _Before]] = {}
+
+    def made(self, tensor: Tensor) -> None:
+        """A tensor that belongs to the function."""
+        self._own[id(tensor)] = tensor
+
+    def used(self, tensor: Tensor) -> None:
+        """A tensor that is read, or is about to change."""
+        key = id(tensor)
+        if key not in self._own and key not in self._outside:
+            if tensor._node.value is None:
+                realize([tensor._node], tensor.device)
+            self._outside[key] = tensor, _Before(tensor._node, tensor.grad, tensor.requires_grad)
+
+    def refuse_value(self, node: Node) -> None:
+        """Only what depends on constants alone has a value now."""
+        known = {id(before.node) for _, before in self._outside.values()}
+        for one in topological([node]):
+            if one.value is _UNKNOWN or id(one) in known:
+                raise CaptureError(
+                    f"the value of {one.dtype}{list(one.shape)} was asked for inside a jitted function, where "
+                    f"only shapes and dtypes are known; read it outside, or use where() instead of if"
+                )
+
+    def restore(self) -> None:
+        """Undo what the capture did to tensors from outside: only replays change them."""
+        for tensor, before in self._outside.values():
+            tensor._node, tensor.grad = before.node, before.grad
+            tensor.requires_grad = before.requires_grad
+
+    def finish(self, result: Any, donated: list[int]) -> _Captured:
+        """The program of all that the function computed."""
+        outputs: list[Tensor] = []
+        _flattened(result, outputs)
+        for tensor in outputs:
+            self.used(tensor)
+        changed = [
+            _Target(at, None)
+            for at, tensor in enumerate(self._stand_ins)
+            if tensor._node is not self._nodes[at]
+        ]
+        changed += [_Target(None, t) for t, before in self._outside.values() if t._node is not before.node]
+        grads = [t for t, before in self._outside.values() if t.grad is not before.grad]
+        wanted = [tensor._node for tensor in outputs]
+        wanted += [self._tensor(target)._node for target in changed]
+        wanted += [tensor.grad._node for tensor in grads if tensor.grad is not None]
+        devices = {tensor.device for tensor in (*outputs, *(self._tensor(one) for one in changed), *grads)}
+        if not devices:
+            raise CaptureError("a jitted function has to give or change a tensor")
+        if len(devices) > 1:
+            raise CaptureError(
+                f"a jitted function runs on one device, and {sorted(d.name for d in devices)} are used"
+            )
+        (device,) = devices
+        pending = [node for node in wanted if node.value is None]
+        structure = Structure(pending)
+        program = programs(device).build(structure, pending) if pending else None
+        return _Captured(
+            device=device,
+            program=program,
+            numbers=structure.constants(),
+            sources=[self._source(node) for node in structure.inputs],
+            wanted=[self._result(node, pending) for node in wanted],
+            kinds=[(node.shape, node.dtype) for node in wanted],
+            result=_replaced(result, itertools.repeat(_SLOT)),
+            results=len(outputs),
+            changed=changed,
+            grads=[(tensor, tensor.grad is not None) for tensor in grads],
+            guards=[(t, self._outside[id(t)][1].grad is None) for t in grads],
+            donated=donated,
+        )
+
+    def _tensor(self, target: _Target) -> Tensor:
+        if target.tensor is not None:
+            return target.tensor
+        assert target.argument is not None
+        return self._stand_ins[target.argument]
+
+    def _source(self, node: Node) -> _Source:
+        """Where a replay finds the value of a node that the program reads."""
+        for at, own in enumerate(self._nodes):
+            if own is node:
+                return _Source(argument=at)
+        for tensor, before in self._outside.values():
+            if before.node is node:
+                owner = next((t for t, b in self._outside.values() if b.grad is tensor), None)
+                return _Source(tensor=tensor, grad_of=owner)
+        return _Source(value=node.value)
+
+    def _result(self, node: Node, pending: list[Node]) -> int | _Source:
+        """An output of the program, or what was there before, unchanged."""
+        return pending.index(node) if node.value is None else self._source(node)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """An argument, a tensor from outside (or what is its owner's gradient then), or a constant."""
+
+    argument: int | None = None
+    tensor: Tensor | None = None
+    grad_of: Tensor | None = None
+    value: Any = None
+
+    def buffer(self, arguments: Sequence[Tensor]) -> Buffer:
+        if self.argument is not None:
+            tensor = arguments[self.argument]
+        elif self.tensor is not None:
+            tensor = self.tensor if self.grad_of is None or self.grad_of.grad is None else self.grad_of.grad
+        else:
+            return self.value  # type: ignore[no-any-return]
+        node = tensor._node
+        if node.value is None:
+            realize([node], tensor.device)
+        return node.value  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor that the function changes in place: an argument, or one from outside."""
+
+    argument: int | None
+    tensor: Tensor | None
+
+
+@dataclass
+class _Captured:
+    """One program of a function, and what goes in and out of it."""
+
+    device: Device
+    program: Program | None
+    numbers: list[Any]
+    sources: list[_Source]  # of the program's inputs
+    wanted: list[int | _Source]  # the results, then the changed tensors, then the gradients
+    kinds: list[tuple[Shape, DType]]
+    result: Any
+    results: int
+    changed: list[_Target]
+    grads: list[tuple[Tensor, bool]]
+    guards: list[tuple[Tensor, bool]]  # tensors that had no gradient at the capture, or had one
+    donated: list[int]
+
+    def still_true(self) -> bool:
+        """Whether what the capture found outside is still so."""
+        return all((tensor.grad is None) == without for tensor, without in self.guards)
+
+    def replay(self, arguments: list[Tensor]) -> Any:
+        """Run the program on what the arguments and the tensors from outside hold now."""
+        inputs = [source.buffer(arguments) for source in self.sources]
+        found: list[Buffer] = []
+        if self.program is not None:
+            over = self._free_memory(arguments, inputs)
+            found = self.program.run(inputs, self.numbers, over)
+        buffers = [found[one] if isinstance(one, int) else one.buffer(arguments) for one in self.wanted]
+        del inputs, found
+        for at in self.donated:
+            arguments[at]._node = leaf(_DONATED, arguments[at].shape, arguments[at].dtype)
+        nodes = [leaf(buffer, *kind) for buffer, kind in zip(buffers, self.kinds, strict=True)]
+        for target, node in zip(self.changed, nodes[self.results :], strict=False):
+            changed = target.tensor if target.tensor is not None else arguments[target.argument or 0]
+            changed._become(node)
+        grads = iter(nodes[self.results + len(self.changed) :])
+        for tensor, there in self.grads:
+            tensor.grad = Tensor(next(grads), self.device) if there else None
+        results = iter([Tensor(node, self.device) for node in nodes[: self.results]])
+        return _replaced(self.result, results)
+
+    def _free_memory(self, arguments: list[Tensor], inputs: list[Buffer]) -> dict[int, int]:
+        """Which outputs are written over which inputs: memory to which nothing else refers."""
+        over: dict[int, int] = {}
+        assert self.program is not None
+        targets = {
+            id(t.tensor): at for at, t in enumerate(self.changed, self.results) if t.tensor is not None
+        }
+        for at, source in enumerate(self.sources):
+            if inputs[at].shared:
+                continue
+            if source.argument in self.donated:
+                candidates = [one for one in self.wanted if isinstance(one, int)]
+            elif id(source.tensor) in targets and source.tensor is not None:
+                output = self.wanted[targets[id(source.tensor)]]
+                # The node is the tensor's alone: one reference, and one of the call that counts.
+                alone = sys.getrefcount(source.tensor._node) <= 2
+                candidates = [output] if isinstance(output, int) and alone else []
+            else:
+                continue
+            free = (one for one in candidates if one not in over and self.program.may_overwrite(one, at))
+            found = next(free, None)
+            if found is not None:
+                over[found] = at
+        return over
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """A tensor of the same kind whose value is not known."""
+    made = Tensor(tensor._node, tensor.device, tensor.requires_grad)
+    made._become(leaf(_UNKNOWN, tensor.shape, tensor._node.dtype))
+    return made
+
+
+class _Slot:
+    """Stands for a tensor in a nest of tuples, lists and dicts."""
+
+
+_SLOT = _Slot()
+
+
+def _flattened(value: Any, tensors: list[Tensor]) -> Any:
+    """What a nest of tuples, lists and dicts is apart from its tensors, which are put into the list."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return (_SLOT, value.shape, value._node.dtype, value.requires_grad, value.device.name)
+    if isinstance(value, (tuple, list)):
+        return (type(value), *(_flattened(item, tensors) for item in value))
+    if isinstance(value, dict):
+        return (dict, *((name, _flattened(item, tensors)) for name, item in value.items()))
+    return (type(value), value)
+
+
+def _replaced(value: Any, tensors: Iterator[Any]) -> Any:
+    """The nest with other tensors, in the same order."""
+    if isinstance(value, (Tensor, _Slot)):
+        return next(tensors)
+    if isinstance(value, (tuple, list)):
+        items = [_replaced(item, tensors) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {name: _replaced(item, tensors) for name, item in value.items()}
+    return value

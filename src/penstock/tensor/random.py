@@ -1,0 +1,241 @@
+"""Random tensors. A seed gives the same bits on every device, whatever else is drawn elsewhere.
+
+Equal on every device, to the last bit: whole numbers, truth values, permutations, and `uniform` from 0 to
+any number. Other bounds of `uniform` may differ in the last bit, where a device rounds once for a product
+and a sum, and `normal` in the last bits, by the device's logarithm and cosine.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from penstock.graph import elementwise
+from penstock.graph import random as graph
+from penstock.graph.node import DType, Node, Shape
+from penstock.runtime import Device
+from penstock.tensor import dtypes
+from penstock.tensor.core import Tensor, capture, from_numpy, record, resolve
+from penstock.tensor.manipulation import concat
+
+_64_BITS = 1 << 64
+_CAPTURED = 0x5851F42D4C957F2D  # added to the key of what jitted functions draw, so that it is another sequence
+
+
+class Generator:
+    """A sequence of random numbers from a seed; each draw goes on where the one before it ended.
+
+    Without a device, numbers are drawn on the one that is the default at that time.
+    """
+
+    def __init__(self, seed: int, device: Device | str | None = None) -> None:
+        self._device = None if device is None else resolve(device)
+        self._lock = threading.Lock()
+        self._captured: Tensor | None = None  # where the draws of jitted functions stand
+        self.set_state({"seed": seed, "counter": 0})
+
+    @property
+    def seed(self) -> int:
+        """What its numbers depend on."""
+        return self._seed
+
+    def state(self) -> dict[str, int]:
+        """Where it stands, for `set_state`: the seed, and how many blocks of four words were drawn.
+
+        Jitted functions draw from a sequence of their own, of which `captured` blocks were drawn.
+        """
+        with self._lock:
+            found = {"seed": self._seed, "counter": self._counter}
+        if self._captured is not None:
+            low, high = self._captured.tolist()[2:]
+            found["captured"] = high << 32 | low
+        return found
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Go on from where another generator, or this one, stood."""
+        if not {"seed", "counter"} <= set(state) <= {"seed", "counter", "captured"}:
+            raise ValueError(f"a state has a seed and a counter, and {sorted(state)} were given")
+        seed, counter = (_whole(name, state[name], 0, _64_BITS) for name in ("seed", "counter"))
+        drawn = _whole("captured", state.get("captured", 0), 0, _64_BITS)
+        with self._lock:
+            self._seed, self._counter = seed, counter
+        if self._captured is not None:
+            self._captured._become(_words(seed ^ _CAPTURED, drawn, self._captured.device))
+        elif drawn:
+            device = resolve(self._device)
+            self._captured = Tensor(_words(seed ^ _CAPTURED, drawn, device), device)
+
+    def uniform(
+        self, shape: int | Sequence[int], low: float = 0.0, high: float = 1.0, dtype: DType = dtypes.float32
+    ) -> Tensor:
+        """Fractions in [low, high), all as likely."""
+        found = _fractions("uniform", dtype)
+        start, stop = _rounded(found, low, high)
+        with np.errstate(all="ignore"):
+            span = stop - start
+        if not (start < stop and np.isfinite(span)):
+            raise ValueError(
+                f"uniform needs low < high in {found}, at a finite distance; {low} and {high} were given"
+            )
+
+        def scaled(bits: Node) -> Node:
+            drawn = graph.uniform(bits, found)
+            if (start, stop) == (0, 1):
+                return drawn
+            # Rounding can reach `stop`, which is not inside.
+            last = elementwise.like(drawn, np.nextafter(stop, start))
+            return elementwise.minimum(_scaled(drawn, span, start), last)
+
+        return self._draw(shape, graph.UNIFORM_WORDS[found], scaled)
+
+    def normal(
+        self, shape: int | Sequence[int], mean: float = 0.0, std: float = 1.0, dtype: DType = dtypes.float32
+    ) -> Tensor:
+        """Fractions around `mean` with the standard deviation `std`."""
+        found = _fractions("normal", dtype)
+        centre, spread = _rounded(found, mean, std)
+        if not (np.isfinite(centre) and np.isfinite(spread) and spread >= 0):
+            raise ValueError(
+                f"normal needs numbers that are finite in {found}, and std >= 0; {mean} and {std} were given"
+            )
+
+        def scaled(bits: Node) -> Node:
+            drawn = graph.normal(bits, found)
+            return drawn if (centre, spread) == (0, 1) else _scaled(drawn, spread, centre)
+
+        return self._draw(shape, graph.NORMAL_WORDS[found], scaled)
+
+    def integers(
+        self, low: int, high: int, shape: int | Sequence[int], dtype: DType = dtypes.int64
+    ) -> Tensor:
+        """Whole numbers in [low, high), all as likely up to (high - low) / 2**64."""
+        found = dtypes.checked(dtype)
+        if found not in dtypes.KINDS["integral"]:
+            raise TypeError(f"integers does not make {found}")
+        bounds = np.iinfo(found)
+        first = _whole("low", low, int(bounds.min), int(bounds.max) + 1)
+        end = _whole("high", high, int(bounds.min), int(bounds.max) + 2)
+        if end <= first:
+            raise ValueError(f"integers needs low < high, and {low} and {high} were given")
+        make = partial(graph.integers, low=first, high=end, dtype=found)
+        return self._draw(shape, graph.INTEGERS_WORDS, make)
+
+    def bernoulli(self, probability: float, shape: int | Sequence[int]) -> Tensor:
+        """True with the given probability, else False."""
+        chance = float(probability)
+        if not 0 <= chance <= 1:
+            raise ValueError(f"a probability is between 0 and 1, and {chance} was given")
+        return self._draw(shape, graph.BERNOULLI_WORDS, partial(graph.bernoulli, probability=chance))
+
+    def permutation(self, n: int) -> Tensor:
+        """The numbers from 0 to before `n` in random order."""
+        count = _whole("the length of a permutation", n, 0, 1 << 63)
+        return self._draw(count, graph.PERMUTATION_WORDS, graph.permutation)
+
+    def _draw(self, shape: int | Sequence[int], words: int, make: Callable[[Node], Node]) -> Tensor:
+        """What `make` makes of that many words for each item."""
+        wanted = (*_shape(shape), words)
+        device = resolve(self._device)
+        state = self._next_state(-(-math.prod(wanted) // graph.WORDS_PER_BLOCK), device)
+        return Tensor(make(graph.random_bits(state, wanted)), device)
+
+    def _next_state(self, blocks: int, device: Device) -> Node:
+        """The state from which that many blocks are drawn, which are not drawn again.
+
+        It is a leaf, so that the graphs of like draws differ in its value only.
+        """
+        if capture.get() is not None:
+            return self._next_captured_state(blocks, device)
+        with self._lock:
+            seed, counter = self._seed, self._counter
+            self._counter = (counter + blocks) % _64_BITS
+        return _words(seed, counter, device)
+
+    def _next_captured_state(self, blocks: int, device: Device) -> Node:
+        """The same inside a jitted function, where the state is a tensor that every replay moves on."""
+        if self._captured is None or self._captured.device is not device:
+            token = capture.set(None)  # the tensor is not the function's own
+            self._captured = Tensor(_words(self._seed ^ _CAPTURED, 0, device), device)
+            capture.reset(token)
+        state = record(self._captured._node, self._captured)
+        key, low, high = state[:2], state[2:3], state[3:]
+        moved = record(elementwise.add(low._node, elementwise.like(low._node, blocks)), low)
+        carry = record(elementwise.cast(elementwise.less(moved._node, low._node), graph.WORD), low)
+        carried = record(elementwise.add(high._node, carry._node), high)
+        self._captured._rebind(concat([key, moved, carried], axis=0))
+        return state._node
+
+
+def _words(seed: int, counter: int, device: Device) -> Node:
+    words = [number >> shift & 0xFFFFFFFF for number in (seed, counter) for shift in (0, 32)]
+    return from_numpy(np.array(words, np.uint32), device)._node
+
+
+def _shape(shape: int | Sequence[int]) -> Shape:
+    try:
+        lengths = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
+    except TypeError:
+        raise TypeError(f"a shape is a whole number or a sequence of them, and {shape!r} was given") from None
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"a shape has no negative lengths, and {lengths} was given")
+    return lengths
+
+
+def _whole(name: str, value: Any, start: int, stop: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is a whole number, and {value!r} was given") from None
+    if not start <= number < stop:
+        raise ValueError(f"{name} is from {start} to {stop - 1}, and {number} was given")
+    return number
+
+
+def _fractions(name: str, dtype: Any) -> DType:
+    found = dtypes.checked(dtype)
+    if found not in dtypes.KINDS["real floating"]:
+        raise TypeError(f"{name} does not make {found}")
+    return found
+
+
+def _rounded(dtype: DType, *numbers: float) -> Any:
+    with np.errstate(all="ignore"):
+        return np.array(numbers, np.float64).astype(dtype)
+
+
+def _scaled(x: Node, factor: float, summand: float) -> Node:
+    product = elementwise.multiply(x, elementwise.like(x, factor))
+    return elementwise.add(product, elementwise.like(x, summand))
+
+
+# The one that the functions of this module draw from, seeded by the operating system.
+default_generator = Generator(int.from_bytes(os.urandom(8), "little"))
+uniform = default_generator.uniform
+normal = default_generator.normal
+integers = randint = default_generator.integers
+bernoulli = default_generator.bernoulli
+permutation = default_generator.permutation
+state = default_generator.state
+set_state = default_generator.set_state
+
+
+def manual_seed(seed: int) -> None:
+    """Start the default generator anew, from a seed."""
+    default_generator.set_state({"seed": seed, "counter": 0})
+
+
+def rand(*shape: int) -> Tensor:
+    """Fractions in [0, 1) from the default generator."""
+    return uniform(shape)
+
+
+def randn(*shape: int) -> Tensor:
+    """Fractions of mean 0 and standard deviation 1 from the default generator."""
+    return normal(shape)
