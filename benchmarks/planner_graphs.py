@@ -42,7 +42,7 @@ class Tape:
 def gpt_values(
     layers: int, batch: int = 8, context: int = 128, width: int = 384, heads: int = 6, vocab: int = 16000
 ) -> list[Value]:
-    """A training step of a GPT: 63 values per layer, and 27 around them."""
+    """A training step of a GPT: 77 values per layer, and 25 around them."""
     tape = Tape()
     step = tape.step
     tokens = batch * context * FLOAT

@@ -36,6 +36,7 @@ except ImportError:
 
 Expression = Callable[..., Any]
 ROWS, COLUMNS = 4096, 1024
+GPT_LAYERS, MLP_LAYERS = 130, 1110  # as many as make 10,000 values
 GPT_SHAPES = [(2048, 384, 384), (2048, 1536, 384), (2048, 384, 1536), (512, 16000, 384), (2048, 512, 128)]
 
 
@@ -186,9 +187,12 @@ def replaying(device: ps.Device, report: Report, operations: int = 200) -> None:
 
 def planning(report: Report) -> None:
     """Time of the planner, and how far its arena is from the least possible."""
-    graphs = {"GPT": gpt_values, "MLP": mlp_values, "branching graph": branching_values}
-    for name, make in graphs.items():
-        values = make(10_000)
+    graphs = {
+        "GPT": gpt_values(GPT_LAYERS),
+        "MLP": mlp_values(MLP_LAYERS),
+        "branching graph": branching_values(0, 10_000),
+    }
+    for name, values in graphs.items():
         start = time.perf_counter()
         found = plan(values, 256)
         seconds = time.perf_counter() - start

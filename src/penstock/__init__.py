@@ -6,7 +6,7 @@ The namespace follows the Python array API standard, version 2024.12.
 from importlib.metadata import version as _version
 from math import e, inf, nan, pi
 
-from penstock import errors, memory
+from penstock import data, errors, memory, nn, optim
 from penstock.memory.buffer import Buffer
 from penstock.registry import default_device, devices, use
 from penstock.runtime import Device
@@ -103,9 +103,6 @@ from penstock.tensor.creation import (
     zeros_like,
 )
 from penstock.tensor.dtypes import (
-    bool_ as bool,
-)
-from penstock.tensor.dtypes import (
     bfloat16,
     complex64,
     complex128,
@@ -120,6 +117,9 @@ from penstock.tensor.dtypes import (
     uint16,
     uint32,
     uint64,
+)
+from penstock.tensor.dtypes import (
+    bool_ as bool,
 )
 from penstock.tensor.info import __array_namespace_info__, can_cast, finfo, iinfo, isdtype, result_type
 from penstock.tensor.jit import jit
@@ -224,6 +224,7 @@ __all__ = [
     "count_nonzero",
     "cumulative_prod",
     "cumulative_sum",
+    "data",
     "default_device",
     "devices",
     "diff",
@@ -291,11 +292,13 @@ __all__ = [
     "negative",
     "newaxis",
     "nextafter",
+    "nn",
     "no_grad",
     "nonzero",
     "not_equal",
     "ones",
     "ones_like",
+    "optim",
     "permute_dims",
     "pi",
     "positive",

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
 from rich.console import Console
 from rich.table import Table
 
 import penstock
 from penstock.config import format_bytes
-from penstock.errors import PenstockError
+from penstock.errors import OutOfDeviceMemory, PenstockError, SettingError
+
+if TYPE_CHECKING:
+    from penstock.train import Checkpoint, Config
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+RUNS = Path("runs")  # where runs get their folders
+_SAMPLE = 200  # tokens that end a run
 
 
 @app.callback()
@@ -33,12 +45,166 @@ def list_devices() -> None:
     console.print("* the default; set PENSTOCK_DEVICE to another name to change it", style="dim")
 
 
+@app.command("train")
+def train(
+    run: Annotated[Path | None, typer.Argument(help="With --resume: the folder of the run.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="A file or folder of text; else the sources of this Python.", metavar="PATH"),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.", metavar="FILE")] = None,
+    device: Annotated[str | None, typer.Option(help="A name from `penstock devices`.")] = None,
+    steps: Annotated[int | None, typer.Option(help="How many steps the run has in all.")] = None,
+    memory: Annotated[str | None, typer.Option(help="The most to take from the device: 2GiB.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same losses.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with RUN, or with the last one.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The folder of a new run.", metavar="FOLDER")] = None,
+) -> None:
+    """Train a GPT on text, a small one on the sources of Python if nothing else is said.
+
+    Options win over the file, and the file over what a resumed run had. The run's folder gets its
+    configuration, metrics, checkpoints and a report. Ctrl-C saves and ends.
+    """
+    if run is not None and not resume:
+        raise SettingError(f"to go on with {run} say --resume {run}; for a new run there say --out {run}")
+    if resume and out is not None:
+        raise SettingError("a resumed run stays in its folder: --resume and --out do not go together")
+    options: dict[str, dict[str, Any]] = {
+        "data": {"path": data if data is None else str(Path(data).absolute())},
+        "run": {"device": device, "steps": steps, "memory": memory, "seed": seed},
+    }
+    from penstock.train import Config, load_last
+
+    checkpoint: Checkpoint | None = None
+    problems: list[str] = []
+    if resume:
+        folder = run if run is not None else _last_run()
+        checkpoint, problems = load_last(folder)
+    else:
+        folder = out if out is not None else RUNS / time.strftime("%Y-%m-%d-%H%M%S")
+        if (folder / "config.toml").exists():
+            raise SettingError(f"{folder} holds a run already; --resume {folder} goes on with it")
+    settings = checkpoint.config if checkpoint else Config()
+    if config is not None:
+        settings = settings.with_file(config)
+    settings = settings.changed(
+        {
+            name: {key: value for key, value in values.items() if value is not None}
+            for name, values in options.items()
+        }
+    )
+    for problem in problems:
+        _complain(problem)
+    _run(settings, folder, checkpoint)
+
+
+def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None) -> None:
+    from penstock.train import Trainer, open_view
+    from penstock.train.loading import stream_text
+
+    console = Console()
+    _use(settings.run.device)
+    if settings.run.memory:
+        penstock.default_device().limit_bytes = settings.run.memory
+    try:
+        trainer = Trainer(settings, folder, open_view(console), checkpoint)
+        if trainer.step >= settings.run.steps:
+            console.print(f"all {settings.run.steps} steps are done; --steps with a larger number goes on")
+        if not trainer.train():
+            console.print(f"stopped at step {trainer.step}; to go on: penstock train --resume {folder}")
+            return
+        prompt = trainer.prompt()
+        text = trainer.tokenizer.decode(prompt)
+        console.print("\na sample:", style="dim")
+        console.print(text, style="dim", end="", markup=False, highlight=False, soft_wrap=True)
+        seed = settings.run.seed
+        pieces = stream_text(trainer.model, trainer.tokenizer, prompt, _SAMPLE, 0.8, top_k=40, seed=seed)
+        text += _streamed(pieces)
+        trainer.report(text)
+    except OutOfDeviceMemory as error:
+        raise PenstockError(
+            f"{error}\nA smaller batch under [data] needs less, and accumulate under [optimizer] makes up for it. "
+            "So does a smaller context or width under [model]. --memory sets the limit."
+        ) from None
+    console.print(f"\nreport: {folder / 'report.html'}; more text: penstock generate {folder} --prompt TEXT")
+
+
+@app.command("generate")
+def generate(
+    model: Annotated[Path, typer.Argument(help="The folder of a run, or of a GPT-2 as Hugging Face has it.")],
+    prompt: Annotated[str, typer.Option(help="What to go on from; ids where there is no tokenizer.")] = "",
+    tokens: Annotated[int, typer.Option(help="How many to generate.", min=0)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest each time.", min=0.0)] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Only the likeliest so many.", min=1)] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Only the likeliest with this chance in all.", min=0.0, max=1.0)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.", min=0)] = None,
+    device: Annotated[str | None, typer.Option(help="A name from `penstock devices`.")] = None,
+) -> None:
+    """Generate text with a trained model, shown as it comes."""
+    from penstock.train.loading import load_model, stream_text
+
+    _use(device)
+    network, tokenizer = load_model(model)
+    if tokenizer is None:
+        try:
+            ids: Any = [int(part) for part in prompt.split()] or [0]
+        except ValueError:
+            raise SettingError(
+                f"{model} has no tokenizer.json, so a prompt is ids such as '17 4', and {prompt!r} was given"
+            ) from None
+    else:
+        ids = tokenizer.encode(prompt or "\n")
+    try:
+        pieces = stream_text(network, tokenizer, ids, tokens, temperature, top_k, top_p, seed)
+        _streamed([prompt] if tokenizer else [], pieces)
+    except ValueError as error:  # ids that the model does not have, and the like
+        raise SettingError(str(error)) from None
+
+
+def _streamed(*parts: Iterable[str]) -> str:
+    """Write text as it comes, until Ctrl-C; all of it."""
+    written = []
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
+    try:
+        for pieces in parts:
+            for piece in pieces:
+                written.append(piece)
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        pass
+    sys.stdout.write("\n")
+    return "".join(written)
+
+
+def _use(device: str | None) -> None:
+    if device:
+        penstock.use(device)
+
+
+def _last_run() -> Path:
+    """The run whose checkpoint is the newest."""
+    found = list(RUNS.glob("*/checkpoints/*.safetensors"))
+    if not found:
+        raise SettingError(f"there is no run with a checkpoint in {RUNS}/; name the folder: --resume FOLDER")
+    return max(found, key=lambda path: path.stat().st_mtime).parent.parent
+
+
+def _complain(problem: object) -> None:
+    Console(stderr=True).print(
+        f"penstock: {problem}", style="red", markup=False, highlight=False, soft_wrap=True
+    )
+
+
 def main() -> None:
     """Run the command line; Penstock's own errors become one line and exit status 1."""
     try:
         app()
     except PenstockError as error:
-        Console(stderr=True).print(f"penstock: {error}", style="red", highlight=False)
+        _complain(error)
         raise SystemExit(1) from None
 
 

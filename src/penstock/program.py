@@ -7,33 +7,35 @@ arguments: a run sets only those that differ from the run before.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from penstock.device.driver import Memory
-from penstock.fusion.groups import Group, base, partition
+from penstock.device.driver import Kernel, Memory
+from penstock.fusion.groups import COSTLY, FREE, Group, base, partition
+from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Array, Node
-from penstock.kernels.cache import Compiled, KernelCache
+from penstock.kernels.cache import KernelCache
+from penstock.kernels.chaining import Call, chained
 from penstock.kernels.source import UNIT
-from penstock.kernels.writer import computed, constants, fusible
+from penstock.kernels.writer import Written, computed, constants, fusible
 from penstock.memory.buffer import Buffer
 from penstock.plan.arena import Plan, Value, plan
 from penstock.runtime import Device
 from penstock.stream.stream import Program as Launches
 
 Constant = tuple[str, Any]  # dtype, and the bits of a number
-_NOTHING = 0  # the place of a value that has its own buffer
 
 
 @dataclass(frozen=True)
 class Step:
-    """One group: its kernels, or None where NumPy computes it, and its scratch among the planned values."""
+    """One group: what computes it, or None where NumPy does, and its scratch among the planned values."""
 
     group: Group
-    compiled: Compiled | None
+    written: Written | None
     scratch: tuple[int, ...] = ()
 
 
@@ -53,18 +55,18 @@ class Program:
         groups = partition(wanted, lambda node: fusible(node, device.capabilities))
         self._wanted = [base(node) for node in wanted]
         self.outputs = [node for node in dict.fromkeys(self._wanted) if node.value is None]
+        counts = Counter(self._wanted)
+        self._shared = [node not in self.outputs or counts[node] > 1 for node in self._wanted]
         # The buffers of a run: the arena, then the inputs, then the outputs.
         self._slot: dict[Node, int] = {node: 1 + at for at, node in enumerate(inputs)}
         self._first_output = 1 + len(inputs)
         self._slot.update({node: self._first_output + at for at, node in enumerate(self.outputs)})
         self._temporary: dict[Node, int] = {}
         self._values: list[Value] = []
-        self._over: set[tuple[int, int]] = (
-            set()
-        )  # slots of outputs, and of inputs that they may be written over
+        self._over: set[tuple[int, int]] = set()  # outputs, and inputs that they may be written over; slots
         self.steps = self._lay_out(groups, cache)
         self.plan: Plan = plan(self._values, UNIT)
-        self._segments = self._bind_later()
+        self._segments = self._in_segments(cache)
 
     # Building
 
@@ -72,23 +74,24 @@ class Program:
         """The steps, with the lifetime of every temporary."""
         last_use = {base(node): number for number, group in enumerate(groups) for node in group.inputs}
         steps = []
-        for number, (group, compiled) in enumerate(zip(groups, cache.compiled(groups), strict=True)):
+        for number, group in enumerate(groups):
+            written = cache.written(group)
             for at, node in enumerate(group.outputs):
-                allowed = compiled.written.over[at] if compiled else ()
+                allowed = [base(group.inputs[k]) for k in written.over[at]] if written else []
                 if node in self._slot:
-                    self._note_overwritable(node, number, [base(group.inputs[k]) for k in allowed], last_use)
+                    self._note_overwritable(node, number, allowed, last_use)
                     continue
                 dead = [
                     self._temporary[one]
-                    for one in (base(group.inputs[k]) for k in allowed)
+                    for one in allowed
                     if one in self._temporary and last_use[one] == number
                 ]
                 self._temporary[node] = len(self._values)
                 self._values.append(Value(node.nbytes, number, last_use.get(node, number), tuple(dead)))
-            scratch = compiled.written.scratch if compiled else ()
+            scratch = written.scratch if written else ()
             first = len(self._values)
             self._values += [Value(nbytes, number, number) for nbytes in scratch]
-            steps.append(Step(group, compiled, tuple(range(first, first + len(scratch)))))
+            steps.append(Step(group, written, tuple(range(first, first + len(scratch)))))
         return steps
 
     def _note_overwritable(
@@ -101,50 +104,56 @@ class Program:
                 if last < number or (last == number and node in allowed):
                     self._over.add((self._slot[output], slot))
 
-    def _bind_later(self) -> list[_Segment | Step]:
+    def _in_segments(self, cache: KernelCache) -> list[_Segment | Step]:
         """Runs of kernels, each bound at its first use, and the steps of the host between them."""
-        result: list[_Segment | Step] = []
+        parts: list[list[Call] | Step] = []
+        functions: dict[str, Any] = {}
         for step in self.steps:
-            if step.compiled is None:
-                result.append(step)
+            if step.written is None:
+                parts.append(step)
                 continue
-            if not result or isinstance(result[-1], Step):
-                result.append(_Segment())
-            segment = result[-1]
-            assert isinstance(segment, _Segment)
-            self._add(segment, step, step.compiled)
-        return result
+            calls = self._calls(step, step.written)
+            if step.written.function is not None:
+                functions[calls[0].source.name] = step.written.function
+            if parts and isinstance(parts[-1], list):
+                parts[-1].extend(calls)
+            else:
+                parts.append(calls)
+        if self.device.capabilities.vector_width > 1:
+            parts = [one if isinstance(one, Step) else chained(one, cache.name("chain")) for one in parts]
+        sources = [call.source for part in parts if isinstance(part, list) for call in part]
+        kernels = iter(cache.kernels(sources, functions))
+        return [one if isinstance(one, Step) else _Segment(one, kernels) for one in parts]
 
-    def _add(self, segment: _Segment, step: Step, compiled: Compiled) -> None:
+    def _calls(self, step: Step, written: Written) -> list[Call]:
         group = step.group
-        nodes = [base(node) for node in (*group.outputs, *group.inputs)]
-        places = [self._place(node) for node in nodes]
+        places = [self._place(base(node)) for node in (*group.outputs, *group.inputs)]
         places += [(0, self.plan.offsets[value] // UNIT) for value in step.scratch]
-        for launch, kernel in zip(compiled.written.launches, compiled.kernels, strict=True):
-            number = len(segment.launches)
-            taken = [places[at] for at in launch.buffers]
-            fixed = [None] * len(taken) + [offset for _, offset in taken] + list(launch.scalars)
-            for position, (slot, _) in enumerate(taken):
-                segment.slots.setdefault(slot, []).append((number, position))
-            if group.kind != "lone" or compiled.written.function is not None:
-                for node, name in constants(group):
-                    key = number_key(node, name)
-                    segment.numbers.setdefault(self._numbers[key], []).append((number, len(fixed)))
-                    fixed.append(None)
-            segment.launches.append((kernel, launch.source.grid, launch.source.group, fixed))
+        fused = group.kind != "lone" or written.function is not None
+        named = constants(group) if fused else []
+        numbers = tuple(self._numbers[number_key(node, name)] for node, name in named)
+        return [
+            Call(
+                source=launch.source,
+                places=tuple(places[at] for at in launch.buffers),
+                scalars=launch.scalars,
+                numbers=numbers,
+                work=_work(group),
+            )
+            for launch in written.launches
+        ]
 
     def _place(self, node: Node) -> tuple[int, int]:
         """The slot of a value's buffer, and its place there in units."""
         if node in self._temporary:
             return 0, self.plan.offsets[self._temporary[node]] // UNIT
-        return self._slot[node], _NOTHING
+        return self._slot[node], 0
 
     # Running
 
     def may_overwrite(self, output: int, number: int) -> bool:
         """Whether a wanted value can be written over an input: the input is read for the last time before."""
-        node = self._wanted[output]
-        return (self._slot[node], 1 + number) in self._over and self._wanted.count(node) == 1
+        return (self._slot[self._wanted[output]], 1 + number) in self._over and not self._shared[output]
 
     def run(
         self, inputs: Sequence[Buffer], numbers: Sequence[Any], over: Mapping[int, int] | None = None
@@ -165,8 +174,8 @@ class Program:
                 else:
                     self._on_host(segment.group, buffers, numbers)
         result = [buffers[self._slot[node]] for node in self._wanted]
-        for buffer, node in zip(result, self._wanted, strict=True):
-            if node not in self.outputs or self._wanted.count(node) > 1:
+        for buffer, shared in zip(result, self._shared, strict=True):
+            if shared:
                 buffer.shared = True
         return result
 
@@ -192,10 +201,18 @@ class Program:
 class _Segment:
     """Launches that follow one another, and the arguments of theirs that change from run to run."""
 
-    def __init__(self) -> None:
-        self.launches: list[tuple[Any, Any, Any, list[Any]]] = []  # kernel, grid, group, arguments
-        self.slots: dict[int, list[tuple[int, int]]] = {}  # where each buffer goes: (launch, position)
-        self.numbers: dict[int, list[tuple[int, int]]] = {}  # where each constant goes
+    def __init__(self, calls: Sequence[Call], kernels: Iterator[Kernel]) -> None:
+        self._launches: list[tuple[Any, Any, Any, list[Any]]] = []  # kernel, grid, group, arguments
+        self._slots: dict[int, list[tuple[int, int]]] = {}  # where each buffer goes: (launch, position)
+        self._places: dict[int, list[tuple[int, int]]] = {}  # where each constant goes
+        for number, call in enumerate(calls):
+            args: list[Any] = [None] * len(call.places) + [unit for _, unit in call.places] + [*call.scalars]
+            for position, (slot, _) in enumerate(call.places):
+                self._slots.setdefault(slot, []).append((number, position))
+            for position, constant in enumerate(call.numbers, len(args)):
+                self._places.setdefault(constant, []).append((number, position))
+            args += [None] * len(call.numbers)
+            self._launches.append((next(kernels), call.source.grid, call.source.group, args))
         self._bound: Launches | None = None
         # What the arguments are now. A program must keep no memory from being used again.
         self._memories: dict[int, tuple[weakref.ref[Memory], int]] = {}
@@ -205,31 +222,43 @@ class _Segment:
         """Record the launches."""
         stream = device.stream
         if self._bound is None:
-            for slot, places in self.slots.items():
+            for slot, places in self._slots.items():
                 self._fill(places, buffers[slot])
-            for at, places in self.numbers.items():
+            for at, places in self._places.items():
                 self._fill(places, numbers[at])
-            self._bound = stream.bind([(*how, tuple(args)) for *how, args in self.launches])
-            self.launches.clear()
+            self._bound = stream.bind([(*how, tuple(args)) for *how, args in self._launches])
+            self._launches.clear()
         else:
-            for slot, places in self.slots.items():
+            for slot, places in self._slots.items():
                 memory, offset = self._memories[slot]
                 if memory() is not buffers[slot].memory or offset != buffers[slot].offset:
                     stream.rebind(self._bound, places, buffers[slot])
-            for at, places in self.numbers.items():
+            for at, places in self._places.items():
                 if self._numbers[at] != numbers[at]:
                     stream.rebind(self._bound, places, numbers[at])
-        used = [buffers[slot] for slot in self.slots]
+        used = [buffers[slot] for slot in self._slots]
         self._memories = {
-            slot: (weakref.ref(one.memory), one.offset) for slot, one in zip(self.slots, used, strict=True)
+            slot: (weakref.ref(one.memory), one.offset) for slot, one in zip(self._slots, used, strict=True)
         }
-        self._numbers = {at: numbers[at] for at in self.numbers}
+        self._numbers = {at: numbers[at] for at in self._places}
         stream.replay(self._bound, tuple({id(one.usage): one for one in used}.values()))
         stream.forget(self._bound)
 
     def _fill(self, places: Sequence[tuple[int, int]], arg: Any) -> None:
         for launch, position in places:
-            self.launches[launch][3][position] = arg
+            self._launches[launch][3][position] = arg
+
+
+def _work(group: Group) -> int:
+    """About how many items times operations a group takes."""
+    total = 0
+    for node in group.nodes:
+        if node.primitive is MATMUL:
+            total += node.size * node.inputs[0].shape[-1] // 8  # in vectors
+        elif node.primitive not in FREE:
+            source = max((node, *node.inputs), key=lambda one: one.size)
+            total += source.size * (8 if node.primitive in COSTLY or group.kind == "lone" else 1)
+    return total
 
 
 def number_key(node: Node, name: str) -> Constant:

@@ -156,7 +156,7 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
         moved += read + written
         names = " ".join(node.primitive.name for node in group.nodes)
         outputs = ", ".join(f"{node.dtype}{list(node.shape)}" for node in group.outputs)
-        where = group.kind if step.compiled else "host"
+        where = group.kind if step.written else "host"
         traffic = f"{format_bytes(read)} read, {format_bytes(written)} written"
         lines.append(f"{number}. {where} [{names}] -> {outputs}: {traffic}")
     plan = program.plan

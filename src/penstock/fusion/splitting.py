@@ -18,7 +18,7 @@ _LARGE = 1 << 15  # items, from which on a second kernel pays
 
 
 def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
-    """For each output a node with the same value, up to the order of sums; computed nodes stay as they are."""
+    """For each output a node with the same value, up to the order of sums; computed nodes stay."""
     new: dict[Node, Node] = {}
     for node in topological(outputs):
         if node.value is not None:

@@ -62,6 +62,7 @@ SIGNED, UNSIGNED = (int8, int16, int32, int64), (uint8, uint16, uint32, uint64)
 HALVES = (bfloat16, float16)  # stored only: they are computed in float32, and rounded once at the end
 FLOATING, COMPLEX = (*HALVES, float32, float64), (complex64, complex128)
 ALL = (bool_, *SIGNED, *UNSIGNED, *FLOATING, *COMPLEX)
+_BY_NUMPY = {dtype.numpy: dtype for dtype in ALL}
 _BY_NAME = {dtype.name: dtype for dtype in ALL}
 
 
@@ -71,7 +72,8 @@ def checked(dtype: Any) -> DType:
         return dtype
     try:
         if dtype is not None:
-            return _BY_NAME[np.dtype(dtype).name]
+            found = np.dtype(dtype)
+            return _BY_NUMPY.get(found) or _BY_NAME[found.name]  # in another order of bytes, it has the name
     except (TypeError, KeyError):
         pass
     raise TypeError(f"{dtype!r} is no dtype of Penstock; there are {', '.join(_BY_NAME)}")

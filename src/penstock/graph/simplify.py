@@ -1,7 +1,7 @@
 """Simplification: the same values with fewer nodes. Every rule keeps results equal to the last bit.
 
-Equal nodes become one, and what changes nothing is left out. Nodes that no output needs are never reached, and
-so are gone. No rule looks at the value of a constant: it is an argument of a program, not a part of it.
+Equal nodes become one, and what changes nothing is left out. Nodes that no output needs are never reached,
+and so are gone. No rule looks at the value of a constant: it is an argument of a program, not a part of it.
 """
 
 from __future__ import annotations

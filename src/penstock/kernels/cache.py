@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from penstock.device.driver import Kernel
 from penstock.fusion.groups import Group
 from penstock.kernels.philox import PHILOX
-from penstock.kernels.source import HALVES_PRELUDE, OPENCL_PRELUDE, VECTOR_PRELUDE
+from penstock.kernels.source import HALVES_PRELUDE, OPENCL_PRELUDE, VECTOR_PRELUDE, KernelSource
 from penstock.kernels.writer import Written, structure, write
 from penstock.runtime import Device
 
 _MAX_KERNELS = 512
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A group's launches and their kernels."""
-
-    written: Written
-    kernels: tuple[Kernel, ...]
 
 
 class KernelCache:
@@ -29,39 +21,59 @@ class KernelCache:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._known: OrderedDict[Hashable, Compiled | None] = OrderedDict()
-        self._count = 0  # of kernels so far, which makes their names differ
+        self._written: OrderedDict[Hashable, Written | None] = OrderedDict()
+        self._kernels: OrderedDict[str, Kernel] = OrderedDict()  # by names, which are given once
+        self._count = 0
 
-    def compiled(self, groups: Sequence[Group]) -> list[Compiled | None]:
-        """The kernels of each group; None where the device has none for it. What is new is compiled at once."""
-        keys = [structure(group) for group in groups]
-        new: dict[Hashable, Written] = {}
-        for key, group in zip(keys, groups, strict=True):
-            if key not in self._known and key not in new:
-                self._count += 1
-                written = write(group, self._device.capabilities, self._count)
-                if written is None:
-                    self._known[key] = None
-                else:
-                    new[key] = written
-        self._known.update(self._compile(new))
-        result = [self._known[key] for key in keys]
-        for key in keys:
-            self._known.move_to_end(key)
-        while len(self._known) > _MAX_KERNELS:
-            self._known.popitem(last=False)
-        return result
+    def name(self, prefix: str) -> str:
+        """A name that no other kernel has."""
+        self._count += 1
+        return f"{prefix}_{self._count}"
 
-    def _compile(self, new: Mapping[Hashable, Written]) -> Iterator[tuple[Hashable, Compiled]]:
-        """A compiler takes longer to start than for a kernel, so all kernels are one source."""
-        sources = {launch.source.name: launch.source for one in new.values() for launch in one.launches}
-        if not sources:
-            return
-        functions = {one.launches[0].source.name: one.function for one in new.values() if one.function}
-        signatures = {name: source.signature for name, source in sources.items()}
-        text = "\n".join(source.text for source in sources.values())
-        random = PHILOX if "philox(" in text else ""
-        whole = functions or OPENCL_PRELUDE + VECTOR_PRELUDE + random + text
-        kernels = self._device.compile(whole, signatures)  # type: ignore[arg-type]
-        for key, written in new.items():
-            yield key, Compiled(written, tuple(kernels[one.source.name] for one in written.launches))
+    def written(self, group: Group) -> Written | None:
+        """The source of a group; None where the device has no kernel for it."""
+        key = structure(group)
+        if key not in self._written:
+            self._count += 1
+            self._written[key] = write(group, self._device.capabilities, self._count)
+        _touch(self._written, key)
+        return self._written[key]
+
+    def kernels(self, sources: Sequence[KernelSource], functions: Mapping[str, Any]) -> list[Kernel]:
+        """The kernels of sources, or on the host of functions by name. What is new is compiled at once.
+
+        A compiler takes longer to start than for a kernel, so all new kernels are one text.
+        """
+        found = {
+            source.name: self._kernels[source.name] for source in sources if source.name in self._kernels
+        }
+        new = {source.name: source for source in sources if source.name not in found}
+        if new:
+            # Chains change words of the prelude, so they come last.
+            texts = sorted((source.text for source in new.values()), key=lambda text: "chain_group" in text)
+            text = "\n".join(texts)
+            whole: Any = {name: functions[name] for name in new if name in functions}
+            whole = whole or _with_prelude(text)
+            found |= self._device.compile(whole, {name: source.signature for name, source in new.items()})
+        for name, kernel in found.items():
+            self._kernels[name] = kernel
+            _touch(self._kernels, name)
+        return [found[source.name] for source in sources]
+
+
+def _with_prelude(text: str) -> str:
+    """The text after the words that it uses."""
+    optional = {
+        "loose_": VECTOR_PRELUDE,
+        "BFLOAT16": HALVES_PRELUDE,
+        "round_half": HALVES_PRELUDE,
+        "philox(": PHILOX,
+    }
+    used = dict.fromkeys(part for word, part in optional.items() if word in text)
+    return "\n".join([OPENCL_PRELUDE, *used, text])
+
+
+def _touch(table: OrderedDict[Any, Any], key: Hashable) -> None:
+    table.move_to_end(key)
+    if len(table) > _MAX_KERNELS:
+        table.popitem(last=False)

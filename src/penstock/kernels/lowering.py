@@ -767,7 +767,7 @@ class _Row(_Lowering):
                 source = node.inputs[0]
                 value = scopes.value(source, unflatten(self._number, source.shape, scopes.variables))
                 wide = scopes.widened(value, scopes.lanes)
-                known = dict((lanes, name) for name, lanes in lanes_of[node])
+                known = {lanes: name for name, lanes in lanes_of[node]}
                 name = known.get(scopes.lanes) or scopes.name("sum")
                 if scopes.lanes not in known:
                     lanes_of[node].append((name, scopes.lanes))

@@ -100,7 +100,7 @@ def _has(dtype: str, capabilities: Capabilities) -> bool:
 
 
 def write(group: Group, capabilities: Capabilities, number: int) -> Written | None:
-    """What computes a group; None where the device has no kernel for it. Names of kernels end in the number."""
+    """What computes a group, in kernels whose names end in the number; None where the device has none."""
     name = f"{_name(group)}_{number}"
     if capabilities.language == "numpy":
         return _host(group, name)
@@ -150,7 +150,7 @@ def _host(group: Group, name: str) -> Written:
             part = memory[int(place) * UNIT :][: node.nbytes]
             arrays.append(part.view(node.dtype).reshape(node.shape))
         known = dict(zip(group.inputs, arrays[len(group.outputs) :], strict=True))
-        given = {key: number for key, number in zip(constants(group), numbers, strict=True)}
+        given = dict(zip(constants(group), numbers, strict=True))
         for node in group.nodes:
             known[node] = computed(
                 node,

@@ -2,9 +2,10 @@
 
 A value that takes the place of a dead one forms one block with it. The blocks that live at the step where the
 most bytes are live get stacked without a gap. The others follow outward in time from there, each in the
-smallest gap that it fits: those born later in the order of their births, those that died before as if time ran
-backwards. For the networks that people train, that already reaches the lower bound. Otherwise the blocks at the
-top of the arena push others out of their places below, which look for new ones, within a fixed amount of work.
+smallest gap that it fits: those born later in the order of their births, those that died before as if time
+ran backwards. For the networks that people train, that already reaches the lower bound. Otherwise the blocks
+at the top of the arena push others out of their places below, which look for new ones, within a fixed amount
+of work.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ STEP_WORK = 250  # what finding one place costs besides
 ATTEMPT_WORK = 120_000  # for steps that push something out
 TOTAL_WORK = 1_200_000  # about 0.1 s
 TOTAL_WORK_PER_BLOCK = 1200
+SMALL_EXCESS = 0.005  # of the lower bound: worth the work of one more attempt and no more
 
 
 class Value(NamedTuple):
@@ -216,6 +218,8 @@ def _tighten(blocks: _Blocks, load: Ints, offsets: Ints) -> Ints:
     work = min(TOTAL_WORK, TOTAL_WORK_PER_BLOCK * len(size))
     failures = 0
     while work > 0 and (excess := int((offsets + size).max()) - bound) > 0:
+        if excess < bound * SMALL_EXCESS:
+            work = min(work, ATTEMPT_WORK)
         capacity = bound + excess - max(excess >> (1 + failures % 5), 1)
         trial = np.where(offsets + size > capacity, NOWHERE, offsets)
         fits, spent = _repack(_Blocks(size, born, dies), trial, capacity, weight, work)

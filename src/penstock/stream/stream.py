@@ -100,7 +100,7 @@ class Stream:
                 self._driver.rebind(program.bound[launch], position, dtype, native)
 
     def replay(self, program: Program, buffers: tuple[Buffer, ...] | None = None) -> None:
-        """Record a program's launches, in order. `buffers` are all that they touch, if not those of `bind`."""
+        """Record a program's launches, in order; `buffers`: all that they touch, if not those of `bind`."""
         if buffers is not None:
             program.buffers = buffers
             program.commands = [(kernel, grid, group, buffers) for kernel, grid, group, _ in program.commands]

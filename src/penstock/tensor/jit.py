@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from penstock.errors import CaptureError
-from penstock.graph.node import DType, Node, Shape, leaf, topological
+from penstock.graph.node import LEAF, DType, Node, Shape, leaf, topological
 from penstock.memory.buffer import Buffer
 from penstock.program import Program
 from penstock.realize import Structure, programs, realize
@@ -50,9 +50,9 @@ def jit(*, donate: int | Sequence[int] = ()) -> Callable[[F], F]: ...
 def jit(function: Any = None, *, donate: int | Sequence[int] = ()) -> Any:
     """Capture a function of tensors at its first call, and replay it as one program from then on.
 
-    A call with other shapes, dtypes or Python values captures anew. Results are fresh tensors; tensors that the
-    function changes in place are changed by every replay. The memory of arguments at the positions `donate` may
-    be used for results: these tensors cannot be used afterwards.
+    A call with other shapes, dtypes or Python values captures anew. Results are fresh tensors; tensors that
+    the function changes in place are changed by every replay. The memory of arguments at the positions
+    `donate` may be used for results: these tensors cannot be used afterwards.
     """
     positions = (donate,) if isinstance(donate, int) else tuple(donate)
     if function is None:
@@ -83,8 +83,8 @@ class _Jitted:
             found = self._captured.get(key)
         except TypeError:
             raise CaptureError(
-                f"arguments of a jitted function are tensors, and Python values that can be compared by value; "
-                f"{key!r} cannot"
+                f"arguments of a jitted function are tensors, and Python values that can be compared by "
+                f"value, which these cannot: {key!r}"
             ) from None
         if found is None or not found.still_true():
             with self._lock:
@@ -150,8 +150,8 @@ class _Tracing:
         for one in topological([node]):
             if one.value is _UNKNOWN or id(one) in known:
                 raise CaptureError(
-                    f"the value of {one.dtype}{list(one.shape)} was asked for inside a jitted function, where "
-                    f"only shapes and dtypes are known; read it outside, or use where() instead of if"
+                    f"the value of {one.dtype}{list(one.shape)} was asked for inside a jitted function, "
+                    f"where only shapes and dtypes are known; read it outside, or use where() instead of if"
                 )
 
     def restore(self) -> None:
@@ -275,51 +275,61 @@ class _Captured:
         """Whether what the capture found outside is still so."""
         return all((tensor.grad is None) == without for tensor, without in self.guards)
 
+    def __post_init__(self) -> None:
+        outside = {
+            id(t.tensor): at for at, t in enumerate(self.changed, self.results) if t.tensor is not None
+        }
+        # Tensors that can be written over themselves: input, tensor, output, place among the wanted.
+        self._in_place: list[tuple[int, Tensor, int, int]] = []
+        for at, source in enumerate(self.sources):
+            place = outside.get(id(source.tensor), -1)
+            output = self.wanted[place]
+            if source.tensor is not None and place >= 0 and isinstance(output, int) and self._may(output, at):
+                self._in_place.append((at, source.tensor, output, place))
+
+    def _may(self, output: int, number: int) -> bool:
+        return self.program is not None and self.program.may_overwrite(output, number)
+
     def replay(self, arguments: list[Tensor]) -> Any:
         """Run the program on what the arguments and the tensors from outside hold now."""
         inputs = [source.buffer(arguments) for source in self.sources]
         found: list[Buffer] = []
+        over, settled = self._free_memory(inputs)
         if self.program is not None:
-            over = self._free_memory(arguments, inputs)
             found = self.program.run(inputs, self.numbers, over)
-        buffers = [found[one] if isinstance(one, int) else one.buffer(arguments) for one in self.wanted]
-        del inputs, found
         for at in self.donated:
             arguments[at]._node = leaf(_DONATED, arguments[at].shape, arguments[at].dtype)
-        nodes = [leaf(buffer, *kind) for buffer, kind in zip(buffers, self.kinds, strict=True)]
+        nodes: list[Node | None] = []
+        for place, (one, kind) in enumerate(zip(self.wanted, self.kinds, strict=True)):
+            buffer = found[one] if isinstance(one, int) else one.buffer(arguments)
+            nodes.append(None if place in settled else leaf(buffer, *kind))
         for target, node in zip(self.changed, nodes[self.results :], strict=False):
-            changed = target.tensor if target.tensor is not None else arguments[target.argument or 0]
-            changed._become(node)
-        grads = iter(nodes[self.results + len(self.changed) :])
+            if node is not None:
+                changed = target.tensor if target.tensor is not None else arguments[target.argument or 0]
+                changed._become(node)
+        rest = iter([Tensor(node, self.device) for node in nodes[self.results + len(self.changed) :] if node])
         for tensor, there in self.grads:
-            tensor.grad = Tensor(next(grads), self.device) if there else None
-        results = iter([Tensor(node, self.device) for node in nodes[: self.results]])
+            tensor.grad = next(rest) if there else None
+        results = iter([Tensor(node, self.device) for node in nodes[: self.results] if node is not None])
         return _replaced(self.result, results)
 
-    def _free_memory(self, arguments: list[Tensor], inputs: list[Buffer]) -> dict[int, int]:
-        """Which outputs are written over which inputs: memory to which nothing else refers."""
+    def _free_memory(self, inputs: list[Buffer]) -> tuple[dict[int, int], set[int]]:
+        """Which outputs are written over which inputs, that nothing else refers to; what then stays."""
         over: dict[int, int] = {}
-        assert self.program is not None
-        targets = {
-            id(t.tensor): at for at, t in enumerate(self.changed, self.results) if t.tensor is not None
-        }
-        for at, source in enumerate(self.sources):
-            if inputs[at].shared:
-                continue
-            if source.argument in self.donated:
-                candidates = [one for one in self.wanted if isinstance(one, int)]
-            elif id(source.tensor) in targets and source.tensor is not None:
-                output = self.wanted[targets[id(source.tensor)]]
-                # The node is the tensor's alone: one reference, and one of the call that counts.
-                alone = sys.getrefcount(source.tensor._node) <= 2
-                candidates = [output] if isinstance(output, int) and alone else []
-            else:
-                continue
-            free = (one for one in candidates if one not in over and self.program.may_overwrite(one, at))
-            found = next(free, None)
-            if found is not None:
-                over[found] = at
-        return over
+        settled: set[int] = set()
+        for at, tensor, output, place in self._in_place:
+            # The node is the tensor's alone: one reference, and one of the call that counts.
+            if not inputs[at].shared and sys.getrefcount(tensor._node) <= 2:
+                over[output] = at
+                if tensor._node.primitive is LEAF:
+                    settled.add(place)
+        for at, source in enumerate(self.sources) if self.donated else ():
+            if source.argument in self.donated and not inputs[at].shared:
+                free = [one for one in self.wanted if isinstance(one, int) and one not in over]
+                found = next((one for one in free if self._may(one, at)), None)
+                if found is not None:
+                    over[found] = at
+        return over, settled
 
 
 def _stand_in(tensor: Tensor) -> Tensor:

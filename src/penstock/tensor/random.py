@@ -26,7 +26,7 @@ from penstock.tensor.core import Tensor, capture, from_numpy, record, resolve
 from penstock.tensor.manipulation import concat
 
 _64_BITS = 1 << 64
-_CAPTURED = 0x5851F42D4C957F2D  # added to the key of what jitted functions draw, so that it is another sequence
+_CAPTURED = 0x5851F42D4C957F2D  # in the key of what jitted functions draw: another sequence
 
 
 class Generator:

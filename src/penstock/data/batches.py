@@ -1,0 +1,173 @@
+"""Batches in a shuffled order that is computed, not stored: sample number n is the same one always.
+
+Every epoch has an order of its own, and each item has one place in it. So a stream is resumed by the number
+of its next sample alone, in any process, and the order costs no memory however long the data is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isqrt
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.data.errors import DataError
+
+Array = npt.NDArray[Any]
+Ints = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+_ROUNDS = 6  # half-steps of the permutation
+_BLOCK = 1024  # samples whose order is computed at once
+_PHASE = _ROUNDS  # the number of the hash that shifts an epoch's windows; those before it permute
+
+
+class TextBatches:
+    """Batches of windows of a text, without end: arrays (batch, context + 1) of int32 ids.
+
+    Inputs are `ids[:, :-1]` and targets are `ids[:, 1:]`, so both are views of one upload. The windows of an
+    epoch lie side by side, and each is seen once in it; where the first one begins differs between epochs. A
+    batch may reach over the end of an epoch.
+    """
+
+    def __init__(self, tokens: Array, batch: int, context: int, seed: int, start: int = 0) -> None:
+        _check_batch(batch, start)
+        self._tokens = np.asarray(tokens)
+        if self._tokens.ndim != 1 or self._tokens.dtype.kind not in "iu":
+            raise DataError(
+                f"tokens are integers in one dimension, and {self._tokens.dtype} of shape "
+                f"{self._tokens.shape} was given"
+            )
+        if context < 1 or len(self._tokens) <= context:
+            raise DataError(
+                f"windows of a context of {context} need {max(context, 1) + 1} tokens, "
+                f"and there are {len(self._tokens)}"
+            )
+        self.batch, self.context, self.seed = batch, context, seed
+        steps = len(self._tokens) - 1
+        self.epoch_samples = max(steps // context - 1, 1)  # windows; one less than fit, so that all can shift
+        self._shifts = min(steps - self.epoch_samples * context, context - 1) + 1
+        self._starts = _InBlocks(self._window_starts)
+        self._offsets = np.arange(context + 1)
+        self._next = start
+
+    def __iter__(self) -> TextBatches:
+        return self
+
+    def __next__(self) -> npt.NDArray[np.int32]:
+        starts = self._starts(self._next, self.batch)
+        self._next += self.batch
+        return self._tokens.take(starts[:, None] + self._offsets).astype(np.int32)
+
+    def state(self) -> int:
+        """The number of the next sample: what `start` takes to go on from here."""
+        return self._next
+
+    def _window_starts(self, samples: Ints) -> Ints:
+        epochs, windows = shuffled(samples, self.epoch_samples, self.seed)
+        shifts = _hash(self.seed, epochs, _PHASE) % np.uint64(self._shifts)
+        return shifts.astype(np.int64) + windows * self.context
+
+
+class ArrayBatches:
+    """Batches of the rows of arrays that have the same first axis, without end: tuples of arrays.
+
+    Every row is seen once an epoch. A batch ends with its epoch: the rows that do not fill a last one are
+    left out, others in each epoch, unless `keep_last` asks for a shorter batch.
+    """
+
+    def __init__(
+        self, *arrays: npt.ArrayLike, batch: int, seed: int, start: int = 0, keep_last: bool = False
+    ) -> None:
+        _check_batch(batch, start)
+        self._arrays = tuple(np.asarray(array) for array in arrays)
+        shapes = [array.shape for array in self._arrays]
+        rows = {shape[0] if shape else 0 for shape in shapes}
+        if len(rows) != 1 or rows == {0}:
+            raise DataError(f"arrays need the same number of rows, at least one; their shapes are {shapes}")
+        self.epoch_samples = rows.pop()
+        self.batch, self.seed, self.keep_last = batch, seed, keep_last
+        if batch > self.epoch_samples and not keep_last:
+            raise DataError(f"a batch of {batch} cannot be filled with {self.epoch_samples} rows")
+        self._rows = _InBlocks(lambda samples: shuffled(samples, self.epoch_samples, seed)[1])
+        self._next = start
+
+    @property
+    def epoch_batches(self) -> int:
+        """How many batches an epoch has."""
+        return -(-self.epoch_samples // self.batch) if self.keep_last else self.epoch_samples // self.batch
+
+    def __iter__(self) -> ArrayBatches:
+        return self
+
+    def __next__(self) -> tuple[Array, ...]:
+        left = self.epoch_samples - self._next % self.epoch_samples
+        if left < self.batch and not self.keep_last:
+            self._next += left
+            left = self.epoch_samples
+        size = min(self.batch, left)
+        rows = self._rows(self._next, size)
+        self._next += size
+        return tuple(array[rows] for array in self._arrays)
+
+    def state(self) -> int:
+        """The number of the next sample: what `start` takes to go on from here."""
+        return self._next
+
+
+def shuffled(samples: Ints, count: int, seed: int) -> tuple[Ints, Ints]:
+    """The epoch of each sample, and which of `count` items it is: a permutation of them in every epoch.
+
+    An item is a pair of digits, and each digit in turn is shifted by a hash of the other one. Each of these
+    steps can be undone, so all of them are a permutation, of a few more than `count` pairs; what leads out of
+    the items is permuted again until it comes back.
+    """
+    epochs, items = np.divmod(samples, count)
+    high = isqrt(count - 1) + 1
+    low = -(-count // high)
+    outside = np.arange(len(items))
+    keys = [_hash(seed, epochs, number) for number in range(_ROUNDS)]
+    while len(outside):
+        first, second = np.divmod(items[outside].astype(np.uint64), np.uint64(low))
+        for number in range(0, _ROUNDS, 2):
+            first = (first + _mixed(second ^ keys[number][outside]) % np.uint64(high)) % np.uint64(high)
+            second = (second + _mixed(first ^ keys[number + 1][outside]) % np.uint64(low)) % np.uint64(low)
+        items[outside] = first * np.uint64(low) + second
+        outside = outside[items[outside] >= count]
+    return epochs, items
+
+
+class _InBlocks:
+    """A function of sample numbers, computed for many of them at once."""
+
+    def __init__(self, function: Callable[[Ints], Ints]) -> None:
+        self._function = function
+        self._first = 0
+        self._results = np.empty(0, np.int64)
+
+    def __call__(self, start: int, number: int) -> Ints:
+        if not self._first <= start <= start + number <= self._first + len(self._results):
+            self._first = start
+            self._results = self._function(np.arange(start, start + max(number, _BLOCK)))
+        return self._results[start - self._first : start - self._first + number]
+
+
+def _hash(seed: int, epochs: Ints, number: int) -> _Words:
+    """64 bits for each epoch, that differ with the seed and the number."""
+    key = _mixed(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+    key = _mixed(key ^ np.uint64(number))
+    return _mixed(key ^ epochs.astype(np.uint64))
+
+
+def _mixed(words: _Words) -> _Words:
+    """Every bit of the result depends on every bit given: the finishing steps of SplitMix64."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _check_batch(batch: int, start: int) -> None:
+    if batch < 1 or start < 0:
+        raise DataError(f"a batch has 1 or more samples and starts at 0 or later; given: {batch} and {start}")

@@ -1,0 +1,182 @@
+"""Batches made and uploaded ahead of their use, by a thread.
+
+Consumer and thread share a `_Line`, and the thread knows nothing else. So a `Prefetch` that nobody holds any
+more is finalised, which stops its thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar, overload
+
+from penstock.data.batches import Array
+from penstock.data.errors import DataError
+from penstock.runtime import Device
+from penstock.tensor.core import Tensor, resolve
+from penstock.tensor.creation import asarray
+
+T_co = TypeVar("T_co", covariant=True)
+
+_PATIENCE = 10.0  # seconds for a batch that is being made when its thread is asked to stop
+
+
+class Batches(Protocol[T_co]):
+    """What can be prefetched: TextBatches, ArrayBatches, or anything else with these two."""
+
+    def __next__(self) -> T_co:
+        """The next batch: an array or a tuple of arrays. StopIteration ends it."""
+
+    def state(self) -> int:
+        """The number of the next sample."""
+
+
+class Prefetch(Generic[T_co]):
+    """Batches as tensors on a device, up to `depth` of them made ahead by a thread.
+
+    Each array goes up in one copy that nothing waits for. Use it in a `with` block, or `close` it; it also
+    ends with the program, and when nobody holds it any more. `batches` belongs to the thread from here on: to
+    go on later, make new ones that start at `state()`.
+    """
+
+    @overload
+    def __init__(
+        self: Prefetch[Tensor], batches: Batches[Array], device: Device | str | None = None, depth: int = 3
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: Prefetch[tuple[Tensor, ...]],
+        batches: Batches[tuple[Array, ...]],
+        device: Device | str | None = None,
+        depth: int = 3,
+    ) -> None: ...
+    def __init__(self, batches: Batches[Any], device: Device | str | None = None, depth: int = 3) -> None:
+        if depth < 1:
+            raise DataError(f"a depth of 1 or more batches is needed, and {depth} was given")
+        where = resolve(device)
+        self.waited_seconds = 0.0  # how long `next` has waited for batches in all
+        self._state = batches.state()
+        self._line = _Line(lambda: _uploaded(next(batches), where), batches.state, depth)
+        weakref.finalize(self, self._line.stop).atexit = False  # `_stop_all` comes before devices are closed
+
+    def __iter__(self) -> Prefetch[T_co]:
+        return self
+
+    def __next__(self) -> T_co:
+        start = time.perf_counter()
+        try:
+            batch, self._state = self._line.take()
+        finally:
+            self.waited_seconds += time.perf_counter() - start
+        return batch  # type: ignore[no-any-return]
+
+    def state(self) -> int:
+        """The state of the batches after the last one that was taken from here, not the last one made."""
+        return self._state
+
+    def close(self) -> None:
+        """Stop the thread and drop what it made ahead. Safe to call twice."""
+        self._line.stop()
+        self._line.join()
+
+    def __enter__(self) -> Prefetch[T_co]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Line:
+    """What stands between the thread and its consumer: the batches that are ready, at most `depth`."""
+
+    def __init__(self, make: Callable[[], Any], state: Callable[[], int], depth: int) -> None:
+        self._make, self._batches_state = make, state
+        self._depth = depth
+        self._ready: deque[tuple[Any, int]] = deque()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._error: BaseException | None = None  # why no more will come; StopIteration at the end
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="penstock prefetch", daemon=True)
+        _lines.add(self)
+        self._thread.start()
+
+    def take(self) -> tuple[Any, int]:
+        """The next batch and the state after it, or the error of the thread when its batches are used up."""
+        if self._process != os.getpid():
+            raise DataError("a Prefetch made before a fork has no thread in the child; make a new one there")
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error or self._stopped)
+            if self._stopped:
+                raise DataError("this Prefetch was closed")
+            if self._ready:
+                item = self._ready.popleft()
+                self._changed.notify_all()
+                return item
+            assert self._error is not None
+            raise self._error
+
+    def stop(self) -> None:
+        """Tell the thread to end, without waiting: a finaliser may call this inside any other call."""
+        if self._process != os.getpid():
+            return  # the thread is the parent's
+        with self._changed:
+            self._stopped = True
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, which it does after the batch that it is making."""
+        if self._process == os.getpid():
+            self._thread.join(_PATIENCE)
+
+    def _run(self) -> None:
+        try:
+            while self._has_room():
+                item = self._make(), self._batches_state()
+                with self._changed:
+                    if not self._stopped:
+                        self._ready.append(item)
+                        self._changed.notify_all()
+                del item  # the consumer's alone
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+        finally:
+            del self._make, self._batches_state  # they hold the data
+
+    def _has_room(self) -> bool:
+        """Wait until another batch may be made; False when there is to be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
+            return not self._stopped
+
+
+def _uploaded(batch: Array | tuple[Array, ...], device: Device) -> Tensor | tuple[Tensor, ...]:
+    if isinstance(batch, tuple):
+        return tuple(asarray(array, device=device) for array in batch)
+    return asarray(batch, device=device)
+
+
+_lines: weakref.WeakSet[_Line] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    running = list(_lines)
+    for line in running:
+        line.stop()
+    for line in running:
+        line.join()
+
+
+# After `registry`, which this module imports, so it runs before that closes the devices.
+atexit.register(_stop_all)

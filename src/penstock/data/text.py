@@ -1,0 +1,249 @@
+"""Where text comes from: files and folders of the user, or the sources of the running Python.
+
+A `Text` is read in pieces of about a MiB, as often as wanted. Whatever happens to its files meanwhile is
+noted in `skipped` and never ends the reading.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import stat
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+from penstock.config import format_bytes, parse_bytes
+from penstock.data.errors import DataError
+
+_SUFFIXES = re.compile(
+    r"\.(txt|text|md|markdown|rst|org|tex|html?|xml|srt|log|csv|tsv|jsonl?|toml|ya?ml|ini|cfg|pyi?|c|h|cc|cpp|hpp"
+    r"|cu|cl|rs|go|java|kt|scala|m?js|jsx|tsx?|css|rb|pl|php|lua|sh|sql|r|jl|hs|ml|swift|cs|f90)",
+    re.IGNORECASE,
+)
+_NOT_SOURCES = frozenset(["site-packages", "dist-packages", "test", "tests", "__pycache__"])
+_PIECE = 1 << 20  # bytes read at once
+_SNIFFED = 8 << 10  # bytes in which a binary file shows itself by a zero
+# No tokenizer here joins what stands before white space with what follows, so a cut there changes no token.
+_CUT = re.compile(rb"[!-~](?=[ \n])")
+_CUT_SEARCHED = 4 << 10  # bytes at a piece's end in which such a place is looked for
+_MARK = "\N{BYTE ORDER MARK}"  # some editors begin files with it; it is no text
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Text:
+    """Files of text, in order. Iterating reads them piece by piece, with a line break between two files."""
+
+    def __init__(self, files: Mapping[Path, int], skipped: Mapping[Path, str] | None = None) -> None:
+        self._sizes = dict(files)
+        self.skipped = dict(skipped or {})  # why a file is not, or not wholly, used
+        self.replaced: dict[Path, int] = {}  # how many undecodable places of a file became U+FFFD
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, in the order in which they are read."""
+        return tuple(self._sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Their size when they were found."""
+        return sum(self._sizes.values())
+
+    def __iter__(self) -> Iterator[str]:
+        read = ""
+        for path in self._sizes:
+            between = "\n" if read else ""
+            for piece in self._pieces(path):
+                read = between + piece
+                yield read
+                between = ""
+
+    def read(self) -> str:
+        """All of it in memory."""
+        return "".join(self)
+
+    def summary(self) -> str:
+        """What is used, what is not and why, for people."""
+        lines = [f"{len(self._sizes)} files, {format_bytes(self.nbytes)}"]
+        if self.replaced:
+            number = sum(self.replaced.values())
+            lines.append(
+                f"not UTF-8, and replaced by U+FFFD: {number} places in {_some(map(str, self.replaced))}"
+            )
+        if self.skipped:
+            lines.append(f"skipped: {_some(f'{path} ({why})' for path, why in self.skipped.items())}")
+        return "\n".join(lines)
+
+    def _pieces(self, path: Path) -> Iterator[str]:
+        self.skipped.pop(path, None)
+        self.replaced.pop(path, None)
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < self._sizes[path]:
+                    self.skipped[path] = f"shrank from {self._sizes[path]} to {size} bytes"
+                    return
+                for number, data in enumerate(_pieces_of(file, size)):
+                    piece, wrong = _decoded(data)
+                    if wrong:
+                        self.replaced[path] = self.replaced.get(path, 0) + wrong
+                    yield piece if number else piece.removeprefix(_MARK)
+                if file.tell() < size:
+                    self.skipped[path] = f"shrank while it was read; its first {file.tell()} bytes are used"
+        except FileNotFoundError:
+            self.skipped[path] = "vanished"
+        except OSError as error:
+            self.skipped[path] = _reason(error)
+
+
+def find_text(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Text:
+    """The text of a file, of a folder and the folders in it, or of a list of both.
+
+    From a folder come files with the suffixes of text and of source code, in a fixed order that mixes them:
+    the end of the text is like the rest of it. Hidden files are left out. Empty, binary and unreadable files
+    are skipped, and `Text.skipped` says so. Raises DataError where a path does not exist or nothing is left.
+    """
+    given = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+    skipped: dict[Path, str] = {}
+    candidates: dict[Path, None] = {}
+    for path in given:
+        if os.path.isdir(path):
+            inside = [found for found in _walk(path, skipped) if _SUFFIXES.fullmatch(found.suffix)]
+            candidates |= dict.fromkeys(_mixed(inside, path))
+        elif os.path.lexists(path):
+            candidates[path] = None
+        else:
+            raise DataError(f"there is no file or folder {path}")
+    sizes = {}
+    for path in candidates:
+        size, why = _examine(path)
+        if why:
+            skipped[path] = why
+        else:
+            sizes[path] = size
+    text = Text(sizes, skipped)
+    if not sizes:
+        raise no_text(text, _some(map(str, given)) if given else "an empty list of paths")
+    return text
+
+
+def python_sources(limit: int | str = "8MiB") -> Text:
+    """Text that every machine has: the sources of Python's standard library, without its tests.
+
+    Whole files in a fixed, mixed order, until the next one would pass `limit` bytes.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    skipped: dict[Path, str] = {}
+    found = [path for path in _walk(folder, skipped, _NOT_SOURCES) if path.suffix == ".py"]
+    sizes: dict[Path, int] = {}
+    left = parse_bytes(limit)
+    for path in _mixed(found, folder):
+        size, why = _examine(path)
+        if why:
+            continue  # an empty __init__.py is nothing to report
+        if size > left:
+            break
+        sizes[path] = size
+        left -= size
+    if not sizes:
+        raise no_text(Text({}, skipped), f"{folder} within {format_bytes(parse_bytes(limit))}")
+    return Text(sizes, skipped)
+
+
+def pieces(text: str | Text) -> Iterator[str]:
+    """A string or a Text in pieces that are cut by the same rules."""
+    if isinstance(text, Text):
+        yield from text
+    else:
+        data = text.encode(errors="replace")  # a lone surrogate becomes a question mark
+        for piece in _pieces_of(io.BytesIO(data), len(data)):
+            yield piece.decode()
+
+
+def no_text(text: str | Text, where: str = "") -> DataError:
+    """The error for text that has nothing in it; it names the files and why each was of no use."""
+    if isinstance(text, str):
+        return DataError("the text is empty")
+    reasons = _some(f"{path} ({why})" for path, why in text.skipped.items())
+    where = where or _some(map(str, text.files))
+    return DataError(f"there is no text in {where}" + (f"; skipped: {reasons}" if reasons else ""))
+
+
+def _walk(folder: Path, skipped: dict[Path, str], left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
+    def unreadable(error: OSError) -> None:
+        skipped[Path(error.filename or folder)] = _reason(error)
+
+    for place, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+        yield from (Path(place, name) for name in names if not name.startswith("."))
+
+
+def _mixed(paths: Iterable[Path], folder: Path) -> list[Path]:
+    """An order that depends on the names only, and that keeps no neighbours together."""
+
+    def key(path: Path) -> bytes:
+        return blake2b(path.relative_to(folder).as_posix().encode(errors="surrogateescape")).digest()
+
+    return sorted(paths, key=key)
+
+
+def _examine(path: Path) -> tuple[int, str]:
+    """A file's size, and why it is of no use if it is not."""
+    try:
+        info = os.stat(path)
+        if not stat.S_ISREG(info.st_mode):
+            return 0, "not a regular file"
+        if not info.st_size:
+            return 0, "empty"
+        with open(path, "rb") as file:
+            return info.st_size, "binary" if b"\0" in file.read(_SNIFFED) else ""
+    except OSError as error:
+        return 0, _reason(error)
+
+
+def _pieces_of(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """The first `size` bytes, cut where it changes nothing; fewer where the file ends before."""
+    left, rest = size, b""
+    while left and (block := file.read(min(_PIECE, left))):
+        left = size - file.tell()
+        data = rest + block
+        cut = _cut(data) if left else len(data)
+        rest = data[cut:]
+        if cut:
+            yield data[:cut]
+    if rest:
+        yield rest
+
+
+def _cut(data: bytes) -> int:
+    """Where to end a piece: before white space, or at least between two characters."""
+    start = max(len(data) - _CUT_SEARCHED, 0)
+    places = [match.end() for match in _CUT.finditer(data, start)]
+    if places:
+        return places[-1]
+    cut = len(data) - 1
+    while cut > 0 and len(data) - cut < 4 and 0x80 <= data[cut] < 0xC0:
+        cut -= 1
+    return cut
+
+
+def _decoded(data: bytes) -> tuple[str, int]:
+    """The characters, and how many of them stand for what is not UTF-8."""
+    try:
+        return data.decode(), 0
+    except UnicodeDecodeError:
+        text = data.decode(errors="replace")
+        return text, text.count(_REPLACEMENT) - data.count(_REPLACEMENT.encode())
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or type(error).__name__).lower()
+
+
+def _some(items: Iterable[str], most: int = 5) -> str:
+    listed = list(items)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more

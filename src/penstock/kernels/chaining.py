@@ -1,0 +1,77 @@
+"""Small kernels that follow one another, as one: a launch on a CPU takes longer than they do.
+
+Each becomes a function, and one thread calls them in order, so each finds what those before it wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.kernels.source import C_TYPES, KernelSource, head
+
+_SMALL = 100_000  # items times operations; about as long as two launches
+_MAX_CALLS = 64  # in one chain, whose text a compiler has to take
+
+
+@dataclass(frozen=True)
+class Call:
+    """A launch before it is bound: what its arguments are, apart from buffers and constants themselves."""
+
+    source: KernelSource
+    places: tuple[tuple[int, int], ...]  # of each buffer: its number in the program, and the unit there
+    scalars: tuple[int, ...]
+    numbers: tuple[int, ...]  # of the constants in the program
+    work: int
+
+
+def chained(calls: Sequence[Call], name: str) -> list[Call]:
+    """The calls, of which neighbours that are small are one. Names of chains begin with `name`."""
+    result: list[Call] = []
+    run: list[Call] = []
+    for call in [*calls, None]:
+        if call is not None and call.work <= _SMALL and len(run) < _MAX_CALLS:
+            run.append(call)
+            continue
+        result += [_chain(run, f"{name}_{len(result)}")] if len(run) > 1 else run
+        run = []
+        if call is not None:
+            (run if call.work <= _SMALL else result).append(call)
+    return result
+
+
+def _chain(calls: Sequence[Call], name: str) -> Call:
+    slots = sorted({slot for call in calls for slot, _ in call.places})
+    numbers: dict[int, str] = {}
+    for call in calls:
+        dtypes = call.source.scalars[len(call.scalars) :]
+        numbers.update(zip(call.numbers, dtypes, strict=True))
+    functions = {call.source.name: _function(call.source, f"{name}_{call.source.name}") for call in calls}
+    buffers = [("uint8", f"b{slot}") for slot in slots]
+    constants = [(dtype, f"c{number}") for number, dtype in numbers.items()]
+    body = [_called(call, f"{name}_{call.source.name}") for call in calls]
+    # A thread by itself needs no memory of its group, and runs the groups of a call one after the other.
+    text = [
+        "#undef GROUP\n#undef LOCAL\n#define GROUP(axis) chain_group\n#define LOCAL",
+        *functions.values(),
+        head(name, buffers, [], constants) + "\n".join(body) + "\n}\n",
+    ]
+    source = KernelSource(name, "\n".join(text), ("uint8",) * len(slots), tuple(numbers.values()), (1,), (1,))
+    places = tuple((slot, 0) for slot in slots)
+    return Call(source, places, (), tuple(numbers), sum(call.work for call in calls))
+
+
+def _function(source: KernelSource, name: str) -> str:
+    return source.text.replace(f"KERNEL {source.name}(", f"static void {name}(int chain_group, ")
+
+
+def _called(call: Call, name: str) -> str:
+    buffers = [
+        f"(GLOBAL {C_TYPES[dtype]} *)b{slot}"
+        for dtype, (slot, _) in zip(call.source.buffers, call.places, strict=True)
+    ]
+    places = [str(unit) for _, unit in call.places]
+    rest = [*map(str, call.scalars), *(f"c{number}" for number in call.numbers)]
+    loop = f"for (int group = 0; group < {math.prod(call.source.grid)}; group++)"
+    return f"    {loop} {name}(group, {', '.join([*buffers, *places, *rest])});"

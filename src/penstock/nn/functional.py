@@ -1,0 +1,279 @@
+"""Networks' functions, composed of tensor operations; the fuser makes them few kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from penstock.tensor import random
+from penstock.tensor.arithmetic import exp, log, sqrt, tanh, where
+from penstock.tensor.autograd import checkpoint
+from penstock.tensor.core import Tensor
+from penstock.tensor.creation import arange, zeros, zeros_like
+from penstock.tensor.linear import matmul
+from penstock.tensor.manipulation import astype, concat, reshape
+from penstock.tensor.reduction import max as max_
+from penstock.tensor.reduction import mean
+from penstock.tensor.reduction import sum as sum_
+
+_ROW_ITEMS = 1 << 22  # logits, or scores, that are held at a time
+
+
+# Activations
+
+
+def relu(x: Tensor) -> Tensor:
+    """`x` where it is positive, else 0; at 0 the gradient is 0."""
+    return where(x <= 0, 0, x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), which does not overflow."""
+    return tanh(x * 0.5) * 0.5 + 0.5
+
+
+def silu(x: Tensor) -> Tensor:
+    """`x * sigmoid(x)`."""
+    return x * sigmoid(x)
+
+
+def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
+    """`x` times the chance that a normal number is below it; exactly, or by a tanh as in GPT-2."""
+    if approximate == "tanh":
+        return x * 0.5 * (tanh(x * 0.7978845608028654 * (x * x * 0.044715 + 1)) + 1)
+    if approximate != "none":
+        raise ValueError(f"gelu is computed by 'tanh' or by 'none', and {approximate!r} was given")
+    return x * 0.5 * (erf(x * math.sqrt(0.5)) + 1)
+
+
+def erf(x: Tensor) -> Tensor:
+    """The error function, to about the last digit of float32."""
+    z = where(x < 0, -x, x)
+    t = 1 / (z * 0.5 + 1)
+    series = _horner(t, _ERFC)
+    tail = t * exp(-z * z + series)
+    result = 1 - tail
+    small = x * _horner(x * x, _ERF)
+    return where(z < 0.5, small, where(x < 0, -result, result))
+
+
+# erfc(z) = t exp(-z^2 + P(t)) with t = 1 / (1 + z / 2), relative error below 1.2e-7.
+_ERFC = (
+    -1.26551223,
+    1.00002368,
+    0.37409196,
+    0.09678418,
+    -0.18628806,
+    0.27886807,
+    -1.13520398,
+    1.48851587,
+    -0.82215223,
+    0.17087277,
+)
+# erf(x) = x P(x^2) by its Taylor series, for |x| < 0.5.
+_ERF = tuple(2 / math.sqrt(math.pi) * (-1) ** n / (math.factorial(n) * (2 * n + 1)) for n in range(7))
+
+
+def _horner(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    total = x * 0 + coefficients[-1]
+    for coefficient in reversed(coefficients[:-1]):
+        total = total * x + coefficient
+    return total
+
+
+def softmax(x: Tensor, axis: int = -1) -> Tensor:
+    """exp(x), made to sum to 1 along an axis."""
+    e = exp(x - max_(x, axis=axis, keepdims=True).detach())
+    return e / sum_(e, axis=axis, keepdims=True)
+
+
+def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
+    """The logarithm of softmax."""
+    shifted = x - max_(x, axis=axis, keepdims=True).detach()
+    return shifted - log(sum_(exp(shifted), axis=axis, keepdims=True))
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": relu,
+    "gelu": gelu,
+    "sigmoid": sigmoid,
+    "tanh": tanh,
+    "silu": silu,
+}
+
+
+def named_activation(name: str) -> Callable[[Tensor], Tensor]:
+    """An activation by its name."""
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"{name!r} is no activation; there are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+# Layers
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    """`x @ weight.T + bias`, and an activation of it; the weight has a row for each output, as in PyTorch."""
+    result = matmul(x, weight.T)
+    if bias is not None:
+        result = result + bias
+    return result if activation is None else named_activation(activation)(result)
+
+
+def add_relu(x: Tensor, y: Tensor) -> Tensor:
+    """`relu(x + y)`."""
+    return relu(x + y)
+
+
+def mul_relu(x: Tensor, y: Tensor) -> Tensor:
+    """`relu(x * y)`."""
+    return relu(x * y)
+
+
+def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """`x * scale + shift`."""
+    return x * scale + shift
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Mean 0 and variance 1 along the last axis, then scaled and shifted."""
+    centred = x - mean(x, axis=-1, keepdims=True)
+    scaled = centred * (1 / sqrt(mean(centred * centred, axis=-1, keepdims=True) + eps))
+    scaled = scaled if weight is None else scaled * weight
+    return scaled if bias is None else scaled + bias
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Mean square 1 along the last axis, then scaled."""
+    scaled = x * (1 / sqrt(mean(x * x, axis=-1, keepdims=True) + eps))
+    return scaled if weight is None else scaled * weight
+
+
+def embedding(index: Tensor, weight: Tensor) -> Tensor:
+    """The rows of `weight` that the whole numbers in `index` name."""
+    if index._node.dtype.kind not in "iu":
+        raise TypeError(f"embedding looks up whole numbers, and {index.dtype} was given")
+    return weight[index]
+
+
+def dropout(x: Tensor, probability: float = 0.5, training: bool = True) -> Tensor:
+    """Some items 0, each with the given probability, and the others larger to make up for it."""
+    if not 0 <= probability < 1:
+        raise ValueError(f"dropout needs a probability in [0, 1), and {probability} was given")
+    if not training or probability == 0:
+        return x
+    keep = random.Generator.bernoulli(random.default_generator, 1 - probability, x.shape)
+    return where(keep, x * (1 / (1 - probability)), zeros_like(x))
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """softmax(query @ key.T * scale) @ value, over the last two axes; a causal one looks at no later key.
+
+    Long contexts are done in parts of the queries, and each part again for the gradient: the scores of all
+    queries are never there at once. With fewer queries than keys, the last query goes with the last key.
+    """
+    if query.ndim < 2 or query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+        shapes = f"{query.shape}, {key.shape} and {value.shape}"
+        raise ValueError(f"attention: shapes {shapes} do not fit together")
+    queries, keys = query.shape[-2], key.shape[-2]
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    others = math.prod(query.shape[:-2])
+    rows = max(16, _ROW_ITEMS // max(1, others * keys))
+    if rows >= queries:
+        return _attention(query, key, value, keys - queries, is_causal, factor)
+    parts = []
+    for start in range(0, queries, rows):
+        stop = min(start + rows, queries)
+        last = keys - queries + stop if is_causal else keys
+        offset = keys - queries + start
+        parts.append(
+            checkpoint(
+                lambda q, k, v, offset=offset: _attention(q, k, v, offset, is_causal, factor),
+                query[..., start:stop, :],
+                key[..., :last, :],
+                value[..., :last, :],
+            )
+        )
+    return concat(parts, axis=-2)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, offset: int, is_causal: bool, factor: float
+) -> Tensor:
+    """Attention of queries of which the first goes with the key at `offset`."""
+    scores = matmul(query, key.mT) * factor
+    if is_causal and query.shape[-2] > 1:
+        rows = reshape(arange(offset, offset + query.shape[-2], device=query.device), (-1, 1))
+        seen = rows >= arange(key.shape[-2], device=query.device)
+        scores = where(seen, scores, -math.inf)
+    return matmul(softmax(scores), value)
+
+
+# Losses
+
+
+def mse_loss(x: Tensor, target: Tensor) -> Tensor:
+    """The mean of the squared differences."""
+    if x.shape != target.shape:
+        raise ValueError(f"mse_loss: shapes {x.shape} and {target.shape} differ")
+    difference = x - target
+    return mean(difference * difference)
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """The mean of -log softmax(logits)[target], over the targets that are not `ignore_index`."""
+    _check_targets(logits.shape[:-1], target, label_smoothing)
+    rows = reshape(logits, (-1, logits.shape[-1]))
+    losses, counted = _row_losses(rows, reshape(target, (-1,)), ignore_index, label_smoothing)
+    return sum_(losses) / sum_(counted)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """`cross_entropy(x @ weight.T, target)`, of which only part of the logits is there at a time."""
+    _check_targets(x.shape[:-1], target, label_smoothing)
+    rows, targets = reshape(x, (-1, x.shape[-1])), reshape(target, (-1,))
+    step = max(16, _ROW_ITEMS // weight.shape[0])
+    if rows.shape[0] <= step:
+        return cross_entropy(matmul(rows, weight.T), targets, ignore_index, label_smoothing)
+    total = count = zeros((), device=x.device)
+    for start in range(0, rows.shape[0], step):
+        part = targets[start : start + step]
+
+        def losses(x: Tensor, weight: Tensor, part: Tensor = part) -> Tensor:
+            found, _ = _row_losses(matmul(x, weight.T), part, ignore_index, label_smoothing)
+            return sum_(found)
+
+        loss = checkpoint(losses, rows[start : start + step], weight)
+        counted = sum_(astype(part != ignore_index, loss.dtype))
+        total, count = total + loss, count + counted
+    return total / count
+
+
+def _check_targets(rows: tuple[int, ...], target: Tensor, smoothing: float) -> None:
+    if target.shape != rows:
+        raise ValueError(f"cross_entropy: {rows} rows of logits and targets of shape {target.shape}")
+    if target._node.dtype.kind not in "iu":
+        raise TypeError(f"targets are whole numbers, and {target.dtype} was given")
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"label_smoothing is in [0, 1), and {smoothing} was given")
+
+
+def _row_losses(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float) -> tuple[Tensor, Tensor]:
+    """The loss of each row, 0 where it is ignored, and 1 or 0 for whether it is not."""
+    shifted = logits - max_(logits, axis=-1, keepdims=True).detach()
+    chosen = reshape(target, (-1, 1)) == arange(logits.shape[-1], dtype=target.dtype, device=logits.device)
+    picked = sum_(where(chosen, shifted, zeros_like(shifted)), axis=-1)
+    total = log(sum_(exp(shifted), axis=-1))
+    loss = total - picked
+    if smoothing:
+        loss = loss * (1 - smoothing) + (total - mean(shifted, axis=-1)) * smoothing
+    counted = astype(target != ignore_index, logits.dtype)
+    return loss * counted, counted

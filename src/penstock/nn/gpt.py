@@ -1,0 +1,281 @@
+"""A GPT: a transformer that predicts the next token, in the shape of GPT-2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
+from penstock.nn.layers import Dropout, Embedding, LayerNorm, Linear, Where
+from penstock.nn.module import Module
+from penstock.tensor import random
+from penstock.tensor.arithmetic import where
+from penstock.tensor.core import Tensor, no_grad, resolve
+from penstock.tensor.creation import arange, asarray, zeros
+from penstock.tensor.jit import jit
+from penstock.tensor.linear import matmul
+from penstock.tensor.manipulation import permute_dims, reshape
+
+_INITIAL_SPREAD = 0.02  # standard deviation of the first weights, as in GPT-2
+
+
+class CausalSelfAttention(Module):
+    """Every position looks at itself and those before it, with several heads."""
+
+    def __init__(
+        self, width: int, heads: int, dropout: float = 0.0, bias: bool = True, device: Where = None
+    ) -> None:
+        if width % heads:
+            raise ValueError(f"a width of {width} cannot be divided among {heads} heads")
+        self.heads = heads
+        self.qkv = Linear(width, 3 * width, bias, device)
+        self.out = Linear(width, width, bias, device)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """The mix of the values of all positions up to each one."""
+        batch, length, width = x.shape
+        parts = reshape(self.qkv(x), (batch, length, 3, self.heads, width // self.heads))
+        query, key, value = (permute_dims(parts[:, :, k], (0, 2, 1, 3)) for k in range(3))
+        if cache is None:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            mixed = cache.attend(query, key, value)
+        joined = reshape(permute_dims(mixed, (0, 2, 1, 3)), (batch, length, width))
+        result: Tensor = self.dropout(self.out(joined))
+        return result
+
+
+class Block(Module):
+    """Attention and a two-layer network, each beside a residual path."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        eps: float = 1e-5,
+        device: Where = None,
+    ) -> None:
+        self.norm1 = LayerNorm(width, eps, bias, device)
+        self.attention = CausalSelfAttention(width, heads, dropout, bias, device)
+        self.norm2 = LayerNorm(width, eps, bias, device)
+        self.up = Linear(width, 4 * width, bias, device)
+        self.down = Linear(4 * width, width, bias, device)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """The next values of the residual path."""
+        x = x + self.attention(self.norm1(x), cache)
+        result: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        return result
+
+
+class GPT(Module):
+    """Token ids to the logits of the token that follows each."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        context: int = 128,
+        width: int = 384,
+        layers: int = 6,
+        heads: int = 6,
+        dropout: float = 0.0,
+        bias: bool = True,
+        eps: float = 1e-5,
+        device: Where = None,
+    ) -> None:
+        for name, number in (("vocab_size", vocab_size), ("context", context), ("layers", layers)):
+            if number < 1:
+                raise ValueError(f"a GPT needs a {name} of 1 or more, and {number} was given")
+        self.vocab_size, self.context, self.width, self.heads = vocab_size, context, width, heads
+        self.eps = eps
+        self.tokens = Embedding(vocab_size, width, device)
+        self.positions = Embedding(context, width, device)
+        self.dropout = Dropout(dropout)
+        self.blocks = [Block(width, heads, dropout, bias, eps, device) for _ in range(layers)]
+        self.norm = LayerNorm(width, eps, bias, device)
+        self._draw_weights()
+
+    def _draw_weights(self) -> None:
+        residual = _INITIAL_SPREAD / math.sqrt(2 * len(self.blocks))
+        generator = random.default_generator
+        for name, tensor in self.named_parameters():
+            if name.endswith("bias"):
+                value = zeros(tensor.shape)
+            elif "norm" in name:
+                continue
+            else:
+                last = name.endswith(("out.weight", "down.weight"))
+                value = generator.normal(tensor.shape, 0.0, residual if last else _INITIAL_SPREAD)
+            moved = value.to_device(tensor.device).realize()
+            tensor._become(moved._node)
+
+    # In training
+
+    def features(self, token_ids: Tensor) -> Tensor:
+        """What the last norm gives for each position."""
+        if token_ids.ndim != 2 or token_ids.shape[1] > self.context:
+            raise ValueError(
+                f"token ids have shape (batch, length up to {self.context}), and {token_ids.shape} was given"
+            )
+        positions = arange(token_ids.shape[1], device=token_ids.device)
+        x = self.dropout(self.tokens(token_ids) + self.positions(positions))
+        for block in self.blocks:
+            x = block(x)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """The logits of the token after each position, of shape (batch, length, vocab_size)."""
+        return matmul(self.features(token_ids), self.tokens.weight.T)
+
+    def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy; targets of -100 do not count. Not all logits are there at once."""
+        return F.linear_cross_entropy(self.features(token_ids), self.tokens.weight, targets)
+
+    # In use
+
+    def generate(
+        self,
+        prompt: npt.ArrayLike,
+        count: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> Iterator[int]:
+        """Tokens that follow a prompt, one after the other; a temperature of 0 takes the likeliest each time.
+
+        Keys and values of what came before are kept. Beyond the context, the oldest half is forgotten.
+        """
+        ids = [int(one) for one in np.asarray(prompt).reshape(-1)]
+        if not ids or not all(0 <= one < self.vocab_size for one in ids):
+            most = self.vocab_size - 1
+            raise ValueError(f"a prompt has token ids from 0 to {most}, and {ids[:8]} was given")
+        sampler = Sampler(temperature, top_k, top_p, seed)
+        training = self.training
+        self.eval()
+        try:
+            decoder = Decoder(self)
+            window: list[int] = []
+            pending = ids[-self.context :]
+            for _ in range(count):
+                if len(window) + len(pending) > self.context:
+                    pending = (window + pending)[-(self.context // 2 or 1) :]
+                    window = []
+                    decoder.reset()
+                for one in pending:
+                    logits = decoder.step(one)
+                window += pending
+                found = sampler.pick(logits)
+                yield found
+                pending = [found]
+        finally:
+            self.train(training)
+
+    # Hugging Face's layout
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, device: Where = None) -> GPT:
+        """A GPT-2 from a folder with `config.json` and `model.safetensors`."""
+        from penstock.nn.pretrained import load
+
+        return load(cls, Path(folder), device)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the same layout that `from_pretrained` reads."""
+        from penstock.nn.pretrained import save
+
+        save(self, Path(folder))
+
+
+class Cache:
+    """Keys and values of the positions so far, of one layer, in memory for the whole context."""
+
+    def __init__(self, model: GPT, position: Tensor) -> None:
+        shape = (1, model.heads, model.context, model.width // model.heads)
+        self.keys = zeros(shape, device=position.device).realize()
+        self.values = zeros(shape, device=position.device).realize()
+        self._position = position
+        self._context = model.context
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Take in one more position, and mix the values of all so far."""
+        places = arange(self._context, device=query.device)
+        here = reshape(places == self._position, (1, 1, self._context, 1))
+        self.keys._rebind(where(here, key, self.keys))
+        self.values._rebind(where(here, value, self.values))
+        scores = matmul(query, self.keys.mT) * query.shape[-1] ** -0.5
+        scores = where(places <= self._position, scores, -math.inf)
+        return matmul(F.softmax(scores), self.values)
+
+
+class Decoder:
+    """A model that is given one token after the other, as one program for all of them."""
+
+    def __init__(self, model: GPT) -> None:
+        self._model = model
+        self._device = resolve(model.tokens.weight.device)
+        self._position = zeros((), dtype=arange(1).dtype, device=self._device).realize()
+        self._caches = [Cache(model, self._position) for _ in model.blocks]
+        self._step = jit(self._one)
+
+    def reset(self) -> None:
+        """Forget everything so far."""
+        self._position._rebind(zeros((), dtype=self._position.dtype, device=self._device))
+
+    def step(self, token: int) -> npt.NDArray[Any]:
+        """The logits of what follows one more token."""
+        with no_grad():
+            logits = self._step(asarray(np.array([[token]]), device=self._device))
+        found: npt.NDArray[Any] = logits.numpy()
+        return found
+
+    def _one(self, token: Tensor) -> Tensor:
+        model = self._model
+        x = model.tokens(token) + model.positions(reshape(self._position, (1,)))
+        for block, cache in zip(model.blocks, self._caches, strict=True):
+            x = block(x, cache)
+        self._position._rebind(self._position + 1)
+        return reshape(matmul(model.norm(x), model.tokens.weight.T), (model.vocab_size,))
+
+
+class Sampler:
+    """Picks a token by its logits."""
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if temperature < 0:
+            raise ValueError(f"a temperature is 0 or more, and {temperature} was given")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k is 1 or more, and {top_k} was given")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p is in (0, 1], and {top_p} was given")
+        self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
+        self._random = np.random.default_rng(seed)
+
+    def pick(self, logits: npt.NDArray[Any]) -> int:
+        """One token: of the `top_k` likeliest, and of those that together have the chance `top_p`."""
+        if self._temperature == 0:
+            return int(np.argmax(logits))
+        order = np.argsort(-logits, kind="stable")[: self._top_k]
+        scaled = logits[order].astype(np.float64) / self._temperature
+        chances = np.exp(scaled - scaled[0])
+        chances /= chances.sum()
+        if self._top_p is not None:
+            kept = int(np.searchsorted(np.cumsum(chances), self._top_p)) + 1
+            order, chances = order[:kept], chances[:kept] / chances[:kept].sum()
+        return int(self._random.choice(order, p=chances))

@@ -1,0 +1,139 @@
+"""The base of all layers: a plain tree of tensors and modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.runtime import Device
+from penstock.tensor.core import Tensor, from_numpy, no_grad
+
+
+class Module:
+    """A layer or a network. Its attributes that are tensors, modules, or lists of them, are its parts.
+
+    Tensors that require a gradient are its parameters.
+    """
+
+    training = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module computes; subclasses say."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward()")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    # Its parts
+
+    def named_tensors(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Every tensor in the tree with its path, such as `layers.0.weight`; a shared one once."""
+        seen: set[int] = set()
+        for name, tensor in _tensors(self, prefix):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that is trained, with its path."""
+        return ((name, tensor) for name, tensor in self.named_tensors() if tensor.requires_grad)
+
+    def parameters(self) -> list[Tensor]:
+        """Every tensor that is trained."""
+        return [tensor for _, tensor in self.named_parameters()]
+
+    def modules(self) -> Iterator[Module]:
+        """This module and all inside it."""
+        yield self
+        for value in vars(self).values():
+            yield from _modules(value)
+
+    # Its state
+
+    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
+        """All values by their paths, as NumPy arrays of their own."""
+        futures = {name: tensor.numpy_async() for name, tensor in self.named_tensors()}
+        return {name: future.wait() for name, future in futures.items()}
+
+    def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
+        """Take over values; a KeyError or ValueError, before anything changes, names what does not fit."""
+        tensors = dict(self.named_tensors())
+        missing, unknown = sorted(set(tensors) - set(state)), sorted(set(state) - set(tensors))
+        if missing or unknown:
+            raise KeyError(f"the state lacks {missing or 'nothing'} and has {unknown or 'nothing'} beyond it")
+        arrays = {name: np.asarray(state[name]) for name in tensors}
+        for name, tensor in tensors.items():
+            if arrays[name].shape != tensor.shape:
+                raise ValueError(f"{name} has shape {tensor.shape}, and {arrays[name].shape} was given")
+        for name, tensor in tensors.items():
+            _assign(tensor, from_numpy(arrays[name].astype(tensor._node.dtype.numpy), tensor.device))
+
+    # Modes and moves
+
+    def train(self, mode: bool = True) -> Module:
+        """Behave as in training (dropout is on), or not; the module itself."""
+        for module in self.modules():
+            module.training = mode
+        return self
+
+    def eval(self) -> Module:
+        """Behave as in use, without dropout; the module itself."""
+        return self.train(False)
+
+    def to(self, target: Device | str | Any) -> Module:
+        """Move all tensors to a device, or its fractions to a dtype; the module itself."""
+        from penstock.tensor.dtypes import KINDS, checked
+        from penstock.tensor.manipulation import astype
+
+        is_device = isinstance(target, Device) or (isinstance(target, str) and _names_device(target))
+        for _, tensor in self.named_tensors():
+            with no_grad():
+                if is_device:
+                    moved = tensor.to_device(target)
+                    tensor.device = moved.device
+                elif tensor._node.dtype.kind == "f":
+                    dtype = checked(target)
+                    if dtype not in KINDS["real floating"]:
+                        raise TypeError(f"the tensors of a module are fractions, and {target} was given")
+                    moved = astype(tensor, dtype)
+                else:
+                    continue
+                _assign(tensor, moved)
+        return self
+
+
+def _names_device(target: str) -> bool:
+    from penstock.tensor.dtypes import ALL
+
+    return target not in [str(dtype) for dtype in ALL]
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Module):
+        for name, part in vars(value).items():
+            yield from _tensors(part, f"{path}.{name}" if path else name)
+    elif isinstance(value, (list, tuple)):
+        for number, part in enumerate(value):
+            yield from _tensors(part, f"{path}.{number}" if path else str(number))
+
+
+def _modules(value: Any) -> Iterator[Module]:
+    if isinstance(value, Module):
+        yield from value.modules()
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _modules(part)
+
+
+def _assign(tensor: Tensor, value: Tensor) -> None:
+    """Another value, of any shape and dtype, in a tensor that others may hold."""
+    value.realize()
+    from penstock.graph.node import leaf
+
+    value._node.value.shared = True
+    tensor._become(leaf(value._node.value, value.shape, value._node.dtype))

@@ -1,0 +1,129 @@
+"""GPT-2 checkpoints in Hugging Face's layout: `config.json` and `model.safetensors` in a folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from penstock.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from penstock.nn.gpt import GPT
+    from penstock.nn.layers import Where
+
+_LAYERS = {
+    "ln_1": "norm1",
+    "attn.c_attn": "attention.qkv",
+    "attn.c_proj": "attention.out",
+    "ln_2": "norm2",
+    "mlp.c_fc": "up",
+    "mlp.c_proj": "down",
+}
+_TOP = {
+    "wte.weight": "tokens.weight",
+    "wpe.weight": "positions.weight",
+    "ln_f.weight": "norm.weight",
+    "ln_f.bias": "norm.bias",
+}
+_SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+_BLOCK = re.compile(r"h\.(\d+)\.(.+)\.(weight|bias)")
+_ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
+
+
+def load(kind: type[GPT], folder: Path, device: Where) -> GPT:
+    """A model of the configuration in a folder, with the weights there."""
+    config = _read_config(folder)
+    try:
+        weights = load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / 'model.safetensors'} cannot be read: {error}") from None
+    if config.get("activation_function", "gelu_new") not in _ACTIVATIONS:
+        given = config["activation_function"]
+        raise CheckpointError(f"the activation {given!r} is not GPT-2's {_ACTIVATIONS}")
+    model = kind(
+        vocab_size=config["vocab_size"],
+        context=config["n_positions"],
+        width=config["n_embd"],
+        layers=config["n_layer"],
+        heads=config["n_head"],
+        eps=config.get("layer_norm_epsilon", 1e-5),
+        device=device,
+    )
+    state = {}
+    for name, array in weights.items():
+        ours = _ours(name.removeprefix("transformer."))
+        if ours is not None:
+            # GPT-2 keeps the weights of linear layers with a row for each input.
+            state[ours] = array.T if _is_linear(ours, array) else array
+    try:
+        model.load_state_dict(state)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{folder} does not hold a GPT-2 of its own configuration: {error}") from None
+    return model
+
+
+def save(model: GPT, folder: Path) -> None:
+    """Write a model's configuration and weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": model.vocab_size,
+        "n_positions": model.context,
+        "n_embd": model.width,
+        "n_layer": len(model.blocks),
+        "n_head": model.heads,
+        "layer_norm_epsilon": model.eps,
+        "activation_function": "gelu_new",
+        "resid_pdrop": model.dropout.probability,
+        "embd_pdrop": model.dropout.probability,
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": True,
+    }
+    weights = {}
+    for name, array in model.state_dict().items():
+        theirs = f"transformer.{_theirs(name)}"
+        weights[theirs] = np.ascontiguousarray(array.T if _is_linear(name, array) else array)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    missing = [name for name in _SIZES if name not in config]
+    if missing:
+        raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
+    return config
+
+
+def _is_linear(name: str, array: npt.NDArray[Any]) -> bool:
+    return array.ndim == 2 and name.startswith("blocks.")
+
+
+def _ours(name: str) -> str | None:
+    """The name of a GPT-2 weight here; None for what is no weight, such as masks."""
+    if name in _TOP:
+        return _TOP[name]
+    found = _BLOCK.fullmatch(name)
+    if found is None or found[2] not in _LAYERS:
+        return None
+    return f"blocks.{found[1]}.{_LAYERS[found[2]]}.{found[3]}"
+
+
+def _theirs(name: str) -> str:
+    for theirs, ours in _TOP.items():
+        if name == ours:
+            return theirs
+    _, number, rest = name.split(".", 2)
+    layer, kind = rest.rsplit(".", 1)
+    return f"h.{number}.{next(t for t, o in _LAYERS.items() if o == layer)}.{kind}"

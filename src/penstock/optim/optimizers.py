@@ -1,0 +1,289 @@
+"""Optimizers: parameters change in place, by the gradients that `backward` left in them.
+
+Everything that changes from step to step (moments, rates, counts) is a tensor, so a jitted training step is
+captured once, and the updates run inside the kernels that compute the gradients, or right after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.runtime import Device
+from penstock.tensor.arithmetic import divide, isfinite, minimum, multiply, sqrt, where
+from penstock.tensor.core import Tensor, from_numpy, no_grad
+from penstock.tensor.manipulation import astype
+from penstock.tensor.reduction import all as all_
+from penstock.tensor.reduction import sum as sum_
+
+Parameters = Iterable[Tensor] | Iterable[Mapping[str, Any]]
+_FIRST_SCALE, _LARGEST_SCALE = 2.0**15, 2.0**24
+_GROWTH_STEPS = 1000  # without an overflow, until the scale of the loss is doubled
+
+
+class Optimizer:
+    """What all optimizers share: groups of parameters, the rate, clipping, halves with their masters.
+
+    Parameters are given as tensors, or as groups: dicts with `params` and what differs for them. For those in
+    half precision a float32 master is kept; with float16 `backward` scales the loss, and a step whose
+    gradients are not finite changes nothing but the scale.
+    """
+
+    def __init__(self, parameters: Parameters, lr: float, clip_norm: float | None, **defaults: float) -> None:
+        given = list(parameters)
+        groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+        self.parameters: list[Tensor] = []
+        self._settings: list[dict[str, float]] = []
+        for group in groups:
+            assert isinstance(group, Mapping)
+            settings = {name: float(group.get(name, value)) for name, value in defaults.items()}
+            for tensor in group["params"]:
+                if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+                    raise TypeError(f"an optimizer takes tensors that require a gradient, not {tensor!r}")
+                self.parameters.append(tensor)
+                self._settings.append(settings)
+        if not self.parameters:
+            raise ValueError("an optimizer needs a parameter")
+        if len({id(one) for one in self.parameters}) != len(self.parameters):
+            raise ValueError("a parameter was given twice")
+        if lr < 0 or (clip_norm is not None and clip_norm <= 0):
+            raise ValueError(f"lr is 0 or more and clip_norm above 0; {lr} and {clip_norm} were given")
+        self.clip_norm = clip_norm
+        self._device: Device = self.parameters[0].device
+        self._lr = self._number(lr)
+        self.lr = lr
+        self._state: dict[str, list[Tensor]] = {}
+        self._numbers: dict[str, Tensor] = {}
+        halves = [one for one in self.parameters if one._node.dtype.itemsize == 2]
+        self._masters: dict[int, Tensor] = {
+            id(one): from_numpy(one.numpy().astype(np.float32), one.device) for one in halves
+        }
+        if any(str(one.dtype) == "float16" for one in halves):
+            self._numbers["scale"] = self._number(_FIRST_SCALE)
+            self._numbers["good_steps"] = self._number(0)
+
+    # Use
+
+    @property
+    def lr(self) -> float:
+        """The learning rate. Setting it between steps captures nothing anew."""
+        return self._rate
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        self._rate = float(rate)
+        self._lr._become(self._number(rate)._node)
+
+    def zero_grad(self) -> None:
+        """Let go of all gradients."""
+        for tensor in self.parameters:
+            tensor.grad = None
+
+    def backward(self, loss: Tensor) -> None:
+        """`loss.backward()`, on a scaled loss where parameters are float16."""
+        scale = self._numbers.get("scale")
+        (loss if scale is None else loss * scale).backward()
+
+    def step(self) -> None:
+        """Change every parameter that has a gradient, and let go of the gradients."""
+        with no_grad():
+            grads = {
+                at: astype(tensor.grad, self._master(at).dtype)
+                for at, tensor in enumerate(self.parameters)
+                if tensor.grad is not None
+            }
+            sound = self._unscaled(grads)
+            if self.clip_norm is not None and grads:
+                factor = minimum(self.clip_norm / (self.norm(list(grads.values())) + 1e-6), 1.0)
+                grads = {at: grad * factor for at, grad in grads.items()}
+            self._count(sound)
+            for at, grad in grads.items():
+                self._change(at, grad, sound)
+            self.zero_grad()
+
+    @staticmethod
+    def norm(grads: Sequence[Tensor]) -> Tensor:
+        """The length of all gradients as one vector."""
+        total = sum_(multiply(grads[0], grads[0]))
+        for grad in grads[1:]:
+            total = total + sum_(multiply(grad, grad))
+        return sqrt(total)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
+        """Moments, counts and masters as arrays, by name and the number of the parameter."""
+        tensors = {f"{name}.{at}": one for name, row in self._state.items() for at, one in enumerate(row)}
+        tensors |= dict(self._numbers)
+        for at, tensor in enumerate(self.parameters):
+            if id(tensor) in self._masters:
+                tensors[f"master.{at}"] = self._masters[id(tensor)]
+        futures = {name: tensor.numpy_async() for name, tensor in tensors.items()}
+        found = {name: future.wait() for name, future in futures.items()}
+        found["lr"] = np.float64(self.lr)  # type: ignore[assignment]
+        return found
+
+    def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
+        """Go on from where `state_dict` was taken; a ValueError names what does not fit."""
+        mine = self.state_dict()
+        if set(mine) != set(state):
+            wrong = sorted(set(mine) ^ set(state))
+            raise ValueError(f"the state of another optimizer: {wrong[:5]} differ")
+        for name, array in mine.items():
+            if np.shape(state[name]) != np.shape(array):
+                raise ValueError(f"{name} has shape {np.shape(array)}, and {np.shape(state[name])} was given")
+        for name, row in self._state.items():
+            for at, tensor in enumerate(row):
+                self._take(tensor, state[f"{name}.{at}"])
+        for name, tensor in self._numbers.items():
+            self._take(tensor, state[name])
+        for at, one in enumerate(self.parameters):
+            if id(one) in self._masters:
+                self._take(self._masters[id(one)], state[f"master.{at}"])
+        self.lr = float(np.asarray(state["lr"]))
+
+    # For subclasses
+
+    def _update(self, at: int, value: Tensor, grad: Tensor) -> dict[str, Tensor]:
+        """What a parameter becomes (`value`), and what its state becomes, by name."""
+        raise NotImplementedError
+
+    def _advance(self) -> dict[str, Tensor]:
+        """What the numbers that all parameters share become, by name."""
+        return {}
+
+    def _add_state(self, name: str) -> None:
+        """Zeros for each parameter."""
+        self._state[name] = [
+            from_numpy(np.zeros(one.shape, self._master(at).dtype.numpy), one.device)
+            for at, one in enumerate(self.parameters)
+        ]
+
+    def _number(self, value: float) -> Tensor:
+        return from_numpy(np.array(value, np.float32), self._device)
+
+    # Inside
+
+    def _master(self, at: int) -> Tensor:
+        tensor = self.parameters[at]
+        return self._masters.get(id(tensor), tensor)
+
+    def _take(self, tensor: Tensor, array: npt.ArrayLike) -> None:
+        value = np.asarray(array).astype(tensor._node.dtype.numpy)
+        tensor._become(from_numpy(value, tensor.device)._node)
+
+    def _unscaled(self, grads: dict[int, Tensor]) -> Tensor | None:
+        """Take the scale of the loss out of gradients, and adapt it; whether they are finite."""
+        scale = self._numbers.get("scale")
+        if scale is None or not grads:
+            return None
+        sound = None
+        for at, grad in grads.items():
+            finite = all_(isfinite(grad))
+            sound = finite if sound is None else sound & finite
+            grads[at] = divide(grad, scale)
+        assert sound is not None
+        steps = where(sound, self._numbers["good_steps"] + 1, 0.0)
+        grown = minimum(where(steps >= _GROWTH_STEPS, scale * 2, scale), _LARGEST_SCALE)
+        self._numbers["good_steps"]._rebind(where(steps >= _GROWTH_STEPS, 0.0, steps))
+        scale._rebind(where(sound, grown, scale * 0.5))
+        return sound
+
+    def _count(self, sound: Tensor | None) -> None:
+        for name, value in self._advance().items():
+            old = self._numbers[name]
+            old._rebind(value if sound is None else where(sound, value, old))
+
+    def _change(self, at: int, grad: Tensor, sound: Tensor | None) -> None:
+        tensor, master = self.parameters[at], self._master(at)
+        for name, value in self._update(at, master, grad).items():
+            old = master if name == "value" else self._state[name][at]
+            new = value if sound is None else where(sound, value, old)
+            old._rebind(new.detach())
+        if master is not tensor:
+            tensor._rebind(astype(master, tensor.dtype))
+
+
+class SGD(Optimizer):
+    """Steps against the gradient, with momentum if asked for."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        lr: float = 0.01,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        clip_norm: float | None = None,
+    ) -> None:
+        super().__init__(parameters, lr, clip_norm, weight_decay=weight_decay)
+        self._momentum = momentum
+        if momentum:
+            self._add_state("velocity")
+
+    def _update(self, at: int, value: Tensor, grad: Tensor) -> dict[str, Tensor]:
+        decay = self._settings[at]["weight_decay"]
+        grad = grad + value * decay if decay else grad
+        if not self._momentum:
+            return {"value": value - grad * self._lr}
+        velocity = self._state["velocity"][at] * self._momentum + grad
+        return {"velocity": velocity, "value": value - velocity * self._lr}
+
+
+class Adam(Optimizer):
+    """Steps of about the same size in every direction, by the moments of the gradients."""
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        clip_norm: float | None = None,
+    ) -> None:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas are in [0, 1), and {betas} were given")
+        super().__init__(parameters, lr, clip_norm, weight_decay=weight_decay)
+        self._betas, self._eps = betas, eps
+        self._add_state("mean")
+        self._add_state("square")
+        # The powers of the betas, which correct the moments for their start at 0.
+        self._numbers |= {"power1": self._number(1), "power2": self._number(1)}
+
+    def _advance(self) -> dict[str, Tensor]:
+        return {f"power{k}": self._numbers[f"power{k}"] * beta for k, beta in enumerate(self._betas, start=1)}
+
+    def _update(self, at: int, value: Tensor, grad: Tensor) -> dict[str, Tensor]:
+        decay = self._settings[at]["weight_decay"]
+        first, second = self._betas
+        if decay and not self._decoupled:
+            grad = grad + value * decay
+        mean = self._state["mean"][at] * first + grad * (1 - first)
+        square = self._state["square"][at] * second + grad * grad * (1 - second)
+        size = self._lr / (1 - self._numbers["power1"])
+        spread = sqrt(square) / sqrt(1 - self._numbers["power2"]) + self._eps
+        if decay and self._decoupled:
+            value = value * (1 - self._lr * decay)
+        return {"mean": mean, "square": square, "value": value - size * mean / spread}
+
+
+class AdamW(Adam):
+    """Adam whose weight decay does not pass through the moments."""
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        clip_norm: float | None = None,
+    ) -> None:
+        super().__init__(parameters, lr, betas, eps, weight_decay, clip_norm)

@@ -1,0 +1,27 @@
+"""Learning rates over the steps of a training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+Schedule = Callable[[int], float]  # from the number of a step to its rate
+
+
+def constant(rate: float, warmup: int = 0) -> Schedule:
+    """One rate, reached in even steps at the start."""
+    return lambda step: rate * min(1.0, (step + 1) / (warmup + 1))
+
+
+def cosine(rate: float, steps: int, warmup: int = 0, least: float = 0.0) -> Schedule:
+    """Up in even steps, then down to `least` along half a cosine."""
+    if not 0 <= warmup <= steps:
+        raise ValueError(f"a warm-up of {warmup} does not fit into {steps} steps")
+
+    def at(step: int) -> float:
+        if step < warmup:
+            return rate * (step + 1) / (warmup + 1)
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return least + (rate - least) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return at

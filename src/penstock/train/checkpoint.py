@@ -1,0 +1,163 @@
+"""Checkpoints: all that a run needs to go on, in one safetensors file that is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_safetensors
+
+from penstock.data import DataError
+from penstock.data.files import written_whole
+from penstock.errors import CheckpointError, SettingError
+from penstock.train.config import Config
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+FOLDER = "checkpoints"  # inside the folder of a run
+_KEPT = 3  # of the last ones; the best one is kept besides
+_FORMAT = "penstock checkpoint 1"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a run stood after a step."""
+
+    step: int
+    config: Config
+    model: Arrays
+    optimizer: Arrays
+    generator: dict[str, int]  # the state of the random numbers
+    position: int  # the number of the next sample of the data
+    text: str  # a key of the text and of its tokenizer
+    seconds: float  # of training so far
+    validation_loss: float | None
+
+
+def save(run: Path, checkpoint: Checkpoint) -> Path:
+    """Write a checkpoint into a run's folder, then remove older ones, but not the best by validation loss.
+
+    Raises CheckpointError where it cannot be written; all that were there before are there still.
+    """
+    arrays = {f"model.{name}": _storable(array) for name, array in checkpoint.model.items()}
+    arrays |= {f"optimizer.{name}": _storable(array) for name, array in checkpoint.optimizer.items()}
+    state = json.dumps(
+        {
+            "step": checkpoint.step,
+            "config": checkpoint.config.tree(),
+            "generator": checkpoint.generator,
+            "position": checkpoint.position,
+            "text": checkpoint.text,
+            "seconds": checkpoint.seconds,
+            "validation_loss": checkpoint.validation_loss,
+        }
+    )
+    metadata = {"format": _FORMAT, "state": state, "sum": _sum(state, arrays)}
+    path = run / FOLDER / f"step-{checkpoint.step:08}.safetensors"
+    try:
+        with written_whole(path) as file:
+            file.write(to_safetensors(arrays, metadata))
+    except DataError as error:
+        kept = found(run)
+        there = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint before it"
+        raise CheckpointError(f"{error}. {there[0].upper()}{there[1:]}.") from error
+    _remove_old(run)
+    return path
+
+
+def load(path: Path) -> Checkpoint:
+    """What `save` wrote; a CheckpointError says why a file is not that, and what to do."""
+    with _reading(path) as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+        metadata = file.metadata() or {}
+    if metadata.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} is no checkpoint of a run; its format is {metadata.get('format')!r}")
+    if _sum(metadata.get("state", ""), arrays) != metadata.get("sum"):
+        raise CheckpointError(f"{path} is damaged: its content is not what was written; use an older one")
+    state = json.loads(metadata["state"])
+    try:
+        config = Config().changed(state["config"], str(path))
+    except SettingError as error:
+        raise CheckpointError(f"{path} was written by another version of Penstock: {error}") from None
+    return Checkpoint(
+        step=state["step"],
+        config=config,
+        model=_part(arrays, "model."),
+        optimizer=_part(arrays, "optimizer."),
+        generator=state["generator"],
+        position=state["position"],
+        text=state["text"],
+        seconds=state["seconds"],
+        validation_loss=state["validation_loss"],
+    )
+
+
+def found(run: Path) -> list[Path]:
+    """The files of a run's checkpoints, the oldest first; whether they are sound is not known."""
+    return sorted((run / FOLDER).glob("step-*.safetensors"))
+
+
+def load_last(run: Path) -> tuple[Checkpoint, list[str]]:
+    """The last checkpoint of a run that is sound, and why later ones are not."""
+    problems: list[str] = []
+    for path in reversed(found(run)):
+        try:
+            return load(path), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError(f"no checkpoint in {run} can be used: {'; '.join(problems)}")
+    raise CheckpointError(f"{run} holds no run with a checkpoint; `penstock train` names its folder")
+
+
+def _storable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same values in a type that NumPy knows: every half is a float32 too."""
+    return np.asarray(array, np.float32 if array.dtype.itemsize == 2 else None, order="C")
+
+
+def _sum(state: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
+    total = zlib.crc32(state.encode())
+    for name in sorted(arrays):
+        total = zlib.crc32(arrays[name].tobytes(), zlib.crc32(name.encode(), total))
+    return f"{total:08x}"
+
+
+def _part(arrays: Arrays, prefix: str) -> Arrays:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, "numpy") as file:
+            yield file
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint {path}") from None
+    except (OSError, SafetensorError, LookupError) as error:  # a LookupError: of a dtype that NumPy lacks
+        raise CheckpointError(f"{path} is damaged, or no checkpoint ({error}); use an older one") from None
+
+
+def _validation_loss(path: Path) -> float:
+    """What a checkpoint says of itself; infinity where it says nothing."""
+    with suppress(CheckpointError, ValueError), _reading(path) as file:
+        loss = json.loads((file.metadata() or {})["state"])["validation_loss"]
+        return math.inf if loss is None else float(loss)
+    return math.inf
+
+
+def _remove_old(run: Path) -> None:
+    paths = found(run)
+    best = min(paths, key=_validation_loss)
+    for path in paths[:-_KEPT]:
+        if path != best:
+            with suppress(OSError):
+                path.unlink()

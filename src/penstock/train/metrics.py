@@ -1,0 +1,106 @@
+"""What is measured at each step: a line of JSON in the run's folder, and curves of bounded length."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.data.files import written_whole
+from penstock.errors import CheckpointError
+
+FILE = "metrics.jsonl"
+_MOST_POINTS = 500  # of a curve
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One step."""
+
+    step: int  # the first is 1
+    loss: float
+    learning_rate: float
+    seconds: float  # of training so far
+    tokens_per_second: float
+    data_wait: float  # the share of the step's time in which it waited for data
+    device_wait: float  # the same for the device: on a busy one most of it
+    live_bytes: int
+    pooled_bytes: int
+    peak_bytes: int
+    limit_bytes: int | None
+    hit_rate: float  # of the pool
+    validation_loss: float | None = None
+
+
+class Curve:
+    """Values over steps. When there are too many points, neighbours become their mean."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, float]] = []
+        self._stride = 1  # values in a point
+        self._gathered: list[tuple[float, float]] = []
+
+    def add(self, step: float, value: float) -> None:
+        """One more value."""
+        self._gathered.append((step, value))
+        if len(self._gathered) < self._stride:
+            return
+        self.points.append(_mean(self._gathered))
+        self._gathered = []
+        if len(self.points) >= _MOST_POINTS:
+            self.points = [_mean(self.points[at : at + 2]) for at in range(0, len(self.points), 2)]
+            self._stride *= 2
+
+
+class MetricsLog:
+    """The file of a run's metrics, and its curves by the metrics' names."""
+
+    def __init__(self, run: Path, last_step: int) -> None:
+        """Go on after a step: lines of later ones, which a checkpoint does not know of, are removed."""
+        self._path = run / FILE
+        self.curves: dict[str, Curve] = {}
+        lines = []
+        for line, values in _lines(self._path):
+            if values["step"] <= last_step:
+                lines.append(line)
+                self._note(values)
+        with written_whole(self._path) as file:
+            file.write("".join(lines).encode())
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def add(self, metrics: Metrics) -> None:
+        """Write a line; a CheckpointError says that the disk is full."""
+        values = {name: value for name, value in asdict(metrics).items() if value is not None}
+        try:
+            self._file.write(json.dumps(values, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise CheckpointError(f"{self._path} could not be written: {error.strerror}") from error
+        self._note(values)
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):
+            self._file.close()
+
+    def _note(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            self.curves.setdefault(name, Curve()).add(values["step"], value)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The whole lines of a file, as text and as values; one that a kill cut off is left out."""
+    if path.exists():
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with suppress(ValueError):
+                    values = json.loads(line)
+                    if line.endswith("\n") and isinstance(values, dict) and "step" in values:
+                        yield line, values
+
+
+def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
+    return points[-1][0], sum(value for _, value in points) / len(points)

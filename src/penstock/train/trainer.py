@@ -1,0 +1,340 @@
+"""The training loop, and all that belongs to a run: data, model, optimizer, checkpoints, metrics, report."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import numpy.typing as npt
+
+import penstock as ps
+from penstock.config import format_bytes
+from penstock.data import (
+    ByteTokenizer,
+    CharTokenizer,
+    Prefetch,
+    Text,
+    TextBatches,
+    Tokenizer,
+    TokenStore,
+    find_text,
+    load_tokenizer,
+    python_sources,
+    train_bpe,
+)
+from penstock.data.files import written_whole
+from penstock.errors import CheckpointError, PenstockError
+from penstock.nn import GPT
+from penstock.optim import AdamW, cosine
+from penstock.stream.future import Future
+from penstock.train import checkpoint as checkpoints
+from penstock.train.checkpoint import Checkpoint
+from penstock.train.config import Config
+from penstock.train.metrics import Metrics, MetricsLog
+from penstock.train.report import write_report
+from penstock.train.view import View
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "config.toml"
+_PROMPT = 16  # tokens that begin the sample
+
+
+class TrainingError(PenstockError, RuntimeError):
+    """Training cannot go on: its loss is no number any more."""
+
+
+class Trainer:
+    """A run in its folder, new or from a checkpoint. `train` goes on until its steps are done.
+
+    It computes on the default device, and takes its random numbers from the default generator.
+    """
+
+    def __init__(self, config: Config, folder: Path, view: View, resumed: Checkpoint | None = None) -> None:
+        self.config, self.folder = config, folder
+        self.step = resumed.step if resumed else 0
+        self._view = view
+        self._device = ps.default_device()
+        ps.random.manual_seed(config.run.seed)
+        self._open_text(resumed)
+        self.model = build_model(config, self.tokenizer.vocab_size)
+        self.model.to(getattr(ps, config.model.precision))
+        self._optimizer = _make_optimizer(self.model, config)
+        self._position = 0
+        self._seconds = 0.0
+        if resumed:
+            self._restore(resumed)
+        self._write_settings()
+        self._log = MetricsLog(folder, self.step)
+        self._saved = self.step
+        self._pending: deque[tuple[int, float, list[Future[npt.NDArray[np.float32]]]]] = deque()
+        self._train_step, self._loss_of = self._steps()
+
+    # Training
+
+    def train(self) -> bool:
+        """Go on until all steps are done, or Ctrl-C; whether they are done."""
+        steps, every = self.config.run.steps, self.config.run.evaluate_every
+        batches = TextBatches(
+            self._store.train,
+            self.config.data.batch,
+            self.config.model.context,
+            self.config.run.seed,
+            self._position,
+        )
+        self._view.start(self.step, steps, self._seconds)
+        try:
+            with Prefetch(batches, self._device) as prefetch, _interruptible(self._view) as interrupted:
+                self._start_clock(prefetch)
+                while self.step < steps and not interrupted():
+                    self._advance(prefetch)
+                    if self.step % every == 0 or self.step == steps:
+                        self._evaluate_and_save(prefetch)
+                        self._start_clock(prefetch)
+                    else:
+                        # The loss before the last: the device has the last step to do meanwhile.
+                        self._record(self._finished(prefetch, leave=1))
+                self._record(self._finished(prefetch, leave=0))
+                if self.step > self._saved:
+                    self._save(None)
+        finally:
+            self._view.stop()
+            self._log.close()
+            with suppress(PenstockError):  # what is on its way is more important
+                self.report()
+        return self.step >= steps
+
+    def prompt(self) -> npt.NDArray[np.int32]:
+        """Where a sample of text may begin: tokens that were not trained on, if there are any."""
+        tokens = self._store.validation if len(self._store.validation) else self._store.train
+        return tokens[:_PROMPT].astype(np.int32)
+
+    def report(self, sample: str = "") -> None:
+        """Write `report.html`, with a sample of text if there is one."""
+        write_report(self.folder, self.config, self._log.curves, sample)
+
+    # One step
+
+    def _steps(self) -> tuple[Callable[[ps.Tensor, bool, bool], ps.Tensor], Callable[[ps.Tensor], ps.Tensor]]:
+        model, optimizer, accumulate = self.model, self._optimizer, self.config.optimizer.accumulate
+
+        @ps.jit
+        def train_step(tokens: ps.Tensor, first: bool, last: bool) -> ps.Tensor:
+            # `first` is only told apart: then there are no gradients yet, to which the new ones are added.
+            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+            optimizer.backward(loss if accumulate == 1 else loss / accumulate)
+            if last:
+                optimizer.step()
+            return loss
+
+        @ps.jit
+        def loss_of(tokens: ps.Tensor) -> ps.Tensor:
+            with ps.no_grad():
+                return model.loss(tokens[:, :-1], tokens[:, 1:])
+
+        return train_step, loss_of
+
+    def _advance(self, batches: Prefetch[ps.Tensor]) -> None:
+        """Ask for one more step. Its losses are read later."""
+        setting, number = self.config.optimizer, self.config.optimizer.accumulate
+        warmup = min(setting.warmup, self.config.run.steps)
+        schedule = cosine(setting.learning_rate, self.config.run.steps, warmup, setting.final_rate)
+        self._optimizer.lr = rate = schedule(self.step)
+        losses = []
+        for at in range(number):
+            loss = self._train_step(next(batches), at == 0, at == number - 1)
+            losses.append(loss.numpy_async())
+        self.step += 1
+        self._position = batches.state()
+        self._pending.append((self.step, rate, losses))
+
+    def _finished(self, batches: Prefetch[ps.Tensor], leave: int) -> Iterator[Metrics]:
+        """What was measured at the steps before the last ones; waits for them."""
+        tokens = self.config.data.batch * self.config.model.context * self.config.optimizer.accumulate
+        done = [self._pending.popleft() for _ in range(len(self._pending) - leave)]
+        if not done:
+            return
+        losses = [float(np.mean([future.wait() for future in futures])) for _, _, futures in done]
+        then, waited = self._clock
+        self._start_clock(batches)
+        now, waits = self._clock
+        took = max(now - then, 1e-9)
+        memory = self._device.memory_stats()
+        for (step, rate, _), loss in zip(done, losses, strict=True):
+            self._check(loss, "loss", step)
+            self._seconds += took / len(done)
+            yield Metrics(
+                step=step,
+                loss=loss,
+                learning_rate=rate,
+                seconds=self._seconds,
+                tokens_per_second=tokens * len(done) / took,
+                data_wait=(waits[0] - waited[0]) / took,
+                device_wait=(waits[1] - waited[1]) / took,
+                live_bytes=memory.live_bytes,
+                pooled_bytes=memory.pooled_bytes,
+                peak_bytes=memory.peak_bytes,
+                limit_bytes=memory.limit_bytes,
+                hit_rate=memory.pool.hit_rate,
+            )
+
+    def _start_clock(self, batches: Prefetch[ps.Tensor]) -> None:
+        self._clock = time.perf_counter(), (batches.waited_seconds, self._device.stream.waits.seconds)
+
+    def _record(self, finished: Iterator[Metrics]) -> None:
+        for metrics in finished:
+            self._log.add(metrics)
+            self._view.show(metrics)
+
+    # Every now and then
+
+    def _evaluate_and_save(self, batches: Prefetch[ps.Tensor]) -> None:
+        *earlier, last = self._finished(batches, leave=0)
+        validation = self._evaluate()
+        self._record(iter([*earlier, replace(last, validation_loss=validation)]))
+        self._save(validation)
+        self.report()
+
+    def _evaluate(self) -> float | None:
+        """The mean loss of the validation batches, the same ones each time; None where there are none."""
+        if not self._validation:
+            return None
+        self.model.eval()
+        losses = [self._loss_of(tokens).numpy_async() for tokens in self._validation]
+        self.model.train()
+        loss = float(np.mean([float(one.wait()) for one in losses]))
+        self._check(loss, "validation loss", self.step)
+        return loss
+
+    def _save(self, validation: float | None) -> None:
+        model = self.model.state_dict()
+        for name, array in model.items():
+            self._check(float(np.abs(array.astype(np.float32)).max()), f"largest of {name}", self.step)
+        checkpoints.save(
+            self.folder,
+            Checkpoint(
+                step=self.step,
+                config=self.config,
+                model=model,
+                optimizer=self._optimizer.state_dict(),
+                generator=ps.random.state(),
+                position=self._position,
+                text=self._store.path.stem,
+                seconds=self._seconds,
+                validation_loss=validation,
+            ),
+        )
+        self._saved = self.step
+
+    def _check(self, value: float, what: str, step: int) -> None:
+        if math.isfinite(value):
+            return
+        kept = checkpoints.found(self.folder)
+        there = f"The last good checkpoint is {kept[-1]}" if kept else "There is no checkpoint yet"
+        how = f"penstock train {f'--resume {self.folder} ' if kept else ''}--config FILE"
+        raise TrainingError(
+            f"the {what} is {value} at step {step}. {there}. A lower learning_rate (now "
+            f"{self.config.optimizer.learning_rate}) or a longer warmup, under [optimizer] in a file, mostly "
+            f"helps: {how}"
+        )
+
+    # The beginning
+
+    def _open_text(self, resumed: Checkpoint | None) -> None:
+        setting = self.config.data
+        text = find_text(setting.path) if setting.path else python_sources()
+        if resumed:
+            self.tokenizer = load_tokenizer(self.folder / TOKENIZER_FILE)
+        else:
+            self.tokenizer = _make_tokenizer(self.config, text)
+        self._store = TokenStore.open(text, self.tokenizer, setting.validation)
+        self._view.note(f"text: {setting.path or 'the sources of Python'}, {text.summary()}")
+        self._view.note(f"{len(self._store):,} tokens of {self.tokenizer.vocab_size:,} kinds")
+        if resumed and resumed.text != self._store.path.stem:
+            self._view.note(
+                "the text is not the one that the run began with; its batches are others from here on"
+            )
+        self._validation = []
+        if len(self._store.validation) > self.config.model.context:
+            batches = TextBatches(self._store.validation, setting.batch, self.config.model.context, seed=0)
+            self._validation = [ps.asarray(next(batches)) for _ in range(self.config.run.evaluate_batches)]
+        elif setting.validation:
+            self._view.note("the text is too short for validation; there is none")
+
+    def _restore(self, resumed: Checkpoint) -> None:
+        try:
+            self.model.load_state_dict(resumed.model)
+            self._optimizer.load_state_dict(resumed.optimizer)
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {resumed.step} in {self.folder} does not fit the settings: {error}"
+            ) from None
+        ps.random.set_state(resumed.generator)
+        self._position, self._seconds = resumed.position, resumed.seconds
+
+    def _write_settings(self) -> None:
+        with written_whole(self.folder / CONFIG_FILE) as file:
+            file.write(self.config.toml().encode())
+        self.tokenizer.save(self.folder / TOKENIZER_FILE)
+        size = sum(tensor.size for tensor in self.model.parameters())
+        where = f"{self._device.name} ({self._device.capabilities.description})"
+        limit = self._device.limit_bytes
+        within = "" if limit is None else f", within {format_bytes(limit)}"
+        self._view.note(f"a GPT of {size:,} parameters in {self.config.model.precision} on {where}{within}")
+        self._view.note(f"run: {self.folder}")
+
+
+def build_model(config: Config, vocab_size: int) -> GPT:
+    """The model of a configuration, with fresh weights, on the default device."""
+    shape = config.model
+    return GPT(vocab_size, shape.context, shape.width, shape.layers, shape.heads, shape.dropout)
+
+
+def _make_optimizer(model: GPT, config: Config) -> AdamW:
+    setting = config.optimizer
+    matrices = [tensor for tensor in model.parameters() if tensor.ndim >= 2]
+    others = [tensor for tensor in model.parameters() if tensor.ndim < 2]
+    return AdamW(
+        [{"params": matrices, "weight_decay": setting.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=setting.learning_rate,
+        betas=(setting.beta1, setting.beta2),
+        clip_norm=setting.clip_norm,
+    )
+
+
+def _make_tokenizer(config: Config, text: Text) -> Tokenizer:
+    match config.data.tokenizer:
+        case "bytes":
+            return ByteTokenizer()
+        case "characters":
+            return CharTokenizer(text)
+    return train_bpe(text, config.data.vocabulary)
+
+
+@contextmanager
+def _interruptible(view: View) -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed, as a function. A second time it interrupts at once, as ever."""
+    asked = False
+
+    def handler(_: int, __: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        view.note("stopping after this step, with a checkpoint; Ctrl-C again stops at once")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: asked  # only the main thread is told of signals
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

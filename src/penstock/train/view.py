@@ -1,0 +1,183 @@
+"""What a run shows while it goes on: a live view in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from penstock.config import format_bytes
+from penstock.train.metrics import Metrics
+
+_LINES = 20  # of a whole run, besides those of evaluations
+_SMOOTHING = 0.95  # how much of the smoothed loss stays from step to step
+
+
+class View(Protocol):
+    """What a trainer tells."""
+
+    def start(self, done: int, steps: int, seconds: float) -> None:
+        """Training begins after `done` steps of `steps`, which took some seconds."""
+
+    def show(self, metrics: Metrics) -> None:
+        """One more step."""
+
+    def note(self, text: str) -> None:
+        """Something to be read once."""
+
+    def stop(self) -> None:
+        """Training has ended. Safe to call at any time, twice."""
+
+
+def open_view(console: Console) -> View:
+    """The view for a console."""
+    return LiveView(console) if console.is_terminal else PlainView(console)
+
+
+class Smoothed:
+    """A mean of the values so far in which the last ones count most."""
+
+    def __init__(self) -> None:
+        self._total = self._weight = 0.0
+
+    def add(self, value: float) -> float:
+        """The mean after one more value."""
+        self._total = self._total * _SMOOTHING + value * (1 - _SMOOTHING)
+        self._weight = self._weight * _SMOOTHING + (1 - _SMOOTHING)
+        return self._total / self._weight
+
+
+class _Recent:
+    """The metrics of the last steps, smoothed and in words."""
+
+    def __init__(self) -> None:
+        self._means = {name: Smoothed() for name in ("loss", "step", "data_wait", "device_wait")}
+        self._first = True
+        self.step_seconds = math.nan  # before the second step; the first one compiles
+
+    def add(self, metrics: Metrics, seconds: float) -> None:
+        """One more step, which took some seconds."""
+        self.loss = self._means["loss"].add(metrics.loss)
+        if not self._first:
+            self.step_seconds = self._means["step"].add(seconds)
+        self._first = False
+        self._tokens = metrics.tokens_per_second * seconds
+        data, device = (
+            self._means[name].add(getattr(metrics, name)) for name in ("data_wait", "device_wait")
+        )
+        self.waiting = f"waits {data:.0%} for data, {device:.0%} for the device"
+        limit = "" if metrics.limit_bytes is None else f" of {format_bytes(metrics.limit_bytes)}"
+        live, pooled, peak = map(format_bytes, (metrics.live_bytes, metrics.pooled_bytes, metrics.peak_bytes))
+        self.memory = f"{live} live, {pooled} pooled, {peak} peak{limit}"
+
+    @property
+    def speed(self) -> str:
+        """Tokens per second."""
+        if math.isnan(self.step_seconds):
+            return "compiled"
+        return f"{self._tokens / self.step_seconds:,.0f} tokens/s"
+
+
+class PlainView:
+    """A line now and then, and one for each evaluation."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._recent = _Recent()
+        self._steps, self._seconds = 1, 0.0
+
+    def start(self, done: int, steps: int, seconds: float) -> None:
+        """See `View`."""
+        self._steps, self._seconds = steps, seconds
+
+    def show(self, metrics: Metrics) -> None:
+        """See `View`."""
+        recent = self._recent
+        recent.add(metrics, metrics.seconds - self._seconds)
+        self._seconds = metrics.seconds
+        regular = metrics.step % max(1, self._steps // _LINES) == 0
+        if not (math.isnan(recent.step_seconds) or regular or metrics.validation_loss is not None):
+            return
+        parts = [f"step {metrics.step:>{len(str(self._steps))}}/{self._steps}", f"loss {recent.loss:.4f}"]
+        if metrics.validation_loss is not None:
+            parts.append(f"validation {metrics.validation_loss:.4f}")
+        parts.append(recent.speed)
+        if not math.isnan(recent.step_seconds):
+            parts.append(f"{_time(recent.step_seconds * (self._steps - metrics.step))} left")
+        self.note("  ".join([*parts, recent.memory, recent.waiting]))
+
+    def note(self, text: str) -> None:
+        """See `View`."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """See `View`."""
+
+
+class LiveView:
+    """A progress bar with the time left, and below it what the last step measured."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._recent = _Recent()
+        self._seconds = 0.0
+        self._validation = ""
+        self._best = math.inf
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task("training")
+        self._live = Live(self._progress, console=console)
+
+    def start(self, done: int, steps: int, seconds: float) -> None:
+        """See `View`."""
+        self._seconds = seconds
+        self._progress.update(self._task, total=steps, completed=done)
+        self._live.start()
+
+    def show(self, metrics: Metrics) -> None:
+        """See `View`."""
+        recent = self._recent
+        recent.add(metrics, metrics.seconds - self._seconds)
+        self._seconds = metrics.seconds
+        if metrics.validation_loss is not None:
+            self._best = min(self._best, metrics.validation_loss)
+            self._validation = f"; validation {metrics.validation_loss:.4f}, the best {self._best:.4f}"
+        table = Table.grid(padding=(0, 2))
+        rate = f"; learning rate {metrics.learning_rate:.2e}"
+        table.add_row("loss", f"{recent.loss:.4f}{self._validation}{rate}")
+        table.add_row("speed", f"{recent.speed}; {recent.waiting}")
+        table.add_row("memory", f"{recent.memory}; {metrics.hit_rate:.0%} of requests served by the pool")
+        self._progress.update(self._task, completed=metrics.step)
+        self._live.update(Group(self._progress, table))
+
+    def note(self, text: str) -> None:
+        """See `View`."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """See `View`."""
+        self._live.stop()
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
