@@ -10,7 +10,7 @@ import numpy as np
 import penstock as ps
 from penstock import Device, Tensor, nn, optim
 
-CONTEXT, BATCH, STEPS = 32, 8, 150
+CONTEXT, BATCH, STEPS = 32, 8, 400
 RHYME = """The rain came down upon the hill, the hill sent down the rain,
 the river took it to the mill and round it went again.
 The wheel went round, the stones went round, the corn went in between,

@@ -7,7 +7,7 @@ import numpy as np
 import penstock as ps
 from penstock import Device, Tensor, nn, optim
 
-STEPS = 600
+STEPS = 350
 
 
 def main(device: Device | str | None = None) -> float:

@@ -134,6 +134,18 @@ def test_gradients_run_again(device: Device) -> None:
     assert count(device) == 1
 
 
+def test_graphs_without_inputs_run_again(device: Device) -> None:
+    for turn in range(3):
+        total = ps.sum(ps.ones(100, device=device) * (turn + 2.0))
+        assert total.item() == 100 * (turn + 2)
+        memory = weakref.ref(total._node.value.memory)
+        del total
+        gc.collect()
+        device.cleanup()
+        assert memory() is None, "the program keeps no result"
+    assert count(device) == 1
+
+
 # Memory
 
 

@@ -18,7 +18,7 @@ from penstock.device.opencl import OpenCLDriver, opencl_capabilities
 from penstock.graph import contraction, creating, elementwise, reducing, shaping
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.random import random_bits
-from penstock.kernels import writer
+from penstock.kernels import chaining, writer
 
 FLOATS = ("float32", "float32", "float32", "float16", "float64")
 WHOLES = ("int32", "int32", "int64", "uint32", "uint64", "int8", "uint8", "int16", "uint16")
@@ -541,7 +541,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Device]]:
                 return writer.fusible(node, CPU)
 
             monkeypatch.setattr(program, "fusible", fusible)
-        driver = {"host-groups": DRIVERS["host"], "opencl-threads": _gpu}.get(kind) or DRIVERS[kind]
+        if kind == "opencl-launches":  # every kernel by itself, however small
+            monkeypatch.setattr(chaining, "_SMALL", 0)
+        others = {"host-groups": DRIVERS["host"], "opencl-launches": DRIVERS["opencl-device"]}
+        driver = {**DRIVERS, **others, "opencl-threads": _gpu}[kind]
         made.append(Device.over(driver()))
         return made[-1]
 
@@ -558,7 +561,7 @@ def test_on_the_host(make: Callable[[str], Device], kind: str, size: int) -> Non
         check(device, seed, size)
 
 
-@pytest.mark.parametrize("kind", ["opencl-device", "opencl-threads"])
+@pytest.mark.parametrize("kind", ["opencl-device", "opencl-launches", "opencl-threads"])
 @pytest.mark.parametrize("seed", range(3))
 def test_with_kernels(make: Callable[[str], Device], kind: str, seed: int) -> None:
     check(make(kind), 1000 + seed, 60)

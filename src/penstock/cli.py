@@ -123,8 +123,8 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None) -> None:
         trainer.report(text)
     except OutOfDeviceMemory as error:
         raise PenstockError(
-            f"{error}\nA smaller batch under [data] needs less, and accumulate under [optimizer] makes up for it. "
-            "So does a smaller context or width under [model]. --memory sets the limit."
+            f"{error}\nA smaller batch under [data] needs less (accumulate under [optimizer] makes up), and "
+            "so does a smaller context or width under [model]. --memory sets the limit."
         ) from None
     console.print(f"\nreport: {folder / 'report.html'}; more text: penstock generate {folder} --prompt TEXT")
 

@@ -234,7 +234,7 @@ class _Segment:
                 if memory() is not buffers[slot].memory or offset != buffers[slot].offset:
                     stream.rebind(self._bound, places, buffers[slot])
             for at, places in self._places.items():
-                if self._numbers[at] != numbers[at]:
+                if not _same_number(self._numbers[at], numbers[at]):
                     stream.rebind(self._bound, places, numbers[at])
         used = [buffers[slot] for slot in self._slots]
         self._memories = {
@@ -247,6 +247,11 @@ class _Segment:
     def _fill(self, places: Sequence[tuple[int, int]], arg: Any) -> None:
         for launch, position in places:
             self._launches[launch][3][position] = arg
+
+
+def _same_number(one: Any, other: Any) -> bool:
+    """Whether two constants are the same, and 0 is not -0."""
+    return bool(one == other) and (one != 0 or str(one) == str(other))
 
 
 def _work(group: Group) -> int:

@@ -6,7 +6,6 @@ own memory where the host shares it.
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from penstock.config import format_bytes
 from penstock.fusion.splitting import split
 from penstock.graph.creating import SEQUENCE
-from penstock.graph.elementwise import FULL, PRIMITIVES
+from penstock.graph.elementwise import FULL
 from penstock.graph.node import Array, Node, leaf, topological
 from penstock.graph.shaping import RESHAPE
 from penstock.graph.simplify import simplify
@@ -30,7 +29,6 @@ MIN_ITEMS = 1 << 15  # what has less in every value is computed sooner by the ho
 LARGE_ITEMS = 1 << 24  # what has more in all values is compiled at the first sight
 _MAX_PROGRAMS = 256
 _MAX_SEEN = 4096
-_UNCHANGED = (PRIMITIVES["stop"], PRIMITIVES["positive"], RESHAPE)
 _NUMBERS = {FULL: ("number",), SEQUENCE: ("start", "step")}
 
 
@@ -53,7 +51,10 @@ class Structure:
         self.items = 0
         self.largest = 0
         for node in order:
-            place[node] = len(place)
+            if node.value is None and node.primitive.unchanged:
+                place[node] = place[node.inputs[0]]
+                continue
+            place[node] = len(parts)
             if node.value is not None:
                 self.inputs.append(node)
                 parts.append((node.shape, node.dtype))
@@ -105,18 +106,22 @@ class Programs:
         return Program(self._device, self.kernels, nodes, list(leaves.values()), structure.numbers)
 
 
-_programs: weakref.WeakKeyDictionary[Device, Programs] = weakref.WeakKeyDictionary()
-
-
 def programs(device: Device) -> Programs:
     """The programs of a device."""
-    if device not in _programs:
-        _programs[device] = Programs(device)
-    return _programs[device]
+    with device.running:
+        if device.programs is None:
+            device.programs = Programs(device)
+        found: Programs = device.programs
+        return found
 
 
 def realize(nodes: Sequence[Node], device: Device) -> None:
     """Compute the nodes that have no value yet, and keep the results on the device."""
+    with device.running:  # another thread may be about to compute the same
+        _realize(nodes, device)
+
+
+def _realize(nodes: Sequence[Node], device: Device) -> None:
     wanted = [node for node in dict.fromkeys(nodes) if node.value is None and not _alias(node)]
     if not wanted:
         return
@@ -133,7 +138,7 @@ def realize(nodes: Sequence[Node], device: Device) -> None:
 def _alias(node: Node) -> bool:
     """Settle a node that is another's value unchanged, where that is known."""
     source = node
-    while source.value is None and source.primitive in _UNCHANGED:
+    while source.value is None and (source.primitive.unchanged or source.primitive is RESHAPE):
         source = source.inputs[0]
     if source.value is None:
         return False

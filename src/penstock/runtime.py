@@ -62,7 +62,8 @@ class Device:
         self.capabilities = capabilities
         self._open_driver = open_driver
         self._settings = settings
-        self.running = threading.RLock()  # held by a program while it is recorded
+        self.running = threading.RLock()  # held while something is computed, or a program recorded
+        self.programs: Any = None  # what `penstock.realize` keeps for this device
         self._lock = threading.RLock()
         self._opened: _Opened | None = None
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,9 +89,10 @@ def trailing(shape: Shape, axes: tuple[int, ...]) -> bool:
     return not reduced or long[-len(reduced) :] == reduced
 
 
-def operand_index(operand: Node) -> tuple[Node, Index, Variables] | None:
+def operand_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index, Variables] | None:
     """What a matrix operand looks at, and where its item (b0, b1, ..., i, j) lies there, in items.
 
+    Views in `stored` are looked at as they are, since they are written out.
     None if the place is not a sum of these, times constants: then the operand has to be written out.
     """
     names = [*(f"b{axis}" for axis in range(operand.ndim - 2)), "i", "j"]
@@ -99,12 +100,15 @@ def operand_index(operand: Node) -> tuple[Node, Index, Variables] | None:
     place = tuple(ZERO if n == 1 else variable(v) for v, n in zip(names, operand.shape, strict=True))
     node = operand
     try:
-        while node.primitive in VIEWS and node.value is None:
+        while node.primitive in VIEWS and node.value is None and node not in stored:
+            source = base(node)
+            if source is not node and (source.primitive not in FREE or source in stored):
+                return source, flat(place, node.shape), variables
             place = source_place(node, place, variables)
             node = node.inputs[0]
     except SplitNeeded:
         return None
-    if variables.computed or (node.primitive in FREE and node.value is None):
+    if variables.computed or (node.primitive in FREE and node.value is None and node not in stored):
         return None
     return node, flat(place, node.shape), variables
 
@@ -160,7 +164,7 @@ class _Partition:
             return
         elif node.primitive is MATMUL:
             for operand in node.inputs:
-                found = operand_index(operand)
+                found = operand_index(operand, self._required)
                 yield base(operand) if found is None else found[0]
         elif node.primitive in (GATHER, RANDOM_BITS):
             yield base(node.inputs[0])
@@ -210,7 +214,7 @@ class _Partition:
 
     def _place_elementwise(self, node: Node) -> None:
         found = self._candidates(node)
-        for cluster in sorted(found, key=lambda one: -one.last):
+        for cluster in sorted(found, key=lambda one: (-one.size, -one.last)):
             if self._may_join(node, cluster, found[cluster]):
                 for other, reduced in found.items():
                     if (
@@ -359,10 +363,10 @@ class _Partition:
 
     def _compute_again(self, cluster: _Cluster) -> None:
         """Do not store what others can compute from what is stored anyway, with no more to read."""
-        if cluster.kind not in ("map", "row"):
+        if cluster.kind not in ("map", "row", "matmul"):
             return
         for node in cluster.nodes:
-            if node in self._stored and node not in self._required and node not in self._reduced:
+            if node in self._stored and not self._must_stay(node):
                 inside, leaves = self._tree(node, cluster)
                 large = [leaf for leaf in leaves if leaf.size >= node.size]
                 simple = not any(one.primitive in _LONG or one.primitive in _PLACED for one in inside)
@@ -370,14 +374,18 @@ class _Partition:
                     self._stored.discard(node)
                     self._stored.update(leaf for leaf in leaves if leaf in self._cluster)
 
+    def _must_stay(self, node: Node) -> bool:
+        return node in self._required or node in self._reduced or node.primitive is MATMUL
+
     def _tree(self, output: Node, cluster: _Cluster) -> tuple[set[Node], set[Node]]:
-        """The nodes of a cluster behind one of its own, up to reductions, and what these read."""
+        """The nodes of a cluster behind one of its own, and the values that these read."""
         inside: set[Node] = set()
         leaves: set[Node] = set()
         stack = [output]
         while stack:
             node = stack.pop()
-            if self._cluster.get(node) is not cluster or node in self._reduced:
+            known = node is not output and (node in self._stored or self._must_stay(node))
+            if self._cluster.get(node) is not cluster or known:
                 leaves.add(node)
             elif node not in inside:
                 inside.add(node)
@@ -405,6 +413,14 @@ class _Partition:
         found = {self._aligned(parent)[0] for node in inside for parent in node.inputs}
         return {one for one in found if one not in inside and one.primitive not in (FULL, SEQUENCE)}
 
+    def _operand_views(self, operand: Node) -> Iterator[Node]:
+        """The views through which a matrix operand is read, even where one is stored for another use."""
+        found = operand_index(operand, self._required)
+        last = base(operand) if found is None else found[0]
+        while operand is not last:
+            yield operand
+            operand = operand.inputs[0]
+
     def _group(self, cluster: _Cluster) -> Group:
         outputs = [node for node in cluster.nodes if node in self._stored]
         if cluster.kind == "lone":
@@ -413,7 +429,7 @@ class _Partition:
         own = self._inlined.get(cluster, set()) | set(cluster.nodes)
         for node in cluster.nodes:
             if node.primitive is MATMUL:
-                own.update(view for operand in node.inputs for view in _operand_views(operand))
+                own.update(view for operand in node.inputs for view in self._operand_views(operand))
         inputs: dict[Node, None] = {}
         inside: dict[Node, None] = {}
         stack = [(node, False) for node in reversed(outputs)]
@@ -427,15 +443,6 @@ class _Partition:
                 stack.append((node, True))
                 stack += [(parent, False) for parent in reversed(node.inputs)]
         return Group(cluster.kind, tuple(outputs), tuple(inputs), tuple(inside), cluster.columns)
-
-
-def _operand_views(operand: Node) -> Iterator[Node]:
-    """The views through which a matrix operand is read, even where one of them is stored for another use."""
-    found = operand_index(operand)
-    last = base(operand) if found is None else found[0]
-    while operand is not last:
-        yield operand
-        operand = operand.inputs[0]
 
 
 def _spread(shape: Shape, wide: Shape) -> int:

@@ -9,25 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.graph.custom import custom
 from penstock.graph.gradient import gradients
-from penstock.graph.node import Array, DType, Node, Primitive, Shape, topological
+from penstock.graph.node import Node, Primitive, topological
 
 
-def _first_rule(x: Node, *_: Node) -> tuple[Shape, DType]:
-    return x.shape, x.dtype
-
-
-def _first(x: Array, *_: Array) -> Array:
-    return x
-
-
-def _checkpoint_gradient(g: Node, n: Node) -> list[Node | None]:
+def _checkpoint_gradient(g: Node, n: Node) -> Sequence[Node | None]:
     value, inputs = n.inputs[0], n.inputs[1:]
     again = {node: Node(AGAIN, (node, g), {}) for node in inputs}
     for node in again.values():
         node.tracked = True
     copy = _copied(value, again)
-    return [None, *gradients(copy, g, [again[node] for node in inputs])]
+    return gradients(copy, g, [again[node] for node in inputs])
 
 
 def _copied(value: Node, new: dict[Node, Node]) -> Node:
@@ -41,8 +34,8 @@ def _copied(value: Node, new: dict[Node, Node]) -> Node:
     return known[value]
 
 
-CHECKPOINT = Primitive("checkpoint", _first_rule, _first, _checkpoint_gradient)
-AGAIN = Primitive("again", _first_rule, _first, lambda g, n: (g, None))
+CHECKPOINT = custom("checkpoint", _checkpoint_gradient)
+AGAIN = Primitive("again", CHECKPOINT.rule, CHECKPOINT.numpy, lambda g, n: (g, None))
 
 
 def checkpoint(value: Node, inputs: Sequence[Node]) -> Node:

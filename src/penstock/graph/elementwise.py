@@ -98,7 +98,7 @@ def _floor_divide(x: Array, y: Array) -> Array:
 
 # One input
 
-PRIMITIVES["stop"] = Primitive("stop", same, lambda x: x, lambda g, n: (None,), stops=True)
+PRIMITIVES["stop"] = Primitive("stop", same, lambda x: x, lambda g, n: (None,), stops=True, unchanged=True)
 
 
 def stop(x: Node) -> Node:
@@ -106,7 +106,14 @@ def stop(x: Node) -> Node:
     return Node(PRIMITIVES["stop"], (x,), {})
 
 
-positive: Apply = _row("positive", lambda x: x, lambda g, n: (g,))  # the same value, as a node of its own
+PRIMITIVES["positive"] = Primitive("positive", same, lambda x: x, lambda g, n: (g,), unchanged=True)
+
+
+def positive(x: Node) -> Node:
+    """The same value, as a node of its own."""
+    return Node(PRIMITIVES["positive"], (x,), {})
+
+
 negative: Apply = _row("negative", np.negative, lambda g, n: (negative(g),))
 abs_: Apply = _row("abs", np.abs, lambda g, n: (multiply(g, sign(n.inputs[0])),), _real)
 sign: Apply = _row("sign", np.sign, lambda g, n: (None,))

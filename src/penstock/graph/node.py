@@ -32,6 +32,7 @@ class Primitive:
     numpy: Callable[..., Array]  # (arrays, **attributes) -> the result
     gradient: Gradient | None = None  # (gradient of the result, node) -> gradient of each input
     stops: bool = False  # no gradient passes, so what is behind it need not be kept
+    unchanged: bool = False  # the value is that of the first input
 
 
 class Node:

@@ -6,33 +6,36 @@ and so are gone. No rule looks at the value of a constant: it is an argument of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from penstock.graph.checkpoint import AGAIN, CHECKPOINT
-from penstock.graph.elementwise import CAST, FULL, PRIMITIVES, full
+from penstock.graph.checkpoint import AGAIN
+from penstock.graph.contraction import MATMUL
+from penstock.graph.elementwise import CAST, FULL, full
 from penstock.graph.node import Node, topological
 from penstock.graph.reducing import EXPAND, REDUCTIONS
 from penstock.graph.shaping import PERMUTE, RESHAPE
 
 _MOVES = (RESHAPE, PERMUTE, EXPAND)  # what leaves one number everywhere as it is
-_SAME = (PRIMITIVES["stop"], PRIMITIVES["positive"], CHECKPOINT)
 
 
 def simplify(outputs: Sequence[Node], leaves: Mapping[Node, Node] | None = None) -> list[Node]:
     """For each output a node with the same value. Computed nodes stay, or give way to those in `leaves`."""
     new: dict[Node, Node] = dict(leaves or {})
     known: dict[Any, Node] = {}
-    for node in topological(outputs):
+    order = topological(outputs)
+    uses = Counter(parent for node in order for parent in node.inputs)
+    for node in order:
         if node.value is not None:
             new.setdefault(node, node)
             continue
         inputs = tuple(new[parent] for parent in node.inputs)
         key = (node.primitive, inputs, _hashable(node.attributes))
         if key not in known:
-            known[key] = _reduced(node, inputs)
+            known[key] = _transposed(node, inputs) if _turns(node, uses) else _reduced(node, inputs)
         new[node] = known[key]
     result = [new[node] for node in outputs]
     return _without_again(result) if any(key[0] is AGAIN for key in known) else result
@@ -52,10 +55,27 @@ def _without_again(outputs: Sequence[Node]) -> list[Node]:
     return [new[node] for node in outputs]
 
 
+def _turns(node: Node, uses: Counter[Node]) -> bool:
+    """Whether a node is the transpose of a matrix product that nothing else needs."""
+    if node.primitive is not PERMUTE or node.inputs[0].primitive is not MATMUL:
+        return False
+    source, last = node.inputs[0], node.ndim - 1
+    swapped = node.attributes["axes"] == (*range(last - 1), last, last - 1)
+    return swapped and source.value is None and uses[source] == 1
+
+
+def _transposed(node: Node, inputs: tuple[Node, ...]) -> Node:
+    """The transpose of a product: that of the transposes, in the other order."""
+    axes = node.attributes["axes"]
+    turned = [Node(PERMUTE, (one,), {"axes": axes}) for one in inputs[0].inputs]
+    left, right = (_reduced(one, one.inputs) for one in reversed(turned))
+    return Node(MATMUL, (left, right), {})
+
+
 def _reduced(node: Node, inputs: tuple[Node, ...]) -> Node:
     """One node on simplified inputs, itself simplified."""
     primitive = node.primitive
-    if primitive in _SAME or (primitive is CAST and inputs[0].dtype == node.dtype):
+    if primitive.unchanged or (primitive is CAST and inputs[0].dtype == node.dtype):
         return inputs[0]
     if primitive in _MOVES and inputs[0].primitive is FULL and inputs[0].value is None:
         return full(node.shape, node.dtype, inputs[0].attributes["number"])
@@ -63,7 +83,8 @@ def _reduced(node: Node, inputs: tuple[Node, ...]) -> Node:
         return inputs[0] if inputs[0].shape == node.shape else Node(RESHAPE, inputs, {"shape": node.shape})
     if primitive in (RESHAPE, PERMUTE) and inputs[0].primitive is primitive and inputs[0].value is None:
         return _joined(node, inputs[0])
-    return node if inputs == node.inputs else Node(primitive, inputs, node.attributes)
+    # A node of its own: a value that the other one is given later is none of this one's.
+    return Node(primitive, inputs, node.attributes)
 
 
 def _joined(node: Node, before: Node) -> Node:

@@ -51,7 +51,7 @@ def matmul_group(
 
 def _operand(group: Group, operand: Node, product: Node) -> tuple[Node, Operand]:
     """What an operand looks at, and how it lies there."""
-    found = operand_index(operand)
+    found = operand_index(operand, group.inputs)
     node, index, _ = found if found is not None else (base(operand), _contiguous(operand), None)
     lengths = product.shape[:-2]
     parts = [str(index.constant)] if index.constant else []

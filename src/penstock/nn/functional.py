@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from penstock.tensor import random
 from penstock.tensor.arithmetic import exp, log, sqrt, tanh, where
-from penstock.tensor.autograd import checkpoint
+from penstock.tensor.autograd import checkpoint, given_gradient
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import arange, zeros, zeros_like
 from penstock.tensor.linear import matmul
@@ -83,8 +83,15 @@ def _horner(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """exp(x), made to sum to 1 along an axis."""
-    e = exp(x - max_(x, axis=axis, keepdims=True).detach())
-    return e / sum_(e, axis=axis, keepdims=True)
+    fixed = x.detach()
+    e = exp(fixed - max_(fixed, axis=axis, keepdims=True))
+    result = e / sum_(e, axis=axis, keepdims=True)
+
+    def gradient(g: Tensor, y: Tensor) -> list[Tensor]:
+        scaled = g * y
+        return [scaled - y * sum_(scaled, axis=axis, keepdims=True)]
+
+    return given_gradient(result, [x], gradient)
 
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:

@@ -26,6 +26,11 @@ def matmul(x1: Tensor, x2: Tensor, /) -> Tensor:
     b = expand_dims(x2, axis=1) if x2.ndim == 1 else x2
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(f"matmul: shapes {x1.shape} and {x2.shape} do not fit together")
+    if b.ndim == 2 and a.ndim > 2:
+        # One product of more rows: no repeated matrix, and none to sum over in the gradient.
+        rows = matmul(reshape(a, (-1, a.shape[-1])), b)
+        result = reshape(rows, (*a.shape[:-1], b.shape[-1]))
+        return squeeze(result, -1) if x2.ndim == 1 else result
     dtype = dtypes.promote(a.dtype, b.dtype)
     batch = common_shape(a.shape[:-2], b.shape[:-2])
     a, b = broadcast(a, batch + a.shape[-2:]), broadcast(b, batch + b.shape[-2:])

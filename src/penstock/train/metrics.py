@@ -69,22 +69,16 @@ class MetricsLog:
                 self._note(values)
         with written_whole(self._path) as file:
             file.write("".join(lines).encode())
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def add(self, metrics: Metrics) -> None:
         """Write a line; a CheckpointError says that the disk is full."""
         values = {name: value for name, value in asdict(metrics).items() if value is not None}
         try:
-            self._file.write(json.dumps(values, allow_nan=False) + "\n")
-            self._file.flush()
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(values, allow_nan=False) + "\n")
         except OSError as error:
             raise CheckpointError(f"{self._path} could not be written: {error.strerror}") from error
         self._note(values)
-
-    def close(self) -> None:
-        """Close the file."""
-        with suppress(OSError):
-            self._file.close()
 
     def _note(self, values: dict[str, Any]) -> None:
         for name, value in values.items():

@@ -99,15 +99,15 @@ class Trainer:
                     if self.step % every == 0 or self.step == steps:
                         self._evaluate_and_save(prefetch)
                         self._start_clock(prefetch)
-                    else:
-                        # The loss before the last: the device has the last step to do meanwhile.
-                        self._record(self._finished(prefetch, leave=1))
-                self._record(self._finished(prefetch, leave=0))
+                    # The losses but the last: the device has that step to do meanwhile.
+                    for metrics in self._finished(prefetch, leave=1):
+                        self._record(metrics)
                 if self.step > self._saved:
+                    for metrics in self._finished(prefetch, leave=0):
+                        self._record(metrics)
                     self._save(None)
         finally:
             self._view.stop()
-            self._log.close()
             with suppress(PenstockError):  # what is on its way is more important
                 self.report()
         return self.step >= steps
@@ -189,17 +189,16 @@ class Trainer:
     def _start_clock(self, batches: Prefetch[ps.Tensor]) -> None:
         self._clock = time.perf_counter(), (batches.waited_seconds, self._device.stream.waits.seconds)
 
-    def _record(self, finished: Iterator[Metrics]) -> None:
-        for metrics in finished:
-            self._log.add(metrics)
-            self._view.show(metrics)
+    def _record(self, metrics: Metrics) -> None:
+        self._log.add(metrics)
+        self._view.show(metrics)
 
     # Every now and then
 
     def _evaluate_and_save(self, batches: Prefetch[ps.Tensor]) -> None:
-        *earlier, last = self._finished(batches, leave=0)
-        validation = self._evaluate()
-        self._record(iter([*earlier, replace(last, validation_loss=validation)]))
+        for metrics in self._finished(batches, leave=0):
+            validation = self._evaluate() if metrics.step == self.step else None
+            self._record(replace(metrics, validation_loss=validation))
         self._save(validation)
         self.report()
 

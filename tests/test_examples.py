@@ -1,0 +1,101 @@
+"""The examples reach the losses that they should, on every driver, and leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from conftest import DRIVERS
+
+import penstock as ps
+from penstock import Device
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import classifier
+import gpt
+import sine
+import xor
+
+OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))
+IN_FLIGHT_BYTES = 64 << 10  # losses of steps that the device has not finished, a block for each
+SLACK_BYTES = 2 << 20  # what the resident size may drift by
+
+
+@pytest.fixture(params=DRIVERS)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    made = Device.over(DRIVERS[request.param]())
+    yield made
+    made.close()
+
+
+def test_xor_on_every_driver(device: Device, capsys: pytest.CaptureFixture[str]) -> None:
+    assert xor.main(device) < 1e-4
+    assert "0 xor 1 = 1.0" in capsys.readouterr().out
+
+
+def test_a_sine_on_every_driver(device: Device, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sine.main(device) < 1e-3
+    assert "beside the sine" in capsys.readouterr().out
+
+
+def test_pictures_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert classifier.main() < 0.1
+    right = float(capsys.readouterr().out.split("%")[0].split()[-1])
+    assert right > 95
+
+
+def test_a_gpt_learns_a_rhyme(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpt.main() < 0.6
+    written = capsys.readouterr().out.splitlines()[1:]
+    assert "\n".join(written).startswith("The rain")
+    assert len("\n".join(written)) == 68
+
+
+def test_ten_thousand_further_steps_take_no_memory() -> None:
+    device = Device.over(DRIVERS[OPENCL]())
+    network = xor.Xor(device)
+    network.train(2000)
+    gc.collect()
+    device.cleanup()
+    held, resident = device.driver.allocated_bytes, psutil.Process().memory_info().rss
+    for _ in range(10):
+        assert np.isfinite(network.train(1000))
+        assert device.driver.allocated_bytes < held + IN_FLIGHT_BYTES
+    device.cleanup()
+    assert device.driver.allocated_bytes == held
+    assert psutil.Process().memory_info().rss < resident + SLACK_BYTES
+    device.close()
+
+
+@pytest.mark.parametrize("kind", [OPENCL, "host-far"])
+def test_twenty_trainings_leave_nothing_alive(kind: str) -> None:
+    device = Device.over(DRIVERS[kind]())
+    for _ in range(20):
+        network = xor.Xor(device)
+        assert network.train(20) < 1
+        del network
+        gc.collect()
+        device.cleanup()
+        stats = device.memory_stats()
+        assert stats.live_bytes == 0
+        assert device.driver.allocated_bytes == stats.pooled_bytes == 0
+    device.close()
+
+
+def test_twenty_trainings_on_the_default_device_leave_nothing_alive() -> None:
+    device = ps.default_device()
+    gc.collect()
+    device.cleanup()
+    before = device.memory_stats().live_bytes
+    for _ in range(20):
+        network = xor.Xor()
+        network.train(20)
+        del network
+        gc.collect()
+        device.cleanup()
+        assert device.memory_stats().live_bytes == before
