@@ -7,7 +7,7 @@ import numpy as np
 import penstock as ps
 from penstock import Device, Tensor, nn, optim
 
-STEPS = 350
+STEPS = 200
 
 
 def main(device: Device | str | None = None) -> float:
@@ -22,7 +22,7 @@ def main(device: Device | str | None = None) -> float:
         nn.Linear(64, 1, device=device),
     )
     optimizer = optim.Adam(model.parameters())
-    schedule = optim.cosine(rate=0.01, steps=STEPS, warmup=20)
+    schedule = optim.cosine(rate=0.03, steps=STEPS, warmup=10)
 
     @ps.jit
     def step(x: Tensor, y: Tensor) -> Tensor:

@@ -245,7 +245,7 @@ def test_operands_of_matrices_are_read_where_they_lie() -> None:
 def test_operands_that_no_strides_describe_are_written_out() -> None:
     x = numbered((4, 6))
     assert operand_index(shaping.reshape(shaping.permute(x, (1, 0)), (3, 8)), ()) is None
-    assert operand_index(elementwise.full((4, 6), np.dtype(np.float32), 1.0)) is None
+    assert operand_index(elementwise.full((4, 6), np.dtype(np.float32), 1.0), ()) is None
     wide = reducing.expand(numbered((1, 6)), (4, 6))
     found = operand_index(wide, ())
     assert found is not None
