@@ -114,7 +114,7 @@ def test_the_sources_of_python_are_the_text_if_there_is_no_other() -> None:
     output = penstock(
         "train", "--device", "host", "--steps", "2", "--config", "bytes.toml", "--out", "run"
     ).stdout
-    assert "text: the sources of Python" in output
+    assert "text: the sources of this Python" in output
     assert "tokens of 256 kinds" in output
 
 

@@ -366,13 +366,32 @@ class _Partition:
         if cluster.kind not in ("map", "row", "matmul"):
             return
         for node in cluster.nodes:
+            if node.primitive in _LONG and node not in self._stored:
+                self._store_instead(node, cluster)
+        for node in cluster.nodes:
             if node in self._stored and not self._must_stay(node):
-                inside, leaves = self._tree(node, cluster)
-                large = [leaf for leaf in leaves if leaf.size >= node.size]
-                simple = not any(one.primitive in _LONG or one.primitive in _PLACED for one in inside)
-                if simple and len(large) <= 1 and len(inside) <= _AGAIN_NODES:
+                leaves = self._leaves_to_read(node, cluster)
+                if leaves is not None:
                     self._stored.discard(node)
                     self._stored.update(leaf for leaf in leaves if leaf in self._cluster)
+
+    def _leaves_to_read(self, node: Node, cluster: _Cluster) -> set[Node] | None:
+        """What others would read to compute a node again; None if that is more, or takes long."""
+        inside, leaves = self._tree(node, cluster)
+        large = [leaf for leaf in leaves if leaf.size >= node.size]
+        simple = not any(one.primitive in _LONG or one.primitive in _PLACED for one in inside)
+        return leaves if simple and len(large) <= 1 and len(inside) <= _AGAIN_NODES else None
+
+    def _store_instead(self, node: Node, cluster: _Cluster) -> None:
+        """Store one value in place of two or more that can be computed from it."""
+        after = [
+            one
+            for one in cluster.nodes
+            if one in self._stored and not self._must_stay(one) and node in self._tree(one, cluster)[0]
+        ]
+        self._stored.add(node)
+        if len(after) < 2 or any(self._leaves_to_read(one, cluster) is None for one in after):
+            self._stored.discard(node)
 
     def _must_stay(self, node: Node) -> bool:
         return node in self._required or node in self._reduced or node.primitive is MATMUL

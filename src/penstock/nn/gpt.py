@@ -30,7 +30,7 @@ class CausalSelfAttention(Module):
     def __init__(
         self, width: int, heads: int, dropout: float = 0.0, bias: bool = True, device: Where = None
     ) -> None:
-        if width % heads:
+        if heads < 1 or width % heads:
             raise ValueError(f"a width of {width} cannot be divided among {heads} heads")
         self.heads = heads
         self.qkv = Linear(width, 3 * width, bias, device)
@@ -92,7 +92,8 @@ class GPT(Module):
         eps: float = 1e-5,
         device: Where = None,
     ) -> None:
-        for name, number in (("vocab_size", vocab_size), ("context", context), ("layers", layers)):
+        sizes = {"vocab_size": vocab_size, "context": context, "width": width, "layers": layers, "heads": heads}
+        for name, number in sizes.items():
             if number < 1:
                 raise ValueError(f"a GPT needs a {name} of 1 or more, and {number} was given")
         self.vocab_size, self.context, self.width, self.heads = vocab_size, context, width, heads

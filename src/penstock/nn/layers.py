@@ -40,6 +40,8 @@ class Embedding(Module):
     """A row of the weight for each whole number."""
 
     def __init__(self, count: int, width: int, device: Where = None) -> None:
+        if count < 1 or width < 1:
+            raise ValueError(f"an embedding needs sizes of 1 or more, and {count}, {width} were given")
         self.weight = random.default_generator.normal((count, width))
         if device is not None:
             self.weight = self.weight.to_device(device)

@@ -33,12 +33,18 @@ class Optimizer:
     """
 
     def __init__(self, parameters: Parameters, lr: float, clip_norm: float | None, **defaults: float) -> None:
+        if isinstance(parameters, Tensor):
+            raise TypeError("an optimizer takes a list of tensors, and one tensor was given")
         given = list(parameters)
         groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
         self.parameters: list[Tensor] = []
         self._settings: list[dict[str, float]] = []
         for group in groups:
             assert isinstance(group, Mapping)
+            if not {"params"} <= set(group) <= {"params", *defaults}:
+                raise ValueError(
+                    f"a group of parameters has params and may have {', '.join(defaults)}; {sorted(group)} were given"
+                )
             settings = {name: float(group.get(name, value)) for name, value in defaults.items()}
             for tensor in group["params"]:
                 if not isinstance(tensor, Tensor) or not tensor.requires_grad:
@@ -49,6 +55,12 @@ class Optimizer:
             raise ValueError("an optimizer needs a parameter")
         if len({id(one) for one in self.parameters}) != len(self.parameters):
             raise ValueError("a parameter was given twice")
+        if len({one.device for one in self.parameters}) > 1:
+            names = sorted({one.device.name for one in self.parameters})
+            raise ValueError(f"an optimizer works on one device, and the parameters are on {' and '.join(names)}")
+        for settings in self._settings:
+            if min(settings.values()) < 0:
+                raise ValueError(f"settings are 0 or more, and {settings} were given")
         if lr < 0 or (clip_norm is not None and clip_norm <= 0):
             raise ValueError(f"lr is 0 or more and clip_norm above 0; {lr} and {clip_norm} were given")
         self.clip_norm = clip_norm
@@ -218,6 +230,8 @@ class SGD(Optimizer):
         weight_decay: float = 0.0,
         clip_norm: float | None = None,
     ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is in [0, 1), and {momentum} was given")
         super().__init__(parameters, lr, clip_norm, weight_decay=weight_decay)
         self._momentum = momentum
         if momentum:

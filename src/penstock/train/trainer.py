@@ -250,13 +250,15 @@ class Trainer:
     def _open_text(self, resumed: Checkpoint | None) -> None:
         setting = self.config.data
         text = find_text(setting.path) if setting.path else python_sources()
+        self._view.note(f"text: {setting.path or 'the sources of this Python'}")
         if resumed:
             self.tokenizer = load_tokenizer(self.folder / TOKENIZER_FILE)
         else:
             self.tokenizer = _make_tokenizer(self.config, text)
         self._store = TokenStore.open(text, self.tokenizer, setting.validation)
-        self._view.note(f"text: {setting.path or 'the sources of Python'}, {text.summary()}")
-        self._view.note(f"{len(self._store):,} tokens of {self.tokenizer.vocab_size:,} kinds")
+        self._view.note(
+            f"{text.summary()}\n{len(self._store):,} tokens of {self.tokenizer.vocab_size:,} kinds"
+        )
         if resumed and resumed.text != self._store.path.stem:
             self._view.note(
                 "the text is not the one that the run began with; its batches are others from here on"
