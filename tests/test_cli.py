@@ -134,8 +134,8 @@ def test_orders_that_make_no_sense_are_refused() -> None:
     with pytest.raises(PenstockError, match="no device 'abacus'"):
         penstock("train", "--device", "abacus")
     assert not Path("runs").exists()
-    Path("run").mkdir()
-    Path("run/config.toml").touch()
+    Path("run/checkpoints").mkdir(parents=True)
+    Path("run/checkpoints/step-00000001.safetensors").touch()
     with pytest.raises(SettingError, match="run holds a run already; --resume run"):
         penstock("train", "--out", "run")
 

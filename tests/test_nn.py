@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -13,9 +14,8 @@ import pytest
 from conftest import DRIVERS
 
 import penstock as ps
-import penstock.nn
-import penstock.optim
 from penstock import Device, nn
+from penstock.errors import CheckpointError
 from penstock.nn import functional as F  # noqa: N812
 
 REFERENCE = np.load(Path(__file__).parent / "data" / "reference.npz")
@@ -318,6 +318,11 @@ def test_bad_sizes_shapes_and_dtypes_are_named() -> None:
         "a width of 8 cannot be divided among 3": lambda: nn.CausalSelfAttention(8, 3),
         "8 cannot be divided among 3 heads": lambda: nn.GPT(vocab_size=5, width=8, heads=3),
         "a vocab_size of 1 or more": lambda: nn.GPT(vocab_size=0),
+        "a width of 1 or more": lambda: nn.GPT(vocab_size=2, width=-8),
+        "heads of 1 or more": lambda: nn.GPT(vocab_size=2, heads=0),
+        "an embedding needs sizes of 1 or more, and 0, 2": lambda: nn.Embedding(0, 2),
+        r"layer_norm: .*\(4,\) do not fit items of shape \(2, 3\)": lambda: nn.LayerNorm(4)(x),
+        r"rms_norm: .*\(4,\) do not fit items of shape \(2, 1\)": lambda: nn.RMSNorm(4)(x[:, :1]),
         "a context of 1 or more": lambda: nn.GPT(vocab_size=2, context=0),
         "layers of 1 or more": lambda: nn.GPT(vocab_size=2, layers=0),
         r"length up to 4\), and \(2, 6\)": lambda: model(ps.zeros((2, 6), dtype=ps.int64)),
@@ -447,6 +452,16 @@ def test_to_a_dtype_moves_fractions_and_keeps_parameters() -> None:
         model.to(ps.int32)
 
 
+@pytest.mark.xfail(reason="a replay does not see that a tensor has another dtype", strict=True)
+def test_a_captured_function_sees_another_dtype() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    function = ps.jit(lambda x: model(x))
+    x = ps.ones((1, 4))
+    before = function(x).numpy()
+    model.to(ps.float16)
+    np.testing.assert_allclose(function(x).numpy(), before, rtol=1e-2)
+
+
 def test_to_a_device_moves_everything(device: Device) -> None:
     model = Tied()
     x = np.ones((2, 3), np.float32)
@@ -550,3 +565,40 @@ def test_a_pretrained_model_comes_back_whole(tmp_path: Path) -> None:
         assert name == other
         np.testing.assert_array_equal(array, copy)
     assert (again.context, again.heads, again.eps) == (16, 2, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_embd": 48}, r"tokens.weight has shape \(27, 48\), and \(27, 24\)"),
+        ({"n_layer": 3}, "the state lacks .*blocks.2"),
+        ({"n_head": 5}, "24 cannot be divided among 5 heads"),
+        ({"vocab_size": "27"}, "vocab_size is a whole number, not '27'"),
+        ({"activation_function": "relu"}, "the activation 'relu' is not GPT-2's"),
+        ({"model_type": "llama"}, "model_type has to be gpt2, not 'llama'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx has to be False"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings has to be True"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_pretrained_model_of_another_kind_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    reference_gpt(ps.default_device()).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match=message):
+        nn.GPT.from_pretrained(tmp_path)
+
+
+def test_broken_pretrained_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config.json cannot be read"):
+        nn.GPT.from_pretrained(tmp_path)
+    reference_gpt(ps.default_device()).save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+        nn.GPT.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="lacks vocab_size, n_positions"):
+        nn.GPT.from_pretrained(tmp_path)

@@ -89,7 +89,7 @@ OPTIMIZERS: dict[str, Callable[[ps.Tensor, ps.Tensor], optim.Optimizer]] = {
         [{"params": [w], "weight_decay": 0.5}, {"params": [b]}], lr=0.02, weight_decay=0.0
     ),
     "clip": lambda w, b: optim.SGD([w, b], lr=0.1, clip_norm=2.0),
-    "schedule": lambda w, b: optim.Adam([w, b], lr=0.05),
+    "schedule": lambda w, b: optim.AdamW([w, b], lr=0.05, weight_decay=0.2),
 }
 SCHEDULES = {"schedule": optim.cosine(0.05, steps=10, warmup=3, least=0.01)}
 PAST_THE_END = {"schedule": 10}  # PyTorch's cosine goes up again after its end
@@ -296,3 +296,16 @@ def test_what_cannot_be_optimized_is_named() -> None:
         optim.SGD([weight], clip_norm=0)
     with pytest.raises(ValueError, match=r"betas are in \[0, 1\)"):
         optim.AdamW([weight], betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match=r"momentum is in \[0, 1\), and 1"):
+        optim.SGD([weight], momentum=1)
+    with pytest.raises(ValueError, match=r"settings are 0 or more, and \{'weight_decay': -0.5\}"):
+        optim.AdamW([{"params": [weight], "weight_decay": -0.5}])
+    with pytest.raises(ValueError, match=r"may have weight_decay; .*'lr', 'params'"):
+        optim.SGD([{"params": [weight], "lr": 0.5}])
+    with pytest.raises(ValueError, match="has params"):
+        optim.SGD([{"weight_decay": 0.5}])
+    with pytest.raises(TypeError, match="a list of tensors, and one tensor"):
+        optim.SGD(weight)
+    far = ps.ones((2,), device="host").requires_grad_()
+    with pytest.raises(ValueError, match="on one device, and the parameters are on host and "):
+        optim.SGD([weight, far])

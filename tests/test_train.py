@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -210,6 +209,18 @@ def test_a_stop_at_any_step_resumes_to_the_same_bits(tmp_path: Path, config: Con
     assert measured(stopped) == measured(whole)
 
 
+def test_a_second_interrupt_ends_at_once(tmp_path: Path, config: Config) -> None:
+    class Impatient(Silent):
+        def show(self, metrics: Metrics) -> None:
+            if metrics.step == 7:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(config, tmp_path / "run", Impatient()).train()
+    assert load_last(tmp_path / "run")[0].step == 5
+
+
 @pytest.mark.usefixtures("default_device")
 def test_accumulated_batches_are_like_one_large_batch(tmp_path: Path, config: Config) -> None:
     config = config.changed({"model": {"dropout": 0.0}, "run": {"steps": 4}, "data": {"validation": 0.0}})
@@ -396,6 +407,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(
 
 
 def test_a_write_that_ends_half_way_leaves_nothing(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    resource = pytest.importorskip("resource")  # which Windows lacks
     checkpoints.save(tmp_path, checkpoint)
     large = replace(checkpoint, step=11, model={"a": np.zeros(1 << 16, np.float32)})
     before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

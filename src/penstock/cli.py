@@ -85,7 +85,7 @@ def train(
         checkpoint, problems = load_last(folder)
     else:
         folder = out if out is not None else RUNS / time.strftime("%Y-%m-%d-%H%M%S")
-        if (folder / "config.toml").exists():
+        if any(folder.glob("checkpoints/*.safetensors")):
             raise SettingError(f"{folder} holds a run already; --resume {folder} goes on with it")
     settings = checkpoint.config if checkpoint else Config()
     if config is not None:
@@ -106,19 +106,20 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None) -> None:
     from penstock.train.loading import stream_text
 
     console = Console()
+    view = open_view(console)
     _use(settings.run.device)
     if settings.run.memory:
         penstock.default_device().limit_bytes = settings.run.memory
     try:
-        trainer = Trainer(settings, folder, open_view(console), checkpoint)
+        trainer = Trainer(settings, folder, view, checkpoint)
         if trainer.step >= settings.run.steps:
-            console.print(f"all {settings.run.steps} steps are done; --steps with a larger number goes on")
+            view.note(f"all {settings.run.steps} steps are done; --steps with a larger number goes on")
         if not trainer.train():
-            console.print(f"stopped at step {trainer.step}; to go on: penstock train --resume {folder}")
+            view.note(f"stopped at step {trainer.step}; to go on: penstock train --resume {folder}")
             return
         prompt = trainer.prompt()
         text = trainer.tokenizer.decode(prompt)
-        console.print("\na sample:", style="dim")
+        view.note("\na sample:")
         console.print(text, style="dim", end="", markup=False, highlight=False, soft_wrap=True)
         seed = settings.run.seed
         pieces = stream_text(trainer.model, trainer.tokenizer, prompt, _SAMPLE, 0.8, top_k=40, seed=seed)
@@ -129,7 +130,7 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None) -> None:
             f"{error}\nA smaller batch under [data] needs less (accumulate under [optimizer] makes up), and "
             "so does a smaller context or width under [model]. --memory sets the limit."
         ) from None
-    console.print(f"\nreport: {folder / 'report.html'}; more text: penstock generate {folder} --prompt TEXT")
+    view.note(f"\nreport: {folder / 'report.html'}; more text: penstock generate {folder} --prompt TEXT")
 
 
 @app.command("generate")

@@ -210,7 +210,7 @@ def trajectories() -> None:
             None,
         ),
         "clip": (lambda w, b: torch.optim.SGD([w, b], lr=0.1), 2.0),
-        "schedule": (lambda w, b: torch.optim.Adam([w, b], lr=0.05), None),
+        "schedule": (lambda w, b: torch.optim.AdamW([w, b], lr=0.05, weight_decay=0.2), None),
     }
     for name, (make, clip) in kinds.items():
         tensors = [torch.tensor(array).requires_grad_() for array in (weight, bias)]

@@ -146,6 +146,7 @@ def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """Mean 0 and variance 1 along the last axis, then scaled and shifted."""
+    _check_width("layer_norm", x, weight, bias)
     centred = x - mean(x, axis=-1, keepdims=True)
     scaled = centred * (1 / sqrt(mean(centred * centred, axis=-1, keepdims=True) + eps))
     scaled = scaled if weight is None else scaled * weight
@@ -154,8 +155,15 @@ def layer_norm(
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Mean square 1 along the last axis, then scaled."""
+    _check_width("rms_norm", x, weight)
     scaled = x * (1 / sqrt(mean(x * x, axis=-1, keepdims=True) + eps))
     return scaled if weight is None else scaled * weight
+
+
+def _check_width(name: str, x: Tensor, *parameters: Tensor | None) -> None:
+    for one in parameters:
+        if one is not None and one.shape != x.shape[-1:]:
+            raise ValueError(f"{name}: parameters of shape {one.shape} do not fit items of shape {x.shape}")
 
 
 def embedding(index: Tensor, weight: Tensor) -> Tensor:

@@ -92,7 +92,13 @@ class GPT(Module):
         eps: float = 1e-5,
         device: Where = None,
     ) -> None:
-        sizes = {"vocab_size": vocab_size, "context": context, "width": width, "layers": layers, "heads": heads}
+        sizes = {
+            "vocab_size": vocab_size,
+            "context": context,
+            "width": width,
+            "layers": layers,
+            "heads": heads,
+        }
         for name, number in sizes.items():
             if number < 1:
                 raise ValueError(f"a GPT needs a {name} of 1 or more, and {number} was given")

@@ -25,6 +25,7 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} has no forward()")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What `forward` gives."""
         return self.forward(*args, **kwargs)
 
     # Its parts

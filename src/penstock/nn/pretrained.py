@@ -35,6 +35,14 @@ _TOP = {
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 _BLOCK = re.compile(r"h\.(\d+)\.(.+)\.(weight|bias)")
 _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
+_SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+# What the model here does not do otherwise.
+_FIXED = {
+    "model_type": "gpt2",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+}
 
 
 def load(kind: type[GPT], folder: Path, device: Where) -> GPT:
@@ -47,15 +55,18 @@ def load(kind: type[GPT], folder: Path, device: Where) -> GPT:
     if config.get("activation_function", "gelu_new") not in _ACTIVATIONS:
         given = config["activation_function"]
         raise CheckpointError(f"the activation {given!r} is not GPT-2's {_ACTIVATIONS}")
-    model = kind(
-        vocab_size=config["vocab_size"],
-        context=config["n_positions"],
-        width=config["n_embd"],
-        layers=config["n_layer"],
-        heads=config["n_head"],
-        eps=config.get("layer_norm_epsilon", 1e-5),
-        device=device,
-    )
+    try:
+        model = kind(
+            vocab_size=config["vocab_size"],
+            context=config["n_positions"],
+            width=config["n_embd"],
+            layers=config["n_layer"],
+            heads=config["n_head"],
+            eps=config.get("layer_norm_epsilon", 1e-5),
+            device=device,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{folder / 'config.json'} does not describe a GPT-2: {error}") from None
     state = {}
     for name, array in weights.items():
         ours = _ours(name.removeprefix("transformer."))
@@ -103,6 +114,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
     missing = [name for name in _SIZES if name not in config]
     if missing:
         raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
+    for name in _SIZES:
+        if not isinstance(config[name], int):
+            raise CheckpointError(f"{folder / 'config.json'}: {name} is a whole number, not {config[name]!r}")
+    for name, wanted in _FIXED.items():
+        if config.get(name, wanted) != wanted:
+            raise CheckpointError(
+                f"{folder / 'config.json'}: {name} has to be {wanted}, not {config[name]!r}"
+            )
     return config
 
 

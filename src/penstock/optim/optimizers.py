@@ -43,7 +43,7 @@ class Optimizer:
             assert isinstance(group, Mapping)
             if not {"params"} <= set(group) <= {"params", *defaults}:
                 raise ValueError(
-                    f"a group of parameters has params and may have {', '.join(defaults)}; {sorted(group)} were given"
+                    f"a group has params and may have {', '.join(defaults)}; {sorted(group)} were given"
                 )
             settings = {name: float(group.get(name, value)) for name, value in defaults.items()}
             for tensor in group["params"]:
@@ -57,7 +57,9 @@ class Optimizer:
             raise ValueError("a parameter was given twice")
         if len({one.device for one in self.parameters}) > 1:
             names = sorted({one.device.name for one in self.parameters})
-            raise ValueError(f"an optimizer works on one device, and the parameters are on {' and '.join(names)}")
+            raise ValueError(
+                f"an optimizer works on one device, and the parameters are on {' and '.join(names)}"
+            )
         for settings in self._settings:
             if min(settings.values()) < 0:
                 raise ValueError(f"settings are 0 or more, and {settings} were given")
