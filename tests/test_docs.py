@@ -17,7 +17,7 @@ def snippets(page: str) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/runtime.md", "docs/tensors.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/runtime.md", "docs/tensors.md", "docs/training.md"])
 def test_every_snippet_runs(page: str) -> None:
     try:
         exec(compile(snippets(page), page, "exec"), {})

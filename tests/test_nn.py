@@ -149,10 +149,7 @@ def parts(training: bool) -> list[float]:
 
 @pytest.mark.parametrize(
     "training",
-    [
-        False,
-        pytest.param(True, marks=pytest.mark.xfail(reason="all parts wait for one another", strict=True)),
-    ],
+    [False, True],
 )
 def test_parts_never_hold_all_scores_or_logits(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     everything = 4 * 512 * 512
@@ -221,7 +218,6 @@ def test_the_gradient_has_the_mask_of_the_value(wrap: Callable[[Any], Any]) -> N
     assert (seen[0] != seen[1]).any()
 
 
-@pytest.mark.xfail(reason="the default generator draws on the default device only", strict=True)
 def test_dropout_is_drawn_where_the_tensor_is(device: Device) -> None:
     found = F.dropout(at(device, np.ones((100, 10))), 0.5)
     assert found.device is device
@@ -452,7 +448,6 @@ def test_to_a_dtype_moves_fractions_and_keeps_parameters() -> None:
         model.to(ps.int32)
 
 
-@pytest.mark.xfail(reason="a replay does not see that a tensor has another dtype", strict=True)
 def test_a_captured_function_sees_another_dtype() -> None:
     model = nn.Linear(4, 4, bias=False)
     function = ps.jit(lambda x: model(x))
@@ -478,7 +473,6 @@ def test_to_a_device_moves_everything(device: Device) -> None:
         np.testing.assert_array_equal(array, state[name])
 
 
-@pytest.mark.xfail(reason="the default generator draws on the default device only", strict=True)
 def test_layers_are_made_on_the_device_they_are_given(device: Device) -> None:
     model = nn.GPT(vocab_size=5, context=4, width=8, layers=1, heads=2, dropout=0.5, device=device)
     assert all(tensor.device is device for _, tensor in model.named_tensors())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import runpy
 from collections import Counter
+from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.plan.arena import Plan, Value, plan
+from penstock.plan.order import Work, ordered
 
 UNIT = 256  # bytes
 graphs = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "benchmarks/planner_graphs.py")))
@@ -207,3 +210,39 @@ def test_random_graphs_mostly_waste_less_than_one_percent(count: int, seeds: int
     gaps = sorted(plan(graphs.branching_values(seed, count), UNIT).gap for seed in range(seeds))
     assert gaps[seeds * 8 // 10 - 1] < 0.01
     assert gaps[-1] < 0.03
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_the_order_of_steps_is_possible_and_needs_no_more_than_the_given_one(seed: int) -> None:
+    draw = random.Random(seed)
+    count = draw.randrange(1, 40)
+    steps = [
+        Work(tuple({draw.randrange(number) for _ in range(draw.randrange(4))} if number else ()), (number,))
+        for number in range(count)
+    ]
+    nbytes = [draw.randrange(1000) for _ in range(count)]
+    kept = frozenset(number for number in range(count) if draw.random() < 0.2)
+    order = ordered(steps, nbytes, kept)
+    assert sorted(order) == list(range(count))
+    place = {number: at for at, number in enumerate(order)}
+    assert all(place[value] < place[number] for number in order for value in steps[number].reads)
+    assert live(order, steps, nbytes, kept) <= live(range(count), steps, nbytes, kept)
+
+
+def live(order: Iterable[int], steps: list[Work], nbytes: list[int], kept: frozenset[int]) -> int:
+    """The most bytes that are there at one time, counted plainly."""
+    done, most = [], 0
+    numbers = list(order)
+    for at, number in enumerate(numbers):
+        done.append(number)
+        rest = {value for later in numbers[at:] for value in steps[later].reads}
+        most = max(most, sum(nbytes[v] for v in done if v not in kept and (v in rest or v == number)))
+    return most
+
+
+def test_parts_of_a_sum_are_done_one_after_the_other() -> None:
+    # Four large parts (0-3), each to one of a chain of sums (4-7) that begins with the last part.
+    steps = [Work((), (part,)) for part in range(4)]
+    steps += [Work((3 - at, 3 + at) if at else (3,), (4 + at,)) for at in range(4)]
+    assert ordered(steps, [100] * 4 + [1] * 4, frozenset({7})) == [3, 4, 2, 5, 1, 6, 0, 7]

@@ -47,7 +47,7 @@ class Settings:
     max_in_flight: int = 8  # submissions that the device may be behind the host
     staging_bytes: int = 64 << 20  # the rings through which devices with memory of their own exchange data
     memory_limit: int | None = None  # bytes that may be taken from the driver; None: what the driver gives
-    pool_capacity: int = 10  # idle buffers kept per size class
+    pool_capacity: int = 64  # idle buffers kept per size class
     pool_bytes: int | None = None  # idle bytes kept in all; None: a quarter of the device's memory
     pool_seconds: float = 60.0  # an idle buffer older than this goes back to the driver
     trace_memory: bool = False  # remember which line of the user's code allocated what

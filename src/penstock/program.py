@@ -24,6 +24,7 @@ from penstock.kernels.source import UNIT
 from penstock.kernels.writer import Written, computed, constants, fusible
 from penstock.memory.buffer import Buffer
 from penstock.plan.arena import Plan, Value, plan
+from penstock.plan.order import Work, ordered
 from penstock.runtime import Device
 from penstock.stream.stream import Program as Launches
 
@@ -52,7 +53,7 @@ class Program:
     ) -> None:
         self.device = device
         self._numbers = numbers
-        groups = partition(wanted, lambda node: fusible(node, device.capabilities))
+        groups = _in_order(partition(wanted, lambda node: fusible(node, device.capabilities)), wanted)
         self._wanted = [base(node) for node in wanted]
         self.outputs = [node for node in dict.fromkeys(self._wanted) if node.value is None]
         counts = Counter(self._wanted)
@@ -120,7 +121,7 @@ class Program:
             else:
                 parts.append(calls)
         if self.device.capabilities.vector_width > 1:
-            parts = [one if isinstance(one, Step) else chained(one, cache.name("chain")) for one in parts]
+            parts = [one if isinstance(one, Step) else chained(one) for one in parts]
         sources = [call.source for part in parts if isinstance(part, list) for call in part]
         kernels = iter(cache.kernels(sources, functions))
         return [one if isinstance(one, Step) else _Segment(one, kernels) for one in parts]
@@ -247,6 +248,24 @@ class _Segment:
     def _fill(self, places: Sequence[tuple[int, int]], arg: Any) -> None:
         for launch, position in places:
             self._launches[launch][3][position] = arg
+
+
+def _in_order(groups: Sequence[Group], wanted: Sequence[Node]) -> list[Group]:
+    """The groups in an order that needs little memory for what is between them."""
+    numbers: dict[Node, int] = {}
+    for group in groups:
+        for node in (*map(base, group.inputs), *group.outputs):
+            numbers.setdefault(node, len(numbers))
+    steps = [
+        Work(
+            tuple(numbers[base(node)] for node in group.inputs), tuple(numbers[one] for one in group.outputs)
+        )
+        for group in groups
+    ]
+    # What the caller gives and gets is there whatever the order.
+    kept = frozenset(numbers[node] for node in numbers if node.value is not None)
+    kept |= {numbers[base(node)] for node in wanted if base(node) in numbers}
+    return [groups[number] for number in ordered(steps, [node.nbytes for node in numbers], kept)]
 
 
 def _same_number(one: Any, other: Any) -> bool:

@@ -32,12 +32,16 @@ _FLOAT = {
 }
 for _name in _FUNCTIONS.split():
     _FLOAT[_name] = f"{_name}({{0}}, {{1}})" if _name in _FUNCTIONS.split()[-5:] else f"{_name}({{0}})"
+# Where tanh is 1 to the last bit; PoCL's stays below.
+_TANH_LIMIT = {"float32": "9.1f", "float64": "20.0"}
 _FLOAT_SCALAR = {
+    "tanh": "({0} > {limit} ? ({T})1 : {0} < -{limit} ? ({T})-1 : tanh({0}))",
     "sign": "(isnan({0}) ? {0} : ({T})(({0} > 0) - ({0} < 0)))",
     "maximum": "(({0} > {1}) | ({0} != {0}) ? {0} : {1})",
     "minimum": "(({0} < {1}) | ({0} != {0}) ? {0} : {1})",
 }
 _FLOAT_VECTOR = {
+    "tanh": "({0} > {limit} ? ({T})(1) : {0} < -{limit} ? ({T})(-1) : tanh({0}))",
     "abs": "as_{T}(as_int{lanes}({0}) & 0x7fffffff)",
     "sign": "({0} > 0 ? ({T})(1) : {0} < 0 ? ({T})(-1) : {0} * 0)",
     "maximum": "(({0} > {1}) | ({0} != {0}) ? {0} : {1})",
@@ -129,7 +133,9 @@ def expression(operation: str, result: Type, of: Type, inputs: tuple[str, ...]) 
         return None
     unsigned = c_type(Type(of.dtype.replace("int", "uint"), of.lanes)) if of.dtype[0] == "i" else c_type(of)
     bits = 8 * np.dtype(of.dtype).itemsize
-    return pattern.format(*inputs, T=c_type(of), U=unsigned, lanes=of.lanes, bits=bits)
+    return pattern.format(
+        *inputs, T=c_type(of), U=unsigned, lanes=of.lanes, bits=bits, limit=_TANH_LIMIT.get(of.dtype)
+    )
 
 
 def combine(reduction: str, type: Type, one: str, other: str) -> str:

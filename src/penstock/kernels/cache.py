@@ -9,7 +9,13 @@ from typing import Any
 from penstock.device.driver import Kernel
 from penstock.fusion.groups import Group
 from penstock.kernels.philox import PHILOX
-from penstock.kernels.source import HALVES_PRELUDE, OPENCL_PRELUDE, VECTOR_PRELUDE, KernelSource
+from penstock.kernels.source import (
+    HALVES_PRELUDE,
+    OPENCL_PRELUDE,
+    VECTOR_PRELUDE,
+    KernelSource,
+    digest,
+)
 from penstock.kernels.writer import Written, structure, write
 from penstock.runtime import Device
 
@@ -22,20 +28,13 @@ class KernelCache:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._written: OrderedDict[Hashable, Written | None] = OrderedDict()
-        self._kernels: OrderedDict[str, Kernel] = OrderedDict()  # by names, which are given once
-        self._count = 0
-
-    def name(self, prefix: str) -> str:
-        """A name that no other kernel has."""
-        self._count += 1
-        return f"{prefix}_{self._count}"
+        self._kernels: OrderedDict[str, Kernel] = OrderedDict()  # by names, which end in a digest
 
     def written(self, group: Group) -> Written | None:
         """The source of a group; None where the device has no kernel for it."""
         key = structure(group)
         if key not in self._written:
-            self._count += 1
-            self._written[key] = write(group, self._device.capabilities, self._count)
+            self._written[key] = write(group, self._device.capabilities, digest(repr(key)))
         _touch(self._written, key)
         return self._written[key]
 

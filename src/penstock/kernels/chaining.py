@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.kernels.source import C_TYPES, KernelSource, head
+from penstock.kernels.source import C_TYPES, KernelSource, digest, head
 
 _SMALL = 100_000  # items times operations; about as long as two launches
 _MAX_CALLS = 64  # in one chain, whose text a compiler has to take
@@ -26,22 +26,24 @@ class Call:
     work: int
 
 
-def chained(calls: Sequence[Call], name: str) -> list[Call]:
-    """The calls, of which neighbours that are small are one. Names of chains begin with `name`."""
+def chained(calls: Sequence[Call]) -> list[Call]:
+    """The calls, of which neighbours that are small are one."""
     result: list[Call] = []
     run: list[Call] = []
     for call in [*calls, None]:
         if call is not None and call.work <= _SMALL and len(run) < _MAX_CALLS:
             run.append(call)
             continue
-        result += [_chain(run, f"{name}_{len(result)}")] if len(run) > 1 else run
+        result += [_chain(run)] if len(run) > 1 else run
         run = []
         if call is not None:
             (run if call.work <= _SMALL else result).append(call)
     return result
 
 
-def _chain(calls: Sequence[Call], name: str) -> Call:
+def _chain(calls: Sequence[Call]) -> Call:
+    said = [(call.source.name, call.places, call.scalars, call.numbers) for call in calls]
+    name = f"chain_{digest(repr(said))}"
     slots = sorted({slot for call in calls for slot, _ in call.places})
     numbers: dict[int, str] = {}
     for call in calls:

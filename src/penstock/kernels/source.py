@@ -7,6 +7,7 @@ bytes, so that values of one arena are named by its one buffer and small numbers
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,11 @@ VECTOR_PRELUDE = "\n".join(
     f"typedef {c_type}8 loose_{c_type}8 __attribute__((aligned({size})));"
     for c_type, size in _ITEM_BYTES.items()
 )
+
+
+def digest(text: str) -> str:
+    """A short name for a text: the same one in every process, so that compilers' caches find it."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

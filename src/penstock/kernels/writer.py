@@ -99,15 +99,15 @@ def _has(dtype: str, capabilities: Capabilities) -> bool:
     return dtype in C_TYPES and (dtype != "float64" or capabilities.float64)
 
 
-def write(group: Group, capabilities: Capabilities, number: int) -> Written | None:
-    """What computes a group, in kernels whose names end in the number; None where the device has none."""
-    name = f"{_name(group)}_{number}"
+def write(group: Group, capabilities: Capabilities, ending: str) -> Written | None:
+    """What computes a group, in kernels with names of this ending; None where the device has none."""
+    name = f"{_name(group)}_{ending}"
     if capabilities.language == "numpy":
         return _host(group, name)
     buffers = tuple(range(len(group.outputs) + len(group.inputs)))
     if group.kind == "lone":
         lone = lone_kernels(group.nodes[0], capabilities)
-        return None if lone is None else Written(_numbered(lone.launches, number), lone.scratch, ((),))
+        return None if lone is None else Written(_named(lone.launches, ending), lone.scratch, ((),))
     if group.kind == "matmul":
         source, over = matmul_group(group, capabilities, name)
     else:
@@ -122,12 +122,12 @@ def _name(group: Group) -> str:
     return "_".join([group.kind, *dict.fromkeys(named)])[:48]
 
 
-def _numbered(launches: tuple[Launch, ...], number: int) -> tuple[Launch, ...]:
+def _named(launches: tuple[Launch, ...], ending: str) -> tuple[Launch, ...]:
     """The same with names of their own."""
     result = []
     for launch in launches:
         source = launch.source
-        name = f"{source.name}_{number}"
+        name = f"{source.name}_{ending}"
         text = source.text.replace(f"KERNEL {source.name}(", f"KERNEL {name}(")
         result.append(replace(launch, source=replace(source, name=name, text=text)))
     return tuple(result)
@@ -171,4 +171,4 @@ def computed(node: Node, inputs: list[Array], attributes: dict[str, Any] | None 
         inputs = [x.astype(np.float32) if x.dtype.type in _HALVES else x for x in inputs]
     with np.errstate(all="ignore"):
         result = node.primitive.numpy(*inputs, **(node.attributes if attributes is None else attributes))
-    return np.asarray(result).astype(node.dtype, copy=False)
+        return np.asarray(result).astype(node.dtype, copy=False)

@@ -69,7 +69,7 @@ class BufferPool:
         self,
         upstream: Resource,
         *,
-        capacity: int = 10,
+        capacity: int = 64,
         max_bytes: float = math.inf,
         idle_seconds: float = 60.0,
         clock: Callable[[], float] = monotonic,

@@ -16,7 +16,7 @@ from penstock.tensor.reduction import max as max_
 from penstock.tensor.reduction import mean
 from penstock.tensor.reduction import sum as sum_
 
-_ROW_ITEMS = 1 << 22  # logits, or scores, that are held at a time
+_ROW_ITEMS = 1 << 24  # logits, or scores, that are held at a time; more are computed twice in training
 
 
 # Activations
@@ -179,7 +179,7 @@ def dropout(x: Tensor, probability: float = 0.5, training: bool = True) -> Tenso
         raise ValueError(f"dropout needs a probability in [0, 1), and {probability} was given")
     if not training or probability == 0:
         return x
-    keep = random.Generator.bernoulli(random.default_generator, 1 - probability, x.shape)
+    keep = random.bernoulli(1 - probability, x.shape, x.device)
     return where(keep, x * (1 / (1 - probability)), zeros_like(x))
 
 
@@ -291,4 +291,5 @@ def _row_losses(logits: Tensor, target: Tensor, ignore_index: int, smoothing: fl
     if smoothing:
         loss = loss * (1 - smoothing) + (total - mean(shifted, axis=-1)) * smoothing
     counted = astype(target != ignore_index, logits.dtype)
-    return loss * counted, counted
+    known = ((target >= 0) & (target < logits.shape[-1])) | (target == ignore_index)
+    return where(known, loss * counted, math.nan), counted  # NaN shows that a target is no class

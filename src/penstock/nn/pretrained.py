@@ -62,6 +62,7 @@ def load(kind: type[GPT], folder: Path, device: Where) -> GPT:
             width=config["n_embd"],
             layers=config["n_layer"],
             heads=config["n_head"],
+            dropout=config.get("resid_pdrop", 0.0),
             eps=config.get("layer_norm_epsilon", 1e-5),
             device=device,
         )
@@ -98,8 +99,12 @@ def save(model: GPT, folder: Path) -> None:
         "attn_pdrop": 0.0,
         "tie_word_embeddings": True,
     }
-    weights = {}
+    weights: dict[str, npt.NDArray[Any]] = {}
     for name, array in model.state_dict().items():
+        if name.endswith("weight") and ("blocks" in name or "norm" in name):
+            # GPT-2 always has biases; without one here, it is 0.
+            bias = f"transformer.{_theirs(name)}".removesuffix("weight") + "bias"
+            weights.setdefault(bias, np.zeros(array.shape[0], array.dtype))
         theirs = f"transformer.{_theirs(name)}"
         weights[theirs] = np.ascontiguousarray(array.T if _is_linear(name, array) else array)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

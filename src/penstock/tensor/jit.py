@@ -27,6 +27,7 @@ from penstock.tensor.core import Tensor, capture
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MAX_CAPTURES = 32  # of one function; the one that was not used for longest is forgotten
+_MAX_VARIANTS = 4  # of one capture, for gradients that are there or not, and tensors of other kinds
 
 
 class Unknown:
@@ -69,7 +70,8 @@ class _Jitted:
         self._function = function
         self._donate = donate
         self._lock = threading.Lock()
-        self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()
+        # For each key the captures that differ in what they found outside, the latest first.
+        self._captured: OrderedDict[Hashable, list[_Captured]] = OrderedDict()
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -80,17 +82,20 @@ class _Jitted:
         tensors: list[Tensor] = []
         key = (_flattened(args, tensors), _flattened(kwargs, tensors))
         try:
-            found = self._captured.get(key)
+            captures = self._captured.setdefault(key, [])
         except TypeError:
             raise CaptureError(
                 f"arguments of a jitted function are tensors, and Python values that can be compared by "
                 f"value, which these cannot: {key!r}"
             ) from None
-        if found is None or not found.still_true():
+        found = next((one for one in captures if one.still_true()), None)
+        if found is None:
             with self._lock:
-                found = self._captured[key] = self._capture(args, kwargs, tensors)
-            if len(self._captured) > _MAX_CAPTURES:
-                self._captured.popitem(last=False)
+                found = self._capture(args, kwargs, tensors)
+                captures.insert(0, found)
+                del captures[_MAX_VARIANTS:]
+                if len(self._captured) > _MAX_CAPTURES:
+                    self._captured.popitem(last=False)
         self._captured.move_to_end(key)
         return found.replay(tensors)
 
@@ -216,7 +221,7 @@ class _Tracing:
         for tensor, before in self._outside.values():
             if before.node is node:
                 owner = next((t for t, b in self._outside.values() if b.grad is tensor), None)
-                return _Source(tensor=tensor, grad_of=owner)
+                return _Source(tensor=tensor, grad_of=owner, kind=(node.shape, node.dtype))
         return _Source(value=node.value)
 
     def _result(self, node: Node, pending: list[Node]) -> int | _Source:
@@ -232,12 +237,20 @@ class _Source:
     tensor: Tensor | None = None
     grad_of: Tensor | None = None
     value: Any = None
+    kind: tuple[Shape, DType] | None = None  # of a tensor from outside
+
+    def current(self) -> Tensor:
+        """The tensor from outside, or the gradient that its owner has now."""
+        assert self.tensor is not None
+        gradient = None if self.grad_of is None else self.grad_of.grad
+        return self.tensor if gradient is None else gradient
 
     def buffer(self, arguments: Sequence[Tensor]) -> Buffer:
+        """The value now."""
         if self.argument is not None:
             tensor = arguments[self.argument]
         elif self.tensor is not None:
-            tensor = self.tensor if self.grad_of is None or self.grad_of.grad is None else self.grad_of.grad
+            tensor = self.current()
         else:
             return self.value  # type: ignore[no-any-return]
         node = tensor._node
@@ -273,7 +286,15 @@ class _Captured:
 
     def still_true(self) -> bool:
         """Whether what the capture found outside is still so."""
-        return all((tensor.grad is None) == without for tensor, without in self.guards)
+        for tensor, without in self.guards:
+            if (tensor._grad is None) != without:
+                return False
+        for source in self.sources:
+            if source.tensor is not None:
+                node = source.current()._node
+                if (node.shape, node.dtype) != source.kind or source.tensor.device is not self.device:
+                    return False
+        return True
 
     def __post_init__(self) -> None:
         outside = {

@@ -28,7 +28,7 @@ def matmul(x1: Tensor, x2: Tensor, /) -> Tensor:
         raise ValueError(f"matmul: shapes {x1.shape} and {x2.shape} do not fit together")
     if b.ndim == 2 and a.ndim > 2:
         # One product of more rows: no repeated matrix, and none to sum over in the gradient.
-        rows = matmul(reshape(a, (-1, a.shape[-1])), b)
+        rows = matmul(reshape(a, (math.prod(a.shape[:-1]), a.shape[-1])), b)
         result = reshape(rows, (*a.shape[:-1], b.shape[-1]))
         return squeeze(result, -1) if x2.ndim == 1 else result
     dtype = dtypes.promote(a.dtype, b.dtype)

@@ -38,7 +38,7 @@ class Generator:
     def __init__(self, seed: int, device: Device | str | None = None) -> None:
         self._device = None if device is None else resolve(device)
         self._lock = threading.Lock()
-        self._captured: Tensor | None = None  # where the draws of jitted functions stand
+        self._captured: dict[Device, Tensor] = {}  # where the draws of jitted functions stand
         self.set_state({"seed": seed, "counter": 0})
 
     @property
@@ -53,9 +53,9 @@ class Generator:
         """
         with self._lock:
             found = {"seed": self._seed, "counter": self._counter}
-        if self._captured is not None:
-            low, high = self._captured.tolist()[2:]
-            found["captured"] = high << 32 | low
+        drawn = [one.tolist()[2:] for one in self._captured.values()]
+        if drawn:
+            found["captured"] = max(high << 32 | low for low, high in drawn)
         return found
 
     def set_state(self, state: Mapping[str, int]) -> None:
@@ -66,11 +66,9 @@ class Generator:
         drawn = _whole("captured", state.get("captured", 0), 0, _64_BITS)
         with self._lock:
             self._seed, self._counter = seed, counter
-        if self._captured is not None:
-            self._captured._become(_words(seed ^ _CAPTURED, drawn, self._captured.device))
-        elif drawn:
-            device = resolve(self._device)
-            self._captured = Tensor(_words(seed ^ _CAPTURED, drawn, device), device)
+        self._drawn = drawn
+        for device, tensor in self._captured.items():
+            tensor._become(_words(seed ^ _CAPTURED, drawn, device))
 
     def uniform(
         self, shape: int | Sequence[int], low: float = 0.0, high: float = 1.0, dtype: DType = dtypes.float32
@@ -127,22 +125,31 @@ class Generator:
         make = partial(graph.integers, low=first, high=end, dtype=found)
         return self._draw(shape, graph.INTEGERS_WORDS, make)
 
-    def bernoulli(self, probability: float, shape: int | Sequence[int]) -> Tensor:
+    def bernoulli(
+        self, probability: float, shape: int | Sequence[int], device: Device | None = None
+    ) -> Tensor:
         """True with the given probability, else False."""
         chance = float(probability)
         if not 0 <= chance <= 1:
             raise ValueError(f"a probability is between 0 and 1, and {chance} was given")
-        return self._draw(shape, graph.BERNOULLI_WORDS, partial(graph.bernoulli, probability=chance))
+        make = partial(graph.bernoulli, probability=chance)
+        return self._draw(shape, graph.BERNOULLI_WORDS, make, device)
 
     def permutation(self, n: int) -> Tensor:
         """The numbers from 0 to before `n` in random order."""
         count = _whole("the length of a permutation", n, 0, 1 << 63)
         return self._draw(count, graph.PERMUTATION_WORDS, graph.permutation)
 
-    def _draw(self, shape: int | Sequence[int], words: int, make: Callable[[Node], Node]) -> Tensor:
+    def _draw(
+        self,
+        shape: int | Sequence[int],
+        words: int,
+        make: Callable[[Node], Node],
+        device: Device | None = None,
+    ) -> Tensor:
         """What `make` makes of that many words for each item."""
         wanted = (*_shape(shape), words)
-        device = resolve(self._device)
+        device = resolve(device or self._device)
         state = self._next_state(-(-math.prod(wanted) // graph.WORDS_PER_BLOCK), device)
         return Tensor(make(graph.random_bits(state, wanted)), device)
 
@@ -160,16 +167,17 @@ class Generator:
 
     def _next_captured_state(self, blocks: int, device: Device) -> Node:
         """The same inside a jitted function, where the state is a tensor that every replay moves on."""
-        if self._captured is None or self._captured.device is not device:
+        if device not in self._captured:
             token = capture.set(None)  # the tensor is not the function's own
-            self._captured = Tensor(_words(self._seed ^ _CAPTURED, 0, device), device)
+            self._captured[device] = Tensor(_words(self._seed ^ _CAPTURED, self._drawn, device), device)
             capture.reset(token)
-        state = record(self._captured._node, self._captured)
+        own = self._captured[device]
+        state = record(own._node, own)
         key, low, high = state[:2], state[2:3], state[3:]
         moved = record(elementwise.add(low._node, elementwise.like(low._node, blocks)), low)
         carry = record(elementwise.cast(elementwise.less(moved._node, low._node), graph.WORD), low)
         carried = record(elementwise.add(high._node, carry._node), high)
-        self._captured._rebind(concat([key, moved, carried], axis=0))
+        own._rebind(concat([key, moved, carried], axis=0))
         return state._node
 
 
