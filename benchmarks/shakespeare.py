@@ -2,8 +2,8 @@
 
     python benchmarks/shakespeare.py TEXT [--device opencl:0]
 
-nanoGPT on PyTorch reaches 1.886 on tinyshakespeare with these settings (characters, context 64, batch 12, four
-layers, four heads, width 128, no dropout).
+nanoGPT on PyTorch reaches 1.886 on tinyshakespeare with these settings (characters, context 64, batch 12,
+four layers, four heads, width 128, no dropout).
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ def main() -> None:
         f"{STEPS} steps in {seconds:.1f} s, {1e3 * seconds / STEPS:.1f} ms each; "
         f"waited {stream.waited_seconds:.2f} s for data"
     )
-    evaluate = ps.jit(lambda tokens: model.loss(tokens[:, :-1], tokens[:, 1:]))
+
+    @ps.jit
+    def evaluate(tokens: ps.Tensor) -> ps.Tensor:
+        return model.loss(tokens[:, :-1], tokens[:, 1:])
+
     rows = (len(ids) - cut - 1) // CONTEXT
     windows = np.stack([ids[cut + CONTEXT * k : cut + CONTEXT * (k + 1) + 1] for k in range(rows)]).astype(
         np.int32

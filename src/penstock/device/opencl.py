@@ -86,6 +86,9 @@ class OpenCLDriver(Driver):
         self.outgoing = cl.CommandQueue(self._context)
         self._maps = cl.CommandQueue(self._context)  # always idle, so that a map waits for nothing else
         self._queues = (self.compute, self.incoming, self.outgoing, self._maps)
+        self._options = ["-w"]  # a compiler that succeeds has nothing to say
+        if device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT:
+            self._options.append("-cl-fp32-correctly-rounded-divide-sqrt")
         self._lock = threading.Lock()
         self._allocations: set[Memory] = set()
         self._allocated = 0
@@ -170,7 +173,7 @@ class OpenCLDriver(Driver):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", cl.CompilerWarning)  # remarks of a compiler that succeeded
                 # The driver has a cache on disk of its own; PyOpenCL's, which is never emptied, stays out.
-                program = cl.Program(self._context, source).build(["-w"], cache_dir=False)  # type: ignore[arg-type]
+                program = cl.Program(self._context, source).build(self._options, cache_dir=False)  # type: ignore[arg-type]
             kernels = {}
             for name, signature in signatures.items():
                 native = cl.Kernel(program, name)

@@ -53,10 +53,9 @@ class Generator:
         """
         with self._lock:
             found = {"seed": self._seed, "counter": self._counter}
-        drawn = [one.tolist()[2:] for one in self._captured.values()]
-        if drawn:
-            found["captured"] = max(high << 32 | low for low, high in drawn)
-        return found
+        words = [one.tolist()[2:] for one in self._captured.values()]
+        drawn = max((high << 32 | low for low, high in words), default=0)
+        return found | {"captured": drawn} if drawn else found
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Go on from where another generator, or this one, stood."""
