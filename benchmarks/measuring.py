@@ -15,6 +15,7 @@ from typing import Any
 import penstock as ps
 
 Sides = dict[str, Callable[[], object]]
+_PAUSE = 0.02  # seconds, in which the threads of the side before stop waiting for more
 
 
 def best_of(sides: Sides, rounds: int = 15, repeat: int = 1) -> dict[str, float]:
@@ -24,6 +25,8 @@ def best_of(sides: Sides, rounds: int = 15, repeat: int = 1) -> dict[str, float]
     gc.disable()
     for _ in range(rounds):
         for name, call in sides.items():
+            time.sleep(_PAUSE if len(sides) > 1 else 0)
+            call()  # wakes the side's own threads
             start = time.perf_counter()
             for _ in range(repeat):
                 call()

@@ -10,6 +10,7 @@ from penstock.device.driver import Kernel
 from penstock.fusion.groups import Group
 from penstock.kernels.philox import PHILOX
 from penstock.kernels.source import (
+    FUNCTIONS_PRELUDE,
     HALVES_PRELUDE,
     OPENCL_PRELUDE,
     VECTOR_PRELUDE,
@@ -63,6 +64,8 @@ class KernelCache:
 def _with_prelude(text: str) -> str:
     """The text after the words that it uses."""
     optional = {
+        "exp_8(": FUNCTIONS_PRELUDE,
+        "tanh_8(": FUNCTIONS_PRELUDE,
         "loose_": VECTOR_PRELUDE,
         "BFLOAT16": HALVES_PRELUDE,
         "round_half": HALVES_PRELUDE,

@@ -10,6 +10,7 @@ from penstock.tensor.arithmetic import exp, log, sqrt, tanh, where
 from penstock.tensor.autograd import checkpoint, given_gradient
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import arange, zeros, zeros_like
+from penstock.tensor.dtypes import int32
 from penstock.tensor.linear import matmul
 from penstock.tensor.manipulation import astype, concat, reshape
 from penstock.tensor.reduction import max as max_
@@ -85,7 +86,7 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """exp(x), made to sum to 1 along an axis."""
     fixed = x.detach()
     e = exp(fixed - max_(fixed, axis=axis, keepdims=True))
-    result = e / sum_(e, axis=axis, keepdims=True)
+    result = e * (1 / sum_(e, axis=axis, keepdims=True))
 
     def gradient(g: Tensor, y: Tensor) -> list[Tensor]:
         scaled = g * y
@@ -222,8 +223,9 @@ def _attention(
     """Attention of queries of which the first goes with the key at `offset`."""
     scores = matmul(query, key.mT) * factor
     if is_causal and query.shape[-2] > 1:
-        rows = reshape(arange(offset, offset + query.shape[-2], device=query.device), (-1, 1))
-        seen = rows >= arange(key.shape[-2], device=query.device)
+        last = offset + query.shape[-2]
+        rows = reshape(arange(offset, last, dtype=int32, device=query.device), (-1, 1))
+        seen = rows >= arange(key.shape[-2], dtype=int32, device=query.device)
         scores = where(seen, scores, -math.inf)
     return matmul(softmax(scores), value)
 
@@ -284,7 +286,9 @@ def _check_targets(rows: tuple[int, ...], target: Tensor, smoothing: float) -> N
 def _row_losses(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float) -> tuple[Tensor, Tensor]:
     """The loss of each row, 0 where it is ignored, and 1 or 0 for whether it is not."""
     shifted = logits - max_(logits, axis=-1, keepdims=True).detach()
-    chosen = reshape(target, (-1, 1)) == arange(logits.shape[-1], dtype=target.dtype, device=logits.device)
+    # In 32 bits, of which a vector holds twice as many as of 64.
+    classes = arange(logits.shape[-1], dtype=int32, device=logits.device)
+    chosen = reshape(astype(target, int32), (-1, 1)) == classes
     picked = sum_(where(chosen, shifted, zeros_like(shifted)), axis=-1)
     total = log(sum_(exp(shifted), axis=-1))
     loss = total - picked
