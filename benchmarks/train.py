@@ -240,7 +240,7 @@ def gpt_line(
 
 
 _CHILD = """
-import sys, time, resource
+import sys, time
 start = time.perf_counter()
 sys.path.insert(0, {folder!r})
 import numpy as np, train
@@ -251,16 +251,22 @@ if {side!r} == "penstock":
     step = train.waited(train.gpt_step(sizes, tokens, device), device)
 else:
     step = train.torch_gpt_step(sizes, tokens, {side!r} == "compiled")
-imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def status(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(name))
+before = status("VmRSS")
 step()
 print(time.perf_counter() - start)
+step()
+with open("/proc/self/clear_refs", "w") as peak:
+    peak.write("5")  # the peak starts anew, after the compilers
 for _ in range(5): step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - imported)
+print(status("VmHWM") - before)
 """
 
 
 def process_lines(options: argparse.Namespace, device: ps.Device, report: Report) -> None:
-    """Processes of their own: time to the first step, and the memory that training adds."""
+    """Processes of their own: time to the first step, and the memory that training adds (on Linux)."""
     with tempfile.TemporaryDirectory() as folder:
         found: dict[str, list[float]] = {}
         kinds = ["penstock cold", "penstock warm"]

@@ -6,7 +6,6 @@ arguments: a run sets only those that differ from the run before.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.device.driver import Kernel, Memory
+from penstock.device.driver import Kernel
 from penstock.fusion.groups import COSTLY, FREE, Group, base, partition
 from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Array, Node
@@ -215,35 +214,40 @@ class _Segment:
             args += [None] * len(call.numbers)
             self._launches.append((next(kernels), call.source.grid, call.source.group, args))
         self._bound: Launches | None = None
-        # What the arguments are now. A program must keep no memory from being used again.
-        self._memories: dict[int, tuple[weakref.ref[Memory], int]] = {}
-        self._numbers: dict[int, Any] = {}
+        # What the arguments are now, without a reference: a program must keep no memory from use.
+        self._memories: dict[int, tuple[int, int]] = {}
+        self._last_numbers: Sequence[Any] = ()
 
     def run(self, device: Device, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
         """Record the launches."""
-        stream = device.stream
         if self._bound is None:
-            for slot, places in self._slots.items():
-                self._fill(places, buffers[slot])
+            self._bind(device, buffers, numbers)
+        assert self._bound is not None
+        memories, used = self._memories, []
+        for slot, places in self._slots.items():
+            buffer = buffers[slot]
+            used.append(buffer)
+            place = (buffer.memory.serial, buffer.offset)
+            if memories[slot] != place:
+                device.stream.rebind(self._bound, places, buffer)
+                memories[slot] = place
+        if numbers is not self._last_numbers:
             for at, places in self._places.items():
-                self._fill(places, numbers[at])
-            self._bound = stream.bind([(*how, tuple(args)) for *how, args in self._launches])
-            self._launches.clear()
-        else:
-            for slot, places in self._slots.items():
-                memory, offset = self._memories[slot]
-                if memory() is not buffers[slot].memory or offset != buffers[slot].offset:
-                    stream.rebind(self._bound, places, buffers[slot])
-            for at, places in self._places.items():
-                if not _same_number(self._numbers[at], numbers[at]):
-                    stream.rebind(self._bound, places, numbers[at])
-        used = [buffers[slot] for slot in self._slots]
-        self._memories = {
-            slot: (weakref.ref(one.memory), one.offset) for slot, one in zip(self._slots, used, strict=True)
-        }
-        self._numbers = {at: numbers[at] for at in self._places}
-        stream.replay(self._bound, tuple({id(one.usage): one for one in used}.values()))
-        stream.forget(self._bound)
+                if not _same_number(self._last_numbers[at], numbers[at]):
+                    device.stream.rebind(self._bound, places, numbers[at])
+            self._last_numbers = numbers
+        device.stream.replay(self._bound, tuple(used))
+
+    def _bind(self, device: Device, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
+        for slot, places in self._slots.items():
+            self._fill(places, buffers[slot])
+            self._memories[slot] = (buffers[slot].memory.serial, buffers[slot].offset)
+        for at, places in self._places.items():
+            self._fill(places, numbers[at])
+        self._last_numbers = numbers
+        self._bound = device.stream.bind([(*how, tuple(args)) for *how, args in self._launches])
+        device.stream.forget(self._bound)
+        self._launches.clear()
 
     def _fill(self, places: Sequence[tuple[int, int]], arg: Any) -> None:
         for launch, position in places:

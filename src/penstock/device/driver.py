@@ -11,6 +11,7 @@ The contract, on which the layers above rely:
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,12 +48,26 @@ class Capabilities:
     float64: bool
 
 
+_serials = itertools.count()
+
+
 class Memory:
     """One allocation of a driver."""
 
-    __slots__ = ("__weakref__", "asked", "host", "idle_since", "native", "nbytes", "parts", "pinned")
+    __slots__ = (
+        "__weakref__",
+        "asked",
+        "host",
+        "idle_since",
+        "native",
+        "nbytes",
+        "parts",
+        "pinned",
+        "serial",
+    )
 
     def __init__(self, native: Any, nbytes: int, host: Bytes | None, pinned: bool = False) -> None:
+        self.serial = next(_serials)  # which allocation it is, of all that there were
         self.native = native  # what a kernel takes as argument
         self.nbytes = nbytes
         self.host = host  # the same bytes as an array, where the host can always see them

@@ -20,7 +20,7 @@ class Program:
 
     __slots__ = ("bound", "buffers", "commands")
 
-    def __init__(self, commands: list[Launch], buffers: Sequence[Buffer], bound: Sequence[Any]) -> None:
+    def __init__(self, commands: list[Launch], buffers: tuple[Buffer, ...], bound: Sequence[Any]) -> None:
         self.commands = commands
         self.buffers = buffers  # all that the launches touch
         self.bound = bound
@@ -101,28 +101,28 @@ class Stream:
 
     def replay(self, program: Program, buffers: tuple[Buffer, ...] | None = None) -> None:
         """Record a program's launches, in order; `buffers`: all that they touch, if not those of `bind`."""
-        if buffers is not None:
-            program.buffers = buffers
-            program.commands = [(kernel, grid, group, buffers) for kernel, grid, group, _ in program.commands]
+        commands = program.commands
+        if buffers is None:
+            buffers = program.buffers
+        else:
+            commands = [(kernel, grid, group, buffers) for kernel, grid, group, _ in commands]
         step = self.policy.max_commands
         with self.lock:
             self.check_available()
             for start in range(0, len(program.bound), step):
-                waits = self.compute.dependencies(program.buffers)
+                waits = self.compute.dependencies(buffers)
                 events: list[Event] = []
                 try:
                     self._driver.replay(
                         self.compute.queue, program.bound[start : start + step], waits, events
                     )
                 except DeviceError as error:
-                    raise DeviceError(error.reason, describe(program.commands[start + len(events)])) from None
+                    raise DeviceError(error.reason, describe(commands[start + len(events)])) from None
                 finally:
-                    self.compute.record_all(
-                        events, program.commands[start : start + len(events)], program.buffers
-                    )
+                    self.compute.record_all(events, commands[start : start + len(events)], buffers)
 
     def forget(self, program: Program) -> None:
-        """Let go of a program's buffers: before the next `replay` all of them are given anew."""
+        """Let go of a program's buffers: from then on `replay` has to be told them."""
         program.buffers = ()
         program.commands = [(kernel, grid, group, ()) for kernel, grid, group, _ in program.commands]
 

@@ -241,9 +241,10 @@ class _Source:
 
     def current(self) -> Tensor:
         """The tensor from outside, or the gradient that its owner has now."""
+        if self.grad_of is not None and self.grad_of.grad is not None:
+            return self.grad_of.grad
         assert self.tensor is not None
-        gradient = None if self.grad_of is None else self.grad_of.grad
-        return self.tensor if gradient is None else gradient
+        return self.tensor
 
     def buffer(self, arguments: Sequence[Tensor]) -> Buffer:
         """The value now."""
@@ -289,17 +290,17 @@ class _Captured:
         for tensor, without in self.guards:
             if (tensor._grad is None) != without:
                 return False
-        for source in self.sources:
-            if source.tensor is not None:
-                node = source.current()._node
-                if (node.shape, node.dtype) != source.kind or source.tensor.device is not self.device:
-                    return False
+        for source in self._outside:
+            node = source.current()._node
+            if (node.shape, node.dtype) != source.kind or source.tensor.device is not self.device:  # type: ignore[union-attr]
+                return False
         return True
 
     def __post_init__(self) -> None:
         outside = {
             id(t.tensor): at for at, t in enumerate(self.changed, self.results) if t.tensor is not None
         }
+        self._outside = [source for source in self.sources if source.tensor is not None]
         # Tensors that can be written over themselves: input, tensor, output, place among the wanted.
         self._in_place: list[tuple[int, Tensor, int, int]] = []
         for at, source in enumerate(self.sources):
