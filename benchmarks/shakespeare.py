@@ -1,6 +1,6 @@
 """A GPT on characters with nanoGPT's settings for a CPU: the validation loss after 2,000 steps, and the time.
 
-    python benchmarks/shakespeare.py TEXT [--device opencl:0]
+    python benchmarks/shakespeare.py TEXT [--device opencl:0] [--seed N]
 
 nanoGPT on PyTorch reaches 1.886 on tinyshakespeare with these settings (characters, context 64, batch 12,
 four layers, four heads, width 128, no dropout).
@@ -23,13 +23,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("text", type=Path)
     parser.add_argument("--device", default="opencl")
+    parser.add_argument("--seed", type=int, default=1337)
     options = parser.parse_args()
     device = ps.use(options.device)
     text = options.text.read_text()
     tokenizer = ps.data.CharTokenizer(text)
     ids = tokenizer.encode(text)
     cut = int(0.9 * len(ids))
-    ps.random.manual_seed(1337)
+    ps.random.manual_seed(options.seed)
     model = ps.nn.GPT(tokenizer.vocab_size, CONTEXT, width=128, layers=4, heads=4, bias=False)
     matrices = [one for one in model.parameters() if one.ndim == 2]
     others = [one for one in model.parameters() if one.ndim < 2]
@@ -45,7 +46,7 @@ def main() -> None:
         return loss
 
     start = time.perf_counter()
-    batches = ps.data.TextBatches(ids[:cut], BATCH, CONTEXT, seed=1337)
+    batches = ps.data.TextBatches(ids[:cut], BATCH, CONTEXT, seed=options.seed)
     with ps.data.Prefetch(batches, device) as stream:
         for number, tokens in zip(range(STEPS), stream, strict=False):
             optimizer.lr = rate(number)

@@ -68,7 +68,7 @@ def _flat(value: Tensor) -> Tensor:
 def _expanded(x: Tensor, key: Any) -> list[Any]:
     """The parts of a key, one for each axis and one for each new axis; masks become whole numbers."""
     parts = list(key) if isinstance(key, tuple) else [key]
-    parts = [_as_tensor(x, part) for part in parts]
+    parts = [_as_array(part) for part in parts]
     taken = sum(_axes_taken(part) for part in parts)
     dots = [position for position, part in enumerate(parts) if part is Ellipsis]
     if len(dots) > 1:
@@ -80,16 +80,31 @@ def _expanded(x: Tensor, key: Any) -> list[Any]:
     parts[position : position + 1] = fill
     result: list[Any] = []
     for part in parts:
+        axis = sum(one is not None for one in result)
+        if isinstance(part, np.ndarray):
+            part = _checked_array(x, part, axis)
         if isinstance(part, Tensor) and part.dtype == dtypes.bool_:
-            result += _from_mask(x, part, sum(one is not None for one in result))
+            result += _from_mask(x, part, axis)
         else:
             result.append(part)
     return result
 
 
-def _as_tensor(x: Tensor, part: Any) -> Any:
+def _checked_array(x: Tensor, part: npt.NDArray[Any], axis: int) -> Tensor:
+    """An array of the host as a tensor. Its values are at hand, so they are checked before anything else."""
+    if part.dtype.kind in "iu" and part.size:
+        length = x.shape[axis]
+        for index in (int(part.min()), int(part.max())):
+            _checked_index(index, length, axis, x.shape)
+    return from_numpy(part, x.device)
+
+
+def _as_array(part: Any) -> Any:
     if isinstance(part, (list, np.ndarray, bool, np.bool_)):
-        return from_numpy(np.asarray(part), x.device)
+        array = np.asarray(part)
+        if array.dtype.kind not in "iub" and array.size:
+            raise IndexError(f"an index has whole numbers or truth values, and {array.dtype} was given")
+        return array if array.size else array.astype(np.int64)
     if isinstance(part, Tensor) and part.dtype.kind not in "iub":
         raise IndexError(f"an index has whole numbers or truth values, and {part.dtype} was given")
     return part
@@ -98,7 +113,7 @@ def _as_tensor(x: Tensor, part: Any) -> Any:
 def _axes_taken(part: Any) -> int:
     if part is None or part is Ellipsis:
         return 0
-    return part.ndim if isinstance(part, Tensor) and part.dtype == dtypes.bool_ else 1
+    return part.ndim if isinstance(part, (Tensor, np.ndarray)) and part.dtype == dtypes.bool_ else 1
 
 
 def _from_mask(x: Tensor, mask: Tensor, axis: int) -> list[Tensor]:
