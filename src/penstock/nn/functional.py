@@ -285,15 +285,27 @@ def _check_targets(rows: tuple[int, ...], target: Tensor, smoothing: float) -> N
 
 def _row_losses(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float) -> tuple[Tensor, Tensor]:
     """The loss of each row, 0 where it is ignored, and 1 or 0 for whether it is not."""
-    shifted = logits - max_(logits, axis=-1, keepdims=True).detach()
-    # In 32 bits, of which a vector holds twice as many as of 64.
-    classes = arange(logits.shape[-1], dtype=int32, device=logits.device)
-    chosen = reshape(astype(target, int32), (-1, 1)) == classes
-    picked = sum_(where(chosen, shifted, zeros_like(shifted)), axis=-1)
+    rows, width = logits.shape
+    fixed = logits.detach()
+    most = max_(fixed, axis=-1, keepdims=True)
+    shifted = fixed - most
     total = log(sum_(exp(shifted), axis=-1))
+    known = (target >= 0) & (target < width)
+    place = where(known, target, 0) + arange(rows, dtype=target.dtype, device=logits.device) * width
+    picked = reshape(fixed, (rows * width,))[place] - reshape(most, (rows,))
     loss = total - picked
     if smoothing:
         loss = loss * (1 - smoothing) + (total - mean(shifted, axis=-1)) * smoothing
+
+    def gradient(g: Tensor, _: Tensor) -> list[Tensor]:
+        # In 32 bits, of which a vector holds twice as many as of 64.
+        classes = arange(width, dtype=int32, device=logits.device)
+        chosen = reshape(astype(target, int32), (-1, 1)) == classes
+        chances = softmax(logits)
+        less = where(chosen, chances - (1 - smoothing), chances)
+        return [(less - smoothing / width if smoothing else less) * reshape(g, (-1, 1))]
+
     counted = astype(target != ignore_index, logits.dtype)
-    known = ((target >= 0) & (target < logits.shape[-1])) | (target == ignore_index)
-    return where(known, loss * counted, math.nan), counted  # NaN shows that a target is no class
+    result = given_gradient(loss, [logits], gradient) * counted
+    # NaN shows that a target is no class.
+    return where(known | (target == ignore_index), result, math.nan), counted
