@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.device.driver import Capabilities
 from penstock.device.opencl import OpenCLDriver, find_devices
-from penstock.kernels.matmul_kernel import Finish, Operand, Problem, matmul_body
+from penstock.kernels.matmul_kernel import matmul_body
+from penstock.kernels.matmul_problem import Finish, Operand, Problem
 from penstock.kernels.source import OPENCL_PRELUDE, UNIT, VECTOR_PRELUDE, KernelSource, head
 
 GUARD = 128  # items before and after every matrix

@@ -12,7 +12,8 @@ from penstock.graph.node import Node
 from penstock.kernels.c_renderer import statements
 from penstock.kernels.loops import Count, LoopForm, Statement, Store, Type
 from penstock.kernels.lowering import LanesImpossible, Scopes, Value, overwritable
-from penstock.kernels.matmul_kernel import Operand, Problem, matmul_body
+from penstock.kernels.matmul_kernel import matmul_body
+from penstock.kernels.matmul_problem import Operand, Problem
 from penstock.kernels.source import KernelSource, head
 
 

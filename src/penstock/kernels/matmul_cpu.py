@@ -1,0 +1,426 @@
+"""Matrix products on a CPU: one work-item computes a tile of the product alone, with vectors.
+
+What it reads often is copied to where it stays in the cache, in the order in which it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from penstock.device.driver import Capabilities
+from penstock.kernels.matmul_problem import Body, Finish, Operand, Problem, item
+from penstock.kernels.source import C_TYPES
+
+
+def cpu_body(problem: Problem, capabilities: Capabilities, finish: Finish) -> Body:
+    """The statements for threads that have vectors."""
+    if _is_thin(problem):
+        return _thin_body(problem, capabilities, finish)
+    plan = _plan(problem, capabilities)
+    lines = _CpuWriter(problem, plan, finish).lines()
+    return "".join(f"    {line}\n" for line in lines), (problem.batch * plan.tiles,), (1,)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a CPU cuts the product up: tiles for work-items, K for its cache, blocks for its registers."""
+
+    rows: int  # of the block in registers
+    vectors: int  # columns of that block, in vectors
+    row_tiles: int
+    column_tiles: int
+    depth_blocks: int
+    pack_left: bool
+    pack_right: bool
+    chunk: int  # how many times `rows` are packed at once
+
+    @property
+    def tiles(self) -> int:
+        return self.row_tiles * self.column_tiles
+
+
+_LANES = 8  # of a vector
+_REGISTERS = 16  # for vectors
+_SUMS = 12  # of which hold sums
+_CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 for sums, 1/10 for the left side
+_DEPTH = 512  # steps along K before the next columns
+_PACKED_DEPTH = 352  # the same, where the left side is packed,
+_STREAM_DEPTH = 8  # and where the right side is not kept in the cache
+_DIRECT_LEFT = 1 << 15  # a transposed left side of no more items is read where it lies,
+_DIRECT_RIGHT = 1 << 16  # and a right side of no more: they stay in the cache anyway
+
+
+def _plan(problem: Problem, capabilities: Capabilities) -> _Plan:
+    """The plan that takes the fewest cycles, by a rough count of what each costs."""
+    left, right, inner = problem.left, problem.right, problem.inner
+    small = left.row_stride == 1 and problem.rows * inner <= _DIRECT_LEFT
+    pack_left = not (left.dtype == "float32" and (left.column_stride == 1 or small))
+    rows, vectors = min(
+        _register_blocks(problem), key=lambda block: _cycles(problem, block[0], block[1], pack_left)
+    )
+    width = vectors * _LANES
+    row_units, column_units = ceil(problem.rows / rows), ceil(problem.columns / width)
+    pack_right = (
+        right.column_stride != 1
+        or right.dtype != "float32"
+        or problem.columns < width
+        or (inner * problem.columns > _DIRECT_RIGHT and row_units > 4)
+    )
+    stream_right = not pack_right and inner * problem.columns > _DIRECT_RIGHT
+    fetching_left = _fetch_left(rows, pack_left) * inner
+    fetching_right = pack_right * vectors * (8 if right.column_stride == 1 else 10) * inner
+
+    floats = min(_CACHE_BYTES, capabilities.local_bytes) // 4
+    left_steps = floats // 10 // (ceil(rows / _LANES) * _LANES)
+    right_steps = floats // 2 // width
+    deepest = min(left_steps, right_steps, _DEPTH) if pack_left else min(right_steps, 2 * _DEPTH)
+    good = min(deepest, _PACKED_DEPTH if pack_left else _DEPTH)
+    depth_blocks = 1 if inner <= deepest else ceil(inner / good)
+    if stream_right:  # read in the order of the memory, for it is read once or twice only
+        depth_blocks = ceil(inner / _STREAM_DEPTH)
+    depth = ceil(inner / depth_blocks)
+    widest = floats * 3 // 8 // (rows * width) if stream_right else right_steps // depth
+    block = _step(rows, vectors) * inner + 40 * depth_blocks
+    choices = []
+    for column_tiles in _counts(ceil(column_units / widest), column_units):
+        wide = ceil(column_units / column_tiles)
+        highest = row_units if depth_blocks == 1 else max(1, floats * 3 // 8 // (wide * width * rows))
+        for row_tiles in _counts(ceil(row_units / highest), row_units):
+            high = ceil(row_units / row_tiles)
+            tile = high * wide * block + high * fetching_left + wide * fetching_right + 500
+            rounds = ceil(problem.batch * row_tiles * column_tiles / capabilities.compute_units)
+            choices.append((rounds * tile, row_tiles, column_tiles))
+    _, row_tiles, column_tiles = min(choices)
+    chunk = max(1, min(8, left_steps // depth))
+    return _Plan(rows, vectors, row_tiles, column_tiles, depth_blocks, pack_left, pack_right, chunk)
+
+
+def _register_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Sizes of the block in registers, no larger than the product where that has a vector's width."""
+    for vectors in range(1, max(1, min(_SUMS // 2, problem.columns // _LANES)) + 1):
+        most = min(problem.rows, _SUMS // vectors, (_REGISTERS - 1) // vectors - 1)
+        yield from ((rows, vectors) for rows in range(1, most + 1))
+
+
+def _step(rows: int, vectors: int) -> float:
+    """Cycles for one step along K: two sums or loads in each, and none of a sum within 4 of the last."""
+    return max(rows * vectors / 2, (rows + vectors) / 2, 4) + 0.6
+
+
+def _fetch_left(rows: int, pack_left: bool) -> int:
+    """Cycles to have the left side of a block in registers at hand, for each step along K."""
+    return ceil(rows / _LANES) * _LANES if pack_left else rows
+
+
+def _cycles(problem: Problem, rows: int, vectors: int, pack_left: bool) -> float:
+    """Cycles for the whole product, for each step along K."""
+    across = ceil(problem.columns / (vectors * _LANES)) * _step(rows, vectors)
+    return ceil(problem.rows / rows) * (across + ceil(problem.columns / 256) * _fetch_left(rows, pack_left))
+
+
+def _counts(fewest: int, most: int) -> Iterator[int]:
+    """Into how many tiles a side may be cut: not all numbers, for there may be thousands."""
+    count = max(fewest, 1)
+    while count <= most:
+        yield count
+        count += max(1, count // 4)
+
+
+class _CpuWriter:
+    """Writes the statements of one work-item.
+
+    Where a size is no multiple of a block's, the last block begins early and does some items again, of which
+    only the new ones are finished: so it reads nothing outside and needs no code of its own.
+    """
+
+    def __init__(self, problem: Problem, plan: _Plan, finish: Finish) -> None:
+        self.problem, self.plan, self.finish = problem, plan, finish
+        self.width = plan.vectors * _LANES
+        self.row_units = ceil(problem.rows / plan.rows)
+        self.column_units = ceil(problem.columns / self.width)
+        self.tile_columns = ceil(self.column_units / plan.column_tiles)  # in units, the widest tile
+        self.depth = ceil(problem.inner / plan.depth_blocks)  # of the deepest block
+        self.has_vectors = problem.inner // plan.depth_blocks >= _LANES  # along K, in every block
+
+    def lines(self) -> Iterator[str]:
+        problem, plan = self.problem, self.plan
+        yield from self._declarations()
+        if plan.depth_blocks > 1:
+            each, more = divmod(problem.inner, plan.depth_blocks)
+            yield f"for (int mm_block = 0; mm_block < {plan.depth_blocks}; mm_block++) {{"
+            yield f"const int mm_depth = {each} + (mm_block < {more});"
+            yield f"const int mm_k = mm_block * {each} + min(mm_block, {more});"
+        else:
+            yield f"const int mm_depth = {problem.inner}, mm_k = 0;"
+        if plan.pack_right:
+            yield from self._pack_right()
+        if plan.pack_left:
+            yield f"for (int mm_near = mm_top; mm_near < mm_bottom; mm_near += {plan.chunk * plan.rows}) {{"
+            yield f"const int mm_far = min(mm_near + {plan.chunk * plan.rows}, mm_bottom);"
+            yield from self._pack_left()
+        else:
+            yield "{ const int mm_near = mm_top, mm_far = mm_bottom;"
+        yield from self._each_row("mm_near", "mm_far")
+        yield f"for (int mm_column = mm_start; mm_column < mm_stop; mm_column += {self.width}) {{"
+        yield from self._sums()
+        yield from self._finished()
+        yield "}}}" if plan.depth_blocks == 1 else "}}}}"
+
+    def _each_row(self, begin: str, end: str) -> Iterator[str]:
+        """A loop over the rows of a tile, as many at a time as the registers take."""
+        rows = self.plan.rows
+        yield f"for (int mm_row = {begin}; mm_row < {end}; mm_row += {rows}) {{"
+        yield f"const int mm_first = {_at_most('mm_row', self.problem.rows, rows)};"
+
+    def _declarations(self) -> Iterator[str]:
+        problem, plan = self.problem, self.plan
+        block = plan.rows * plan.vectors
+        tile_rows = ceil(self.row_units / plan.row_tiles)
+        kept = block * tile_rows * self.tile_columns if plan.depth_blocks > 1 else block
+        yield f"LOCAL float8 mm_sums[{kept}];"
+        if plan.pack_right:
+            yield f"LOCAL float8 mm_panels[{self.tile_columns * self.depth * plan.vectors}];"
+        if plan.pack_left:
+            yield f"LOCAL float8 mm_slivers[{ceil(plan.chunk * self._left_packing()[1] / _LANES)}];"
+        yield f"const int batch = GROUP(0) / {plan.tiles};"
+        for axis, tile, tiles, units, unit, size, begin, end in (
+            ("row", f"GROUP(0) / {plan.column_tiles} % {plan.row_tiles}", plan.row_tiles, self.row_units,
+             plan.rows, problem.rows, "top", "bottom"),
+            ("column", f"GROUP(0) % {plan.column_tiles}", plan.column_tiles, self.column_units,
+             self.width, problem.columns, "start", "stop"),
+        ):  # fmt: skip
+            yield f"const int mm_{axis}_tile = {tile};"
+            yield f"const int mm_{begin} = mm_{axis}_tile * {units} / {tiles} * {unit};"
+            yield f"const int mm_{end} = min((mm_{axis}_tile + 1) * {units} / {tiles} * {unit}, {size});"
+        for side, operand in (("left", problem.left), ("right", problem.right)):
+            yield _pointer(f"mm_{side}", operand, f"({operand.base})")
+
+    def _pack_right(self) -> Iterator[str]:
+        """Copy this block of K, a panel of columns at a time, in the order in which the sums read it."""
+        right, plan, width = self.problem.right, self.plan, self.width
+        columns, panel = self.problem.columns, self.depth * self.plan.vectors
+        if right.column_stride == 1 and columns >= width:
+            yield "for (int mm_i = 0; mm_i < mm_depth; mm_i++) {"
+            yield f"LOCAL float8 *mm_to = mm_panels + mm_i * {plan.vectors};"
+            yield f"for (int mm_column = mm_start; mm_column < mm_stop; mm_column += {width}) {{"
+            place = f"(mm_k + mm_i) * {right.row_stride} + {_at_most('mm_column', columns, width)}"
+            for vector in range(plan.vectors):
+                yield f"mm_to[{vector}] = {_vector(right, 'mm_right', f'{place} + {vector * _LANES}')};"
+            yield f"mm_to += {panel};"
+            yield "}}"
+        elif right.row_stride == 1 and columns >= width and self.has_vectors:
+            column = f"mm_start + mm_part / {plan.vectors} * {width}"
+            yield f"for (int mm_part = 0; {column} < mm_stop; mm_part++) {{"
+            column = f"{_at_most(column, columns, width)} + mm_part % {plan.vectors} * {_LANES}"
+            to = f"mm_part / {plan.vectors} * {panel} + mm_part % {plan.vectors}"
+            yield f"const int mm_column = {column};"
+            yield f"LOCAL float8 *mm_to = mm_panels + {to};"
+            yield f"for (int mm_step = 0; mm_step < mm_depth; mm_step += {_LANES}) {{"
+            yield f"const int mm_i = min(mm_step, mm_depth - {_LANES});"
+            for i in range(_LANES):
+                place = f"(mm_column + {i}) * {right.column_stride} + mm_k + mm_i"
+                yield f"float8 mm_x{i} = {_vector(right, 'mm_right', place)};"
+            yield from _transposed()
+            for i in range(_LANES):
+                yield f"mm_to[(mm_i + {i}) * {plan.vectors}] = mm_x{i};"
+            yield "}}"
+        else:
+            column = f"mm_start + mm_j / {width} * {width}"
+            yield "for (int mm_i = 0; mm_i < mm_depth; mm_i++)"
+            yield f"for (int mm_j = 0; {column} < mm_stop; mm_j++) {{"
+            shifted = column if columns < width else _at_most(column, columns, width)
+            yield f"const int mm_column = min({shifted} + mm_j % {width}, {columns - 1});"
+            place = f"(mm_k + mm_i) * {right.row_stride} + mm_column * {right.column_stride}"
+            to = f"mm_j / {width} * {panel * _LANES} + mm_i * {width} + mm_j % {width}"
+            yield f"((LOCAL float *)mm_panels)[{to}] = {item(right, 'mm_right', place)};"
+            yield "}"
+
+    def _left_packing(self) -> tuple[str, int, int, int]:
+        """How rows for the registers are packed, the room that takes, and the strides of rows and K in it."""
+        left, rows = self.problem.left, self.plan.rows
+        across = ceil(rows / _LANES) * _LANES
+        if left.column_stride == 1 and self.has_vectors:
+            return "rows", rows * self.depth, self.depth, 1
+        if left.row_stride == 1 and self.problem.rows >= across:
+            # A cache line more: a power of two apart, slivers would push each other out of the cache.
+            return "columns", across * self.depth + 16, 1, across
+        return "items", rows * self.depth, 1, rows
+
+    def _pack_left(self) -> Iterator[str]:
+        """Copy some rows of this block of K."""
+        left, rows = self.problem.left, self.plan.rows
+        how, size, row_stride, k_stride = self._left_packing()
+        to = f"LOCAL float *mm_to = (LOCAL float *)mm_slivers + (mm_row - mm_near) / {rows} * {size}"
+        if how == "rows":
+            yield from self._each_row("mm_near", "mm_far")
+            yield f"{to};"
+            yield f"for (int mm_r = 0; mm_r < {rows}; mm_r++)"
+            yield f"for (int mm_step = 0; mm_step < mm_depth; mm_step += {_LANES}) {{"
+            yield f"const int mm_i = min(mm_step, mm_depth - {_LANES});"
+            value = _vector(left, "mm_left", f"(mm_first + mm_r) * {left.row_stride} + mm_k + mm_i")
+            yield f"*(LOCAL loose_float8 *)(mm_to + mm_r * {row_stride} + mm_i) = {value};"
+        elif how == "columns":
+            yield "for (int mm_i = 0; mm_i < mm_depth; mm_i++) {"
+            yield f"LOCAL float *mm_to = (LOCAL float *)mm_slivers + mm_i * {k_stride};"
+            yield f"for (int mm_row = mm_near; mm_row < mm_far; mm_row += {rows}) {{"
+            for vector in range(0, k_stride, _LANES):
+                row = f"min(mm_row, {self.problem.rows - k_stride}) + {vector}"
+                value = _vector(left, "mm_left", f"{row} + (mm_k + mm_i) * {left.column_stride}")
+                yield f"*(LOCAL loose_float8 *)(mm_to + {vector}) = {value};"
+            yield f"mm_to += {size};"
+        else:
+            yield from self._each_row("mm_near", "mm_far")
+            yield f"{to};"
+            yield f"for (int mm_i = 0; mm_i < {rows} * mm_depth; mm_i++) {{"
+            row, k = f"(mm_first + mm_i % {rows})", f"(mm_k + mm_i / {rows})"
+            place = f"{row} * {left.row_stride} + {k} * {left.column_stride}"
+            yield f"mm_to[mm_i] = {item(left, 'mm_left', place)};"
+        yield "}}"
+
+    def _sums(self) -> Iterator[str]:
+        """The sums of one block in registers, over this block of K, and then in `mm_slot`."""
+        problem, plan, width = self.problem, self.plan, self.width
+        left, right, block = problem.left, problem.right, plan.rows * plan.vectors
+        first = "0" if problem.columns < width else _at_most("mm_column", problem.columns, width)
+        yield f"const int mm_begin = {first};"
+        if plan.depth_blocks > 1:
+            down, across = f"(mm_row - mm_top) / {plan.rows}", f"(mm_column - mm_start) / {width}"
+            place = f"({down} * {self.tile_columns} + {across}) * {block}"
+            yield f"LOCAL float8 *mm_slot = mm_sums + {place};"
+        else:
+            yield "LOCAL float8 *mm_slot = mm_sums;"
+        if plan.pack_left:
+            how, size, row_stride, k_stride = self._left_packing()
+            place = f"(mm_row - mm_near) / {plan.rows} * {size}"
+            if how == "columns":
+                place += f" + mm_first - min(mm_first, {problem.rows - k_stride})"
+            yield f"LOCAL const float *mm_a = (LOCAL const float *)mm_slivers + {place};"
+        else:
+            row_stride, k_stride = left.row_stride, left.column_stride
+            yield f"GLOBAL const float *mm_a = mm_left + mm_first * {row_stride} + mm_k * {k_stride};"
+        if plan.pack_right:
+            panel = self.depth * plan.vectors
+            yield f"LOCAL const float8 *mm_b = mm_panels + (mm_column - mm_start) / {width} * {panel};"
+            vectors = [f"mm_b[{vector}]" for vector in range(plan.vectors)]
+            right_stride = plan.vectors
+        else:
+            yield f"GLOBAL const float *mm_b = mm_right + mm_begin + mm_k * {right.row_stride};"
+            vectors = [
+                f"*(GLOBAL const loose_float8 *)(mm_b + {vector * _LANES})" for vector in range(plan.vectors)
+            ]
+            right_stride = right.row_stride
+        for i in range(block):
+            start = f"mm_block ? mm_slot[{i}] : (float8)(0)" if plan.depth_blocks > 1 else "0"
+            yield f"float8 mm_s{i} = {start};"
+        yield "for (int mm_i = 0; mm_i < mm_depth; mm_i++) {"
+        for vector, value in enumerate(vectors):
+            yield f"const float8 mm_b{vector} = {value};"
+        for row in range(plan.rows):
+            yield f"const float8 mm_a{row} = (float8)(mm_a[{row * row_stride}]);"
+            for vector in range(plan.vectors):
+                yield f"mm_s{row * plan.vectors + vector} += mm_a{row} * mm_b{vector};"
+        yield f"mm_a += {k_stride}; mm_b += {right_stride};"
+        yield "}"
+        for i in range(block):
+            yield f"mm_slot[{i}] = mm_s{i};"
+
+    def _finished(self) -> Iterator[str]:
+        plan, columns = self.plan, self.problem.columns
+        if plan.depth_blocks > 1:
+            yield f"if (mm_block < {plan.depth_blocks - 1}) continue;"
+        yield f"const int mm_end = min(mm_column + {self.width}, {columns});"
+        yield f"for (int mm_r = mm_row - mm_first; mm_r < {plan.rows}; mm_r++) {{"
+        yield f"LOCAL const float *mm_values = (LOCAL const float *)mm_slot + mm_r * {self.width} - mm_begin;"
+        yield "const int mm_y = mm_first + mm_r;"
+        yield "int mm_x = mm_column;"
+        if columns >= _LANES:
+            yield f"for (; mm_x + {_LANES} <= mm_end; mm_x += {_LANES}) {{"
+            yield "float8 mm_value = *(LOCAL const loose_float8 *)(mm_values + mm_x);"
+            yield from self.finish("mm_y", "mm_x", "mm_value", _LANES)
+            yield "}"
+        if columns % _LANES:
+            yield "for (; mm_x < mm_end; mm_x++) {"
+            yield "float mm_value = mm_values[mm_x];"
+            yield from self.finish("mm_y", "mm_x", "mm_value", 1)
+            yield "}"
+        yield "}"
+
+
+def _at_most(place: str, size: int, block: int) -> str:
+    """`place`, a multiple of `block`, or where the last block begins if that is before it."""
+    return place if size % block == 0 else f"min({place}, {size - block})"
+
+
+def _pointer(name: str, operand: Operand, place: str) -> str:
+    return f"GLOBAL const {C_TYPES[operand.dtype]} *{name} = {operand.name} + {place};"
+
+
+def _vector(operand: Operand, pointer: str, place: str) -> str:
+    if operand.dtype == "float16":
+        return f"vload_half{_LANES}(0, {pointer} + {place})"
+    return f"*(GLOBAL const loose_float8 *)({pointer} + {place})"
+
+
+def _transposed() -> Iterator[str]:
+    """Transpose the matrix whose rows are the vectors `mm_x0`, `mm_x1`, ...: swap halves, quarters, ..."""
+    block = _LANES // 2
+    while block:
+        for i in (i for i in range(_LANES) if not i & block):
+            one, two = f"mm_x{i}", f"mm_x{i + block}"
+            low = [f"{two}.s{c - block:x}" if c & block else f"{one}.s{c:x}" for c in range(_LANES)]
+            high = [f"{two}.s{c:x}" if c & block else f"{one}.s{c + block:x}" for c in range(_LANES)]
+            yield f"{{ const float8 mm_low = (float8)({', '.join(low)});"
+            yield f"{two} = (float8)({', '.join(high)}); {one} = mm_low; }}"
+        block //= 2
+
+
+def _is_thin(problem: Problem) -> bool:
+    """Whether so few rows or columns are multiplied that each item is best computed alone, along K."""
+    along = problem.left.column_stride == 1 and problem.right.row_stride == 1
+    return along and min(problem.rows, problem.columns) <= 3 and problem.inner >= _LANES
+
+
+def _thin_body(problem: Problem, capabilities: Capabilities, finish: Finish) -> Body:
+    """Items one by one, those that read the same row or column of the larger side one after the other."""
+    left, right, inner = problem.left, problem.right, problem.inner
+    items = problem.rows * problem.columns
+    work_items = ceil(4 * capabilities.compute_units / problem.batch)
+    parts = max(1, min(work_items, items * inner // 2**14))
+    few = min(problem.rows, problem.columns)
+    row, column = f"mm_item % {few}", f"mm_item / {few}"
+    if problem.rows > problem.columns:
+        row, column = column, row
+    chains = 4  # of sums, that a sum need not wait for the one before it
+    step = chains * _LANES
+
+    def products(count: int) -> Iterator[str]:
+        for i in range(count):
+            place = f"mm_i + {i * _LANES}"
+            one, two = _vector(left, "mm_a", place), _vector(right, "mm_b", place)
+            yield f"mm_s{i} += {one} * {two};"
+
+    lines = [
+        f"const int batch = GROUP(0) / {parts}, mm_part = GROUP(0) % {parts};",
+        f"const int mm_last = (int)((long)(mm_part + 1) * {items} / {parts});",
+        f"for (int mm_item = (int)((long)mm_part * {items} / {parts}); mm_item < mm_last; mm_item++) {{",
+        f"const int mm_y = {row}, mm_x = {column};",
+        _pointer("mm_a", left, f"({left.base}) + mm_y * {left.row_stride}"),
+        _pointer("mm_b", right, f"({right.base}) + mm_x * {right.column_stride}"),
+        f"float8 {', '.join(f'mm_s{i} = 0' for i in range(chains))};",
+        "int mm_i = 0;",
+        f"for (; mm_i + {step} <= {inner}; mm_i += {step}) {{",
+        *products(chains),
+        "}",
+        f"for (; mm_i + {_LANES} <= {inner}; mm_i += {_LANES}) {{",
+        *products(1),
+        "}",
+        f"mm_s0 += {' + '.join(f'mm_s{i}' for i in range(1, chains))};",
+        f"float mm_value = {' + '.join(f'mm_s0.s{i:x}' for i in range(_LANES))};",
+        f"for (; mm_i < {inner}; mm_i++)",
+        f"    mm_value += {item(left, 'mm_a', 'mm_i')} * {item(right, 'mm_b', 'mm_i')};",
+        *finish("mm_y", "mm_x", "mm_value", 1),
+        "}",
+    ]
+    return "".join(f"    {line}\n" for line in lines), (problem.batch * parts,), (1,)
