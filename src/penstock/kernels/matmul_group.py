@@ -10,10 +10,11 @@ from penstock.fusion.index import Index, Variables, flat, unflatten, variable
 from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Node
 from penstock.kernels.c_renderer import statements
+from penstock.kernels.loop_nest import overwritable
 from penstock.kernels.loops import Count, LoopForm, Statement, Store, Type
-from penstock.kernels.lowering import LanesImpossible, Scopes, Value, overwritable
 from penstock.kernels.matmul_kernel import matmul_body
 from penstock.kernels.matmul_problem import Operand, Problem
+from penstock.kernels.scopes import LanesImpossible, Scopes, Value
 from penstock.kernels.source import KernelSource, head
 
 

@@ -23,8 +23,9 @@ from penstock.kernels.c_renderer import render
 from penstock.kernels.lone import Launch
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.loops import Type
-from penstock.kernels.lowering import computed_dtype, lower
+from penstock.kernels.lowering import lower
 from penstock.kernels.matmul_group import matmul_group
+from penstock.kernels.scopes import computed_dtype
 from penstock.kernels.source import C_TYPES, UNIT, KernelSource
 
 _MOST_ITEMS = 1 << 31  # beyond which places leave an int

@@ -1,0 +1,213 @@
+"""What the loops of all kinds of group share: variables, tasks, vectors, and the order in a loop's body."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.device.driver import Capabilities
+from penstock.fusion.groups import Group
+from penstock.fusion.index import ZERO, Index, Variables, variable
+from penstock.kernels.loops import Count, Loop, LoopForm, Statement, Store
+from penstock.kernels.scopes import Merge, Scopes, Value
+
+GROUP_THREADS = 256  # of a work-group on a GPU
+_TASKS = 4  # for each compute unit of a CPU, so that none waits long for the last
+_MIN_TASK = 4096  # items; less is not worth a thread of its own
+_KEPT_BYTES = 1 << 15  # of one row, which is to stay in a CPU's nearest cache
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A group's loop form, and which inputs each output may be written over."""
+
+    form: LoopForm
+    over: tuple[tuple[int, ...], ...]  # for each output: numbers of inputs
+
+
+class LoopNest:
+    """What the kinds of group share: variables, loops, and the order of things in a loop's body."""
+
+    def __init__(
+        self,
+        group: Group,
+        capabilities: Capabilities,
+        lanes: int,
+        splits: Sequence[tuple[str, int]],
+        merges: list[Merge],
+    ) -> None:
+        self.group = group
+        self.gpu = capabilities.vector_width == 1
+        self.units = capabilities.compute_units
+        self.local_bytes = min(capabilities.local_bytes, _KEPT_BYTES)
+        self.lanes = lanes
+        self._splits = splits
+        self._lengths: dict[str, int] = {}
+        self._merges = merges
+        self._stores: dict[int, tuple[int, Index]] = {}  # of each output: the stage, and where
+        self.space()
+        self.scopes = Scopes(group, Variables(self._lengths))
+        self.scopes.merged = merges
+        for merge in merges:
+            length = self._lengths[merge.outer] * merge.length
+            self._lengths[merge.name] = self.scopes.variables.lengths[merge.name] = length
+
+    def space(self) -> None:
+        """Set out the variables."""
+        raise NotImplementedError
+
+    def write(self) -> Lowered:
+        """The loop form."""
+        raise NotImplementedError
+
+    # Variables
+
+    def axes(self, prefix: str, lengths: Sequence[int]) -> tuple[list[str], list[Index]]:
+        """Variables for axes, and the index along each; an axis that must be split has several."""
+        names: list[str] = []
+        indices: list[Index] = []
+        for axis, length in enumerate(lengths):
+            pieces = [(f"{prefix}{axis}_", length)] if length > 1 else []
+            for name, inner in self._splits:
+                for at, (piece, n) in enumerate(pieces):
+                    if piece == name:
+                        pieces[at : at + 1] = [(f"{name}o", n // inner), (f"{name}i", inner)]
+            index, stride = ZERO, 1
+            for name, n in reversed(pieces):
+                index += variable(name) * stride
+                stride *= n
+            self._lengths.update(pieces)
+            names += [name for name, _ in pieces]
+            indices.append(index)
+        return names, indices
+
+    def merges(self) -> list[Merge]:
+        """The neighbours that every index uses as one, once all is written without merging."""
+        raise NotImplementedError
+
+    def found_merges(self, *lists: list[str]) -> list[Merge]:
+        """The neighbours in each list that every index uses as one."""
+        found: list[Merge] = []
+        lengths = dict(self._lengths)
+        for names in lists:
+            names = list(names)
+            at = len(names) - 2
+            while at >= 0:
+                outer, inner = names[at], names[at + 1]
+                indices = [self._after(index, found) for index in self.scopes.used]
+                if all(one.factor(outer) == one.factor(inner) * lengths[inner] for one in indices):
+                    merge = Merge(f"{outer}{inner}", outer, inner, lengths[inner])
+                    lengths[merge.name] = lengths[outer] * lengths[inner]
+                    names[at : at + 2] = [merge.name]
+                    found.append(merge)
+                at -= 1
+        return found
+
+    @staticmethod
+    def _after(index: Index, merges: list[Merge]) -> Index:
+        for merge in merges:
+            index = merge.applied(index)
+        return index
+
+    def joined(self, names: list[str]) -> list[str]:
+        """Variables after merging."""
+        result = list(names)
+        for merge in self._merges:
+            if merge.outer in result:
+                at = result.index(merge.outer)
+                result[at : at + 2] = [merge.name]
+        return result
+
+    def count(self, names: Sequence[str]) -> int:
+        """How many combinations the variables have."""
+        return math.prod(self._lengths[name] for name in names)
+
+    def unpack(self, number: str, names: Sequence[str], depth: int) -> list[Statement]:
+        """Variables from the number of their combination."""
+        result: list[Statement] = []
+        stride = 1
+        for at, name in reversed(list(enumerate(names))):
+            length = self._lengths[name]
+            text = number if stride == 1 else f"{number} / {stride}"
+            result.append(Count(name, text if at == 0 else f"{text} % {length}"))
+            self.scopes.depth_of[name] = depth
+            stride *= length
+        return result
+
+    # Loops of a CPU
+
+    def tasks(self, count: int, items: int) -> int:
+        """Into how many tasks so many equal parts, with so many items in all, are divided."""
+        return max(1, min(count, self.units * _TASKS, items // _MIN_TASK))
+
+    def vector_loops(
+        self, name: str, start: str, stop: str, exact: bool, body: Callable[[], None]
+    ) -> list[Statement]:
+        """A loop over vectors of neighbouring items, and where they are not `exact`, one over the rest."""
+        scopes, lanes = self.scopes, self.lanes
+        scopes.depth_of[name] = 1
+        result: list[Statement] = []
+        if lanes > 1:
+            scopes.lanes, scopes.lane_steps = lanes, {name: 1}
+            body()
+            result.append(
+                Loop(name, start, stop if exact else f"{stop} - {lanes - 1}", str(lanes), scopes.leave())
+            )
+            if exact:
+                return result
+            start = f"{start} + ({stop} - {start}) / {lanes} * {lanes}"
+        scopes.lanes, scopes.lane_steps = 1, {}
+        body()
+        result.append(Loop(name, start, stop, "1", scopes.leave()))
+        return result
+
+    def chunk(self, count: int, tasks: int, multiple: int = 1) -> list[Statement]:
+        """The part of one task: counts `begin` and `end`."""
+        size = -(-count // (tasks * multiple)) * multiple
+        self.scopes.form.grid = (-(-count // size),)
+        return [
+            Count("begin", f"GROUP(0) * {size}"),
+            Count("end", f"{count} - begin < {size} ? {count} : begin + {size}"),
+        ]
+
+    # Results
+
+    def store(self, results: Sequence[tuple[int, Value, Index]]) -> None:
+        """Write values to outputs; last of all in a body, so that nothing is read after it was written."""
+        scopes = self.scopes
+        for number, value, index in results:
+            text, depth, step = scopes.text(index)
+            lanes = scopes.lanes if step else 1
+            wide = scopes.widened(value, lanes)
+            stored = str(self.group.outputs[number].dtype)
+            scopes.bodies[max(depth, wide.depth)].append(
+                Store(wide.name, wide.type, f"out{number}", stored, text)
+            )
+            self._stores[number] = (scopes.stage, index)
+
+    def lowered(self) -> Lowered:
+        """The result, once everything is written."""
+        return Lowered(self.scopes.form, overwritable(self.group, self.scopes.loads, self._stores))
+
+
+def overwritable(
+    group: Group, loads: Mapping[int, set[tuple[int, Index]]], stores: Mapping[int, tuple[int, Index]]
+) -> tuple[tuple[int, ...], ...]:
+    """For each output the inputs that it may be written over: each item is read only where it is written.
+
+    Loads and stores are given by the number of the pass that they are in, and by their places.
+    """
+    over = []
+    for number, output in enumerate(group.outputs):
+        stage, index = stores[number]
+        over.append(
+            tuple(
+                at
+                for at, node in enumerate(group.inputs)
+                if node.dtype.itemsize == output.dtype.itemsize
+                and node.size == output.size
+                and all(one == index and when <= stage for when, one in loads.get(at, ()))
+            )
+        )
+    return tuple(over)
