@@ -17,7 +17,8 @@ import penstock as ps
 from penstock import Device, realize
 from penstock.device.driver import Driver
 from penstock.device.opencl import OpenCLDriver, opencl_capabilities
-from penstock.fusion.groups import Group, base, partition
+from penstock.fusion.groups import Group, partition
+from penstock.fusion.views import base
 from penstock.graph import contraction, creating, elementwise, reducing, shaping
 from penstock.graph.node import Node, topological
 from penstock.graph.simplify import simplify

@@ -10,7 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_graph import at, evaluate
 
-from penstock.fusion.groups import operand_index
 from penstock.fusion.index import (
     ZERO,
     Index,
@@ -22,6 +21,7 @@ from penstock.fusion.index import (
     unflatten,
     variable,
 )
+from penstock.fusion.views import operand_index
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.node import Node, Shape
 

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from penstock.device.driver import Kernel
-from penstock.fusion.groups import COSTLY, FREE, Group, base, partition
+from penstock.fusion.costs import COSTLY
+from penstock.fusion.groups import Group, partition
+from penstock.fusion.views import FREE, base
 from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Array, Node
 from penstock.kernels.cache import KernelCache

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from penstock.device.driver import Capabilities
-from penstock.fusion.groups import trailing
+from penstock.fusion.views import trailing
 from penstock.graph.dtypes import HALVES, float32
 from penstock.graph.elementwise import cast
 from penstock.graph.node import Node, Shape, topological

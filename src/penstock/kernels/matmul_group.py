@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from penstock.device.driver import Capabilities
-from penstock.fusion.groups import Group, base, operand_index
+from penstock.fusion.groups import Group
 from penstock.fusion.index import Index, Variables, flat, unflatten, variable
+from penstock.fusion.views import base, operand_index
 from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Node
 from penstock.kernels.c_renderer import statements

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.fusion.groups import COSTLY
+from penstock.fusion.costs import COSTLY
 from penstock.fusion.index import Index, Place, flat, unflatten
 from penstock.graph.node import Node
 from penstock.graph.reducing import REDUCTIONS

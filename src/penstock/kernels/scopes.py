@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.fusion.groups import VIEWS, Group
+from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Index, Place, Variables, flat, source_place, variable
+from penstock.fusion.views import VIEWS
 from penstock.graph.contraction import GATHER
 from penstock.graph.creating import SEQUENCE
 from penstock.graph.dtypes import HALVES

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from penstock.device.driver import Capabilities
-from penstock.fusion.groups import VIEWS, Group
+from penstock.fusion.groups import Group
+from penstock.fusion.views import VIEWS
 from penstock.graph.contraction import GATHER, MATMUL
 from penstock.graph.creating import SEQUENCE
 from penstock.graph.dtypes import HALVES

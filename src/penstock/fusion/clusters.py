@@ -1,0 +1,281 @@
+"""Clusters: sets of nodes that read what is at hand, and so can be one kernel.
+
+A node joins the cluster of an input wherever it reads exactly the item that is at hand there, through
+whatever views, as long as no circle of clusters arises.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
+
+from penstock.fusion.costs import MAX_NODES
+from penstock.fusion.views import FREE, VIEWS, base, keeps_order, operand_index, repeats, trailing
+from penstock.graph.contraction import GATHER, MATMUL
+from penstock.graph.node import Node, Shape
+from penstock.graph.random import RANDOM_BITS
+from penstock.graph.reducing import EXPAND, REDUCTIONS
+from penstock.graph.shaping import CONCAT, PAD, RESHAPE
+
+Kind = Literal["map", "row", "column", "matmul", "lone"]
+PLACED = frozenset((PAD, CONCAT, GATHER, RANDOM_BITS))  # read items at other places than their own
+
+
+class Cluster:
+    """A group while it grows."""
+
+    def __init__(self, kind: Kind, size: int) -> None:
+        self.kind: Kind = kind
+        self.size = size  # items that its nodes have before any reduction
+        self.columns = 1
+        self.nodes: list[Node] = []
+        self.deps: set[Cluster] = set()  # the clusters whose values it reads
+        self.users: set[Cluster] = set()  # those that read its values
+        # The places of its first and last node in the order of all.
+        self.first, self.last = sys.maxsize, 0
+        self.latest = 0  # the last place in itself and in all that it needs, directly or not
+
+
+class Clustering:
+    """Every node that is computed in a cluster: that of what it reads, or a new one."""
+
+    def __init__(self, order: list[Node], wanted: Sequence[Node], fusible: Callable[[Node], bool]) -> None:
+        self._order = order
+        self._number = {node: number for number, node in enumerate(order)}
+        self._fusible = fusible
+        self._consumers: dict[Node, list[Node]] = {node: [] for node in order}
+        self.cluster: dict[Node, Cluster] = {}
+        self._columns: dict[tuple[Shape, tuple[int, ...]], Cluster] = {}  # the latest of each space
+        self.reduced: set[Node] = set()  # nodes after a reduction, with one item for each row
+        for node in order:
+            for parent in dict.fromkeys(node.inputs):
+                if parent.value is None:
+                    self._consumers[parent].append(node)
+        self.required = {base(node) for node in wanted if node.value is None}  # stored whatever happens
+        for node in order:
+            self.required.update(one for one in self._read_whole(node) if one.value is None)
+            if self._stands_alone(node):
+                self.required.add(node)
+        self._for_columns = self._only_for_columns()
+        for node in order:
+            self._place(node)
+
+    # Before there are clusters
+
+    def _read_whole(self, node: Node) -> Iterator[Node]:
+        """What a node reads from memory by itself: a view on the way there is written out."""
+        if self._stands_alone(node):
+            yield from map(base, node.inputs)
+        elif node.primitive in FREE:
+            return
+        elif node.primitive is MATMUL:
+            for operand in node.inputs:
+                found = operand_index(operand, self.required)
+                yield base(operand) if found is None else found[0]
+        elif node.primitive in (GATHER, RANDOM_BITS):
+            yield base(node.inputs[0])
+
+    def _stands_alone(self, node: Node) -> bool:
+        return node.primitive is not RESHAPE and not self._fusible(node)
+
+    def _only_for_columns(self) -> set[Node]:
+        """Elementwise nodes that only reductions to columns need, which compute them by themselves."""
+        found: set[Node] = set()
+        for node in reversed(self._order):
+            users = list(self.users(node))
+            if node not in self.required and users and all(self._is_column(u) or u in found for u in users):
+                found.add(node)
+        return found
+
+    def _is_column(self, node: Node) -> bool:
+        return (
+            node.primitive in REDUCTIONS
+            and self._fusible(node)
+            and not trailing(node.inputs[0].shape, node.attributes["axes"])
+        )
+
+    def users(self, node: Node) -> Iterator[Node]:
+        """The nodes that need a value, also through views."""
+        for consumer in self._consumers[node]:
+            if consumer.primitive in FREE and consumer not in self.required:
+                yield from self.users(consumer)
+            else:
+                yield consumer
+
+    # Clusters
+
+    def _place(self, node: Node) -> None:
+        """Put a node into a cluster: that of what it reads, or a new one."""
+        if self._stands_alone(node):
+            self._enter(node, Cluster("lone", node.size))
+        elif node.primitive in FREE:
+            if node in self.required:
+                self._enter(node, Cluster("map", node.size))
+        elif node.primitive is MATMUL:
+            self._enter(node, Cluster("matmul", node.size))
+        elif node.primitive in REDUCTIONS:
+            self._place_reduction(node)
+        else:
+            self._place_elementwise(node)
+
+    def _place_elementwise(self, node: Node) -> None:
+        found = self._candidates(node)
+        for cluster in sorted(found, key=lambda one: (-one.size, -one.last)):
+            if self._may_join(node, cluster, found[cluster]):
+                for other, reduced in found.items():
+                    if (
+                        reduced == found[cluster]
+                        and mergeable(cluster, other)
+                        and self._may_join(node, other, reduced)
+                    ):
+                        self._merge(cluster, other)
+                if found[cluster]:
+                    self.reduced.add(node)
+                self._enter(node, cluster)
+                return
+        self._enter(node, Cluster("map", node.size))
+
+    def _place_reduction(self, node: Node) -> None:
+        source, axes = node.inputs[0], node.attributes["axes"]
+        self.reduced.add(node)
+        if not trailing(source.shape, axes):
+            space = (source.shape, axes)
+            columns = self._columns.get(space)
+            if columns is None or columns in self._read(node) or not self._may_join(node, columns, False):
+                columns = self._columns[space] = Cluster("column", source.size)
+            self._enter(node, columns)
+            return
+        width = math.prod(source.shape[axis] for axis in axes)
+        cluster = self.cluster.get(self.aligned(source)[0])
+        if cluster is None or not (
+            (cluster.kind == "map" or (cluster.kind == "row" and cluster.columns == width))
+            and self._may_join(node, cluster, False)
+        ):
+            cluster = Cluster("row", source.size)
+        cluster.kind, cluster.columns = "row", width
+        self._enter(node, cluster)
+
+    def _candidates(self, node: Node) -> dict[Cluster, bool]:
+        """The clusters that have an input at hand, item by item; True where it is one item for each row."""
+        found: dict[Cluster, bool] = {}
+        if node.primitive in PLACED or node in self._for_columns:
+            return found
+        for parent in node.inputs:
+            producer, spread = self.aligned(parent)
+            cluster = self.cluster.get(producer)
+            if cluster is None or cluster.kind == "lone" or producer in self._for_columns:
+                continue
+            reduced = producer in self.reduced and spread == 1
+            if self._at_hand(producer, spread, cluster, reduced):
+                found[cluster] = reduced
+        return found
+
+    def _at_hand(self, producer: Node, spread: int, cluster: Cluster, reduced: bool) -> bool:
+        """Whether a node in `cluster`, after a reduction or not, reads the item of its own place."""
+        if producer in self.reduced:
+            return spread == 1 if reduced else cluster.kind == "row" and spread == cluster.columns
+        return spread == 1 and not reduced and cluster.kind != "column"
+
+    def _may_join(self, node: Node, cluster: Cluster, reduced: bool) -> bool:
+        """No circle of clusters must arise, and nothing inside be read at another place than its own."""
+        if len(cluster.nodes) >= MAX_NODES:
+            return False
+        for parent in node.inputs:
+            producer, spread = self.aligned(parent)
+            if self.cluster.get(producer) is cluster and not self._at_hand(
+                producer, spread, cluster, reduced
+            ):
+                return False
+        return not any(reaches(other, cluster) for other in self._read(node) if other is not cluster)
+
+    def aligned(self, node: Node) -> tuple[Node, int]:
+        """What a node looks at through views, and how many items in a row see one there; 0: any."""
+        spread = 1
+        while node.primitive in VIEWS and node.value is None and node not in self.cluster:
+            source = node.inputs[0]
+            if node.primitive is EXPAND:
+                spread *= repeats(source.shape, node.shape)
+            elif node.primitive is not RESHAPE and not keeps_order(node):
+                spread = 0
+            node = source
+        return node, spread
+
+    def _read(self, node: Node) -> set[Cluster]:
+        """The clusters whose values a node needs."""
+        found = (self.cluster.get(self.aligned(parent)[0]) for parent in node.inputs)
+        return {cluster for cluster in found if cluster is not None}
+
+    def _enter(self, node: Node, cluster: Cluster) -> None:
+        number = self._number[node]
+        cluster.first = min(cluster.first, number)
+        cluster.last = number
+        for other in self._read(node) - {cluster}:
+            cluster.deps.add(other)
+            other.users.add(cluster)
+        cluster.nodes.append(node)
+        self.cluster[node] = cluster
+        stack = [cluster]
+        while stack:
+            one = stack.pop()
+            if one.latest < number:
+                one.latest = number
+                stack += one.users
+
+    def _merge(self, cluster: Cluster, other: Cluster) -> None:
+        if other.kind == "row":
+            cluster.kind, cluster.columns = "row", other.columns
+        cluster.nodes = sorted(cluster.nodes + other.nodes, key=self._number.__getitem__)
+        cluster.deps |= other.deps
+        cluster.users |= other.users
+        cluster.first = min(cluster.first, other.first)
+        for node in other.nodes:
+            self.cluster[node] = cluster
+        for third in other.users:
+            third.deps = (third.deps - {other}) | {cluster}
+        for third in other.deps:
+            third.users = (third.users - {other}) | {cluster}
+
+
+def reaches(start: Cluster, target: Cluster) -> bool:
+    """Whether one cluster needs another, directly or not."""
+    seen = {start}
+    stack = [start]
+    while stack:
+        for other in stack.pop().deps:
+            if other is target:
+                return True
+            # Nothing that ends before the target begins, with all that it needs, can need it.
+            if other not in seen and other.latest > target.first:
+                seen.add(other)
+                stack.append(other)
+    return False
+
+
+def mergeable(cluster: Cluster, other: Cluster) -> bool:
+    """Whether two clusters of one space can be one: neither needs the other, and there is room."""
+    spaces = {cluster.kind, other.kind}
+    return (
+        other is not cluster
+        and spaces <= {"map", "row"}
+        and cluster.size == other.size
+        and (len(spaces) == 2 or cluster.columns == other.columns)
+        and len(cluster.nodes) + len(other.nodes) <= MAX_NODES
+        and not reaches(cluster, other)
+        and not reaches(other, cluster)
+    )
+
+
+def in_order(clusters: Iterable[Cluster]) -> list[Cluster]:
+    """Each cluster after those that it needs."""
+    result: dict[Cluster, None] = {}
+    stack = [(cluster, False) for cluster in reversed(list(clusters))]
+    while stack:
+        cluster, ready = stack.pop()
+        if ready:
+            result[cluster] = None
+        elif cluster not in result:
+            stack.append((cluster, True))
+            stack += [(other, False) for other in sorted(cluster.deps, key=lambda one: -one.first)]
+    return list(result)

@@ -1,0 +1,141 @@
+"""Once there are clusters: what is stored between them, and what each computes for itself.
+
+A cheap map is computed again where it is needed, rather than stored; so is whatever follows from values that
+are stored anyway, with no more to read.
+"""
+
+from __future__ import annotations
+
+from penstock.fusion.clusters import PLACED, Cluster, Clustering, in_order
+from penstock.fusion.costs import AGAIN_NODES, CHEAP_NODES, COSTLY, LONG, MAX_NODES
+from penstock.graph.contraction import MATMUL
+from penstock.graph.creating import SEQUENCE
+from penstock.graph.elementwise import FULL
+from penstock.graph.node import Node
+
+
+class Storing:
+    """Which values lie in memory, and which are computed again wherever they are needed."""
+
+    def __init__(self, clustering: Clustering) -> None:
+        self._clustering = clustering
+        self.stored = set(clustering.required)
+        self.inlined: dict[Cluster, set[Node]] = {}  # nodes that a cluster computes besides its own
+        self._times: dict[Cluster, int] = {}  # how often what is inlined is computed for one item
+        for node, cluster in clustering.cluster.items():
+            if any(clustering.cluster[user] is not cluster for user in clustering.users(node)):
+                self.stored.add(node)
+        clusters = list(dict.fromkeys(clustering.cluster.values()))
+        for cluster in clusters:
+            self._compute_again(cluster)
+        homes = {cluster: {cluster} for cluster in clusters}
+        for cluster in sorted(clusters, key=lambda one: -one.last):
+            self._inline(cluster, homes)
+        self.clusters = [
+            cluster
+            for cluster in in_order(cluster for cluster in clusters if cluster in homes[cluster])
+            if any(node in self.stored for node in cluster.nodes)
+        ]
+
+    def _inline(self, cluster: Cluster, homes: dict[Cluster, set[Cluster]]) -> None:
+        """Compute a map where it is needed instead of storing it, if that is not more work."""
+        outputs = [node for node in cluster.nodes if node in self.stored]
+        if cluster.kind != "map" or not outputs or any(node in self._clustering.required for node in outputs):
+            return
+        users = {user for node in outputs for user in self._clustering.users(node)}
+        targets = {home for user in users for home in homes[self._clustering.cluster[user]]} - {cluster}
+        inside = self.inlined.get(cluster, set()) | set(cluster.nodes)
+        cheap = len(inside) <= CHEAP_NODES and not any(node.primitive in COSTLY for node in inside)
+        same_size = all(target.size <= cluster.size for target in targets)
+        large = [one for one in self._sources(inside) if one.size >= cluster.size]
+        if cluster.size == 1 and not self._sources(inside):
+            cheap = True  # a constant
+        pays = (len(targets) == 1 and (same_size or cheap)) or (cheap and len(large) <= 1)
+        times = self._times_read(outputs)
+        if times > 1:  # again and again through clusters in a chain, it would be ever more
+            pays = pays and cheap and times * len(inside) <= AGAIN_NODES
+        fits = all(
+            len(inside.union(target.nodes, self.inlined.get(target, ()))) <= 2 * MAX_NODES
+            for target in targets
+        )
+        if not pays or not fits:
+            return
+        homes[cluster] = targets
+        self._times[cluster] = times
+        self.stored.difference_update(outputs)
+        for target in targets:
+            self.inlined.setdefault(target, set()).update(inside)
+            target.deps = (target.deps - {cluster}) | cluster.deps
+
+    def _compute_again(self, cluster: Cluster) -> None:
+        """Do not store what others can compute from what is stored anyway, with no more to read."""
+        if cluster.kind not in ("map", "row", "matmul"):
+            return
+        for node in cluster.nodes:
+            if node.primitive in LONG and node not in self.stored:
+                self._store_instead(node, cluster)
+        for node in cluster.nodes:
+            if node in self.stored and not self._must_stay(node):
+                leaves = self._leaves_to_read(node, cluster)
+                if leaves is not None:
+                    self.stored.discard(node)
+                    self.stored.update(leaf for leaf in leaves if leaf in self._clustering.cluster)
+
+    def _leaves_to_read(self, node: Node, cluster: Cluster) -> set[Node] | None:
+        """What others would read to compute a node again; None if that is more, or takes long."""
+        inside, leaves = self._tree(node, cluster)
+        large = [leaf for leaf in leaves if leaf.size >= node.size]
+        simple = not any(one.primitive in LONG or one.primitive in PLACED for one in inside)
+        return leaves if simple and len(large) <= 1 and len(inside) <= AGAIN_NODES else None
+
+    def _store_instead(self, node: Node, cluster: Cluster) -> None:
+        """Store one value in place of two or more that can be computed from it."""
+        after = [
+            one
+            for one in cluster.nodes
+            if one in self.stored and not self._must_stay(one) and node in self._tree(one, cluster)[0]
+        ]
+        self.stored.add(node)
+        if len(after) < 2 or any(self._leaves_to_read(one, cluster) is None for one in after):
+            self.stored.discard(node)
+
+    def _must_stay(self, node: Node) -> bool:
+        return (
+            node in self._clustering.required or node in self._clustering.reduced or node.primitive is MATMUL
+        )
+
+    def _tree(self, output: Node, cluster: Cluster) -> tuple[set[Node], set[Node]]:
+        """The nodes of a cluster behind one of its own, and the values that these read."""
+        inside: set[Node] = set()
+        leaves: set[Node] = set()
+        stack = [output]
+        while stack:
+            node = stack.pop()
+            known = node is not output and (node in self.stored or self._must_stay(node))
+            if self._clustering.cluster.get(node) is not cluster or known:
+                leaves.add(node)
+            elif node not in inside:
+                inside.add(node)
+                stack += [self._clustering.aligned(parent)[0] for parent in node.inputs]
+        return inside, {leaf for leaf in leaves if leaf.primitive not in (FULL, SEQUENCE)}
+
+    def _times_read(self, outputs: list[Node]) -> int:
+        """At how many places a kernel that computes one item would compute these nodes."""
+        places: dict[tuple[Node, Node | None], int] = {}
+        for user in {user for node in outputs for user in self._clustering.users(node)}:
+            for parent in user.inputs:
+                producer, spread = self._clustering.aligned(parent)
+                if producer in outputs:
+                    seen = producer if spread == 1 else parent
+                    key = (seen, user if user.primitive in PLACED else None)
+                    places[key] = max(places.get(key, 1), self._times.get(self._clustering.cluster[user], 1))
+        by_node: dict[Node, int] = {}
+        for (seen, _), times in places.items():
+            producer = self._clustering.aligned(seen)[0]
+            by_node[producer] = by_node.get(producer, 0) + times
+        return max(by_node.values(), default=1)
+
+    def _sources(self, inside: set[Node]) -> set[Node]:
+        """What nodes read that is not among them."""
+        found = {self._clustering.aligned(parent)[0] for node in inside for parent in node.inputs}
+        return {one for one in found if one not in inside and one.primitive not in (FULL, SEQUENCE)}

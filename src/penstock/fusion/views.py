@@ -1,0 +1,70 @@
+"""Views: what they look at, and in which order its items are seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+
+from penstock.fusion.index import ZERO, Index, SplitNeeded, Variables, flat, source_place, variable
+from penstock.graph.creating import SEQUENCE
+from penstock.graph.elementwise import FULL
+from penstock.graph.node import Node, Shape
+from penstock.graph.reducing import EXPAND
+from penstock.graph.shaping import PERMUTE, RESHAPE, SLICE
+
+VIEWS = frozenset((RESHAPE, PERMUTE, EXPAND, SLICE))
+FREE = VIEWS | {FULL, SEQUENCE}  # cost less to compute again than to keep
+
+
+def base(node: Node) -> Node:
+    """The node whose bytes are those of `node` too: reshaping moves nothing."""
+    while node.primitive is RESHAPE and node.value is None:
+        node = node.inputs[0]
+    return node
+
+
+def trailing(shape: Shape, axes: tuple[int, ...]) -> bool:
+    """Whether the axes are the last ones, leaving out those of length 1."""
+    long = [axis for axis, length in enumerate(shape) if length > 1]
+    reduced = [axis for axis in long if axis in axes]
+    return not reduced or long[-len(reduced) :] == reduced
+
+
+def operand_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index, Variables] | None:
+    """What a matrix operand looks at, and where its item (b0, b1, ..., i, j) lies there, in items.
+
+    Views in `stored` are looked at as they are, since they are written out.
+    None if the place is not a sum of these, times constants: then the operand has to be written out.
+    """
+    names = [*(f"b{axis}" for axis in range(operand.ndim - 2)), "i", "j"]
+    variables = Variables(dict(zip(names, operand.shape, strict=True)))
+    place = tuple(ZERO if n == 1 else variable(v) for v, n in zip(names, operand.shape, strict=True))
+    node = operand
+    try:
+        while node.primitive in VIEWS and node.value is None and node not in stored:
+            source = base(node)
+            if source is not node and (source.primitive not in FREE or source in stored):
+                return source, flat(place, node.shape), variables
+            place = source_place(node, place, variables)
+            node = node.inputs[0]
+    except SplitNeeded:
+        return None
+    if variables.computed or (node.primitive in FREE and node.value is None and node not in stored):
+        return None
+    return node, flat(place, node.shape), variables
+
+
+def repeats(shape: Shape, wide: Shape) -> int:
+    """How often each item is repeated in a row by an expansion; 0 if they are not repeated in a row."""
+    same = 0
+    while same < len(shape) and shape[same] == wide[same]:
+        same += 1
+    return math.prod(wide[same:]) if math.prod(shape[same:]) == 1 else 0
+
+
+def keeps_order(view: Node) -> bool:
+    """Whether an order of axes, or a slice, leaves every item at its number."""
+    if view.primitive is SLICE:
+        return view.shape == view.inputs[0].shape and all(part[2] == 1 for part in view.attributes["slices"])
+    long = [axis for axis in view.attributes["axes"] if view.inputs[0].shape[axis] > 1]
+    return view.primitive is PERMUTE and long == sorted(long)
