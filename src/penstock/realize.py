@@ -14,8 +14,6 @@ import numpy as np
 
 from penstock.config import format_bytes
 from penstock.fusion.splitting import split
-from penstock.graph.creating import SEQUENCE
-from penstock.graph.elementwise import FULL
 from penstock.graph.node import Array, Node, leaf, topological
 from penstock.graph.shaping import RESHAPE
 from penstock.graph.simplify import simplify
@@ -29,7 +27,6 @@ MIN_ITEMS = 1 << 15  # what has less in every value is computed sooner by the ho
 LARGE_ITEMS = 1 << 24  # what has more in all values is compiled at the first sight
 _MAX_PROGRAMS = 256
 _MAX_SEEN = 4096
-_NUMBERS = {FULL: ("number",), SEQUENCE: ("start", "step")}
 
 
 class Input:
@@ -62,7 +59,7 @@ class Structure:
             size = node.size
             self.items += size
             self.largest = max(self.largest, size)
-            names = _NUMBERS.get(node.primitive, ())
+            names = node.primitive.constants
             numbers = [self.numbers.setdefault(number_key(node, n), len(self.numbers)) for n in names]
             rest = tuple(value for name, value in node.attributes.items() if name not in names)
             parts.append((node.primitive, tuple(place[one] for one in node.inputs), rest, *numbers))

@@ -25,4 +25,4 @@ def _sequence_meaning(start: Any, step: Any, count: int, dtype: DType) -> Any:
     return (start + positions.astype(np.float64) * step).astype(dtype)
 
 
-SEQUENCE = Primitive("sequence", _sequence_rule, _sequence_meaning)
+SEQUENCE = Primitive("sequence", _sequence_rule, _sequence_meaning, constants=("start", "step"))

@@ -70,6 +70,7 @@ FULL = PRIMITIVES["full"] = Primitive(
     "full",
     _full_rule,
     lambda shape, dtype, number: np.broadcast_to(np.asarray(number).astype(dtype), shape),
+    constants=("number",),
 )
 
 # Where NumPy's results at infinity are not the standard's

@@ -33,6 +33,7 @@ class Primitive:
     gradient: Gradient | None = None  # (gradient of the result, node) -> gradient of each input
     stops: bool = False  # no gradient passes, so what is behind it need not be kept
     unchanged: bool = False  # the value is that of the first input
+    constants: tuple[str, ...] = ()  # attributes that are numbers, given to a program as arguments
 
 
 class Node:

@@ -33,7 +33,7 @@ def simplify(outputs: Sequence[Node], leaves: Mapping[Node, Node] | None = None)
             new.setdefault(node, node)
             continue
         inputs = tuple(new[parent] for parent in node.inputs)
-        key = (node.primitive, inputs, _hashable(node.attributes))
+        key = (node.primitive, inputs, _hashable(node))
         if key not in known:
             known[key] = _transposed(node, inputs) if _turns(node, uses) else _reduced(node, inputs)
         new[node] = known[key]
@@ -96,9 +96,10 @@ def _joined(node: Node, before: Node) -> Node:
     return source if axes == tuple(range(len(axes))) else Node(PERMUTE, (source,), {"axes": axes})
 
 
-def _hashable(attributes: dict[str, Any]) -> Any:
+def _hashable(node: Node) -> Any:
     """Attributes as part of a key; numbers by their type and bits, so that 0 and -0 or 1 and True differ."""
+    numbers = node.primitive.constants
     return tuple(
-        (name, type(value), np.asarray(value).tobytes() if name in ("number", "start", "step") else value)
-        for name, value in attributes.items()
+        (name, type(value), np.asarray(value).tobytes() if name in numbers else value)
+        for name, value in node.attributes.items()
     )

@@ -82,7 +82,7 @@ class Scopes:
         self._count = 0
         self._scalars: dict[Node, list[str]] = {}
         for node in group.nodes:
-            number = {FULL: 1, SEQUENCE: 2}.get(node.primitive, 0)
+            number = len(node.primitive.constants)
             first = len(self.form.scalars)
             self._scalars[node] = [f"c{first + k}" for k in range(number)]
             self.form.scalars += [computed_dtype(node)] * number

@@ -39,7 +39,6 @@ OPENCL_PRELUDE = """
 #define RESTRICT restrict
 #define BARRIER barrier(CLK_LOCAL_MEM_FENCE)
 #define GROUP(axis) ((int)get_group_id(axis))
-#define GROUPS(axis) ((int)get_num_groups(axis))
 #define THREAD ((int)get_local_id(0))
 #define THREADS ((int)get_local_size(0))
 #define FLOAT_BITS(x) as_uint(x)

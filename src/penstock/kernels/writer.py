@@ -30,7 +30,6 @@ from penstock.kernels.scopes import computed_dtype
 from penstock.kernels.source import C_TYPES, UNIT, KernelSource
 
 _MOST_ITEMS = 1 << 31  # beyond which places leave an int
-_NUMBERS = ("number", "start", "step")  # attributes that are arguments of a kernel, not part of it
 _HALVES = frozenset(dtype.numpy.type for dtype in HALVES)
 # What moves items, or asks for their very bits: NumPy does it to halves as they are.
 _NAMED_AS_STORED = (PRIMITIVES[name] for name in ("stop", "positive", "where", "nextafter"))
@@ -57,7 +56,7 @@ def structure(group: Group) -> tuple[Any, ...]:
             tuple(number[parent] for parent in node.inputs),
             node.shape,
             str(node.dtype),
-            tuple(value for name, value in node.attributes.items() if name not in _NUMBERS),
+            tuple(value for name, value in node.attributes.items() if name not in node.primitive.constants),
         )
         for node in group.nodes
     )
@@ -66,8 +65,7 @@ def structure(group: Group) -> tuple[Any, ...]:
 
 def constants(group: Group) -> list[tuple[Node, str]]:
     """The scalar arguments of a group's kernel, in the order of its parameters: node and attribute."""
-    names = {FULL: ("number",), SEQUENCE: ("start", "step")}
-    return [(node, name) for node in group.nodes for name in names.get(node.primitive, ())]
+    return [(node, name) for node in group.nodes for name in node.primitive.constants]
 
 
 def constant(node: Node, name: str) -> Any:
