@@ -243,6 +243,8 @@ _CHILD = """
 import sys, time
 start = time.perf_counter()
 sys.path.insert(0, {folder!r})
+if {side!r} == "penstock":
+    sys.modules["torch"] = None  # loading the peer is not this side's time
 import numpy as np, train
 sizes = train.NANO
 tokens = np.random.default_rng(0).integers(0, sizes.vocab, (sizes.batch, sizes.context + 1))

@@ -125,6 +125,7 @@ def test_every_function_is_checked() -> None:
 )
 def test_work_in_parts_gives_the_same(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "_ROW_ITEMS", 1)  # parts of 16 rows, the last of them shorter
+    monkeypatch.setattr(F, "_rows_at_once", lambda *_: 16)
     check(name, device, ps.jit)
     check(name, device)
 
@@ -155,6 +156,7 @@ def test_parts_never_hold_all_scores_or_logits(training: bool, monkeypatch: pyte
     everything = 4 * 512 * 512
     assert min(parts(training)) >= everything
     monkeypatch.setattr(F, "_ROW_ITEMS", 512 * 128)
+    monkeypatch.setattr(F, "_rows_at_once", lambda *_: 128)
     assert max(parts(training)) < everything * 0.75
 
 
@@ -192,6 +194,23 @@ def test_dropout_is_off_in_use_and_at_zero() -> None:
     assert layer.eval()(x) is x
     assert F.dropout(x, 0.0) is x
     assert F.dropout(x, 0.5, training=False) is x
+
+
+def test_a_jitted_function_follows_the_mode() -> None:
+    layer, x = nn.Sequential(nn.Dropout(0.5)), ps.ones((64, 64))
+    captures = []
+
+    @ps.jit
+    def run(x: ps.Tensor) -> ps.Tensor:
+        captures.append(None)
+        return layer(x) * 1.0
+
+    for _ in range(3):
+        assert (run(x).numpy() == 0).any()
+        layer.eval()
+        assert (run(x).numpy() == 1).all()
+        layer.train()
+    assert len(captures) == 2, "one for each mode"
 
 
 @pytest.mark.parametrize("wrap", [lambda function: function, ps.jit], ids=["plain", "jit"])

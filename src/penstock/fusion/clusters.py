@@ -47,7 +47,8 @@ class Clustering:
         self._fusible = fusible
         self._consumers: dict[Node, list[Node]] = {node: [] for node in order}
         self.cluster: dict[Node, Cluster] = {}
-        self._columns: dict[tuple[Shape, tuple[int, ...]], Cluster] = {}  # the latest of each space
+        # The latest cluster of columns in each space, and what it reads.
+        self._columns: dict[tuple[Shape, tuple[int, ...]], tuple[Cluster, frozenset[Node]]] = {}
         self.reduced: set[Node] = set()  # nodes after a reduction, with one item for each row
         for node in order:
             for parent in dict.fromkeys(node.inputs):
@@ -142,9 +143,17 @@ class Clustering:
         self.reduced.add(node)
         if not trailing(source.shape, axes):
             space = (source.shape, axes)
-            columns = self._columns.get(space)
-            if columns is None or columns in self._read(node) or not self._may_join(node, columns, False):
-                columns = self._columns[space] = Cluster("column", source.size)
+            columns, known = self._columns.get(space, (None, frozenset()))
+            read = self._column_sources(source)
+            # Together only where they read the same: else one would keep alive what the other needs later.
+            if (
+                columns is None
+                or not read & known
+                or columns in self._read(node)
+                or not self._may_join(node, columns, False)
+            ):
+                columns, known = Cluster("column", source.size), frozenset()
+            self._columns[space] = columns, read | known
             self._enter(node, columns)
             return
         width = math.prod(source.shape[axis] for axis in axes)
@@ -156,6 +165,17 @@ class Clustering:
             cluster = Cluster("row", source.size)
         cluster.kind, cluster.columns = "row", width
         self._enter(node, cluster)
+
+    def _column_sources(self, source: Node) -> frozenset[Node]:
+        """The large values that a reduction to columns reads, directly or through what it computes itself."""
+        seen: set[Node] = set()
+        stack = [source]
+        while stack:
+            node = self.aligned(stack.pop())[0]
+            if node not in seen:
+                seen.add(node)
+                stack += node.inputs if node in self._for_columns else ()
+        return frozenset(one for one in seen - self._for_columns if one.size >= source.size)
 
     def _candidates(self, node: Node) -> dict[Cluster, bool]:
         """The clusters that have an input at hand, item by item; True where it is one item for each row."""

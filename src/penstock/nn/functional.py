@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from penstock.device.driver import Capabilities
 from penstock.tensor import random
 from penstock.tensor.arithmetic import exp, log, sqrt, tanh, where
 from penstock.tensor.autograd import checkpoint, given_gradient
@@ -35,16 +36,41 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def silu(x: Tensor) -> Tensor:
     """`x * sigmoid(x)`."""
-    return x * sigmoid(x)
+    return _with_slope(x * sigmoid(x), x, lambda x: sigmoid(x) * (1 + x * (1 - sigmoid(x))))
 
 
 def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
     """`x` times the chance that a normal number is below it; exactly, or by a tanh as in GPT-2."""
     if approximate == "tanh":
-        return x * 0.5 * (tanh(x * 0.7978845608028654 * (x * x * 0.044715 + 1)) + 1)
+        return _with_slope(x * 0.5 * (_gelu_tanh(x) + 1), x, _gelu_tanh_slope)
     if approximate != "none":
         raise ValueError(f"gelu is computed by 'tanh' or by 'none', and {approximate!r} was given")
-    return x * 0.5 * (erf(x * math.sqrt(0.5)) + 1)
+    return _with_slope(x * _below(x), x, lambda x: _below(x) + x * exp(x * x * -0.5) * (0.5 * _GELU))
+
+
+_GELU, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return tanh(x * _GELU * (x * x * _GELU_CUBE + 1))
+
+
+def _gelu_tanh_slope(x: Tensor) -> Tensor:
+    t, inner = _gelu_tanh(x), (x * x * (3 * _GELU_CUBE) + 1) * _GELU
+    return (t + 1) * 0.5 + x * 0.5 * (1 - t * t) * inner
+
+
+def _below(x: Tensor) -> Tensor:
+    """The chance that a normal number is below `x`."""
+    return (erf(x * math.sqrt(0.5)) + 1) * 0.5
+
+
+def _with_slope(y: Tensor, x: Tensor, slope: Callable[[Tensor], Tensor]) -> Tensor:
+    """`y` with its derivative by `x`, which does not wait for the gradient to come.
+
+    So it is computed where `x` is at hand, and it alone is kept for the way back.
+    """
+    return given_gradient(y, [x], lambda g, _, x: [g * slope(x)])
 
 
 def erf(x: Tensor) -> Tensor:
@@ -88,7 +114,7 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
     e = exp(fixed - max_(fixed, axis=axis, keepdims=True))
     result = e * (1 / sum_(e, axis=axis, keepdims=True))
 
-    def gradient(g: Tensor, y: Tensor) -> list[Tensor]:
+    def gradient(g: Tensor, y: Tensor, _: Tensor) -> list[Tensor]:
         scaled = g * y
         return [scaled - y * sum_(scaled, axis=axis, keepdims=True)]
 
@@ -257,21 +283,23 @@ def linear_cross_entropy(
     """`cross_entropy(x @ weight.T, target)`, of which only part of the logits is there at a time."""
     _check_targets(x.shape[:-1], target, label_smoothing)
     rows, targets = reshape(x, (-1, x.shape[-1])), reshape(target, (-1,))
-    step = max(16, _ROW_ITEMS // weight.shape[0])
-    if rows.shape[0] <= step:
-        return cross_entropy(matmul(rows, weight.T), targets, ignore_index, label_smoothing)
-    total = count = zeros((), device=x.device)
+    step = _rows_at_once(x.device.capabilities, weight.shape[0])
+    total, count = zeros((), device=x.device), zeros((), device=x.device)
     for start in range(0, rows.shape[0], step):
-        part = targets[start : start + step]
-
-        def losses(x: Tensor, weight: Tensor, part: Tensor = part) -> Tensor:
-            found, _ = _row_losses(matmul(x, weight.T), part, ignore_index, label_smoothing)
-            return sum_(found)
-
-        loss = checkpoint(losses, rows[start : start + step], weight)
-        counted = sum_(astype(part != ignore_index, loss.dtype))
-        total, count = total + loss, count + counted
+        logits = matmul(rows[start : start + step], weight.T)
+        losses, counted = _row_losses(logits, targets[start : start + step], ignore_index, label_smoothing)
+        total, count = total + sum_(losses), count + sum_(counted)
     return total / count
+
+
+def _rows_at_once(capabilities: Capabilities, width: int) -> int:
+    """How many rows of logits are computed together.
+
+    The gradient of a row's logits needs no other row's, so those of one part are let go before the next. The
+    weight's gradient is added up part by part: the fewer rows, the more it is read and written again.
+    """
+    cpu = capabilities.vector_width > 1
+    return max(512, (1 << 20) // width) if cpu else max(8192, (1 << 26) // width)
 
 
 def _check_targets(rows: tuple[int, ...], target: Tensor, smoothing: float) -> None:
@@ -297,7 +325,7 @@ def _row_losses(logits: Tensor, target: Tensor, ignore_index: int, smoothing: fl
     if smoothing:
         loss = loss * (1 - smoothing) + (total - mean(shifted, axis=-1)) * smoothing
 
-    def gradient(g: Tensor, _: Tensor) -> list[Tensor]:
+    def gradient(g: Tensor, _: Tensor, logits: Tensor) -> list[Tensor]:
         # In 32 bits, of which a vector holds twice as many as of 64.
         classes = arange(width, dtype=int32, device=logits.device)
         chosen = reshape(astype(target, int32), (-1, 1)) == classes

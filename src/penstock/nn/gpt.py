@@ -13,6 +13,7 @@ import numpy.typing as npt
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.nn.layers import Dropout, Embedding, LayerNorm, Linear, Where
 from penstock.nn.module import Module
+from penstock.realize import realize
 from penstock.tensor import random
 from penstock.tensor.arithmetic import where
 from penstock.tensor.core import Tensor, no_grad, resolve
@@ -114,6 +115,7 @@ class GPT(Module):
     def _draw_weights(self) -> None:
         residual = _INITIAL_SPREAD / math.sqrt(2 * len(self.blocks))
         generator = random.default_generator
+        drawn: list[tuple[Tensor, Tensor]] = []
         for name, tensor in self.named_parameters():
             if name.endswith("bias"):
                 value = zeros(tensor.shape)
@@ -122,8 +124,11 @@ class GPT(Module):
             else:
                 last = name.endswith(("out.weight", "down.weight"))
                 value = generator.normal(tensor.shape, 0.0, residual if last else _INITIAL_SPREAD)
-            moved = value.to_device(tensor.device).realize()
-            tensor._become(moved._node)
+            drawn.append((tensor, value.to_device(tensor.device)))
+        # All at once: one expression, and not many of which each is compiled for itself.
+        realize([value._node for _, value in drawn], self.tokens.weight.device)
+        for tensor, value in drawn:
+            tensor._become(value._node)
 
     # In training
 

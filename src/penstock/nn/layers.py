@@ -15,10 +15,9 @@ Where = Device | str | None
 
 
 def _drawn(shape: tuple[int, ...], bound: float, device: Where) -> Tensor:
-    """A parameter, drawn evenly between -bound and bound."""
-    generator = random.default_generator
-    drawn = generator.uniform(shape, -bound, bound) if bound else zeros(shape)
-    return (drawn if device is None else drawn.to_device(device)).realize().requires_grad_()
+    """A parameter, drawn evenly between -bound and bound; computed when it is first used."""
+    drawn = random.default_generator.uniform(shape, -bound, bound)
+    return (drawn if device is None else drawn.to_device(device)).requires_grad_()
 
 
 class Linear(Module):
@@ -45,7 +44,7 @@ class Embedding(Module):
         self.weight = random.default_generator.normal((count, width))
         if device is not None:
             self.weight = self.weight.to_device(device)
-        self.weight.realize().requires_grad_()
+        self.weight.requires_grad_()
 
     def forward(self, index: Tensor) -> Tensor:
         """The rows of an index."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.runtime import Device
-from penstock.tensor.core import Tensor, from_numpy, no_grad
+from penstock.tensor.core import Tensor, capture, from_numpy, no_grad
 
 
 class Module:
@@ -18,7 +18,19 @@ class Module:
     Tensors that require a gradient are its parameters.
     """
 
-    training = True
+    _training = True
+
+    @property
+    def training(self) -> bool:
+        """Whether it behaves as in training. A jitted function that asks is captured for each answer."""
+        capturing = capture.get()
+        if capturing is not None:
+            capturing.assume(lambda: self._training)
+        return self._training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._training = mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computes; subclasses say."""

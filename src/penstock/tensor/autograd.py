@@ -70,12 +70,17 @@ def checkpoint(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 def given_gradient(
-    value: Tensor, inputs: Sequence[Tensor], rule: Callable[[Tensor, Tensor], Sequence[Tensor | None]]
+    value: Tensor, inputs: Sequence[Tensor], rule: Callable[..., Sequence[Tensor | None]]
 ) -> Tensor:
-    """`value` with a gradient by its inputs that is known better, by the value's and the value."""
+    """`value` with a gradient by its inputs that is known better.
+
+    The rule is given the gradient of the value, the value, and the inputs: those of this node, which a
+    checkpoint may have computed again.
+    """
 
     def nodes(g: Node, n: Node) -> list[Node | None]:
-        found = rule(Tensor(g, value.device), Tensor(n, value.device))
+        passed = [Tensor(one, value.device, one.tracked) for one in n.inputs[1:]]
+        found = rule(Tensor(g, value.device), Tensor(n, value.device), *passed)
         return [None if one is None else one._node for one in found]
 
     if not any(one.requires_grad for one in inputs):

@@ -42,6 +42,9 @@ class Capture(Protocol):
     def used(self, tensor: Tensor) -> None:
         """A tensor that is read, or is about to change."""
 
+    def assume(self, fact: Callable[[], object]) -> None:
+        """What the function is captured for: a replay is for a fact that is still the same."""
+
     def refuse_value(self, node: Node) -> None:
         """Raise CaptureError if a value that is asked for depends on what is not known yet."""
 

@@ -136,6 +136,7 @@ class _Tracing:
         self._nodes = [tensor._node for tensor in stand_ins]
         self._own: dict[int, Tensor] = {id(tensor): tensor for tensor in stand_ins}
         self._outside: dict[int, tuple[Tensor, _Before]] = {}
+        self._facts: list[tuple[Callable[[], object], object]] = []
 
     def made(self, tensor: Tensor) -> None:
         """A tensor that belongs to the function."""
@@ -148,6 +149,10 @@ class _Tracing:
             if tensor._node.value is None:
                 realize([tensor._node], tensor.device)
             self._outside[key] = tensor, _Before(tensor._node, tensor.grad, tensor.requires_grad)
+
+    def assume(self, fact: Callable[[], object]) -> None:
+        """Something outside that the function asks for, and that is no tensor."""
+        self._facts.append((fact, fact()))
 
     def refuse_value(self, node: Node) -> None:
         """Only what depends on constants alone has a value now."""
@@ -204,6 +209,7 @@ class _Tracing:
             changed=changed,
             grads=[(tensor, tensor.grad is not None) for tensor in grads],
             guards=[(t, self._outside[id(t)][1].grad is None) for t in grads],
+            facts=self._facts,
             donated=donated,
         )
 
@@ -283,12 +289,16 @@ class _Captured:
     changed: list[_Target]
     grads: list[tuple[Tensor, bool]]
     guards: list[tuple[Tensor, bool]]  # tensors that had no gradient at the capture, or had one
+    facts: list[tuple[Callable[[], object], object]]  # what the function asked for, and the answers
     donated: list[int]
 
     def still_true(self) -> bool:
         """Whether what the capture found outside is still so."""
         for tensor, without in self.guards:
             if (tensor._grad is None) != without:
+                return False
+        for fact, answer in self.facts:
+            if fact() != answer:
                 return False
         for source in self._outside:
             node = source.current()._node
