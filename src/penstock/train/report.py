@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -61,8 +61,13 @@ def render(title: str, config: Config, curves: Mapping[str, Curve], sample: str 
     charts = [
         _chart("Loss", [("training", curve["loss"]), ("validation", curve["validation_loss"])]),
         _chart("Learning rate", [("", curve["learning_rate"])]),
-        _chart("Tokens per second", [("", curve["tokens_per_second"])]),
-        _chart("Memory", [("live", curve["live_bytes"]), ("peak", curve["peak_bytes"])], _bytes),
+        _chart("Tokens per second", [("", curve["tokens_per_second"])], from_zero=True),
+        _chart(
+            "Memory, MiB",
+            [("live", curve["live_bytes"]), ("peak", curve["peak_bytes"])],
+            from_zero=True,
+            unit=1 << 20,
+        ),
     ]
     shown = f"<section><h2>Sample</h2><pre>{escape(sample)}</pre></section>" if sample else ""
     return f"""<!DOCTYPE html>
@@ -126,13 +131,13 @@ def _tables(config: Config) -> list[str]:
     return tables
 
 
-def _chart(title: str, lines: Sequence[Line], write: Callable[[float], str] | None = None) -> str:
+def _chart(title: str, lines: Sequence[Line], from_zero: bool = False, unit: float = 1.0) -> str:
     lines = [(name, curve) for name, curve in lines if curve.points]
     if not lines:
         return f'<section><h2>{title}</h2><p class="dim">nothing was measured yet</p></section>'
     steps = [step for _, curve in lines for step, _ in curve.points]
-    ticks = _ticks([value for _, curve in lines for _, value in curve.points])
-    write = write or _number
+    values = [value / unit for _, curve in lines for _, value in curve.points]
+    ticks = _ticks([0.0, *values] if from_zero else values)
     first, last = min(steps), max(steps)
 
     def across(step: float) -> float:
@@ -145,13 +150,14 @@ def _chart(title: str, lines: Sequence[Line], write: Callable[[float], str] | No
     for tick in ticks:
         y = up(tick)
         parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{write(tick)}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
     parts.append(f'<text x="{_LEFT}" y="{_HEIGHT - 6}">step {first:,.0f}</text>')
     parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{last:,.0f}</text>')
     for at, (_, curve) in enumerate(lines):
-        points = " ".join(f"{across(step):.1f},{up(value):.1f}" for step, value in curve.points)
-        dot = " h0.01" if len(curve.points) == 1 else ""
-        parts.append(f'<path class="line{at}" stroke-linecap="round" d="M{points}{dot}"/>')
+        points = " ".join(f"{across(step):.1f},{up(value / unit):.1f}" for step, value in curve.points)
+        single = len(curve.points) == 1
+        shape = f'd="M{points} h0.01" style="stroke-width: 7"' if single else f'd="M{points}"'
+        parts.append(f'<path class="line{at}" stroke-linecap="round" {shape}/>')
     names = [f'<span class="line{at}">&#9644; {name}</span>' for at, (name, _) in enumerate(lines) if name]
     return (
         f"<section><h2>{title}</h2>"
