@@ -91,14 +91,14 @@ def gpt_step(sizes: Gpt, tokens: Any, device: ps.Device) -> Step:
 # PyTorch
 
 
-def torch_mlp_step(sizes: tuple[int, ...], x: Any, y: Any, compiled: bool) -> Step:
+def torch_mlp_step(sizes: tuple[int, ...], x: Any, y: Any, compiled: bool, device: str = "cpu") -> Step:
     layers: list[Any] = []
     for inputs, outputs in pairwise(sizes):
         layers += [torch.nn.Linear(inputs, outputs), torch.nn.Tanh()]
-    model = torch.nn.Sequential(*layers[:-1])
+    model = torch.nn.Sequential(*layers[:-1]).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     loss_of = torch.compile(_mse(model)) if compiled else _mse(model)
-    inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
+    inputs, targets = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
 
     def step() -> Any:
         optimizer.zero_grad()
@@ -167,7 +167,7 @@ def torch_gpt(sizes: Gpt) -> Any:
                     nn.init.normal_(one, std=0.02)
 
         def forward(self, ids: Any) -> Any:
-            x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+            x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
             return functional.linear(self.norm(self.blocks(x)), self.tokens.weight)
 
     return Model()
@@ -201,15 +201,17 @@ def compare(
         report.add(what, best["penstock"] * 1e3, "ms", "", None, detail)
 
 
-def mlp_line(name: str, goal: float, options: argparse.Namespace, device: ps.Device, report: Report) -> None:
-    sizes: tuple[int, ...]
+def mlp_data(name: str) -> tuple[tuple[int, ...], Any, Any]:
+    """The sizes of a small network, its inputs and its targets."""
     if name == "XOR":
-        sizes, x = (2, 8, 1), np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.float32)
-        y = np.array([[0], [1], [1], [0]], np.float32)
-    else:
-        sizes = (1, 64, 64, 1)
-        x = np.linspace(-3, 3, 256, dtype=np.float32).reshape(-1, 1)
-        y = np.sin(x)
+        x = np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.float32)
+        return (2, 8, 1), x, np.array([[0], [1], [1], [0]], np.float32)
+    x = np.linspace(-3, 3, 256, dtype=np.float32).reshape(-1, 1)
+    return (1, 64, 64, 1), x, np.sin(x)
+
+
+def mlp_line(name: str, goal: float, options: argparse.Namespace, device: ps.Device, report: Report) -> None:
+    sizes, x, y = mlp_data(name)
     ours = mlp_step(sizes, x, y, device)
 
     def many() -> None:

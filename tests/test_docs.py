@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,12 @@ def test_every_snippet_runs(page: str) -> None:
         exec(compile(snippets(page), page, "exec"), {})
     finally:
         ps.default_device().limit_bytes = None
+
+
+def test_the_table_of_figures_is_that_of_the_result_files() -> None:
+    table = runpy.run_path(str(ROOT / "benchmarks" / "table.py"))
+    page = (ROOT / "README.md").read_text()
+    assert table["with_table"](page, ROOT / "benchmarks" / "results") == page
 
 
 def test_the_table_of_settings_has_every_one_of_them() -> None:
