@@ -20,7 +20,7 @@ import pyopencl as cl
 
 import penstock as ps
 from measuring import Report, Sides, best_of
-from penstock.device.driver import Driver, Memory
+from penstock.device.driver import Driver, Kernel, Memory
 from penstock.memory.pool import size_class
 
 SOURCE = """
@@ -35,10 +35,29 @@ __kernel void churn(__global const float *x, __global float *y, int rounds, int 
     }
 }
 """
+CUDA_SOURCE = """
+#define COUNT (blockDim.x * gridDim.x)
+#define FIRST (blockIdx.x * blockDim.x + threadIdx.x)
+extern "C" __global__ void axpy(const float *x, float *y, float a, int n) {
+    for (int i = FIRST; i < n; i += COUNT) y[i] += a * x[i];
+}
+extern "C" __global__ void churn(const float *x, float *y, int rounds, int n) {
+    for (int i = FIRST; i < n; i += COUNT) {
+        float v = x[i];
+        for (int round = 0; round < rounds; round++) v = v * 0.999f + 0.001f;
+        y[i] = v;
+    }
+}
+"""
 SIGNATURES = {
     "axpy": ("float32*", "float32*", "float32", "int32"),
     "churn": ("float32*", "float32*", "int32", "int32"),
 }
+
+
+def kernels(device: ps.Device) -> dict[str, Kernel]:
+    """The two kernels, in the device's language."""
+    return device.compile(CUDA_SOURCE if device.capabilities.language == "cuda" else SOURCE, SIGNATURES)
 
 
 class PlainPool:
@@ -107,7 +126,7 @@ def launch_lines(device: ps.Device, native: cl.Device, report: Report, count: in
     enqueue: Any = cl.enqueue_nd_range_kernel
 
     stream = device.stream
-    kernel = device.compile(SOURCE, SIGNATURES)["axpy"]
+    kernel = kernels(device)["axpy"]
     x, y = device.upload(np.ones(64, np.float32)), device.upload(np.ones(64, np.float32))
     args = (x, y, 1.0, 64)
     program = stream.bind([(kernel, (1,), (64,), args)] * 100)
@@ -177,7 +196,7 @@ def copy_lines(device: ps.Device, report: Report, nbytes: int = 64 << 20) -> Non
 
 def overlap_line(device: ps.Device, report: Report, nbytes: int = 16 << 20, steps: int = 40) -> None:
     """A loop that uploads a batch, computes on it, and downloads the result, with two sets of buffers."""
-    kernel = device.compile(SOURCE, SIGNATURES)["churn"]
+    kernel = kernels(device)["churn"]
     batch = np.ones(nbytes // 4, np.float32)
     xs = [device.upload(batch) for _ in range(2)]
     ys = [device.upload(batch) for _ in range(2)]

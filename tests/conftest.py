@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.config import Settings
-from penstock.device.driver import Driver, Kernel, Source
+from penstock.device.driver import Driver, Event, Kernel, Queue, Source
 from penstock.device.host import HostDriver
 from penstock.device.opencl import OpenCLDriver, best_memory_kind, find_devices
+from penstock.errors import DeviceError
 from penstock.runtime import Device
 
 SIGNATURES = {
@@ -34,6 +38,22 @@ __kernel void spin(__global int *out, int rounds) {  /* takes its time */
 }
 """
 
+CUDA = """
+#define FROM (blockIdx.x * blockDim.x + threadIdx.x)
+#define STEP (gridDim.x * blockDim.x)
+extern "C" __global__ void fill(int *out, int value, int n) {
+    for (int i = FROM; i < n; i += STEP) out[i] = value;
+}
+extern "C" __global__ void axpy(const float *x, float *y, float a, int n) {
+    for (int i = FROM; i < n; i += STEP) y[i] += a * x[i];
+}
+extern "C" __global__ void spin(int *out, int rounds) {  /* takes its time */
+    int x = FROM + 1;
+    for (int i = 0; i < rounds; i++) x = x * 1664525 + 1013904223;
+    out[0] = x;
+}
+"""
+
 
 def _fill(out: np.ndarray, value: np.int32, n: np.int32) -> None:
     out[:n] = value
@@ -49,6 +69,31 @@ def _spin(out: np.ndarray, rounds: np.int32) -> None:
 
 NUMPY = {"fill": _fill, "axpy": _axpy, "spin": _spin}
 
+
+class GraphingHost(HostDriver):
+    """A host driver that makes one launch of many, as CUDA does."""
+
+    graphs = True
+
+    def capture(self, bound: Sequence[Any]) -> Any:
+        return list(bound)
+
+    def replay(
+        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
+    ) -> None:
+        for one in bound:
+            if not isinstance(one, list):
+                super().replay(queue, [one], waits, events)
+                continue
+            calls = [partial(function, *args) for function, args in one]
+
+            def run(calls: list[Callable[[], None]] = calls) -> None:
+                for call in calls:
+                    call()
+
+            events.append(self._record(queue, run, waits))
+
+
 NATIVE = find_devices()[0]  # PoCL, unless the machine has a GPU
 
 # Every way in which a driver can hold memory and finish work, each as a driver of its own. Every OpenCL
@@ -59,11 +104,31 @@ DRIVERS: dict[str, Callable[[], Driver]] = {
     "opencl-device": lambda: OpenCLDriver(NATIVE, "opencl-device", "device"),
     "host": lambda: HostDriver("host-plain"),
     "host-late": lambda: HostDriver("host-late", scheduler=random.Random(1)),
-    "host-far": lambda: HostDriver("host-far", shared_memory=False, scheduler=random.Random(2)),
+    "host-far": lambda: GraphingHost("host-far", shared_memory=False, scheduler=random.Random(2)),
 }
 
 if best_memory_kind(NATIVE) != "svm":
     del DRIVERS["opencl-svm"]
+
+
+def _cuda_devices() -> list[int]:
+    with suppress(ImportError, DeviceError):  # neither the library nor a device need be there
+        from penstock.device import cuda
+
+        return cuda.find_devices()
+    return []
+
+
+def _cuda() -> Driver:
+    from penstock.device.cuda import CudaDriver
+
+    return CudaDriver(_cuda_devices()[0], "cuda")
+
+
+if _cuda_devices():
+    DRIVERS["cuda"] = _cuda
+CUDA_KINDS = [kind for kind in DRIVERS if kind == "cuda"]  # on machines that have one
+collect_ignore = [] if CUDA_KINDS else ["test_cuda.py"]
 
 
 class Lazy(random.Random):
@@ -79,7 +144,7 @@ SMALL = Settings(max_commands=8, max_bytes=1 << 20, max_in_flight=2, staging_byt
 
 def source_for(device: Device) -> Source:
     """The test kernels in the device's language."""
-    return OPENCL if device.capabilities.language == "opencl" else NUMPY
+    return {"opencl": OPENCL, "cuda": CUDA, "numpy": NUMPY}[device.capabilities.language]
 
 
 def compiled(device: Device) -> dict[str, Kernel]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
-from conftest import DRIVERS, SMALL, Lazy, compiled
+from conftest import CUDA_KINDS, DRIVERS, SMALL, Lazy, compiled
 
 from penstock import memory
 from penstock.device.driver import Driver, Kernel
@@ -26,7 +26,7 @@ from penstock.runtime import Device
 
 KIB, MIB = 1 << 10, 1 << 20
 FLAT_BYTES = 3 * MIB  # what the resident size may differ by over the thousands of steps of a test
-FAR_KINDS = ["opencl-device", "host-far"]  # those whose data goes through staging memory
+FAR_KINDS = ["opencl-device", "host-far", *CUDA_KINDS]  # those whose data goes through staging memory
 
 Make = Callable[..., Device]
 

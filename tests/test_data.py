@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock import Device
+from penstock.config import cache_folder
 from penstock.data import (
     ArrayBatches,
     BPETokenizer,
@@ -437,7 +438,7 @@ def test_the_default_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for platform, variable in (("linux", "XDG_CACHE_HOME"), ("win32", "LOCALAPPDATA"), ("darwin", "HOME")):
         monkeypatch.setattr(sys, "platform", platform)
         monkeypatch.setenv(variable, str(tmp_path))
-        assert tmp_path in files_module.cache_folder().parents
+        assert tmp_path in cache_folder().parents
     monkeypatch.setattr(sys, "platform", "linux")
     assert tmp_path in TokenStore.open("abc", ByteTokenizer()).path.parents
 

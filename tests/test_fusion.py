@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, NATIVE
+from conftest import CUDA_KINDS, DRIVERS, NATIVE
 from test_graph import at
 
 import penstock as ps
@@ -22,7 +22,7 @@ from penstock.fusion.views import base
 from penstock.graph import contraction, creating, elementwise, reducing, shaping
 from penstock.graph.node import Node, topological
 from penstock.graph.simplify import simplify
-from penstock.kernels import cache
+from penstock.kernels import cache, lowering
 from penstock.kernels.lowering import lower
 from penstock.kernels.writer import constants, fusible, structure
 
@@ -494,10 +494,10 @@ def _threads() -> Driver:
     return driver
 
 
-@pytest.fixture(scope="module", params=["vectors", "threads"])
+@pytest.fixture(scope="module", params=["vectors", "threads", *CUDA_KINDS])
 def shared(request: pytest.FixtureRequest) -> Iterator[Device]:
-    driver = OpenCLDriver(NATIVE, "opencl-vectors") if request.param == "vectors" else _threads()
-    device = Device.over(driver)
+    made = {"vectors": lambda: OpenCLDriver(NATIVE, "opencl-vectors"), "threads": _threads, **DRIVERS}
+    device = Device.over(made[request.param]())
     yield device
     device.close()
 
@@ -507,6 +507,7 @@ def device(shared: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device that computes everything by kernels, at the first sight."""
     monkeypatch.setattr(realize, "MIN_ITEMS", 1)
     monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr(lowering, "_BUSY", 0)  # threads of a GPU have several items, even of small values
     return shared
 
 

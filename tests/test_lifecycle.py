@@ -26,7 +26,7 @@ from penstock.runtime import Device
 
 ITEMS = 96
 ONES = np.ones(ITEMS, np.float32)
-OPENCL_KINDS = [kind for kind in DRIVERS if kind.startswith("opencl")]
+NATIVE_KINDS = [kind for kind in DRIVERS if kind.startswith(("opencl", "cuda"))]
 PATIENCE = 120  # seconds after which a script hangs
 
 
@@ -331,7 +331,7 @@ def assert_quiet_success(*parts: str) -> None:
 # Forks
 
 
-@pytest.mark.parametrize("kind", OPENCL_KINDS)
+@pytest.mark.parametrize("kind", NATIVE_KINDS)
 def test_a_forked_child_is_refused_the_device_that_it_inherited_and_the_parent_goes_on(kind: str) -> None:
     assert_quiet_success(
         f"kind = {kind!r}",

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from penstock.device.driver import Capabilities
 from penstock.device.opencl import OpenCLDriver, find_devices
+from penstock.graph.dtypes import checked
+from penstock.kernels import matmul_gpu
 from penstock.kernels.matmul_kernel import matmul_body
 from penstock.kernels.matmul_problem import Finish, Operand, Problem
-from penstock.kernels.source import OPENCL_PRELUDE, UNIT, VECTOR_PRELUDE, KernelSource, head
+from penstock.kernels.source import HALVES_PRELUDE, OPENCL_PRELUDE, UNIT, VECTOR_PRELUDE, KernelSource, head
 
 GUARD = 128  # items before and after every matrix
 CPU = next(device for device in reversed(find_devices()))  # CPUs come last
@@ -41,7 +43,8 @@ def way_of(driver: OpenCLDriver, way: str) -> Capabilities:
 
 def launch(driver: OpenCLDriver, source: KernelSource, arrays: list[np.ndarray]) -> list[np.ndarray]:
     """Run the kernel on copies of `arrays` and give them back; each has its value after a guard zone."""
-    text = OPENCL_PRELUDE + VECTOR_PRELUDE + source.text
+    halves = HALVES_PRELUDE if "BFLOAT16" in source.text else ""
+    text = OPENCL_PRELUDE + VECTOR_PRELUDE + halves + source.text
     kernel = driver.compile(text, {source.name: source.signature})[source.name]
     memories = [driver.allocate(array.nbytes) for array in arrays]
     queue = driver.compute
@@ -75,7 +78,7 @@ def stored(
         "padded": (batch, rows, columns + 5),
         "one row": (batch, 1, columns),
     }[layout]
-    memory = np.full(shape, np.nan, dtype)
+    memory = np.full(shape, np.nan, checked(dtype))
     picked = {
         "rows": memory,
         "columns": memory.swapaxes(1, 2),
@@ -114,7 +117,9 @@ def check(
         ]
 
     outputs = [np.zeros((batch, rows, columns), np.float32) for _ in range(2)]
-    source = kernel_source(problem, way_of(driver, way), finish, ["out", "seen"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul_gpu, "_SMALL", 1 << 40 if way == "gpu-few" else 0)
+        source = kernel_source(problem, way_of(driver, way), finish, ["out", "seen"])
     out, seen, *_ = launch(driver, source, [guarded(a) for a in (*outputs, left_memory, right_memory)])
     assert np.isnan([out[:GUARD], out[-GUARD:], seen[:GUARD], seen[-GUARD:]]).all()
     np.testing.assert_array_equal(seen[GUARD:-GUARD], 1)
@@ -139,7 +144,7 @@ def kernel_source(
     return KernelSource("product", text, dtypes, (), grid, group)
 
 
-@pytest.mark.parametrize("way", ["cpu", "gpu", "gpu-small"])
+@pytest.mark.parametrize("way", ["cpu", "gpu", "gpu-small", "gpu-few"])
 @pytest.mark.parametrize(
     ("sizes", "layouts"),
     [
@@ -182,7 +187,7 @@ LAYOUT = st.sampled_from(["rows", "columns", "apart", "padded"])
 
 @settings(max_examples=20, deadline=None)
 @given(
-    way=st.sampled_from(["cpu", "cpu", "gpu"]),
+    way=st.sampled_from(["cpu", "cpu", "gpu", "gpu-few"]),
     sizes=st.tuples(st.integers(1, 3), SIZE, SIZE, SIZE),
     layouts=st.tuples(LAYOUT, LAYOUT),
 )
@@ -192,7 +197,7 @@ def test_any_product(
     check(driver, way, sizes, layouts)
 
 
-@pytest.mark.parametrize("way", ["cpu", "gpu"])
+@pytest.mark.parametrize("way", ["cpu", "gpu", "gpu-few"])
 @pytest.mark.parametrize(
     ("sizes", "layouts"),
     [
@@ -206,6 +211,12 @@ def test_half_precision_storage(
     driver: OpenCLDriver, way: str, sizes: tuple[int, int, int, int], layouts: tuple[str, str]
 ) -> None:
     check(driver, way, sizes, layouts, ("float16", "float16"))
+
+
+@pytest.mark.parametrize("way", ["gpu", "gpu-few"])
+@pytest.mark.parametrize("layouts", [("rows", "columns"), ("columns", "apart")])
+def test_bfloat16_storage(driver: OpenCLDriver, way: str, layouts: tuple[str, str]) -> None:
+    check(driver, way, (2, 37, 50, 29), layouts, ("bfloat16", "bfloat16"))
 
 
 @pytest.mark.parametrize("way", ["cpu", "gpu"])

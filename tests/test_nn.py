@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS
+from conftest import CUDA_KINDS, DRIVERS
 
 import penstock as ps
 from penstock import Device, nn
@@ -22,7 +22,7 @@ REFERENCE = np.load(Path(__file__).parent / "data" / "reference.npz")
 OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))
 
 
-@pytest.fixture(scope="module", params=[OPENCL, "host-far"])
+@pytest.fixture(scope="module", params=[OPENCL, "host-far", *CUDA_KINDS])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     made = Device.over(DRIVERS[request.param]())
     yield made
@@ -116,7 +116,8 @@ def test_they_are_the_same_without_jit(name: str) -> None:
 def test_every_function_is_checked() -> None:
     names = {name for name, one in vars(F).items() if getattr(one, "__module__", "") == F.__name__}
     public = {name for name in names if not name.startswith("_")} - {"named_activation", "dropout"}
-    checked = {name.split("_exact")[0] for name in FUNCTIONS} | {"scaled_dot_product_attention"}
+    attentions = {"scaled_dot_product_attention", "packed_attention"}  # the latter in test_attention.py
+    checked = {name.split("_exact")[0] for name in FUNCTIONS} | attentions
     assert public <= checked
 
 
@@ -615,3 +616,35 @@ def test_broken_pretrained_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="lacks vocab_size, n_positions"):
         nn.GPT.from_pretrained(tmp_path)
+
+
+# Halves
+
+
+@pytest.mark.parametrize("dtype", [ps.float16, ps.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gelu", "silu", "softmax", "log_softmax", "layer_norm", "rms_norm"])
+def test_halves_are_rounded_only_at_the_end(name: str, dtype: Any, device: Device) -> None:
+    function = getattr(F, name)
+    values = np.random.default_rng(0).normal(size=(5, 200)).astype(np.float32)
+    half = ps.asarray(values, device=device).astype(dtype)
+    found, exact = function(half), function(half.astype(ps.float32))
+    assert found.dtype is dtype
+    wanted = exact.astype(dtype).numpy().astype(np.float32)
+    apart = found.numpy().astype(np.float32) - wanted
+    # A last bit may differ where a kernel's exp or tanh is NumPy's but for its own last bit.
+    assert np.mean(apart != 0) < 0.01
+    np.testing.assert_allclose(apart, 0, atol=2**-7 * np.abs(wanted).max())
+
+
+def test_the_loss_of_halves_is_float32(device: Device) -> None:
+    logits = np.random.default_rng(0).normal(size=(64, 100)).astype(np.float32)
+    half = ps.asarray(logits, device=device).astype(ps.bfloat16).requires_grad_()
+    target = ps.asarray(np.arange(64) % 100, device=device)
+    loss = F.cross_entropy(half, target)
+    loss.backward()
+    assert loss.dtype is ps.float32
+    assert half.grad is not None
+    assert half.grad.dtype is ps.bfloat16
+    rounded = half.detach().numpy().astype(np.float64)
+    chances = np.exp(rounded) / np.exp(rounded).sum(1, keepdims=True)
+    assert loss.item() == pytest.approx(-np.log(chances[np.arange(64), np.arange(64) % 100]).mean(), abs=1e-5)

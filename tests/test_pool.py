@@ -93,7 +93,7 @@ def test_a_class_keeps_as_many_blocks_as_its_capacity() -> None:
     for block in blocks:
         pool.release(block)
     assert pool.stats().total_pooled == 25
-    assert BufferPool(driver).capacity == 64
+    assert BufferPool(driver).capacity == 512
 
 
 def test_the_pool_keeps_at_most_max_bytes_and_forgets_the_longest_idle_first() -> None:

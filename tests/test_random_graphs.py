@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, NATIVE
+from conftest import CUDA_KINDS, DRIVERS, NATIVE
 
 from penstock import Device, program, realize
 from penstock.device.driver import Capabilities, Driver
@@ -18,7 +18,7 @@ from penstock.device.opencl import OpenCLDriver, opencl_capabilities
 from penstock.graph import contraction, creating, elementwise, reducing, shaping
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.random import random_bits
-from penstock.kernels import chaining, writer
+from penstock.kernels import chaining, lowering, writer
 
 FLOATS = ("float32", "float32", "float32", "float16", "float64")
 WHOLES = ("int32", "int32", "int64", "uint32", "uint64", "int8", "uint8", "int16", "uint16")
@@ -531,6 +531,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Device]]:
     monkeypatch.setattr(realize, "MIN_ITEMS", 1)
     monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr(lowering, "_BUSY", 0)  # threads of a GPU have several items, even of small values
     poison(monkeypatch)
     made: list[Device] = []
 
@@ -561,7 +562,7 @@ def test_on_the_host(make: Callable[[str], Device], kind: str, size: int) -> Non
         check(device, seed, size)
 
 
-@pytest.mark.parametrize("kind", ["opencl-device", "opencl-launches", "opencl-threads"])
+@pytest.mark.parametrize("kind", ["opencl-device", "opencl-launches", "opencl-threads", *CUDA_KINDS])
 @pytest.mark.parametrize("seed", range(3))
 def test_with_kernels(make: Callable[[str], Device], kind: str, seed: int) -> None:
     check(make(kind), 1000 + seed, 60)

@@ -51,8 +51,9 @@ def test_the_environment_sets_every_field() -> None:
         "PENSTOCK_POOL_BYTES": "100",
         "PENSTOCK_POOL_SECONDS": "1.5",
         "PENSTOCK_TRACE_MEMORY": "on",
+        "PENSTOCK_TF32": "1",
     }
-    expected = Settings("host", 7, 1 << 20, 2, 2 << 20, 1 << 30, 0, 100, 1.5, True)
+    expected = Settings("host", 7, 1 << 20, 2, 2 << 20, 1 << 30, 0, 100, 1.5, True, True)
     assert Settings.from_environment(environment) == expected
     assert Settings.from_environment({"PENSTOCK_MAX_BYTES": " "}) == Settings()
 
@@ -84,10 +85,10 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("registry")
 def test_the_machine_has_an_opencl_device_and_the_host() -> None:
     names = [device.name for device in ps.devices()]
-    assert names[0] == "opencl:0"
+    assert next(name for name in names if not name.startswith("cuda")) == "opencl:0"
     assert names[-1] == "host"
     assert ps.default_device() is ps.devices()[0]
-    kinds = [device.capabilities.kind for device in ps.devices()]
+    kinds = [device.capabilities.kind for device in ps.devices() if not device.name.startswith("cuda")]
     order = ["gpu", "accelerator", "cpu", "host"]
     assert kinds == sorted(kinds, key=order.index), "GPUs first, then PoCL, then the host"
 
@@ -107,7 +108,7 @@ def test_the_environment_names_the_default_device(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("registry")
 def test_a_name_that_is_not_there_gets_the_names_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("cuda", "opencl:99", "hosts"):
+    for name in ("cuda:99", "opencl:99", "hosts"):
         with pytest.raises(DeviceNotFound, match=rf"{name}.*opencl:0 \(.*host \(NumPy\)"):
             ps.use(name)
     monkeypatch.setenv("PENSTOCK_DEVICE", "opencl:7")
@@ -119,14 +120,16 @@ def test_a_name_that_is_not_there_gets_the_names_that_are(monkeypatch: pytest.Mo
 def test_a_machine_without_opencl_still_has_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "penstock.device.opencl", None)
     monkeypatch.delattr("penstock.device.opencl", raising=False)
+    monkeypatch.setitem(sys.modules, "penstock.device.cuda", None)
+    monkeypatch.delattr("penstock.device.cuda", raising=False)
     assert [device.name for device in ps.devices()] == ["host"]
-    with pytest.raises(DeviceNotFound, match="not there: opencl, which could not be loaded"):
+    with pytest.raises(DeviceNotFound, match=r"not there: cuda, .*; opencl, which could not be loaded"):
         ps.use("opencl")
 
 
 def test_listing_devices_opens_none_and_importing_loads_no_driver() -> None:
     script = (
-        "import sys, penstock as ps; assert 'pyopencl' not in sys.modules; "
+        "import sys, penstock as ps; assert not {'pyopencl', 'cuda.bindings'} & set(sys.modules); "
         "assert ps.devices(); assert ps.memory.stats().devices == {}"
     )
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
@@ -136,7 +139,7 @@ def test_listing_devices_opens_none_and_importing_loads_no_driver() -> None:
 def test_penstock_devices_lists_them() -> None:
     result = CliRunner().invoke(app, ["devices"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
-    assert "opencl:0 *" in result.stdout
+    assert f"{ps.devices()[0].name} *" in result.stdout
     assert "NumPy" in result.stdout
 
 

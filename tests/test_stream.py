@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, SMALL, compiled
+from conftest import CUDA_KINDS, DRIVERS, SMALL, compiled
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -132,6 +132,76 @@ def test_scalars_allocate_nothing(device: Device, kernels: Kernels) -> None:
     assert device.memory_stats().staging_bytes == 0
 
 
+@pytest.mark.parametrize("kind", ["host-far", *CUDA_KINDS])
+def test_a_program_becomes_one_command_whose_arguments_still_change(kind: str) -> None:
+    device = Device.over(DRIVERS[kind]())
+    kernels = compiled(device)
+    n = 100
+    x, y = device.upload(np.ones(n, np.float32)), device.upload(np.zeros(n, np.float32))
+    program = device.stream.bind([(kernels["axpy"], (2,), (16,), (x, y, 0.5, n))] * 4)
+    replays = []
+    real = device.driver.replay
+
+    def counted(queue: Any, bound: Any, *rest: Any) -> None:
+        replays.append(len(bound))
+        real(queue, bound, *rest)
+
+    device.driver.replay = counted  # type: ignore[method-assign]
+    for _ in range(3):
+        device.stream.replay(program)
+    assert replays == [4, 1, 1]
+    assert np.all(device.download(y, np.float32).wait() == 6)
+    device.stream.rebind(program, [(0, 2), (3, 2)], 1.0)
+    device.stream.replay(program)
+    other = device.upload(np.full(n, 10, np.float32))
+    device.stream.rebind(program, [(1, 0)], other)
+    device.stream.replay(program, (x, y, other))
+    assert np.all(device.download(y, np.float32).wait() == 6 + 3 + 7.5)
+    device.cleanup()
+    assert program.graph is None
+    device.stream.replay(program, (x, y, other))
+    assert np.all(device.download(y, np.float32).wait() == 16.5 + 7.5)
+    assert replays == [4, 1, 1, 1, 1, 1]
+    device.close()
+
+
+def test_a_program_for_which_there_is_no_graph_is_replayed_without() -> None:
+    device = Device.over(DRIVERS["host-far"]())
+    out = device.upload(np.zeros(16, np.float32))
+    ones = device.upload(np.ones(16, np.float32))
+    program = device.stream.bind([(compiled(device)["axpy"], (1,), (1,), (ones, out, 1.0, 16))] * 2)
+    tries = []
+
+    def refused(bound: Any) -> None:
+        tries.append(bound)
+        raise DeviceError("no memory for it")
+
+    device.driver.capture = refused  # type: ignore[method-assign]
+    for _ in range(5):
+        device.stream.replay(program)
+    assert np.all(device.download(out, np.float32).wait() == 10)
+    assert len(tries) == 1
+    device.close()
+
+
+@pytest.mark.parametrize("kind", ["host-far", *CUDA_KINDS])
+def test_a_failure_of_a_program_tells_where_it_begins(kind: str) -> None:
+    device = Device.over(DRIVERS[kind]())
+    launch = (compiled(device)["fill"], (1,), (1,), (device.empty(64), 1, 16))
+    program = device.stream.bind([launch, launch])
+    device.stream.replay(program)
+    real = device.driver.replay
+
+    def refused(*_: Any) -> None:
+        raise DeviceError("injected")
+
+    device.driver.replay = refused  # type: ignore[method-assign]
+    with pytest.raises(DeviceError, match=r"<program of 2 launches, from <Kernel fill.* 64-byte buffer.*inj"):
+        device.stream.replay(program)
+    device.driver.replay = real  # type: ignore[method-assign]
+    device.close()
+
+
 def test_staging_memory_is_bounded_and_not_rounded_up() -> None:
     for nbytes in (1, 100_000, 3_000_000):
         device = Device.over(DRIVERS["opencl-device"](), Settings(staging_bytes=2_600_000))
@@ -144,7 +214,7 @@ def test_staging_memory_is_bounded_and_not_rounded_up() -> None:
 
 
 def test_results_that_nobody_waits_for_do_not_block_the_ring() -> None:
-    for kind in ("opencl-device", "host-far"):
+    for kind in ("opencl-device", "host-far", *CUDA_KINDS):
         device = Device.over(DRIVERS[kind](), SMALL)
         forgotten = [device.download(device.upload(np.full(40_000, i, np.uint8))) for i in range(30)]
         assert np.all(device.download(device.upload(np.full(9, 7, np.uint8))).wait() == 7)
@@ -183,7 +253,9 @@ class StreamMachine(RuleBasedStateMachine):
     writes to it, or two that overlap, show up as a wrong value; bytes that are lost, in the account.
     """
 
-    @initialize(kind=st.sampled_from(["host-late", "host-far", "opencl-svm"]), seed=st.integers(0, 1000))
+    @initialize(
+        kind=st.sampled_from(["host-late", "host-far", "opencl-svm", *CUDA_KINDS]), seed=st.integers(0, 1000)
+    )
     def start(self, kind: str, seed: int) -> None:
         if kind.startswith("host"):
             driver = HostDriver(kind, shared_memory=kind == "host-late", scheduler=random.Random(seed))

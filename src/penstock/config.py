@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from penstock.errors import SettingError
 
@@ -37,6 +39,17 @@ def format_bytes(nbytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
+def cache_folder() -> Path:
+    """Where the system wants files that can be made again."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    elif sys.platform == "darwin":
+        base = "~/Library/Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "penstock"
+
+
 @dataclass(frozen=True)
 class Settings:
     """What can be set for a device; `PENSTOCK_` and the field's name in capitals sets it from outside."""
@@ -47,10 +60,11 @@ class Settings:
     max_in_flight: int = 8  # submissions that the device may be behind the host
     staging_bytes: int = 64 << 20  # the rings through which devices with memory of their own exchange data
     memory_limit: int | None = None  # bytes that may be taken from the driver; None: what the driver gives
-    pool_capacity: int = 64  # idle buffers kept per size class
+    pool_capacity: int = 512  # idle buffers kept per size class
     pool_bytes: int | None = None  # idle bytes kept in all; None: a quarter of the device's memory
     pool_seconds: float = 60.0  # an idle buffer older than this goes back to the driver
     trace_memory: bool = False  # remember which line of the user's code allocated what
+    tf32: bool = False  # products of float32 on tensor cores, of factors rounded to 10 bits of fraction
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -76,7 +90,7 @@ def _parse(variable: str, name: str, text: str) -> object:
     try:
         if name == "device":
             return text
-        if name == "trace_memory":
+        if name in ("trace_memory", "tf32"):
             return {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}[
                 text.lower()
             ]
@@ -86,7 +100,8 @@ def _parse(variable: str, name: str, text: str) -> object:
             return int(text)
         return parse_bytes(text)
     except (ValueError, KeyError) as error:
-        wanted = {"trace_memory": "0 or 1", "pool_seconds": "a number of seconds"}.get(name, "a whole number")
+        kinds = {"trace_memory": "0 or 1", "tf32": "0 or 1", "pool_seconds": "a number of seconds"}
+        wanted = kinds.get(name, "a whole number")
         if isinstance(error, SettingError):
             wanted = "a size such as 4096, 64KiB or 2G"
         raise SettingError(f"{variable}={text!r} cannot be used: {wanted} is wanted") from None

@@ -7,7 +7,7 @@ own memory where the host shares it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,12 +95,15 @@ class Programs:
         self._programs.move_to_end(key)
         return program
 
-    def build(self, structure: Structure, wanted: Sequence[Node]) -> Program:
-        """A new program."""
+    def build(
+        self, structure: Structure, wanted: Sequence[Node], replaced: Mapping[int, int] | None = None
+    ) -> Program:
+        """A new program. `replaced` names wanted nodes that should be written over inputs, by numbers."""
         # A program must keep no value, so it has leaves of its own.
         leaves = {node: leaf(_INPUT, node.shape, node.dtype) for node in structure.inputs}
         nodes = split(simplify(wanted, leaves), self._device.capabilities)
-        return Program(self._device, self.kernels, nodes, list(leaves.values()), structure.numbers)
+        inputs = list(leaves.values())
+        return Program(self._device, self.kernels, nodes, inputs, structure.numbers, replaced)
 
 
 def programs(device: Device) -> Programs:
@@ -163,7 +166,11 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
         lines.append(f"{number}. {where} [{names}] -> {outputs}: {traffic}")
     plan = program.plan
     arena = f"arena of {format_bytes(plan.arena_bytes)}, {100 * plan.gap:.1f}% over the least possible"
-    return "\n".join([*lines, f"{len(program.steps)} steps, {format_bytes(moved)} moved; {arena}"])
+    steps = f"{len(lines)} steps"
+    turns = 1 + program.steps[-1].bundle if program.steps else 0
+    if turns < len(lines):
+        steps += f" in {turns} turns, as some run side by side"
+    return "\n".join([*lines, f"{steps}, {format_bytes(moved)} moved; {arena}"])
 
 
 def _interpreted(wanted: Sequence[Node], device: Device) -> list[Buffer]:

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.config import Settings
 from penstock.device.driver import Driver
 from penstock.device.host import HostDriver, host_capabilities
-from penstock.errors import DeviceNotFound
+from penstock.errors import DeviceError, DeviceNotFound
 from penstock.runtime import Device, forked, in_use, refuse
 
 _registry_lock = threading.RLock()
@@ -26,7 +26,8 @@ def devices() -> list[Device]:
     global _devices
     with _registry_lock:
         if _devices is None:
-            _devices = [*_opencl_devices(), Device("host", host_capabilities(), HostDriver)]
+            host = Device("host", host_capabilities(), HostDriver)
+            _devices = [*_cuda_devices(), *_opencl_devices(), host]
         return list(_devices)
 
 
@@ -41,7 +42,7 @@ def default_device() -> Device:
 
 
 def use(device: str | Device) -> Device:
-    """Make a device the default, by object or by name: `opencl`, `opencl:1`, `host`."""
+    """Make a device the default, by object or by name: `cuda`, `opencl:1`, `host`."""
     global _default
     with _registry_lock:
         _default = device if isinstance(device, Device) else find(device)
@@ -57,6 +58,28 @@ def find(name: str) -> Device:
     there = ", ".join(f"{device.name} ({device.capabilities.description})" for device in devices())
     why = f"; not there: {'; '.join(_missing)}" if _missing else ""
     raise DeviceNotFound(f"there is no device {name!r}; there are {there}{why}")
+
+
+def _cuda_devices() -> list[Device]:
+    try:
+        from penstock.device import cuda
+    except ImportError as error:
+        _missing.append(f"cuda, which could not be loaded ({error}); pip install 'penstock[cuda]' brings it")
+        return []
+    try:
+        numbers = cuda.find_devices()
+    except DeviceError as error:
+        _missing.append(f"cuda, which found no device ({error})")
+        return []
+    found = []
+    for index, number in enumerate(numbers):
+        name = f"cuda:{index}"
+
+        def open_driver(number: int = number, name: str = name) -> Driver:
+            return cuda.CudaDriver(number, name)
+
+        found.append(Device(name, cuda.cuda_capabilities(number), open_driver))
+    return found
 
 
 def _opencl_devices() -> list[Device]:

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,9 @@ class Device:
         settings: Settings | None = None,
     ) -> None:
         self.name = name
+        if capabilities.matmul_library:
+            tf32 = (settings or Settings.from_environment()).tf32
+            capabilities = replace(capabilities, tf32=tf32)
         self.capabilities = capabilities
         self._open_driver = open_driver
         self._settings = settings
@@ -241,6 +245,7 @@ class Device:
         if opened is None or opened.stream.unavailable:
             return
         opened.stream.drain("cleanup")
+        opened.stream.release_graphs()
         opened.transfers.release_staging()
         self.trim()
         opened.stream.sync()  # raises what failed, once all is clean
@@ -256,6 +261,7 @@ class Device:
             return
         opened = self._opened
         opened.stream.close(why)
+        opened.stream.release_graphs()
         opened.transfers.release_staging()
         opened.scratch = None
         for pool in (opened.pool, opened.pinned):

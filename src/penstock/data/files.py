@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and the folder for what can be made again."""
+"""Files that are there whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import os
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,17 +33,6 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):
             unfinished.unlink()
-
-
-def cache_folder() -> Path:
-    """Where the system wants files that can be made again."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    elif sys.platform == "darwin":
-        base = "~/Library/Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "penstock"
 
 
 def _reason(error: OSError, path: Path) -> str:

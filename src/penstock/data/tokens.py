@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config import cache_folder
 from penstock.data.errors import DataError
-from penstock.data.files import UNFINISHED, cache_folder, written_whole
+from penstock.data.files import UNFINISHED, written_whole
 from penstock.data.text import Text, no_text, pieces
 from penstock.data.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Queue = Any  # a driver's own object
 Event = Any  # a driver's own object
-Source = str | Mapping[str, Callable[..., None]]  # text in the driver's language, or functions by name
+# Text in the driver's language, or functions by name: of arrays on the host, library launches on CUDA.
+Source = str | Mapping[str, Callable[..., None]]
 Grid = tuple[int, ...]
 
 
@@ -35,7 +36,7 @@ class Capabilities:
     vendor: str
     api: str  # programming interface and version, such as "OpenCL 3.0 PoCL"
     kind: Literal["gpu", "cpu", "accelerator", "host"]
-    language: Literal["opencl", "numpy"]  # what `compile` takes
+    language: Literal["opencl", "cuda", "numpy"]  # what `compile` takes
     total_bytes: int
     max_allocation_bytes: int
     offset_alignment: int  # bytes; where a view into a buffer may begin
@@ -46,6 +47,21 @@ class Capabilities:
     vector_width: int  # float32 lanes of one thread's vector unit; 1 on a GPU
     float16: bool
     float64: bool
+    matmul_library: bool = False  # `compile` takes matrix products as launches of a library
+    tensor_cores: bool = False  # kernels may have CUDA's instructions for tiles of float16 and bfloat16
+    tf32: bool = False  # that library may round float32 to 10 bits of fraction before it multiplies
+
+
+class LibraryLaunch(Protocol):
+    """Work of a library in a kernel's place: a function of native arguments that a driver enqueues itself."""
+
+    def prepare(self, driver: Driver) -> None:
+        """Called once, when it is compiled: it may allocate, measure and free."""
+        ...
+
+    def __call__(self, queue: int, *args: Any) -> None:
+        """Enqueue the work on a native queue. Nothing may wait or allocate: it may become part of a graph."""
+        ...
 
 
 _serials = itertools.count()
@@ -118,6 +134,7 @@ class Driver(ABC):
     compute: Queue  # kernels
     incoming: Queue  # copies from the host, which need not wait for kernels
     outgoing: Queue  # copies to the host and on the device, which mostly do
+    graphs: bool = False  # whether `capture` makes one launch of many
 
     # Memory
 
@@ -176,6 +193,10 @@ class Driver(ABC):
 
         Where one is refused, the events of those before it are in the list, and the error is raised.
         """
+
+    def capture(self, bound: Sequence[Any]) -> Any:
+        """Bound launches, each replayed before, as one for `replay`. What `rebind` changes, changes in it."""
+        raise NotImplementedError(f"{self.name} has no graphs")
 
     # Copies
 

@@ -9,17 +9,22 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.fusion.costs import MAX_NODES
-from penstock.fusion.views import FREE, VIEWS, base, keeps_order, operand_index, repeats, trailing
+from penstock.fusion.products import bias_vector, library_operand
+from penstock.fusion.views import FREE, VIEWS, base, keeps_order, operand_index, repeats, rows_index, trailing
+from penstock.graph.attention import ATTENTION, ATTENTION_GRADIENT
+from penstock.graph.checkpoint import AGAIN
 from penstock.graph.contraction import GATHER, MATMUL
+from penstock.graph.elementwise import PRIMITIVES
 from penstock.graph.node import Node, Shape
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.reducing import EXPAND, REDUCTIONS
 from penstock.graph.shaping import CONCAT, PAD, RESHAPE
 
-Kind = Literal["map", "row", "column", "matmul", "lone"]
+Kind = Literal["map", "row", "column", "matmul", "attention", "lone"]
+ATTENTIONS = frozenset((ATTENTION, ATTENTION_GRADIENT))
 PLACED = frozenset((PAD, CONCAT, GATHER, RANDOM_BITS))  # read items at other places than their own
 
 
@@ -41,14 +46,22 @@ class Cluster:
 class Clustering:
     """Every node that is computed in a cluster: that of what it reads, or a new one."""
 
-    def __init__(self, order: list[Node], wanted: Sequence[Node], fusible: Callable[[Node], bool]) -> None:
+    def __init__(
+        self,
+        order: list[Node],
+        wanted: Sequence[Node],
+        fusible: Callable[[Node], bool],
+        by_library: Callable[[Node], bool],
+    ) -> None:
         self._order = order
         self._number = {node: number for number, node in enumerate(order)}
         self._fusible = fusible
+        self._by_library = by_library
         self._consumers: dict[Node, list[Node]] = {node: [] for node in order}
         self.cluster: dict[Node, Cluster] = {}
         # The latest cluster of columns in each space, and what it reads.
         self._columns: dict[tuple[Shape, tuple[int, ...]], tuple[Cluster, frozenset[Node]]] = {}
+        self._attentions: dict[Any, Cluster] = {}  # by what nodes that are computed together have in common
         self.reduced: set[Node] = set()  # nodes after a reduction, with one item for each row
         for node in order:
             for parent in dict.fromkeys(node.inputs):
@@ -59,6 +72,10 @@ class Clustering:
             self.required.update(one for one in self._read_whole(node) if one.value is None)
             if self._stands_alone(node):
                 self.required.add(node)
+        for node in order:
+            # Again, now that it is known which views are written out.
+            if node.primitive in ATTENTIONS or node.primitive is MATMUL:
+                self.required.update(one for one in self._read_whole(node) if one.value is None)
         self._for_columns = self._only_for_columns()
         for node in order:
             self._place(node)
@@ -72,14 +89,19 @@ class Clustering:
         elif node.primitive in FREE:
             return
         elif node.primitive is MATMUL:
+            read = library_operand if self._by_library(node) else operand_index
             for operand in node.inputs:
-                found = operand_index(operand, self.required)
+                found = read(operand, self.required)
                 yield base(operand) if found is None else found[0]
+        elif node.primitive in ATTENTIONS:
+            for operand in node.inputs:
+                in_place = rows_index(operand, self.required)
+                yield base(operand) if in_place is None else in_place[0]
         elif node.primitive in (GATHER, RANDOM_BITS):
             yield base(node.inputs[0])
 
     def _stands_alone(self, node: Node) -> bool:
-        return node.primitive is not RESHAPE and not self._fusible(node)
+        return node.primitive not in (RESHAPE, AGAIN) and not self._fusible(node)
 
     def _only_for_columns(self) -> set[Node]:
         """Elementwise nodes that only reductions to columns need, which compute them by themselves."""
@@ -116,6 +138,10 @@ class Clustering:
                 self._enter(node, Cluster("map", node.size))
         elif node.primitive is MATMUL:
             self._enter(node, Cluster("matmul", node.size))
+        elif node.primitive in ATTENTIONS:
+            rest = tuple(value for name, value in node.attributes.items() if name != "part")
+            key = (node.primitive, node.inputs, rest)
+            self._enter(node, self._attentions.setdefault(key, Cluster("attention", node.size)))
         elif node.primitive in REDUCTIONS:
             self._place_reduction(node)
         else:
@@ -135,6 +161,10 @@ class Clustering:
                 if found[cluster]:
                     self.reduced.add(node)
                 self._enter(node, cluster)
+                if cluster.kind == "matmul" and self._by_library(cluster.nodes[0]):
+                    bias = self._bias(node, cluster.nodes[0])
+                    if bias is not None and bias.value is None:
+                        self.required.add(bias)
                 return
         self._enter(node, Cluster("map", node.size))
 
@@ -185,12 +215,35 @@ class Clustering:
         for parent in node.inputs:
             producer, spread = self.aligned(parent)
             cluster = self.cluster.get(producer)
-            if cluster is None or cluster.kind == "lone" or producer in self._for_columns:
+            if cluster is None or cluster.kind in ("lone", "attention") or producer in self._for_columns:
+                continue
+            if cluster.kind == "matmul" and not self._may_end(node, cluster):
                 continue
             reduced = producer in self.reduced and spread == 1
             if self._at_hand(producer, spread, cluster, reduced):
                 found[cluster] = reduced
         return found
+
+    def _may_end(self, node: Node, cluster: Cluster) -> bool:
+        """Whether a cluster with a product can hold what is done to its items.
+
+        A library adds a bias, which takes less time than a kernel after it, but more than where that one has
+        other things to do with the items. So it does so only for what is stored in any case.
+        """
+        product = cluster.nodes[0]
+        if not self._by_library(product):
+            return True
+        if node.primitive is not PRIMITIVES["add"] or node not in self.required or product in self.required:
+            return False
+        if len(cluster.nodes) > 1 or list(self.users(product)) != [node]:
+            return False
+        return self._bias(node, product) is not None
+
+    def _bias(self, node: Node, product: Node) -> Node | None:
+        """The vector that is added to the rows of a product."""
+        vectors = (bias_vector(parent, product.shape[-1], self.required) for parent in node.inputs)
+        stored = (one for one in vectors if one is not None and one is not product)
+        return next((one for one in stored if one.value is not None or one in self.cluster), None)
 
     def _at_hand(self, producer: Node, spread: int, cluster: Cluster, reduced: bool) -> bool:
         """Whether a node in `cluster`, after a reduction or not, reads the item of its own place."""
@@ -217,6 +270,8 @@ class Clustering:
             source = node.inputs[0]
             if node.primitive is EXPAND:
                 spread *= repeats(source.shape, node.shape)
+            elif node.primitive is AGAIN:
+                spread = 0  # to be read from memory, when what is computed from it is needed and not before
             elif node.primitive is not RESHAPE and not keeps_order(node):
                 spread = 0
             node = source

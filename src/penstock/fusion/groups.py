@@ -1,9 +1,10 @@
 """From a graph to groups: sets of nodes that one kernel computes, and nodes that stand alone.
 
-There are four kinds of group. A *map* computes every item by itself. A *row* group mixes elementwise work
+There are five kinds of group. A *map* computes every item by itself. A *row* group mixes elementwise work
 with reductions over the trailing axes, so that one row after another is read, reduced and written. A *column*
 group reduces over other axes. A *matmul* group is a matrix product and what is done to each of its items.
-Views and constants belong to no group: they only say where a value is read.
+An *attention* group is what kernels of attention compute together. Views and constants belong to no group:
+they only say where a value is read.
 
 Nodes join the group of what they read, wherever they read exactly the item that is at hand. Cheap maps that
 remain are computed again where they are needed, rather than stored.
@@ -14,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.fusion.clusters import Cluster, Clustering, Kind
+from penstock.fusion.clusters import ATTENTIONS, Cluster, Clustering, Kind
 from penstock.fusion.storing import Storing
-from penstock.fusion.views import base, operand_index
+from penstock.fusion.views import base, operand_index, rows_index
 from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Node, topological
 
@@ -32,13 +33,18 @@ class Group:
     columns: int = 1  # of a row group: the items of one row
 
 
-def partition(wanted: Sequence[Node], fusible: Callable[[Node], bool]) -> list[Group]:
+def partition(
+    wanted: Sequence[Node],
+    fusible: Callable[[Node], bool],
+    by_library: Callable[[Node], bool] = lambda product: False,
+) -> list[Group]:
     """The groups that compute the wanted nodes, in order; `fusible` tells what a kernel can hold.
 
+    Products that are computed `by_library` read matrices only as a library can.
     A wanted node that only reshapes is not computed: its value is that of its `base`.
     """
     order = [node for node in topological(wanted) if node.value is None]
-    clustering = Clustering(order, wanted, fusible)
+    clustering = Clustering(order, wanted, fusible, by_library)
     storing = Storing(clustering)
     return [_group(cluster, clustering, storing) for cluster in storing.clusters]
 
@@ -50,9 +56,9 @@ def _group(cluster: Cluster, clustering: Clustering, storing: Storing) -> Group:
         return Group("lone", (node,), node.inputs, (node,))
     own = storing.inlined.get(cluster, set()) | set(cluster.nodes)
     for node in cluster.nodes:
-        if node.primitive is MATMUL:
+        if node.primitive is MATMUL or node.primitive in ATTENTIONS:
             own.update(
-                view for operand in node.inputs for view in _operand_views(operand, clustering.required)
+                view for operand in node.inputs for view in _operand_views(node, operand, clustering.required)
             )
     inputs: dict[Node, None] = {}
     inside: dict[Node, None] = {}
@@ -69,9 +75,9 @@ def _group(cluster: Cluster, clustering: Clustering, storing: Storing) -> Group:
     return Group(cluster.kind, tuple(outputs), tuple(inputs), tuple(inside), cluster.columns)
 
 
-def _operand_views(operand: Node, stored: Container[Node]) -> Iterator[Node]:
+def _operand_views(node: Node, operand: Node, stored: Container[Node]) -> Iterator[Node]:
     """The views through which a matrix operand is read, even where one is stored for another use."""
-    found = operand_index(operand, stored)
+    found = (operand_index if node.primitive is MATMUL else rows_index)(operand, stored)
     last = base(operand) if found is None else found[0]
     while operand is not last:
         yield operand

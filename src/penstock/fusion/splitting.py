@@ -15,6 +15,8 @@ from penstock.graph.shaping import RESHAPE
 
 _MIN_PART = 64  # items of a part; smaller ones cost more than they gain
 _LARGE = 1 << 15  # items, from which on a second kernel pays
+_GROUPS = 4  # for each unit of a GPU
+_GROUP_COLUMNS = 128  # that a group of a GPU reduces
 
 
 def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
@@ -52,8 +54,9 @@ def _parts(length: int, results: int, rows: bool, capabilities: Capabilities) ->
         # A thread of a CPU takes a row, or 16 columns at the least.
         busy, wanted = results if rows else results // 16, 4 * capabilities.compute_units
     else:
-        # A GPU gives a row to a group, and a column to a thread.
-        busy, wanted = results, (4 if rows else 512) * capabilities.compute_units
+        # A GPU gives a long row to a group.
+        busy = results if rows else results // _GROUP_COLUMNS
+        wanted = _GROUPS * capabilities.compute_units
     most = min(-(-wanted // max(busy, 1)), length // _MIN_PART)
     return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
 

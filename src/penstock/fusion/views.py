@@ -6,19 +6,20 @@ import math
 from collections.abc import Container
 
 from penstock.fusion.index import ZERO, Index, SplitNeeded, Variables, flat, source_place, variable
+from penstock.graph.checkpoint import AGAIN
 from penstock.graph.creating import SEQUENCE
 from penstock.graph.elementwise import FULL
 from penstock.graph.node import Node, Shape
 from penstock.graph.reducing import EXPAND
 from penstock.graph.shaping import PERMUTE, RESHAPE, SLICE
 
-VIEWS = frozenset((RESHAPE, PERMUTE, EXPAND, SLICE))
+VIEWS = frozenset((RESHAPE, PERMUTE, EXPAND, SLICE, AGAIN))
 FREE = VIEWS | {FULL, SEQUENCE}  # cost less to compute again than to keep
 
 
 def base(node: Node) -> Node:
     """The node whose bytes are those of `node` too: reshaping moves nothing."""
-    while node.primitive is RESHAPE and node.value is None:
+    while node.primitive in (RESHAPE, AGAIN) and node.value is None:
         node = node.inputs[0]
     return node
 
@@ -52,6 +53,17 @@ def operand_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index, 
     if variables.computed or (node.primitive in FREE and node.value is None and node not in stored):
         return None
     return node, flat(place, node.shape), variables
+
+
+def rows_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | None:
+    """The same of an operand whose rows are read 16 bytes at a time; None if they do not lie so."""
+    found = operand_index(operand, stored)
+    if found is None:
+        return None
+    node, index, _ = found
+    step = 16 // operand.dtype.itemsize
+    steps = [index.constant, *(factor for name, factor in index.terms if name != "j")]
+    return None if index.factor("j") != 1 or any(one % step for one in steps) else (node, index)
 
 
 def repeats(shape: Shape, wide: Shape) -> int:

@@ -74,7 +74,7 @@ class Node:
     def settle(self, value: Any) -> None:
         """Note where the result is. What it was computed from is let go, unless a gradient may pass there."""
         self.value = value
-        if not self.tracked:
+        if not self.tracked or self.primitive.stops:
             self.inputs = ()
 
     @property

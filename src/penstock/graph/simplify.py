@@ -38,16 +38,16 @@ def simplify(outputs: Sequence[Node], leaves: Mapping[Node, Node] | None = None)
             known[key] = _transposed(node, inputs) if _turns(node, uses) else _reduced(node, inputs)
         new[node] = known[key]
     result = [new[node] for node in outputs]
-    return _without_again(result) if any(key[0] is AGAIN for key in known) else result
+    return _with_fences(result) if any(key[0] is AGAIN for key in known) else result
 
 
-def _without_again(outputs: Sequence[Node]) -> list[Node]:
-    """Leave out what only kept equal nodes apart."""
+def _with_fences(outputs: Sequence[Node]) -> list[Node]:
+    """What kept equal nodes apart needs its second input no more; around what has a value it is not needed."""
     new: dict[Node, Node] = {}
     for node in topological(outputs):
         inputs = () if node.value is not None else tuple(new[parent] for parent in node.inputs)
         if node.value is None and node.primitive is AGAIN:
-            new[node] = inputs[0]
+            new[node] = inputs[0] if inputs[0].value is not None else Node(AGAIN, inputs[:1], {})
         elif node.value is not None or inputs == node.inputs:
             new[node] = node
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from penstock.kernels.loops import Type
@@ -53,6 +55,18 @@ _FLOAT_VECTOR = {
     "signbit": "(as_int{lanes}({0}) < 0)",
     "round_bfloat16": "FROM_BFLOAT16_{lanes}(TO_BFLOAT16_{lanes}({0}))",
     "round_float16": "round_half{lanes}({0})",
+}
+# For a GPU: in fewer instructions than the compiler would need; see `thread_prelude.py`.
+Patterns = Mapping[str, str]
+THREAD_PATTERNS: Patterns = {
+    "tanh": "tanh_1({0})",
+    "maximum": "MAXIMUM({0}, {1})",
+    "minimum": "MINIMUM({0}, {1})",
+}
+QUICK_PATTERNS: Patterns = {
+    **THREAD_PATTERNS,
+    "exp": "QUICK_EXP({0})",
+    "divide": "QUICK_DIVIDE({0}, {1})",
 }
 _FLOAT_TESTS = ("isnan", "isinf", "isfinite", "signbit")
 _WHOLE = {
@@ -123,13 +137,20 @@ def has_vectors(dtype: str) -> bool:
     return dtype in _VECTOR_DTYPES
 
 
-def expression(operation: str, result: Type, of: Type, inputs: tuple[str, ...]) -> str | None:
-    """The C expression of a primitive on inputs of type `of`; None if it has none."""
+def expression(
+    operation: str, result: Type, of: Type, inputs: tuple[str, ...], patterns: Patterns | None = None
+) -> str | None:
+    """The C expression of a primitive on inputs of type `of`; None if it has none.
+
+    For float32, `patterns` are other ones.
+    """
     if operation == "cast":
         return _cast(result, of, inputs[0])
     if operation == "where":
         return _where(result, inputs)
     pattern = _pattern(operation, of)
+    if patterns and of.dtype == "float32":
+        pattern = patterns.get(operation, pattern)
     if pattern is None:
         return None
     unsigned = c_type(Type(of.dtype.replace("int", "uint"), of.lanes)) if of.dtype[0] == "i" else c_type(of)
@@ -139,9 +160,9 @@ def expression(operation: str, result: Type, of: Type, inputs: tuple[str, ...]) 
     )
 
 
-def combine(reduction: str, type: Type, one: str, other: str) -> str:
+def combine(reduction: str, type: Type, one: str, other: str, patterns: Patterns | None = None) -> str:
     """One value from two, for a reduction."""
-    found = expression(COMBINE[reduction], type, type, (one, other))
+    found = expression(COMBINE[reduction], type, type, (one, other), patterns)
     assert found is not None
     return found
 

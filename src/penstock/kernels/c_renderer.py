@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.kernels.c_expressions import c_type, combine, expression, neutral
+from penstock.kernels.c_threads import thread_statements
 from penstock.kernels.loops import (
     Choose,
     Count,
@@ -21,7 +22,7 @@ from penstock.kernels.loops import (
     Update,
     Variable,
 )
-from penstock.kernels.source import C_TYPES, KernelSource, head
+from penstock.kernels.source import C_TYPES, KernelSource, declared, head
 
 
 def render(form: LoopForm, name: str) -> KernelSource:
@@ -30,16 +31,19 @@ def render(form: LoopForm, name: str) -> KernelSource:
     inputs = [(dtype, f"in{k}") for k, dtype in enumerate(form.inputs)]
     scalars = [(dtype, f"c{k}") for k, dtype in enumerate(form.scalars)]
     # Memory of a group has to be named before anything else.
-    arrays = [f"    LOCAL {C_TYPES[one.dtype]} {one.name}[{one.length}];" for one in form.arrays]
+    arrays = tuple((one.dtype, one.name, one.length) for one in form.arrays)
     opening, *places = head(name, outputs, inputs, scalars).rstrip().split("\n")
-    lines = [opening, *arrays, *places, *statements(form.body, 1), "}"]
+    body = statements(form.body, 1) if form.vectors else thread_statements(form.body, form.quick)
+    lines = [opening, *(declared(*one) for one in arrays), *places, *body, "}"]
     buffers = (*form.outputs, *form.inputs)
     stored = tuple("uint8" if dtype == "bool" else dtype for dtype in form.scalars)
-    return KernelSource(name, "\n".join(lines) + "\n", buffers, stored, form.grid, form.group)
+    return KernelSource(
+        name, "\n".join(lines) + "\n", buffers, stored, form.grid, form.group, arrays, form.resident
+    )
 
 
 def statements(body: Sequence[Statement], depth: int) -> list[str]:
-    """The lines of statements, set in by `depth` steps."""
+    """The lines of statements on single values and vectors, set in by `depth` steps."""
     lines: list[str] = []
     for one in body:
         lines += ["    " * depth + line for line in _lines(one)]
@@ -77,6 +81,8 @@ def _lines(one: Statement) -> list[str]:
                 f"for (int {one.name} = {one.start}; {one.name} < {one.stop}; {one.name} += {one.step}) {{"
             )
             return [opening, *statements(one.body, 1), "}"]
+        case _:
+            raise AssertionError(f"{one} is for the threads of a GPU")
 
 
 def _splat(one: Splat) -> str:
@@ -149,17 +155,4 @@ def _fold(one: Fold) -> list[str]:
         lines.append(f"{c_type(half)} {value} = {combine(one.operation, half, *parts)};")
     if one.type.lanes > 1 and one.type.dtype == "bool":
         value = f"({value} & 1)"
-    if one.array is None:
-        return [*lines, f"{c_type(scalar)} {name} = {value};"]
-    mine, other = f"{one.array}[THREAD]", f"{one.array}[THREAD + half_]"
-    return [
-        *lines,
-        "BARRIER;",
-        f"{mine} = {value};",
-        "for (int half_ = THREADS / 2; half_ > 0; half_ /= 2) {",
-        "    BARRIER;",
-        f"    if (THREAD < half_) {mine} = {combine(one.operation, scalar, mine, other)};",
-        "}",
-        "BARRIER;",
-        f"{c_type(scalar)} {name} = {one.array}[0];",
-    ]
+    return [*lines, f"{c_type(scalar)} {name} = {value};"]

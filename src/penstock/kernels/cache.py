@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from penstock.device.driver import Kernel
 from penstock.fusion.groups import Group
+from penstock.kernels.attention import ATTENTION_PRELUDE
 from penstock.kernels.philox import PHILOX
 from penstock.kernels.source import (
+    CUDA_HALVES_PRELUDE,
+    CUDA_PRELUDE,
     FUNCTIONS_PRELUDE,
     HALVES_PRELUDE,
     OPENCL_PRELUDE,
@@ -17,10 +23,12 @@ from penstock.kernels.source import (
     KernelSource,
     digest,
 )
+from penstock.kernels.thread_prelude import THREAD_PRELUDES, THREAD_WORDS
 from penstock.kernels.writer import Written, structure, write
 from penstock.runtime import Device
 
 _MAX_KERNELS = 512
+_LEAST_TOGETHER = 4  # kernels of one text: NVRTC takes about as long to start as for three of them
 
 
 class KernelCache:
@@ -40,39 +48,81 @@ class KernelCache:
         return self._written[key]
 
     def kernels(self, sources: Sequence[KernelSource], functions: Mapping[str, Any]) -> list[Kernel]:
-        """The kernels of sources, or on the host of functions by name. What is new is compiled at once.
-
-        A compiler takes longer to start than for a kernel, so all new kernels are one text.
-        """
+        """The kernels of sources, in order; those that `functions` names are compiled from the function."""
         found = {
             source.name: self._kernels[source.name] for source in sources if source.name in self._kernels
         }
         new = {source.name: source for source in sources if source.name not in found}
-        if new:
-            # Chains change words of the prelude, so they come last.
-            texts = sorted((source.text for source in new.values()), key=lambda text: "chain_group" in text)
-            text = "\n".join(texts)
-            whole: Any = {name: functions[name] for name in new if name in functions}
-            whole = whole or _with_prelude(text)
-            found |= self._device.compile(whole, {name: source.signature for name, source in new.items()})
+        called = [source for name, source in new.items() if name in functions]
+        written = [source for name, source in new.items() if name not in functions]
+        if called:
+            by_name = {source.name: functions[source.name] for source in called}
+            found |= self._device.compile(by_name, _signatures(called))
+        if written:
+            found |= self._compiled(written)
         for name, kernel in found.items():
             self._kernels[name] = kernel
             _touch(self._kernels, name)
         return [found[source.name] for source in sources]
 
+    def _compiled(self, sources: Sequence[KernelSource]) -> dict[str, Kernel]:
+        """Kernels from text. A compiler takes longer to start than for a kernel, so many are one text."""
+        language = self._device.capabilities.language
+        parts = _parts(sources) if language == "cuda" else [sources]
+        texts = [whole_text(part, language) for part in parts]
+        if len(parts) == 1:
+            return self._device.compile(texts[0], _signatures(sources))
+        with ThreadPoolExecutor(len(parts)) as threads:
+            compiled = threads.map(self._device.compile, texts, map(_signatures, parts))
+            return {name: kernel for kernels in compiled for name, kernel in kernels.items()}
 
-def _with_prelude(text: str) -> str:
-    """The text after the words that it uses."""
+
+def _parts(sources: Sequence[KernelSource]) -> list[list[KernelSource]]:
+    """Sources in parts of about the same length, for compilers that run side by side."""
+    count = min(os.cpu_count() or 1, -(-len(sources) // _LEAST_TOGETHER))
+    parts: list[list[KernelSource]] = [[] for _ in range(count)]
+    lengths = [0] * count
+    for source in sorted(sources, key=lambda one: (-len(one.text), one.name)):
+        shortest = lengths.index(min(lengths))
+        parts[shortest].append(source)
+        lengths[shortest] += len(source.text)
+    return parts
+
+
+def _signatures(sources: Sequence[KernelSource]) -> dict[str, tuple[str, ...]]:
+    return {source.name: source.signature for source in sources}
+
+
+def whole_text(sources: Sequence[KernelSource], language: str) -> str:
+    """The texts of kernels after the words that they use."""
+    # Chains change words of the prelude, so they come last.
+    texts = sorted((_text(source, language) for source in sources), key=lambda text: "chain_group" in text)
+    text = "\n".join(texts)
+    cuda = language == "cuda"
+    halves = CUDA_HALVES_PRELUDE if cuda else HALVES_PRELUDE
     optional = {
         "exp_8(": FUNCTIONS_PRELUDE,
         "tanh_8(": FUNCTIONS_PRELUDE,
         "loose_": VECTOR_PRELUDE,
-        "BFLOAT16": HALVES_PRELUDE,
-        "round_half": HALVES_PRELUDE,
+        "BFLOAT16": halves,
+        "round_half": halves,
         "philox(": PHILOX,
+        **dict.fromkeys(THREAD_WORDS, THREAD_PRELUDES.get(language, "")),
+        "attention_": ATTENTION_PRELUDE,
     }
+    if cuda:
+        optional["half *"] = halves
     used = dict.fromkeys(part for word, part in optional.items() if word in text)
-    return "\n".join([OPENCL_PRELUDE, *used, text])
+    return "\n".join([CUDA_PRELUDE if cuda else OPENCL_PRELUDE, *used, text])
+
+
+def _text(source: KernelSource, language: str) -> str:
+    """A kernel's text. CUDA has to be told how many threads a group has, or gives each too many registers."""
+    if language != "cuda":
+        return source.text
+    numbers = [math.prod(source.group), *([source.resident] if source.resident > 1 else ())]
+    bounds = f"KERNEL __launch_bounds__({', '.join(map(str, numbers))}) {source.name}("
+    return source.text.replace(f"KERNEL {source.name}(", bounds)
 
 
 def _touch(table: OrderedDict[Any, Any], key: Hashable) -> None:

@@ -6,10 +6,25 @@ from penstock.fusion.index import Index, flat, unflatten, variable
 from penstock.graph.node import Node
 from penstock.graph.reducing import REDUCTIONS
 from penstock.kernels.loop_nest import GROUP_THREADS, LoopNest, Lowered
-from penstock.kernels.loops import Array, Count, Loop, Store, Type, Update, Variable
+from penstock.kernels.loops import (
+    Across,
+    Array,
+    Barrier,
+    Count,
+    Loop,
+    Statement,
+    Store,
+    Type,
+    Update,
+    Variable,
+    When,
+)
 from penstock.kernels.scopes import Merge, Value, computed_dtype
 
 _BLOCK = 256  # columns that a thread of a CPU reduces at a time
+# Of a GPU.
+_ABREAST = 16  # threads that read neighbouring columns of one row; the others of a group read other rows
+_READS = 4  # rows that a thread reads at once
 
 
 class ColumnLoops(LoopNest):
@@ -39,16 +54,15 @@ class ColumnLoops(LoopNest):
 
     def write(self) -> Lowered:
         kept = self.joined(self._kept)
-        if self.gpu or not kept:
+        if self.gpu:
             return self._by_threads(kept)
-        return self._by_blocks(kept)
+        return self._by_blocks(kept) if kept else self._by_one(kept)
 
-    def _by_threads(self, kept: list[str]) -> Lowered:
+    def _by_one(self, kept: list[str]) -> Lowered:
         scopes, form = self.scopes, self.scopes.form
         size = self.count(kept)
-        threads = GROUP_THREADS if self.gpu else 1
-        form.grid, form.group = (-(-size // threads),), (threads,)
-        form.body = [Count("item", f"GROUP(0) * {threads} + THREAD")]
+        form.grid, form.group = (size,), (1,)
+        form.body = [Count("item", "GROUP(0) * 1 + THREAD")]
         inside = self.unpack("item", kept, 0)
         variables = []
         names = {node: scopes.name("sum") for node in self._reductions}
@@ -70,6 +84,66 @@ class ColumnLoops(LoopNest):
         whole = [*inside, *before, *variables, *loops, *scopes.bodies[0], *scopes.leave()]
         form.body.append(Loop("once", "item", str(size), str(size), whole))
         return self.lowered()
+
+    def _by_threads(self, kept: list[str]) -> Lowered:
+        """Some threads of a group have neighbouring columns, others the same columns of other rows."""
+        scopes, form, lanes = self.scopes, self.scopes.form, self.lanes
+        size, reduced = self.count(kept), self.joined(self._reduced)
+        self.take_lanes(kept)
+        threads = min(GROUP_THREADS, 1 << self.max_threads.bit_length() - 1)
+        rows = self.count(reduced)
+        abreast = self._abreast(threads, rows, size // lanes)
+        parts = threads // abreast
+        form.grid, form.group = (-(-size // (abreast * lanes)),), (threads,)
+        last = size - lanes
+        form.body = [
+            Count("begin", f"(GROUP(0) * {abreast} + THREAD % {abreast}) * {lanes}"),
+            Count("item", f"begin < {last} ? begin : {last}"),  # all threads of a group work together
+        ]
+        inside = self.unpack("item", kept, 0)
+        names = {node: scopes.name("sum") for node in self._reductions}
+        around = self.unpack("part", reduced, 1)
+        variables: list[Statement] = []
+        for node, name in names.items():
+            kind = Type(computed_dtype(node), lanes)
+            value = scopes.value(node.inputs[0], self._place)
+            scopes.bodies[1].append(Update(name, kind, node.primitive.name, value.name))
+            variables.append(Variable(name, kind, node.primitive.name))
+        before, scopes.bodies[0] = scopes.bodies[0], []
+        start = f"THREAD / {abreast}"
+        loop = Loop("part", start, str(rows), str(parts), [*around, *scopes.leave()], _READS)
+        form.body += [*inside, *before, *variables, loop]
+        if parts > 1:
+            form.body += self._across(names, abreast, threads)
+        scopes.stage = 1
+        for node, name in names.items():
+            scopes.given[node] = Value(name, Type(computed_dtype(node), lanes), 0)
+        self._results()
+        results = [*scopes.bodies[0], *scopes.leave()]
+        form.body.append(When(f"THREAD < {abreast} && begin < {size}", results))
+        return self.lowered()
+
+    @staticmethod
+    def _abreast(threads: int, rows: int, vectors: int) -> int:
+        """How many threads of a group have neighbouring columns: a power of two."""
+        least = threads // (1 << max(rows // _READS, 1).bit_length() - 1)  # so that each has rows to read
+        return min(max(_ABREAST, least), 1 << (vectors - 1).bit_length(), threads)
+
+    def _across(self, names: dict[Node, str], abreast: int, threads: int) -> list[Statement]:
+        """The sums of all threads that have the same columns."""
+        result: list[Statement] = []
+        arrays: dict[str, str] = {}  # one for all sums of a dtype
+        for node, name in names.items():
+            dtype = computed_dtype(node)
+            stored = "int32" if dtype == "bool" else dtype
+            if stored in arrays:
+                result.append(Barrier())
+            else:
+                arrays[stored] = self.scopes.name("across")
+                self.scopes.form.arrays.append(Array(arrays[stored], stored, threads * self.lanes))
+            kind = Type(dtype, self.lanes)
+            result.append(Across(name, kind, node.primitive.name, arrays[stored], abreast, threads))
+        return result
 
     def _by_blocks(self, kept: list[str]) -> Lowered:
         """A block of neighbouring results at a time, each row of the block from start to end."""

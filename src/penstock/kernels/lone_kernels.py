@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.device.driver import Capabilities
 from penstock.graph.contraction import SCATTER_ADD
+from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Node
 from penstock.graph.reducing import ARGMAX, ARGMIN, ARGSORT, CUMULATIVE_PROD, CUMULATIVE_SUM
 from penstock.kernels.extremes import extreme
@@ -33,12 +34,13 @@ def lone_kernels(node: Node, capabilities: Capabilities) -> Lone | None:
     values = (node, *node.inputs)
     if write is None or not all(0 < value.size < _MOST_ITEMS for value in values):
         return None
-    if not all(_has_type(str(value.dtype), capabilities) for value in values):
+    if not all(_has_type(value, node, capabilities) for value in values):
         return None
     return write(node, capabilities)
 
 
-def _has_type(dtype: str, capabilities: Capabilities) -> bool:
+def _has_type(value: Node, node: Node, capabilities: Capabilities) -> bool:
+    dtype = str(value.dtype)
     if dtype == "float64":
         return capabilities.float64
-    return dtype in C_TYPES and dtype not in ("float16", "bfloat16")
+    return dtype in C_TYPES and (value.dtype not in HALVES or node.primitive is SCATTER_ADD)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from penstock.device.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Index, Variables, variable
-from penstock.kernels.loops import Count, Loop, LoopForm, Statement, Store
-from penstock.kernels.scopes import Merge, Scopes, Value
+from penstock.graph.dtypes import HALVES
+from penstock.kernels.loops import Count, Loop, LoopForm, Statement, Store, Type
+from penstock.kernels.scopes import LanesImpossible, Merge, Scopes, Value
 
 GROUP_THREADS = 256  # of a work-group on a GPU
 _TASKS = 4  # for each compute unit of a CPU, so that none waits long for the last
@@ -40,6 +41,7 @@ class LoopNest:
         self.group = group
         self.gpu = capabilities.vector_width == 1
         self.units = capabilities.compute_units
+        self.max_threads = capabilities.max_group_size
         self.local_bytes = min(capabilities.local_bytes, _KEPT_BYTES)
         self.lanes = lanes
         self._splits = splits
@@ -47,8 +49,9 @@ class LoopNest:
         self._merges = merges
         self._stores: dict[int, tuple[int, Index]] = {}  # of each output: the stage, and where
         self.space()
-        self.scopes = Scopes(group, Variables(self._lengths))
+        self.scopes = Scopes(group, Variables(self._lengths), vectors=not self.gpu)
         self.scopes.merged = merges
+        self.scopes.form.quick = self.gpu and _of_halves(group)
         for merge in merges:
             length = self._lengths[merge.outer] * merge.length
             self._lengths[merge.name] = self.scopes.variables.lengths[merge.name] = length
@@ -104,6 +107,10 @@ class LoopNest:
                 at -= 1
         return found
 
+    def merged(self, index: Index) -> Index:
+        """An index after merging."""
+        return self._after(index, self._merges)
+
     @staticmethod
     def _after(index: Index, merges: list[Merge]) -> Index:
         for merge in merges:
@@ -134,6 +141,15 @@ class LoopNest:
             self.scopes.depth_of[name] = depth
             stride *= length
         return result
+
+    # Loops of a GPU
+
+    def take_lanes(self, names: Sequence[str]) -> None:
+        """Let a thread compute neighbours along the last of some variables, which must divide evenly."""
+        if self.lanes > 1:
+            if not names or self._lengths[names[-1]] % self.lanes:
+                raise LanesImpossible
+            self.scopes.lanes, self.scopes.lane_steps = self.lanes, {names[-1]: 1}
 
     # Loops of a CPU
 
@@ -180,15 +196,28 @@ class LoopNest:
             text, depth, step = scopes.text(index)
             lanes = scopes.lanes if step else 1
             wide = scopes.widened(value, lanes)
+            kind = Type(wide.type.dtype, lanes)
             stored = str(self.group.outputs[number].dtype)
+            aligned = scopes.aligned(index) if self.gpu and step == 1 else 1
             scopes.bodies[max(depth, wide.depth)].append(
-                Store(wide.name, wide.type, f"out{number}", stored, text)
+                Store(wide.name, kind, f"out{number}", stored, text, aligned)
             )
             self._stores[number] = (scopes.stage, index)
 
+    def over(self) -> tuple[tuple[int, ...], ...]:
+        """For each output the inputs that it may be written over, once everything is written."""
+        return overwritable(self.group, self.scopes.loads, self._stores)
+
     def lowered(self) -> Lowered:
         """The result, once everything is written."""
-        return Lowered(self.scopes.form, overwritable(self.group, self.scopes.loads, self._stores))
+        return Lowered(self.scopes.form, self.over())
+
+
+def _of_halves(group: Group) -> bool:
+    """Whether what is computed comes from halves, so that their precision, and some more, is enough."""
+    size = max((node.size for node in group.inputs), default=0)
+    large = [node for node in group.inputs if 2 * node.size > size and node.dtype.kind == "f"]
+    return bool(large) and all(node.dtype in HALVES for node in large)
 
 
 def overwritable(

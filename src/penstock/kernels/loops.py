@@ -1,7 +1,8 @@
 """The loop form: what a kernel does, in the fewest kinds of statement. Renderers print it in a language.
 
 Names are plain identifiers. Indices are texts of whole-number arithmetic, which reads the same in every
-language. A value has a dtype and lanes: 1, or the width of a vector on devices whose threads have vectors.
+language. A value has a dtype and lanes: 1, or the width of a vector on devices whose threads have vectors, or
+the items that a thread of a GPU computes side by side.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Load:
     stored: str
     index: str
     step: int
+    aligned: int = 1  # items; the index is a multiple of it
+    condition: str = ""  # where it does not hold, nothing is read, and the value is 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Store:
     buffer: str
     stored: str
     index: str
+    aligned: int = 1  # items; the index is a multiple of it
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Random:
     type: Type
     state: tuple[str, ...]
     index: str
+    step: int = 0  # of the number from lane to lane
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,23 @@ class Array:
 
     name: str
     dtype: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Registers:
+    """An array of one thread, which is in registers where every index is a constant in the end."""
+
+    name: str
+    dtype: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    """The compiler is to know no longer what is in registers, or it keeps all that was computed from them."""
+
+    name: str
     length: int
 
 
@@ -120,13 +142,29 @@ class Update:
 
 @dataclass(frozen=True)
 class Fold:
-    """`name` is the reduction of a variable's lanes, and of all threads of the group where it has many."""
+    """`name` is the reduction of a variable's lanes, and of the neighbouring threads that share a row."""
 
     name: str
     type: Type  # of the variable
     operation: str
     variable: str
-    array: str | None  # memory with an item for each thread; None where the group has one thread
+    array: str | None  # memory with an item for each thread of the group; None where a row has one thread
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Across:
+    """A variable takes in those of the threads `stride`, 2 * `stride` ... after this one, lane by lane.
+
+    Only the first `stride` threads of the group have the result.
+    """
+
+    target: str
+    type: Type
+    operation: str
+    array: str  # memory with an item for each lane of each thread
+    stride: int
+    threads: int  # of the group
 
 
 @dataclass(frozen=True)
@@ -138,9 +176,40 @@ class Loop:
     stop: str
     step: str
     body: list[Statement]
+    unrolled: int = 0  # times that the body is laid out; 0 leaves it to the compiler
 
 
-Statement = Let | Count | Splat | Load | Store | Choose | Random | Variable | Update | Fold | Loop
+@dataclass(frozen=True)
+class When:
+    """Statements under a condition."""
+
+    condition: str
+    body: list[Statement]
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """No thread of the group goes on before all have come here."""
+
+
+Statement = (
+    Let
+    | Count
+    | Splat
+    | Load
+    | Store
+    | Choose
+    | Random
+    | Registers
+    | Forget
+    | Variable
+    | Update
+    | Fold
+    | Across
+    | Loop
+    | When
+    | Barrier
+)
 
 
 @dataclass
@@ -154,3 +223,6 @@ class LoopForm:
     body: list[Statement] = field(default_factory=list)
     grid: tuple[int, ...] = (1,)
     group: tuple[int, ...] = (1,)
+    vectors: bool = True  # whether lanes are those of vectors; else each is computed by itself
+    resident: int = 1  # groups that a unit of a GPU should have room for at a time
+    quick: bool = False  # whether functions may be as exact as halves only, with some digits to spare

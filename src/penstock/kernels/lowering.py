@@ -13,13 +13,15 @@ from penstock.kernels.row_loops import RowLoops
 from penstock.kernels.scopes import LanesImpossible, computed_dtype
 
 _LANES = 8  # PoCL names 16 on CPUs with registers for 8, and its functions of 16 crash its compiler
+_ACCESS = 16  # bytes that a thread of a GPU reads or writes at once
+_BUSY = 512  # threads for each unit of a GPU; with fewer, it has not enough to do while it waits for memory
 _KINDS: dict[str, type[LoopNest]] = {"map": MapLoops, "row": RowLoops, "column": ColumnLoops}
 
 
 def lower(group: Group, capabilities: Capabilities) -> Lowered:
     """The loop form of a map, row or column group. (A matmul's is made around its template.)"""
-    vectors = all(has_vectors(computed_dtype(node)) for node in (*group.nodes, *group.inputs))
-    lanes = _LANES if capabilities.vector_width > 1 and vectors else 1
+    gpu = capabilities.vector_width == 1
+    lanes = _thread_lanes(group, capabilities) if gpu else _vector_lanes(group)
     splits: list[tuple[str, int]] = []
     kind = _KINDS[group.kind]
     while True:
@@ -31,4 +33,24 @@ def lower(group: Group, capabilities: Capabilities) -> Lowered:
         except SplitNeeded as needed:
             splits.append((needed.name, needed.inner))
         except LanesImpossible:
-            lanes = 1
+            lanes = lanes // 2 if gpu else 1
+
+
+def _vector_lanes(group: Group) -> int:
+    """The width of a CPU's vectors."""
+    vectors = all(has_vectors(computed_dtype(node)) for node in (*group.nodes, *group.inputs))
+    return _LANES if vectors else 1
+
+
+def _thread_lanes(group: Group, capabilities: Capabilities) -> int:
+    """How many neighbours a thread of a GPU computes: as many as it reads at once, of most of the bytes."""
+    values = (*group.outputs, *group.inputs)
+    size = max(node.size for node in values)
+    large = [node for node in values if 2 * node.size > size]
+    narrow = sum(node.nbytes for node in large if node.dtype.itemsize <= 2)
+    wide = sum(node.nbytes for node in large if node.dtype.itemsize == 8)
+    total = sum(node.nbytes for node in large)
+    lanes = _ACCESS // (2 if 2 * narrow >= total else 8 if 2 * wide > total else 4)
+    while group.kind == "map" and lanes > 1 and size // lanes < _BUSY * capabilities.compute_units:
+        lanes //= 2
+    return lanes

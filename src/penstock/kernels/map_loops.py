@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from penstock.fusion.index import flat, unflatten
 from penstock.kernels.loop_nest import GROUP_THREADS, LoopNest, Lowered
-from penstock.kernels.loops import Count, Loop
+from penstock.kernels.loops import Count, Loop, Statement, When
 from penstock.kernels.scopes import Merge
+
+_SECTOR = 32  # bytes that a GPU reads or writes, even of one item
+_NEIGHBOURS = 32  # threads that read and write together
 
 
 class MapLoops(LoopNest):
-    """Every item by itself: a thread of a GPU computes one, a thread of a CPU a part of an axis."""
+    """Every item by itself: a thread of a GPU computes a few, a thread of a CPU a part of an axis."""
 
     def space(self) -> None:
         self._names, self._place = self.axes("a", max(self.group.outputs, key=lambda node: node.ndim).shape)
@@ -34,14 +37,7 @@ class MapLoops(LoopNest):
         names = self.joined(self._names)
         size = self.count(names)
         if self.gpu:
-            form.grid, form.group = (-(-size // GROUP_THREADS),), (GROUP_THREADS,)
-            form.body = [Count("item", f"GROUP(0) * {GROUP_THREADS} + THREAD")]
-            inside = self.unpack("item", names, 1)
-            self._body()
-            form.body.append(
-                Loop("once", "item", str(size), str(size), [*inside, *scopes.bodies[0], *scopes.leave()])
-            )
-            return self.lowered()
+            return self._by_threads(names)
         outer, inner = names[:-1], names[-1:]
         rows, length = self.count(outer), self.count(inner)
         if not inner:
@@ -58,3 +54,55 @@ class MapLoops(LoopNest):
         loops = self.vector_loops(inner[0], "0", str(length), length % self.lanes == 0, self._body)
         form.body.append(Loop("row", "begin", "end", "1", [*inside, *scopes.bodies[0], *loops]))
         return self.lowered()
+
+    def _by_threads(self, names: list[str]) -> Lowered:
+        scopes, form = self.scopes, self.scopes.form
+        size = self.count(names) // self.lanes
+        self.take_lanes(names)
+        form.grid, form.group = (-(-size // GROUP_THREADS),), (GROUP_THREADS,)
+        form.body = [Count("item", f"GROUP(0) * {GROUP_THREADS} + THREAD")]
+        scopes.depth_of.update(dict.fromkeys(names, 1))
+        self._body()
+        body = [*self._places(self._order(names)), *scopes.bodies[0], *scopes.leave()]
+        # Without a sign, because the last group may reach beyond what an int can hold.
+        form.body += [When(f"(uint)item < {size}", body)] if size % GROUP_THREADS else body
+        return self.lowered()
+
+    def _places(self, order: list[str]) -> list[Statement]:
+        """The variables of a thread; the last in order differs between neighbouring threads."""
+        result: list[Statement] = []
+        stride = 1
+        for name in reversed(order):
+            wide = self.scopes.lane_steps.get(name, 0) * self.lanes or 1
+            length = self.count([name]) // wide
+            text = "item" if stride == 1 else f"item / {stride}"
+            text = text if name == order[0] else f"{text} % {length}"
+            result.append(Count(name, text if wide == 1 else f"{text} * {wide}"))
+            stride *= length
+        return result
+
+    def _order(self, names: list[str]) -> list[str]:
+        """The variables, so that neighbouring threads read and write neighbours as far as they can.
+
+        A thread by itself has neighbours along the last one anyway.
+        """
+        accesses = [(flat(tuple(self._place), self._shape), node) for node in self.group.outputs]
+        for number, found in self.scopes.loads.items():
+            accesses += [(index, self.group.inputs[number]) for _, index in found]
+        factors = [(self.merged(index), node.dtype.itemsize) for index, node in accesses]
+
+        def traffic(name: str) -> float:
+            """Bytes for an item, if neighbouring threads differ in this variable."""
+            total = 0.0
+            for index, itemsize in factors:
+                here, last = index.factor(name), index.factor(names[-1])
+                if here not in (0, 1):
+                    total += max(itemsize, _SECTOR / self.lanes) if last == 1 else _SECTOR
+                elif here or last:
+                    total += itemsize if here or last == 1 else _SECTOR
+            return total
+
+        best = min(reversed(names), key=traffic, default="")
+        if not best or self.count([best]) < _NEIGHBOURS:
+            return names
+        return [*(name for name in names if name != best), best]

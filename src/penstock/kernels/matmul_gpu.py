@@ -1,4 +1,4 @@
-"""Matrix products on a GPU: the threads of a group share a tile's operands through local memory."""
+"""Matrix products on a GPU: the threads of a group share a tile's operands, or the sums of few items."""
 
 from __future__ import annotations
 
@@ -9,9 +9,66 @@ from penstock.device.driver import Capabilities
 from penstock.kernels.matmul_problem import Body, Finish, Problem, item
 
 _TILE_DEPTH = 16
+_SMALL = 1 << 22  # multiplications, up to which tiles would be too few, and each would take too long
+_SMALL_THREADS = 128  # in a group, of a small product
+_MOST_PARTS = 32  # of a sum
+_STEPS = 8  # of a thread for its part of a sum, where there are enough parts
 
 
 def gpu_body(problem: Problem, capabilities: Capabilities, finish: Finish) -> Body:
+    """The statements of a product, which depend on its size."""
+    multiplications = problem.batch * problem.rows * problem.columns * problem.inner
+    write = _few_items if multiplications <= _SMALL else _tiles
+    return write(problem, capabilities, finish)
+
+
+def _few_items(problem: Problem, capabilities: Capabilities, finish: Finish) -> Body:
+    """Threads that take parts of an item's sum, side by side; one of them adds the parts up.
+
+    Neighbouring threads read neighbours of the right side: they are of one item, or of neighbouring ones.
+    """
+    threads = min(_SMALL_THREADS, capabilities.max_group_size)
+    parts = 1
+    while parts < min(_MOST_PARTS, threads) and parts * _STEPS < problem.inner:
+        parts *= 2
+    items = threads // parts
+    total = problem.batch * problem.rows * problem.columns
+    if problem.right.row_stride == 1:
+        part, place, first, step = f"THREAD % {parts}", f"THREAD / {parts}", f"mm_place * {parts}", 1
+    else:
+        part, place, first, step = f"THREAD / {items}", f"THREAD % {items}", "mm_place", items
+    left, right = problem.left, problem.right
+    left_place = f"({left.base}) + mm_y * {left.row_stride} + mm_k * {left.column_stride}"
+    right_place = f"({right.base}) + mm_k * {right.row_stride} + mm_x * {right.column_stride}"
+    product = f"{item(left, left.name, left_place)} * {item(right, right.name, right_place)}"
+    lines = [
+        f"const int mm_part = {part}, mm_place = {place}, mm_item = GROUP(0) * {items} + mm_place;",
+        f"const int batch = mm_item / {problem.rows * problem.columns};",
+        f"const int mm_y = mm_item / {problem.columns} % {problem.rows}, mm_x = mm_item % {problem.columns};",
+        "float mm_value = 0;",
+        f"if (mm_item < {total}) {{",
+        f"#pragma unroll {_STEPS}",
+        f"for (int mm_k = mm_part; mm_k < {problem.inner}; mm_k += {parts}) mm_value += {product};",
+        "}",
+    ]
+    if parts > 1:
+        lines += [
+            f"LOCAL float mm_parts[{threads}];",
+            "mm_parts[THREAD] = mm_value;",
+            "BARRIER;",
+            "if (mm_part == 0) {",
+            *_unrolled("mm_i", parts - 1, f"mm_value += mm_parts[{first} + (mm_i + 1) * {step}];"),
+            "}",
+        ]
+    lines += [
+        f"if (mm_part == 0 && mm_item < {total}) {{",
+        *finish("mm_y", "mm_x", "mm_value", 1),
+        "}",
+    ]
+    return "".join(f"    {line}\n" for line in lines), (ceil(total / items),), (threads,)
+
+
+def _tiles(problem: Problem, capabilities: Capabilities, finish: Finish) -> Body:
     """A group computes a square tile; of it, each thread a square of items as far apart as there are threads.
 
     So neighbouring threads have neighbouring columns, in local memory and where `finish` writes them.

@@ -16,7 +16,7 @@ class Operand:
     """One side of the product: the left one has M rows and K columns, the right one K and N."""
 
     name: str  # the pointer in C
-    dtype: str  # "float32" or "float16"; sums are float32 either way
+    dtype: str  # "float32", "float16" or, on a GPU, "bfloat16"; sums are float32 whichever it is
     base: str  # a C expression of `batch`: where that matrix begins, in items
     row_stride: int  # in items
     column_stride: int
@@ -36,4 +36,6 @@ class Problem:
 
 def item(operand: Operand, pointer: str, place: str) -> str:
     """One item of an operand, in float32."""
+    if operand.dtype == "bfloat16":
+        return f"FROM_BFLOAT16({pointer}[{place}])"
     return f"vload_half({place}, {pointer})" if operand.dtype == "float16" else f"{pointer}[{place}]"

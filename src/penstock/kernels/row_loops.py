@@ -5,12 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.fusion.costs import COSTLY
-from penstock.fusion.index import Index, Place, flat, unflatten
-from penstock.graph.node import Node
+from penstock.fusion.index import Index, Place, flat, unflatten, variable
+from penstock.graph.contraction import GATHER
+from penstock.graph.dtypes import HALVES
+from penstock.graph.elementwise import PRIMITIVES
+from penstock.graph.node import Node, Primitive
 from penstock.graph.reducing import REDUCTIONS
-from penstock.kernels.loop_nest import GROUP_THREADS, LoopNest, Lowered
-from penstock.kernels.loops import Array, Fold, Loop, Statement, Store, Type, Update, Variable
+from penstock.kernels.loop_nest import LoopNest, Lowered
+from penstock.kernels.loops import (
+    Array,
+    Barrier,
+    Count,
+    Fold,
+    Forget,
+    Loop,
+    Registers,
+    Statement,
+    Store,
+    Type,
+    Update,
+    Variable,
+    When,
+)
 from penstock.kernels.scopes import Merge, Value, computed_dtype
+
+# Of a GPU. A thread has so many items of a row, if there are enough threads, and can keep them in registers.
+_ITEMS = 32
+_KEPT_ITEMS = 96  # that a thread keeps in registers in all
+_EXP = PRIMITIVES["exp"]
+_WARP = 32  # threads that run in step: those of a short row are of one
+_FEW_THREADS = 128  # of a group, if its rows are short
+_MOST_THREADS = 1024  # that share a row
+_LONG_THREADS = 512  # the same where there are many rows
+_RESIDENT = 1536  # threads that a unit should have room for, so that some read while others wait
+_READS = 4  # turns of which a thread reads all items at once, where it writes none
+_BUSY = 256  # threads for each unit; with fewer, more of them share a row
+_ENOUGH = 0.9  # of the threads of a row have an item each time
 
 
 class RowLoops(LoopNest):
@@ -48,30 +78,70 @@ class RowLoops(LoopNest):
         self._inner = self.joined(self._columns)
         outer = self.joined(self._rows)
         if self.gpu:
-            threads = min(GROUP_THREADS, 1 << max(5, (columns - 1).bit_length()))
-            form.grid, form.group = (rows,), (threads,)
-            scopes.bodies[0] = self.unpack("GROUP(0)", outer, 0)
-        else:
-            scopes.bodies[0] = self.unpack("row", outer, 0)
+            self.take_lanes(self._inner)
+            self._threads, together = self._share(rows)
+            form.grid, form.group = (rows // together,), (self._threads * together,)
+            if self._threads > _FEW_THREADS:
+                form.resident = max(1, _RESIDENT // self._threads)
+            scopes.bodies[0] = [
+                Count("row", f"GROUP(0) * {together} + THREAD / {self._threads}"),
+                Count("rank", f"THREAD % {self._threads}"),
+            ]
+        scopes.bodies[0] += self.unpack("row", outer, 0)
         passes = 1 + max(level - (node.primitive in REDUCTIONS) for node, level in self._levels.items())
         needed = [self._needed(stage) for stage in range(passes)]
         for stage in range(passes):
             scopes.stage = stage
             keep = self._kept(needed, stage)
             self._pass(stage, keep)
-        self.store(
-            [
-                (at, self._reduced_value(node), self._row)
-                for at, node in enumerate(self.group.outputs)
-                if not self._whole(node)
-            ]
-        )
+        reduced = [
+            (at, self._reduced_value(node), self._row)
+            for at, node in enumerate(self.group.outputs)
+            if not self._whole(node)
+        ]
+        before = len(scopes.bodies[0])
+        self.store(reduced)
         if self.gpu:
             form.body = scopes.bodies[0]
+            if reduced:
+                form.body[before:] = self._by_one(form.body[before:], [at for at, _, _ in reduced])
         else:
             part = self.chunk(rows, self.tasks(rows, rows * columns))
             form.body = [*part, Loop("row", "begin", "end", "1", scopes.bodies[0])]
         return self.lowered()
+
+    def _share(self, rows: int) -> tuple[int, int]:
+        """How many threads share a row, and how many rows a group has."""
+        most = min(_MOST_THREADS, self.max_threads)
+        vectors = self.group.columns // self.lanes
+        threads = min(most, _LONG_THREADS, 1 << (-(-self.group.columns // _ITEMS) - 1).bit_length())
+        if threads <= _WARP:
+            threads = self._fitting(vectors)
+        while 2 * threads <= min(most, vectors) and rows * threads < _BUSY * self.units:
+            threads *= 2
+        together = max(1, min(_FEW_THREADS, most) // threads)
+        while rows % together:
+            together //= 2
+        if threads * together < _WARP:  # threads of a warp speak to each other, so all must be there
+            threads, together = _WARP, 1
+        return threads, together
+
+    @staticmethod
+    def _fitting(vectors: int) -> int:
+        """The most threads of a warp that a row keeps busy."""
+
+        def busy(threads: int) -> float:
+            return vectors / (-(-vectors // threads) * threads)
+
+        found = [threads for threads in (32, 16, 8) if busy(threads) >= _ENOUGH]
+        return found[0] if found else max((32, 16, 8), key=busy)
+
+    def _by_one(self, stores: list[Statement], outputs: list[int]) -> list[Statement]:
+        """Stores of what a row has one of, by its first thread."""
+        over = self.over()
+        # Where such a value is written over another, all threads must have read that.
+        waiting: list[Statement] = [Barrier()] if any(over[at] for at in outputs) else []
+        return [*waiting, When("rank == 0", stores)]
 
     def _reduced_value(self, node: Node) -> Value:
         return self.scopes.value(node, unflatten(self._row, node.shape, self.scopes.variables))
@@ -91,21 +161,23 @@ class RowLoops(LoopNest):
         return reductions, outputs
 
     def _needed(self, stage: int) -> set[Node]:
-        """The nodes before any reduction that a pass computes."""
+        """The nodes before any reduction that a pass computes, and the inputs that it reads."""
         reductions, outputs = self._roots(stage)
         stack = [node.inputs[0] for node in reductions] + [node for _, node in outputs]
         found: set[Node] = set()
-        inside = set(self.group.nodes)
+        inside = {*self.group.nodes, *self.group.inputs}
         while stack:
             node = stack.pop()
             if node in inside and node not in found and node.primitive not in REDUCTIONS:
                 found.add(node)
-                stack += node.inputs
+                stack += () if node in self.group.inputs else node.inputs
         return found
 
     def _kept(self, needed: list[set[Node]], stage: int) -> list[Node]:
         """What takes long to compute and a later pass needs again: it stays in memory of the group."""
         later = set().union(*needed[stage + 1 :])
+        if self.gpu:
+            return self._kept_by_threads(needed[stage] & later)
         room = self.local_bytes // (4 * self.group.columns)
         known = {node for node, _ in self.scopes.kept}
         found = [
@@ -119,16 +191,58 @@ class RowLoops(LoopNest):
         ]
         return found[: max(0, room - len(known))]
 
+    def _kept_by_threads(self, again: set[Node]) -> list[Node]:
+        """What stays in registers: what would be read from memory or computed at length again."""
+        if not self._in_registers():
+            return []
+        known = {node for node, _ in self.scopes.kept}
+        tables = {node.inputs[0] for node in self.group.nodes if node.primitive is GATHER}
+        inputs = [node for node in self.group.inputs if node in again and node not in tables]
+        inside = [
+            node
+            for node in self.group.nodes
+            if node in again and (node.primitive in self._costly() or node.primitive is GATHER)
+        ]
+        whole = self.count(self._rows) * self.group.columns
+        found = [node for node in (*inputs, *inside) if node.size >= whole and node not in known]
+        room = _KEPT_ITEMS // (self._turns() * self.lanes)
+        return found[: max(0, room - len(known))]
+
+    def _kept_dtype(self, node: Node) -> str:
+        """How a value is kept: halves as they were read, where two make a word."""
+        as_read = self.gpu and self.lanes > 1 and node in self.group.inputs
+        return str(node.dtype) if as_read and node.dtype in HALVES else computed_dtype(node)
+
+    def _costly(self) -> frozenset[Primitive]:
+        """What takes longer to compute again than registers for it are worth."""
+        return COSTLY - {_EXP} if self.scopes.form.quick else COSTLY
+
+    def _turns(self) -> int:
+        """How often a thread comes to a part of its row, in one pass."""
+        return -(-self.group.columns // (self._threads * self.lanes))
+
+    def _in_registers(self) -> bool:
+        """Whether a thread's part of a row is so short that loops over it are laid out."""
+        return self._turns() * self.lanes <= _ITEMS
+
     def _pass(self, stage: int, keep: list[Node]) -> None:
         scopes = self.scopes
         reductions, outputs = self._roots(stage)
         if not reductions and not outputs:
             return
+        if self.gpu:
+            known = dict.fromkeys(array for array, _, _ in scopes.kept.values())
+            scopes.bodies[0] += [Forget(array, self._turns() * self.lanes) for array in known]
         lanes_of: dict[Node, list[tuple[str, int]]] = {node: [] for node in reductions}
-        kept: dict[tuple[Node, Place], tuple[str, Index]] = {}
+        kept: dict[tuple[Node, Place], tuple[str, Index, str]] = {}
         arrays = {node: scopes.name("kept") for node in keep}
+        place = variable("slot") if self.gpu else self._column
         for node, name in arrays.items():
-            scopes.form.arrays.append(Array(name, computed_dtype(node), self.group.columns))
+            if self.gpu:
+                length = self._turns() * self.lanes
+                scopes.bodies[0].append(Registers(name, self._kept_dtype(node), length))
+            else:
+                scopes.form.arrays.append(Array(name, computed_dtype(node), self.group.columns))
 
         def body() -> None:
             results = []
@@ -140,15 +254,18 @@ class RowLoops(LoopNest):
                 name = known.get(scopes.lanes) or scopes.name("sum")
                 if scopes.lanes not in known:
                     lanes_of[node].append((name, scopes.lanes))
-                scopes.bodies[1].append(Update(name, wide.type, node.primitive.name, wide.name))
+                kind = Type(wide.type.dtype, scopes.lanes)
+                scopes.bodies[1].append(Update(name, kind, node.primitive.name, wide.name))
             for at, node in outputs:
-                place = unflatten(self._number, node.shape, scopes.variables)
-                results.append((at, scopes.value(node, place), self._number))
+                whole = unflatten(self._number, node.shape, scopes.variables)
+                results.append((at, scopes.value(node, whole), self._number))
             for key, value in scopes.computed(keep):
                 wide = scopes.widened(value, scopes.lanes)
-                text, _, _ = scopes.text(self._column)
-                scopes.bodies[1].append(Store(wide.name, wide.type, arrays[key[0]], wide.type.dtype, text))
-                kept[key] = (arrays[key[0]], self._column)
+                kind = Type(wide.type.dtype, scopes.lanes)
+                text, _, _ = scopes.text(place)
+                stored = self._kept_dtype(key[0])
+                scopes.bodies[1].append(Store(wide.name, kind, arrays[key[0]], stored, text))
+                kept[key] = (arrays[key[0]], place, stored)
             self.store(results)
 
         loops = self._loops(body)
@@ -174,18 +291,14 @@ class RowLoops(LoopNest):
             array = scopes.name("threads")
             stored = "int32" if dtype == "bool" else dtype
             scopes.form.arrays.append(Array(array, stored, scopes.form.group[0]))
-        scopes.bodies[0].append(Fold(result, Type(dtype, lanes), operation, name, array))
+        threads = self._threads if self.gpu else 1
+        scopes.bodies[0].append(Fold(result, Type(dtype, lanes), operation, name, array, threads))
         scopes.given[node] = Value(result, Type(dtype), 0)
 
     def _loops(self, body: Callable[[], None]) -> list[Statement]:
         scopes = self.scopes
         if self.gpu:
-            inside = self.unpack("column", self._inner, 1)
-            body()
-            threads = scopes.form.group[0]
-            return [
-                Loop("column", "THREAD", str(self.group.columns), str(threads), [*inside, *scopes.leave()])
-            ]
+            return self._loops_of_threads(body)
         if not self._inner:
             scopes.lanes, scopes.lane_steps = 1, {}
             body()
@@ -198,3 +311,43 @@ class RowLoops(LoopNest):
         for name in reversed(around):
             loops = [Loop(name, "0", str(self.count([name])), "1", loops)]
         return loops
+
+    def _loops_of_threads(self, body: Callable[[], None]) -> list[Statement]:
+        scopes, columns, lanes = self.scopes, self.group.columns, self.lanes
+        inside = self.unpack("column", self._inner, 1)
+        scopes.depth_of["slot"], scopes.variables.lengths["slot"] = 1, columns
+        scopes.lane_steps["slot"] = 1
+        body()
+        step = self._threads * lanes
+        if self._in_registers():
+            return [self._turns_loop(f"rank * {lanes}", self._turns(), [*inside, *scopes.leave()])]
+        read = scopes.computed([node for node in self.group.inputs if node.size >= columns])
+        statements = [*inside, *scopes.leave()]
+        start = f"rank * {lanes}"
+        if not any(isinstance(one, Store) for one in statements):
+            return [Loop("column", start, str(columns), str(step), statements, _READS)]
+        # No compiler reads before a write that might be to the same place, so what is written comes last.
+        arrays = {key: (scopes.name("read"), variable("slot"), self._kept_dtype(key[0])) for key, _ in read}
+        registers = [Registers(name, dtype, _READS * lanes) for name, _, dtype in arrays.values()]
+        for key, (name, _, dtype) in arrays.items():
+            value = scopes.value(*key)
+            scopes.bodies[1].append(
+                Store(
+                    value.name, Type(value.type.dtype, lanes), name, dtype, scopes.text(variable("slot"))[0]
+                )
+            )
+        reads = self._turns_loop("start", _READS, [*inside, *scopes.leave()])
+        scopes.kept.update(arrays)
+        body()
+        rest = self._turns_loop("start", _READS, [*inside, *scopes.leave()])
+        for key in arrays:
+            del scopes.kept[key]
+        return [Loop("start", start, str(columns), str(step * _READS), [*registers, reads, rest], 1)]
+
+    def _turns_loop(self, start: str, turns: int, statements: list[Statement]) -> Loop:
+        """So many parts of a row one after the other, laid out."""
+        columns, step = self.group.columns, self._threads * self.lanes
+        if columns % (turns * step):
+            statements = [When(f"column < {columns}", statements)]
+        counts = [Count("column", f"{start} + turn * {step}"), Count("slot", f"turn * {self.lanes}")]
+        return Loop("turn", "0", str(turns), "1", [*counts, *statements], turns)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from penstock.device.driver import Capabilities
+from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Node
-from penstock.kernels.lone import Launch, Lone, combined, is_cpu, least, spread
-from penstock.kernels.sorting import DIGITS, pair, sorting_passes
+from penstock.kernels.lone import Launch, Lone, combined, is_cpu, least
+from penstock.kernels.scattering_gpu import add_rows
 from penstock.kernels.source import C_TYPES, KernelSource, head
 
 _NARROW = 64  # columns; a thread of a CPU has no fewer, unless there are none
@@ -18,14 +19,10 @@ def scatter(node: Node, capabilities: Capabilities) -> Lone | None:
     """Kernels of `scatter_add`."""
     index, length, rest = node.inputs[1], node.shape[0], math.prod(node.shape[1:])
     if is_cpu(capabilities):
+        if node.dtype in HALVES:
+            return None
         return Lone((Launch(_by_parts(node, index, length, rest, capabilities), (0, 1, 2)),))
-    if capabilities.max_group_size < DIGITS:
-        return None
-    digits = -(-length.bit_length() // 8)
-    passes, scratch = sorting_passes(1, index.size, digits, False, 3, capabilities)
-    load = Launch(_loading(index, length, capabilities), (3, 2))
-    add = Launch(_adding(node, index.size, length, rest, capabilities), (0, 1, 3 + digits % 2))
-    return Lone((load, *passes, add), scratch)
+    return Lone((Launch(add_rows(node, index, capabilities), (0, 1, 2)),))
 
 
 def _by_parts(node: Node, index: Node, length: int, rest: int, capabilities: Capabilities) -> KernelSource:
@@ -54,43 +51,3 @@ def _by_parts(node: Node, index: Node, length: int, rest: int, capabilities: Cap
 }}
 """
     return KernelSource("add_rows", text, (dtype, dtype, index_dtype), (), (down * across,), (1,))
-
-
-def _loading(index: Node, length: int, capabilities: Capabilities) -> KernelSource:
-    dtype, over = str(index.dtype), spread(index.size, capabilities)
-    text = f"""\
-{head("load_index", [("uint64", "memory")], [(dtype, "index")])}\
-    {pair(False)}
-    GLOBAL Pair *pairs = (GLOBAL Pair *)memory;
-    {over.loop}
-        {C_TYPES[dtype]} row = index[t];
-        pairs[t].key = row < 0 || row >= {length} ? {length} : row;
-        pairs[t].at = t;
-    }}
-}}
-"""
-    return KernelSource("load_index", text, ("uint64", dtype), (), over.grid, over.group)
-
-
-def _adding(node: Node, count: int, length: int, rest: int, capabilities: Capabilities) -> KernelSource:
-    """For a GPU: a thread finds the sources of its item in the sorted index, and adds them up."""
-    dtype, over = str(node.dtype), spread(length * rest, capabilities)
-    text = f"""\
-{head("add_sorted", [(dtype, "y")], [(dtype, "x"), ("uint64", "memory")])}\
-    {pair(False)}
-    GLOBAL const Pair *pairs = (GLOBAL const Pair *)memory;
-    {over.loop}
-        int row = t / {rest}, column = t % {rest}, i = 0, after = {count};
-        while (i < after) {{
-            int middle = (i + after) / 2;
-            if (pairs[middle].key < row) i = middle + 1;
-            else after = middle;
-        }}
-        {C_TYPES[dtype]} sum = 0;
-        for (; i < {count} && pairs[i].key == row; i++)
-            sum = {combined(dtype, "+", "sum", f"x[pairs[i].at * {rest} + column]")};
-        y[t] = sum;
-    }}
-}}
-"""
-    return KernelSource("add_sorted", text, (dtype, dtype, "uint64"), (), over.grid, over.group)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from penstock.fusion.groups import Group
@@ -60,23 +62,26 @@ class Scopes:
     Scope 0 is before the innermost loop, scope 1 inside it.
     """
 
-    def __init__(self, group: Group, variables: Variables) -> None:
+    def __init__(self, group: Group, variables: Variables, vectors: bool = True) -> None:
         self.group = group
         self.variables = variables
         self.form = LoopForm(
             outputs=[str(node.dtype) for node in group.outputs],
             inputs=[str(node.dtype) for node in group.inputs],
+            vectors=vectors,
         )
         self.bodies: list[list[Statement]] = [[], []]
         self.lanes = 1
         self.lane_steps: dict[str, int] = {}  # how variables differ from lane to lane; absent: not at all
         self.depth_of: dict[str, int] = {}  # the scope of each variable
         self.given: dict[Node, Value] = {}  # values that are at hand whatever the place
-        self.kept: dict[tuple[Node, Place], tuple[str, Index]] = {}  # values in memory of the group
+        self.kept: dict[tuple[Node, Place], tuple[str, Index, str]] = {}  # values in arrays, with dtypes
         self.used: set[Index] = set()
         self.merged: list[Merge] = []
         self.loads: dict[int, set[tuple[int, Index]]] = {}  # of each input: the stages, and where
         self.stage = 0
+        self._vectors = vectors
+        self._conditions: dict[str, int] = {}  # under which what is read now is needed; their scopes
         self._values: dict[tuple[Node, Place], Value] = {}
         self._names: dict[Statement, Value] = {}
         self._count = 0
@@ -124,9 +129,20 @@ class Scopes:
         whole, operation, divisor = self.variables.computed[name]
         text, depth, step = self.text(whole)
         if step:
-            raise LanesImpossible
+            # Lanes that begin at a multiple of their number stay in one part of as many.
+            if self._vectors or step != 1 or divisor % self.lanes or self.aligned(whole) != self.lanes:
+                raise LanesImpossible
+            if operation == "%":
+                self.lane_steps[name] = 1
         self.bodies[depth].append(Count(name, f"{text} {operation} {divisor}"))
         self.depth_of[name] = depth
+
+    def aligned(self, index: Index) -> int:
+        """Of how many items the index of the first lane is a multiple, at least; no more than the lanes."""
+        for merge in self.merged:
+            index = merge.applied(index)
+        others = (factor for name, factor in index.terms if not self.lane_steps.get(name))
+        return math.gcd(self.lanes, index.constant, *others)
 
     def count(self, text: str, depth: int, length: int, step: int = 0) -> Index:
         """A new variable with the value of a text."""
@@ -149,8 +165,8 @@ class Scopes:
             return self.given[node]
         key = (node, place)
         if key in self.kept:
-            array, index = self.kept[key]
-            return self._load(array, computed_dtype(node), computed_dtype(node), index)
+            array, index, stored = self.kept[key]
+            return self._load(array, computed_dtype(node), stored, index)
         if key not in self._values:
             self._values[key] = self._value(node, place)
         return self._values[key]
@@ -185,7 +201,7 @@ class Scopes:
         result, of = Type(computed_dtype(node), lanes), wide[-1].type
         operation = node.primitive.name
         inputs = tuple(value.name for value in wide)
-        if lanes > 1 and expression(operation, result, of, inputs) is None:
+        if lanes > 1 and self._vectors and expression(operation, result, of, inputs) is None:
             raise LanesImpossible
         if node.primitive is CAST and result.dtype == of.dtype:
             value = wide[0]  # between halves and floats, which are the same inside a kernel
@@ -205,14 +221,20 @@ class Scopes:
 
     def widened(self, value: Value, lanes: int) -> Value:
         """The same in every lane of a vector."""
-        if value.type.lanes == lanes:
+        if value.type.lanes == lanes or not self._vectors:
             return value
         return self.let(Splat("", Type(value.type.dtype, lanes), value.name), value.depth)
 
     def _load(self, buffer: str, dtype: str, stored: str, index: Index) -> Value:
         text, depth, step = self.text(index)
-        lanes = self.lanes if step else 1
-        return self.let(Load("", Type(dtype, lanes), buffer, stored, text, step), depth)
+        if self._vectors:
+            lanes = self.lanes if step else 1
+            return self.let(Load("", Type(dtype, lanes), buffer, stored, text, step), depth)
+        kind = Type(dtype, self.lanes if step else 1)
+        aligned = self.aligned(index) if step == 1 else 1
+        condition = " && ".join(self._conditions)
+        depth = max(depth, *self._conditions.values(), 0)
+        return self.let(Load("", kind, buffer, stored, text, step, aligned, condition), depth)
 
     def item(self, array: str, node: Node, index: Index) -> Value:
         """An item of memory of the group, which changes: it is read anew each time."""
@@ -257,13 +279,11 @@ class Scopes:
 
     def _random(self, node: Node, place: Place) -> Value:
         text, depth, step = self.text(flat(place, node.shape))
-        if step:
+        if step and self._vectors:
             raise LanesImpossible
-        state = node.inputs[0]
-        words = []
-        for word in range(4):
-            words.append(self.value(state, (Index((), word),)).name)
-        return self.let(Random("", Type("uint32"), tuple(words), text), depth)
+        words = [self.value(node.inputs[0], (Index((), word),)) for word in range(4)]
+        kind, names = Type("uint32", self.lanes if step else 1), tuple(word.name for word in words)
+        return self.let(Random("", kind, names, text, step), max(depth, *(word.depth for word in words)))
 
     def _inside(self, index: Index, start: int, count: int) -> tuple[str, Index, int]:
         """Whether an index lies in a range of an axis, its number there, and the scope; 0 if it does not."""
@@ -280,21 +300,36 @@ class Scopes:
         condition = self.count(f"({text} >= 0 && {text} < {count})", depth, 2)
         return str(condition), self.count(f"{condition} ? {text} : 0", depth, count, step), depth
 
+    @contextmanager
+    def _under(self, *conditions: tuple[str, int]) -> Iterator[None]:
+        """Let a GPU read memory only where conditions hold. (A vector is read sooner than one is asked.)"""
+        real = {condition: depth for condition, depth in conditions if condition != "1"}
+        if self._vectors or not real:
+            yield
+            return
+        before = self._values, self._conditions
+        # What was read under a condition is not known without it.
+        self._values, self._conditions = dict(self._values), self._conditions | real
+        yield
+        self._values, self._conditions = before
+
     def _pad(self, node: Node, place: Place) -> Value:
-        source, inside, conditions, depth = node.inputs[0], [], [], 0
+        source, inside, depth = node.inputs[0], [], 0
+        conditions: list[tuple[str, int]] = []
         for index, (start, count, step) in zip(place, node.attributes["slices"], strict=True):
             first = start if step > 0 else start + (count - 1) * step
             extent = (count - 1) * abs(step) + 1
             condition, moved, scope = self._inside(index, first, extent)
             if abs(step) > 1:
                 on, moved = self._on_step(moved, abs(step))
-                conditions.append(on)
                 scope = max(scope, self.text(moved)[1])
-            conditions.append(condition)
+                conditions.append((on, scope))
+            conditions.append((condition, scope))
             depth = max(depth, scope)
             inside.append(moved if step > 0 else moved * -1 + Index((), count - 1))
-        value = self.value(source, tuple(inside))
-        real = [condition for condition in conditions if condition != "1"]
+        with self._under(*conditions):
+            value = self.value(source, tuple(inside))
+        real = [condition for condition, _ in conditions if condition != "1"]
         if not real:
             return value
         zero = self.let(Splat("", value.type, "0"), 0)
@@ -315,7 +350,8 @@ class Scopes:
             if not length:
                 continue
             condition, moved, depth = self._inside(place[axis], start, length)
-            value = self.value(part, (*place[:axis], moved, *place[axis + 1 :]))
+            with self._under((condition, depth)):
+                value = self.value(part, (*place[:axis], moved, *place[axis + 1 :]))
             result = value if result is None else self._choose(condition, depth, value, result)
             start += length
         assert result is not None
@@ -325,9 +361,9 @@ class Scopes:
         lanes = max(yes.type.lanes, no.type.lanes)
         yes, no = self.widened(yes, lanes), self.widened(no, lanes)
         depth = max(depth, yes.depth, no.depth)
-        name = self.name()
-        self.bodies[depth].append(Choose(name, yes.type, condition, yes.name, no.name))
-        return Value(name, yes.type, depth)
+        name, kind = self.name(), Type(yes.type.dtype, lanes)
+        self.bodies[depth].append(Choose(name, kind, condition, yes.name, no.name))
+        return Value(name, kind, depth)
 
     def _gather(self, node: Node, place: Place) -> Value:
         source, index = node.inputs

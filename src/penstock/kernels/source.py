@@ -36,6 +36,9 @@ OPENCL_PRELUDE = """
 #define KERNEL __kernel void
 #define GLOBAL __global
 #define LOCAL __local
+#define LOCAL_AT __local
+#define CONSTANT __constant
+#define DEVICE static inline
 #define RESTRICT restrict
 #define BARRIER barrier(CLK_LOCAL_MEM_FENCE)
 #define GROUP(axis) ((int)get_group_id(axis))
@@ -43,6 +46,65 @@ OPENCL_PRELUDE = """
 #define THREADS ((int)get_local_size(0))
 #define FLOAT_BITS(x) as_uint(x)
 #define BITS_FLOAT(u) as_float(u)
+"""
+# What OpenCL has and CUDA has not, without a header: NVRTC comes with none. OpenCL's `long` has 64 bits, and
+# CUDA's has 32 on Windows; its `char` has a sign, which C leaves open. A half is bits in memory only.
+CUDA_PRELUDE = """
+#ifdef _WIN32
+#define long long long
+#endif
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+#define char signed char
+#define KERNEL extern "C" __global__ void
+#define GLOBAL
+#define LOCAL __shared__
+#define LOCAL_AT
+#define CONSTANT static __constant__
+#define DEVICE static __device__ __forceinline__
+#define RESTRICT __restrict__
+#define BARRIER __syncthreads()
+#define GROUP(axis) ((int)GROUP_##axis)
+#define GROUP_0 blockIdx.x
+#define GROUP_1 blockIdx.y
+#define GROUP_2 blockIdx.z
+#define THREAD ((int)threadIdx.x)
+#define THREADS ((int)blockDim.x)
+#define FLOAT_BITS(x) __float_as_uint(x)
+#define BITS_FLOAT(u) __uint_as_float(u)
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fc00000)
+"""
+CUDA_HALVES_PRELUDE = """
+struct half { ushort bits; };
+static __device__ inline float vload_half(size_t index, const half *from) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(from[index].bits));
+    return x;
+}
+static __device__ inline void vstore_half(float x, size_t index, half *to) {
+    ushort bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    to[index].bits = bits;
+}
+static __device__ inline float round_half(float x) {
+    half y;
+    vstore_half(x, 0, &y);
+    return vload_half(0, &y);
+}
+static __device__ inline ushort TO_BFLOAT16(float x) {
+#if __CUDA_ARCH__ >= 800
+    ushort bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+#else
+    uint u = FLOAT_BITS(x);
+    return (x != x ? u | 0x400000 : u + 0x7fff + (u >> 16 & 1)) >> 16;
+#endif
+}
+#define FROM_BFLOAT16(u) BITS_FLOAT((uint)(u) << 16)
 """
 # A float as the nearest bfloat16, of two the even one; a NaN stays one. The values are names.
 HALVES_PRELUDE = """
@@ -111,12 +173,19 @@ class KernelSource:
     scalars: tuple[str, ...]  # dtypes
     grid: tuple[int, ...]
     group: tuple[int, ...]
+    arrays: tuple[tuple[str, str, int], ...] = ()  # of the group's memory: dtype, name, items
+    resident: int = 1  # groups that a unit of a GPU should have room for at a time
 
     @property
     def signature(self) -> tuple[str, ...]:
         """The parameters, as `Device.compile` wants them."""
         stored = [_STORED.get(dtype, dtype) for dtype in self.buffers]
         return (*(f"{dtype}*" for dtype in stored), *("int32" for _ in stored), *self.scalars)
+
+
+def declared(dtype: str, name: str, length: int) -> str:
+    """The line that names an array in the memory of a group."""
+    return f"    LOCAL {C_TYPES[dtype]} {name}[{length}];"
 
 
 def head(

@@ -9,18 +9,22 @@ from typing import Any
 import numpy as np
 
 from penstock.device.driver import Capabilities
+from penstock.fusion.clusters import ATTENTIONS
 from penstock.fusion.groups import Group
+from penstock.fusion.products import LIBRARY_DTYPES, by_library
 from penstock.fusion.views import VIEWS
 from penstock.graph.contraction import GATHER, MATMUL
 from penstock.graph.creating import SEQUENCE
-from penstock.graph.dtypes import HALVES
+from penstock.graph.dtypes import HALVES, float16, float32
 from penstock.graph.elementwise import CAST, FULL, PRIMITIVES
 from penstock.graph.node import Array, Node
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.reducing import REDUCTIONS
 from penstock.graph.shaping import CONCAT, PAD
+from penstock.kernels.attention import attention_kernels, holds_attention
 from penstock.kernels.c_expressions import expression
 from penstock.kernels.c_renderer import render
+from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, library_problem
 from penstock.kernels.lone import Launch
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.loops import Type
@@ -43,7 +47,7 @@ class Written:
     launches: tuple[Launch, ...]
     scratch: tuple[int, ...]  # bytes
     over: tuple[tuple[int, ...], ...]  # for each output: numbers of inputs that it may be written over
-    function: Callable[..., None] | None = None  # instead of text, on the host
+    function: Callable[..., None] | None = None  # instead of text: on the host, or of a library
 
 
 def structure(group: Group) -> tuple[Any, ...]:
@@ -86,7 +90,10 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     if primitive in REDUCTIONS:
         return True
     if primitive is MATMUL:
-        return str(node.dtype) in ("float32", "float16")
+        others = LIBRARY_DTYPES if capabilities.matmul_library else ()
+        return node.dtype in (float32, float16, *others)
+    if primitive in ATTENTIONS:
+        return holds_attention(node, capabilities)
     if primitive is not CAST and primitive not in PRIMITIVES.values():
         return False
     if node.dtype in HALVES and primitive.name == "nextafter":
@@ -108,12 +115,30 @@ def write(group: Group, capabilities: Capabilities, ending: str) -> Written | No
     if group.kind == "lone":
         lone = lone_kernels(group.nodes[0], capabilities)
         return None if lone is None else Written(_named(lone.launches, ending), lone.scratch, ((),))
+    if group.kind == "attention":
+        several = attention_kernels(group, ending)
+        return Written(several.launches, several.scratch, ((),) * len(group.outputs))
     if group.kind == "matmul":
+        product = next(node for node in group.nodes if node.primitive is MATMUL)
+        if by_library(product, capabilities):
+            return _library(group, product, capabilities, name)
         source, over = matmul_group(group, capabilities, name)
     else:
         lowered = lower(group, capabilities)
         source, over = render(lowered.form, name), lowered.over
     return Written((Launch(source, buffers),), (), over)
+
+
+def _library(group: Group, product: Node, capabilities: Capabilities, name: str) -> Written:
+    """A product as the launch of a library, which takes a workspace besides."""
+    problem, operands = library_problem(group, product, capabilities)
+    nodes = (*group.outputs, *group.inputs)
+    dtypes = (*(str(node.dtype) for node in nodes), "uint8")
+    source = KernelSource(name, "", dtypes, (), (1,), (1,))
+    places = {"out": 0, "workspace": len(nodes)}
+    places |= {operand: nodes.index(node) for operand, node in operands.items()}
+    launch = LibraryLaunch(problem, places, len(dtypes))
+    return Written((Launch(source, tuple(range(len(dtypes)))),), (WORKSPACE,), ((),), launch)
 
 
 def _name(group: Group) -> str:

@@ -31,21 +31,35 @@ class Buffer:
     Commands that are recorded but not finished refer to their buffers, so dropping one at once is safe.
     """
 
-    __slots__ = ("_home", "_parent", "driver", "memory", "native", "nbytes", "offset", "shared", "usage")
+    __slots__ = (
+        "_home", "_parent", "driver", "memory", "native", "nbytes", "offset", "place", "shared", "usage"
+    )  # fmt: skip
 
     def __init__(self, driver: Driver, memory: Memory, nbytes: int, home: Resource) -> None:
         self.driver = driver
         self.memory = memory
         self.native = memory.native
         self.offset = 0
+        self.place = (memory.serial, 0)  # where it lies, of all memory that there ever was
         self.nbytes = nbytes
         self.usage = Usage()
         self.shared = False  # whether several values lie here, so that none may be written over
         self._home: Resource | None = home
         self._parent: Buffer | None = None
 
+    @property
+    def whole(self) -> Buffer:
+        """The buffer of all the memory that this one is a part of; itself where it is no part."""
+        return self if self._parent is None else self._parent.whole
+
     def view(self, offset: int, nbytes: int) -> Buffer:
         """The bytes from `offset` on as a buffer of its own; no copy, and this one stays alive with it."""
+        part = self.part(offset, nbytes)
+        part.shared = self.shared = True
+        return part
+
+    def part(self, offset: int, nbytes: int) -> Buffer:
+        """The same as `view`, for bytes that nothing else will use: a value there may be written over."""
         alignment = self.driver.capabilities.offset_alignment
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + nbytes} are not inside {self!r}")
@@ -56,9 +70,10 @@ class Buffer:
         part = Buffer.__new__(Buffer)
         part.driver, part.memory, part.usage = self.driver, self.memory, self.usage
         part.offset, part.nbytes = self.offset + offset, nbytes
+        part.place = (self.memory.serial, part.offset)
         part.native = self.driver.view(self.memory, part.offset, max(nbytes, 1))
         part._home, part._parent = None, self
-        part.shared = self.shared = True
+        part.shared = self.shared
         return part
 
     def refuse_if_viewed(self, reads_only: bool) -> None:

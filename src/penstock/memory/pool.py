@@ -69,7 +69,7 @@ class BufferPool:
         self,
         upstream: Resource,
         *,
-        capacity: int = 64,
+        capacity: int = 512,
         max_bytes: float = math.inf,
         idle_seconds: float = 60.0,
         clock: Callable[[], float] = monotonic,

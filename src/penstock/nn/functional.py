@@ -6,14 +6,16 @@ import math
 from collections.abc import Callable
 
 from penstock.device.driver import Capabilities
+from penstock.graph import attention
+from penstock.kernels.attention import has_attention
 from penstock.tensor import random
 from penstock.tensor.arithmetic import exp, log, sqrt, tanh, where
 from penstock.tensor.autograd import checkpoint, given_gradient
-from penstock.tensor.core import Tensor
+from penstock.tensor.core import Tensor, record
 from penstock.tensor.creation import arange, zeros, zeros_like
-from penstock.tensor.dtypes import int32
+from penstock.tensor.dtypes import float32, int32
 from penstock.tensor.linear import matmul
-from penstock.tensor.manipulation import astype, concat, reshape
+from penstock.tensor.manipulation import astype, concat, permute_dims, reshape
 from penstock.tensor.reduction import max as max_
 from penstock.tensor.reduction import mean
 from penstock.tensor.reduction import sum as sum_
@@ -36,28 +38,31 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def silu(x: Tensor) -> Tensor:
     """`x * sigmoid(x)`."""
-    return _with_slope(x * sigmoid(x), x, lambda x: sigmoid(x) * (1 + x * (1 - sigmoid(x))))
+    return _with_slope(lambda x: x * sigmoid(x), lambda x: sigmoid(x) * (1 + x * (1 - sigmoid(x))), x)
 
 
 def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
     """`x` times the chance that a normal number is below it; exactly, or by a tanh as in GPT-2."""
     if approximate == "tanh":
-        return _with_slope(x * 0.5 * (_gelu_tanh(x) + 1), x, _gelu_tanh_slope)
+        return _with_slope(lambda x: x * _about_below(x), _gelu_slope, x)
     if approximate != "none":
         raise ValueError(f"gelu is computed by 'tanh' or by 'none', and {approximate!r} was given")
-    return _with_slope(x * _below(x), x, lambda x: _below(x) + x * exp(x * x * -0.5) * (0.5 * _GELU))
+    return _with_slope(
+        lambda x: x * _below(x), lambda x: _below(x) + x * exp(x * x * -0.5) * (0.5 * _GELU), x
+    )
 
 
 _GELU, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return tanh(x * _GELU * (x * x * _GELU_CUBE + 1))
+def _about_below(x: Tensor) -> Tensor:
+    """(1 + tanh(y)) / 2 by one exponential: near 0 and 1 nothing cancels."""
+    return 1 / (exp(x * (x * x * (-2 * _GELU * _GELU_CUBE) - 2 * _GELU)) + 1)
 
 
-def _gelu_tanh_slope(x: Tensor) -> Tensor:
-    t, inner = _gelu_tanh(x), (x * x * (3 * _GELU_CUBE) + 1) * _GELU
-    return (t + 1) * 0.5 + x * 0.5 * (1 - t * t) * inner
+def _gelu_slope(x: Tensor) -> Tensor:
+    chance, inner = _about_below(x), x * x * (6 * _GELU * _GELU_CUBE) + 2 * _GELU
+    return chance + x * chance * (1 - chance) * inner
 
 
 def _below(x: Tensor) -> Tensor:
@@ -65,12 +70,21 @@ def _below(x: Tensor) -> Tensor:
     return (erf(x * math.sqrt(0.5)) + 1) * 0.5
 
 
-def _with_slope(y: Tensor, x: Tensor, slope: Callable[[Tensor], Tensor]) -> Tensor:
-    """`y` with its derivative by `x`, which does not wait for the gradient to come.
+Function = Callable[[Tensor], Tensor]
+
+
+def _with_slope(function: Function, slope: Function, x: Tensor) -> Tensor:
+    """A function of each item with its derivative, which does not wait for the gradient to come.
 
     So it is computed where `x` is at hand, and it alone is kept for the way back.
     """
-    return given_gradient(y, [x], lambda g, _, x: [g * slope(x)])
+    y = astype(function(_wide(x)), x.dtype)
+    return given_gradient(y, [x], lambda g, _, x: [g * astype(slope(_wide(x)), x.dtype)])
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Halves as float32: what has several steps rounds its result only."""
+    return astype(x, float32) if x.dtype.itemsize == 2 else x
 
 
 def erf(x: Tensor) -> Tensor:
@@ -110,7 +124,8 @@ def _horner(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """exp(x), made to sum to 1 along an axis."""
-    fixed = x.detach()
+    wide = _wide(x)
+    fixed = wide.detach()
     e = exp(fixed - max_(fixed, axis=axis, keepdims=True))
     result = e * (1 / sum_(e, axis=axis, keepdims=True))
 
@@ -118,13 +133,14 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
         scaled = g * y
         return [scaled - y * sum_(scaled, axis=axis, keepdims=True)]
 
-    return given_gradient(result, [x], gradient)
+    return astype(given_gradient(result, [wide], gradient), x.dtype)
 
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     """The logarithm of softmax."""
-    shifted = x - max_(x, axis=axis, keepdims=True).detach()
-    return shifted - log(sum_(exp(shifted), axis=axis, keepdims=True))
+    wide = _wide(x)
+    shifted = wide - max_(wide, axis=axis, keepdims=True).detach()
+    return astype(shifted - log(sum_(exp(shifted), axis=axis, keepdims=True)), x.dtype)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -174,17 +190,19 @@ def layer_norm(
 ) -> Tensor:
     """Mean 0 and variance 1 along the last axis, then scaled and shifted."""
     _check_width("layer_norm", x, weight, bias)
-    centred = x - mean(x, axis=-1, keepdims=True)
+    wide = _wide(x)
+    centred = wide - mean(wide, axis=-1, keepdims=True)
     scaled = centred * (1 / sqrt(mean(centred * centred, axis=-1, keepdims=True) + eps))
     scaled = scaled if weight is None else scaled * weight
-    return scaled if bias is None else scaled + bias
+    return astype(scaled if bias is None else scaled + bias, x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Mean square 1 along the last axis, then scaled."""
     _check_width("rms_norm", x, weight)
-    scaled = x * (1 / sqrt(mean(x * x, axis=-1, keepdims=True) + eps))
-    return scaled if weight is None else scaled * weight
+    wide = _wide(x)
+    scaled = wide * (1 / sqrt(mean(wide * wide, axis=-1, keepdims=True) + eps))
+    return astype(scaled if weight is None else scaled * weight, x.dtype)
 
 
 def _check_width(name: str, x: Tensor, *parameters: Tensor | None) -> None:
@@ -215,14 +233,17 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """softmax(query @ key.T * scale) @ value, over the last two axes; a causal one looks at no later key.
 
-    Long contexts are done in parts of the queries, and each part again for the gradient: the scores of all
-    queries are never there at once. With fewer queries than keys, the last query goes with the last key.
+    The scores of all queries are never there at once: where the device has no kernel for attention, long
+    contexts are done in parts of the queries, and each part again for the gradient. With fewer queries than
+    keys, the last query goes with the last key.
     """
     if query.ndim < 2 or query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         shapes = f"{query.shape}, {key.shape} and {value.shape}"
         raise ValueError(f"attention: shapes {shapes} do not fit together")
     queries, keys = query.shape[-2], key.shape[-2]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
+    if _has_kernel(query, key, value, is_causal, factor):
+        return _attention_by_kernel(query, key, value, is_causal, factor)
     others = math.prod(query.shape[:-2])
     rows = max(16, _ROW_ITEMS // max(1, others * keys))
     if rows >= queries:
@@ -241,6 +262,41 @@ def scaled_dot_product_attention(
             )
         )
     return concat(parts, axis=-2)
+
+
+def packed_attention(packed: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
+    """The same of queries, keys and values in one tensor: (batch, length, 3, heads, width of a head).
+
+    The result has the shape (batch, length, heads, width of a head): one row holds all heads of a position.
+    """
+    if packed.ndim != 5 or packed.shape[2] != 3:
+        raise ValueError(f"attention: shape {packed.shape} is not (batch, length, 3, heads, width)")
+    factor = packed.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = (permute_dims(packed[:, :, side], (0, 2, 1, 3)) for side in range(3))
+    if _has_kernel(query, key, value, is_causal, factor):
+        return record(attention.packed_attention(packed._node, is_causal, factor), packed)
+    return permute_dims(scaled_dot_product_attention(query, key, value, is_causal, factor), (0, 2, 1, 3))
+
+
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, factor: float) -> bool:
+    """Whether the device has a kernel for this; it broadcasts nothing."""
+    alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape
+    if not alike or query.shape[:-2] != key.shape[:-2] or not query.size or not key.size:
+        return False
+    (queries, width), keys = query.shape[-2:], key.shape[-2]
+    return has_attention(query.device.capabilities, query.dtype, width, queries, keys, is_causal, factor)
+
+
+def _attention_by_kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, factor: float) -> Tensor:
+    """Attention as one primitive, which has a position's heads side by side."""
+    before = query.shape[:-2]
+    heads = before[-1] if len(before) > 1 else 1
+    q, k, v = (
+        permute_dims(reshape(one, (math.prod(before) // heads, heads, *one.shape[-2:])), (0, 2, 1, 3))
+        for one in (query, key, value)
+    )
+    node = attention.attention(q._node, k._node, v._node, is_causal, factor)
+    return reshape(permute_dims(record(node, q, k, v), (0, 2, 1, 3)), query.shape)
 
 
 def _attention(
@@ -270,7 +326,10 @@ def mse_loss(x: Tensor, target: Tensor) -> Tensor:
 def cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
-    """The mean of -log softmax(logits)[target], over the targets that are not `ignore_index`."""
+    """The mean of -log softmax(logits)[target], over the targets that are not `ignore_index`.
+
+    It is float32 for halves.
+    """
     _check_targets(logits.shape[:-1], target, label_smoothing)
     rows = reshape(logits, (-1, logits.shape[-1]))
     losses, counted = _row_losses(rows, reshape(target, (-1,)), ignore_index, label_smoothing)
@@ -314,26 +373,31 @@ def _check_targets(rows: tuple[int, ...], target: Tensor, smoothing: float) -> N
 def _row_losses(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float) -> tuple[Tensor, Tensor]:
     """The loss of each row, 0 where it is ignored, and 1 or 0 for whether it is not."""
     rows, width = logits.shape
-    fixed = logits.detach()
+    stored = logits.detach()
+    fixed = _wide(stored)
     most = max_(fixed, axis=-1, keepdims=True)
     shifted = fixed - most
     total = log(sum_(exp(shifted), axis=-1))
     known = (target >= 0) & (target < width)
-    place = where(known, target, 0) + arange(rows, dtype=target.dtype, device=logits.device) * width
-    picked = reshape(fixed, (rows * width,))[place] - reshape(most, (rows,))
+    # In 32 bits, of which a vector holds twice as many as of 64.
+    classes = arange(width, dtype=int32, device=logits.device)
+    chosen = reshape(astype(target, int32), (-1, 1)) == classes
+    if logits.device.capabilities.vector_width > 1:
+        place = where(known, target, 0) + arange(rows, dtype=target.dtype, device=logits.device) * width
+        picked = _wide(reshape(stored, (rows * width,))[place]) - reshape(most, (rows,))
+    else:  # a GPU waits for memory: a sum costs nothing, and the gradient can take the logits' place
+        picked = sum_(where(chosen, shifted, 0), axis=-1)
     loss = total - picked
     if smoothing:
         loss = loss * (1 - smoothing) + (total - mean(shifted, axis=-1)) * smoothing
 
     def gradient(g: Tensor, _: Tensor, logits: Tensor) -> list[Tensor]:
-        # In 32 bits, of which a vector holds twice as many as of 64.
-        classes = arange(width, dtype=int32, device=logits.device)
-        chosen = reshape(astype(target, int32), (-1, 1)) == classes
-        chances = softmax(logits)
+        chances = softmax(_wide(logits))
         less = where(chosen, chances - (1 - smoothing), chances)
-        return [(less - smoothing / width if smoothing else less) * reshape(g, (-1, 1))]
+        less = (less - smoothing / width if smoothing else less) * reshape(g, (-1, 1))
+        return [astype(less, logits.dtype)]
 
-    counted = astype(target != ignore_index, logits.dtype)
+    counted = astype(target != ignore_index, fixed.dtype)
     result = given_gradient(loss, [logits], gradient) * counted
     # NaN shows that a target is no class.
     return where(known | (target == ignore_index), result, math.nan), counted

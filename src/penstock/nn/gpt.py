@@ -16,6 +16,7 @@ from penstock.nn.module import Module
 from penstock.realize import realize
 from penstock.tensor import random
 from penstock.tensor.arithmetic import where
+from penstock.tensor.autograd import checkpoint
 from penstock.tensor.core import Tensor, no_grad, resolve
 from penstock.tensor.creation import arange, asarray, zeros
 from penstock.tensor.jit import jit
@@ -40,15 +41,19 @@ class CausalSelfAttention(Module):
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """The mix of the values of all positions up to each one."""
-        batch, length, width = x.shape
-        parts = reshape(self.qkv(x), (batch, length, 3, self.heads, width // self.heads))
-        query, key, value = (permute_dims(parts[:, :, k], (0, 2, 1, 3)) for k in range(3))
+        return self.mixed(self.qkv(x), cache)
+
+    def mixed(self, qkv: Tensor, cache: Cache | None = None) -> Tensor:
+        """The same from queries, keys and values, side by side in the last axis."""
+        batch, length, wide = qkv.shape
+        width = wide // 3
+        parts = reshape(qkv, (batch, length, 3, self.heads, width // self.heads))
         if cache is None:
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            mixed = F.packed_attention(parts, is_causal=True)
         else:
-            mixed = cache.attend(query, key, value)
-        joined = reshape(permute_dims(mixed, (0, 2, 1, 3)), (batch, length, width))
-        result: Tensor = self.dropout(self.out(joined))
+            query, key, value = (permute_dims(parts[:, :, k], (0, 2, 1, 3)) for k in range(3))
+            mixed = permute_dims(cache.attend(query, key, value), (0, 2, 1, 3))
+        result: Tensor = self.dropout(self.out(reshape(mixed, (batch, length, width))))
         return result
 
 
@@ -73,8 +78,11 @@ class Block(Module):
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """The next values of the residual path."""
-        x = x + self.attention(self.norm1(x), cache)
-        result: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        # Norms and activations take less to compute again than memory to keep until the gradient comes.
+        qkv = checkpoint(lambda x: self.attention.qkv(self.norm1(x)), x)
+        x = x + self.attention.mixed(qkv, cache)
+        wide = checkpoint(lambda x: self.up(self.norm2(x)), x)
+        result: Tensor = x + self.dropout(checkpoint(lambda wide: self.down(F.gelu(wide)), wide))
         return result
 
 

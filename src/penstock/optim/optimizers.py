@@ -1,21 +1,25 @@
 """Optimizers: parameters change in place, by the gradients that `backward` left in them.
 
 Everything that changes from step to step (moments, rates, counts) is a tensor, so a jitted training step is
-captured once, and the updates run inside the kernels that compute the gradients, or right after them.
+captured once, and the updates run inside the kernels that compute the gradients, or in one after them all.
+Parameters lie side by side in one memory, and so do their means, their squares and their masters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.tensor.arithmetic import divide, isfinite, minimum, multiply, sqrt, where
-from penstock.tensor.core import Tensor, from_numpy, no_grad
-from penstock.tensor.manipulation import astype
+from penstock.tensor.core import Tensor, capture, from_numpy, no_grad
+from penstock.tensor.gathering import gather, gathered, reading
+from penstock.tensor.manipulation import astype, concat, reshape
 from penstock.tensor.reduction import all as all_
 from penstock.tensor.reduction import sum as sum_
 
@@ -72,9 +76,8 @@ class Optimizer:
         self._state: dict[str, list[Tensor]] = {}
         self._numbers: dict[str, Tensor] = {}
         halves = [one for one in self.parameters if one._node.dtype.itemsize == 2]
-        self._masters: dict[int, Tensor] = {
-            id(one): from_numpy(one.numpy().astype(np.float32), one.device) for one in halves
-        }
+        masters = gathered([one.numpy().astype(np.float32) for one in halves], self._device)
+        self._masters: dict[int, Tensor] = {id(one): it for one, it in zip(halves, masters, strict=True)}
         if any(str(one.dtype) == "float16" for one in halves):
             self._numbers["scale"] = self._number(_FIRST_SCALE)
             self._numbers["good_steps"] = self._number(0)
@@ -103,6 +106,11 @@ class Optimizer:
 
     def step(self) -> None:
         """Change every parameter that has a gradient, and let go of the gradients."""
+        if (capturing := capture.get()) is not None:
+            # Replays leave everything in its place. A step that is not captured gives new values new memory.
+            for tensor in (*self.parameters, *chain(*self._state.values()), *self._masters.values()):
+                capturing.used(tensor)
+            self._gather()
         with no_grad():
             grads = {
                 at: astype(tensor.grad, self._master(at).dtype)
@@ -121,42 +129,34 @@ class Optimizer:
     @staticmethod
     def norm(grads: Sequence[Tensor]) -> Tensor:
         """The length of all gradients as one vector."""
-        total = sum_(multiply(grads[0], grads[0]))
-        for grad in grads[1:]:
-            total = total + sum_(multiply(grad, grad))
-        return sqrt(total)
+        return sqrt(sum_(_together([sum_(multiply(grad, grad)) for grad in grads])))
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:
         """Moments, counts and masters as arrays, by name and the number of the parameter."""
-        tensors = {f"{name}.{at}": one for name, row in self._state.items() for at, one in enumerate(row)}
-        tensors |= dict(self._numbers)
-        for at, tensor in enumerate(self.parameters):
-            if id(tensor) in self._masters:
-                tensors[f"master.{at}"] = self._masters[id(tensor)]
-        futures = {name: tensor.numpy_async() for name, tensor in tensors.items()}
-        found = {name: future.wait() for name, future in futures.items()}
+        kinds = self._named()
+        waits = [reading(list(tensors.values())) for tensors in kinds]
+        found: dict[str, npt.NDArray[Any]] = {}
+        for tensors, wait in zip(kinds, waits, strict=True):
+            found |= zip(tensors, wait(), strict=True)
         found["lr"] = np.float64(self.lr)  # type: ignore[assignment]
         return found
 
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Go on from where `state_dict` was taken; a ValueError names what does not fit."""
-        mine = self.state_dict()
-        if set(mine) != set(state):
-            wrong = sorted(set(mine) ^ set(state))
+        shapes = {name: one.shape for tensors in self._named() for name, one in tensors.items()} | {"lr": ()}
+        if set(shapes) != set(state):
+            wrong = sorted(set(shapes) ^ set(state))
             raise ValueError(f"the state of another optimizer: {wrong[:5]} differ")
-        for name, array in mine.items():
-            if np.shape(state[name]) != np.shape(array):
-                raise ValueError(f"{name} has shape {np.shape(array)}, and {np.shape(state[name])} was given")
-        for name, row in self._state.items():
-            for at, tensor in enumerate(row):
-                self._take(tensor, state[f"{name}.{at}"])
-        for name, tensor in self._numbers.items():
-            self._take(tensor, state[name])
-        for at, one in enumerate(self.parameters):
-            if id(one) in self._masters:
-                self._take(self._masters[id(one)], state[f"master.{at}"])
+        for name, shape in shapes.items():
+            if np.shape(state[name]) != shape:
+                raise ValueError(f"{name} has shape {shape}, and {np.shape(state[name])} was given")
+        for tensors in self._named():
+            arrays = [np.asarray(state[name]).astype(one._node.dtype.numpy) for name, one in tensors.items()]
+            for tensor, new in zip(tensors.values(), gathered(arrays, self._device), strict=True):
+                tensor._become(new._node)
+        self._gather()
         self.lr = float(np.asarray(state["lr"]))
 
     # For subclasses
@@ -171,10 +171,8 @@ class Optimizer:
 
     def _add_state(self, name: str) -> None:
         """Zeros for each parameter."""
-        self._state[name] = [
-            from_numpy(np.zeros(one.shape, self._master(at).dtype.numpy), one.device)
-            for at, one in enumerate(self.parameters)
-        ]
+        zeros = [np.zeros(one.shape, self._master(at).dtype.numpy) for at, one in enumerate(self.parameters)]
+        self._state[name] = gathered(zeros, self._device)
 
     def _number(self, value: float) -> Tensor:
         return from_numpy(np.array(value, np.float32), self._device)
@@ -185,21 +183,27 @@ class Optimizer:
         tensor = self.parameters[at]
         return self._masters.get(id(tensor), tensor)
 
-    def _take(self, tensor: Tensor, array: npt.ArrayLike) -> None:
-        value = np.asarray(array).astype(tensor._node.dtype.numpy)
-        tensor._become(from_numpy(value, tensor.device)._node)
+    def _named(self) -> list[dict[str, Tensor]]:
+        """What a state consists of, by name, kind by kind."""
+        kinds = [{f"{name}.{at}": one for at, one in enumerate(row)} for name, row in self._state.items()]
+        masters = {at: self._masters.get(id(one)) for at, one in enumerate(self.parameters)}
+        kinds += [{f"master.{at}": one for at, one in masters.items() if one is not None}, self._numbers]
+        return [tensors for tensors in kinds if tensors]
+
+    def _gather(self) -> None:
+        """Lay parameters and state side by side, as far as their values have been computed."""
+        for tensors in (self.parameters, *self._state.values(), list(self._masters.values())):
+            if all(isinstance(tensor._node.value, Buffer) for tensor in tensors):
+                gather(tensors)
 
     def _unscaled(self, grads: dict[int, Tensor]) -> Tensor | None:
         """Take the scale of the loss out of gradients, and adapt it; whether they are finite."""
         scale = self._numbers.get("scale")
         if scale is None or not grads:
             return None
-        sound = None
+        sound = all_(_together([all_(isfinite(grad)) for grad in grads.values()]))
         for at, grad in grads.items():
-            finite = all_(isfinite(grad))
-            sound = finite if sound is None else sound & finite
             grads[at] = divide(grad, scale)
-        assert sound is not None
         steps = where(sound, self._numbers["good_steps"] + 1, 0.0)
         grown = minimum(where(steps >= _GROWTH_STEPS, scale * 2, scale), _LARGEST_SCALE)
         self._numbers["good_steps"]._rebind(where(steps >= _GROWTH_STEPS, 0.0, steps))
@@ -219,6 +223,11 @@ class Optimizer:
             old._rebind(new.detach())
         if master is not tensor:
             tensor._rebind(astype(master, tensor.dtype))
+
+
+def _together(values: Sequence[Tensor]) -> Tensor:
+    """Tensors without axes as one: what adds them up is then one kernel, and those before it can be one."""
+    return concat([reshape(value, (1,)) for value in values])
 
 
 class SGD(Optimizer):

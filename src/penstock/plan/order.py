@@ -11,12 +11,15 @@ class Work(NamedTuple):
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    replaces: tuple[int, ...] = ()  # given values whose memory its results take, if nothing reads them later
 
 
 def ordered(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) -> list[int]:
     """The steps in an order that needs little memory, each after those that write what it reads.
 
     The given order has to be a possible one, and stays if it needs no more. What is in `kept` is never freed.
+    A step that replaces a value comes after the other readers of it, where that can be: a result that cannot
+    take its place needs memory of its own.
     """
     # Sums of gradients begin with the last part, so of steps that add the same the later may be better.
     orders = [list(range(len(steps))), *(_greedy(steps, nbytes, kept, turn) for turn in (1, -1))]
@@ -34,7 +37,14 @@ def _greedy(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int], 
     ready = {number for number, count in enumerate(missing) if not count}
     order: list[int] = []
     while ready:
-        best = min(ready, key=lambda number: (_added(number, steps, nbytes, kept, readers), turn * number))
+        best = min(
+            ready,
+            key=lambda number: (
+                any(readers[value] - {number} for value in steps[number].replaces if value in readers),
+                _added(number, steps, nbytes, kept, readers),
+                turn * number,
+            ),
+        )
         ready.remove(best)
         order.append(best)
         followers = {number for value in steps[best].writes for number in readers.get(value, ())}
@@ -63,12 +73,14 @@ def _added(
 def _peak(order: Sequence[int], steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) -> int:
     last = {value: place for place, number in enumerate(order) for value in steps[number].reads}
     live = peak = 0
+    apart = 0  # bytes of results that cannot take the place of what they replace
     for place, number in enumerate(order):
         step = steps[number]
+        apart += sum(nbytes[value] for value in step.replaces if last.get(value, place) > place)
         live += sum(nbytes[value] for value in step.writes if value not in kept)
         peak = max(peak, live)
         ends = {value for value in step.reads if last[value] == place} | {
             value for value in step.writes if value not in last
         }
         live -= sum(nbytes[value] for value in ends if value not in kept)
-    return peak
+    return peak + apart

@@ -77,7 +77,7 @@ class Lane:
 
     def _admit(self, buffers: Sequence[Buffer], reads_only: bool) -> list[Event] | None:
         waits = []
-        for buffer in buffers:
+        for buffer in {id(buffer.usage): buffer for buffer in buffers}.values():  # parts of one memory once
             usage = buffer.usage
             if buffer.driver is not self._driver:
                 raise ValueError(f"{buffer!r} cannot be used on {self._driver.name}; copy it there first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -11,19 +12,26 @@ from penstock.device.driver import Driver, Event, Grid, Kernel
 from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.memory.buffer import Buffer
 from penstock.memory.pool import BufferPool
-from penstock.stream.lane import FlushPolicy, Lane, Launch, describe
+from penstock.stream.lane import Command, FlushPolicy, Lane, Launch, describe
 from penstock.stream.waits import WaitLedger
+
+_PAUSE = 1000  # replays after which a graph that could not be made is tried again
 
 
 class Program:
     """Launches whose arguments are set once: recording them again costs little beside the driver's calls."""
 
-    __slots__ = ("bound", "buffers", "commands")
+    __slots__ = ("__weakref__", "bound", "buffers", "commands", "graph", "replays")
 
     def __init__(self, commands: list[Launch], buffers: tuple[Buffer, ...], bound: Sequence[Any]) -> None:
         self.commands = commands
         self.buffers = buffers  # all that the launches touch
         self.bound = bound
+        self.graph: Any = None  # the launches as one, where the driver has such and that pays
+        self.replays = 0
+
+    def __repr__(self) -> str:
+        return f"<program of {len(self.commands)} launches, from {self.commands[0][0]!r} on>"
 
 
 class Stream:
@@ -43,6 +51,7 @@ class Stream:
         self.incoming = Lane(driver, driver.incoming, at_once, self.wait)
         self.outgoing = Lane(driver, driver.outgoing, at_once, self.wait)
         self._lanes = (self.compute, self.incoming, self.outgoing)
+        self._graphs: weakref.WeakSet[Program] = weakref.WeakSet()  # programs that have one
 
     @property
     def pending(self) -> int:
@@ -101,25 +110,47 @@ class Stream:
 
     def replay(self, program: Program, buffers: tuple[Buffer, ...] | None = None) -> None:
         """Record a program's launches, in order; `buffers`: all that they touch, if not those of `bind`."""
-        commands = program.commands
-        if buffers is None:
-            buffers = program.buffers
-        else:
-            commands = [(kernel, grid, group, buffers) for kernel, grid, group, _ in commands]
+        touched = program.buffers if buffers is None else buffers
         step = self.policy.max_commands
         with self.lock:
             self.check_available()
+            if self._graph(program):
+                # The command holds the program, because a graph that runs may not go.
+                self._record([program.graph], [("replay", None, None, (program, *touched))], touched)
+                return
+            commands: Sequence[Command] = program.commands
+            if buffers is not None:
+                commands = [(kernel, grid, group, buffers) for kernel, grid, group, _ in program.commands]
             for start in range(0, len(program.bound), step):
-                waits = self.compute.dependencies(buffers)
-                events: list[Event] = []
-                try:
-                    self._driver.replay(
-                        self.compute.queue, program.bound[start : start + step], waits, events
-                    )
-                except DeviceError as error:
-                    raise DeviceError(error.reason, describe(commands[start + len(events)])) from None
-                finally:
-                    self.compute.record_all(events, commands[start : start + len(events)], buffers)
+                self._record(program.bound[start : start + step], commands[start : start + step], touched)
+
+    def _record(self, bound: Sequence[Any], commands: Sequence[Command], buffers: tuple[Buffer, ...]) -> None:
+        waits = self.compute.dependencies(buffers)
+        events: list[Event] = []
+        try:
+            self._driver.replay(self.compute.queue, bound, waits, events)
+        except DeviceError as error:
+            raise DeviceError(error.reason, describe(commands[len(events)])) from None
+        finally:
+            self.compute.record_all(events, commands[: len(events)], buffers)
+
+    def _graph(self, program: Program) -> bool:
+        """Whether a program is recorded as one graph: from the second time on, since it is costly to make."""
+        program.replays += 1
+        if program.graph is None and self._driver.graphs and program.replays > 1 and len(program.bound) > 1:
+            try:
+                program.graph = self._driver.capture(program.bound)
+                self._graphs.add(program)
+            except DeviceError:  # a graph takes memory of the device, of which there may be none now
+                program.replays = -_PAUSE
+        return program.graph is not None
+
+    def release_graphs(self) -> None:
+        """Let go of all graphs. Programs that are replayed again get new ones."""
+        with self.lock:
+            for program in self._graphs:
+                program.graph = None
+            self._graphs.clear()
 
     def forget(self, program: Program) -> None:
         """Let go of a program's buffers: from then on `replay` has to be told them."""

@@ -196,7 +196,8 @@ class _Tracing:
         (device,) = devices
         pending = [node for node in wanted if node.value is None]
         structure = Structure(pending)
-        program = programs(device).build(structure, pending) if pending else None
+        replaced = self._replaced(pending, structure.inputs)
+        program = programs(device).build(structure, pending, replaced) if pending else None
         return _Captured(
             device=device,
             program=program,
@@ -212,6 +213,16 @@ class _Tracing:
             facts=self._facts,
             donated=donated,
         )
+
+    def _replaced(self, pending: list[Node], inputs: list[Node]) -> dict[int, int]:
+        """Which results of the program replace which inputs: the new values of tensors from outside."""
+        results = {node: at for at, node in enumerate(pending)}
+        number = {node: at for at, node in enumerate(inputs)}
+        return {
+            results[tensor._node]: number[before.node]
+            for tensor, before in self._outside.values()
+            if tensor._node in results and before.node in number
+        }
 
     def _tensor(self, target: _Target) -> Tensor:
         if target.tensor is not None:
@@ -300,9 +311,11 @@ class _Captured:
         for fact, answer in self.facts:
             if fact() != answer:
                 return False
+        device = self.device
         for source in self._outside:
-            node = source.current()._node
-            if (node.shape, node.dtype) != source.kind or source.tensor.device is not self.device:  # type: ignore[union-attr]
+            tensor = source.current()
+            node, (shape, dtype) = tensor._node, source.kind  # type: ignore[misc]
+            if node.shape != shape or node.dtype is not dtype or tensor.device is not device:
                 return False
         return True
 
@@ -311,6 +324,9 @@ class _Captured:
             id(t.tensor): at for at, t in enumerate(self.changed, self.results) if t.tensor is not None
         }
         self._outside = [source for source in self.sources if source.tensor is not None]
+        # Where inputs come from, if all are arguments or tensors from outside that are no gradients.
+        simple = all(one.grad_of is None and one.value is None for one in self.sources)
+        self._simple = [(one.tensor, one.argument) for one in self.sources] if simple else []
         # Tensors that can be written over themselves: input, tensor, output, place among the wanted.
         self._in_place: list[tuple[int, Tensor, int, int]] = []
         for at, source in enumerate(self.sources):
@@ -324,26 +340,31 @@ class _Captured:
 
     def replay(self, arguments: list[Tensor]) -> Any:
         """Run the program on what the arguments and the tensors from outside hold now."""
-        inputs = [source.buffer(arguments) for source in self.sources]
+        inputs = [(arguments[at] if one is None else one)._node.value for one, at in self._simple]  # type: ignore[index]
+        if not inputs or None in inputs:
+            inputs = [source.buffer(arguments) for source in self.sources]
         found: list[Buffer] = []
         over, settled = self._free_memory(inputs)
         if self.program is not None:
             found = self.program.run(inputs, self.numbers, over)
         for at in self.donated:
             arguments[at]._node = leaf(_DONATED, arguments[at].shape, arguments[at].dtype)
-        nodes: list[Node | None] = []
-        for place, (one, kind) in enumerate(zip(self.wanted, self.kinds, strict=True)):
-            buffer = found[one] if isinstance(one, int) else one.buffer(arguments)
-            nodes.append(None if place in settled else leaf(buffer, *kind))
-        for target, node in zip(self.changed, nodes[self.results :], strict=False):
-            if node is not None:
-                changed = target.tensor if target.tensor is not None else arguments[target.argument or 0]
-                changed._become(node)
-        rest = iter([Tensor(node, self.device) for node in nodes[self.results + len(self.changed) :] if node])
+        nodes: list[Node] = []
+        targets: list[_Target] = []
+        for place, one in enumerate(self.wanted):
+            if place not in settled:
+                buffer = found[one] if isinstance(one, int) else one.buffer(arguments)
+                nodes.append(leaf(buffer, *self.kinds[place]))
+                if self.results <= place < self.results + len(self.changed):
+                    targets.append(self.changed[place - self.results])
+        rest = iter(nodes)
+        results = [Tensor(next(rest), self.device) for _ in range(self.results)]
+        for target in targets:
+            changed = target.tensor if target.tensor is not None else arguments[target.argument or 0]
+            changed._become(next(rest))
         for tensor, there in self.grads:
-            tensor.grad = next(rest) if there else None
-        results = iter([Tensor(node, self.device) for node in nodes[: self.results] if node is not None])
-        return _replaced(self.result, results)
+            tensor.grad = Tensor(next(rest), self.device) if there else None
+        return _replaced(self.result, iter(results))
 
     def _free_memory(self, inputs: list[Buffer]) -> tuple[dict[int, int], set[int]]:
         """Which outputs are written over which inputs, that nothing else refers to; what then stays."""

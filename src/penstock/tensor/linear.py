@@ -34,7 +34,9 @@ def matmul(x1: Tensor, x2: Tensor, /) -> Tensor:
     dtype = dtypes.promote(a.dtype, b.dtype)
     batch = common_shape(a.shape[:-2], b.shape[:-2])
     a, b = broadcast(a, batch + a.shape[-2:]), broadcast(b, batch + b.shape[-2:])
-    inside = dtypes.float32 if dtype is dtypes.bfloat16 else dtype  # for which there is a kernel
+    inside = dtype
+    if dtype is dtypes.bfloat16 and not a.device.capabilities.matmul_library:
+        inside = dtypes.float32  # for which there is a kernel
     nodes = [elementwise.cast(elementwise.cast(x._node, dtype), inside) for x in (a, b)]
     result = record(elementwise.cast(contraction.matmul(*nodes), dtype), a, b)
     if x1.ndim == 1:

@@ -1,0 +1,73 @@
+"""Compiled kernels on disk: what one process compiled, the next one loads. Bounded in bytes and in files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from penstock.config import cache_folder
+
+_MAX_FILES = 4096
+_MAX_BYTES = 256 << 20
+_CHECK_BYTES = 32  # of a digest before the code, by which a damaged file is found
+
+
+class Binaries:
+    """Code by the text that it was compiled from. A file that cannot be read or written is none."""
+
+    def __init__(
+        self, folder: Path | None = None, max_files: int = _MAX_FILES, max_bytes: int = _MAX_BYTES
+    ) -> None:
+        self._folder = folder or cache_folder() / "kernels"
+        self._max_files = max_files
+        self._max_bytes = max_bytes
+
+    def get(self, said: str) -> bytes | None:
+        """The code of `said`, which names everything that it depends on."""
+        path = self._path(said)
+        try:
+            found = path.read_bytes()
+            os.utime(path)  # the oldest go first
+        except OSError:
+            return None
+        check, code = found[:_CHECK_BYTES], found[_CHECK_BYTES:]
+        return code if hashlib.sha256(code).digest() == check else None
+
+    def put(self, said: str, code: bytes) -> None:
+        """Keep code, whole or not at all: a process that reads meanwhile finds none."""
+        path = self._path(said)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            unfinished.write_bytes(hashlib.sha256(code).digest() + code)
+            os.replace(unfinished, path)
+        except OSError:
+            with suppress(OSError):
+                unfinished.unlink()
+            return
+        self._trim()
+
+    def _path(self, said: str) -> Path:
+        return self._folder / f"{hashlib.sha256(said.encode()).hexdigest()}.bin"
+
+    def _trim(self) -> None:
+        """Remove what was not used for longest, down to three quarters of a bound that is passed."""
+        files = []
+        for path in self._folder.iterdir():
+            with suppress(OSError):  # another process may have removed it
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in files)
+        if len(files) <= self._max_files and total <= self._max_bytes:
+            return
+        files.sort()
+        count = len(files)
+        for _, size, path in files:
+            if count <= self._max_files * 3 // 4 and total <= self._max_bytes * 3 // 4:
+                break
+            with suppress(OSError):
+                path.unlink()
+            count, total = count - 1, total - size

@@ -1,0 +1,100 @@
+"""Matrix products by a library: which it takes, and how their operands lie in memory, in its own words.
+
+A library has matrices whose columns lie one after another, `leading` items apart. One whose rows do is the
+transposed matrix to it, so that it computes transposed(right) @ transposed(left): the transposed product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from penstock.device.driver import Capabilities
+from penstock.fusion.index import ZERO, variable
+from penstock.fusion.views import operand_index
+from penstock.graph.dtypes import bfloat16, float16, float32, float64
+from penstock.graph.node import Node
+
+LIBRARY_DTYPES = (bfloat16, float16, float32, float64)
+# Multiplications up to which a generated kernel wins, by what was measured on an H200. With sides of 64, 128
+# and 256 it takes 1.9, 3.7 and 24.5 us in float32, and the library with a map after it 4.7, 6.0 and 8.5; in
+# bfloat16 2.1, 3.6 and 24.3 us, and the library 3.5, 4.0 and 4.2. Without the map it has 1.2 us less.
+_SMALL = {float32: 1 << 21, float16: 1 << 20, bfloat16: 1 << 20, float64: 0}
+
+
+def by_library(product: Node, capabilities: Capabilities) -> bool:
+    """Whether a device's library computes a product: not a small one, whose generated kernel holds more."""
+    if not capabilities.matmul_library or product.dtype not in LIBRARY_DTYPES:
+        return False
+    return product.size * product.inputs[0].shape[-1] > _SMALL[product.dtype]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """An operand in memory: `rows` items in a row are a column, and columns are `leading` items apart."""
+
+    rows: int
+    columns: int
+    leading: int
+    transposed: bool  # whether the library has to transpose it for its product
+    batch_stride: int  # items from one matrix of a batch to the next; 0: they are one
+    offset: int  # items before the first
+
+    @property
+    def extent(self) -> int:
+        """The items from the first of the memory to the last of one matrix."""
+        return self.offset + (self.columns - 1) * self.leading + self.rows
+
+
+def laid_out(
+    rows: int, columns: int, row_stride: int, column_stride: int, batch_stride: int = 0, offset: int = 0
+) -> Matrix | None:
+    """How an operand of `rows` x `columns` lies; None if its items are next to each other along neither axis.
+
+    The stride of an axis of length 1 says nothing.
+    """
+    by_rows = (column_stride == 1 or columns == 1) and (rows == 1 or row_stride >= columns)
+    by_columns = (row_stride == 1 or rows == 1) and (columns == 1 or column_stride >= rows)
+    if by_rows and (columns >= rows or not by_columns):
+        return Matrix(columns, rows, row_stride if rows > 1 else columns, False, batch_stride, offset)
+    if by_columns:
+        return Matrix(rows, columns, column_stride if columns > 1 else rows, True, batch_stride, offset)
+    return None
+
+
+def batch_stride(lengths: Sequence[int], factors: Sequence[int]) -> int | None:
+    """The one stride with which all axes of a batch are walked in order; None where there is none."""
+    after = [math.prod(lengths[axis + 1 :]) for axis in range(len(lengths))]
+    long = [axis for axis, length in enumerate(lengths) if length > 1]
+    stride = factors[long[-1]] // after[long[-1]] if long else 0
+    return stride if all(factors[axis] == stride * after[axis] for axis in long) else None
+
+
+def library_operand(operand: Node, stored: Container[Node]) -> tuple[Node, Matrix] | None:
+    """What an operand looks at, and how it lies there; None if a library wants it written out.
+
+    Views in `stored` are looked at as they are, since they are written out.
+    """
+    found = operand_index(operand, stored)
+    if found is None:
+        return None
+    node, index, _ = found
+    lengths = operand.shape[:-2]
+    stride = batch_stride(lengths, [index.factor(f"b{axis}") for axis in range(len(lengths))])
+    if stride is None or stride < 0:
+        return None
+    rows, columns = operand.shape[-2:]
+    matrix = laid_out(rows, columns, index.factor("i"), index.factor("j"), stride, index.constant)
+    return None if matrix is None else (node, matrix)
+
+
+def bias_vector(operand: Node, columns: int, stored: Container[Node]) -> Node | None:
+    """The vector of `columns` items that an operand repeats along all axes but the last, if it does."""
+    if operand.ndim < 2 or operand.shape[-1] != columns:
+        return None
+    found = operand_index(operand, stored)
+    if found is None or found[0].size != columns:
+        return None
+    node, index, _ = found
+    return node if index == (variable("j") if columns > 1 else ZERO) else None

@@ -1,0 +1,60 @@
+"""What was found by measuring, kept for the next time: a file for each device and version of a library."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+
+from penstock.config import cache_folder
+from penstock.kernels.source import digest
+
+_MAX_CHOICES = 2048  # in a file; of more, the oldest go
+_VERSION = 1  # of what is measured and how: what an older Penstock chose is not looked at
+
+
+class Choices:
+    """Choices by problem, in memory and on disk. A file that cannot be read or written is none."""
+
+    def __init__(self, where: str) -> None:
+        """`where` names the device and the library, with their versions."""
+        self._path = cache_folder() / f"choices-{digest(f'{_VERSION} {where}')}.json"
+        self._known: dict[str, str] | None = None
+        self._lock = threading.Lock()
+
+    def get(self, problem: str) -> str | None:
+        """What was chosen before."""
+        with self._lock:
+            if self._known is None:
+                self._known = self._read()
+            return self._known.get(problem)
+
+    def put(self, problem: str, choice: str) -> None:
+        """Keep a choice."""
+        with self._lock:
+            known = self._read() | (self._known or {})  # another process may have added some
+            known.pop(problem, None)
+            known[problem] = choice
+            self._known = dict(list(known.items())[-_MAX_CHOICES:])
+            self._write(self._known)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            found = json.loads(self._path.read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        if not isinstance(found, dict):
+            return {}
+        return {key: value for key, value in found.items() if isinstance(value, str)}
+
+    def _write(self, known: dict[str, str]) -> None:
+        """Whole or not at all: a process that reads meanwhile finds the old file."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self._path.parent, suffix=".json")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(known, file, indent=0)
+            os.replace(name, self._path)
+        except OSError:
+            return

@@ -1,0 +1,245 @@
+"""Which of cuBLASLt's algorithms computes a problem: what was measured once, here or in a process before.
+
+The library suggests algorithms in the order of a model of its own. Each is timed on memory of the problem's
+size. The same memory is used again and again, so that small operands come from the cache; in a program they
+mostly do too, since the kernel before has just written one of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver as cuda
+from nvmath.bindings import cublasLt
+
+from penstock.device.driver import Driver
+from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
+from penstock.fusion.products import Matrix
+from penstock.graph.dtypes import checked as dtype_of
+from penstock.graph.node import Array
+from penstock.kernels.choices import Choices
+from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch
+from penstock.kernels.source import UNIT, digest
+
+Call = Callable[[], None]
+
+_ALGORITHM_BYTES = 64  # which may be kept for as long as the version of the library is the same
+_SUGGESTIONS = 8  # algorithms that are asked for and timed
+_ROUNDS = 5  # timings of each, of which the median counts
+_ROUND_MS = 0.2  # what a timing takes about: events tell times to half a microsecond
+_MOST_CALLS = 16  # in one timing
+_SAMPLE = 1 << 16  # random items, which are repeated: products of zeros take less time than others
+
+
+class _Library:
+    """The library on one device, for the life of the process."""
+
+    def __init__(self) -> None:
+        try:
+            self.handle: int = cublasLt.create()
+        except Exception as error:  # nvmath has several, for a library that is not there
+            raise CompileError(
+                f"cuBLASLt, which NVIDIA's CUDA toolkit has, cannot be used: {error}"
+            ) from None
+        name = _checked(cuda.cuDeviceGetName(128, _checked(cuda.cuCtxGetDevice())))
+        device = name.split(b"\0")[0].decode()
+        self.choices = Choices(f"{device}, cuBLASLt {cublasLt.get_version()}")
+
+
+_libraries: dict[int, _Library] = {}  # by context
+
+
+def tune(launch: LibraryLaunch, driver: Driver) -> None:
+    """Give a launch its algorithm, and run it once, so that its kernels are loaded before any capture."""
+    context = int(_checked(cuda.cuCtxGetCurrent()))
+    if context not in _libraries:
+        _libraries[context] = _Library()
+    library = _libraries[context]
+    problem = digest(repr(launch.product))
+    known = usable(launch, library.handle, library.choices.get(problem))
+    algorithms = [known] if known is not None else suggestions(launch, library.handle)
+    if not algorithms:
+        raise CompileError(f"cuBLASLt has no algorithm for {launch.product}")
+    launch.use(library.handle, algorithms[0])
+    try:
+        with memory(launch, driver, random=known is None) as args, new_stream() as stream:
+            if known is None:
+                times = measured(launch, library.handle, algorithms, stream, args)
+                launch.use(library.handle, algorithms[times.index(min(times))])
+            launch(stream, *args)
+    except OutOfDeviceMemory:
+        return  # with the library's own first choice, or with what is known
+    if known is None:
+        library.choices.put(problem, launch.algorithm.tobytes().hex())
+
+
+def suggestions(launch: LibraryLaunch, handle: int, count: int = _SUGGESTIONS) -> list[Array]:
+    """Algorithms that the library thinks well of, the best first, each in its 64 bytes."""
+    preference = cublasLt.matmul_preference_create()
+    try:
+        attribute = cublasLt.MatmulPreferenceAttribute
+        product, size = launch.product, dtype_of(launch.product.dtype).itemsize
+        limits: dict[Any, np.integer[Any]] = {
+            attribute.MAX_WORKSPACE_BYTES: np.uint64(WORKSPACE),
+            attribute.MIN_ALIGNMENT_A_BYTES: np.uint32(_alignment(product.right, size)),
+            attribute.MIN_ALIGNMENT_B_BYTES: np.uint32(_alignment(product.left, size)),
+        }
+        for which, value in limits.items():
+            held = np.atleast_1d(value)
+            cublasLt.matmul_preference_set_attribute(preference, int(which), held.ctypes.data, held.nbytes)
+        found = np.zeros(count, cublasLt.matmul_heuristic_result_dtype)
+        number = np.zeros(1, np.int32)
+        of = launch.descriptors
+        try:
+            cublasLt.matmul_algo_get_heuristic(
+                handle,
+                of.operation,
+                of.right,
+                of.left,
+                of.out,
+                of.out,
+                preference,
+                count,
+                found.ctypes.data,
+                number.ctypes.data,
+            )
+        except cublasLt.cuBLASLtError:  # there are none
+            return []
+    finally:
+        cublasLt.matmul_preference_destroy(preference)
+    return [one["algo"]["data_"].copy() for one in found[: number[0]] if one["state"] == 0]
+
+
+def usable(launch: LibraryLaunch, handle: int, choice: str | None) -> Array | None:
+    """A choice that was kept, if the library still takes it for the problem."""
+    try:
+        algorithm = np.frombuffer(bytes.fromhex(choice or ""), np.uint64).copy()
+    except ValueError:
+        return None
+    if algorithm.nbytes != _ALGORITHM_BYTES:
+        return None
+    of, result = launch.descriptors, np.zeros(1, cublasLt.matmul_heuristic_result_dtype)
+    try:
+        cublasLt.matmul_algo_check(
+            handle, of.operation, of.right, of.left, of.out, of.out, algorithm.ctypes.data, result.ctypes.data
+        )
+    except cublasLt.cuBLASLtError:
+        return None
+    return algorithm if result["workspace_size"][0] <= WORKSPACE else None
+
+
+def measured(
+    launch: LibraryLaunch, handle: int, algorithms: Sequence[Array], stream: int, args: Sequence[int]
+) -> list[float]:
+    """Milliseconds of a call with each algorithm; infinite where it fails."""
+    return [_milliseconds(launch, handle, algorithm, stream, args) for algorithm in algorithms]
+
+
+def _milliseconds(
+    launch: LibraryLaunch, handle: int, algorithm: Array, stream: int, args: Sequence[int]
+) -> float:
+    launch.use(handle, algorithm)
+    try:
+        launch(stream, *args)  # loads its kernels
+        once = _timed(stream, partial(launch, stream, *args))
+    except cublasLt.cuBLASLtError:
+        return float("inf")
+    calls = max(1, min(_MOST_CALLS, round(_ROUND_MS / once)))
+    # A graph, because Python enqueues slower than a GPU computes small products.
+    with captured(stream, calls * [partial(launch, stream, *args)]) as replay:
+        replay()
+        return statistics.median(_timed(stream, replay) for _ in range(_ROUNDS)) / calls
+
+
+# CUDA
+
+
+@contextmanager
+def memory(launch: LibraryLaunch, driver: Driver, random: bool = True) -> Iterator[list[int]]:
+    """Arguments for a launch: memory of its own, with random items or with what is there."""
+    sizes: dict[int, int] = {}
+    for name, at in launch.buffers.items():  # one buffer may be both operands
+        sizes[at] = max(sizes.get(at, 0), -(-launch.product.nbytes(name) // UNIT))
+    taken = driver.allocate(UNIT * sum(sizes.values()))
+    try:
+        if random:
+            items = np.random.default_rng(0).standard_normal(_SAMPLE)
+            sample = items.astype(dtype_of(launch.product.dtype)).view(np.uint8)
+            _fill(int(taken.native), taken.nbytes, sample)
+        places = list(accumulate((sizes[at] for at in range(len(sizes))), initial=0))[:-1]
+        yield [*(int(taken.native) for _ in places), *places]
+    finally:
+        driver.free(taken)
+
+
+def _fill(address: int, nbytes: int, sample: Array) -> None:
+    """Repeat a sample over memory, by copies that double."""
+    done = min(nbytes, sample.nbytes)
+    _checked(cuda.cuMemcpyHtoD(address, sample.ctypes.data, done))
+    while done < nbytes:
+        more = min(done, nbytes - done)
+        _checked(cuda.cuMemcpyDtoD(address + done, address, more))
+        done += more
+    _checked(cuda.cuCtxSynchronize())
+
+
+@contextmanager
+def new_stream() -> Iterator[int]:
+    """A stream of its own; what is on it is finished at the end."""
+    stream = _checked(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
+    try:
+        yield int(stream)
+        _checked(cuda.cuStreamSynchronize(stream))
+    finally:
+        _checked(cuda.cuStreamDestroy(stream))
+
+
+@contextmanager
+def captured(stream: int, calls: Sequence[Call]) -> Iterator[Call]:
+    """What calls enqueue, as one call of a graph."""
+    _checked(cuda.cuStreamBeginCapture(stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    try:
+        for call in calls:
+            call()
+    finally:
+        graph = _checked(cuda.cuStreamEndCapture(stream))
+    ready = _checked(cuda.cuGraphInstantiate(graph, 0))
+    try:
+        yield lambda: _checked(cuda.cuGraphLaunch(ready, stream))
+    finally:
+        _checked(cuda.cuGraphExecDestroy(ready))
+        _checked(cuda.cuGraphDestroy(graph))
+
+
+def _timed(stream: int, call: Call) -> float:
+    """Milliseconds that the device takes for what a call enqueues."""
+    start, end = (_checked(cuda.cuEventCreate(0)) for _ in range(2))
+    try:
+        _checked(cuda.cuEventRecord(start, stream))
+        call()
+        _checked(cuda.cuEventRecord(end, stream))
+        _checked(cuda.cuEventSynchronize(end))
+        return float(_checked(cuda.cuEventElapsedTime(start, end)))
+    finally:
+        for event in (start, end):
+            _checked(cuda.cuEventDestroy(event))
+
+
+def _alignment(matrix: Matrix, size: int) -> int:
+    """The bytes, a power of two, at whose multiples an operand begins in memory that begins at a unit."""
+    start = matrix.offset * size
+    return min(UNIT, start & -start) if start else UNIT
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """The value of a call of CUDA's driver, or an error."""
+    status, *values = result
+    if status != cuda.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"CUDA says {status.name}", "measuring a product")
+    return values[0] if values else None

@@ -1,0 +1,190 @@
+"""Sums of rows by index on a GPU, in one kernel that needs no sorted index, and the same every time.
+
+A group has every n-th row of the result, because the tokens of a text that are frequent mostly have numbers
+next to each other. It looks for its rows in the whole index, counts how often each is there, and sorts the
+places by row. A few threads add up a row; where it is long, all threads of the group do. A row that is very
+often there, or all where the places are too many for the group's memory, is looked for in the index again.
+"""
+
+from __future__ import annotations
+
+import math
+
+from penstock.device.driver import Capabilities
+from penstock.graph.dtypes import HALVES
+from penstock.graph.node import Node
+from penstock.kernels.c_expressions import c_type, combine
+from penstock.kernels.c_threads import thread_statements
+from penstock.kernels.lone import group_size
+from penstock.kernels.loops import Load, Statement, Store, Type, Update, Variable
+from penstock.kernels.source import C_TYPES, KernelSource, head
+
+_THREADS = 512  # of a group
+_TILE = 32  # threads that add up a row
+_MOST_ROWS = 1024  # of a group
+_LISTED = 4096  # places that a group sorts
+_LONG = 16  # places of a row, beyond which all threads add it up
+_OFTEN = 1024  # places of a row, beyond which they are not sorted
+_ACCESS = 16  # bytes that a thread reads at once
+
+
+def add_rows(node: Node, index: Node, capabilities: Capabilities) -> KernelSource:
+    """The kernel of `scatter_add`."""
+    dtype, index_dtype = str(node.dtype), str(index.dtype)
+    length, rest, count = node.shape[0], math.prod(node.shape[1:]), index.size
+    threads = group_size(_THREADS, capabilities)
+    tile = min(_TILE, threads)
+    tiles = threads // tile
+    groups = min(length, max(2 * capabilities.compute_units, -(-length // _MOST_ROWS)))
+    rows = -(-length // groups)
+    sums = _Sums(node, rest, threads)
+    # A key is a row of the group and a place, which sort as one number.
+    wide = rows * (1 << count.bit_length()) > 1 << 31
+    key, listed = ("ulong", _LISTED // 2) if wide else ("uint", _LISTED)
+    place_bits = count.bit_length()
+    text = f"""\
+{head("add_rows", [(dtype, "out0")], [(dtype, "in0"), (index_dtype, "index")])}\
+    LOCAL {key} keys[{listed}];
+    LOCAL int counts[{rows}], starts[{rows + 1}], long_rows[{rows}], found, found_long;
+    LOCAL {sums.type} across[{threads * sums.lanes}];
+    int group = GROUP(0), tile = THREAD / {tile}, rank = THREAD % {tile};
+    for (int row = THREAD; row < {rows}; row += {threads}) counts[row] = 0;
+    if (THREAD == 0) found = found_long = 0;
+    BARRIER;
+    for (int i = THREAD; i < {count}; i += {threads}) {{
+        {C_TYPES[index_dtype]} row = index[i];
+        int mine = row >= 0 && row < {length} && (int)row % {groups} == group;
+        if (mine) LOCAL_NEXT(counts[(int)row / {groups}]);
+    }}
+    BARRIER;
+    for (int i = THREAD; i < {count}; i += {threads}) {{
+        {C_TYPES[index_dtype]} row = index[i];
+        if (row < 0 || row >= {length} || (int)row % {groups} != group) continue;
+        int mine = (int)row / {groups}, at = counts[mine] > {_OFTEN} ? {listed} : LOCAL_NEXT(found);
+        if (at < {listed}) keys[at] = ({key})mine << {place_bits} | ({key})i;
+    }}
+    BARRIER;
+    int listed = found <= {listed} ? found : 0, padded = 1;
+    while (padded < listed) padded *= 2;
+    for (int i = listed + THREAD; i < padded; i += {threads}) keys[i] = ~({key})0;
+    for (int size = 2; size <= padded; size *= 2)
+        for (int step = size / 2; step > 0; step /= 2) {{
+            BARRIER;
+            for (int i = THREAD; i < padded / 2; i += {threads}) {{
+                int low = 2 * i - (i & (step - 1));
+                {key} a = keys[low], b = keys[low + step];
+                if ((a > b) == ((low & size) == 0)) {{
+                    keys[low] = b;
+                    keys[low + step] = a;
+                }}
+            }}
+        }}
+    BARRIER;
+    for (int row = THREAD; row <= {rows}; row += {threads}) {{
+        int before = 0, after = listed;
+        while (before < after) {{
+            int middle = (before + after) / 2;
+            if (keys[middle] >> {place_bits} < row) before = middle + 1;
+            else after = middle;
+        }}
+        starts[row] = before;
+    }}
+    BARRIER;
+    for (int row = tile; row < {rows} && row * {groups} + group < {length}; row += {tiles}) {{
+        int begin = starts[row], end = starts[row + 1], target = row * {groups} + group;
+        if (counts[row] > {_LONG} || counts[row] != end - begin) {{
+            if (rank == 0) long_rows[LOCAL_NEXT(found_long)] = row;
+            continue;
+        }}
+        for (int column = rank * {sums.lanes}; column < {rest}; column += {tile * sums.lanes}) {{
+            {sums.start()}
+            for (int i = begin; i < end; i++) {{
+                int place = keys[i] & {(1 << place_bits) - 1};
+                {sums.more()}
+            }}
+            {sums.stored()}
+        }}
+    }}
+    BARRIER;
+    for (int k = 0; k < found_long; k++) {{
+        int row = long_rows[k], target = row * {groups} + group, begin = starts[row];
+        int size = starts[row + 1] - begin, sorted = counts[row] == size;
+        if (!sorted) {{
+            begin = 0;
+            size = {count};
+        }}
+        int first = begin + (int)((long)size * tile / {tiles});
+        int end = begin + (int)((long)size * (tile + 1) / {tiles});
+        for (int start = 0; start < {rest}; start += {tile * sums.lanes}) {{
+            int column = start + rank * {sums.lanes};
+            {sums.start()}
+            for (int i = first; i < (column < {rest} ? end : 0); i++) {{
+                int place = sorted ? (int)(keys[i] & {(1 << place_bits) - 1}) : i;
+                if (!sorted && index[i] != target) continue;
+                {sums.more()}
+            }}
+            {sums.across()}
+            BARRIER;
+            for (int sum = THREAD; sum < {tile * sums.lanes}; sum += {threads}) {{
+                int at = sum / {tile} * {threads} + sum % {tile};
+                {sums.type} total = across[at];
+                for (int other = 1; other < {tiles}; other++)
+                    total = {sums.combined("total", f"across[at + other * {tile}]")};
+                across[at] = total;
+            }}
+            BARRIER;
+            if (THREAD < {tile} && column < {rest}) {{
+                {sums.back()}
+                {sums.stored()}
+            }}
+            BARRIER;
+        }}
+    }}
+}}
+"""
+    return KernelSource("add_rows", text, (dtype, dtype, index_dtype), (), (groups,), (threads,))
+
+
+class _Sums:
+    """The sums of neighbouring columns in a thread, as text."""
+
+    def __init__(self, node: Node, rest: int, threads: int) -> None:
+        self._stored = str(node.dtype)
+        self._index = f"((size_t)%s * {rest} + column)"
+        self._dtype = "float32" if node.dtype in HALVES else self._stored
+        self.lanes = math.gcd(rest, max(1, _ACCESS // node.dtype.itemsize))
+        self._kind = Type(self._dtype, self.lanes)
+        self.type = c_type(Type(self._dtype))
+        self._item = "sums[l_]" if self.lanes > 1 else "sums"
+        self._mine = f"across[THREAD + l_ * {threads}]" if self.lanes > 1 else "across[THREAD]"
+        self._each = f"EACH_LANE({self.lanes}) " if self.lanes > 1 else ""
+
+    def _text(self, *statements: Statement) -> list[str]:
+        lines = thread_statements([Variable("sums", self._kind, "sum"), *statements])
+        return [line.strip() for line in lines]
+
+    def start(self) -> str:
+        """The sums before anything is added."""
+        return self._text()[0]
+
+    def more(self) -> str:
+        """Add what is at `place`."""
+        load = Load("more", self._kind, "in0", self._stored, self._index % "place", 1, self.lanes)
+        return " ".join(self._text(load, Update("sums", self._kind, "sum", "more"))[1:])
+
+    def stored(self) -> str:
+        """Store the sums at row `target`."""
+        store = Store("sums", self._kind, "out0", self._stored, self._index % "target", self.lanes)
+        return " ".join(self._text(store)[1:])
+
+    def across(self) -> str:
+        """Put the sums into the group's memory."""
+        return f"{self._each}{self._mine} = {self._item};"
+
+    def back(self) -> str:
+        """Take the sums out of the group's memory."""
+        return f"{self._each}{self._item} = {self._mine};"
+
+    def combined(self, one: str, other: str) -> str:
+        """The sum of two."""
+        return combine("sum", Type(self._dtype), one, other)

@@ -1,0 +1,254 @@
+"""Every kernel that the suite generates for a CUDA device compiles with NVRTC, on machines without one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_random_graphs import grown
+
+import penstock as ps
+from penstock import Device, nn, optim, realize
+from penstock.device.binaries import Binaries
+from penstock.device.cuda import compile_text
+from penstock.device.driver import Event, Grid, Kernel, Queue, Source
+from penstock.device.host import HostDriver
+from penstock.errors import CompileError
+from penstock.graph import contraction, elementwise, reducing, shaping
+from penstock.graph.dtypes import bfloat16
+from penstock.graph.node import Node, leaf
+from penstock.kernels.cache import KernelCache, whole_text
+from penstock.kernels.source import KernelSource
+from penstock.program import Program
+from penstock.realize import Structure, programs
+
+BOOL = np.dtype(bool)
+WHOLE = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
+DTYPES = [BOOL, *WHOLE, *(np.dtype(f"float{bits}") for bits in (16, 32, 64)), bfloat16]
+ARCHITECTURES = ("sm_80", "sm_90")
+_TOGETHER = 32  # kernels of one text
+
+
+class Imagined(HostDriver):
+    """A CUDA device that holds memory and computes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda-imagined", shared_memory=False)
+        self.capabilities = replace(
+            self.capabilities,
+            kind="gpu",
+            language="cuda",
+            offset_alignment=256,
+            compute_units=132,
+            local_bytes=48 << 10,
+        )
+
+    def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
+        return {name: Kernel(name, signature, None) for name, signature in signatures.items()}
+
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
+        return (lambda *_: None), [None] * len(args)
+
+    def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
+        pass
+
+    def launch(self, queue: Queue, kernel: Kernel, *rest: Any) -> Event:
+        return self._record(queue, lambda: None, None)
+
+
+class Gathering(KernelCache):
+    """Keeps the sources of all kernels."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.sources: dict[str, KernelSource] = {}
+
+    def kernels(self, sources: Sequence[KernelSource], functions: Mapping[str, Any]) -> list[Kernel]:
+        self.sources |= {source.name: source for source in sources if source.name not in functions}
+        return super().kernels(sources, functions)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
+    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr(Program, "_on_host", lambda *_: None)  # it would read what was not computed
+    made = Device.over(Imagined())
+    programs(made).kernels = Gathering(made)
+    yield made
+    made.close()
+
+
+class Given:
+    """Makes leaves, of zeros."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def __call__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Node:
+        return leaf(self._device.upload(np.zeros(shape, dtype)), shape, dtype)
+
+
+@pytest.fixture
+def given(device: Device) -> Given:
+    return Given(device)
+
+
+def build(device: Device, wanted: Sequence[Node]) -> None:
+    """The program of some nodes, run on a device that computes nothing: the first run writes its kernels."""
+    structure = Structure(wanted)
+    built = programs(device).build(structure, wanted)
+    built.run([node.value for node in structure.inputs], structure.constants())
+
+
+def check(device: Device, at_least: int, architectures: Sequence[str] = ARCHITECTURES) -> None:
+    """All that was gathered compiles."""
+    gathered = programs(device).kernels
+    assert isinstance(gathered, Gathering)
+    sources = list(gathered.sources.values())
+    assert len(sources) >= at_least
+    parts = [sources[start : start + _TOGETHER] for start in range(0, len(sources), _TOGETHER)]
+    texts = [whole_text(part, "cuda") for part in parts]
+    with ThreadPoolExecutor(2) as threads:
+        for code in threads.map(lambda one: compile_text(*one), itertools.product(texts, architectures)):
+            assert code.startswith(b"\x7fELF")
+
+
+def applied(given: Given, primitive: Any, dtype: np.dtype[Any]) -> Node | None:
+    """A primitive of one, two or three inputs; None where NumPy has it not for the dtype."""
+    for count in (1, 2, 3):
+        inputs = [given((5, 70), dtype) for _ in range(count)]
+        if primitive.name == "where":
+            inputs[0] = given((5, 70), BOOL)
+        try:
+            with np.errstate(all="ignore"):
+                primitive.numpy(*(np.ones(one.shape, one.dtype) for one in inputs))
+            return Node(primitive, tuple(inputs), {})
+        except (TypeError, ValueError):
+            continue
+    return None
+
+
+def test_elementwise_primitives_of_every_dtype(device: Device, given: Given) -> None:
+    for dtype in DTYPES:
+        nodes = [
+            node
+            for primitive in elementwise.PRIMITIVES.values()
+            if primitive not in (elementwise.CAST, elementwise.FULL)
+            and (node := applied(given, primitive, dtype)) is not None
+        ]
+        nodes += [elementwise.cast(given((5, 70), dtype), other) for other in DTYPES if other != dtype]
+        nodes.append(elementwise.add(given((9,), dtype), elementwise.full((9,), dtype, 3)))
+        for node in nodes:
+            build(device, [node])
+    check(device, 300)
+
+
+def test_reductions_and_views_of_every_dtype(device: Device, given: Given) -> None:
+    for dtype in DTYPES:
+        for axes in ((1,), (0,), (0, 1)):
+            for reduce in (reducing.sum_, reducing.prod, reducing.max_, reducing.min_):
+                x = given((6, 300), dtype)
+                if dtype != BOOL or reduce not in (reducing.sum_, reducing.prod):
+                    build(device, [reduce(x, axes)])
+        x = given((4, 6), dtype)
+        build(device, [elementwise.positive(shaping.permute(x, (1, 0)))])
+        build(device, [shaping.concat([x, shaping.slice_(x, ((0, 4, 2), (0, 6, 1)))], 0)])
+        index = given((7,), np.dtype(np.int64))
+        build(device, [contraction.gather(x, index)])
+    check(device, 150)
+
+
+def test_kernels_of_single_nodes(device: Device, given: Given) -> None:
+    for dtype in DTYPES:
+        for shape, axis in (((5, 6), 0), ((3, 500), 1), ((2, 9000), 1)):
+            x = given(shape, dtype)
+            build(device, [reducing.argmax(x, axis), reducing.argmin(x, axis)])
+            build(device, [reducing.argsort(x, axis, False), reducing.argsort(x, axis, True)])
+            build(device, [reducing.cumulative_sum(x, axis), reducing.cumulative_prod(x, axis)])
+        index = given((40,), np.dtype(np.int32))
+        build(device, [contraction.scatter_add(given((40, 3), dtype), index, 11)])
+    check(device, 150)
+
+
+def test_random_graphs(device: Device, given: Given) -> None:
+    for seed in range(24):
+        _, wanted = grown(seed, 60, 0, lambda array: given(array.shape, array.dtype))
+        build(device, wanted)
+    check(device, 100)
+
+
+def test_products(device: Device, given: Given) -> None:
+    for dtype in (np.float32, np.float16):
+        for m, n, k in ((3, 5, 7), (64, 64, 64), (200, 2000, 130)):
+            left, right = given((2, m, k), np.dtype(dtype)), given((2, n, k), np.dtype(dtype))
+            build(device, [contraction.matmul(left, shaping.permute(right, (0, 2, 1)))])
+    check(device, 6)
+
+
+def test_random_numbers(device: Device) -> None:
+    generator = ps.random.Generator(1, device)
+    for make in (generator.uniform, generator.normal):
+        for dtype in (ps.float32, ps.float16, ps.bfloat16, ps.float64):
+            draw: Callable[[], Any] = ps.jit(lambda make=make, dtype=dtype: make((100,), dtype=dtype))
+            draw()
+    ps.jit(lambda: generator.integers(0, 9, (30,)))()
+    ps.jit(lambda: generator.permutation(300))()
+    check(device, 8)
+
+
+def test_training_steps(device: Device) -> None:
+    ps.random.manual_seed(0)
+    gpt = nn.GPT(vocab_size=50, context=16, width=32, layers=2, heads=2, device=device)
+    xor = nn.Sequential(nn.Linear(2, 8, device=device), nn.Tanh(), nn.Linear(8, 1, device=device))
+    adam, adamw = optim.Adam(xor.parameters()), optim.AdamW(gpt.parameters(), clip_norm=1.0)
+
+    @ps.jit
+    def learn(x: ps.Tensor, y: ps.Tensor) -> ps.Tensor:
+        loss = nn.functional.cross_entropy(gpt(x), y)
+        loss.backward()
+        adamw.step()
+        return loss
+
+    @ps.jit
+    def separate(x: ps.Tensor, y: ps.Tensor) -> ps.Tensor:
+        loss = nn.functional.mse_loss(xor(x), y)
+        loss.backward()
+        adam.step()
+        return loss
+
+    tokens = ps.asarray(np.zeros((4, 16), np.int32), device=device)
+    learn(tokens, tokens)
+    separate(ps.zeros((4, 2), device=device), ps.zeros((4, 1), device=device))
+    check(device, 40, (*ARCHITECTURES, "sm_90a"))  # with what only Hopper has, as the driver asks for it
+
+
+def test_what_nvrtc_says_is_told() -> None:
+    with pytest.raises(CompileError, match="bogus"):
+        compile_text('extern "C" __global__ void f(int *x) { x[0] = bogus; }', "sm_90")
+
+
+def test_code_is_kept_on_disk_within_bounds(tmp_path: Path) -> None:
+    binaries = Binaries(tmp_path, max_files=8, max_bytes=10_000)
+    for number in range(20):
+        binaries.put(str(number), bytes([number]) * 100)
+        assert len(list(tmp_path.iterdir())) <= 8
+    assert binaries.get("19") == bytes([19]) * 100
+    assert binaries.get("0") is None
+    binaries.put("large", bytes(9_000))
+    binaries.put("larger", bytes(9_500))
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 10_000
+    binaries.put("damaged", b"code")
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert binaries.get("damaged") is None
+    Binaries(tmp_path / "file" / "folder").put("x", b"code")
+    (tmp_path / "taken").touch()
+    Binaries(tmp_path / "taken").put("x", b"code")  # nothing can be kept there, and nothing breaks
+    assert Binaries(tmp_path / "taken").get("x") is None

@@ -1,0 +1,299 @@
+"""Kernels of a GPU side by side in one launch: the same bits as one after another."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import CUDA_KINDS, DRIVERS, NATIVE
+from test_random_graphs import compare, grown, meaning, overwriting, poison
+
+import penstock as ps
+from penstock import Device, nn, optim, program, realize
+from penstock.device.driver import Driver
+from penstock.device.opencl import OpenCLDriver, opencl_capabilities
+from penstock.graph.node import Node, leaf
+from penstock.kernels import side_by_side
+from penstock.kernels.chaining import Call
+from penstock.kernels.source import KernelSource, head
+from penstock.program import Program
+
+Make = Callable[[], Device]
+
+
+def _threads() -> Driver:
+    """A device that computes as a GPU does: many threads in a group, and no vectors."""
+    driver = OpenCLDriver(NATIVE, "opencl-threads")
+    driver.capabilities = replace(driver.capabilities, vector_width=1)
+    return driver
+
+
+KINDS = {"opencl-threads": _threads, **{kind: DRIVERS[kind] for kind in CUDA_KINDS}}
+on_every_gpu = pytest.mark.parametrize("make", KINDS, indirect=True)
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Makes devices of a kind."""
+    made: list[Device] = []
+
+    def device() -> Device:
+        made.append(Device.over(KINDS[getattr(request, "param", "opencl-threads")]()))
+        return made[-1]
+
+    yield device
+    for one in made:
+        one.close()
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, every kernel is a launch."""
+    monkeypatch.setattr(program, "kind", lambda *_: None)
+
+
+def program_of(jitted: Any) -> Program:
+    ((captured,),) = jitted._captured.values()
+    assert captured.program is not None
+    return captured.program
+
+
+def launches(found: Program) -> list[str]:
+    """The names of the kernels that are launched, in order."""
+    (segments,) = found._segments.values()
+    parts = [one._bound for one in segments if isinstance(one, program._Segment)]
+    return [command[0].name for part in parts if part is not None for command in part.commands]
+
+
+def bundle_of(found: Program, *outputs: int) -> set[int]:
+    """The turns in which the wanted values with these numbers are computed."""
+    nodes = {found._wanted[at] for at in outputs}
+    return {step.bundle for step in found.steps if nodes.intersection(step.group.outputs)}
+
+
+# Training
+
+
+class Xor(nn.Module):
+    """Three layers. (The update of a single number would be part of the norm's kernel.)"""
+
+    def __init__(self, device: Device) -> None:
+        draw = np.random.default_rng(5)
+        shapes = [(2, 24), (24,), (24, 8), (8,), (8, 1)]
+        self.weights = [
+            ps.asarray(draw.standard_normal(shape).astype(np.float32), device=device).requires_grad_()
+            for shape in shapes
+        ]
+
+    def forward(self, x: ps.Tensor) -> ps.Tensor:
+        first, bias, second, other_bias, last = self.weights
+        return ps.tanh(ps.tanh(x @ first + bias) @ second + other_bias) @ last
+
+
+def train_xor(device: Device, steps: int = 6) -> tuple[list[np.ndarray], Any, optim.Optimizer]:
+    model = Xor(device)
+    optimizer = optim.Adam(model.parameters(), lr=0.05, clip_norm=0.1)
+    x = ps.asarray(np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.float32), device=device)
+    y = ps.asarray(np.array([[0], [1], [1], [0]], np.float32), device=device)
+
+    @ps.jit
+    def step() -> ps.Tensor:
+        loss = ps.mean((model(x) - y) ** 2)
+        optimizer.backward(loss)
+        optimizer.step()
+        return loss
+
+    losses = [step().numpy() for _ in range(steps)]
+    return [*losses, *model.state_dict().values(), *optimizer.state_dict().values()], step, optimizer
+
+
+@on_every_gpu
+def test_the_updates_of_all_parameters_are_one_launch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, step, optimizer = train_xor(make())
+    found = program_of(step)
+    changed = [at for at, node in enumerate(found._wanted) if node.shape]  # the others are loss and powers
+    assert len(changed) == 3 * len(optimizer.parameters)
+    assert len(bundle_of(found, *changed)) == 1
+    names = launches(found)
+    assert names[-1].startswith("side_by_side"), "which is the last"
+    assert len(names) == 1 + found.steps[-1].bundle <= len(found.steps) - 4
+    alone(monkeypatch)
+    apart, step, _ = train_xor(make())
+    assert not any(name.startswith("side_by_side") for name in launches(program_of(step)))
+    for one, other in zip(together, apart, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@on_every_gpu
+def test_a_launch_takes_few_parameters_because_the_values_lie_side_by_side(make: Make) -> None:
+    _, step, optimizer = train_xor(make())
+    update = next(name for name in reversed(launches(program_of(step))) if "side_by_side" in name)
+    kernel = program_of(step)._cache._kernels[update]
+    # Parameters, means and squares, the temporaries, the rate and two powers, with places; and constants.
+    assert len(kernel.buffer_slots) <= 3 + 1 + 3
+    for tensors in (optimizer.parameters, *optimizer._state.values()):
+        assert len({id(one._node.value.whole) for one in tensors}) == 1
+
+
+def train_gpt(device: Device, dtype: Any = ps.float32) -> list[float]:
+    ps.random.manual_seed(7)
+    before = ps.default_device()
+    ps.use(device)
+    try:
+        model = nn.GPT(vocab_size=31, context=8, width=16, layers=2, heads=2)
+        if dtype != ps.float32:
+            model.to(dtype)
+        optimizer = optim.AdamW(model.parameters(), lr=0.01, clip_norm=0.5)
+
+        @ps.jit
+        def step(tokens: ps.Tensor) -> ps.Tensor:
+            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+            optimizer.backward(loss)
+            optimizer.step()
+            return loss
+
+        tokens = ps.asarray(np.random.default_rng(1).integers(0, 31, (3, 9)).astype(np.int32))
+        return [step(tokens).item() for _ in range(20)]
+    finally:
+        ps.use(before)
+
+
+@on_every_gpu
+@pytest.mark.parametrize("dtype", [ps.float32, ps.float16], ids=str)
+def test_a_gpt_learns_the_same(dtype: Any, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = train_gpt(make(), dtype)
+    assert together[-1] < together[0]
+    alone(monkeypatch)
+    assert train_gpt(make(), dtype) == together
+
+
+# Any graph
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is computed by a program, at the first sight and however small."""
+    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
+    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+
+
+@on_every_gpu
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("seed", range(4))
+def test_random_graphs_in_poisoned_memory(seed: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three graphs of one structure in one program, so that there is something to run beside everything."""
+    poison(monkeypatch)
+    device = make()
+    copies = range(3)
+
+    def to_device(array: np.ndarray) -> Node:
+        return leaf(device.upload(array), array.shape, array.dtype)
+
+    expected = [
+        meaning(grown(2000 + seed, 30, at, lambda array: leaf(array, array.shape, array.dtype))[1])
+        for at in copies
+    ]
+    graphs = [grown(2000 + seed, 30, at, to_device) for at in copies]
+    wanted = [node for _, nodes in graphs for node in nodes]
+    structure = realize.Structure(wanted)
+    found = realize.programs(device).build(structure, wanted)
+    assert 1 + found.steps[-1].bundle < len(found.steps), "some are together"
+    inputs = [node.value for node in structure.inputs]
+    for turn in range(2):
+        over = overwriting(found, len(wanted), len(inputs), random.Random(seed)) if turn else None
+        results = iter(found.run(inputs, structure.constants(), over))
+        for (grower, nodes), right in zip(graphs, expected, strict=True):
+            compare(device, grower, nodes, right, [next(results) for _ in nodes], f"seed {seed}, turn {turn}")
+
+
+# Bounds
+
+
+def built(device: Device, wanted: list[ps.Tensor]) -> tuple[Program, list[Any], list[Any]]:
+    """A program with its inputs and constants."""
+    nodes = [one._node for one in wanted]
+    structure = realize.Structure(nodes)
+    found = realize.programs(device).build(structure, nodes)
+    return found, [node.value for node in structure.inputs], structure.constants()
+
+
+def numbers(count: int, device: Device) -> list[ps.Tensor]:
+    return [ps.asarray(np.full(40, at, np.float32), device=device) for at in range(count)]
+
+
+def parameter_bytes(found: Program) -> list[int]:
+    kernels = [found._cache._kernels[name] for name in launches(found)]
+    return [sum(8 if kind.endswith("*") else 4 for kind in kernel.signature) for kernel in kernels]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_no_kernel_takes_more_parameters_than_every_device_has(make: Make) -> None:
+    device = make()
+    found, inputs, constants = built(device, [ps.sqrt(one) for one in numbers(130, device)])
+    for at, result in enumerate(found.run(inputs, constants)):
+        np.testing.assert_array_equal(device.download(result, np.float32).wait(), np.sqrt(np.float32(at)))
+    assert len(found.steps) == 130
+    assert len(launches(found)) == 4
+    assert max(parameter_bytes(found)) <= 1024
+    # What many others have written is in the memory of temporaries, and so one parameter.
+    found, inputs, constants = built(
+        device, [ps.concat([ps.sum(one, keepdims=True) + 1 for one in numbers(130, device)])]
+    )
+    (result,) = found.run(inputs, constants)
+    np.testing.assert_array_equal(device.download(result, np.float32).wait(), 1 + 40 * np.arange(130))
+    assert len(found.steps) == 131
+    assert max(parameter_bytes(found)) <= 64
+
+
+@pytest.mark.usefixtures("at_once")
+def test_buffers_may_lie_anywhere_and_a_program_is_not_written_again_and_again(make: Make) -> None:
+    device = make()
+    found, inputs, constants = built(device, [ps.sqrt(one) for one in numbers(6, device)])
+    for turn in range(12):
+        whole = device.empty(1 << 16)
+        given = []
+        for at in range(len(inputs)):
+            # Some have a memory of their own, the others are parts of one, each time at other places.
+            offset = 512 * (at * (turn + 1) % 31) + (128 if turn == 3 and at == 2 else 0)
+            given.append(device.empty(160) if (turn >> at) & 1 else whole.part(offset, 160))
+            device.upload(np.full(40, at + turn, np.float32), given[-1])
+        for at, result in enumerate(found.run(given, constants)):
+            array = device.download(result, np.float32).wait()
+            np.testing.assert_array_equal(array, np.sqrt(np.float32(at + turn)))
+    assert len(found._segments) == 1 + program._MAX_LAYOUTS
+
+
+def call(source: KernelSource, unit: int) -> Call:
+    return Call(source, ((0, unit), (1, 8 * unit)), (), (), 1)
+
+
+def source(name: str, text: str = "") -> KernelSource:
+    opening = head(name, [("float32", "out0")], [("float32", "in0")])
+    return KernelSource(name, f"{opening}{text}}}\n", ("float32", "float32"), (), (3,), (256,))
+
+
+def test_texts_and_calls_are_bounded() -> None:
+    capabilities = opencl_capabilities(NATIVE)
+    lies = {0: (7, 100), 1: (8, 0)}
+    same = side_by_side.side_by_side([call(source("one"), at) for at in range(2000)], lies, capabilities)
+    assert [len(one.source.text) < 40_000 for one in same] == [True, True]
+    assert [one.source.grid for one in same] == [(3 * 1024,), (3 * 976,)]
+    assert same[0].places == ((7, 0), (8, 0))
+    others = [call(source(f"k{at}"), at) for at in range(100)]
+    assert len(side_by_side.side_by_side(others, lies, capabilities)) == 3
+    long = [call(source(f"k{at}", " " * 50_000), at) for at in range(4)]
+    assert len(side_by_side.side_by_side(long, lies, capabilities)) == 2
+
+
+def test_equal_calls_give_equal_texts() -> None:
+    capabilities = opencl_capabilities(NATIVE)
+    calls = [call(source(name), at) for at, name in enumerate("abab")]
+    lies = {0: (0, 0), 1: (1, 0)}
+    (first,) = side_by_side.side_by_side(calls, lies, capabilities)
+    (second,) = side_by_side.side_by_side(calls, lies, capabilities)
+    (other,) = side_by_side.side_by_side(calls, {0: (0, 1), 1: (1, 0)}, capabilities)
+    assert first == second != other
+    assert first.source.text.count("DEVICE void") == 2
