@@ -253,7 +253,7 @@ def _used_mib() -> float:
 
 def process_lines(name: str, device: ps.Device, report: Report) -> None:
     """Processes of their own: time to the tenth step with cold and warm caches, and the device's memory."""
-    kinds = ["penstock cold", "penstock warm", *(["graph", "torch"] if torch is not None else [])]
+    kinds = ["penstock cold", "penstock warm", *(["graph"] if torch is not None else [])]
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         cold = {"XDG_CACHE_HOME": folder, "CUDA_CACHE_PATH": folder, "TORCHINDUCTOR_CACHE_DIR": folder}

@@ -170,7 +170,9 @@ def test_random_numbers_are_those_of_the_host(device: Device, shape: tuple[int, 
     for where in (device, host):
         generator = ps.random.Generator(3, device=where)
         kept = generator.bernoulli(0.5, shape)
-        found.append(realized(where, ps.where(kept, 1, 0), generator.uniform(shape) * 1))
+        numbers = generator.uniform(shape)
+        joined = ps.concat([numbers, ps.zeros(shape, device=where)], axis=0)  # read under a condition
+        found.append(realized(where, ps.where(kept, 1, 0), numbers * 1, joined * 1, ps.max(joined, axis=0)))
     host.close()
     for one, right in zip(*found, strict=True):
         np.testing.assert_array_equal(one, right)
@@ -210,6 +212,7 @@ ROWS = [
     (16, 384),
     (6, 768),
     (2, 1000),
+    (4, 1536),
     (3, 1024),
     (2, 4104),
     (1, 16000),

@@ -102,6 +102,8 @@ class Program:
         self._last_places: list[tuple[int, int]] = []
         self._memories: list[tuple[int, bool]] = []
         self._current: list[_Segment | Step] = []
+        self._distinct = 0  # memories among the buffers
+        self._lonely: set[int] = set()  # slots at the start of a memory that no other is in
 
     # Building
 
@@ -240,8 +242,7 @@ class Program:
             places = [buffer.place for buffer in buffers]
             moved = self._moved(places)
             self._last_places = []  # of no run, if this one fails
-            if moved is None or not self._beside.isdisjoint(moved):
-                moved = None
+            if moved is None:
                 self._lay_over(buffers)
             buffers += [buffers[slot].whole if whole else buffers[slot] for slot, whole in self._memories]
             for segment in self._current:
@@ -261,7 +262,15 @@ class Program:
         if not self._last_places:
             return None
         both = zip(places, self._last_places, strict=True)
-        return [slot for slot, (place, last) in enumerate(both) if place != last]
+        moved = [slot for slot, (place, last) in enumerate(both) if place != last]
+        if self._beside.isdisjoint(moved):
+            return moved
+        # Those that had a memory for themselves, and have one again, are found there in the same way.
+        same = all(slot in self._lonely and not places[slot][1] for slot in moved)
+        if not same or len({serial for serial, _ in places}) != self._distinct:
+            return None
+        taken = [len(places) + at for at, (slot, _) in enumerate(self._memories) if slot in moved]
+        return moved + taken
 
     def _lay_over(self, buffers: Sequence[Buffer]) -> None:
         """Find the launches for these buffers. Those side by side take whole memories, beside the buffers."""
@@ -284,6 +293,11 @@ class Program:
         if layout not in self._segments:
             self._segments[layout] = self._in_segments(layout)
         self._memories, self._current = memories, self._segments[layout]
+        counts = Counter(buffer.place[0] for buffer in buffers)
+        self._distinct = len(counts)
+        self._lonely = {
+            slot for slot, buffer in enumerate(buffers) if counts[buffer.place[0]] == 1 and not buffer.offset
+        }
 
     def _on_host(self, group: Group, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
         """A step by NumPy: its inputs are read, and its results written, where they lie."""

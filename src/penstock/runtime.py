@@ -26,6 +26,8 @@ from penstock.stream.lane import FlushPolicy
 from penstock.stream.stream import Stream
 from penstock.stream.transfer import Transfers
 
+_MUCH_IDLE = 64 << 20  # bytes, worth waiting to give back
+
 in_use: weakref.WeakSet[Device] = weakref.WeakSet()  # opened, for the exit and for forks
 
 
@@ -165,6 +167,13 @@ class Device:
             return 0  # a closed device keeps nothing idle, and an inherited one must not be touched
         opened.scratch = None
         return opened.pool.clear() + opened.pinned.clear()
+
+    def release_idle(self) -> None:
+        """Wait for what is pending, and give idle memory back: what led to a program is needed no more."""
+        opened = self._open()
+        if opened.pool.stats().pooled_bytes > _MUCH_IDLE:
+            opened.stream.drain("idle memory given back")
+            self.trim()
 
     def trace_memory(self, on: bool = True) -> None:
         """Remember, from now on, which line of the user's code holds which memory; or stop it."""

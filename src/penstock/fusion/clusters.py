@@ -86,6 +86,8 @@ class Clustering:
         """What a node reads from memory by itself: a view on the way there is written out."""
         if self._stands_alone(node):
             yield from map(base, node.inputs)
+        elif node.primitive is AGAIN:
+            yield base(node.inputs[0])
         elif node.primitive in FREE:
             return
         elif node.primitive is MATMUL:

@@ -15,7 +15,7 @@ from penstock.graph.shaping import RESHAPE
 
 _MIN_PART = 64  # items of a part; smaller ones cost more than they gain
 _LARGE = 1 << 15  # items, from which on a second kernel pays
-_GROUPS = 4  # for each unit of a GPU
+_GROUPS = 8  # for each unit of a GPU
 _GROUP_COLUMNS = 128  # that a group of a GPU reduces
 
 

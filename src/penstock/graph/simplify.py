@@ -42,7 +42,7 @@ def simplify(outputs: Sequence[Node], leaves: Mapping[Node, Node] | None = None)
 
 
 def _with_fences(outputs: Sequence[Node]) -> list[Node]:
-    """What kept equal nodes apart needs its second input no more; around what has a value it is not needed."""
+    """What kept equal nodes apart, without its second input; what has a value needs none of it."""
     new: dict[Node, Node] = {}
     for node in topological(outputs):
         inputs = () if node.value is not None else tuple(new[parent] for parent in node.inputs)

@@ -23,6 +23,7 @@ _THREADS = 512  # of a group
 _TILE = 32  # threads that add up a row
 _MOST_ROWS = 1024  # of a group
 _LISTED = 4096  # places that a group sorts
+_LOCAL_BYTES = 46 << 10  # of a group, with all of the above
 _LONG = 16  # places of a row, beyond which all threads add it up
 _OFTEN = 1024  # places of a row, beyond which they are not sorted
 _ACCESS = 16  # bytes that a thread reads at once
@@ -32,15 +33,16 @@ def add_rows(node: Node, index: Node, capabilities: Capabilities) -> KernelSourc
     """The kernel of `scatter_add`."""
     dtype, index_dtype = str(node.dtype), str(index.dtype)
     length, rest, count = node.shape[0], math.prod(node.shape[1:]), index.size
-    threads = group_size(_THREADS, capabilities)
+    less = 1 if capabilities.local_bytes >= _LOCAL_BYTES else 2
+    threads = group_size(_THREADS // less, capabilities)
     tile = min(_TILE, threads)
     tiles = threads // tile
-    groups = min(length, max(2 * capabilities.compute_units, -(-length // _MOST_ROWS)))
+    groups = min(length, max(2 * capabilities.compute_units, -(-length // (_MOST_ROWS // less))))
     rows = -(-length // groups)
     sums = _Sums(node, rest, threads)
     # A key is a row of the group and a place, which sort as one number.
     wide = rows * (1 << count.bit_length()) > 1 << 31
-    key, listed = ("ulong", _LISTED // 2) if wide else ("uint", _LISTED)
+    key, listed = ("ulong", _LISTED // less // 2) if wide else ("uint", _LISTED // less)
     place_bits = count.bit_length()
     text = f"""\
 {head("add_rows", [(dtype, "out0")], [(dtype, "in0"), (index_dtype, "index")])}\

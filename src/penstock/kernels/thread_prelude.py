@@ -102,8 +102,9 @@ _CUDA = """
     if (threads > 32) { \\
         if (THREAD % 32 == 0) array[THREAD / 32] = x; \\
         BARRIER; \\
-        x = array[0]; \\
-        for (int k_ = 1; k_ < threads / 32; k_++) { type other_ = array[k_]; x = combined; } \\
+        const int first_ = THREAD / threads * (threads / 32); \\
+        x = array[first_]; \\
+        for (int k_ = 1; k_ < threads / 32; k_++) { type other_ = array[first_ + k_]; x = combined; } \\
     }
 DEVICE float QUICK_EXP(float x) {
     float y;

@@ -10,7 +10,7 @@ from penstock.graph import attention
 from penstock.kernels.attention import has_attention
 from penstock.tensor import random
 from penstock.tensor.arithmetic import exp, log, sqrt, tanh, where
-from penstock.tensor.autograd import checkpoint, given_gradient
+from penstock.tensor.autograd import checkpoint, fenced, given_gradient
 from penstock.tensor.core import Tensor, record
 from penstock.tensor.creation import arange, zeros, zeros_like
 from penstock.tensor.dtypes import float32, int32
@@ -379,19 +379,18 @@ def _row_losses(logits: Tensor, target: Tensor, ignore_index: int, smoothing: fl
     shifted = fixed - most
     total = log(sum_(exp(shifted), axis=-1))
     known = (target >= 0) & (target < width)
-    # In 32 bits, of which a vector holds twice as many as of 64.
-    classes = arange(width, dtype=int32, device=logits.device)
-    chosen = reshape(astype(target, int32), (-1, 1)) == classes
-    if logits.device.capabilities.vector_width > 1:
-        place = where(known, target, 0) + arange(rows, dtype=target.dtype, device=logits.device) * width
-        picked = _wide(reshape(stored, (rows * width,))[place]) - reshape(most, (rows,))
-    else:  # a GPU waits for memory: a sum costs nothing, and the gradient can take the logits' place
-        picked = sum_(where(chosen, shifted, 0), axis=-1)
-    loss = total - picked
+    place = where(known, target, 0) + arange(rows, dtype=target.dtype, device=logits.device) * width
+    picked = _wide(reshape(stored, (rows * width,))[place])
+    if logits.device.capabilities.vector_width == 1:
+        picked = fenced(picked)  # looked up before, so that the gradient can take the logits' place
+    loss = total - (picked - reshape(most, (rows,)))
     if smoothing:
         loss = loss * (1 - smoothing) + (total - mean(shifted, axis=-1)) * smoothing
 
     def gradient(g: Tensor, _: Tensor, logits: Tensor) -> list[Tensor]:
+        # In 32 bits, of which a vector holds twice as many as of 64.
+        classes = arange(width, dtype=int32, device=logits.device)
+        chosen = reshape(astype(target, int32), (-1, 1)) == classes
         chances = softmax(_wide(logits))
         less = where(chosen, chances - (1 - smoothing), chances)
         less = (less - smoothing / width if smoothing else less) * reshape(g, (-1, 1))

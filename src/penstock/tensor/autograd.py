@@ -69,6 +69,11 @@ def checkpoint(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return record(checkpoints.checkpoint(value._node, list(nodes)), value)
 
 
+def fenced(x: Tensor) -> Tensor:
+    """`x`, computed by itself: whatever uses it reads it from memory. No gradient passes."""
+    return record(Node(checkpoints.AGAIN, (elementwise.stop(x._node),), {}), x).detach()
+
+
 def given_gradient(
     value: Tensor, inputs: Sequence[Tensor], rule: Callable[..., Sequence[Tensor | None]]
 ) -> Tensor:

@@ -92,6 +92,7 @@ class _Jitted:
         if found is None:
             with self._lock:
                 found = self._capture(args, kwargs, tensors)
+                found.device.release_idle()
                 captures.insert(0, found)
                 del captures[_MAX_VARIANTS:]
                 if len(self._captured) > _MAX_CAPTURES:
