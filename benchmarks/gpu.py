@@ -89,7 +89,8 @@ def torch_step(model: Any, shape: tuple[int, int], graph: bool) -> Callable[[Any
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
     if graph:
-        loss_of = torch.compile(loss_of)
+        torch.compiler.reset()  # a second shape would be compiled for any shape
+        loss_of = torch.compile(loss_of, dynamic=False)
 
     def step(ids: Any) -> Any:
         optimizer.zero_grad(set_to_none=True)
