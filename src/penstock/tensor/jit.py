@@ -88,8 +88,10 @@ class _Jitted:
                 f"arguments of a jitted function are tensors, and Python values that can be compared by "
                 f"value, which these cannot: {key!r}"
             ) from None
-        found = next((one for one in captures if one.still_true()), None)
-        if found is None:
+        for found in captures:
+            if found.still_true():
+                break
+        else:
             with self._lock:
                 found = self._capture(args, kwargs, tensors)
                 found.device.release_idle()
@@ -97,7 +99,8 @@ class _Jitted:
                 del captures[_MAX_VARIANTS:]
                 if len(self._captured) > _MAX_CAPTURES:
                     self._captured.popitem(last=False)
-        self._captured.move_to_end(key)
+        if len(self._captured) > 1:
+            self._captured.move_to_end(key)
         return found.replay(tensors)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> _Captured:
