@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from penstock.device.driver import Capabilities
-from penstock.graph import attention
-from penstock.kernels.attention import has_attention
-from penstock.tensor import random
+from penstock.runtime import Device
+from penstock.tensor import attention, random
 from penstock.tensor.arithmetic import exp, log, sqrt, tanh, where
 from penstock.tensor.autograd import checkpoint, fenced, given_gradient
-from penstock.tensor.core import Tensor, record
+from penstock.tensor.core import Tensor
 from penstock.tensor.creation import arange, zeros, zeros_like
 from penstock.tensor.dtypes import float32, int32
 from penstock.tensor.linear import matmul
@@ -242,8 +240,9 @@ def scaled_dot_product_attention(
         raise ValueError(f"attention: shapes {shapes} do not fit together")
     queries, keys = query.shape[-2], key.shape[-2]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    if _has_kernel(query, key, value, is_causal, factor):
-        return _attention_by_kernel(query, key, value, is_causal, factor)
+    by_kernel = attention.attention(query, key, value, is_causal, factor)
+    if by_kernel is not None:
+        return by_kernel
     others = math.prod(query.shape[:-2])
     rows = max(16, _ROW_ITEMS // max(1, others * keys))
     if rows >= queries:
@@ -272,31 +271,11 @@ def packed_attention(packed: Tensor, is_causal: bool = False, scale: float | Non
     if packed.ndim != 5 or packed.shape[2] != 3:
         raise ValueError(f"attention: shape {packed.shape} is not (batch, length, 3, heads, width)")
     factor = packed.shape[-1] ** -0.5 if scale is None else scale
+    by_kernel = attention.packed_attention(packed, is_causal, factor)
+    if by_kernel is not None:
+        return by_kernel
     query, key, value = (permute_dims(packed[:, :, side], (0, 2, 1, 3)) for side in range(3))
-    if _has_kernel(query, key, value, is_causal, factor):
-        return record(attention.packed_attention(packed._node, is_causal, factor), packed)
     return permute_dims(scaled_dot_product_attention(query, key, value, is_causal, factor), (0, 2, 1, 3))
-
-
-def _has_kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, factor: float) -> bool:
-    """Whether the device has a kernel for this; it broadcasts nothing."""
-    alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape
-    if not alike or query.shape[:-2] != key.shape[:-2] or not query.size or not key.size:
-        return False
-    (queries, width), keys = query.shape[-2:], key.shape[-2]
-    return has_attention(query.device.capabilities, query.dtype, width, queries, keys, is_causal, factor)
-
-
-def _attention_by_kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, factor: float) -> Tensor:
-    """Attention as one primitive, which has a position's heads side by side."""
-    before = query.shape[:-2]
-    heads = before[-1] if len(before) > 1 else 1
-    q, k, v = (
-        permute_dims(reshape(one, (math.prod(before) // heads, heads, *one.shape[-2:])), (0, 2, 1, 3))
-        for one in (query, key, value)
-    )
-    node = attention.attention(q._node, k._node, v._node, is_causal, factor)
-    return reshape(permute_dims(record(node, q, k, v), (0, 2, 1, 3)), query.shape)
 
 
 def _attention(
@@ -342,7 +321,7 @@ def linear_cross_entropy(
     """`cross_entropy(x @ weight.T, target)`, of which only part of the logits is there at a time."""
     _check_targets(x.shape[:-1], target, label_smoothing)
     rows, targets = reshape(x, (-1, x.shape[-1])), reshape(target, (-1,))
-    step = _rows_at_once(x.device.capabilities, weight.shape[0])
+    step = _rows_at_once(x.device, weight.shape[0])
     total, count = zeros((), device=x.device), zeros((), device=x.device)
     for start in range(0, rows.shape[0], step):
         logits = matmul(rows[start : start + step], weight.T)
@@ -351,13 +330,13 @@ def linear_cross_entropy(
     return total / count
 
 
-def _rows_at_once(capabilities: Capabilities, width: int) -> int:
+def _rows_at_once(device: Device, width: int) -> int:
     """How many rows of logits are computed together.
 
     The gradient of a row's logits needs no other row's, so those of one part are let go before the next. The
     weight's gradient is added up part by part: the fewer rows, the more it is read and written again.
     """
-    cpu = capabilities.vector_width > 1
+    cpu = device.capabilities.vector_width > 1
     return max(512, (1 << 20) // width) if cpu else max(8192, (1 << 26) // width)
 
 

@@ -13,11 +13,10 @@ import numpy.typing as npt
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.nn.layers import Dropout, Embedding, LayerNorm, Linear, Where
 from penstock.nn.module import Module
-from penstock.realize import realize
 from penstock.tensor import random
 from penstock.tensor.arithmetic import where
 from penstock.tensor.autograd import checkpoint
-from penstock.tensor.core import Tensor, no_grad, resolve
+from penstock.tensor.core import Tensor, no_grad, realize_together, resolve
 from penstock.tensor.creation import arange, asarray, zeros
 from penstock.tensor.jit import jit
 from penstock.tensor.linear import matmul
@@ -134,7 +133,7 @@ class GPT(Module):
                 value = generator.normal(tensor.shape, 0.0, residual if last else _INITIAL_SPREAD)
             drawn.append((tensor, value.to_device(tensor.device)))
         # All at once: one expression, and not many of which each is compiled for itself.
-        realize([value._node for _, value in drawn], self.tokens.weight.device)
+        realize_together([value for _, value in drawn])
         for tensor, value in drawn:
             tensor._become(value._node)
 

@@ -395,6 +395,11 @@ def no_grad() -> Iterator[None]:
         _recording.reset(token)
 
 
+def realize_together(tensors: Sequence[Tensor]) -> None:
+    """Compute several tensors of one device as one expression."""
+    realize([tensor._node for tensor in tensors], tensors[0].device)
+
+
 def explain(*tensors: Tensor) -> str:
     """How these tensors would be computed, step by step, with the bytes that each step moves."""
     if not tensors:
