@@ -46,6 +46,7 @@ SHAPES = [
     (1, 1, 130, 2, 48),
     (1, 100, 517, 2, 32),
     (1, 129, 300, 1, 128),
+    (32, 128, 128, 6, 64),
 ]
 
 
@@ -298,7 +299,7 @@ def distance(found: np.ndarray, wanted: np.ndarray) -> float:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_gpu_computes_it(
+def test_cuda_computes_it(
     gpu: Device, shape: tuple[int, ...], causal: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(realize, "MIN_ITEMS", 1)
