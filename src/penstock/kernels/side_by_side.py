@@ -21,6 +21,9 @@ from penstock.kernels.writer import Written
 MOST_CALLS = 1024  # in one launch
 _MOST_PIECES = 48  # calls in the text, which a compiler writes out
 _MOST_TEXT = 1 << 17  # characters of functions
+# Pieces, beyond which a compiler for a GPU need not write all of them into one another: NVRTC takes 10 s for
+# the first weights of a GPT where it has to, and half a second where each stays a function.
+_FEW_PIECES = 8
 _PARAMETER_BYTES = 1000  # OpenCL promises 1024 for all parameters of a kernel
 _BUFFER_BYTES, _NUMBER_BYTES = 12, 8  # of a parameter: an address with its place, and a number
 _MANY_BUFFERS = 64  # from which on a kernel takes them as memories, even where it is by itself
@@ -173,8 +176,9 @@ class _Launch:
         )
         body = [*([f"LOCAL ulong side_memory[{room}];"] if room else ()), *(line.strip() for line in places)]
         body += ["int side_group = GROUP(0);", *lines]
+        inside = len(self._pieces) <= _FEW_PIECES
         text = [
-            *(_function(source, f"{name}_{source.name}") for source in self._sources.values()),
+            *(_function(source, f"{name}_{source.name}", inside) for source in self._sources.values()),
             *tables,
             "\n".join([opening, *(f"    {line}" for line in body), "}\n"]),
         ]
@@ -205,13 +209,17 @@ class _Launch:
         return f"{name}_{call.source.name}({', '.join(arguments)});"
 
 
-def _function(source: KernelSource, name: str) -> str:
-    """A kernel as a function of its group's number, its memory of the group, and its parameters."""
+def _function(source: KernelSource, name: str, inside: bool) -> str:
+    """A kernel as a function of its group's number, its memory of the group, and its parameters.
+
+    `inside`: it is written into the kernel wherever that calls it.
+    """
     text = source.text
     for array in source.arrays:  # which only a kernel may declare
         text = text.replace(f"{declared(*array)}\n", "")
     arrays = "".join(f"LOCAL_AT {C_TYPES[dtype]} *{array}, " for dtype, array, _ in source.arrays)
-    text = text.replace(f"KERNEL {source.name}(", f"DEVICE void {name}(int side_group, {arrays}")
+    word = "DEVICE" if inside else "CALLED"
+    text = text.replace(f"KERNEL {source.name}(", f"{word} void {name}(int side_group, {arrays}")
     return text.replace("GROUP(0)", "side_group")
 
 

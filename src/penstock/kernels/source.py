@@ -39,6 +39,7 @@ OPENCL_PRELUDE = """
 #define LOCAL_AT __local
 #define CONSTANT __constant
 #define DEVICE static inline
+#define CALLED static inline
 #define RESTRICT restrict
 #define BARRIER barrier(CLK_LOCAL_MEM_FENCE)
 #define GROUP(axis) ((int)get_group_id(axis))
@@ -64,6 +65,7 @@ typedef unsigned long ulong;
 #define LOCAL_AT
 #define CONSTANT static __constant__
 #define DEVICE static __device__ __forceinline__
+#define CALLED static __device__ __noinline__
 #define RESTRICT __restrict__
 #define BARRIER __syncthreads()
 #define GROUP(axis) ((int)GROUP_##axis)
