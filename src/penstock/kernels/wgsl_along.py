@@ -1,0 +1,202 @@
+"""Scans and extremes along an axis in WGSL: a group for a long row, a thread for a short one or a column."""
+
+from __future__ import annotations
+
+from penstock.device.driver import Capabilities
+from penstock.graph.node import Node
+from penstock.kernels.lone import GPU_THREADS, SHORT_ROW, Launch, Lone, along, group_size
+from penstock.kernels.source import KernelSource
+from penstock.kernels.wgsl_expressions import number, wgsl_expression
+from penstock.kernels.wgsl_memory import WORD, Words, from_shared, item_size, shared_type, to_shared
+from penstock.kernels.wgsl_steps import UNROLLED, most_steps
+
+_ITEMS = 4  # of one thread in a group's step
+_ROW_STEP = 256  # items of a row to each step of a loop, of all that a group's step takes
+
+
+def wgsl_scan(node: Node, capabilities: Capabilities) -> Lone | None:
+    """Kernels of `cumulative_sum` and `cumulative_prod`."""
+    dtype, operation = str(node.dtype), "add" if node.primitive.name == "cumulative_sum" else "multiply"
+    outer, length, inner = along(node.shape, node.attributes["axis"])
+    if inner == 1 and length > SHORT_ROW and length <= _ROW_STEP * most_steps(capabilities):
+        source = group_scan("scan_row", dtype, operation, outer, length, capabilities)
+    elif length > UNROLLED * most_steps(capabilities):
+        return None
+    else:
+        source = _scan_columns(dtype, operation, outer, length, inner)
+    return Lone((Launch(source, (0, 1)),))
+
+
+def group_scan(
+    name: str, dtype: str, operation: str, rows: int, length: int, capabilities: Capabilities
+) -> KernelSource:
+    """A group for each row, which goes along it in steps. Output and input may be the same buffer."""
+    words = Words(item_size(dtype) < WORD)
+    threads = group_size(max(length // _ITEMS, 32), capabilities)
+    # A sum begins with -0, which leaves what is added to it as it is, be it 0 or -0.
+    nothing = (
+        number(dtype, 1) if operation == "multiply" else "-0.0" if dtype == "float32" else number(dtype, 0)
+    )
+    lines = []
+    for k in range(_ITEMS):
+        item = words.item("in0", dtype, f"begin + first + {k}")
+        lines.append(f"if (first + {k} < {length}) {{ sum = {_combined(operation, dtype, 'sum', item)}; }}")
+        lines.append(f"let sum{k} = sum;")
+    stores = []
+    for k in range(_ITEMS):
+        value = _combined(operation, dtype, "before", f"sum{k}")
+        stores.append(
+            f"if (first + {k} < {length}) {{ {words.put('out0', dtype, f'begin + first + {k}', value)} }}"
+        )
+    text = f"""\
+var<workgroup> parts: array<{shared_type(dtype)}, {threads}>;
+{words.opening(name, ["out0", "in0"])}\
+    let begin = GROUP_0 * {length};
+    var carry = {nothing};
+    for (var start = 0; start < {length}; start += {threads * _ITEMS}) {{
+        let first = start + THREAD * {_ITEMS};
+        var sum = {nothing};
+        {_joined(lines)}
+        parts[THREAD] = {to_shared(dtype, "sum")};
+        workgroupBarrier();
+        for (var reach = 1; reach < {threads}; reach *= 2) {{
+            if (THREAD >= reach) {{
+                let other = {from_shared(dtype, "parts[THREAD - reach]")};
+                sum = {_combined(operation, dtype, "other", "sum")};
+            }}
+            workgroupBarrier();
+            parts[THREAD] = {to_shared(dtype, "sum")};
+            workgroupBarrier();
+        }}
+        var before = carry;
+        if (THREAD > 0) {{
+            let other = {from_shared(dtype, "parts[THREAD - 1]")};
+            before = {_combined(operation, dtype, "carry", "other")};
+        }}
+        {_joined(stores)}
+        let last = {from_shared(dtype, f"parts[{threads - 1}]")};
+        carry = {_combined(operation, dtype, "carry", "last")};
+        workgroupBarrier();
+    }}
+}}
+"""
+    return KernelSource(name, text, (dtype, dtype), (), (rows,), (threads,))
+
+
+def _scan_columns(dtype: str, operation: str, outer: int, length: int, inner: int) -> KernelSource:
+    words, count = Words(item_size(dtype) < WORD), outer * inner
+    more = f"let more = {words.item('in0', dtype, 'i')}; sum = {_combined(operation, dtype, 'sum', 'more')};"
+    step = f"if (i < last) {{ i += {inner}; {more} {words.put('out0', dtype, 'i', 'sum')} }}"
+    text = f"""\
+{words.opening("scan_columns", ["out0", "in0"])}\
+    let column = GROUP_0 * {GPU_THREADS} + THREAD;
+    if (column < {count}) {{
+        var i = column / {inner} * {length * inner} + column % {inner};
+        let last = i + {(length - 1) * inner};
+        var sum = {words.item("in0", dtype, "i")};
+        {words.put("out0", dtype, "i", "sum")}
+        while (i < last) {{
+            {" ".join([step] * UNROLLED)}
+        }}
+    }}
+}}
+"""
+    return KernelSource("scan_columns", text, (dtype, dtype), (), (-(-count // GPU_THREADS),), (GPU_THREADS,))
+
+
+def _combined(operation: str, dtype: str, one: str, other: str) -> str:
+    found = wgsl_expression(operation, dtype, dtype, (one, other))
+    assert found is not None
+    return found
+
+
+def wgsl_extreme(node: Node, capabilities: Capabilities) -> Lone | None:
+    """Kernels of `argmax` and `argmin`."""
+    x, largest = node.inputs[0], node.primitive.name == "argmax"
+    outer, length, inner = along(x.shape, node.attributes["axis"])
+    if inner == 1 and length > SHORT_ROW:
+        source = _extreme_of_row(str(x.dtype), largest, outer, length, capabilities)
+    elif length > UNROLLED * most_steps(capabilities):
+        return None
+    else:
+        source = _extreme_of_each(str(x.dtype), largest, outer, length, inner)
+    return Lone((Launch(source, (0, 1)),))
+
+
+def _beats(dtype: str, largest: bool, a: str, b: str) -> str:
+    """Whether `a`, which comes later, takes the place of `b`."""
+    if dtype == "bool":
+        return f"({a} && !{b})" if largest else f"(!{a} && {b})"
+    better = f"{a} {'>' if largest else '<'} {b}"
+    return f"(!is_nan({b}) && (is_nan({a}) || {better}))" if dtype == "float32" else f"({better})"
+
+
+def _extreme_of_row(
+    dtype: str, largest: bool, outer: int, length: int, capabilities: Capabilities
+) -> KernelSource:
+    words, threads = Words(), group_size(max(length // 4, 32), capabilities)
+    text = f"""\
+var<workgroup> tops: array<{shared_type(dtype)}, {threads}>;
+var<workgroup> places: array<i32, {threads}>;
+{words.opening("extreme_of_row", ["out0", "in0"])}\
+    let begin = GROUP_0 * {length};
+    var top = {words.item("in0", dtype, "begin + THREAD")};
+    var place = THREAD;
+    for (var i = THREAD + {threads}; i < {length}; i += {threads}) {{
+        let v = {words.item("in0", dtype, "begin + i")};
+        if ({_beats(dtype, largest, "v", "top")}) {{
+            top = v;
+            place = i;
+        }}
+    }}
+    tops[THREAD] = {to_shared(dtype, "top")};
+    places[THREAD] = place;
+    for (var apart = {threads // 2}; apart > 0; apart /= 2) {{
+        workgroupBarrier();
+        if (THREAD < apart) {{
+            let v = {from_shared(dtype, "tops[THREAD + apart]")};
+            let i = places[THREAD + apart];
+            let later = i > place || {_beats(dtype, largest, "top", "v")};
+            if ({_beats(dtype, largest, "v", "top")} || !later) {{
+                top = v;
+                place = i;
+                tops[THREAD] = {to_shared(dtype, "top")};
+                places[THREAD] = place;
+            }}
+        }}
+    }}
+    if (THREAD == 0) {{ {words.put_index("out0", "GROUP_0", "place")} }}
+}}
+"""
+    return KernelSource("extreme_of_row", text, ("int64", dtype), (), (outer,), (threads,))
+
+
+def _extreme_of_each(dtype: str, largest: bool, outer: int, length: int, inner: int) -> KernelSource:
+    words, count = Words(), outer * inner
+    step = (
+        f"let v = {words.item('in0', dtype, f'start + i * {inner}')}; "
+        f"let wins = {_beats(dtype, largest, 'v', 'top')}; "
+        "top = select(top, v, wins); place = select(place, i, wins);"
+    )
+    text = f"""\
+{words.opening("extreme_of_each", ["out0", "in0"])}\
+    let column = GROUP_0 * {GPU_THREADS} + THREAD;
+    if (column < {count}) {{
+        let start = column / {inner} * {length * inner} + column % {inner};
+        var place = 0;
+        var top = {words.item("in0", dtype, "start")};
+        for (var i = 1; i < {length}; i++) {{
+            {{ {step} }}
+            {" ".join([f"i++; if (i < {length}) {{ {step} }}"] * (UNROLLED - 1))}
+        }}
+        {words.put_index("out0", "column", "place")}
+    }}
+}}
+"""
+    return KernelSource(
+        "extreme_of_each", text, ("int64", dtype), (), (-(-count // GPU_THREADS),), (GPU_THREADS,)
+    )
+
+
+def _joined(lines: list[str]) -> str:
+    return "\n        ".join(lines)
