@@ -1,0 +1,94 @@
+"""Primitives whose meaning is a text of the user's own: only a device's compiler knows it.
+
+The outputs of one launch are nodes with the same inputs and attributes, but for `part`, the number of the
+output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.graph.node import Array, DType, Node, Primitive, Shape
+
+
+@dataclass(frozen=True)
+class RawText:
+    """A kernel's name and parameters, and in each language what comes before it, and its body."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    scalars: tuple[tuple[str, DType], ...]
+    languages: tuple[tuple[str, str, str], ...]  # language, header, body
+
+    def of(self, language: str) -> tuple[str, str]:
+        """Header and body in a language."""
+        return next((header, body) for name, header, body in self.languages if name == language)
+
+
+@dataclass(frozen=True)
+class RawLaunch:
+    """One use of a kernel: what it makes, and how many threads run it."""
+
+    text: RawText
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[DType, ...]
+    grid: tuple[int, ...]
+    group: tuple[int, ...]
+    threads: int | None  # that work each by itself; the others of the last group do nothing
+
+
+@dataclass(frozen=True, eq=False)
+class RawPrimitive(Primitive):
+    """A kernel of the user's own."""
+
+
+def _rule(*inputs: Node, launch: RawLaunch, part: int, **_: Any) -> tuple[Shape, DType]:
+    return launch.shapes[part], launch.dtypes[part]
+
+
+def _meaning(*arrays: Array, launch: RawLaunch, **_: Any) -> Array:
+    raise AssertionError(f"NumPy does not know what {launch.text.name} means")
+
+
+def raw_primitive(text: RawText) -> RawPrimitive:
+    """The primitive of a text."""
+
+    def no_gradient(g: Node, n: Node) -> list[None]:
+        raise TypeError(
+            f"kernel {text.name!r} has no gradient; give raw_kernel one with gradient=, or use detach() or "
+            f"no_grad() before it"
+        )
+
+    dtypes = {scalar_attribute(name): dtype for name, dtype in text.scalars}
+    return RawPrimitive(
+        text.name, _rule, _meaning, no_gradient, constants=tuple(dtypes), dtypes=dtypes, compiled=True
+    )
+
+
+def scalar_attribute(name: str) -> str:
+    """Under which name a node has a scalar: no other attribute is called so."""
+    return f"scalar {name}"
+
+
+def raw(
+    primitive: RawPrimitive, inputs: tuple[Node, ...], launch: RawLaunch, scalars: Mapping[str, Any]
+) -> list[Node]:
+    """The outputs of a launch."""
+    values = {scalar_attribute(name): value for name, value in scalars.items()}
+    return [
+        Node(primitive, inputs, {"launch": launch, "part": part, **values})
+        for part in range(len(launch.shapes))
+    ]
+
+
+def all_parts(nodes: list[Node]) -> tuple[Node, ...]:
+    """All outputs of a launch, of which some are given: a kernel writes those that nobody needs too."""
+    found = {node.attributes["part"]: node for node in nodes}
+    first = nodes[0]
+    return tuple(
+        found.get(part) or Node(first.primitive, first.inputs, {**first.attributes, "part": part})
+        for part in range(len(first.attributes["launch"].shapes))
+    )

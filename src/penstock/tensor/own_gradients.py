@@ -1,0 +1,56 @@
+"""Gradients that users give to kernels of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.errors import KernelError
+from penstock.graph import elementwise, reducing, shaping
+from penstock.tensor.autograd import given_gradient
+from penstock.tensor.core import Tensor, common_shape, record
+
+# (gradient of the result, result, arguments in order) -> the gradient of each argument, or None.
+GradientFunction = Callable[..., "Tensor | Sequence[Tensor | None]"]
+
+
+def with_gradient(
+    name: str, result: Tensor, args: Sequence[Any], gradient: Callable[..., Any], kept: Sequence[Tensor] = ()
+) -> Tensor:
+    """`result` with the gradient by those of `args` that are tensors, which is found from `kept` too."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+
+    def rule(g: Tensor, value: Tensor, *passed: Tensor) -> list[Tensor | None]:
+        given = iter(passed)
+        own = [next(given) if isinstance(arg, Tensor) else arg for arg in args]
+        found = gradient(g, tuple(given) if kept else value, *own)
+        parts = [found] if isinstance(found, Tensor) else [*found]
+        missing = args[len(parts) :]
+        if len(parts) > len(args) or any(isinstance(arg, Tensor) for arg in missing):
+            raise KernelError(
+                f"the gradient of {name!r} has to give a tensor, or None, for each of {len(args)} arguments, "
+                f"and it gave {len(parts)}; only numbers at the end can be left out"
+            )
+        pairs = enumerate(zip(own, parts, strict=False))
+        fitted = [_fitted(name, at, arg, part) for at, (arg, part) in pairs if isinstance(arg, Tensor)]
+        return [*fitted, *(None for _ in kept)]
+
+    return given_gradient(result, [*tensors, *kept], rule)
+
+
+def _fitted(name: str, position: int, argument: Tensor, part: Any) -> Tensor | None:
+    """A gradient in the shape and dtype of its argument: summed over what the argument was broadcast to."""
+    if part is None:
+        return None
+    what = f"the gradient of {name!r} by argument {position}"
+    if not isinstance(part, Tensor):
+        raise KernelError(f"{what} has to be a tensor or None, and it is {type(part).__name__}")
+    shape = argument.shape
+    if part.ndim < len(shape) or common_shape(part.shape, shape) != part.shape:
+        raise KernelError(f"{what} has to have its shape {shape}, and has {part.shape}")
+    node = part._node
+    before = part.ndim - len(shape)
+    padded = (1,) * before + shape
+    axes = tuple(axis for axis, length in enumerate(padded) if length != part.shape[axis] or axis < before)
+    node = shaping.reshape(reducing.sum_(node, axes), shape)
+    return record(elementwise.cast(node, argument.dtype), part)

@@ -1,0 +1,262 @@
+"""`raw_kernel`: kernels whose text the user writes, as nodes of the graph."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import KernelError
+from penstock.graph.node import Shape
+from penstock.graph.raw import RawLaunch, RawText, raw, raw_primitive
+from penstock.kernels.raw_source import LANGUAGES, item_type, scalar_type, taken
+from penstock.runtime import Device
+from penstock.tensor.core import Scalar, Tensor, record
+from penstock.tensor.creation import zeros
+from penstock.tensor.dtypes import checked
+from penstock.tensor.own_gradients import GradientFunction, with_gradient
+
+# A value, or a function that makes it of the arguments.
+Count = int | Callable[..., int]
+Sizes = int | Sequence[int] | Callable[..., int | Sequence[int]]
+DTypeLike = Any  # whatever NumPy or Penstock takes for a dtype
+Output = str | tuple[Sizes, DTypeLike]
+
+
+def raw_kernel(
+    name: str,
+    source: Mapping[str, str],
+    *,
+    inputs: Sequence[str] | Mapping[str, DTypeLike],
+    outputs: Mapping[str, Output],
+    scalars: Mapping[str, DTypeLike] | None = None,
+    threads: Count | None = None,
+    grid: Sizes | None = None,
+    group: Sizes = 64,
+    header: Mapping[str, str] | None = None,
+    gradient: GradientFunction | None = None,
+) -> RawKernel:
+    """An operation of your own whose kernel you write, in OpenCL C, CUDA C or WGSL.
+
+    `source` has the body of the kernel in each language, by `"opencl"`, `"cuda"` and `"wgsl"`; `header` what
+    comes before the kernel, such as functions. Penstock declares the parameters: the outputs and inputs as
+    contiguous arrays under their names, with the types that the tensors have, and the scalars.
+
+    `inputs` names the tensors, or maps their names to the dtypes that they must have; `scalars` maps names to
+    dtypes. An output is declared as the name of an input that it is like, or as (shape, dtype), of which each
+    may be a function of the arguments. It must be written whole.
+
+    With `threads` (by default one for each item of the first output), every thread works by itself and has
+    its number in `i`; none is beyond the last. With `grid`, that many groups of `group` threads run, which
+    may work together: `GROUP_0`, `GROUPS_0`, `THREAD` and `THREADS` tell them apart.
+
+    The kernel is called with the tensors and then the scalars, by position or name, and gives a tensor, or a
+    tuple of them. `gradient(g, result, *arguments)` makes the gradient of each argument, or None; where there
+    are several outputs, `g` and `result` are tuples.
+    """
+    return RawKernel(
+        _text(name, source, header or {}, tuple(inputs), tuple(outputs), scalars or {}),
+        dict(inputs) if isinstance(inputs, Mapping) else {},
+        outputs,
+        threads,
+        grid,
+        group,
+        gradient,
+    )
+
+
+class RawKernel:
+    """A kernel of the user's own text as a function of tensors and numbers."""
+
+    def __init__(
+        self,
+        text: RawText,
+        dtypes: Mapping[str, DTypeLike],
+        outputs: Mapping[str, Output],
+        threads: Count | None,
+        grid: Sizes | None,
+        group: Sizes,
+        gradient: GradientFunction | None,
+    ) -> None:
+        if threads is not None and grid is not None:
+            raise KernelError(f"kernel {text.name!r}: give threads= or grid=, not both")
+        for output, declared in outputs.items():
+            if isinstance(declared, str) and declared not in text.inputs:
+                raise KernelError(
+                    f"kernel {text.name!r}: output {output!r} is to be like {declared!r}, and the inputs are "
+                    f"{list(text.inputs)}"
+                )
+        self.__name__ = text.name
+        self._text = text
+        self._primitive = raw_primitive(text)
+        self._dtypes = {name: checked(dtype) for name, dtype in dtypes.items()}
+        self._outputs = outputs
+        self._threads, self._grid, self._group = threads, grid, group
+        self._gradient = gradient
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        names = (*text.inputs, *(name for name, _ in text.scalars))
+        self.__signature__ = inspect.Signature([inspect.Parameter(one, kind) for one in names])
+
+    def __repr__(self) -> str:
+        languages = ", ".join(LANGUAGES[name] for name, _, _ in self._text.languages)
+        return f"<kernel {self.__name__}{self.__signature__} in {languages}>"
+
+    def __call__(self, *args: Tensor | Scalar, **kwargs: Tensor | Scalar) -> Any:
+        """A tensor, or a tuple of them where the kernel has several outputs."""
+        try:
+            given = self.__signature__.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{self.__name__}{self.__signature__}: {error}") from None
+        arguments = list(given.values())
+        tensors = [self._tensor(name, given[name]) for name in self._text.inputs]
+        scalars = {name: self._scalar(name, given[name], dtype) for name, dtype in self._text.scalars}
+        device = tensors[0].device
+        self._check_language(device)
+        launch = self._launch(arguments, tensors, device)
+        if not any(math.prod(shape) for shape in launch.shapes):
+            made = zip(launch.shapes, launch.dtypes, strict=True)
+            results = [zeros(shape, dtype=dtype, device=device) for shape, dtype in made]
+        else:
+            nodes = raw(self._primitive, tuple(tensor._node for tensor in tensors), launch, scalars)
+            results = [record(node, *tensors) for node in nodes]
+        if self._gradient is not None:
+            results = self._with_gradient(results, arguments)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    # Arguments
+
+    def _tensor(self, name: str, value: Any) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"kernel {self.__name__!r} takes a tensor as {name}, not {type(value).__name__}")
+        wanted = self._dtypes.get(name)
+        if wanted is not None and value.dtype != wanted:
+            raise TypeError(f"kernel {self.__name__!r} takes {wanted} as {name}, and {value.dtype} was given")
+        return value
+
+    def _scalar(self, name: str, value: Any, dtype: Any) -> Any:
+        whole = dtype.kind in "iu"
+        if not isinstance(value, int if whole else (int, float)):
+            raise TypeError(f"kernel {self.__name__!r} takes a number of {dtype} as {name}, not {value!r}")
+        if whole and not np.iinfo(dtype.numpy).min <= value <= np.iinfo(dtype.numpy).max:
+            raise ValueError(f"kernel {self.__name__!r} takes {dtype} as {name}, which cannot be {value}")
+        return value
+
+    def _check_language(self, device: Device) -> None:
+        language = device.capabilities.language
+        given = [name for name, _, _ in self._text.languages]
+        if language not in given:
+            wants = f"takes {LANGUAGES[language]}" if language in LANGUAGES else "compiles no text"
+            has = " and ".join(LANGUAGES[name] for name in given)
+            raise KernelError(f"kernel {self.__name__!r} is there in {has}, and {device.name} {wants}")
+        for name, dtype in self._text.scalars:
+            if scalar_type(dtype, device.capabilities) is None:
+                raise TypeError(
+                    f"kernel {self.__name__!r}: {device.name} has no scalars of {dtype}, which {name} is"
+                )
+
+    # What it makes, and how it is launched
+
+    def _launch(self, arguments: list[Any], tensors: list[Tensor], device: Device) -> RawLaunch:
+        shapes, dtypes = [], []
+        for name, declared in self._outputs.items():
+            if isinstance(declared, str):
+                like = tensors[self._text.inputs.index(declared)]
+                shapes.append(like.shape)
+                dtypes.append(like.dtype)
+            else:
+                shape = _made(declared[0], arguments)
+                shapes.append(self._lengths(f"the shape of {name}", shape, 0))
+                dtypes.append(checked(_made(declared[1], arguments)))
+        names = (*self._text.inputs, *self._text.outputs)
+        for name, dtype in zip(names, [*(one.dtype for one in tensors), *dtypes], strict=True):
+            if item_type(dtype, device.capabilities) is None:
+                raise TypeError(
+                    f"kernel {self.__name__!r}: {device.name} has no arrays of {dtype}, which {name} is"
+                )
+        group = self._lengths("group", _made(self._group, arguments), 1)
+        limit = device.capabilities.max_group_size
+        if math.prod(group) > limit:
+            raise KernelError(
+                f"kernel {self.__name__!r} wants groups of {math.prod(group)} threads, and {device.name} "
+                f"has at most {limit}"
+            )
+        threads = None
+        if self._grid is not None:
+            grid = self._lengths("grid", _made(self._grid, arguments), 1)
+            most = max(len(grid), len(group))
+            grid, group = ((*one, *(1,) * (most - len(one))) for one in (grid, group))
+        else:
+            count = math.prod(shapes[0]) if self._threads is None else _made(self._threads, arguments)
+            (threads,) = self._lengths("threads", count, 1 if any(map(math.prod, shapes)) else 0)
+            grid, group = (-(-threads // math.prod(group)),), (math.prod(group),)
+        return RawLaunch(self._text, tuple(shapes), tuple(dtypes), grid, group, threads)
+
+    def _lengths(self, what: str, given: Any, least: int) -> Shape:
+        try:
+            lengths = tuple(map(operator.index, given if isinstance(given, Sequence) else (given,)))
+        except TypeError:
+            raise TypeError(
+                f"kernel {self.__name__!r}: {what} has to be whole numbers, and is {given!r}"
+            ) from None
+        most = 1 if what == "threads" else 3 if what in ("grid", "group") else 64
+        if len(lengths) > most or any(length < least for length in lengths):
+            raise KernelError(f"kernel {self.__name__!r}: {what} cannot be {given!r}")
+        return lengths
+
+    def _with_gradient(self, results: list[Tensor], arguments: list[Any]) -> list[Tensor]:
+        gradient = self._gradient
+        assert gradient is not None
+        if len(results) == 1:
+            return [with_gradient(self.__name__, results[0], arguments, gradient)]
+
+        def by(position: int) -> Callable[..., Any]:
+            """The gradient of one of several outputs: that of all, where the others have none."""
+
+            def of_one(g: Tensor, values: tuple[Tensor, ...], *args: Any) -> Any:
+                zero = [zeros(one.shape, dtype=one.dtype, device=one.device) for one in values]
+                return gradient((*zero[:position], g, *zero[position + 1 :]), values, *args)
+
+            return of_one
+
+        return [
+            with_gradient(self.__name__, result, arguments, by(position), results)
+            for position, result in enumerate(results)
+        ]
+
+
+def _made(given: Any, arguments: list[Any]) -> Any:
+    """What was declared, for these arguments. (NumPy's dtypes are classes, and so callable too.)"""
+    return given(*arguments) if callable(given) and not isinstance(given, type) else given
+
+
+def _text(
+    name: str,
+    source: Mapping[str, str],
+    header: Mapping[str, str],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    scalars: Mapping[str, DTypeLike],
+) -> RawText:
+    for language in (*source, *header):
+        if language not in LANGUAGES:
+            raise KernelError(f"kernel {name!r}: {language!r} is no language; there are {list(LANGUAGES)}")
+    if not source or not inputs or not outputs:
+        raise KernelError(f"kernel {name!r} needs a source, an input and an output")
+    names = [*outputs, *inputs, *scalars]
+    for one in (name, *names):
+        if not one.isidentifier() or not one.isascii():
+            raise KernelError(f"kernel {name!r}: {one!r} is no name that a kernel could have for something")
+    for at, one in enumerate(names):
+        if one in names[:at] or taken((*outputs, *inputs), one):
+            raise KernelError(f"kernel {name!r}: {one!r} would stand for two things in its text")
+    return RawText(
+        name,
+        inputs,
+        outputs,
+        tuple((scalar, checked(dtype)) for scalar, dtype in scalars.items()),
+        tuple((language, header.get(language, ""), body) for language, body in source.items()),
+    )
