@@ -1,0 +1,119 @@
+"""What a device can reach at best: measured, since no data sheet says it for the machine at hand.
+
+A ceiling is the best of several tries, where the time of a case is the median: others on the machine can only
+lower it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.bench.case import Way, drawn
+from penstock.runtime import Device
+from penstock.tensor.core import Tensor
+from penstock.tensor.creation import asarray
+from penstock.tensor.jit import jit
+from penstock.tensor.linear import matmul
+from penstock.tensor.reduction import sum as sum_
+
+_LEAST_TRIES = 3
+_COPIED = {"cpu": 64 << 20, "gpu": 256 << 20}  # bytes; beyond the caches
+_TRANSFERRED = 32 << 20
+_LENGTH = {"cpu": 1024, "gpu": 4096}  # of a product's matrices
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates per second."""
+
+    moved: float  # bytes read and written in the device's memory
+    flops: float  # operations of a large product of float32, or of whatever had more
+    uploaded: float  # bytes copied to the device
+    downloaded: float  # bytes copied from it
+
+    def least_seconds(self, flops: float, nbytes: float, way: Way) -> float:
+        """How long work takes that reaches the ceiling: the one that it meets first."""
+        rate = {"device": self.moved, "upload": self.uploaded, "download": self.downloaded}[way]
+        return max(flops / self.flops, nbytes / rate)
+
+    def bound(self, flops: float, nbytes: float, way: Way) -> str:
+        """Which ceiling that is."""
+        if way != "device":
+            return "copy"
+        return "matmul" if flops / self.flops > nbytes / self.moved else "memory"
+
+
+def measure_ceilings(device: Device, seconds: float) -> Ceilings:
+    """Measure them, each for about so many seconds."""
+    size = "gpu" if device.capabilities.kind == "gpu" else "cpu"
+    moved = _moved(device, min(_COPIED[size], device.capabilities.total_bytes // 16), seconds)
+    length = _LENGTH[size]
+    x, y = (asarray(drawn(length, length), device=device) for _ in range(2))
+    product = jit(matmul)
+    flops = 2 * length**3 / _best(lambda: product(x, y), device, seconds)
+    if device.capabilities.shared_memory:
+        # A copy reads and writes the one memory that there is.
+        return Ceilings(moved, flops, moved / 2, moved / 2)
+    return Ceilings(moved, flops, *_transferred(device, seconds))
+
+
+def _moved(device: Device, nbytes: int, seconds: float) -> float:
+    """The best of a copy by the driver, a kernel that reads and writes, and one that only reads."""
+    array = drawn(nbytes // 4)
+    x = asarray(array, device=device)
+    source, target = device.upload(array), device.empty(array.nbytes)
+    scaled, total = jit(_doubled), jit(sum_)
+    ways: list[tuple[int, Callable[[], Any]]] = [
+        (2 * nbytes, lambda: device.copy(target, source)),
+        (2 * nbytes, lambda: scaled(x)),
+        (nbytes, lambda: total(x)),
+    ]
+    return max(moved / _best(call, device, seconds / len(ways)) for moved, call in ways)
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def _transferred(device: Device, seconds: float) -> tuple[float, float]:
+    """Copies between pinned memory of the host and the device, by the driver alone."""
+    driver = device.driver
+    buffer = device.empty(_TRANSFERRED)
+    pinned = driver.allocate(_TRANSFERRED, pinned=True)
+    host = pinned.host
+    assert host is not None
+
+    def upload() -> None:
+        event = driver.write(driver.incoming, buffer.memory, buffer.offset, host, None)
+        driver.flush(driver.incoming)
+        driver.wait(event)
+
+    def download() -> None:
+        event = driver.read(driver.outgoing, host, buffer.memory, buffer.offset, None)
+        driver.flush(driver.outgoing)
+        driver.wait(event)
+
+    try:
+        with device.stream.lock:
+            times = [_best(call, device, seconds / 2) for call in (upload, download)]
+    finally:
+        driver.free(pinned)
+    return _TRANSFERRED / times[0], _TRANSFERRED / times[1]
+
+
+def _best(call: Callable[[], Any], device: Device, seconds: float) -> float:
+    """The shortest time of several, each with the wait for it."""
+    for _ in range(2):
+        call()  # compiles
+    device.sync()
+    best, tries, end = float("inf"), 0, time.perf_counter() + seconds
+    while tries < _LEAST_TRIES or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        device.sync()
+        best = min(best, time.perf_counter() - start)
+        tries += 1
+    return best

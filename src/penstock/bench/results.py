@@ -1,0 +1,197 @@
+"""What a run measured, and the file that keeps it."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from penstock.bench.case import Way
+from penstock.bench.ceilings import Ceilings
+from penstock.bench.errors import BenchmarkError
+from penstock.bench.peer import Torch
+from penstock.bench.statistics import Interval, median_interval
+from penstock.data.files import written_whole
+from penstock.runtime import Device
+
+FORMAT = 1  # of the file; another number for whatever an older Penstock could not read
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One case on one device."""
+
+    name: str
+    size: str
+    flops: float
+    nbytes: float
+    way: Way
+    seconds: list[float]  # of a call, in each round
+    torch_seconds: list[float]  # in the same rounds; empty where PyTorch was not asked for
+
+    @property
+    def label(self) -> str:
+        """The name and the size."""
+        return f"{self.name} {self.size}"
+
+    @property
+    def time(self) -> Interval:
+        """Seconds of a call."""
+        return median_interval(self.seconds)
+
+    def with_more(self, other: Measured) -> Measured:
+        """With the samples of more rounds."""
+        seconds, peers = self.seconds + other.seconds, self.torch_seconds + other.torch_seconds
+        return replace(self, seconds=seconds, torch_seconds=peers)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device as it is told from others."""
+
+    name: str
+    description: str
+    api: str
+    kind: str
+    compute_units: int
+    tf32: bool
+
+    @classmethod
+    def of(cls, device: Device) -> Hardware:
+        """That of a device."""
+        can = device.capabilities
+        return cls(device.name, can.description, can.api, can.kind, can.compute_units, can.tf32)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.description}, {self.compute_units} units)"
+
+    def is_same(self, other: Hardware) -> bool:
+        """Whether times of both can be compared; its interface and its settings may have changed."""
+        mine, theirs = ((one.name, one.description, one.compute_units) for one in (self, other))
+        return mine == theirs
+
+
+@dataclass(frozen=True)
+class DeviceResults:
+    """All cases on one device."""
+
+    hardware: Hardware
+    ceilings: Ceilings
+    measured: list[Measured]
+    left_out: list[str]  # cases that the device has no memory for, and why
+
+
+@dataclass(frozen=True)
+class Results:
+    """One run."""
+
+    versions: dict[str, str]
+    only: list[str]  # the cases that were asked for; empty: all
+    devices: list[DeviceResults]
+
+    def of(self, hardware: Hardware, source: str) -> DeviceResults:
+        """What was measured on a device; a BenchmarkError says on what it was, if not on this one."""
+        for one in self.devices:
+            if one.hardware.is_same(hardware):
+                return one
+        there = ", ".join(str(one.hardware) for one in self.devices)
+        raise BenchmarkError(f"{source} was measured on {there}, and cannot be compared with {hardware}")
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, which `load` reads."""
+        tree = {"what": "penstock bench", "format": FORMAT, **asdict(self)}
+        with written_whole(Path(path)) as file:
+            file.write((json.dumps(tree, indent=1, allow_nan=False) + "\n").encode())
+
+
+def versions(peer: Torch | None = None) -> dict[str, str]:
+    """Of what the times depend on, besides the device."""
+    import penstock
+
+    found = {
+        "penstock": penstock.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "system": platform.platform(),
+    }
+    return found if peer is None else {**found, "torch": peer.version}
+
+
+def load(path: str | Path) -> Results:
+    """Read a file that `Results.save` wrote; a BenchmarkError says what is wrong with it."""
+    try:
+        tree = json.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise BenchmarkError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # neither JSON nor UTF-8
+        raise BenchmarkError(f"{path} is damaged: {error}") from None
+    if not isinstance(tree, dict) or tree.get("what") != "penstock bench":
+        raise BenchmarkError(f"{path} was not written by penstock bench --save")
+    if tree.get("format") != FORMAT:
+        raise BenchmarkError(
+            f"{path} has version {tree.get('format')!r} of the format, and this Penstock reads version "
+            f"{FORMAT}; write it again with --save"
+        )
+    try:
+        return _results(tree)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BenchmarkError(f"{path} is damaged: {_reason(error)}") from None
+
+
+def _results(tree: dict[str, Any]) -> Results:
+    devices = [
+        DeviceResults(
+            _record(Hardware, device["hardware"]),
+            _record(Ceilings, device["ceilings"]),
+            [_record(Measured, one) for one in _list(device["measured"], dict)],
+            _list(device["left_out"], str),
+        )
+        for device in _list(tree["devices"], dict)
+    ]
+    if not devices:
+        raise ValueError("it has no device")
+    texts = {str(name): str(value) for name, value in dict(tree["versions"]).items()}
+    return Results(texts, _list(tree["only"], str), devices)
+
+
+_Record = TypeVar("_Record", Hardware, Ceilings, Measured)
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "int": lambda value: isinstance(value, int),
+    "float": lambda value: isinstance(value, (int, float)) and math.isfinite(value) and value >= 0,
+    "Way": lambda value: value in ("device", "upload", "download"),
+    "list[float]": lambda value: isinstance(value, list) and all(_is_time(one) for one in value),
+}
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
+
+
+def _record(kind: type[_Record], tree: Any) -> _Record:
+    """A dataclass from its values by name, each of the kind that its annotation says."""
+    values = {}
+    for one in fields(kind):
+        values[one.name] = value = tree[one.name]
+        if not _KINDS[str(one.type)](value):
+            raise ValueError(f"{one.name} is {value!r}")
+    if kind is Measured and not values["seconds"]:
+        raise ValueError(f"{values['name']} has no times")
+    return kind(**values)
+
+
+def _list(value: Any, kind: type) -> list[Any]:
+    if not isinstance(value, list) or not all(isinstance(one, kind) for one in value):
+        raise ValueError(f"{str(value)[:40]!r} is not a list of {kind.__name__}")
+    return value
+
+
+def _reason(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -1,0 +1,165 @@
+"""One run: which cases on which devices, measured, shown, kept and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.bench.case import Case, sizes_for
+from penstock.bench.ceilings import measure_ceilings
+from penstock.bench.comparing import compare
+from penstock.bench.errors import BenchmarkError
+from penstock.bench.measuring import FULL, QUICK, Effort, measure
+from penstock.bench.operations import operations
+from penstock.bench.peer import Torch
+from penstock.bench.results import DeviceResults, Hardware, Measured, Results, load, versions
+from penstock.bench.steps import steps
+from penstock.bench.view import note, open_console, progress, show_comparison, show_results
+from penstock.errors import DeviceNotFound
+from penstock.registry import default_device, find, use
+from penstock.runtime import Device
+
+
+def cases_for(device: Device) -> list[Case]:
+    """All cases, in the sizes for a device."""
+    return [*operations(sizes_for(device.capabilities)), *steps()]
+
+
+def run(
+    device: Device,
+    only: Sequence[str] = (),
+    peer: Torch | None = None,
+    effort: Effort = FULL,
+    tell: Callable[[str], None] = lambda doing: None,
+) -> DeviceResults:
+    """Measure cases on a device, by name or by name and size; all, if none is given."""
+    cases = _chosen(cases_for(device), only)
+    with _as_default(device):
+        tell("measuring the ceilings")
+        ceilings = measure_ceilings(device, effort.ceiling_seconds)
+        measured, left_out = measure(cases, device, peer, effort, tell)
+    # A case that was faster than the large product shows that others were in its way.
+    most = max([ceilings.flops, *(one.flops / min(one.seconds) for one in measured)])
+    return DeviceResults(Hardware.of(device), replace(ceilings, flops=most), measured, left_out)
+
+
+def bench(
+    devices: Sequence[str] = (),
+    only: Sequence[str] = (),
+    save: Path | None = None,
+    base: Path | None = None,
+    against: str | None = None,
+    quick: bool = False,
+) -> bool:
+    """The command `penstock bench`. Whether nothing got slower than it is in the file `base`.
+
+    That file also says which devices and cases are meant, if nothing else does.
+    """
+    if against not in (None, "torch"):
+        raise BenchmarkError(f"--against knows torch, and {against!r} was given")
+    before = None if base is None else load(base)
+    chosen = _devices(devices, before, str(base))
+    peers = [Torch(device) if against else None for device in chosen]
+    for device in chosen:  # first of all, so that nobody waits for an error
+        _chosen(cases_for(device), only)
+        if before is not None:
+            before.of(Hardware.of(device), str(base))
+    wanted = [*only] if only or before is None else _still_there(before.only, chosen, str(base))
+    results = Results(versions(peers[0]), wanted, [])
+    console = open_console()
+    note(console, _listed(results.versions))
+    if before is not None and before.versions != results.versions:
+        note(console, f"{base}: {_listed(before.versions)}")
+    effort = QUICK if quick else FULL
+    slower = 0
+    for device, peer in zip(chosen, peers, strict=True):
+        with progress(console) as tell:
+            found = run(device, wanted, peer, effort, tell)
+            if before is not None:
+                known = before.of(found.hardware, str(base)).measured
+                asked = [one for one in known if not only or one.name in only or one.label in only]
+                found = _looked_twice(found, asked, device, peer, effort, tell)
+        results.devices.append(found)
+        show_results(console, found)
+        if before is not None:
+            comparison = compare(asked, found.measured)
+            show_comparison(console, comparison, str(base))
+            slower += len(comparison.slower)
+    if save is not None:
+        results.save(save)
+        note(console, f"\nkept in {save}; penstock bench --compare {save} measures against it")
+    return not slower
+
+
+def _looked_twice(
+    found: DeviceResults,
+    before: list[Measured],
+    device: Device,
+    peer: Torch | None,
+    effort: Effort,
+    tell: Callable[[str], None],
+) -> DeviceResults:
+    """With a second look at what seems to be slower.
+
+    The machine may have been busy with something else all the time. Where the second look finds other times,
+    the interval of all of them is wide, and no longer says that anything got slower.
+    """
+    slower = {change.label for change in compare(before, found.measured).slower}
+    cases = [case for case in cases_for(device) if case.label in slower]
+    if not cases:
+        return found
+    with _as_default(device):
+        again, _ = measure(cases, device, peer, effort, tell)
+    more = {one.label: one for one in again}
+    return replace(
+        found,
+        measured=[one.with_more(more[one.label]) if one.label in more else one for one in found.measured],
+    )
+
+
+def _listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _still_there(only: Sequence[str], devices: Sequence[Device], source: str) -> list[str]:
+    """Of what an older run was asked for, what there still is."""
+    cases = [case for device in devices for case in cases_for(device)]
+    there = [one for one in only if any(one in (case.name, case.label) for case in cases)]
+    if only and not there:
+        raise BenchmarkError(f"{source} has only {', '.join(only)}, and no such case is left")
+    return there
+
+
+def _devices(names: Sequence[str], base: Results | None, source: str) -> list[Device]:
+    """The devices that are named, else those of the file, else the default one."""
+    if names:
+        return list(dict.fromkeys(find(name) for name in names))
+    if base is None:
+        return [default_device()]
+    try:
+        return [find(one.hardware.name) for one in base.devices]
+    except DeviceNotFound as error:
+        there = ", ".join(str(one.hardware) for one in base.devices)
+        raise BenchmarkError(f"{source} was measured on {there}; {error}") from None
+
+
+def _chosen(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
+    """The cases that are asked for by name, or by name and size; all, if none is."""
+    for one in only:
+        if not any(one in (case.name, case.label) for case in cases):
+            names = ", ".join(dict.fromkeys(case.name for case in cases))
+            raise BenchmarkError(f"there is no case {one!r}; the cases are {names}")
+    return [case for case in cases if not only or case.name in only or case.label in only]
+
+
+@contextmanager
+def _as_default(device: Device) -> Iterator[None]:
+    """Random numbers for parameters come from the default device, which another need not be."""
+    before = default_device()
+    use(device)
+    try:
+        yield
+    finally:
+        use(before)
