@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -54,6 +55,22 @@ extern "C" __global__ void spin(int *out, int rounds) {  /* takes its time */
 }
 """
 
+WGSL = """
+kernel fill(out: array<i32>, value: i32, n: i32) {
+    for (var i = GROUP_0 * THREADS + THREAD; i < n; i += GROUPS_0 * THREADS) { out[i] = value; }
+}
+kernel axpy(x: array<f32>, y: array<f32>, a: f32, n: i32) {
+    for (var i = GROUP_0 * THREADS + THREAD; i < n; i += GROUPS_0 * THREADS) { y[i] += a * x[i]; }
+}
+kernel spin(out: array<i32>, rounds: i32) {  // takes its time
+    var x = GROUP_0 * THREADS + THREAD + 1;
+    for (var i = 0; i < rounds; i += 1024) { ROUNDS }
+    out[0] = x;
+}
+"""
+# Mesa's software Vulkan ends a thread's loops after 65535 iterations, so each has many rounds.
+WGSL = WGSL.replace("ROUNDS", "x = (x ^ (x >> 3u)) * 1664525 + 1013904223; " * 1024)
+
 
 def _fill(out: np.ndarray, value: np.int32, n: np.int32) -> None:
     out[:n] = value
@@ -74,9 +91,16 @@ class GraphingHost(HostDriver):
     """A host driver that makes one launch of many, as CUDA does."""
 
     graphs = True
+    _random = random.Random(0)
 
-    def capture(self, bound: Sequence[Any]) -> Any:
-        return list(bound)
+    def capture(self, bound: Sequence[Any], after: Sequence[Sequence[int]]) -> Any:
+        """In another order, whatever `after` permits."""
+        waiting, order = list(range(len(bound))), []
+        while waiting:
+            ready = [one for one in waiting if not set(after[one]).intersection(waiting)]
+            order.append(self._random.choice(ready))
+            waiting.remove(order[-1])
+        return [bound[one] for one in order]
 
     def replay(
         self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
@@ -131,6 +155,28 @@ CUDA_KINDS = [kind for kind in DRIVERS if kind == "cuda"]  # on machines that ha
 collect_ignore = [] if CUDA_KINDS else ["test_cuda.py"]
 
 
+def _adapters() -> list[Any]:
+    from penstock.device import webgpu
+
+    found = webgpu.find_devices()
+    if not found and os.environ.get("PENSTOCK_REQUIRE_WEBGPU"):
+        raise RuntimeError("PENSTOCK_REQUIRE_WEBGPU is set, and there is no WebGPU adapter on this machine")
+    return found
+
+
+def _webgpu() -> Driver:
+    from penstock.device.webgpu import WebGpuDriver
+
+    return WebGpuDriver(_adapters()[0], "webgpu")
+
+
+if _adapters():
+    DRIVERS["webgpu"] = _webgpu
+WEBGPU_KINDS = [kind for kind in DRIVERS if kind == "webgpu"]  # on machines that have one
+if not WEBGPU_KINDS:
+    collect_ignore.append("test_webgpu.py")
+
+
 class Lazy(random.Random):
     """A scheduler that lets nothing run before the host waits for it."""
 
@@ -144,7 +190,7 @@ SMALL = Settings(max_commands=8, max_bytes=1 << 20, max_in_flight=2, staging_byt
 
 def source_for(device: Device) -> Source:
     """The test kernels in the device's language."""
-    return {"opencl": OPENCL, "cuda": CUDA, "numpy": NUMPY}[device.capabilities.language]
+    return {"opencl": OPENCL, "cuda": CUDA, "wgsl": WGSL, "numpy": NUMPY}[device.capabilities.language]
 
 
 def compiled(device: Device) -> dict[str, Kernel]:

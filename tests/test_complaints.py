@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, SMALL, Lazy, compiled
+from conftest import CUDA_KINDS, DRIVERS, SMALL, WEBGPU_KINDS, Lazy, compiled
 
 from penstock import memory
 from penstock.device.driver import Driver, Kernel
@@ -26,7 +26,12 @@ from penstock.runtime import Device
 
 KIB, MIB = 1 << 10, 1 << 20
 FLAT_BYTES = 3 * MIB  # what the resident size may differ by over the thousands of steps of a test
-FAR_KINDS = ["opencl-device", "host-far", *CUDA_KINDS]  # those whose data goes through staging memory
+FAR_KINDS = [
+    "opencl-device",
+    "host-far",
+    *CUDA_KINDS,
+    *WEBGPU_KINDS,
+]  # those whose data goes through staging memory
 
 Make = Callable[..., Device]
 
@@ -381,6 +386,7 @@ def test_a_one_element_operation_costs_no_allocation_and_no_wait(make: Make) -> 
     device = make(max_commands=1_000)
     kernels = compiled(device)
     buffer = device.upload(np.zeros(1, np.int32))
+    fill(device, kernels, buffer, 0)  # what a kernel's first launch makes, later ones find
     device.sync()
     device.stream.waits.clear()
 

@@ -265,6 +265,8 @@ def test_a_source_that_does_not_compile_shows_the_compilers_words(device: Device
     bad = "__kernel void broken(__global int *a) { a[0] = bogus; }"
     if device.capabilities.language == "cuda":
         bad = 'extern "C" __global__ void broken(int *a) { a[0] = bogus; }'
+    if device.capabilities.language == "wgsl":
+        bad = "kernel broken(a: array<i32>) { a[0] = bogus; }"
     if device.capabilities.language != "numpy":
         with pytest.raises(CompileError, match="bogus"):
             device.compile(bad, {"broken": ("int32*",)})

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -44,9 +45,9 @@ class Recorded:
             self.replays.append(len(bound))
             replay(queue, bound, *rest)
 
-        def counted_capture(bound: Sequence[Any]) -> Any:
+        def counted_capture(*args: Any) -> Any:
             self.captures += 1
-            return capture(bound)
+            return capture(*args)
 
         driver.replay, driver.capture = counted, counted_capture
 
@@ -83,6 +84,28 @@ def test_a_training_step_is_one_launch_with_new_data_and_rates(device: Device) -
             assert recorded.captures == 0
     on_cuda, on_host = losses.values()
     np.testing.assert_allclose(on_cuda, on_host, rtol=1e-3)
+
+
+def test_launches_at_the_same_time_give_the_same_bits(device: Device) -> None:
+    """A graph runs what is independent side by side; without one, launches follow one another."""
+    losses = []
+    for graphs in (True, False):
+        device.driver.graphs = graphs
+        ps.random.manual_seed(3)
+        model = nn.GPT(vocab_size=512, context=64, width=192, layers=4, heads=3, device=device)
+        model.to(ps.bfloat16)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+
+        def learn(tokens: ps.Tensor, model: Any = model, optimizer: Any = optimizer) -> ps.Tensor:
+            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step = ps.jit(learn)
+        batches = np.random.default_rng(0).integers(0, 512, (20, 16, 65))
+        losses.append([step(ps.asarray(batch, device=device)).item() for batch in batches])
+    assert losses[0] == losses[1]
 
 
 class Set:
@@ -173,14 +196,26 @@ def test_a_large_block_is_found_between_holes(device: Device) -> None:
 
 
 def test_times_are_told_where_they_were_asked_for() -> None:
-    driver = CudaDriver(_cuda_devices()[0], "cuda-timing", timing=True)
+    driver = CudaDriver(_cuda_devices()[0], "cuda-timing")
     device = Device.over(driver)
     spin = compiled(device)["spin"]
     memory = driver.allocate(1024)
+    driver.time_commands(True)
+    handles = driver.native_handles()
     first = driver.launch(driver.compute, spin, (1,), (1,), [memory.native, 1], None)
     last = driver.launch(driver.compute, spin, (1,), (1,), [memory.native, 1_000_000], None)
     driver.wait(last)
-    assert 1e-4 < driver.seconds(first, last) < 10
+    assert driver.is_done(first)
+    (_, end), (start, after) = driver.ran(first) or (0, 0), driver.ran(last) or (0, 0)
+    assert end <= start + 1e-6
+    assert 1e-4 < after - start < 10
+    assert abs(after - time.perf_counter()) < 10
+    del first, last
+    driver.time_commands(False)
+    untimed = driver.launch(driver.compute, spin, (1,), (1,), [memory.native, 1], None)
+    driver.wait(untimed)
+    assert driver.ran(untimed) is None
+    assert driver.native_handles() <= handles + 1
     driver.free(memory)
     device.close()
 

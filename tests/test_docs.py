@@ -7,8 +7,10 @@ import runpy
 from pathlib import Path
 
 import pytest
+from conftest import WEBGPU_KINDS
 
 import penstock as ps
+from penstock import registry
 from penstock.config import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -18,8 +20,15 @@ def snippets(page: str) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/runtime.md", "docs/tensors.md", "docs/training.md"])
-def test_every_snippet_runs(page: str) -> None:
+PAGES = ["README.md"]
+PAGES += [f"docs/{name}.md" for name in ("bench", "kernels", "profiling", "runtime", "tensors", "training")]
+PAGES += ["docs/webgpu.md"] if WEBGPU_KINDS else []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_snippet_runs(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(registry, "_default", None)  # which a page may change
+    monkeypatch.chdir(tmp_path)  # where it writes its files
     try:
         exec(compile(snippets(page), page, "exec"), {})
     finally:

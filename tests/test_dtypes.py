@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, SMALL
+from conftest import CUDA_KINDS, DRIVERS, SMALL, WEBGPU_KINDS
 
 import penstock as ps
 from penstock import Device
@@ -21,7 +21,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 both_halves = pytest.mark.parametrize("half", HALVES, ids=str)
 
 
-@pytest.fixture(scope="module", params=["opencl-device", "host", *CUDA_KINDS])
+@pytest.fixture(scope="module", params=["opencl-device", "host", *CUDA_KINDS, *WEBGPU_KINDS])
 def on(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = Device.over(DRIVERS[request.param](), SMALL)
     yield device

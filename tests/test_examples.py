@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from conftest import CUDA_KINDS, DRIVERS
+from conftest import CUDA_KINDS, DRIVERS, WEBGPU_KINDS
 
 import penstock as ps
 from penstock import Device
@@ -56,7 +56,7 @@ def test_a_gpt_learns_a_rhyme(capsys: pytest.CaptureFixture[str]) -> None:
     assert len("\n".join(written)) == 68
 
 
-@pytest.mark.parametrize("kind", [OPENCL, *CUDA_KINDS])
+@pytest.mark.parametrize("kind", [OPENCL, *CUDA_KINDS, *WEBGPU_KINDS])
 def test_ten_thousand_further_steps_take_no_memory(kind: str) -> None:
     device = Device.over(DRIVERS[kind]())
     network = xor.Xor(device)
@@ -74,7 +74,7 @@ def test_ten_thousand_further_steps_take_no_memory(kind: str) -> None:
     device.close()
 
 
-@pytest.mark.parametrize("kind", [OPENCL, "host-far", *CUDA_KINDS])
+@pytest.mark.parametrize("kind", [OPENCL, "host-far", *CUDA_KINDS, *WEBGPU_KINDS])
 def test_twenty_trainings_leave_nothing_alive(kind: str) -> None:
     device = Device.over(DRIVERS[kind]())
     for _ in range(20):

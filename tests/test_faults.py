@@ -154,6 +154,8 @@ def failing_device(kind: str) -> tuple[Device, Kernels, Callable[[Any], None]]:
     if kind == "cuda":
         # A kernel that really fails ends CUDA for the process (see test_cuda.py), so here one only says so.
         return device, compiled(device), lambda out: launch_and_fail(device, kernel, out)
+    if kind == "webgpu":
+        return device, compiled(device), lambda out: launch_too_much(device, kernel, out)
     gates = []  # an unfinished gate may not be let go
 
     def launch(out: Any) -> None:
@@ -170,6 +172,24 @@ def failing_device(kind: str) -> tuple[Device, Kernels, Callable[[Any], None]]:
         gate.set_status(-5)  # the command fails as one does whose input never came
 
     return device, compiled(device), launch
+
+
+def launch_too_much(device: Device, kernel: Kernel, out: Any) -> None:
+    """Record a dispatch of more groups than WebGPU permits, past the driver's own check."""
+    driver = device.driver
+
+    def launch(queue: Any, kernel: Any, grid: Any, group: Any, args: Any, waits: Any) -> Any:
+        bound = driver.bind(kernel, grid, group, args)
+        bound.dispatch = (*bound.dispatch[:-3], 1 << 17, 1, 1)
+        events: list[Any] = []
+        driver.replay(queue, [bound], waits, events)
+        return events[0]
+
+    driver.launch = launch  # type: ignore[method-assign]
+    try:
+        device.stream.launch(kernel, (1,), (1,), (out, 1, 1))
+    finally:
+        del driver.launch
 
 
 def launch_and_fail(device: Device, kernel: Kernel, out: Any) -> None:
@@ -319,7 +339,7 @@ def test_the_limit_can_be_set_at_any_time(device: Device) -> None:
     assert kept is not kept2
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DRIVERS if kind.startswith(("opencl", "cuda"))])
+@pytest.mark.parametrize("kind", [kind for kind in DRIVERS if kind.startswith(("opencl", "cuda", "webgpu"))])
 def test_more_than_the_device_allows_at_once_is_out_of_memory(kind: str) -> None:
     device = Device.over(DRIVERS[kind]())
     largest = device.capabilities.max_allocation_bytes

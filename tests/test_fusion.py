@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
 from test_graph import at
 
 import penstock as ps
@@ -494,7 +494,7 @@ def _threads() -> Driver:
     return driver
 
 
-@pytest.fixture(scope="module", params=["vectors", "threads", *CUDA_KINDS])
+@pytest.fixture(scope="module", params=["vectors", "threads", *CUDA_KINDS, *WEBGPU_KINDS])
 def shared(request: pytest.FixtureRequest) -> Iterator[Device]:
     made = {"vectors": lambda: OpenCLDriver(NATIVE, "opencl-vectors"), "threads": _threads, **DRIVERS}
     device = Device.over(made[request.param]())

@@ -26,7 +26,7 @@ from penstock.runtime import Device
 
 ITEMS = 96
 ONES = np.ones(ITEMS, np.float32)
-NATIVE_KINDS = [kind for kind in DRIVERS if kind.startswith(("opencl", "cuda"))]
+NATIVE_KINDS = [kind for kind in DRIVERS if kind.startswith(("opencl", "cuda", "webgpu"))]
 PATIENCE = 120  # seconds after which a script hangs
 
 
@@ -355,7 +355,9 @@ def test_a_forked_child_is_refused_the_device_that_it_inherited_and_the_parent_g
                 sys.exit("nothing was raised")
 
         future = pending()
-        codes = {"wait": in_child(lambda: refused(lambda *_: future.wait()))}
+        codes = {}
+        if kind != "webgpu" or not future.is_ready():  # Mesa's software Vulkan takes one submission at a time
+            codes["wait"] = in_child(lambda: refused(lambda *_: future.wait()))
         device.sync()
         codes |= {name: in_child(lambda: refused(use)) for name, use in USES.items()}
         codes["part"] = in_child(lambda: refused(lambda *_: device.download(x.view(0, 128)).wait()))

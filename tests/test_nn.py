@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS
+from conftest import CUDA_KINDS, DRIVERS, WEBGPU_KINDS
 
 import penstock as ps
 from penstock import Device, nn
@@ -22,7 +22,7 @@ REFERENCE = np.load(Path(__file__).parent / "data" / "reference.npz")
 OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))
 
 
-@pytest.fixture(scope="module", params=[OPENCL, "host-far", *CUDA_KINDS])
+@pytest.fixture(scope="module", params=[OPENCL, "host-far", *CUDA_KINDS, *WEBGPU_KINDS])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     made = Device.over(DRIVERS[request.param]())
     yield made

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS
+from conftest import CUDA_KINDS, DRIVERS, WEBGPU_KINDS
 
 import penstock as ps
 from penstock import Device, optim
@@ -19,7 +19,7 @@ OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))
 STEPS = 12
 
 
-@pytest.fixture(scope="module", params=[OPENCL, "host-late", *CUDA_KINDS])
+@pytest.fixture(scope="module", params=[OPENCL, "host-late", *CUDA_KINDS, *WEBGPU_KINDS])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     made = Device.over(DRIVERS[request.param]())
     yield made

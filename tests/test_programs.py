@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
 
 import penstock as ps
 from penstock import Device, realize
@@ -374,7 +374,7 @@ def test_threads_run_one_program(device: Device) -> None:
     in_threads(job)
 
 
-@pytest.mark.parametrize("kind", ["host", "host-late", *CUDA_KINDS])
+@pytest.mark.parametrize("kind", ["host", "host-late", *CUDA_KINDS, *WEBGPU_KINDS])
 def test_threads_build_and_forget_programs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(realize, "_MAX_PROGRAMS", 2)
     device = Device.over(DRIVERS[kind]())
@@ -390,7 +390,7 @@ def test_threads_build_and_forget_programs(kind: str, monkeypatch: pytest.Monkey
     device.close()
 
 
-@pytest.mark.parametrize("kind", ["host", "host-late", *CUDA_KINDS])
+@pytest.mark.parametrize("kind", ["host", "host-late", *CUDA_KINDS, *WEBGPU_KINDS])
 def test_threads_ask_for_one_value(kind: str) -> None:
     device = Device.over(DRIVERS[kind]())
     for turn in range(20):
@@ -413,7 +413,7 @@ def test_threads_ask_for_one_value(kind: str) -> None:
 # Failures
 
 
-@pytest.mark.parametrize("kind", ["host", "host-far", "opencl-device", *CUDA_KINDS])
+@pytest.mark.parametrize("kind", ["host", "host-far", "opencl-device", *CUDA_KINDS, *WEBGPU_KINDS])
 def test_out_of_memory_in_the_middle_leaves_everything_usable(kind: str) -> None:
     settings = Settings(pool_capacity=0)
     device = Device.over(KINDS[kind](), settings)

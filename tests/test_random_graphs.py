@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
 
 from penstock import Device, program, realize
 from penstock.device.driver import Capabilities, Driver
@@ -523,7 +523,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
             device.upload(np.full(buffer.nbytes, 0xFF, np.uint8), buffer)
         return buffer
 
-    monkeypatch.setattr(Device, "scratch", lambda self, nbytes: filled(self, scratch(self, nbytes)))
+    monkeypatch.setattr(
+        Device, "scratch", lambda self, sizes: [filled(self, one) for one in scratch(self, sizes)]
+    )
     monkeypatch.setattr(Device, "empty", lambda self, nbytes: filled(self, empty(self, nbytes)))
 
 
@@ -562,7 +564,9 @@ def test_on_the_host(make: Callable[[str], Device], kind: str, size: int) -> Non
         check(device, seed, size)
 
 
-@pytest.mark.parametrize("kind", ["opencl-device", "opencl-launches", "opencl-threads", *CUDA_KINDS])
+@pytest.mark.parametrize(
+    "kind", ["opencl-device", "opencl-launches", "opencl-threads", *CUDA_KINDS, *WEBGPU_KINDS]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_with_kernels(make: Callable[[str], Device], kind: str, seed: int) -> None:
     check(make(kind), 1000 + seed, 60)

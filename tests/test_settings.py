@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,8 +17,9 @@ import penstock as ps
 from penstock import registry as found
 from penstock.cli import app
 from penstock.config import Settings, format_bytes, parse_bytes
-from penstock.device.host import HostDriver
+from penstock.device.host import HostDriver, host_capabilities
 from penstock.errors import DeviceNotFound, SettingError
+from penstock.runtime import refuse
 
 
 @pytest.mark.parametrize(
@@ -117,19 +120,36 @@ def test_a_name_that_is_not_there_gets_the_names_that_are(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_machine_without_opencl_still_has_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "penstock.device.opencl", None)
-    monkeypatch.delattr("penstock.device.opencl", raising=False)
-    monkeypatch.setitem(sys.modules, "penstock.device.cuda", None)
-    monkeypatch.delattr("penstock.device.cuda", raising=False)
+def test_a_machine_without_any_driver_still_has_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for driver in ("cuda", "opencl", "webgpu"):
+        monkeypatch.setitem(sys.modules, f"penstock.device.{driver}", None)
+        monkeypatch.delattr(f"penstock.device.{driver}", raising=False)
     assert [device.name for device in ps.devices()] == ["host"]
-    with pytest.raises(DeviceNotFound, match=r"not there: cuda, .*; opencl, which could not be loaded"):
+    absent = r"not there: cuda, .*; opencl, which could not be loaded .*; webgpu, which could not be loaded"
+    with pytest.raises(DeviceNotFound, match=absent):
         ps.use("opencl")
+
+
+def test_gpus_come_first_and_by_the_driver_that_serves_them_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    def device(name: str, kind: Any) -> ps.Device:
+        language: Any = {"cuda:0": "cuda", "opencl:0": "opencl", "opencl:1": "opencl"}.get(name, "wgsl")
+        can = replace(host_capabilities(), kind=kind, language=language)
+        return ps.Device(name, can, refuse("it is not there"))
+
+    cuda = [device("cuda:0", "gpu")]
+    opencl = [device("opencl:0", "gpu"), device("opencl:1", "cpu")]
+    webgpu = [device("webgpu:0", "gpu"), device("webgpu:1", "cpu")]
+    order = {"linux": ["opencl:0", "webgpu:0"], "win32": ["opencl:0", "webgpu:0"]}
+    order["darwin"] = ["webgpu:0", "opencl:0"]  # whose OpenCL is kept for old programs only
+    for platform, gpus in order.items():
+        monkeypatch.setattr(sys, "platform", platform)
+        names = [one.name for one in found._in_order(cuda, opencl, webgpu)]
+        assert names == ["cuda:0", *gpus, "opencl:1", "webgpu:1"], platform
 
 
 def test_listing_devices_opens_none_and_importing_loads_no_driver() -> None:
     script = (
-        "import sys, penstock as ps; assert not {'pyopencl', 'cuda.bindings'} & set(sys.modules); "
+        "import sys, penstock as ps; assert not {'pyopencl', 'cuda.bindings', 'wgpu'} & set(sys.modules); "
         "assert ps.devices(); assert ps.memory.stats().devices == {}"
     )
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)

@@ -19,6 +19,7 @@ from penstock.device.opencl import OpenCLDriver, opencl_capabilities
 from penstock.graph.node import Node, leaf
 from penstock.kernels import side_by_side
 from penstock.kernels.chaining import Call
+from penstock.kernels.hazards import Touched
 from penstock.kernels.source import KernelSource, head
 from penstock.program import Program
 
@@ -267,7 +268,7 @@ def test_buffers_may_lie_anywhere_and_a_program_is_not_written_again_and_again(m
 
 
 def call(source: KernelSource, unit: int) -> Call:
-    return Call(source, ((0, unit), (1, 8 * unit)), (), (), 1)
+    return Call(source, ((0, unit), (1, 8 * unit)), (), (), 1, Touched())
 
 
 def source(name: str, text: str = "") -> KernelSource:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, SMALL, compiled
+from conftest import CUDA_KINDS, DRIVERS, SMALL, WEBGPU_KINDS, compiled
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -172,8 +172,8 @@ def test_a_program_for_which_there_is_no_graph_is_replayed_without() -> None:
     program = device.stream.bind([(compiled(device)["axpy"], (1,), (1,), (ones, out, 1.0, 16))] * 2)
     tries = []
 
-    def refused(bound: Any) -> None:
-        tries.append(bound)
+    def refused(*args: Any) -> None:
+        tries.append(args)
         raise DeviceError("no memory for it")
 
     device.driver.capture = refused  # type: ignore[method-assign]
@@ -214,7 +214,7 @@ def test_staging_memory_is_bounded_and_not_rounded_up() -> None:
 
 
 def test_results_that_nobody_waits_for_do_not_block_the_ring() -> None:
-    for kind in ("opencl-device", "host-far", *CUDA_KINDS):
+    for kind in ("opencl-device", "host-far", *CUDA_KINDS, *WEBGPU_KINDS):
         device = Device.over(DRIVERS[kind](), SMALL)
         forgotten = [device.download(device.upload(np.full(40_000, i, np.uint8))) for i in range(30)]
         assert np.all(device.download(device.upload(np.full(9, 7, np.uint8))).wait() == 7)
@@ -254,7 +254,8 @@ class StreamMachine(RuleBasedStateMachine):
     """
 
     @initialize(
-        kind=st.sampled_from(["host-late", "host-far", "opencl-svm", *CUDA_KINDS]), seed=st.integers(0, 1000)
+        kind=st.sampled_from(["host-late", "host-far", "opencl-svm", *CUDA_KINDS, *WEBGPU_KINDS]),
+        seed=st.integers(0, 1000),
     )
     def start(self, kind: str, seed: int) -> None:
         if kind.startswith("host"):

@@ -6,8 +6,9 @@ The namespace follows the Python array API standard, version 2024.12.
 from importlib.metadata import version as _version
 from math import e, inf, nan, pi
 
-from penstock import data, errors, memory, nn, optim
+from penstock import data, errors, memory, nn, optim, testing
 from penstock.memory.buffer import Buffer
+from penstock.profiling import Profile, profile
 from penstock.registry import default_device, devices, use
 from penstock.runtime import Device
 from penstock.stream.future import Future, FutureState
@@ -123,7 +124,7 @@ from penstock.tensor.dtypes import (
 )
 from penstock.tensor.info import __array_namespace_info__, can_cast, finfo, iinfo, isdtype, result_type
 from penstock.tensor.jit import jit
-from penstock.tensor.linear import matmul, tensordot, vecdot
+from penstock.tensor.linear import matmul, matmul_batch, tensordot, vecdot
 from penstock.tensor.manipulation import (
     astype,
     broadcast_arrays,
@@ -144,6 +145,8 @@ from penstock.tensor.manipulation import (
     tile,
     unstack,
 )
+from penstock.tensor.own_kernels import kernel
+from penstock.tensor.raw_kernels import raw_kernel
 from penstock.tensor.reduction import (
     all,
     any,
@@ -181,6 +184,7 @@ __all__ = [
     "Device",
     "Future",
     "FutureState",
+    "Profile",
     "Tensor",
     "__array_namespace_info__",
     "abs",
@@ -265,6 +269,7 @@ __all__ = [
     "isinf",
     "isnan",
     "jit",
+    "kernel",
     "less",
     "less_equal",
     "linspace",
@@ -278,6 +283,7 @@ __all__ = [
     "logical_or",
     "logical_xor",
     "matmul",
+    "matmul_batch",
     "matrix_transpose",
     "max",
     "maximum",
@@ -304,7 +310,9 @@ __all__ = [
     "positive",
     "pow",
     "prod",
+    "profile",
     "random",
+    "raw_kernel",
     "real",
     "reciprocal",
     "remainder",
@@ -331,6 +339,7 @@ __all__ = [
     "tan",
     "tanh",
     "tensordot",
+    "testing",
     "tile",
     "tril",
     "triu",

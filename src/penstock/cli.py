@@ -31,18 +31,48 @@ def penstock_command() -> None:
 
 
 @app.command("devices")
-def list_devices() -> None:
-    """List the devices of this machine, the best first."""
+def list_devices(
+    name: Annotated[str | None, typer.Argument(help="Only this one, or the first of a driver's.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compute a few of everything, and compare it with NumPy.")
+    ] = False,
+) -> None:
+    """List the devices of this machine, the best first, or check that they compute what they should."""
     default = penstock.default_device()
+    chosen = [penstock.registry.find(name)] if name else penstock.devices()
+    console = Console()
+    if check:
+        wrong = [device.name for device in chosen if not _check(device, console)]
+        if wrong:
+            raise PenstockError(f"{' and '.join(wrong)} did not compute what NumPy computes")
+        return
     table = Table("name", "device", "kind", "memory", "units", "interface", box=None, pad_edge=False)
-    for device in penstock.devices():
+    for device in chosen:
         can = device.capabilities
         memory = format_bytes(can.total_bytes) + (" shared" if can.shared_memory else "")
         mark = " *" if device is default else ""
         table.add_row(device.name + mark, can.description, can.kind, memory, str(can.compute_units), can.api)
-    console = Console()
     console.print(table)
     console.print("* the default; set PENSTOCK_DEVICE to another name to change it", style="dim")
+
+
+def _check(device: penstock.Device, console: Console) -> bool:
+    """Print what each check of a device finds; whether all is right."""
+    from penstock.checking import check
+
+    can = device.capabilities
+    about = f"{device.name}: {can.description}, {can.api}"
+    console.print(about, markup=False, highlight=False, soft_wrap=True)
+    right = True
+    for finding in check(device):
+        verdict = f"WRONG: {finding.problem}" if finding.problem else f"right, {finding.seconds:.1f} s"
+        style = "red" if finding.problem else "green"
+        line = f"  {finding.what:<20} {verdict}"
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        right = right and not finding.problem
+    verdict = "it computes what NumPy computes" if right else "do not use it: please report the lines above"
+    console.print(f"  {'verdict':<20} {verdict}\n", markup=False, highlight=False)
+    return right
 
 
 @app.command("train")
@@ -165,6 +195,36 @@ def generate(
         _streamed([prompt] if tokenizer else [], pieces)
     except ValueError as error:  # ids that the model does not have, and the like
         raise SettingError(str(error)) from None
+
+
+@app.command("bench")
+def bench(
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="A name from `penstock devices`; may be given several times.", metavar="NAME"),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A case by its name; may be given several times.", metavar="NAME")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Keep what is measured.", metavar="FILE")] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="Measure what FILE has, and fail if something got slower.", metavar="FILE"),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Run the same in PyTorch, in turn: torch.", metavar="LIBRARY")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds, wider intervals.")] = False,
+) -> None:
+    """Measure operations and whole training steps, with their share of what the device can reach.
+
+    Times are medians with 95% confidence intervals. With --compare, the exit status is 1 when a case got
+    slower by more than noise and 5%.
+    """
+    from penstock.bench import bench as measure
+
+    if not measure(device or (), only or (), save, compare, against, quick):
+        raise typer.Exit(1)
 
 
 def _streamed(*parts: Iterable[str]) -> str:

@@ -25,6 +25,10 @@ class CompileError(PenstockError, RuntimeError):
     """A kernel's source was refused by the device's compiler. The message holds the compiler's log."""
 
 
+class KernelError(PenstockError, ValueError):
+    """A kernel of the user's own cannot be one: its formula, its function or its declaration is refused."""
+
+
 class DeviceError(PenstockError, RuntimeError):
     """The device refused or failed a command. `command` describes it: kernel, sizes and arguments."""
 

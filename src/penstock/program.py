@@ -10,11 +10,15 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from penstock.config import format_bytes
 from penstock.device.driver import Kernel
+from penstock.errors import OutOfDeviceMemory
+from penstock.fusion.bounding import bounded
 from penstock.fusion.costs import COSTLY
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.products import by_library
@@ -23,11 +27,14 @@ from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Array, Node
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.chaining import Call, chained
+from penstock.kernels.costing import costs
+from penstock.kernels.hazards import Range, Touched, orderings
 from penstock.kernels.side_by_side import MOST_CALLS, joins, kind, side_by_side
 from penstock.kernels.source import UNIT
 from penstock.kernels.writer import Written, computed, constants, fusible
 from penstock.memory.buffer import Buffer
-from penstock.plan.arena import Plan, Value, plan
+from penstock.plan.arena import Value
+from penstock.plan.banks import Banks, banks
 from penstock.plan.bundles import bundled
 from penstock.plan.order import Work, ordered
 from penstock.runtime import Device
@@ -36,6 +43,10 @@ from penstock.stream.stream import Program as Launches
 Constant = tuple[str, Any]  # dtype, and the bits of a number
 # Of buffers: the number of the memory that each lies in, and the unit there.
 Layout = tuple[tuple[int, int], ...]
+# Bytes. What touches more fills a GPU by itself, and beside others would only drive them out of the cache:
+# all such write to one range that is no memory's, and so follow one another.
+_LARGE = 24 << 20
+_DEVICE: tuple[Range, ...] = ((-1, 0, 1),)
 _MAX_LAYOUTS = 4  # for which a program writes kernels; others take every buffer by itself
 
 
@@ -69,6 +80,7 @@ class Program:
             lambda node: fusible(node, device.capabilities),
             lambda product: by_library(product, device.capabilities),
         )
+        groups = bounded(groups, device.capabilities.max_buffers)
         self._wanted = [base(node) for node in wanted]
         replaces = {self._wanted[at]: inputs[number] for at, number in (replaced or {}).items()}
         self._gpu = device.capabilities.vector_width == 1
@@ -76,18 +88,23 @@ class Program:
             kind(group, cache.written(group), device.capabilities) if self._gpu else None for group in groups
         ]
         bundles = _in_order(groups, wanted, replaces, kinds)
-        self.outputs = [node for node in dict.fromkeys(self._wanted) if node.value is None]
+        apart = [node for group in groups for node in self._apart(group, cache.written(group))]
+        self.outputs = [node for node in dict.fromkeys([*self._wanted, *apart]) if node.value is None]
         counts = Counter(self._wanted)
         self._shared = [node not in self.outputs or counts[node] > 1 for node in self._wanted]
-        # The buffers of a run: the arena, then the inputs, then the outputs.
+        # The buffers of a run: the arena, then the inputs, then the outputs, then arenas besides.
         self._slot: dict[Node, int] = {node: 1 + at for at, node in enumerate(inputs)}
         self._first_output = 1 + len(inputs)
         self._slot.update({node: self._first_output + at for at, node in enumerate(self.outputs)})
+        self._result_slots = [self._slot[node] for node in self._wanted]
+        shared = zip(self._result_slots, self._shared, strict=True)
+        self._shared_slots = [slot for slot, several in shared if several]
         self._temporary: dict[Node, int] = {}
         self._values: list[Value] = []
         self._over: set[tuple[int, int]] = set()  # outputs, and inputs that they may be written over; slots
         self.steps = self._lay_out(bundles, cache)
-        self.plan: Plan = plan(self._values, UNIT)
+        self.plan = self._planned()
+        self._arena_bytes = [max(one.arena_bytes, 1) for one in self.plan.plans]
         self._cache = cache
         self._functions: dict[str, Any] = {}  # what computes instead of text, by name
         self._parts = self._in_parts()
@@ -100,12 +117,33 @@ class Program:
             self._segments[()] = self._in_segments(())
         # Of the last run: where the buffers were, slots whose memories were taken too, and the launches.
         self._last_places: list[tuple[int, int]] = []
+        self._last_over: Mapping[int, int] | None = None
+        self._targets: list[tuple[int, int]] = []  # for each output: the input that it takes or -1, its bytes
+        self._fresh: list[int] = []  # slots of outputs that take none
         self._memories: list[tuple[int, bool]] = []
         self._current: list[_Segment | Step] = []
         self._distinct = 0  # memories among the buffers
         self._lonely: set[int] = set()  # slots at the start of a memory that no other is in
 
     # Building
+
+    def _planned(self) -> Banks:
+        most = self.device.capabilities.max_allocation_bytes
+        try:
+            return banks(self._values, UNIT, most)
+        except ValueError:
+            largest = max(self._temporary, key=lambda node: node.nbytes)
+            raise OutOfDeviceMemory(
+                f"{self.device.name} has no memory of more than {format_bytes(most)}, and a result on the "
+                f"way, {largest.dtype}{list(largest.shape)}, takes {format_bytes(largest.nbytes)}; "
+                f"compute it in parts",
+                asked=largest.nbytes,
+            ) from None
+
+    def _bank(self, value: int) -> int:
+        """The slot of the arena that a planned value is in."""
+        bank = self.plan.bank_of[value]
+        return self._first_output + len(self.outputs) + bank - 1 if bank else 0
 
     def _lay_out(self, bundles: Sequence[Sequence[Group]], cache: KernelCache) -> list[Step]:
         """The steps, with the lifetime of every temporary. Those of a bundle run at the same time."""
@@ -148,6 +186,12 @@ class Program:
                 if last < number or (last == number and node in allowed):
                     self._over.add((self._slot[output], slot))
 
+    @staticmethod
+    def _apart(group: Group, written: Written | None) -> list[Node]:
+        """What has to lie in buffers of its own, as a kernel takes no places there."""
+        placed = written is None or all(launch.source.placed for launch in written.launches)
+        return [] if placed else [base(node) for node in (*group.outputs, *group.inputs)]
+
     def _in_parts(self) -> list[list[Call | list[Call]] | Step]:
         """Calls in order, and lists of calls that become one; between them the steps of the host."""
         parts: list[list[Call | list[Call]] | Step] = []
@@ -177,7 +221,7 @@ class Program:
 
         Where no layout is given, kernels that run side by side take every buffer by itself.
         """
-        first = self._first_output + len(self.outputs)
+        first = self._first_output + len(self.outputs) + len(self.plan.plans) - 1
         lies = {slot: (slot, 0) for slot in self._beside}
         if layout is not None:
             inside = zip(sorted(self._beside), layout, strict=True)
@@ -194,15 +238,38 @@ class Program:
             parts.append(calls if self._gpu else chained(calls))
         sources = [call.source for part in parts if isinstance(part, list) for call in part]
         kernels = iter(self._cache.kernels(sources, self._functions))
-        return [one if isinstance(one, Step) else _Segment(one, kernels) for one in parts]
+        return [
+            one if isinstance(one, Step) else _Segment(one, kernels, self._orderings(one)) for one in parts
+        ]
+
+    def _orderings(self, calls: Sequence[Call]) -> list[list[int]]:
+        """Which of some calls must follow which."""
+        over: dict[int, list[int]] = {}
+        for output, slot in self._over:
+            over.setdefault(output, []).append(slot)
+        touched = []
+        for call in calls:
+            # Only once it is compiled, a library's launch tells whether it writes to its scratch.
+            used = getattr(self._functions.get(call.source.name), "workspace", 1)
+            one = call.touched
+            writes = one.writes + call.scratch if used else one.writes
+            if sum(end - start for _, start, end in one.reads + one.writes) > _LARGE:
+                writes += _DEVICE
+            touched.append(Touched(one.reads, writes))
+        return orderings(touched, over)
 
     def _calls(self, step: Step, written: Written) -> list[Call]:
         group = step.group
         places = [self._place(base(node)) for node in (*group.outputs, *group.inputs)]
-        places += [(0, self.plan.offsets[value] // UNIT) for value in step.scratch]
+        places += [(self._bank(value), self.plan.offsets[value] // UNIT) for value in step.scratch]
         fused = group.kind != "lone" or written.function is not None
         named = constants(group) if fused else []
         numbers = tuple(self._numbers[number_key(node, name)] for node, name in named)
+        touched = Touched(
+            tuple(self._range(node) for node in dict.fromkeys(map(base, group.inputs))),
+            tuple(self._range(node) for node in group.outputs),
+        )
+        scratch = tuple(self._span(value) for value in step.scratch)
         return [
             Call(
                 source=launch.source,
@@ -210,14 +277,29 @@ class Program:
                 scalars=launch.scalars,
                 numbers=numbers,
                 work=_work(group),
+                touched=touched,
+                scratch=scratch,
+                cost=cost,
             )
-            for launch in written.launches
+            for launch, cost in zip(written.launches, costs(group, written), strict=True)
         ]
+
+    def _range(self, node: Node) -> Range:
+        """The bytes that hold a value, of the arena or of a buffer of its own."""
+        if node in self._temporary:
+            return self._span(self._temporary[node])
+        return self._slot[node], 0, node.nbytes
+
+    def _span(self, value: int) -> Range:
+        """The bytes of a planned value."""
+        start = self.plan.offsets[value]
+        return self._bank(value), start, start + self._values[value].nbytes
 
     def _place(self, node: Node) -> tuple[int, int]:
         """The slot of a value's buffer, and its place there in units."""
         if node in self._temporary:
-            return 0, self.plan.offsets[self._temporary[node]] // UNIT
+            value = self._temporary[node]
+            return self._bank(value), self.plan.offsets[value] // UNIT
         return self._slot[node], 0
 
     # Running
@@ -234,43 +316,61 @@ class Program:
         `over` names wanted values that are written over inputs.
         """
         with self.device.running:
-            arena = self.device.scratch(max(self.plan.arena_bytes, 1))
+            arena, *others = self.device.scratch(self._arena_bytes)
+            same = over is not None and over is self._last_over
+            if not same:
+                self._aim(over or {})
+                self._last_over = over
+            empty = self.device.empty
             buffers = [arena, *inputs]
-            taken = {self._slot[self._wanted[at]]: inputs[number] for at, number in (over or {}).items()}
-            for slot, node in enumerate(self.outputs, self._first_output):
-                buffers.append(taken[slot] if slot in taken else self.device.empty(node.nbytes))
+            buffers += [empty(nbytes) if at < 0 else inputs[at] for at, nbytes in self._targets]
+            buffers += others
             places = [buffer.place for buffer in buffers]
-            moved = self._moved(places)
+            moved, regrouped = self._moved(places, same)
             self._last_places = []  # of no run, if this one fails
             if moved is None:
                 self._lay_over(buffers)
             buffers += [buffers[slot].whole if whole else buffers[slot] for slot, whole in self._memories]
             for segment in self._current:
                 if isinstance(segment, _Segment):
-                    segment.run(self.device, buffers, numbers, moved)
+                    segment.run(self.device, buffers, numbers, moved, regrouped)
                 else:
                     self._on_host(segment.group, buffers, numbers)
             self._last_places = places
-        result = [buffers[self._slot[node]] for node in self._wanted]
-        for buffer, shared in zip(result, self._shared, strict=True):
-            if shared:
-                buffer.shared = True
-        return result
+        for slot in self._shared_slots:
+            buffers[slot].shared = True
+        return [buffers[slot] for slot in self._result_slots]
 
-    def _moved(self, places: Sequence[tuple[int, int]]) -> list[int] | None:
-        """The slots whose buffers do not lie where they did in the last run; None: all may have moved."""
-        if not self._last_places:
-            return None
-        both = zip(places, self._last_places, strict=True)
-        moved = [slot for slot, (place, last) in enumerate(both) if place != last]
+    def _aim(self, over: Mapping[int, int]) -> None:
+        """Note where the outputs of a run go."""
+        taken = {self._slot[self._wanted[at]]: number for at, number in over.items()}
+        slots = range(self._first_output, self._first_output + len(self.outputs))
+        self._targets = [
+            (taken.get(slot, -1), node.nbytes) for slot, node in zip(slots, self.outputs, strict=True)
+        ]
+        self._fresh = [slot for slot in slots if slot not in taken]
+
+    def _moved(self, places: list[tuple[int, int]], same: bool) -> tuple[list[int] | None, bool]:
+        """The slots whose buffers do not lie where they did in the last run; None: all may have moved.
+
+        `same`: outputs take the inputs that they took then. The second result is whether other buffers than
+        before may lie in one memory.
+        """
+        last, end = self._last_places, self._first_output
+        if not last:
+            return None, True
+        arenas = end + len(self.outputs)
+        same = same and places[:end] == last[:end] and places[arenas:] == last[arenas:]
+        looked_at = self._fresh if same else range(len(places))
+        moved = [slot for slot in looked_at if places[slot] != last[slot]]
         if self._beside.isdisjoint(moved):
-            return moved
+            return moved, True
         # Those that had a memory for themselves, and have one again, are found there in the same way.
-        same = all(slot in self._lonely and not places[slot][1] for slot in moved)
-        if not same or len({serial for serial, _ in places}) != self._distinct:
-            return None
+        alone = all(slot in self._lonely and not places[slot][1] for slot in moved)
+        if not alone or len({serial for serial, _ in places}) != self._distinct:
+            return None, True
         taken = [len(places) + at for at, (slot, _) in enumerate(self._memories) if slot in moved]
-        return moved + taken
+        return moved + taken, False
 
     def _lay_over(self, buffers: Sequence[Buffer]) -> None:
         """Find the launches for these buffers. Those side by side take whole memories, beside the buffers."""
@@ -306,7 +406,10 @@ class Program:
         attributes = dict(node.attributes)
         for _, name in constants(group):
             attributes[name] = numbers[self._numbers[number_key(node, name)]]
+        start = perf_counter()
         result = np.ascontiguousarray(computed(node, arrays, attributes))
+        for recorder in self.device.stream.recorders:
+            recorder.computed_by_host(node.primitive.name, start, perf_counter())
         slot, place = self._place(node)
         if result.nbytes:
             self.device.upload(result, buffers[slot], place * UNIT)
@@ -321,18 +424,25 @@ class Program:
 class _Segment:
     """Launches that follow one another, and the arguments of theirs that change from run to run."""
 
-    def __init__(self, calls: Sequence[Call], kernels: Iterator[Kernel]) -> None:
+    def __init__(
+        self, calls: Sequence[Call], kernels: Iterator[Kernel], after: Sequence[Sequence[int]]
+    ) -> None:
+        """`after`: the calls that each must follow."""
+        self._after = after
         self._launches: list[tuple[Any, Any, Any, list[Any]]] = []  # kernel, grid, group, arguments
         self._slots: dict[int, list[tuple[int, int]]] = {}  # where each buffer goes: (launch, position)
         self._places: dict[int, list[tuple[int, int]]] = {}  # where each constant goes
         for number, call in enumerate(calls):
-            args: list[Any] = [None] * len(call.places) + [unit for _, unit in call.places] + [*call.scalars]
+            units = [unit for _, unit in call.places] if call.source.placed else []
+            args: list[Any] = [None] * len(call.places) + units + [*call.scalars]
             for position, (slot, _) in enumerate(call.places):
                 self._slots.setdefault(slot, []).append((number, position))
             for position, constant in enumerate(call.numbers, len(args)):
                 self._places.setdefault(constant, []).append((number, position))
             args += [None] * len(call.numbers)
-            self._launches.append((next(kernels), call.source.grid, call.source.group, args))
+            kernel = next(kernels)
+            kernel.cost = call.cost
+            self._launches.append((kernel, call.source.grid, call.source.group, args))
         self._bound: Launches | None = None
         # What the arguments are now, without a reference: a program must keep no memory from use.
         self._memories: dict[int, tuple[int, int]] = {}
@@ -341,9 +451,17 @@ class _Segment:
         self._last_numbers: Sequence[Any] = ()
 
     def run(
-        self, device: Device, buffers: Sequence[Buffer], numbers: Sequence[Any], moved: Sequence[int] | None
+        self,
+        device: Device,
+        buffers: Sequence[Buffer],
+        numbers: Sequence[Any],
+        moved: Sequence[int] | None,
+        regrouped: bool,
     ) -> None:
-        """Record the launches; `moved`: slots whose buffers do not lie where they did, if it is known."""
+        """Record the launches; `moved`: slots whose buffers do not lie where they did, if it is known.
+
+        `regrouped`: other buffers than before may lie in one memory.
+        """
         if self._bound is None:
             self._bind(device, buffers, numbers)
         assert self._bound is not None
@@ -351,7 +469,7 @@ class _Segment:
             if slot in self._slots and self._memories[slot] != buffers[slot].place:
                 device.stream.rebind(self._bound, self._slots[slot], buffers[slot])
                 self._memories[slot] = buffers[slot].place
-        if moved is None or not self._alone.issuperset(moved):
+        if moved is None or (regrouped and not self._alone.issuperset(moved)):
             self._share(buffers)
         if numbers is not self._last_numbers:
             for at, places in self._places.items():
@@ -367,7 +485,7 @@ class _Segment:
         for at, places in self._places.items():
             self._fill(places, numbers[at])
         self._last_numbers = numbers
-        self._bound = device.stream.bind([(*how, tuple(args)) for *how, args in self._launches])
+        self._bound = device.stream.bind([(*how, tuple(args)) for *how, args in self._launches], self._after)
         device.stream.forget(self._bound)
         self._launches.clear()
 
@@ -435,5 +553,5 @@ def _work(group: Group) -> int:
 
 def number_key(node: Node, name: str) -> Constant:
     """A constant by its dtype and bits, so that 0 and -0 or 1 and True differ."""
-    value = np.asarray(node.attributes[name]).astype(node.dtype)
-    return str(node.dtype), value.tobytes()
+    dtype = node.primitive.dtypes.get(name, node.dtype)
+    return str(dtype), np.asarray(node.attributes[name]).astype(dtype).tobytes()

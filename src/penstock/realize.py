@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from penstock.config import format_bytes
 from penstock.fusion.splitting import split
+from penstock.fusion.views import FREE
 from penstock.graph.node import Array, Node, leaf, topological
 from penstock.graph.shaping import RESHAPE
 from penstock.graph.simplify import simplify
@@ -47,6 +49,7 @@ class Structure:
         parts: list[Any] = []
         self.items = 0
         self.largest = 0
+        self.compiled = False  # whether it holds what NumPy cannot compute
         for node in order:
             if node.value is None and node.primitive.unchanged:
                 place[node] = place[node.inputs[0]]
@@ -57,6 +60,7 @@ class Structure:
                 parts.append((node.shape, node.dtype))
                 continue
             size = node.size
+            self.compiled = self.compiled or node.primitive.compiled
             self.items += size
             self.largest = max(self.largest, size)
             names = node.primitive.constants
@@ -84,7 +88,8 @@ class Programs:
         key = structure.key
         program = self._programs.get(key)
         if program is None:
-            if structure.items < LARGE_ITEMS and (key not in self._seen or structure.largest < MIN_ITEMS):
+            small = structure.items < LARGE_ITEMS and (key not in self._seen or structure.largest < MIN_ITEMS)
+            if small and not structure.compiled:
                 self._seen[key] = None
                 if len(self._seen) > _MAX_SEEN:
                     self._seen.popitem(last=False)
@@ -175,6 +180,8 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
 
 def _interpreted(wanted: Sequence[Node], device: Device) -> list[Buffer]:
     """The values by NumPy, node by node; each is let go after its last use."""
+    recorders = device.stream.recorders
+    start = perf_counter() if recorders else 0.0
     order = topological(wanted)
     last = {parent: number for number, node in enumerate(order) for parent in node.inputs}
     last.update({node: len(order) for node in wanted})
@@ -187,7 +194,15 @@ def _interpreted(wanted: Sequence[Node], device: Device) -> list[Buffer]:
         for parent in set(node.inputs):
             if last[parent] == number:
                 del values[parent]
+    for recorder in recorders:
+        recorder.computed_by_host(" ".join(_names(order)), start, perf_counter())
     return [device.upload(np.ascontiguousarray(values[node])) for node in wanted]
+
+
+def _names(nodes: Sequence[Node]) -> list[str]:
+    """What some nodes do, each once."""
+    computed_ones = [node for node in nodes if node.value is None and node.primitive not in FREE]
+    return list(dict.fromkeys(node.primitive.name for node in computed_ones))
 
 
 def _on_host(node: Node, device: Device) -> Array:

@@ -27,8 +27,20 @@ def devices() -> list[Device]:
     with _registry_lock:
         if _devices is None:
             host = Device("host", host_capabilities(), HostDriver)
-            _devices = [*_cuda_devices(), *_opencl_devices(), host]
+            _devices = [*_in_order(_cuda_devices(), _opencl_devices(), _webgpu_devices()), host]
         return list(_devices)
+
+
+def _in_order(cuda: list[Device], opencl: list[Device], webgpu: list[Device]) -> list[Device]:
+    """The best first: GPUs, then CPUs; PoCL before software Vulkan.
+
+    A GPU that both reach is faster through OpenCL, but on a Mac, where that is kept for old programs only.
+    """
+    gpus: list[Device] = []
+    others: list[Device] = []
+    for device in (*webgpu, *opencl) if sys.platform == "darwin" else (*opencl, *webgpu):
+        (gpus if device.capabilities.kind == "gpu" else others).append(device)
+    return [*cuda, *gpus, *sorted(others, key=lambda device: device.capabilities.language == "wgsl")]
 
 
 def default_device() -> Device:
@@ -42,7 +54,7 @@ def default_device() -> Device:
 
 
 def use(device: str | Device) -> Device:
-    """Make a device the default, by object or by name: `cuda`, `opencl:1`, `host`."""
+    """Make a device the default, by object or by name: `cuda`, `webgpu`, `opencl:1`, `host`."""
     global _default
     with _registry_lock:
         _default = device if isinstance(device, Device) else find(device)
@@ -98,6 +110,25 @@ def _opencl_devices() -> list[Device]:
         found.append(Device(name, opencl.opencl_capabilities(native), open_driver))
     if not found:
         _missing.append("opencl, which found no device")
+    return found
+
+
+def _webgpu_devices() -> list[Device]:
+    try:
+        from penstock.device import webgpu  # imported late: it reads a header of two thousand lines
+    except (ImportError, OSError, RuntimeError) as error:  # the last where its library is not there
+        _missing.append(f"webgpu, which could not be loaded ({error})")
+        return []
+    found = []
+    for index, adapter in enumerate(webgpu.find_devices()):
+        name = f"webgpu:{index}"
+
+        def open_driver(adapter: Any = adapter, name: str = name) -> Driver:
+            return webgpu.WebGpuDriver(adapter, name)
+
+        found.append(Device(name, webgpu.webgpu_capabilities(adapter), open_driver))
+    if not found:
+        _missing.append("webgpu, which found no device")
     return found
 
 

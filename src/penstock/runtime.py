@@ -19,7 +19,7 @@ from penstock.memory.buffer import Buffer
 from penstock.memory.ledger import DeviceMemory, register, unregister
 from penstock.memory.pool import BufferPool
 from penstock.memory.resource import Limit, Raw
-from penstock.memory.trace import Trace
+from penstock.memory.trace import Block, Log, Trace
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
 from penstock.stream.lane import FlushPolicy
@@ -29,6 +29,7 @@ from penstock.stream.transfer import Transfers
 _MUCH_IDLE = 64 << 20  # bytes, worth waiting to give back
 
 in_use: weakref.WeakSet[Device] = weakref.WeakSet()  # opened, for the exit and for forks
+when_opened: list[Callable[[Device], None]] = []  # called with every device that is opened from then on
 
 
 class _Opened:
@@ -44,11 +45,23 @@ class _Opened:
         }
         self.pool = BufferPool(self.limit, **bounds)  # type: ignore[arg-type]
         self.pinned = BufferPool(Raw(driver, pinned=True), **bounds)  # type: ignore[arg-type]
-        self.trace = Trace(self.pool) if settings.trace_memory else None
+        self.trace = Trace(self.pool)
+        self.traced = settings.trace_memory  # whether the user asked for it
+        self.source: Trace | BufferPool = self.pool  # where memory comes from
+        self.choose_source()
         policy = FlushPolicy(settings.max_commands, settings.max_bytes, settings.max_in_flight)
         self.stream = Stream(driver, self.pool, policy)
         self.transfers = Transfers(driver, self.stream, self.pinned, settings.staging_bytes)
-        self.scratch: Buffer | None = None
+        self.scratch: list[Buffer] = []
+
+    def choose_source(self) -> None:
+        """Let memory come through the trace only where somebody wants to know about it."""
+        self.source = self.trace if self.traced or self.trace.logs else self.pool
+
+    def tell_of_memory(self, logs: tuple[Log, ...]) -> None:
+        """Tell these of every block, and no others."""
+        self.trace.logs = logs
+        self.choose_source()
 
 
 class Device:
@@ -81,6 +94,10 @@ class Device:
     def __repr__(self) -> str:
         return f"<Device {self.name}: {self.capabilities.description}>"
 
+    def another_driver(self) -> Driver:
+        """Open the device once more, apart from all that this one holds; its own where that was given."""
+        return self._open_driver()
+
     # Its parts
 
     @property
@@ -106,7 +123,7 @@ class Device:
             raise ValueError(f"a buffer cannot have {nbytes} bytes")
         opened = self._open()
         opened.stream.check_available()
-        source = opened.trace or opened.pool
+        source = opened.source
         try:
             memory = source.reserve(nbytes)
         except OutOfDeviceMemory:
@@ -117,13 +134,16 @@ class Device:
                 raise self._out_of_memory(opened, nbytes, error) from None
         return Buffer(opened.driver, memory, nbytes, source)
 
-    def scratch(self, nbytes: int) -> Buffer:
-        """Memory for the temporaries of programs. They run one after another, and so share it."""
+    def scratch(self, sizes: Sequence[int]) -> list[Buffer]:
+        """Memories for the temporaries of programs. They run one after another, and so share them."""
         opened = self._open()
-        if opened.scratch is None or opened.scratch.nbytes < nbytes:
-            opened.scratch = None  # first, so that a limit need not hold both
-            opened.scratch = self.empty(nbytes)
-        return opened.scratch
+        there = opened.scratch
+        if len(there) < len(sizes) or any(one.nbytes < nbytes for one, nbytes in zip(there, sizes)):  # noqa: B905
+            had = [one.nbytes for one in there]
+            there.clear()  # first, so that a limit need not hold both
+            for at, nbytes in enumerate(sizes):
+                there.append(self.empty(max([nbytes, *had[at : at + 1]])))
+        return there[: len(sizes)]
 
     @property
     def limit_bytes(self) -> int | None:
@@ -165,7 +185,7 @@ class Device:
         opened = self._open()
         if opened.stream.unavailable:
             return 0  # a closed device keeps nothing idle, and an inherited one must not be touched
-        opened.scratch = None
+        opened.scratch = []
         return opened.pool.clear() + opened.pinned.clear()
 
     def release_idle(self) -> None:
@@ -178,12 +198,30 @@ class Device:
     def trace_memory(self, on: bool = True) -> None:
         """Remember, from now on, which line of the user's code holds which memory; or stop it."""
         opened = self._open()
-        opened.trace = (opened.trace or Trace(opened.pool)) if on else None
+        opened.traced = on
+        opened.choose_source()
 
     def memory_owners(self, most: int = 10) -> list[tuple[str, int]]:
         """The lines of the user's code that hold the most, with their bytes; empty unless tracing is on."""
-        trace = self._open().trace
-        return trace.owners(most) if trace else []
+        opened = self._open()
+        return opened.trace.owners(most) if opened.source is opened.trace else []
+
+    def memory_blocks(self) -> tuple[list[Block], list[tuple[int, int]]]:
+        """What was traced and is live, and what is idle: which allocation each block is, and its bytes."""
+        opened = self._open()
+        return opened.trace.blocks(), opened.pool.idle()
+
+    def log_memory(self, log: Log) -> None:
+        """Tell `log`, from now on, of every block that is handed out or comes back."""
+        opened = self._open()
+        with self._lock:
+            opened.tell_of_memory((*opened.trace.logs, log))
+
+    def unlog_memory(self, log: Log) -> None:
+        """End what `log_memory` began."""
+        opened = self._open()
+        with self._lock:
+            opened.tell_of_memory(tuple(one for one in opened.trace.logs if one is not log))
 
     # Kernels and copies
 
@@ -272,7 +310,7 @@ class Device:
         opened.stream.close(why)
         opened.stream.release_graphs()
         opened.transfers.release_staging()
-        opened.scratch = None
+        opened.scratch = []
         for pool in (opened.pool, opened.pinned):
             pool.capacity = 0  # what still comes back goes on to the driver
             pool.clear()
@@ -282,11 +320,14 @@ class Device:
     def _open(self) -> _Opened:
         if self._opened is None:
             with self._lock:
+                opens = self._opened is None
                 if self._opened is None:
                     settings = self._settings or Settings.from_environment()
                     self._opened = _Opened(self._open_driver(), settings)
                     in_use.add(self)
                     register(self)
+            for tell in list(when_opened) if opens else ():  # without the lock, which they may want
+                tell(self)
         return self._opened
 
     def _own(self, buffer: Buffer) -> Buffer:
@@ -317,7 +358,7 @@ class Device:
             f"{format_bytes(free)} free of {format_bytes(total)}"
             f"{'' if stats.limit_bytes is None else ', the limit set for it'}. {cause}."
         ]
-        if opened.trace is None:
+        if opened.source is not opened.trace:
             lines.append(f"Set PENSTOCK_TRACE_MEMORY=1 to see which lines hold what is live on {self.name}.")
         lines += [f"{format_bytes(held):>12}  {site}" for site, held in owners]
         return OutOfDeviceMemory(
@@ -335,6 +376,7 @@ class Device:
         unregister(self)
         self._lock, self.running = threading.RLock(), threading.RLock()
         self._opened.stream.abandon(forked(self.name))
+        self._opened.tell_of_memory(())
         self._opened.pool.abandon()
         self._opened.pinned.abandon()
         self._opened.driver.abandon()

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from threading import get_ident
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
 _MAPPED_FROM = 32 << 20  # bytes, from which on memory is mapped piece by piece
 _PIECE = 64 << 20  # bytes of the pieces
+_CLOCK_SECONDS = 1.0  # after which the device's clock is compared with the host's again
 _ALIGNMENT = 256  # bytes, as cuMemAlloc aligns, and the unit of places in a kernel
 _MAX_IDLE_EVENTS = 1024
 _SLOT = 8  # bytes of one argument in a launch's block; no scalar has more
@@ -100,9 +102,11 @@ def find_devices() -> list[int]:
 
 
 class CudaDriver(Driver):
-    """One CUDA device. `timing` lets `seconds` tell how long commands took, which makes events slower."""
+    """One CUDA device."""
 
-    def __init__(self, device: int, name: str, *, timing: bool = False) -> None:
+    times = True
+
+    def __init__(self, device: int, name: str) -> None:
         self.name = name
         self.capabilities = cuda_capabilities(device)
         self._device = _device(device)
@@ -117,11 +121,11 @@ class CudaDriver(Driver):
         self._location.id = device
         made = [_checked(cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)) for _ in range(4)]
         self.compute, self.incoming, self.outgoing, self._capturing = self._queues = made
-        self._timing = timing
         # CUDA's own setting. Here, too, every command then waits for its end, and failures are told exactly.
         self._blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
         self.graphs = not self._blocking
-        self._at_once = timing or self._blocking  # whether every command has an event of its own
+        self._at_once = self._blocking  # whether every command has an event of its own
+        self._clock: _Clock | None = None  # while commands are timed
         self._binaries = Binaries()
         self._lock = threading.Lock()
         self._allocations: dict[Memory, int] = {}  # with the bytes of the mapped ones; 0 for others
@@ -129,8 +133,10 @@ class CudaDriver(Driver):
         self._modules = _Alive()
         self._captured = _Alive()
         self._idle_events: deque[Any] = deque()
+        self._idle_timed: deque[Any] = deque()  # the same of events that know their time
         self._events = 0  # native ones, idle or in use
         self._open: dict[Queue, _Event] = {}  # by queue, of what was recorded since the last flush
+        self._starts: dict[Queue, tuple[Any, _Base]] = {}  # by queue, of the command that comes next
         self._launcher = 0  # the thread that launched last
         self._dead = ""  # why every call fails
         self._abandoned = False
@@ -219,7 +225,7 @@ class CudaDriver(Driver):
         return self._allocated
 
     def native_handles(self) -> int:
-        events = self._events - len(self._idle_events)
+        events = self._events - len(self._idle_events) - len(self._idle_timed)
         return len(self._allocations) + len(self._modules.found) + len(self._captured.found) + events
 
     # Kernels
@@ -275,9 +281,11 @@ class CudaDriver(Driver):
             bound = self.bind(kernel, grid, group, args)
         try:
             # Without entering, which is a tenth of a launch: mostly the thread has launched something before.
-            if waits or self._launcher != get_ident():
+            if waits or self._launcher != get_ident() or self._clock is not None:
                 self._begin(queue, waits)
                 self._launcher = get_ident()
+            if self._clock is not None:
+                self._note_start(queue, self._clock)
             try:
                 bound.record(queue)
             except _CudaError as error:
@@ -304,9 +312,11 @@ class CudaDriver(Driver):
         try:
             self._begin(queue, waits)
             for one in bound:
+                if self._clock is not None:
+                    self._note_start(queue, self._clock)
                 one.record(queue)
                 recorded += 1
-                if self._blocking:
+                if self._at_once:
                     events.append(self._event(queue))
                     recorded = 0
         except _CudaError as error:
@@ -316,10 +326,10 @@ class CudaDriver(Driver):
             if recorded:
                 events += [self._event(queue)] * recorded
 
-    def capture(self, bound: Sequence[Any]) -> Any:
+    def capture(self, bound: Sequence[Any], after: Sequence[Sequence[int]]) -> Any:
         self._enter()
         try:
-            return _Graph(bound, self._capturing, self._captured)
+            return _Graph(bound, after, self._capturing, self._captured)
         except _CudaError as error:
             raise DeviceError(str(error)) from None
 
@@ -350,6 +360,8 @@ class CudaDriver(Driver):
     def _copy(self, queue: Queue, target: int, source: int, nbytes: int, waits: list[Event] | None) -> Event:
         try:
             self._begin(queue, waits)
+            if self._clock is not None:
+                self._note_start(queue, self._clock)
             _checked(cu.cuMemcpyAsync(target, source, nbytes, queue))
         except _CudaError as error:
             self._refuse(error)
@@ -393,11 +405,6 @@ class CudaDriver(Driver):
             if self.is_done(event) and event.error
         ]
 
-    def seconds(self, first: Event, last: Event) -> float:
-        """The time from the end of one command to that of a later one; both done, on a driver that times."""
-        self._enter()
-        return float(_checked(cu.cuEventElapsedTime(first.native, last.native))) / 1000
-
     def _enter(self) -> None:
         """Let CUDA's calls on this thread mean this device, whatever other libraries have set."""
         cu.cuCtxSetCurrent(self._context)
@@ -428,6 +435,9 @@ class CudaDriver(Driver):
         event = self._open.get(queue)
         if event is None:
             event = self._open[queue] = _Event(queue, self._idle_events)
+        if self._clock is not None:
+            event.start, event.base = self._starts.pop(queue, (None, None))
+            event.idle = self._idle_timed  # for the event at its end has to know its time, too
         if not self._at_once:
             return event
         if self._dead:
@@ -441,28 +451,62 @@ class CudaDriver(Driver):
 
     def _record(self, event: Event) -> None:
         """Give an event its place on its queue."""
-        idle = self._idle_events
-        while len(idle) > _MAX_IDLE_EVENTS:
-            cu.cuEventDestroy(idle.popleft())
-            self._events -= 1
         try:
-            event.native = idle.pop()
-        except IndexError:
-            event.native = None
-        try:
-            if event.native is None:
-                event.native = _checked(cu.cuEventCreate(_TIMED if self._timing else _UNTIMED))
-                self._events += 1
-            _checked(cu.cuEventRecord(event.native, event.queue))
+            event.native = self._mark(event.queue, event.idle)
         except _CudaError as error:
             self._refuse(error)
             event.done, event.error = True, self._dead
+
+    def _mark(self, queue: Queue, idle: deque[Any]) -> Any:
+        """A native event at this place on a queue; one of the idle ones, where there is any."""
+        while len(idle) > _MAX_IDLE_EVENTS:
+            self._destroy(idle)
+        try:
+            native = idle.pop()
+        except IndexError:
+            native = _checked(cu.cuEventCreate(_UNTIMED if idle is self._idle_events else _TIMED))
+            self._events += 1
+        try:
+            _checked(cu.cuEventRecord(native, queue))
+        except _CudaError:
+            idle.append(native)
+            raise
+        return native
+
+    def _destroy(self, idle: deque[Any]) -> None:
+        cu.cuEventDestroy(idle.popleft())
+        self._events -= 1
 
     def _settle(self, event: Event, code: Any) -> None:
         if code:
             self._end(code)
             event.error = self._dead
         event.done = True
+
+    # Times
+
+    def time_commands(self, on: bool) -> None:
+        self._enter()
+        self._at_once = on or self._blocking or bool(self._dead)
+        self._clock = _Clock(lambda: self._mark(self._capturing, self._idle_timed)) if on else None
+        while not on and self._idle_timed:
+            self._destroy(self._idle_timed)
+
+    def _note_start(self, queue: Queue, clock: _Clock) -> None:
+        """Let the next command on a queue know when it begins."""
+        if queue in self._starts:  # of a command that was refused
+            self._idle_timed.append(self._starts.pop(queue)[0])
+        self._starts[queue] = self._mark(queue, self._idle_timed), clock.base(self._idle_timed)
+
+    def ran(self, event: Event) -> tuple[float, float] | None:
+        if event.start is None or event.native is None or not event.done or event.error:
+            return None
+        self._enter()
+        try:
+            start = event.base.seconds + _elapsed(event.base.native, event.start)
+            return start, start + _elapsed(event.start, event.native)
+        except _CudaError:  # of a device that has failed since
+            return None
 
     # Life cycle
 
@@ -482,8 +526,9 @@ class CudaDriver(Driver):
         self._enter()
         for queue in self._queues:
             cu.cuStreamDestroy(queue)
-        while self._idle_events:
-            cu.cuEventDestroy(self._idle_events.pop())
+        for idle in (self._idle_events, self._idle_timed):
+            while idle:
+                cu.cuEventDestroy(idle.pop())
 
 
 class _Alive:
@@ -497,18 +542,59 @@ class _Alive:
 class _Event:
     """A moment on a queue. Its native event serves the next one when nothing refers to this any more."""
 
-    __slots__ = ("_idle", "done", "error", "native", "queue")
+    __slots__ = ("base", "done", "error", "idle", "native", "queue", "start")
 
     def __init__(self, queue: Queue, idle: deque[Any]) -> None:
         self.queue = queue
         self.native: Any = None  # until the queue is flushed
         self.done = False
         self.error = ""  # why the command failed
+        self.idle = idle
+        self.start: Any = None  # a native event before the command, where that is timed
+        self.base: _Base | None = None
+
+    def __del__(self) -> None:
+        for native in (self.native, self.start):
+            if native is not None:
+                self.idle.append(native)  # one atomic step: a finaliser may come inside any other call
+
+
+class _Base:
+    """A native event whose moment is known on the host's clock: others are told by their distance from it."""
+
+    __slots__ = ("_idle", "native", "seconds")
+
+    def __init__(self, native: Any, seconds: float, idle: deque[Any]) -> None:
+        self.native = native
+        self.seconds = seconds
         self._idle = idle
 
     def __del__(self) -> None:
-        if self.native is not None:
-            self._idle.append(self.native)  # one atomic step: a finaliser may come inside any other call
+        self._idle.append(self.native)
+
+
+class _Clock:
+    """The device's clock on the host's."""
+
+    def __init__(self, mark: Callable[[], Any]) -> None:
+        """`mark` records a native event where nothing is in its way."""
+        self._mark = mark
+        self._base: _Base | None = None
+        self._due = 0.0
+
+    def base(self, idle: deque[Any]) -> _Base:
+        """A moment in the last second: the two clocks drift apart, and long distances are told roughly."""
+        if self._base is None or perf_counter() > self._due:
+            found = []
+            for _ in range(5):  # the host may be interrupted meanwhile, but not every time
+                before = perf_counter()
+                native = self._mark()
+                _checked(cu.cuEventSynchronize(native))
+                after = perf_counter()
+                found.append((after - before, _Base(native, (before + after) / 2, idle)))
+            self._base = min(found, key=lambda pair: pair[0])[1]
+            self._due = perf_counter() + _CLOCK_SECONDS
+        return self._base
 
 
 class _Module:
@@ -687,8 +773,11 @@ _Bound = _Launch | _LibraryCall
 class _Graph:
     """Launches as one. Where an argument of theirs changes, so does their node, before the next launch."""
 
-    def __init__(self, bound: Sequence[_Bound], queue: Queue, alive: _Alive) -> None:
+    def __init__(
+        self, bound: Sequence[_Bound], after: Sequence[Sequence[int]], queue: Queue, alive: _Alive
+    ) -> None:
         self._bound = bound
+        self._after = after
         self._queue = queue  # on which libraries' launches are captured
         self._alive = alive
         self._changes: list[_Bound] = []
@@ -701,10 +790,9 @@ class _Graph:
         graph = _checked(cu.cuGraphCreate(0))
         nodes: dict[_Bound, Any] = {}
         try:
-            last: list[Any] = []
-            for one in self._bound:
-                nodes[one] = one.add_to(graph, last, self._queue)
-                last = [nodes[one]]
+            for number in _soonest(self._after):
+                before = [nodes[self._bound[one]] for one in self._after[number]]
+                nodes[self._bound[number]] = self._bound[number].add_to(graph, before, self._queue)
             native = _checked(cu.cuGraphInstantiate(graph, 0))
         except BaseException:
             cu.cuGraphDestroy(graph)
@@ -740,6 +828,25 @@ class _Graph:
         for one in self._bound:
             if one.changes is self._changes:
                 one.changes = None
+
+
+def _elapsed(first: Any, last: Any) -> float:
+    """Seconds between two native events."""
+    return float(_checked(cu.cuEventElapsedTime(first, last))) / 1000
+
+
+def _soonest(after: Sequence[Sequence[int]]) -> list[int]:
+    """Launches by when they can start, those first that most others wait for, one after another.
+
+    CUDA puts the nodes of a graph on streams in the order in which it gets them.
+    """
+    start, rest = [0] * len(after), [0] * len(after)
+    for number, before in enumerate(after):
+        start[number] = max((1 + start[one] for one in before), default=0)
+    for number in range(len(after) - 1, -1, -1):
+        for one in after[number]:
+            rest[one] = max(rest[one], 1 + rest[number])
+    return sorted(range(len(after)), key=lambda number: (start[number], -rest[number]))
 
 
 def compile_text(text: str, architecture: str) -> bytes:

@@ -36,7 +36,7 @@ class Capabilities:
     vendor: str
     api: str  # programming interface and version, such as "OpenCL 3.0 PoCL"
     kind: Literal["gpu", "cpu", "accelerator", "host"]
-    language: Literal["opencl", "cuda", "numpy"]  # what `compile` takes
+    language: Literal["opencl", "cuda", "wgsl", "numpy"]  # what `compile` takes
     total_bytes: int
     max_allocation_bytes: int
     offset_alignment: int  # bytes; where a view into a buffer may begin
@@ -49,6 +49,8 @@ class Capabilities:
     float64: bool
     matmul_library: bool = False  # `compile` takes matrix products as launches of a library
     tensor_cores: bool = False  # kernels may have CUDA's instructions for tiles of float16 and bfloat16
+    int64: bool = True  # kernels may have whole numbers of 64 bits
+    max_buffers: int = 1 << 16  # that one kernel may take
     tf32: bool = False  # that library may round float32 to 10 bits of fraction before it multiplies
 
 
@@ -96,10 +98,26 @@ class Memory:
         self.idle_since = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one launch of a kernel computes and moves, as a profile shows it."""
+
+    operations: int  # on numbers; a product of matrices has two for each pair of items
+    read_bytes: int
+    written_bytes: int
+    shapes: str  # of what goes in and comes out, for people
+    product: str = ""  # the dtype of the matrices that it multiplies; empty where it multiplies none
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written."""
+        return self.read_bytes + self.written_bytes
+
+
 class Kernel:
     """A compiled kernel and the types of its parameters: `"float32*"` is a buffer, `"int32"` a scalar."""
 
-    __slots__ = ("buffer_slots", "dtypes", "name", "native", "signature")
+    __slots__ = ("buffer_slots", "cost", "dtypes", "name", "native", "signature")
 
     def __init__(self, name: str, signature: Sequence[str], native: Any) -> None:
         self.name = name
@@ -107,6 +125,7 @@ class Kernel:
         self.native = native
         self.dtypes = parameter_dtypes(name, signature)
         self.buffer_slots = tuple(i for i, kind in enumerate(signature) if kind.endswith("*"))
+        self.cost: Cost | None = None  # of a launch, where that is known
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name}({', '.join(self.signature)})>"
@@ -135,6 +154,7 @@ class Driver(ABC):
     incoming: Queue  # copies from the host, which need not wait for kernels
     outgoing: Queue  # copies to the host and on the device, which mostly do
     graphs: bool = False  # whether `capture` makes one launch of many
+    times: bool = False  # whether `ran` tells when commands ran
 
     # Memory
 
@@ -194,8 +214,11 @@ class Driver(ABC):
         Where one is refused, the events of those before it are in the list, and the error is raised.
         """
 
-    def capture(self, bound: Sequence[Any]) -> Any:
-        """Bound launches, each replayed before, as one for `replay`. What `rebind` changes, changes in it."""
+    def capture(self, bound: Sequence[Any], after: Sequence[Sequence[int]]) -> Any:
+        """Bound launches, each replayed before, as one for `replay`. What `rebind` changes, changes in it.
+
+        Each starts when those have ended that `after` names by number; others may run at the same time.
+        """
         raise NotImplementedError(f"{self.name} has no graphs")
 
     # Copies
@@ -250,6 +273,23 @@ class Driver(ABC):
     @abstractmethod
     def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
         """Position and reason of each finished event whose command failed."""
+
+    # Times
+
+    def time_commands(self, on: bool) -> None:
+        """Note when commands run, from here on, or stop it; nothing is pending.
+
+        The queues may be others afterwards. The commands of a graph are not told apart.
+        """
+        if on:
+            raise NotImplementedError(f"{self.name} does not tell when commands ran")
+
+    def ran(self, event: Event) -> tuple[float, float] | None:
+        """When a finished command began and ended, in seconds of the host's `perf_counter`.
+
+        None of one that failed, or was recorded while nothing was noted.
+        """
+        return None
 
     # Life cycle
 

@@ -11,6 +11,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -36,17 +37,20 @@ _FRESH, _FREED = 0xA5, 0xDD  # what a scheduler's driver writes over memory that
 class _Command:
     """One recorded command, which is its own event."""
 
-    __slots__ = ("done", "error", "flushed", "run", "waits")
+    __slots__ = ("done", "error", "flushed", "ran", "run", "timed", "waits")
 
-    def __init__(self, run: Callable[[], None], waits: list[Event] | None) -> None:
+    def __init__(self, run: Callable[[], None], waits: list[Event] | None, timed: bool) -> None:
         self.run: Callable[[], None] | None = run
         self.waits = waits or ()
         self.flushed = False
         self.done = False
         self.error: str | None = None
+        self.timed = timed
+        self.ran: tuple[float, float] | None = None
 
     def execute(self) -> None:
         assert self.run is not None
+        start = perf_counter() if self.timed else 0.0
         failed = [event.error for event in self.waits if event.error]
         try:
             if failed:
@@ -55,6 +59,8 @@ class _Command:
                 self.run()
         except Exception as error:  # any failure of a kernel is the device's, told by its event
             self.error = f"{type(error).__name__}: {error}"
+        if self.timed and not self.error:
+            self.ran = start, perf_counter()
         self.run, self.waits, self.done = None, (), True  # what the command held is free from here on
 
 
@@ -78,6 +84,8 @@ def _typed(arg: Any, dtype: np.dtype[Any]) -> Any:
 class HostDriver(Driver):
     """The CPU through NumPy."""
 
+    times = True
+
     def __init__(
         self, name: str = "host", *, shared_memory: bool = True, scheduler: random.Random | None = None
     ) -> None:
@@ -87,6 +95,7 @@ class HostDriver(Driver):
         self.incoming: deque[_Command] = deque()
         self.outgoing: deque[_Command] = deque()
         self._scheduler = scheduler
+        self._timed = False
         self._lock = threading.RLock()
         self._allocations: set[Memory] = set()
         self._allocated = 0
@@ -227,7 +236,7 @@ class HostDriver(Driver):
         return [(position, event.error) for position, event in enumerate(events) if event.error]
 
     def _record(self, queue: Queue, run: Callable[[], None], waits: list[Event] | None) -> Event:
-        command = _Command(run, waits)
+        command = _Command(run, waits, self._timed)
         with self._lock:
             if self._scheduler:
                 queue.append(command)
@@ -246,6 +255,15 @@ class HostDriver(Driver):
         if ready:
             self._scheduler.choice(ready).popleft().execute()
         return bool(ready)
+
+    # Times
+
+    def time_commands(self, on: bool) -> None:
+        self._timed = on
+
+    def ran(self, event: Event) -> tuple[float, float] | None:
+        times: tuple[float, float] | None = event.ran
+        return times
 
     # Life cycle
 

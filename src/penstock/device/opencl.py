@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
@@ -43,6 +44,8 @@ _LARGE = 4 << 20  # bytes, from which on the size of pages matters
 _DEFAULT_ALIGNMENT = 0  # lets OpenCL take that of its widest vector type, 128 bytes
 _RW = cl.mem_flags.READ_WRITE
 _SVM = cl.svm_mem_flags.READ_WRITE | cl.svm_mem_flags.SVM_FINE_GRAIN_BUFFER
+_PROFILE = cl.profiling_info
+_CLOCK_SECONDS = 1.0  # after which the two clocks are compared again
 _STATUS = cl.event_info.COMMAND_EXECUTION_STATUS
 _READ, _READ_WRITE = cl.map_flags.READ, cl.map_flags.READ | cl.map_flags.WRITE
 # Typed as Any: their stubs want keywords, which cost a third of a microsecond on every launch.
@@ -76,16 +79,16 @@ def find_devices() -> list[cl.Device]:
 class OpenCLDriver(Driver):
     """One OpenCL device."""
 
+    times = True
+
     def __init__(self, device: cl.Device, name: str, memory: MemoryKind | None = None) -> None:
         self.name = name
         self._memory_kind = memory or best_memory_kind(device)
         self.capabilities = opencl_capabilities(device, self._memory_kind)
         self._context = cl.Context([device])
-        self.compute = cl.CommandQueue(self._context)
-        self.incoming = cl.CommandQueue(self._context)
-        self.outgoing = cl.CommandQueue(self._context)
         self._maps = cl.CommandQueue(self._context)  # always idle, so that a map waits for nothing else
-        self._queues = (self.compute, self.incoming, self.outgoing, self._maps)
+        self._clock: _Clock | None = None  # while commands are timed
+        self._open_queues(timed=False)
         self._options = ["-w"]  # a compiler that succeeds has nothing to say
         if device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT:
             self._options.append("-cl-fp32-correctly-rounded-divide-sqrt")
@@ -93,6 +96,10 @@ class OpenCLDriver(Driver):
         self._allocations: set[Memory] = set()
         self._allocated = 0
         self._copies: deque[Event] = deque()  # PyOpenCL's destructors of these wait until they are done
+
+    def _open_queues(self, timed: bool) -> None:
+        self.compute, self.incoming, self.outgoing = (_queue(self._context, timed) for _ in range(3))
+        self._queues = (self.compute, self.incoming, self.outgoing, self._maps)
 
     # Memory
 
@@ -306,6 +313,27 @@ class OpenCLDriver(Driver):
             statuses = [event.get_info(_STATUS) for event in events]
         return [(position, _words(status)) for position, status in enumerate(statuses) if status < 0]
 
+    # Times
+
+    def time_commands(self, on: bool) -> None:
+        # Only queues made for it note times, and those are slower: in all other times there are none.
+        for queue in self._queues:
+            queue.finish()
+        self._copies.clear()  # an event keeps its queue
+        self._open_queues(on)
+        self._clock = _Clock(self._context) if on else None
+
+    def ran(self, event: Event) -> tuple[float, float] | None:
+        clock = self._clock
+        if clock is None:
+            return None
+        try:
+            start = event.get_profiling_info(_PROFILE.START)
+            end = event.get_profiling_info(_PROFILE.END)
+        except cl.Error:  # the command failed, or was recorded before
+            return None
+        return clock.on_host(start), clock.on_host(end)
+
     # Life cycle
 
     def close(self) -> None:
@@ -315,8 +343,41 @@ class OpenCLDriver(Driver):
     def abandon(self) -> None:
         # PoCL's threads did not come along, so destructors could wait for ever: they must never run.
         natives = [part for memory in self._allocations for part in (memory.native, memory.host)]
-        for native in (self._context, *self._queues, *self._copies, *natives):
+        for native in (self._context, self._clock, *self._queues, *self._copies, *natives):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
+
+
+class _Clock:
+    """The device's clock on the host's: the moment at which a command is recorded is known on both."""
+
+    def __init__(self, context: cl.Context) -> None:
+        self._queue = _queue(context, timed=True)  # always idle
+        self._offset = self._due = 0.0
+        self._set()
+
+    def on_host(self, nanoseconds: int) -> float:
+        """A moment of the device in seconds of the host."""
+        if perf_counter() > self._due:  # the two drift apart
+            self._set()
+        return nanoseconds * 1e-9 + self._offset
+
+    def _set(self) -> None:
+        found = []
+        for _ in range(5):  # the host may be interrupted meanwhile, but not every time
+            before = perf_counter()
+            event = cl.enqueue_marker(self._queue)
+            after = perf_counter()
+            event.wait()
+            queued: Any = event.get_profiling_info(_PROFILE.QUEUED)
+            found.append((after - before, (before + after) / 2 - queued * 1e-9))
+        self._offset = min(found)[1]
+        self._due = perf_counter() + _CLOCK_SECONDS
+
+
+def _queue(context: cl.Context, timed: bool) -> cl.CommandQueue:
+    if not timed:
+        return cl.CommandQueue(context)
+    return cl.CommandQueue(context, properties=cl.command_queue_properties.PROFILING_ENABLE)
 
 
 def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> Capabilities:

@@ -20,11 +20,13 @@ from penstock.graph.contraction import GATHER, MATMUL
 from penstock.graph.elementwise import PRIMITIVES
 from penstock.graph.node import Node, Shape
 from penstock.graph.random import RANDOM_BITS
+from penstock.graph.raw import RawPrimitive
 from penstock.graph.reducing import EXPAND, REDUCTIONS
 from penstock.graph.shaping import CONCAT, PAD, RESHAPE
 
-Kind = Literal["map", "row", "column", "matmul", "attention", "lone"]
+Kind = Literal["map", "row", "column", "matmul", "attention", "raw", "lone"]
 ATTENTIONS = frozenset((ATTENTION, ATTENTION_GRADIENT))
+_WHOLE: tuple[Kind, ...] = ("lone", "attention", "raw")  # which nothing joins
 PLACED = frozenset((PAD, CONCAT, GATHER, RANDOM_BITS))  # read items at other places than their own
 
 
@@ -61,7 +63,7 @@ class Clustering:
         self.cluster: dict[Node, Cluster] = {}
         # The latest cluster of columns in each space, and what it reads.
         self._columns: dict[tuple[Shape, tuple[int, ...]], tuple[Cluster, frozenset[Node]]] = {}
-        self._attentions: dict[Any, Cluster] = {}  # by what nodes that are computed together have in common
+        self._joint: dict[Any, Cluster] = {}  # by what nodes that are computed together have in common
         self.reduced: set[Node] = set()  # nodes after a reduction, with one item for each row
         for node in order:
             for parent in dict.fromkeys(node.inputs):
@@ -84,7 +86,7 @@ class Clustering:
 
     def _read_whole(self, node: Node) -> Iterator[Node]:
         """What a node reads from memory by itself: a view on the way there is written out."""
-        if self._stands_alone(node):
+        if self._stands_alone(node) or isinstance(node.primitive, RawPrimitive):
             yield from map(base, node.inputs)
         elif node.primitive is AGAIN:
             yield base(node.inputs[0])
@@ -141,9 +143,9 @@ class Clustering:
         elif node.primitive is MATMUL:
             self._enter(node, Cluster("matmul", node.size))
         elif node.primitive in ATTENTIONS:
-            rest = tuple(value for name, value in node.attributes.items() if name != "part")
-            key = (node.primitive, node.inputs, rest)
-            self._enter(node, self._attentions.setdefault(key, Cluster("attention", node.size)))
+            self._enter(node, self._joint.setdefault(_joint_key(node), Cluster("attention", node.size)))
+        elif isinstance(node.primitive, RawPrimitive):
+            self._enter(node, self._joint.setdefault(_joint_key(node), Cluster("raw", node.size)))
         elif node.primitive in REDUCTIONS:
             self._place_reduction(node)
         else:
@@ -217,7 +219,7 @@ class Clustering:
         for parent in node.inputs:
             producer, spread = self.aligned(parent)
             cluster = self.cluster.get(producer)
-            if cluster is None or cluster.kind in ("lone", "attention") or producer in self._for_columns:
+            if cluster is None or cluster.kind in _WHOLE or producer in self._for_columns:
                 continue
             if cluster.kind == "matmul" and not self._may_end(node, cluster):
                 continue
@@ -313,6 +315,12 @@ class Clustering:
             third.deps = (third.deps - {other}) | {cluster}
         for third in other.deps:
             third.users = (third.users - {other}) | {cluster}
+
+
+def _joint_key(node: Node) -> Any:
+    """Equal for nodes that one kernel computes together: they differ in `part` only."""
+    rest = tuple(value for name, value in node.attributes.items() if name != "part")
+    return node.primitive, node.inputs, repr(rest)  # in which 0 is not -0
 
 
 def reaches(start: Cluster, target: Cluster) -> bool:

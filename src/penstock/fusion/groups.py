@@ -1,10 +1,10 @@
 """From a graph to groups: sets of nodes that one kernel computes, and nodes that stand alone.
 
-There are five kinds of group. A *map* computes every item by itself. A *row* group mixes elementwise work
+There are six kinds of group. A *map* computes every item by itself. A *row* group mixes elementwise work
 with reductions over the trailing axes, so that one row after another is read, reduced and written. A *column*
 group reduces over other axes. A *matmul* group is a matrix product and what is done to each of its items.
-An *attention* group is what kernels of attention compute together. Views and constants belong to no group:
-they only say where a value is read.
+An *attention* group is what kernels of attention compute together, a *raw* group what a text of the user's
+own makes. Views and constants belong to no group: they only say where a value is read.
 
 Nodes join the group of what they read, wherever they read exactly the item that is at hand. Cheap maps that
 remain are computed again where they are needed, rather than stored.
@@ -20,6 +20,7 @@ from penstock.fusion.storing import Storing
 from penstock.fusion.views import base, operand_index, rows_index
 from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Node, topological
+from penstock.graph.raw import all_parts
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ def _group(cluster: Cluster, clustering: Clustering, storing: Storing) -> Group:
     if cluster.kind == "lone":
         (node,) = outputs
         return Group("lone", (node,), node.inputs, (node,))
+    if cluster.kind == "raw":
+        parts = all_parts(cluster.nodes)
+        return Group("raw", parts, parts[0].inputs, parts)
     own = storing.inlined.get(cluster, set()) | set(cluster.nodes)
     for node in cluster.nodes:
         if node.primitive is MATMUL or node.primitive in ATTENTIONS:

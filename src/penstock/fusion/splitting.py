@@ -1,4 +1,4 @@
-"""Reductions that would leave most of the device idle, as two: parts of them side by side, then the parts."""
+"""Nodes in parts: reductions that would leave most of the device idle, and values joined from too many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.graph.dtypes import HALVES, float32
 from penstock.graph.elementwise import cast
 from penstock.graph.node import Node, Shape, topological
 from penstock.graph.reducing import REDUCTIONS
-from penstock.graph.shaping import RESHAPE
+from penstock.graph.shaping import CONCAT, RESHAPE
 
 _MIN_PART = 64  # items of a part; smaller ones cost more than they gain
 _LARGE = 1 << 15  # items, from which on a second kernel pays
@@ -28,8 +28,21 @@ def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
             continue
         inputs = tuple(new[parent] for parent in node.inputs)
         same = node if inputs == node.inputs else Node(node.primitive, inputs, node.attributes)
-        new[node] = _in_parts(same, capabilities) if node.primitive in REDUCTIONS else same
+        if node.primitive in REDUCTIONS:
+            same = _in_parts(same, capabilities)
+        elif node.primitive is CONCAT:
+            same = _joined(same, capabilities.max_buffers - 1)
+        new[node] = same
     return [new[node] for node in outputs]
+
+
+def _joined(node: Node, most: int) -> Node:
+    """A concatenation of few values at a time, so that a kernel can take all that it reads."""
+    inputs = node.inputs
+    while len(inputs) > most:
+        parts = (inputs[first : first + most] for first in range(0, len(inputs), most))
+        inputs = tuple(one[0] if len(one) == 1 else Node(CONCAT, one, node.attributes) for one in parts)
+    return node if inputs is node.inputs else Node(CONCAT, inputs, node.attributes)
 
 
 def _in_parts(node: Node, capabilities: Capabilities) -> Node:

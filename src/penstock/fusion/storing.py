@@ -9,7 +9,7 @@ from __future__ import annotations
 from penstock.fusion.clusters import PLACED, Cluster, Clustering, in_order
 from penstock.fusion.costs import AGAIN_NODES, CHEAP_NODES, COSTLY, LONG, MAX_NODES
 from penstock.graph.contraction import MATMUL
-from penstock.graph.creating import SEQUENCE
+from penstock.graph.creating import SEQUENCES
 from penstock.graph.elementwise import FULL
 from penstock.graph.node import Node
 
@@ -117,7 +117,7 @@ class Storing:
             elif node not in inside:
                 inside.add(node)
                 stack += [self._clustering.aligned(parent)[0] for parent in node.inputs]
-        return inside, {leaf for leaf in leaves if leaf.primitive not in (FULL, SEQUENCE)}
+        return inside, {leaf for leaf in leaves if leaf.primitive not in (FULL, *SEQUENCES)}
 
     def _times_read(self, outputs: list[Node]) -> int:
         """At how many places a kernel that computes one item would compute these nodes."""
@@ -138,4 +138,4 @@ class Storing:
     def _sources(self, inside: set[Node]) -> set[Node]:
         """What nodes read that is not among them."""
         found = {self._clustering.aligned(parent)[0] for node in inside for parent in node.inputs}
-        return {one for one in found if one not in inside and one.primitive not in (FULL, SEQUENCE)}
+        return {one for one in found if one not in inside and one.primitive not in (FULL, *SEQUENCES)}

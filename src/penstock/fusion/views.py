@@ -7,14 +7,14 @@ from collections.abc import Container
 
 from penstock.fusion.index import ZERO, Index, SplitNeeded, Variables, flat, source_place, variable
 from penstock.graph.checkpoint import AGAIN
-from penstock.graph.creating import SEQUENCE
+from penstock.graph.creating import SEQUENCES
 from penstock.graph.elementwise import FULL
 from penstock.graph.node import Node, Shape
 from penstock.graph.reducing import EXPAND
 from penstock.graph.shaping import PERMUTE, RESHAPE, SLICE
 
 VIEWS = frozenset((RESHAPE, PERMUTE, EXPAND, SLICE, AGAIN))
-FREE = VIEWS | {FULL, SEQUENCE}  # cost less to compute again than to keep
+FREE = VIEWS | {FULL, *SEQUENCES}  # cost less to compute again than to keep
 
 
 def base(node: Node) -> Node:

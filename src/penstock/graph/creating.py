@@ -15,6 +15,8 @@ def _sequence_rule(*, start: Any, step: Any, count: int, dtype: DType) -> tuple[
 
 def sequence(start: Any, step: Any, count: int, dtype: DType) -> Node:
     """`start`, `start + step`, and so on, `count` of them."""
+    if (start, step) == (0, 1) and dtype.kind in "iu":
+        return Node(POSITIONS, (), {"count": count, "dtype": dtype})
     return Node(SEQUENCE, (), {"start": start, "step": step, "count": count, "dtype": dtype})
 
 
@@ -25,4 +27,11 @@ def _sequence_meaning(start: Any, step: Any, count: int, dtype: DType) -> Any:
     return (start + positions.astype(np.float64) * step).astype(dtype)
 
 
+def _positions_rule(*, count: int, dtype: DType) -> tuple[Shape, DType]:
+    return (count,), dtype
+
+
 SEQUENCE = Primitive("sequence", _sequence_rule, _sequence_meaning, constants=("start", "step"))
+# From 0 on, one by one: a compiler that knows the numbers needs none of the arithmetic.
+POSITIONS = Primitive("positions", _positions_rule, lambda count, dtype: np.arange(count, dtype=dtype))
+SEQUENCES = frozenset({SEQUENCE, POSITIONS})

@@ -8,8 +8,8 @@ promotion are nodes of their own, put there by the tensor layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
@@ -34,6 +34,8 @@ class Primitive:
     stops: bool = False  # no gradient passes, so what is behind it need not be kept
     unchanged: bool = False  # the value is that of the first input
     constants: tuple[str, ...] = ()  # attributes that are numbers, given to a program as arguments
+    dtypes: Mapping[str, DType] = field(default_factory=dict)  # of constants that do not have the node's
+    compiled: bool = False  # only a kernel computes it: NumPy does not know its meaning
 
 
 class Node:

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.kernels.c_expressions import c_type, combine, expression, neutral
-from penstock.kernels.c_threads import thread_statements
+from penstock.kernels.c_threads import thread_statements, whole_number
 from penstock.kernels.loops import (
     Choose,
+    Clip,
     Count,
     Fold,
     Let,
     Load,
     Loop,
     LoopForm,
+    Pick,
     Random,
     Splat,
     Statement,
     Store,
+    Truth,
     Type,
     Update,
     Variable,
@@ -52,8 +55,8 @@ def statements(body: Sequence[Statement], depth: int) -> list[str]:
 
 def _lines(one: Statement) -> list[str]:
     match one:
-        case Count():
-            return [f"int {one.name} = {one.text};"]
+        case Count() | Truth() | Pick() | Clip():
+            return [whole_number(one)]
         case Let():
             text = expression(one.operation, one.type, one.of, one.inputs)
             assert text is not None, one

@@ -24,17 +24,20 @@ from penstock.kernels.loops import (
     Across,
     Barrier,
     Choose,
+    Clip,
     Count,
     Fold,
     Forget,
     Let,
     Load,
     Loop,
+    Pick,
     Random,
     Registers,
     Splat,
     Statement,
     Store,
+    Truth,
     Type,
     Update,
     Variable,
@@ -51,14 +54,29 @@ def thread_statements(body: Sequence[Statement], quick: bool = False) -> list[st
     return _Thread(quick).statements(body)
 
 
+def whole_number(one: Count | Truth | Pick | Clip) -> str:
+    """The line that names a whole number; a truth value is 0 or 1."""
+    match one:
+        case Pick():
+            text = f"{one.condition} ? {one.yes} : {one.no}"
+        case Clip():
+            text = f"{one.value} < 0 ? 0 : {one.value} < {one.length} ? (int){one.value} : {one.length - 1}"
+        case _:
+            text = one.text
+    return f"int {one.name} = {text};"
+
+
 class _Thread:
     """Writes statements; knows which names are arrays, and which values were rounded to halves."""
 
     def __init__(self, quick: bool) -> None:
+        self._quick = quick
         self._patterns = QUICK_PATTERNS if quick else THREAD_PATTERNS
         self._arrays: set[str] = set()
         self._packed: set[str] = set()  # arrays of halves, two in a word
         self._rounded: dict[tuple[str, str], str] = {}  # by name and dtype: what it was before
+        self._differences: dict[str, tuple[str, str]] = {}  # from numbers that all lanes share
+        self._words: dict[tuple[str, str], str] = {}  # by name and dtype: the words that it was taken from
 
     def statements(self, body: Sequence[Statement]) -> list[str]:
         """The lines of statements, set in by a step."""
@@ -66,13 +84,18 @@ class _Thread:
 
     def _lines(self, one: Statement) -> list[str]:
         match one:
-            case Count():
-                return [f"int {one.name} = {one.text};"]
+            case Count() | Truth() | Pick() | Clip():
+                return [whole_number(one)]
             case Let():
                 inputs = tuple(map(self._item, one.inputs))
                 kinds = Type(one.type.dtype), Type(one.of.dtype)
                 text = expression(one.operation, *kinds, inputs, self._patterns)
                 assert text is not None, one
+                if self._quick and one.type.dtype == "float32":
+                    if one.operation == "subtract" and one.inputs[1] not in self._arrays:
+                        self._differences[one.name] = inputs[0], inputs[1]
+                    if one.operation == "exp" and one.inputs[0] in self._differences:
+                        text = "QUICK_EXP_LESS({}, {})".format(*self._differences[one.inputs[0]])
                 if one.operation.startswith("round_"):
                     self._rounded[one.name, one.operation.removeprefix("round_")] = one.inputs[0]
                 return [self._named(one.type, one.name, text)]
@@ -152,6 +175,7 @@ class _Thread:
         )
         if one.condition:
             loads = f"EACH_LANE({count}) {words}[l_] = 0; if ({one.condition}) {{ {loads} }}"
+        self._words[one.name, one.stored] = words
         value = f"ITEM_{one.stored.upper()}({words}, l_)"
         return [f"uint {words}[{count}]; {loads}", self._named(one.type, one.name, value)]
 
@@ -159,9 +183,9 @@ class _Thread:
         # Storing rounds, too.
         one = replace(one, value=self._rounded.get((one.value, one.stored), one.value))
         if one.buffer in self._packed:
-            return [
-                f"EACH_LANE({one.type.lanes // 2}) {one.buffer}[{one.index} / 2 + l_] = {self._word(one)};"
-            ]
+            words = self._words.get((one.value, one.stored))
+            word = self._word(one) if words is None else f"{words}[l_]"
+            return [f"EACH_LANE({one.type.lanes // 2}) {one.buffer}[{one.index} / 2 + l_] = {word};"]
         value, lanes = self._item(one.value), one.type.lanes
         accesses = _accesses(one)
         if not accesses:

@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from penstock.device.driver import Kernel
+from penstock.errors import CompileError
 from penstock.fusion.groups import Group
 from penstock.kernels.attention import ATTENTION_PRELUDE
 from penstock.kernels.philox import PHILOX
+from penstock.kernels.raw_source import refused
 from penstock.kernels.source import (
     CUDA_HALVES_PRELUDE,
     CUDA_PRELUDE,
@@ -24,6 +26,7 @@ from penstock.kernels.source import (
     digest,
 )
 from penstock.kernels.thread_prelude import THREAD_PRELUDES, THREAD_WORDS
+from penstock.kernels.wgsl_prelude import functions_for
 from penstock.kernels.writer import Written, structure, write
 from penstock.runtime import Device
 
@@ -58,16 +61,33 @@ class KernelCache:
         if called:
             by_name = {source.name: functions[source.name] for source in called}
             found |= self._device.compile(by_name, _signatures(called))
-        if written:
-            found |= self._compiled(written)
+        for source in written:
+            if source.complete:
+                found |= self._by_itself(source)
+        if together := [source for source in written if not source.complete]:
+            found |= self._compiled(together)
         for name, kernel in found.items():
             self._kernels[name] = kernel
             _touch(self._kernels, name)
         return [found[source.name] for source in sources]
 
+    def _by_itself(self, source: KernelSource) -> dict[str, Kernel]:
+        """A kernel of the user's own."""
+        try:
+            return self._device.compile(source.text, _signatures([source]))
+        except CompileError as error:
+            raise refused(source, error) from None
+
     def _compiled(self, sources: Sequence[KernelSource]) -> dict[str, Kernel]:
         """Kernels from text. A compiler takes longer to start than for a kernel, so many are one text."""
         language = self._device.capabilities.language
+        if language == "wgsl":  # whose modules are made one by one, by what each kernel is launched with
+            texts = [whole_text([source], language) for source in sources]
+            found = [
+                self._device.compile(text, _signatures([source]))
+                for text, source in zip(texts, sources, strict=True)
+            ]
+            return {name: kernel for kernels in found for name, kernel in kernels.items()}
         parts = _parts(sources) if language == "cuda" else [sources]
         texts = [whole_text(part, language) for part in parts]
         if len(parts) == 1:
@@ -95,6 +115,9 @@ def _signatures(sources: Sequence[KernelSource]) -> dict[str, tuple[str, ...]]:
 
 def whole_text(sources: Sequence[KernelSource], language: str) -> str:
     """The texts of kernels after the words that they use."""
+    if language == "wgsl":
+        text = "\n".join(source.text for source in sources)
+        return f"{functions_for(text)}\n{text}"
     # Chains change words of the prelude, so they come last.
     texts = sorted((_text(source, language) for source in sources), key=lambda text: "chain_group" in text)
     text = "\n".join(texts)

@@ -9,6 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.device.driver import Cost
+from penstock.kernels.costing import merged
+from penstock.kernels.hazards import Range, Touched
 from penstock.kernels.source import C_TYPES, KernelSource, digest, head
 
 _SMALL = 100_000  # items times operations; about as long as two launches
@@ -24,6 +27,20 @@ class Call:
     scalars: tuple[int, ...]
     numbers: tuple[int, ...]  # of the constants in the program
     work: int
+    touched: Touched
+    scratch: tuple[Range, ...] = ()  # what it may write besides, for itself
+    cost: Cost | None = None
+
+
+def together(calls: Sequence[Call]) -> Touched:
+    """What several calls touch."""
+    reads = dict.fromkeys(one for call in calls for one in call.touched.reads)
+    return Touched(tuple(reads), tuple(one for call in calls for one in call.touched.writes))
+
+
+def total_cost(calls: Sequence[Call]) -> Cost | None:
+    """What several calls cost as one."""
+    return merged([call.source.name for call in calls], [call.cost for call in calls])
 
 
 def chained(calls: Sequence[Call]) -> list[Call]:
@@ -31,14 +48,18 @@ def chained(calls: Sequence[Call]) -> list[Call]:
     result: list[Call] = []
     run: list[Call] = []
     for call in [*calls, None]:
-        if call is not None and call.work <= _SMALL and len(run) < _MAX_CALLS:
+        if call is not None and _is_small(call) and len(run) < _MAX_CALLS:
             run.append(call)
             continue
         result += [_chain(run)] if len(run) > 1 else run
         run = []
         if call is not None:
-            (run if call.work <= _SMALL else result).append(call)
+            (run if _is_small(call) else result).append(call)
     return result
+
+
+def _is_small(call: Call) -> bool:
+    return call.work <= _SMALL and not call.source.complete
 
 
 def _chain(calls: Sequence[Call]) -> Call:
@@ -61,7 +82,8 @@ def _chain(calls: Sequence[Call]) -> Call:
     ]
     source = KernelSource(name, "\n".join(text), ("uint8",) * len(slots), tuple(numbers.values()), (1,), (1,))
     places = tuple((slot, 0) for slot in slots)
-    return Call(source, places, (), tuple(numbers), sum(call.work for call in calls))
+    work = sum(call.work for call in calls)
+    return Call(source, places, (), tuple(numbers), work, together(calls), cost=total_cost(calls))
 
 
 def _function(source: KernelSource, name: str) -> str:

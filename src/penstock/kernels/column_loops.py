@@ -12,6 +12,7 @@ from penstock.kernels.loops import (
     Barrier,
     Count,
     Loop,
+    Pick,
     Statement,
     Store,
     Type,
@@ -98,7 +99,7 @@ class ColumnLoops(LoopNest):
         last = size - lanes
         form.body = [
             Count("begin", f"(GROUP(0) * {abreast} + THREAD % {abreast}) * {lanes}"),
-            Count("item", f"begin < {last} ? begin : {last}"),  # all threads of a group work together
+            Pick("item", f"begin < {last}", "begin", str(last)),  # all threads of a group work together
         ]
         inside = self.unpack("item", kept, 0)
         names = {node: scopes.name("sum") for node in self._reductions}
@@ -157,7 +158,7 @@ class ColumnLoops(LoopNest):
         form.arrays = [Array(name, computed_dtype(node), block) for node, name in arrays.items()]
         form.body = [
             Count("begin", f"GROUP(0) % {blocks} * {block}"),
-            Count("end", f"{length} - begin < {block} ? {length} : begin + {block}"),
+            Pick("end", f"{length} - begin < {block}", str(length), f"begin + {block}"),
             Count("row", f"GROUP(0) / {blocks}"),
         ]
         form.body += self.unpack("row", outer, 0)

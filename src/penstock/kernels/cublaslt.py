@@ -103,7 +103,7 @@ class LibraryLaunch:
         self.descriptors = Descriptors(self.product)
         self._matmul = cublasLt.matmul
         self._bias = 0  # the address that is set
-        tune(self, driver)
+        self.workspace = tune(self, driver)  # bytes that it really uses
 
     def use(self, handle: int, algorithm: Array) -> None:
         """Take an algorithm, in the bytes that the library gave for it."""

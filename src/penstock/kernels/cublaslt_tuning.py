@@ -55,14 +55,19 @@ class _Library:
 _libraries: dict[int, _Library] = {}  # by context
 
 
-def tune(launch: LibraryLaunch, driver: Driver) -> None:
-    """Give a launch its algorithm, and run it once, so that its kernels are loaded before any capture."""
+def tune(launch: LibraryLaunch, driver: Driver) -> int:
+    """Give a launch its algorithm, and run it once, so that its kernels are loaded before any capture.
+
+    Returns the bytes of workspace that the algorithm uses.
+    """
     context = int(_checked(cuda.cuCtxGetCurrent()))
     if context not in _libraries:
         _libraries[context] = _Library()
     library = _libraries[context]
     problem = digest(repr(launch.product))
-    known = usable(launch, library.handle, library.choices.get(problem))
+    known = _read(library.choices.get(problem))
+    if known is not None and not 0 <= needed(launch, library.handle, known) <= WORKSPACE:
+        known = None
     algorithms = [known] if known is not None else suggestions(launch, library.handle)
     if not algorithms:
         raise CompileError(f"cuBLASLt has no algorithm for {launch.product}")
@@ -73,10 +78,11 @@ def tune(launch: LibraryLaunch, driver: Driver) -> None:
                 times = measured(launch, library.handle, algorithms, stream, args)
                 launch.use(library.handle, algorithms[times.index(min(times))])
             launch(stream, *args)
+        if known is None:
+            library.choices.put(problem, launch.algorithm.tobytes().hex())
     except OutOfDeviceMemory:
-        return  # with the library's own first choice, or with what is known
-    if known is None:
-        library.choices.put(problem, launch.algorithm.tobytes().hex())
+        pass  # the library's own first choice, or what is known, will do
+    return needed(launch, library.handle, launch.algorithm)
 
 
 def suggestions(launch: LibraryLaunch, handle: int, count: int = _SUGGESTIONS) -> list[Array]:
@@ -116,22 +122,25 @@ def suggestions(launch: LibraryLaunch, handle: int, count: int = _SUGGESTIONS) -
     return [one["algo"]["data_"].copy() for one in found[: number[0]] if one["state"] == 0]
 
 
-def usable(launch: LibraryLaunch, handle: int, choice: str | None) -> Array | None:
-    """A choice that was kept, if the library still takes it for the problem."""
+def _read(choice: str | None) -> Array | None:
+    """An algorithm that was kept."""
     try:
         algorithm = np.frombuffer(bytes.fromhex(choice or ""), np.uint64).copy()
     except ValueError:
         return None
-    if algorithm.nbytes != _ALGORITHM_BYTES:
-        return None
+    return algorithm if algorithm.nbytes == _ALGORITHM_BYTES else None
+
+
+def needed(launch: LibraryLaunch, handle: int, algorithm: Array) -> int:
+    """The bytes of workspace that an algorithm uses; -1 where the library does not take it."""
     of, result = launch.descriptors, np.zeros(1, cublasLt.matmul_heuristic_result_dtype)
     try:
         cublasLt.matmul_algo_check(
             handle, of.operation, of.right, of.left, of.out, of.out, algorithm.ctypes.data, result.ctypes.data
         )
     except cublasLt.cuBLASLtError:
-        return None
-    return algorithm if result["workspace_size"][0] <= WORKSPACE else None
+        return -1
+    return int(result["workspace_size"][0])
 
 
 def measured(

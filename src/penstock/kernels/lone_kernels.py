@@ -13,6 +13,9 @@ from penstock.kernels.scanning import scan
 from penstock.kernels.scattering import scatter
 from penstock.kernels.sorting import sort
 from penstock.kernels.source import C_TYPES
+from penstock.kernels.wgsl_along import wgsl_extreme, wgsl_scan
+from penstock.kernels.wgsl_scattering import wgsl_scatter
+from penstock.kernels.wgsl_sorting import wgsl_sort
 
 _WRITERS = {
     CUMULATIVE_SUM: scan,
@@ -22,6 +25,15 @@ _WRITERS = {
     ARGSORT: sort,
     SCATTER_ADD: scatter,
 }
+_WGSL_WRITERS = {
+    CUMULATIVE_SUM: wgsl_scan,
+    CUMULATIVE_PROD: wgsl_scan,
+    ARGMAX: wgsl_extreme,
+    ARGMIN: wgsl_extreme,
+    ARGSORT: wgsl_sort,
+    SCATTER_ADD: wgsl_scatter,
+}
+_LONG = ("int64", "uint64")
 _MOST_ITEMS = 1 << 30  # so that no place in a kernel leaves an int, even one padded or a step further
 
 
@@ -30,7 +42,7 @@ def lone_kernels(node: Node, capabilities: Capabilities) -> Lone | None:
 
     All values are contiguous in row-major order. The output may hold anything before.
     """
-    write = _WRITERS.get(node.primitive)
+    write = (_WGSL_WRITERS if capabilities.language == "wgsl" else _WRITERS).get(node.primitive)
     values = (node, *node.inputs)
     if write is None or not all(0 < value.size < _MOST_ITEMS for value in values):
         return None
@@ -43,4 +55,6 @@ def _has_type(value: Node, node: Node, capabilities: Capabilities) -> bool:
     dtype = str(value.dtype)
     if dtype == "float64":
         return capabilities.float64
+    if dtype in _LONG and value is node.inputs[0] and node.primitive is not ARGSORT:
+        return capabilities.int64  # indices, and keys of a sort, are taken as words
     return dtype in C_TYPES and (value.dtype not in HALVES or node.primitive is SCATTER_ADD)

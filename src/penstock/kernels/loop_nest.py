@@ -10,7 +10,7 @@ from penstock.device.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Index, Variables, variable
 from penstock.graph.dtypes import HALVES
-from penstock.kernels.loops import Count, Loop, LoopForm, Statement, Store, Type
+from penstock.kernels.loops import Count, Loop, LoopForm, Pick, Statement, Store, Type
 from penstock.kernels.scopes import LanesImpossible, Merge, Scopes, Value
 
 GROUP_THREADS = 256  # of a work-group on a GPU
@@ -184,7 +184,7 @@ class LoopNest:
         self.scopes.form.grid = (-(-count // size),)
         return [
             Count("begin", f"GROUP(0) * {size}"),
-            Count("end", f"{count} - begin < {size} ? {count} : begin + {size}"),
+            Pick("end", f"{count} - begin < {size}", str(count), f"begin + {size}"),
         ]
 
     # Results

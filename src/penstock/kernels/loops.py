@@ -38,6 +38,34 @@ class Count:
 
 
 @dataclass(frozen=True)
+class Truth:
+    """`name` is whether a comparison of whole numbers holds. Conditions are such names and comparisons."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Pick:
+    """`name` is one of two whole numbers, given by their texts."""
+
+    name: str
+    condition: str
+    yes: str
+    no: str
+
+
+@dataclass(frozen=True)
+class Clip:
+    """`name` is a value as a whole number from 0 to before `length`: the nearest, if it is none of them."""
+
+    name: str
+    value: str
+    dtype: str
+    length: int
+
+
+@dataclass(frozen=True)
 class Splat:
     """`name` is a vector with one number in every lane, plus `step` for each lane."""
 
@@ -195,6 +223,9 @@ class Barrier:
 Statement = (
     Let
     | Count
+    | Truth
+    | Pick
+    | Clip
     | Splat
     | Load
     | Store

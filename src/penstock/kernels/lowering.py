@@ -14,6 +14,7 @@ from penstock.kernels.scopes import LanesImpossible, computed_dtype
 
 _LANES = 8  # PoCL names 16 on CPUs with registers for 8, and its functions of 16 crash its compiler
 _ACCESS = 16  # bytes that a thread of a GPU reads or writes at once
+_WORD = 4  # the same in WGSL
 _BUSY = 512  # threads for each unit of a GPU; with fewer, it has not enough to do while it waits for memory
 _KINDS: dict[str, type[LoopNest]] = {"map": MapLoops, "row": RowLoops, "column": ColumnLoops}
 
@@ -47,6 +48,9 @@ def _thread_lanes(group: Group, capabilities: Capabilities) -> int:
     values = (*group.outputs, *group.inputs)
     size = max(node.size for node in values)
     large = [node for node in values if 2 * node.size > size]
+    if capabilities.language == "wgsl":
+        # A word at a time, so that neighbouring threads have neighbouring words, and no word is in two.
+        return max(1, *(_WORD // node.dtype.itemsize for node in (*large, *group.outputs)))
     narrow = sum(node.nbytes for node in large if node.dtype.itemsize <= 2)
     wide = sum(node.nbytes for node in large if node.dtype.itemsize == 8)
     total = sum(node.nbytes for node in large)

@@ -17,6 +17,9 @@ from penstock.kernels.matmul_kernel import matmul_body
 from penstock.kernels.matmul_problem import Operand, Problem
 from penstock.kernels.scopes import LanesImpossible, Scopes, Value
 from penstock.kernels.source import KernelSource, head
+from penstock.kernels.wgsl_matmul import finished_lanes, wgsl_body
+from penstock.kernels.wgsl_memory import WORD, Words, item_size, scalar_dtypes
+from penstock.kernels.wgsl_renderer import Thread, writes_parts
 
 
 def matmul_group(
@@ -34,7 +37,15 @@ def matmul_group(
         left=sides[0][1],
         right=sides[1][1],
     )
-    ending = _Ending(group, product)
+    ending = _Ending(group, product, vectors=capabilities.language != "wgsl")
+    write = _in_wgsl if capabilities.language == "wgsl" else _in_c
+    source = write(problem, capabilities, ending, name)
+    operands = {group.inputs.index(node) for node, _ in sides}
+    over = overwritable(group, ending.loads, ending.stores)
+    return source, tuple(tuple(at for at in found if at not in operands) for found in over)
+
+
+def _in_c(problem: Problem, capabilities: Capabilities, ending: _Ending, name: str) -> KernelSource:
     text, grid, threads = matmul_body(problem, capabilities, ending.finish)
     form = ending.form
     opening = head(
@@ -44,12 +55,31 @@ def matmul_group(
         [(dtype, f"c{k}") for k, dtype in enumerate(form.scalars)],
     )
     stored = tuple("uint8" if dtype == "bool" else dtype for dtype in form.scalars)
-    source = KernelSource(
-        name, f"{opening}{text}\n}}\n", (*form.outputs, *form.inputs), stored, grid, threads
-    )
-    operands = {group.inputs.index(node) for node, _ in sides}
-    over = overwritable(group, ending.loads, ending.stores)
-    return source, tuple(tuple(at for at in found if at not in operands) for found in over)
+    return KernelSource(name, f"{opening}{text}\n}}\n", (*form.outputs, *form.inputs), stored, grid, threads)
+
+
+def _in_wgsl(problem: Problem, capabilities: Capabilities, ending: _Ending, name: str) -> KernelSource:
+    form = ending.form
+    together = max(WORD // item_size(dtype) for dtype in (*form.outputs, "float32"))
+    lanes = finished_lanes(problem, capabilities, together)
+    try:
+        trial = ending.body("mm_y", "mm_x", "mm_value", lanes)
+    except LanesImpossible:
+        lanes = 1
+        trial = ending.body("mm_y", "mm_x", "mm_value", lanes)
+    words = Words(writes_parts(trial))
+
+    def finish(row: str, column: str, value: str, lanes: int) -> list[str]:
+        thread = Thread(words, wide=(value,) if lanes > 1 else ())
+        return ["{", *thread.statements(ending.body(row, column, value, lanes)), "}"]
+
+    body = wgsl_body(problem, capabilities, finish, lanes, words)
+    buffers = [f"out{k}" for k in range(len(form.outputs))] + [f"in{k}" for k in range(len(form.inputs))]
+    scalars = [(dtype, f"c{k}") for k, dtype in enumerate(form.scalars)]
+    opening = words.opening(name, buffers, scalars).rstrip()
+    lines = [*body.declared, opening, *(f"    {line}" for line in body.lines), "}"]
+    text, passed = "\n".join(lines) + "\n", scalar_dtypes(form.scalars)
+    return KernelSource(name, text, (*form.outputs, *form.inputs), passed, body.grid, body.group)
 
 
 def _operand(group: Group, operand: Node, product: Node) -> tuple[Node, Operand]:
@@ -79,26 +109,28 @@ def _contiguous(node: Node) -> Index:
 class _Ending:
     """Writes what is done to items of the product, wherever the template has some at hand."""
 
-    def __init__(self, group: Group, product: Node) -> None:
+    def __init__(self, group: Group, product: Node, vectors: bool) -> None:
         self._group = group
         self._product = product
+        self._vectors = vectors
         self.form: LoopForm = Scopes(group, Variables({})).form
         self.loads: dict[int, set[tuple[int, Index]]] = {}
         self.stores: dict[int, tuple[int, Index]] = {}
 
     def finish(self, row: str, column: str, value: str, lanes: int) -> list[str]:
-        """The statements for `lanes` neighbouring items."""
+        """The lines in C for `lanes` neighbouring items."""
         try:
-            return self._statements(row, column, value, lanes)
+            bodies = [self.body(row, column, value, lanes)]
         except LanesImpossible:
-            single = [self._statements(row, f"{column} + {k}", f"{value}.s{k:x}", 1) for k in range(lanes)]
-            return [line for lines in single for line in lines]
+            bodies = [self.body(row, f"{column} + {k}", f"{value}.s{k:x}", 1) for k in range(lanes)]
+        return [line for body in bodies for line in ("{", *statements(body, 1), "}")]
 
-    def _statements(self, row: str, column: str, value: str, lanes: int) -> list[str]:
+    def body(self, row: str, column: str, value: str, lanes: int) -> list[Statement]:
+        """The statements for `lanes` neighbouring items."""
         shape = self._product.shape
         names = [*(f"b{axis}" for axis in range(len(shape) - 2)), "i", "j"]
         variables = Variables(dict(zip(names, shape, strict=True)), splittable=False)
-        scopes = Scopes(self._group, variables)
+        scopes = Scopes(self._group, variables, self._vectors)
         scopes.depth_of = dict.fromkeys(names, 1)
         scopes.lanes, scopes.lane_steps = lanes, {"j": 1} if lanes > 1 else {}
         scopes.given[self._product] = Value(value, Type("float32", lanes), 1)
@@ -112,10 +144,12 @@ class _Ending:
             at = place if node.shape == shape else unflatten(number, node.shape, variables)
             values.append(scopes.widened(scopes.value(node, at), lanes))
         text, _, _ = scopes.text(number)
+        aligned = 1 if self._vectors else scopes.aligned(number)
         body = [*scopes.bodies[0], *scopes.bodies[1]]
         for k, (node, one) in enumerate(zip(self._group.outputs, values, strict=True)):
-            body.append(Store(one.name, one.type, f"out{k}", str(node.dtype), text))
+            kind = Type(one.type.dtype, lanes)
+            body.append(Store(one.name, kind, f"out{k}", str(node.dtype), text, aligned))
             self.stores[k] = (0, number)
         for at_input, found in scopes.loads.items():
             self.loads.setdefault(at_input, set()).update(found)
-        return ["{", *statements([*counts, *body], 1), "}"]
+        return [*counts, *body]

@@ -11,7 +11,7 @@ from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Index, Place, Variables, flat, source_place, variable
 from penstock.fusion.views import VIEWS
 from penstock.graph.contraction import GATHER
-from penstock.graph.creating import SEQUENCE
+from penstock.graph.creating import POSITIONS, SEQUENCE
 from penstock.graph.dtypes import HALVES
 from penstock.graph.elementwise import CAST, FULL
 from penstock.graph.node import Node
@@ -19,7 +19,20 @@ from penstock.graph.random import RANDOM_BITS
 from penstock.graph.reducing import REDUCTIONS
 from penstock.graph.shaping import CONCAT, PAD
 from penstock.kernels.c_expressions import COMBINE, expression
-from penstock.kernels.loops import Choose, Count, Let, Load, LoopForm, Random, Splat, Statement, Type
+from penstock.kernels.loops import (
+    Choose,
+    Clip,
+    Count,
+    Let,
+    Load,
+    LoopForm,
+    Pick,
+    Random,
+    Splat,
+    Statement,
+    Truth,
+    Type,
+)
 
 
 class LanesImpossible(Exception):
@@ -144,10 +157,10 @@ class Scopes:
         others = (factor for name, factor in index.terms if not self.lane_steps.get(name))
         return math.gcd(self.lanes, index.constant, *others)
 
-    def count(self, text: str, depth: int, length: int, step: int = 0) -> Index:
-        """A new variable with the value of a text."""
+    def count(self, whole: Count | Truth | Pick | Clip, depth: int, length: int, step: int = 0) -> Index:
+        """A new variable for a whole number, which is named by it."""
         name = self.name("k")
-        self.bodies[depth].append(Count(name, text))
+        self.bodies[depth].append(replace(whole, name=name))
         self.variables.lengths[name] = length
         self.depth_of[name] = depth
         if step:
@@ -179,6 +192,8 @@ class Scopes:
         primitive = node.primitive
         if primitive is FULL:
             return Value(self._scalars[node][0], Type(computed_dtype(node)), 0)
+        if primitive is POSITIONS:
+            return self.number(place[0], computed_dtype(node))
         if primitive is SEQUENCE:
             return self._sequence(node, place)
         if primitive is RANDOM_BITS:
@@ -297,8 +312,8 @@ class Scopes:
             whole = step == 1 and all(n % self.lanes == 0 for n in (start, count, index.constant, *others))
             if not whole:
                 raise LanesImpossible  # a vector could be half inside
-        condition = self.count(f"({text} >= 0 && {text} < {count})", depth, 2)
-        return str(condition), self.count(f"{condition} ? {text} : 0", depth, count, step), depth
+        condition = str(self.count(Truth("", f"({text} >= 0 && {text} < {count})"), depth, 2))
+        return condition, self.count(Pick("", condition, text, "0"), depth, count, step), depth
 
     @contextmanager
     def _under(self, *conditions: tuple[str, int]) -> Iterator[None]:
@@ -341,7 +356,7 @@ class Scopes:
         if lane_step:
             raise LanesImpossible
         length = self.variables.bounds(index)[1] // step + 1
-        return f"{text} % {step} == 0", self.count(f"{text} / {step}", depth, length)
+        return f"{text} % {step} == 0", self.count(Count("", f"{text} / {step}"), depth, length)
 
     def _concat(self, node: Node, place: Place) -> Value:
         axis, start, result = node.attributes["axis"], 0, None
@@ -352,7 +367,10 @@ class Scopes:
             condition, moved, depth = self._inside(place[axis], start, length)
             with self._under((condition, depth)):
                 value = self.value(part, (*place[:axis], moved, *place[axis + 1 :]))
-            result = value if result is None else self._choose(condition, depth, value, result)
+            if result is None or condition == "1":
+                result = value
+            else:
+                result = self._choose(condition, depth, value, result)
             start += length
         assert result is not None
         return result
@@ -372,9 +390,5 @@ class Scopes:
             raise LanesImpossible
         length = source.shape[0]
         # An index out of range must not read what is not there.
-        row = self.count(
-            f"{found.name} < 0 ? 0 : {found.name} < {length} ? (int){found.name} : {length - 1}",
-            found.depth,
-            length,
-        )
+        row = self.count(Clip("", found.name, found.type.dtype, length), found.depth, length)
         return self.value(source, (row, *place[index.ndim :]))

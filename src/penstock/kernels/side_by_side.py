@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.device.driver import Capabilities
 from penstock.fusion.groups import Group
-from penstock.kernels.chaining import Call
+from penstock.kernels.chaining import Call, together, total_cost
 from penstock.kernels.source import C_TYPES, KernelSource, declared, digest, head
 from penstock.kernels.writer import Written
 
@@ -33,6 +33,8 @@ _KINDS = ("map", "row", "column")
 def kind(group: Group, written: Written | None, capabilities: Capabilities) -> Hashable | None:
     """What groups have in common whose kernels may run side by side; None for those that run alone."""
     if written is None or written.function is not None or group.kind not in _KINDS:
+        return None
+    if capabilities.language == "wgsl":  # which has no pointers, and few buffers for a kernel
         return None
     source = written.launches[0].source
     if source.arrays:  # which take room from all the groups of a launch
@@ -191,7 +193,9 @@ class _Launch:
             calls[0].source.group,
         )
         work = sum(call.work for call in calls)
-        return Call(source, tuple((slot, 0) for slot in slots), (), tuple(self._numbers), work)
+        begin = tuple((slot, 0) for slot in slots)
+        cost = total_cost(self._given)
+        return Call(source, begin, (), tuple(self._numbers), work, together(self._given), cost=cost)
 
     @staticmethod
     def _called(call: Call, table: _Table, name: str) -> str:

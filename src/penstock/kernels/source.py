@@ -177,12 +177,15 @@ class KernelSource:
     group: tuple[int, ...]
     arrays: tuple[tuple[str, str, int], ...] = ()  # of the group's memory: dtype, name, items
     resident: int = 1  # groups that a unit of a GPU should have room for at a time
+    complete: bool = False  # the text is whole: it needs no prelude, and is compiled by itself
+    placed: bool = True  # it takes the places of its buffers; else each begins where its value does
 
     @property
     def signature(self) -> tuple[str, ...]:
         """The parameters, as `Device.compile` wants them."""
         stored = [_STORED.get(dtype, dtype) for dtype in self.buffers]
-        return (*(f"{dtype}*" for dtype in stored), *("int32" for _ in stored), *self.scalars)
+        places = ["int32"] * len(stored) if self.placed else []
+        return (*(f"{dtype}*" for dtype in stored), *places, *self.scalars)
 
 
 def declared(dtype: str, name: str, length: int) -> str:

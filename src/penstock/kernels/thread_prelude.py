@@ -60,6 +60,7 @@ _OPENCL = """
 #define MAXIMUM(a, b) (((a) > (b)) | ((a) != (a)) ? (a) : (b))
 #define MINIMUM(a, b) (((a) < (b)) | ((a) != (a)) ? (a) : (b))
 #define QUICK_EXP(x) exp(x)
+#define QUICK_EXP_LESS(x, less) exp((x) - (less))
 #define RECIPROCAL(x) (1 / (x))
 #define QUICK_DIVIDE(a, b) ((a) / (b))
 #define FOLD_THREADS(type, x, combined, array, threads) \\
@@ -102,13 +103,20 @@ _CUDA = """
     if (threads > 32) { \\
         if (THREAD % 32 == 0) array[THREAD / 32] = x; \\
         BARRIER; \\
-        const int first_ = THREAD / threads * (threads / 32); \\
-        x = array[first_]; \\
-        for (int k_ = 1; k_ < threads / 32; k_++) { type other_ = array[first_ + k_]; x = combined; } \\
+        x = array[THREAD / threads * (threads / 32) + THREAD % (threads / 32)]; \\
+        _Pragma("unroll") for (int half_ = threads / 64; half_ > 0; half_ /= 2) { \\
+            type other_ = __shfl_xor_sync(0xffffffff, x, half_); \\
+            x = combined; \\
+        } \\
     }
 DEVICE float QUICK_EXP(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+    return y;
+}
+DEVICE float QUICK_EXP_LESS(float x, float less) {  // of the difference; the product is made once for a row
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, 1.44269504f, -1.44269504f * less)));
     return y;
 }
 DEVICE float QUICK_DIVIDE(float a, float b) {

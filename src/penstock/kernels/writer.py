@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +15,12 @@ from penstock.fusion.groups import Group
 from penstock.fusion.products import LIBRARY_DTYPES, by_library
 from penstock.fusion.views import VIEWS
 from penstock.graph.contraction import GATHER, MATMUL
-from penstock.graph.creating import SEQUENCE
+from penstock.graph.creating import SEQUENCES
 from penstock.graph.dtypes import HALVES, float16, float32
 from penstock.graph.elementwise import CAST, FULL, PRIMITIVES
 from penstock.graph.node import Array, Node
 from penstock.graph.random import RANDOM_BITS
+from penstock.graph.raw import RawPrimitive
 from penstock.graph.reducing import REDUCTIONS
 from penstock.graph.shaping import CONCAT, PAD
 from penstock.kernels.attention import attention_kernels, holds_attention
@@ -30,8 +32,12 @@ from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.loops import Type
 from penstock.kernels.lowering import lower
 from penstock.kernels.matmul_group import matmul_group
+from penstock.kernels.raw_source import raw_source
 from penstock.kernels.scopes import computed_dtype
 from penstock.kernels.source import C_TYPES, UNIT, KernelSource
+from penstock.kernels.wgsl_expressions import wgsl_expression
+from penstock.kernels.wgsl_renderer import render_wgsl
+from penstock.kernels.wgsl_steps import has_short_loops
 
 _MOST_ITEMS = 1 << 31  # beyond which places leave an int
 _HALVES = frozenset(dtype.numpy.type for dtype in HALVES)
@@ -69,7 +75,8 @@ def structure(group: Group) -> tuple[Any, ...]:
 
 def constants(group: Group) -> list[tuple[Node, str]]:
     """The scalar arguments of a group's kernel, in the order of its parameters: node and attribute."""
-    return [(node, name) for node in group.nodes for name in node.primitive.constants]
+    nodes = group.nodes[:1] if group.kind == "raw" else group.nodes  # the outputs of one launch have the same
+    return [(node, name) for node in nodes for name in node.primitive.constants]
 
 
 def constant(node: Node, name: str) -> Any:
@@ -81,11 +88,15 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     """Whether a kernel on a device with these capabilities can hold the node beside others."""
     if capabilities.language == "numpy":
         return False
+    if isinstance(node.primitive, RawPrimitive):
+        return True  # for itself, with the other outputs of its kernel
     values = (node, *node.inputs)
     if not all(_has(str(one.dtype), capabilities) and 0 < one.size < _MOST_ITEMS for one in values):
         return False
+    if capabilities.language == "wgsl" and not has_short_loops(node, capabilities):
+        return False
     primitive = node.primitive
-    if primitive in VIEWS or primitive in (FULL, SEQUENCE, PAD, CONCAT, GATHER, RANDOM_BITS):
+    if primitive in VIEWS or primitive in (FULL, *SEQUENCES, PAD, CONCAT, GATHER, RANDOM_BITS):
         return True
     if primitive in REDUCTIONS:
         return True
@@ -98,11 +109,16 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
         return False
     if node.dtype in HALVES and primitive.name == "nextafter":
         return False  # the neighbour in float32 is another
-    result, of = Type(computed_dtype(node)), Type(computed_dtype(node.inputs[-1]))
-    return expression(primitive.name, result, of, ("a", "b", "c")[: len(node.inputs)]) is not None
+    result, of = computed_dtype(node), computed_dtype(node.inputs[-1])
+    names = ("a", "b", "c")[: len(node.inputs)]
+    if capabilities.language == "wgsl":
+        return wgsl_expression(primitive.name, result, of, names) is not None
+    return expression(primitive.name, Type(result), Type(of), names) is not None
 
 
 def _has(dtype: str, capabilities: Capabilities) -> bool:
+    if dtype in ("int64", "uint64"):
+        return capabilities.int64
     return dtype in C_TYPES and (dtype != "float64" or capabilities.float64)
 
 
@@ -115,6 +131,9 @@ def write(group: Group, capabilities: Capabilities, ending: str) -> Written | No
     if group.kind == "lone":
         lone = lone_kernels(group.nodes[0], capabilities)
         return None if lone is None else Written(_named(lone.launches, ending), lone.scratch, ((),))
+    if group.kind == "raw":
+        own = Launch(raw_source(group, capabilities, ending), buffers)
+        return Written((own,), (), ((),) * len(group.outputs))
     if group.kind == "attention":
         several = attention_kernels(group, ending)
         return Written(several.launches, several.scratch, ((),) * len(group.outputs))
@@ -125,7 +144,8 @@ def write(group: Group, capabilities: Capabilities, ending: str) -> Written | No
         source, over = matmul_group(group, capabilities, name)
     else:
         lowered = lower(group, capabilities)
-        source, over = render(lowered.form, name), lowered.over
+        write_text = render_wgsl if capabilities.language == "wgsl" else render
+        source, over = write_text(lowered.form, name), lowered.over
     return Written((Launch(source, buffers),), (), over)
 
 
@@ -153,7 +173,7 @@ def _named(launches: tuple[Launch, ...], ending: str) -> tuple[Launch, ...]:
     for launch in launches:
         source = launch.source
         name = f"{source.name}_{ending}"
-        text = source.text.replace(f"KERNEL {source.name}(", f"KERNEL {name}(")
+        text = re.sub(rf"\b(kernel|KERNEL) {source.name}\(", rf"\1 {name}(", source.text)
         result.append(replace(launch, source=replace(source, name=name, text=text)))
     return tuple(result)
 

@@ -2,5 +2,6 @@
 
 from penstock.memory.ledger import DeviceMemory, MemoryStats, stats, trim
 from penstock.memory.pool import BufferPool, PoolStatistics
+from penstock.memory.snapshots import snapshot
 
-__all__ = ["BufferPool", "DeviceMemory", "MemoryStats", "PoolStatistics", "stats", "trim"]
+__all__ = ["BufferPool", "DeviceMemory", "MemoryStats", "PoolStatistics", "snapshot", "stats", "trim"]

@@ -9,6 +9,7 @@ from typing import Protocol
 import psutil
 
 from penstock.memory.pool import PoolStatistics
+from penstock.memory.trace import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,10 @@ class Accountable(Protocol):
         """How much of it lies in the machine's own memory."""
         ...
 
+    def memory_blocks(self) -> tuple[list[Block], list[tuple[int, int]]]:
+        """What was traced and is live, and what is idle: which allocation each block is, and its bytes."""
+        ...
+
     def trim(self) -> int:
         """Give idle memory back; how many bytes."""
         ...
@@ -87,6 +92,11 @@ def register(device: Accountable) -> None:
 def unregister(device: Accountable) -> None:
     """Take a device out of the account."""
     _opened.discard(device)
+
+
+def opened_devices() -> list[Accountable]:
+    """The devices in the account, by name."""
+    return sorted(_opened, key=lambda device: device.name)
 
 
 def stats() -> MemoryStats:

@@ -162,6 +162,18 @@ class BufferPool:
                 peak_bytes=self._peak,
             )
 
+    def balance(self) -> tuple[int, int]:
+        """Bytes that are live and bytes that are idle: the same as in `stats`, for less."""
+        with self._lock:
+            self._collect()
+            return self._live, self._pooled_bytes()
+
+    def idle(self) -> list[tuple[int, int]]:
+        """The idle blocks: which allocation of the driver each is, and its bytes."""
+        with self._lock:
+            self._collect()
+            return [(memory.serial, memory.nbytes) for idle in self._idle.values() for memory in idle]
+
     def reset_peak(self) -> None:
         """Let `peak_bytes` start again from what is live now."""
         with self._lock:

@@ -3,10 +3,43 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
 
 from penstock.callsite import user_line
 from penstock.device.driver import Memory
 from penstock.memory.pool import BufferPool
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of memory that somebody holds."""
+
+    serial: int  # which allocation of the driver it is, of all that there were
+    nbytes: int  # with rounding
+    asked: int
+    site: str  # the user's line
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A block that is handed out, or comes back, at a moment of `perf_counter`."""
+
+    seconds: float
+    out: bool
+    block: Block
+
+
+class Log(Protocol):
+    """Who is told of every block."""
+
+    note: Callable[[Action], object]  # one atomic step without a lock, because finalisers call it
+
+    def settle(self) -> None:
+        """Sort in what was noted; never called by a finaliser."""
+        ...
 
 
 class Trace:
@@ -17,22 +50,33 @@ class Trace:
 
     def __init__(self, upstream: BufferPool) -> None:
         self._upstream = upstream
-        self._owners: dict[int, tuple[str, int]] = {}  # by the identity of the block, which lives in the pool
+        self._blocks: dict[int, Block] = {}  # by serial
+        self.logs: tuple[Log, ...] = ()
 
     def reserve(self, nbytes: int) -> Memory:
         """See Resource."""
         memory = self._upstream.reserve(nbytes)
-        self._owners[id(memory)] = (user_line(), memory.nbytes)
+        block = self._blocks[memory.serial] = Block(memory.serial, memory.nbytes, nbytes, user_line())
+        for log in self.logs:
+            log.note(Action(perf_counter(), True, block))
+            log.settle()
         return memory
 
     def release(self, memory: Memory) -> None:
         """See Resource."""
-        self._owners.pop(id(memory), None)
+        block = self._blocks.pop(memory.serial, None)
+        if block is not None:
+            for log in self.logs:
+                log.note(Action(perf_counter(), False, block))
         self._upstream.release(memory)
+
+    def blocks(self) -> list[Block]:
+        """All blocks that are out and were traced."""
+        return list(self._blocks.values())
 
     def owners(self, most: int = 10) -> list[tuple[str, int]]:
         """The lines that hold the most bytes, with how many, the largest first."""
         totals: Counter[str] = Counter()
-        for site, nbytes in list(self._owners.values()):
-            totals[site] += nbytes
+        for block in self.blocks():
+            totals[block.site] += block.nbytes
         return totals.most_common(most)

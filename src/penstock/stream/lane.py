@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,9 +16,30 @@ from penstock.device.driver import Driver, Event, Grid, Kernel, Queue
 from penstock.errors import DeviceError
 from penstock.memory.buffer import Buffer
 
-# What is remembered of a command, cheap to make: kernel or verb, grid, group, arguments.
+# What is remembered of a command, cheap to make: kernel or verb, grid or bytes, group, arguments.
 Launch = tuple[Kernel, Grid, Grid, Sequence[Any]]
-Command = Launch | tuple[str, None, None, Sequence[Any]]
+Command = Launch | tuple[str, int, None, Sequence[Any]]
+Ran = tuple[Command, tuple[float, float] | None]  # with its begin and end, where those are known
+
+
+class Recorder(Protocol):
+    """Who is told, while a profile is on, what was done. Seconds are those of `perf_counter`."""
+
+    def finished(self, queue: str, commands: Sequence[Ran]) -> None:
+        """Commands of a queue are done."""
+        ...
+
+    def waited(self, where: str, why: str, start: float, end: float) -> None:
+        """The host waited for the device, because of a line of the user's code."""
+        ...
+
+    def copied_by_host(self, verb: str, nbytes: int, start: float, end: float) -> None:
+        """The host copied something itself, in memory that it shares with the device."""
+        ...
+
+    def computed_by_host(self, what: str, start: float, end: float) -> None:
+        """The host computed something itself, for which a kernel would not have paid, or there is none."""
+        ...
 
 
 @dataclass
@@ -46,9 +67,16 @@ class Lane:
     """One queue's commands. The caller holds the stream's lock."""
 
     def __init__(
-        self, driver: Driver, queue: Queue, policy: FlushPolicy, wait: Callable[[Event, str], None]
+        self,
+        name: str,
+        driver: Driver,
+        queue: Queue,
+        policy: FlushPolicy,
+        wait: Callable[[Event, str], None],
     ) -> None:
+        self.name = name
         self.queue = queue
+        self.recorders: tuple[Recorder, ...] = ()
         self._driver = driver
         self._policy = policy
         self._wait = wait
@@ -132,8 +160,16 @@ class Lane:
                 error = DeviceError(reason, describe(batch.commands[position]))
                 self._failed.append((batch.events[position], error))
                 self._error = self._error or error
+            if self.recorders:
+                self._tell(batch)
             batch.commands.clear()  # buffers know their batch: here the circle is broken
             batch.events.clear()
+
+    def _tell(self, batch: Batch) -> None:
+        commands = zip(batch.commands, map(self._driver.ran, batch.events), strict=True)
+        ran: list[Ran] = list(commands)
+        for recorder in self.recorders:
+            recorder.finished(self.name, ran)
 
     def explain(self, event: Event) -> DeviceError | None:
         """The error of one command of this lane that failed, as long as the lane remembers it."""

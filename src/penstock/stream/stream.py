@@ -12,19 +12,27 @@ from penstock.device.driver import Driver, Event, Grid, Kernel
 from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.memory.buffer import Buffer
 from penstock.memory.pool import BufferPool
-from penstock.stream.lane import Command, FlushPolicy, Lane, Launch, describe
+from penstock.stream.lane import Command, FlushPolicy, Lane, Launch, Recorder, describe
 from penstock.stream.waits import WaitLedger
 
+PROFILE = "profile"  # why the host waits where a profile begins and ends
 _PAUSE = 1000  # replays after which a graph that could not be made is tried again
 
 
 class Program:
     """Launches whose arguments are set once: recording them again costs little beside the driver's calls."""
 
-    __slots__ = ("__weakref__", "bound", "buffers", "commands", "graph", "replays")
+    __slots__ = ("__weakref__", "after", "bound", "buffers", "commands", "graph", "replays")
 
-    def __init__(self, commands: list[Launch], buffers: tuple[Buffer, ...], bound: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        commands: list[Launch],
+        buffers: tuple[Buffer, ...],
+        bound: Sequence[Any],
+        after: Sequence[Sequence[int]],
+    ) -> None:
         self.commands = commands
+        self.after = after  # for each launch, those that must have ended
         self.buffers = buffers  # all that the launches touch
         self.bound = bound
         self.graph: Any = None  # the launches as one, where the driver has such and that pays
@@ -44,13 +52,15 @@ class Stream:
         self.unavailable: str = ""  # why nothing can be recorded any more
         self._driver = driver
         self._pool = pool
-        self.compute = Lane(driver, driver.compute, policy, self.wait)
+        self.compute = Lane("compute", driver, driver.compute, policy, self.wait)
         # Copies start at once, each by itself: they should run beside the kernels, and what they hold on the
         # host be free as soon as they are done. As many may be in flight as there may be kernels.
         at_once = FlushPolicy(1, policy.max_bytes, policy.max_commands * policy.max_in_flight)
-        self.incoming = Lane(driver, driver.incoming, at_once, self.wait)
-        self.outgoing = Lane(driver, driver.outgoing, at_once, self.wait)
+        self.incoming = Lane("incoming", driver, driver.incoming, at_once, self.wait)
+        self.outgoing = Lane("outgoing", driver, driver.outgoing, at_once, self.wait)
         self._lanes = (self.compute, self.incoming, self.outgoing)
+        self.recorders: tuple[Recorder, ...] = ()  # of profiles that are on
+        self._timed = False  # whether the driver notes when commands run
         self._graphs: weakref.WeakSet[Program] = weakref.WeakSet()  # programs that have one
 
     @property
@@ -80,9 +90,14 @@ class Stream:
         finally:
             self.lock.release()
 
-    def bind(self, launches: Sequence[Launch]) -> Program:
-        """A program of launches, each `(kernel, grid, group, args)`, for `replay`. It keeps their buffers."""
+    def bind(self, launches: Sequence[Launch], after: Sequence[Sequence[int]] | None = None) -> Program:
+        """A program of launches, each `(kernel, grid, group, args)`, for `replay`. It keeps their buffers.
+
+        `after` says which launches each must follow, where that is not the one before.
+        """
         self.check_available()
+        if after is not None and any(0 in grid for _, grid, _, _ in launches):
+            raise ValueError("launches of no groups cannot be waited for")
         commands: list[Launch] = []
         bound, held = [], {}
         for kernel, grid, group, args in launches:
@@ -95,7 +110,9 @@ class Stream:
                 bound.append(self._driver.bind(kernel, grid, group, native))
             except DeviceError as error:
                 raise DeviceError(error.reason, describe(commands[-1])) from None
-        return Program(commands, tuple(held.values()), bound)
+        if after is None:
+            after = [[number - 1] if number else [] for number in range(len(commands))]
+        return Program(commands, tuple(held.values()), bound, after)
 
     def rebind(self, program: Program, places: Sequence[tuple[int, int]], arg: Any) -> None:
         """Give launches of a program another buffer or number, at (launch, position) each.
@@ -116,7 +133,7 @@ class Stream:
             self.check_available()
             if self._graph(program):
                 # The command holds the program, because a graph that runs may not go.
-                self._record([program.graph], [("replay", None, None, (program, *touched))], touched)
+                self._record([program.graph], [("replay", 0, None, (program, *touched))], touched)
                 return
             commands: Sequence[Command] = program.commands
             if buffers is not None:
@@ -136,10 +153,12 @@ class Stream:
 
     def _graph(self, program: Program) -> bool:
         """Whether a program is recorded as one graph: from the second time on, since it is costly to make."""
+        if self.recorders:
+            return False  # in a graph, nobody knows how long each launch takes
         program.replays += 1
         if program.graph is None and self._driver.graphs and program.replays > 1 and len(program.bound) > 1:
             try:
-                program.graph = self._driver.capture(program.bound)
+                program.graph = self._driver.capture(program.bound, program.after)
                 self._graphs.add(program)
             except DeviceError:  # a graph takes memory of the device, of which there may be none now
                 program.replays = -_PAUSE
@@ -196,7 +215,10 @@ class Stream:
         self.check_available()  # in a forked child the device will never be done
         start = perf_counter()
         self._driver.wait(event)
-        self.waits.add(why, perf_counter() - start)
+        end = perf_counter()
+        where = self.waits.add(why, end - start)
+        for recorder in self.recorders:
+            recorder.waited(where, why, start, end)
 
     def check(self, events: Sequence[Event | None]) -> None:
         """Raise the error of the first of these commands that failed; those not done yet are passed over."""
@@ -215,6 +237,38 @@ class Stream:
         """Refuse everything from now on, in a forked child, where another thread may have held the lock."""
         self.unavailable = why
         self.lock = threading.RLock()
+        self._set_recorders(())
+
+    def add_recorder(self, recorder: Recorder) -> None:
+        """Tell it of every command that is recorded from here on. Waits for what is pending."""
+        with self.lock:
+            self.drain(PROFILE)
+            self._time_commands(self._driver.times)
+            self._set_recorders((*self.recorders, recorder))
+
+    def remove_recorder(self, recorder: Recorder) -> None:
+        """Tell it of what is pending, once that is done, and then of nothing more."""
+        with self.lock:
+            others = tuple(one for one in self.recorders if one is not recorder)
+            try:
+                if not self.unavailable:  # a closed device has told everything
+                    self.drain(PROFILE)
+                    self._time_commands(self._driver.times and bool(others))
+            finally:
+                self._set_recorders(others)
+
+    def _time_commands(self, on: bool) -> None:
+        """Let the driver note when commands run, or stop it. Nothing is pending."""
+        if on != self._timed:
+            self._driver.time_commands(on)
+            self._timed = on
+            for lane in self._lanes:
+                lane.queue = getattr(self._driver, lane.name)
+
+    def _set_recorders(self, recorders: tuple[Recorder, ...]) -> None:
+        self.recorders = recorders
+        for lane in self._lanes:
+            lane.recorders = recorders
 
     def _submit(self) -> list[Event]:
         """Submit what is gathered; the last command of each lane that has something to wait for."""

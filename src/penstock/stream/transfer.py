@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ class Transfers:
             before = buffer.usage.event
             event = self._record(
                 self._stream.outgoing,
-                ("download", None, None, (buffer, target)),
+                ("download", nbytes, None, (buffer, target)),
                 (buffer,),
                 lambda queue, waits: self._driver.read(
                     queue, target, buffer.memory, buffer.offset + offset, waits
@@ -96,7 +97,7 @@ class Transfers:
             with self._stream.lock:
                 self._record(
                     self._stream.outgoing,
-                    ("copy", None, None, (target, source)),
+                    ("copy", nbytes, None, (target, source)),
                     (target, source),
                     lambda queue, waits: self._driver.copy(
                         queue, target.memory, to, source.memory, start, nbytes, waits
@@ -126,12 +127,17 @@ class Transfers:
             buffer.refuse_if_viewed(reads_only=not writes)
             if not writes:
                 self._stream.check([usage.event])
+            recorders = self._stream.recorders
+            start = perf_counter() if recorders else 0.0
             mapped = self._driver.map(buffer.memory, buffer.offset + offset, array.nbytes, writes)
             try:
                 np.copyto(*((mapped, array) if writes else (array, mapped)))
             finally:
                 if (event := self._driver.unmap(buffer.memory, mapped)) is not None:
                     usage.batch, usage.event = None, event
+            for recorder in recorders:
+                verb = "upload" if writes else "download"
+                recorder.copied_by_host(verb, array.nbytes, start, perf_counter())
         return True
 
     def _record(
@@ -162,7 +168,7 @@ class Transfers:
             return slot.event
 
         try:
-            self._record(lane, (verb, None, None, (buffer,)), (buffer,), copy_through)
+            self._record(lane, (verb, nbytes, None, (buffer,)), (buffer,), copy_through)
         except BaseException:
             if slot.event is None:  # otherwise the copy is under way, and so the slot in use
                 ring.cancel(slot)

@@ -16,7 +16,7 @@ class WaitSite:
     """What one line of the user's code cost in waiting."""
 
     where: str  # file:line
-    why: str  # sync, download, view, back-pressure, staging, out of memory
+    why: str  # sync, download, view, back-pressure, staging, out of memory, profile
     count: int
     seconds: float
 
@@ -28,14 +28,15 @@ class WaitLedger:
         self._lock = threading.Lock()
         self._sites: dict[tuple[str, str], tuple[int, float]] = {}
 
-    def add(self, why: str, seconds: float) -> None:
-        """Note a wait that the caller's line caused."""
+    def add(self, why: str, seconds: float) -> str:
+        """Note a wait that the caller's line caused, and tell which line that is."""
         key = (user_line(), why)
         with self._lock:
             if key not in self._sites and len(self._sites) >= MAX_SITES:
                 key = (OTHER, why)
             count, total = self._sites.get(key, (0, 0.0))
             self._sites[key] = (count + 1, total + seconds)
+        return key[0]
 
     def sites(self) -> list[WaitSite]:
         """Every line that waited, the costliest first."""

@@ -11,6 +11,7 @@ import functools
 import itertools
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import Token
@@ -80,7 +81,7 @@ class _Jitted:
         if capture.get() is not None:
             return self._function(*args, **kwargs)  # inside another: part of that
         tensors: list[Tensor] = []
-        key = (_flattened(args, tensors), _flattened(kwargs, tensors))
+        key = (_flattened(args, tensors), _flattened(kwargs, tensors) if kwargs else ())
         try:
             captures = self._captured.setdefault(key, [])
         except TypeError:
@@ -315,13 +316,20 @@ class _Captured:
         for fact, answer in self.facts:
             if fact() != answer:
                 return False
+        if self._seen_again():
+            return True
         device = self.device
         for source in self._outside:
             tensor = source.current()
             node, (shape, dtype) = tensor._node, source.kind  # type: ignore[misc]
             if node.shape != shape or node.dtype is not dtype or tensor.device is not device:
                 return False
+        self._seen: list[weakref.ref[Node]] = [weakref.ref(tensor._node) for tensor in self._tensors]
         return True
+
+    def _seen_again(self) -> bool:
+        """Whether all tensors hold what they held, or what was written over it, when they were looked at."""
+        return bool(self._seen) and [one() for one in self._seen] == [one._node for one in self._tensors]
 
     def __post_init__(self) -> None:
         outside = {
@@ -331,6 +339,9 @@ class _Captured:
         # Where inputs come from, if all are arguments or tensors from outside that are no gradients.
         simple = all(one.grad_of is None and one.value is None for one in self.sources)
         self._simple = [(one.tensor, one.argument) for one in self.sources] if simple else []
+        # The tensors from outside, and their values when they were last looked at, which may go meanwhile.
+        self._tensors = [one.tensor for one in self._outside if one.tensor is not None] if simple else []
+        self._seen = []
         # Tensors that can be written over themselves: input, tensor, output, place among the wanted.
         self._in_place: list[tuple[int, Tensor, int, int]] = []
         for at, source in enumerate(self.sources):
@@ -338,6 +349,9 @@ class _Captured:
             output = self.wanted[place]
             if source.tensor is not None and place >= 0 and isinstance(output, int) and self._may(output, at):
                 self._in_place.append((at, source.tensor, output, place))
+        self._all_over = {output: at for at, _, output, _ in self._in_place}
+        self._all_settled = {place for _, _, _, place in self._in_place}
+        self._others = [place for place in range(len(self.wanted)) if place not in self._all_settled]
 
     def _may(self, output: int, number: int) -> bool:
         return self.program is not None and self.program.may_overwrite(output, number)
@@ -355,8 +369,9 @@ class _Captured:
             arguments[at]._node = leaf(_DONATED, arguments[at].shape, arguments[at].dtype)
         nodes: list[Node] = []
         targets: list[_Target] = []
-        for place, one in enumerate(self.wanted):
+        for place in self._others if settled is self._all_settled else range(len(self.wanted)):
             if place not in settled:
+                one = self.wanted[place]
                 buffer = found[one] if isinstance(one, int) else one.buffer(arguments)
                 nodes.append(leaf(buffer, *self.kinds[place]))
                 if self.results <= place < self.results + len(self.changed):
@@ -372,6 +387,12 @@ class _Captured:
 
     def _free_memory(self, inputs: list[Buffer]) -> tuple[dict[int, int], set[int]]:
         """Which outputs are written over which inputs, that nothing else refers to; what then stays."""
+        if not self.donated:  # mostly it is all of them, which is soon found out
+            shared = [inputs[at].shared for at, _, _, _ in self._in_place]
+            counts = [sys.getrefcount(tensor._node) for _, tensor, _, _ in self._in_place]
+            kinds = [tensor._node.primitive for _, tensor, _, _ in self._in_place]
+            if True not in shared and max(counts, default=0) <= 2 and kinds.count(LEAF) == len(kinds):
+                return self._all_over, self._all_settled
         over: dict[int, int] = {}
         settled: set[int] = set()
         for at, tensor, output, place in self._in_place:

@@ -9,8 +9,8 @@ from typing import Any
 from penstock.graph import contraction, elementwise
 from penstock.tensor import dtypes
 from penstock.tensor.arithmetic import conj, multiply
-from penstock.tensor.core import Tensor, axes_of, broadcast, common_shape, install, record
-from penstock.tensor.manipulation import expand_dims, moveaxis, permute_dims, reshape, squeeze
+from penstock.tensor.core import Tensor, axes_of, broadcast, capture, common_shape, install, record
+from penstock.tensor.manipulation import expand_dims, moveaxis, permute_dims, reshape, squeeze, stack
 from penstock.tensor.reduction import narrowed, widened
 from penstock.tensor.reduction import sum as sum_
 
@@ -42,6 +42,41 @@ def matmul(x1: Tensor, x2: Tensor, /) -> Tensor:
     if x1.ndim == 1:
         result = squeeze(result, -2)
     return squeeze(result, -1) if x2.ndim == 1 else result
+
+
+def matmul_batch(lefts: Sequence[Tensor], rights: Sequence[Tensor], /) -> list[Tensor]:
+    """The products of matrices that have nothing to do with each other, `lefts[i] @ rights[i]`.
+
+    Matrices of one shape are copied into stacks, whose product is one launch. Outside of a jitted function
+    that happens at once, so that reading one result does not compute the others again. Matrices that lie in
+    one tensor already need no more than `matmul`.
+    """
+    if len(lefts) != len(rights):
+        raise ValueError(f"matmul_batch takes pairs, and {len(lefts)} and {len(rights)} matrices were given")
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for number, pair in enumerate(zip(lefts, rights, strict=True)):
+        for x in pair:
+            if not isinstance(x, Tensor) or x.ndim != 2:
+                given = f"shape {x.shape}" if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"matmul_batch takes matrices, and {given} was given in pair {number}")
+        key = tuple((x.shape, x.dtype, x.device) for x in pair)
+        alike.setdefault(key, []).append(number)
+    results: dict[int, Tensor] = {}
+    for numbers in alike.values():
+        left, right = [lefts[n] for n in numbers], [rights[n] for n in numbers]
+        if len(numbers) == 1 or _launched_together(left[0]):
+            results.update(zip(numbers, map(matmul, left, right), strict=True))
+            continue
+        product = matmul(stack(left), stack(right))
+        if capture.get() is None:
+            product.realize()
+        results.update((number, product[place]) for place, number in enumerate(numbers))
+    return [results[number] for number in range(len(lefts))]
+
+
+def _launched_together(x: Tensor) -> bool:
+    """Whether small products become one launch without being stacked, as they do in programs of a CPU."""
+    return capture.get() is not None and x.device.capabilities.vector_width > 1
 
 
 def vecdot(x1: Tensor, x2: Tensor, /, *, axis: int = -1) -> Tensor:

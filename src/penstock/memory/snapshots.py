@@ -1,0 +1,178 @@
+"""A snapshot of device memory, in the form that PyTorch's memory viewer opens (pytorch.org/memory_viz).
+
+The viewer knows segments, which an allocator takes from the driver, and blocks inside them. Here the pool
+splits nothing, so each block is a segment of its own. Addresses are made up: not every driver tells them.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.memory.ledger import Accountable, opened_devices
+from penstock.memory.trace import Action, Block
+
+UNTRACED = "(not traced)"  # the owner of blocks that were taken while nobody wanted to know
+_ALIGNMENT = 512  # bytes; where made-up addresses begin
+_STREAM = 0
+_HIDDEN = "_start"
+
+
+@dataclass
+class History:
+    """What a device's blocks did, up to the moment of a snapshot."""
+
+    device: str
+    live: Sequence[Block]  # at the end
+    idle: Sequence[tuple[int, int]]  # serial and bytes
+    untraced_bytes: int  # live, and nobody knows since when
+    actions: Sequence[Action] = ()  # in order
+    newer_from: int = 0  # the serial from which on allocations were made while actions were noted
+    epoch: float = 0.0  # what to add to that clock, for seconds since 1970
+    dropped: int = 0  # actions before those that are there
+    most: int = 0  # actions that are kept
+
+
+def snapshot(path: str | os.PathLike[str]) -> None:
+    """Write what every opened device holds now to a file for PyTorch's memory viewer.
+
+    Blocks are shown with the line of your code that took them where tracing is on (`device.trace_memory()`,
+    or PENSTOCK_TRACE_MEMORY=1). A profile's `save_memory` shows what happened before, too.
+    """
+    write(path, [_now(device) for device in opened_devices()])
+
+
+def _now(device: Accountable) -> History:
+    live, idle = device.memory_blocks()
+    untraced = device.memory_stats().live_bytes - sum(block.nbytes for block in live)
+    return History(device.name, live, idle, max(untraced, 0))
+
+
+def write(path: str | os.PathLike[str], histories: Sequence[History]) -> None:
+    """Write the histories of devices."""
+    with open(path, "wb") as file:
+        # The viewer reads few kinds of pickles: those of an early protocol, of plain values.
+        pickle.dump(described(histories), file, protocol=4)
+
+
+def described(histories: Sequence[History]) -> dict[str, Any]:
+    """Histories as the viewer takes them."""
+    segments: list[dict[str, Any]] = []
+    traces = []
+    for number, history in enumerate(histories):
+        addresses = _Addresses()
+        segments += _segments(history, addresses, number)
+        traces.append(_trace(history, addresses))
+    overflowed = any(history.dropped for history in histories)
+    return {
+        "segments": segments,
+        "device_traces": traces,
+        "external_annotations": [],
+        "allocator_settings": {
+            "devices": [history.device for history in histories],
+            "trace_alloc_max_entries": max((history.most for history in histories), default=0),
+            "trace_alloc_overflowed": overflowed,
+        },
+    }
+
+
+@dataclass
+class _Addresses:
+    """A made-up address for every allocation."""
+
+    found: dict[int, int] = field(default_factory=dict)
+    end: int = 1 << 32
+
+    def of(self, serial: int, nbytes: int) -> int:
+        """Where an allocation begins."""
+        if serial not in self.found:
+            self.found[serial] = self.end
+            self.end += -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        return self.found[serial]
+
+
+def _segments(history: History, addresses: _Addresses, device: int) -> list[dict[str, Any]]:
+    live = list(history.live)
+    if history.untraced_bytes:
+        live.append(Block(-1, history.untraced_bytes, history.untraced_bytes, UNTRACED))
+    held = {block.serial for block in live}
+    idle = [Block(serial, nbytes, nbytes, "") for serial, nbytes in history.idle if serial not in held]
+    return [
+        *(_segment(block, addresses, device, "active_allocated") for block in live),
+        *(_segment(block, addresses, device, "inactive") for block in idle),
+    ]
+
+
+def _segment(block: Block, addresses: _Addresses, device: int, state: str) -> dict[str, Any]:
+    address, active = addresses.of(block.serial, block.nbytes), state != "inactive"
+    inside = {
+        "address": address,
+        "size": block.nbytes,
+        "requested_size": block.asked,
+        "state": state,
+        "frames": _frames(block.site) if active else [],
+    }
+    return {
+        "device": device,
+        "address": address,
+        "total_size": block.nbytes,
+        "allocated_size": block.nbytes if active else 0,
+        "active_size": block.nbytes if active else 0,
+        "requested_size": block.asked if active else 0,
+        "stream": _STREAM,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": [inside],
+    }
+
+
+def _trace(history: History, addresses: _Addresses) -> list[dict[str, Any]]:
+    """The actions, with those of segments that follow from them."""
+    there = {block.serial for block in history.live} | {serial for serial, _ in history.idle}
+    last = {action.block.serial: at for at, action in enumerate(history.actions)}
+    seen: set[int] = set()
+    entries: list[dict[str, Any]] = []
+    for at, action in enumerate(history.actions):
+        block = action.block
+
+        def add(what: str, action: Action = action, block: Block = block) -> None:
+            entries.append(
+                {
+                    "action": what,
+                    "addr": addresses.of(block.serial, block.nbytes),
+                    "size": block.nbytes,
+                    "stream": _STREAM,
+                    "time_us": int((action.seconds + history.epoch) * 1e6),
+                    "compile_context": "N/A",
+                    "user_metadata": "",
+                    "frames": _frames(block.site),
+                }
+            )
+
+        if action.out:
+            if block.serial not in seen and block.serial >= history.newer_from:
+                add("segment_alloc")
+            add("alloc")
+        else:
+            add("free_requested")
+            add("free_completed")
+            if last[block.serial] == at and block.serial not in there:
+                add("segment_free")
+        seen.add(block.serial)
+    return entries
+
+
+def _frames(site: str) -> list[dict[str, Any]]:
+    """A line of code as the viewer shows a stack, with what stands in that line."""
+    filename, _, line = site.rpartition(":")
+    if not line.isdigit():
+        return [{"filename": site, "line": 0, "name": ""}]
+    text = linecache.getline(filename, int(line)).strip()
+    # The viewer leaves frames out that it takes for the system's own.
+    return [{"filename": filename, "line": int(line), "name": "" if _HIDDEN in text else text}]

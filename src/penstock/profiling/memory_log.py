@@ -1,0 +1,133 @@
+"""Memory over time, by the line of code that holds it: exact totals, and a bounded past."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+
+from penstock.device.driver import Memory
+from penstock.memory.pool import BufferPool
+from penstock.memory.snapshots import History
+from penstock.memory.trace import Action, Block
+from penstock.profiling.records import OTHER
+
+BEFORE = "(before the profile)"  # the owner of what was live at the beginning, and not traced
+_MAX_OWNERS = 1000
+
+
+class MemoryLog:
+    """What a profile knows of one device's blocks.
+
+    Actions are noted without a lock, as finalisers do that, and sorted in by the next request for memory.
+    """
+
+    def __init__(self, pool: BufferPool, live: list[Block], kept: int) -> None:
+        """`live`: what was traced before; `kept`: so many single actions and samples."""
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._noted: deque[Action] = deque()
+        self.note: Callable[[Action], object] = self._noted.append
+        self._live = {block.serial: block for block in live}
+        self._held: Counter[str] = Counter()
+        for block in live:
+            self._held[block.site] += block.nbytes
+        self._known = self._held.total()
+        self.actions: deque[Action] = deque(maxlen=kept)
+        self._seen = 0
+        self.samples: deque[tuple[float, int, int]] = deque(maxlen=kept)  # seconds, live and pooled bytes
+        self._asked: dict[str, tuple[int, int]] = {}  # by owner: blocks, bytes
+        self._newer_from = Memory(None, 0, None).serial
+        self._idle: list[tuple[int, int]] = []
+        start = pool.balance()[0]
+        self._before = max(start - self._known, 0)  # untraced bytes of the beginning that are still live
+        self.peak_bytes = start
+        self._before_peak = self._before  # the same, at the peak
+        self._at_peak = self._owners()
+        self._rising = False  # whether the peak is now, and its owners are not noted yet
+
+    def settle(self, seconds: float | None = None) -> None:
+        """Sort in what was noted. With `seconds`, the moment is also a sample of the pool."""
+        with self._lock:
+            while self._noted:
+                self._sort_in(self._noted.popleft())
+            live, pooled = self._pool.balance()
+            self._before = min(self._before, max(live - self._known, 0))
+            if seconds is None and self.actions:
+                seconds = self.actions[-1].seconds
+            if seconds is not None:
+                self.samples.append((seconds, live, pooled))
+
+    def finish(self) -> None:
+        """Note the end, after which nothing is told any more."""
+        self.settle()
+        if self._rising:
+            self._at_peak, self._rising = self._owners(), False
+        self._idle = self._pool.idle()
+
+    @property
+    def dropped(self) -> int:
+        """Actions that are not kept."""
+        return self._seen - len(self.actions)
+
+    def owners(self) -> list[tuple[str, int, int, int]]:
+        """Owner, bytes at the peak, blocks and bytes asked for; the most bytes at the peak first."""
+        with self._lock:
+            at_peak = self._owners() if self._rising else self._at_peak
+            names = dict.fromkeys([*at_peak, *self._asked])
+            rows = [(name, at_peak.get(name, 0), *self._asked.get(name, (0, 0))) for name in names]
+        return sorted(rows, key=lambda row: (-row[1], -row[3]))
+
+    def held_before(self) -> dict[str, int]:
+        """What each owner held before the first action that is kept."""
+        with self._lock:
+            held = Counter(self._held)
+            for action in self.actions:
+                held[action.block.site] -= action.block.nbytes if action.out else -action.block.nbytes
+        return dict(+held)
+
+    def history(self, device: str, epoch: float) -> History:
+        """What a snapshot shows. `epoch` is what to add to the clock, for seconds since 1970."""
+        with self._lock:
+            return History(
+                device=device,
+                live=list(self._live.values()),
+                idle=list(self._idle),
+                untraced_bytes=self._before,
+                actions=list(self.actions),
+                newer_from=self._newer_from,
+                epoch=epoch,
+                dropped=self.dropped,
+                most=self.actions.maxlen or 0,
+            )
+
+    # The lock is held from here on.
+
+    def _owners(self) -> dict[str, int]:
+        return dict(self._held) | ({BEFORE: self._before_peak} if self._before_peak else {})
+
+    def _sort_in(self, action: Action) -> None:
+        block, nbytes = action.block, action.block.nbytes
+        self._seen += 1
+        self.actions.append(action)
+        if action.out:
+            self._live[block.serial] = block
+            self._held[block.site] += nbytes
+            self._known += nbytes
+            count, total = self._asked.get(self._name(block.site), (0, 0))
+            self._asked[self._name(block.site)] = count + 1, total + nbytes
+            if self._known + self._before > self.peak_bytes:
+                self.peak_bytes, self._rising = self._known + self._before, True
+                self._before_peak = self._before
+            return
+        if self._rising:
+            self._at_peak, self._rising = self._owners(), False
+        if self._live.pop(block.serial, None) is None:
+            return  # it was taken before the profile, by a trace that did not tell of it
+        self._known -= nbytes
+        self._held[block.site] -= nbytes
+        if not self._held[block.site]:
+            del self._held[block.site]
+
+    def _name(self, site: str) -> str:
+        return site if site in self._asked or len(self._asked) < _MAX_OWNERS else OTHER

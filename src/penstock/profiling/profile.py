@@ -1,0 +1,310 @@
+"""`ps.profile`: everything that devices do inside a `with` block, in numbers, tables and files."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from penstock.memory import snapshots
+from penstock.profiling import trace
+from penstock.profiling.ceilings import Ceilings, measuring
+from penstock.profiling.recorder import KEPT, DeviceRecorder, Event, Total
+from penstock.profiling.records import (
+    CopyRecord,
+    DeviceRecord,
+    EventRecord,
+    KernelRecord,
+    OwnerRecord,
+    WaitRecord,
+)
+from penstock.profiling.table import Found, rendered
+from penstock.registry import find
+from penstock.runtime import Device, in_use, when_opened
+
+AnyPath = str | os.PathLike[str]
+
+
+def profile(path: AnyPath | None = None, *, device: Device | str | None = None) -> Profile:
+    """Note everything that devices do inside a `with` block; written to `path` at its end, as a trace.
+
+    All opened devices are noted, and those that are opened inside, unless one is named. The trace opens in
+    ui.perfetto.dev. While a profile is on, programs are launched kernel by kernel, so that each is timed.
+    """
+    return Profile(path, device=device)
+
+
+class Profile:
+    """What devices do between `__enter__` and `__exit__`, whichever thread asks for it. It is used once.
+
+    Profiles may be nested, and overlap in several threads: each sees everything. Totals are exact; of single
+    events the last ones are kept.
+    """
+
+    def __init__(
+        self, path: AnyPath | None = None, *, device: Device | str | None = None, kept: int = KEPT
+    ) -> None:
+        """`kept`: so many single events of each device."""
+        self._path = None if path is None else Path(path)
+        self._chosen = find(device) if isinstance(device, str) else device
+        self._kept = kept
+        self._lock = threading.Lock()
+        self._recorders: list[DeviceRecorder] = []
+        self._ceilings: dict[DeviceRecorder, Ceilings] = {}
+        self._process = os.getpid()
+        self._start = self._end = self._epoch = 0.0
+        self._state: Literal["new", "on", "over"] = "new"
+
+    def __enter__(self) -> Profile:
+        if self._state != "new":
+            raise RuntimeError("a profile is used once; make another one with ps.profile()")
+        if self._path is not None and not self._path.absolute().parent.is_dir():
+            raise FileNotFoundError(f"there is no folder for the trace {str(self._path)!r}")
+        self._state, self._process = "on", os.getpid()
+        try:
+            if self._chosen is not None:
+                self._attach(self._chosen)
+            else:
+                when_opened.append(self._attach)
+                for device in list(in_use):
+                    if not device.stream.unavailable:
+                        self._attach(device)
+        except BaseException:
+            self._stop()
+            raise
+        # Only now, as devices had to finish what they were at.
+        self._start = time.perf_counter()
+        self._epoch = time.time() - self._start
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if os.getpid() != self._process:
+            self._state = "over"  # a forked child, in which no device can be used: this is its parent's
+            return
+        try:
+            self._stop()
+        finally:
+            if self._path is not None:
+                try:
+                    self.save_trace(self._path)
+                except OSError as trouble:
+                    if error is None:
+                        raise
+                    error.add_note(f"the trace could not be written: {trouble}")
+
+    def _attach(self, device: Device) -> None:
+        if measuring.get():
+            return
+        with self._lock:
+            if self._state == "on" and all(one.device is not device for one in self._recorders):
+                recorder = DeviceRecorder(device, self._kept)
+                recorder.begin()
+                self._recorders.append(recorder)
+
+    def _stop(self) -> None:
+        if self._attach in when_opened:
+            when_opened.remove(self._attach)
+        errors = []
+        with self._lock:
+            self._state = "over"
+            for recorder in self._recorders:
+                try:
+                    recorder.end()
+                except Exception as trouble:  # the others have to end all the same
+                    errors.append(trouble)
+            self._end = time.perf_counter()
+        if errors:
+            raise errors[0]
+
+    # What was found
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning to the end, or to now."""
+        return (self._end if self._end else time.perf_counter()) - self._start if self._start else 0.0
+
+    def kernels(self) -> list[KernelRecord]:
+        """Every kernel, and what the host computed instead, those that took longest first.
+
+        The first time on a device, this measures what it reaches at best: well under a second, kept on disk.
+        Inside the block, nothing is measured, and only what has finished is known.
+        """
+        found = [
+            self._kernel(recorder, total)
+            for recorder in self._recorders
+            for total in recorder.totals("kernel")
+        ]
+        return sorted(found, key=lambda kernel: (-(kernel.seconds or 0.0), -kernel.calls))
+
+    def copies(self) -> list[CopyRecord]:
+        """Every direction of copies, by whom they were made."""
+        return [
+            CopyRecord(
+                device=recorder.device.name,
+                direction=total.name,  # type: ignore[arg-type]
+                where=total.where,
+                calls=total.calls,
+                nbytes=total.nbytes,
+                seconds=total.seconds if total.timed else None,
+            )
+            for recorder in self._recorders
+            for total in recorder.totals("copy")
+        ]
+
+    def waits(self) -> list[WaitRecord]:
+        """Every line of your code that waited for a device, those that waited longest first."""
+        found = [
+            WaitRecord(recorder.device.name, total.name, total.detail, total.calls, total.seconds)
+            for recorder in self._recorders
+            for total in recorder.totals("wait")
+        ]
+        return sorted(found, key=lambda wait: -wait.seconds)
+
+    def memory(self) -> list[OwnerRecord]:
+        """Every line of your code that held device memory at the peak, or asked for some, the most first."""
+        found = [
+            OwnerRecord(recorder.device.name, *row)
+            for recorder in self._recorders
+            for row in recorder.memory.owners()
+        ]
+        return sorted(found, key=lambda owner: (-owner.peak_bytes, -owner.allocated_bytes))
+
+    def devices(self) -> list[DeviceRecord]:
+        """Every device that was noted."""
+        return [self._device(recorder) for recorder in self._recorders]
+
+    def events(self) -> list[EventRecord]:
+        """The last single events of every device, by their beginning."""
+        found = [
+            self._event(recorder, event) for recorder in self._recorders for event in recorder.kept_events()
+        ]
+        return sorted(found, key=lambda event: event.start)
+
+    # What is shown and written
+
+    def table(self, width: int | None = None) -> str:
+        """Kernels, copies, waits and memory as tables, as wide as the terminal unless a width is given."""
+        found = Found(
+            self.seconds, self.devices(), self.kernels(), self.copies(), self.waits(), self.memory()
+        )
+        return rendered(found, width)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        names = ", ".join(recorder.device.name for recorder in self._recorders)
+        return f"<profile of {names or 'no device'}, {self._state}>"
+
+    def save_trace(self, path: AnyPath) -> None:
+        """Write a trace that ui.perfetto.dev opens: queues, waits, and memory over time.
+
+        Beside the events, it has all totals, under `otherData`.
+        """
+        about = {
+            "tool": "penstock",
+            "seconds": self.seconds,
+            "dropped_events": sum(recorder.dropped for recorder in self._recorders),
+            "devices": trace.plain(self.devices()),
+            "kernels": trace.plain(self._without_measuring()),
+            "copies": trace.plain(self.copies()),
+            "waits": trace.plain(self.waits()),
+            "memory": trace.plain(self.memory()),
+        }
+        trace.write(path, [self._trace(recorder) for recorder in self._recorders], self._start, about)
+
+    def save_memory(self, path: AnyPath) -> None:
+        """Write what happened to device memory, for PyTorch's memory viewer (pytorch.org/memory_viz)."""
+        snapshots.write(
+            path,
+            [recorder.memory.history(recorder.device.name, self._epoch) for recorder in self._recorders],
+        )
+
+    # Records
+
+    def _without_measuring(self) -> list[KernelRecord]:
+        return [
+            self._kernel(recorder, total, measure=False)
+            for recorder in self._recorders
+            for total in recorder.totals("kernel")
+        ]
+
+    def _kernel(self, recorder: DeviceRecorder, total: Total, measure: bool | None = None) -> KernelRecord:
+        cost, mean = total.cost, total.seconds / total.timed if total.timed else None
+        share, bound = None, ""
+        if cost is not None and mean:
+            ceilings = self._ceilings.setdefault(recorder, Ceilings(recorder.device))
+            least = ceilings.least_seconds(
+                cost.operations,
+                cost.nbytes,
+                cost.product,
+                self._state == "over" if measure is None else measure,
+            )
+            if least is not None:
+                share = max(least) / mean
+                bound = "compute" if least[0] > least[1] else "memory"
+        return KernelRecord(
+            device=recorder.device.name,
+            name=total.name,
+            shapes=total.detail,
+            where=total.where,
+            calls=total.calls,
+            # Where some calls failed, the others stand for them.
+            seconds=mean * total.calls if mean is not None else None,
+            least_seconds=total.least if total.timed else None,
+            most_seconds=total.most if total.timed else None,
+            operations=cost.operations if cost else None,
+            read_bytes=cost.read_bytes if cost else None,
+            written_bytes=cost.written_bytes if cost else None,
+            share=share,
+            bound=bound,  # type: ignore[arg-type]
+        )
+
+    def _device(self, recorder: DeviceRecorder) -> DeviceRecord:
+        device, timed = recorder.device, recorder.device.driver.times
+        busy = sum(total.seconds for total in recorder.totals("kernel") if total.where == "device")
+        hits, misses = recorder.requests()
+        return DeviceRecord(
+            name=device.name,
+            description=device.capabilities.description,
+            timed=timed,
+            busy_seconds=busy if timed else None,
+            peak_bytes=recorder.memory.peak_bytes,
+            pool_hits=hits,
+            pool_misses=misses,
+            dropped_events=recorder.dropped,
+            dropped_actions=recorder.memory.dropped,
+        )
+
+    def _event(self, recorder: DeviceRecorder, event: Event) -> EventRecord:
+        total, cost = event.total, event.total.cost
+        return EventRecord(
+            device=recorder.device.name,
+            track=event.track,
+            kind=total.kind,
+            name=total.name,
+            detail=total.detail,
+            start=event.start - self._start,
+            end=event.end - self._start,
+            nbytes=cost.nbytes if cost else event.nbytes or None,
+            operations=cost.operations if cost else None,
+        )
+
+    def _trace(self, recorder: DeviceRecorder) -> trace.DeviceTrace:
+        log = recorder.memory
+        events: Sequence[EventRecord] = [self._event(recorder, event) for event in recorder.kept_events()]
+        return trace.DeviceTrace(
+            name=recorder.device.name,
+            description=recorder.device.capabilities.description,
+            events=events,
+            samples=[(seconds - self._start, live, pooled) for seconds, live, pooled in log.samples],
+            actions=list(log.actions),
+            held_before=log.held_before(),
+            dropped=recorder.dropped,
+        )

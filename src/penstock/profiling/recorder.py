@@ -1,0 +1,198 @@
+"""What one device does while a profile is on: exact totals, and the last single events."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from penstock.device.driver import Cost, Kernel
+from penstock.memory.pool import PoolStatistics
+from penstock.profiling.memory_log import MemoryLog
+from penstock.profiling.records import OTHER
+from penstock.runtime import Device
+from penstock.stream.lane import Ran
+from penstock.stream.stream import PROFILE
+
+KEPT = 1 << 16  # single events, and as many actions on memory: about 20 MB in all
+_MAX_NAMES = 4096  # kernels, and lines that wait, told apart
+
+Kind = Literal["kernel", "copy", "wait"]
+Where = Literal["device", "host"]
+
+
+class Total:
+    """All calls of one kernel, copies of one direction, or waits of one line."""
+
+    __slots__ = (
+        "calls",
+        "cost",
+        "detail",
+        "kind",
+        "least",
+        "most",
+        "name",
+        "nbytes",
+        "seconds",
+        "timed",
+        "where",
+    )
+
+    def __init__(
+        self, kind: Kind, name: str, where: Where, detail: str = "", cost: Cost | None = None
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self.where = where
+        self.detail = detail
+        self.cost = cost
+        self.calls = 0
+        self.timed = 0  # calls whose times are known
+        self.nbytes = 0  # of copies
+        self.seconds = 0.0
+        self.least = float("inf")
+        self.most = 0.0
+
+    def add(self, times: tuple[float, float] | None, nbytes: int = 0) -> None:
+        """One more call."""
+        self.calls += 1
+        self.nbytes += nbytes
+        if times is not None:
+            seconds = times[1] - times[0]
+            self.timed += 1
+            self.seconds += seconds
+            self.least = min(self.least, seconds)
+            self.most = max(self.most, seconds)
+
+
+class Event(NamedTuple):
+    """One call, on a queue of the device or a thread of the host, in seconds of `perf_counter`."""
+
+    track: str
+    total: Total
+    start: float
+    end: float
+    nbytes: int
+
+
+class DeviceRecorder:
+    """Totals and events of one device. It is told by the stream, from any thread."""
+
+    def __init__(self, device: Device, kept: int = KEPT) -> None:
+        self.device = device
+        self._lock = threading.Lock()
+        self._totals: dict[tuple[Any, ...], Total] = {}
+        self._last_end: dict[str, float] = {}  # by queue
+        self.events: deque[Event] = deque(maxlen=kept)
+        self._seen = 0
+        self._pool_before = device.pool.stats()
+        self._pool_after: PoolStatistics | None = None
+        self.memory = MemoryLog(device.pool, device.memory_blocks()[0], kept)
+
+    def begin(self) -> None:
+        """Have it told from here on, of what is recorded from here on."""
+        self.device.log_memory(self.memory)
+        try:
+            self.device.stream.add_recorder(self)
+        except BaseException:
+            self.device.unlog_memory(self.memory)
+            raise
+
+    def end(self) -> None:
+        """Wait for what is pending, and be told no more."""
+        try:
+            self.device.stream.remove_recorder(self)
+        finally:
+            self.device.unlog_memory(self.memory)
+            self.memory.finish()
+            self._pool_after = self.device.pool.stats()
+
+    # What the stream tells
+
+    def finished(self, queue: str, commands: Sequence[Ran]) -> None:
+        """See Recorder."""
+        with self._lock:
+            latest = self._last_end.get(queue, 0.0)
+            for (what, size, _, _), times in commands:
+                if isinstance(what, Kernel):
+                    total, nbytes = self._kernel(what), 0
+                else:
+                    assert isinstance(size, int)
+                    total, nbytes = self._total("copy", what, "device"), size
+                total.add(times, nbytes)
+                if times is not None:
+                    # A queue runs its commands one after another, and clocks that are compared again and
+                    # again may differ by a little.
+                    start = max(times[0], latest)
+                    latest = max(times[1], start)
+                    self._keep(Event(queue, total, start, latest, nbytes))
+            self._last_end[queue] = latest
+        self.memory.settle(latest or None)
+
+    def waited(self, where: str, why: str, start: float, end: float) -> None:
+        """See Recorder."""
+        if why != PROFILE:
+            self._on_thread("wait", where, why, 0, start, end)
+
+    def copied_by_host(self, verb: str, nbytes: int, start: float, end: float) -> None:
+        """See Recorder."""
+        self._on_thread("copy", verb, "", nbytes, start, end)
+
+    def computed_by_host(self, what: str, start: float, end: float) -> None:
+        """See Recorder."""
+        self._on_thread("kernel", f"numpy {what}", "", 0, start, end)
+
+    # What was found
+
+    @property
+    def dropped(self) -> int:
+        """Events that are not kept."""
+        return self._seen - len(self.events)
+
+    def totals(self, kind: Kind) -> list[Total]:
+        """All of one kind, those that took longest first."""
+        with self._lock:
+            found = [total for total in self._totals.values() if total.kind == kind]
+        return sorted(found, key=lambda total: (-total.seconds, -total.calls))
+
+    def requests(self) -> tuple[int, int]:
+        """Requests for memory that the pool served from what was idle, and those that it did not."""
+        after, before = self._pool_after or self.device.pool.stats(), self._pool_before
+        return after.hits - before.hits, after.misses - before.misses
+
+    def kept_events(self) -> list[Event]:
+        """The last events, in the order in which they became known."""
+        with self._lock:
+            return list(self.events)
+
+    def _on_thread(self, kind: Kind, name: str, detail: str, nbytes: int, start: float, end: float) -> None:
+        thread = threading.current_thread()
+        with self._lock:
+            total = self._total(kind, name, "host", detail)
+            total.add((start, end), nbytes)
+            self._keep(Event(f"{thread.name} ({thread.ident})", total, start, end, nbytes))
+
+    # The lock is held from here on.
+
+    def _kernel(self, kernel: Kernel) -> Total:
+        total = self._totals.get(("kernel", kernel.name, "device", ""))
+        if total is None:
+            total = self._total("kernel", kernel.name, "device")
+            if total.name != OTHER:
+                total.cost = kernel.cost
+                total.detail = kernel.cost.shapes if kernel.cost else ""
+        return total
+
+    def _total(self, kind: Kind, name: str, where: Where, detail: str = "") -> Total:
+        key = (kind, name, where, detail)
+        total = self._totals.get(key)
+        if total is None:
+            if len(self._totals) >= _MAX_NAMES and name != OTHER:
+                return self._total(kind, OTHER, where, detail)
+            total = self._totals[key] = Total(kind, name, where, detail)
+        return total
+
+    def _keep(self, event: Event) -> None:
+        self._seen += 1
+        self.events.append(event)

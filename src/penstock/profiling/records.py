@@ -1,0 +1,116 @@
+"""What a profile found, as plain records. Seconds, bytes and operations; rates are per second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+OTHER = "(others)"  # stands for what came after more names than are kept apart
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRecord:
+    """One kernel on one device. What is not known is None: times where the device has none, for example."""
+
+    device: str
+    name: str
+    shapes: str  # of what goes in and comes out
+    where: Literal["device", "host"]  # the host computes what is small and seen for the first time
+    calls: int
+    seconds: float | None  # of all calls
+    least_seconds: float | None  # of the shortest
+    most_seconds: float | None  # of the longest
+    operations: int | None  # of one call
+    read_bytes: int | None
+    written_bytes: int | None
+    share: float | None  # of what the device reaches at best, in operations or in bytes
+    bound: Literal["compute", "memory", ""]  # which of the two holds it back
+
+    @property
+    def mean_seconds(self) -> float | None:
+        """Of one call."""
+        return None if self.seconds is None else self.seconds / self.calls
+
+    @property
+    def gflops(self) -> float | None:
+        """Thousand millions of operations in a second."""
+        return self._rate(self.operations)
+
+    @property
+    def gbytes(self) -> float | None:
+        """Thousand millions of bytes in a second, read and written."""
+        if self.read_bytes is None or self.written_bytes is None:
+            return None
+        return self._rate(self.read_bytes + self.written_bytes)
+
+    def _rate(self, amount: int | None) -> float | None:
+        return None if amount is None or not self.seconds else amount * self.calls / self.seconds / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRecord:
+    """All copies of one direction."""
+
+    device: str
+    direction: Literal["upload", "download", "copy"]  # the last from the device to itself
+    where: Literal["device", "host"]  # who copied: the host does it itself in memory that it shares
+    calls: int
+    nbytes: int
+    seconds: float | None
+
+    @property
+    def gbytes(self) -> float | None:
+        """Thousand millions of bytes in a second."""
+        return self.nbytes / self.seconds / 1e9 if self.seconds else None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRecord:
+    """What one line of the user's code cost in waiting for a device."""
+
+    device: str
+    where: str  # file:line
+    why: str  # as in the ledger of waits
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerRecord:
+    """The device memory that one line of the user's code held and asked for."""
+
+    device: str
+    owner: str  # file:line
+    peak_bytes: int  # held by it at the moment at which the most was live in all
+    allocations: int  # blocks that it asked for during the profile
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRecord:
+    """One device during a profile."""
+
+    name: str
+    description: str
+    timed: bool  # whether it tells when commands ran
+    busy_seconds: float | None  # of kernels
+    peak_bytes: int  # the most that was live
+    pool_hits: int  # requests for memory that were served from what was idle
+    pool_misses: int
+    dropped_events: int  # single events that are not kept, because there were too many
+    dropped_actions: int  # the same of blocks of memory that came and went
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecord:
+    """One thing that happened. Seconds count from the beginning of the profile."""
+
+    device: str
+    track: str  # a queue of the device, or a thread of the host
+    kind: Literal["kernel", "copy", "wait"]
+    name: str
+    detail: str  # shapes of a kernel, the reason of a wait
+    start: float
+    end: float
+    nbytes: int | None
+    operations: int | None

@@ -1,0 +1,201 @@
+"""A profile as tables for a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+from penstock.config import format_bytes
+from penstock.profiling.records import CopyRecord, DeviceRecord, KernelRecord, OwnerRecord, WaitRecord
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_ROWS = 15  # of each table
+_DIGEST = re.compile(r"_[0-9a-f]{12}$")
+_DTYPE = re.compile(r"\b(bfloat|float|int|uint)(\d+)")
+_SHORT = {"bfloat": "bf", "float": "f", "int": "i", "uint": "u"}
+_LEAST_WIDTH = 100
+_LEAST_WORDS = 6  # characters
+
+
+class _OfDevice(Protocol):
+    """Any record that tells its device."""
+
+    @property
+    def device(self) -> str:
+        """Its name."""
+        ...
+
+
+T = TypeVar("T", bound=_OfDevice)
+
+
+class Found:
+    """Everything that the tables show."""
+
+    def __init__(
+        self,
+        seconds: float,
+        devices: Sequence[DeviceRecord],
+        kernels: Sequence[KernelRecord],
+        copies: Sequence[CopyRecord],
+        waits: Sequence[WaitRecord],
+        memory: Sequence[OwnerRecord],
+    ) -> None:
+        self.seconds = seconds
+        self.devices = devices
+        self.kernels = kernels
+        self.copies = copies
+        self.waits = waits
+        self.memory = memory
+
+
+def rendered(found: Found, width: int | None = None) -> str:
+    """The tables as text, as wide as the terminal unless a width is given."""
+    from rich.console import Console, Group  # imported late: it takes longer than half of the package
+
+    width = width or max(shutil.get_terminal_size().columns, _LEAST_WIDTH)
+    parts: list[str | Table] = [*map(_escaped, _summaries(found)), *_tables(found, width)]
+    text = io.StringIO()
+    Console(file=text, width=width, color_system=None, highlight=False).print(Group(*parts))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _summaries(found: Found) -> list[str]:
+    lines = [f"profile of {_time(found.seconds)}"]
+    for device in found.devices:
+        busy = ""
+        if device.busy_seconds is not None and found.seconds:
+            share = device.busy_seconds / found.seconds
+            busy = f", kernels {_time(device.busy_seconds)} ({share:.0%} of the time)"
+        requests = device.pool_hits + device.pool_misses
+        hits = f", pool hits {device.pool_hits / requests:.0%}" if requests else ""
+        memory = f", memory at most {format_bytes(device.peak_bytes)}"
+        lines.append(f"{device.name} ({device.description}){busy}{memory}{hits}")
+        if not device.timed:
+            lines.append("  it does not tell when commands ran, so only their numbers are known")
+        if device.dropped_events:
+            lines.append(
+                f"  {device.dropped_events} single events are not kept; the totals below count them too"
+            )
+    return lines
+
+
+def _tables(found: Found, width: int) -> list[Table]:
+    several = len(found.devices) > 1
+    whole = sum(kernel.seconds or 0.0 for kernel in found.kernels)
+    kernels = "kernel, shapes, >calls, >total, >part, >mean, >GFLOP/s, >GB/s, >of ceiling"
+    copies = "direction, by, >calls, >bytes, >total, >GB/s"
+    owners = "held by, >bytes, >blocks asked for, >bytes asked for"
+    tables = [
+        _table("kernels", kernels, found.kernels, lambda kernel: _kernel(kernel, whole), several, width),
+        _table("copies", copies, found.copies, _copy, several, width),
+        _table("waits of the host", "line, why, >count, >total", found.waits, _wait, several, width),
+        _table("memory at the peak", owners, found.memory, _owner, several, width),
+    ]
+    return [table for table in tables if table is not None]
+
+
+def _table(
+    title: str, headings: str, records: Sequence[T], row: Callable[[T], list[str]], several: bool, width: int
+) -> Table | None:
+    """A table of the first records; None where there are none. Of `several` devices, each row tells its own.
+
+    Headings are separated by commas; those of numbers begin with >.
+    """
+    from rich.table import Table
+
+    if not records:
+        return None
+    left = len(records) - _ROWS
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, expand=False)
+    names = [*(["device"] if several else []), *headings.split(", ")]
+    shown = records[:_ROWS]
+    rows: list[list[str]] = [[*([record.device] if several else []), *row(record)] for record in shown]
+    wide = [max(len(cells[at]) for cells in [names, *rows]) for at in range(len(names))]
+    # Where there is little room, the words are cut and not the numbers.
+    words = [at for at, name in enumerate(names) if not name.startswith(">")]
+    room = width - sum(wide) - 2 * len(wide) + sum(wide[at] for at in words)
+    for at in sorted(words, key=lambda at: wide[at]):
+        wide[at] = max(min(wide[at], room // len(words)), _LEAST_WORDS)
+        room -= wide[at]
+        words = words[1:]
+    for name, most in zip(names, wide, strict=True):
+        side: Literal["left", "right"] = "right" if name.startswith(">") else "left"
+        table.add_column(
+            name.removeprefix(">"), justify=side, no_wrap=True, overflow="ellipsis", max_width=most
+        )
+    for cells in rows:
+        table.add_row(*map(_escaped, cells))
+    if left > 0:
+        table.caption = f"and {left} more"
+        table.caption_justify = "left"
+    return table
+
+
+def _escaped(text: str) -> str:
+    """Shapes have brackets, which rich would take for its own."""
+    return text.replace("[", "\\[")
+
+
+def _kernel(kernel: KernelRecord, all_seconds: float) -> list[str]:
+    share = f"{(kernel.seconds or 0) / all_seconds:.0%}" if all_seconds else ""
+    ceiling = f"{kernel.share:.0%} {kernel.bound}" if kernel.share is not None else ""
+    return [
+        _DIGEST.sub("", kernel.name),
+        _DTYPE.sub(lambda found: _SHORT[found[1]] + found[2], kernel.shapes),
+        str(kernel.calls),
+        _time(kernel.seconds),
+        share,
+        _time(kernel.mean_seconds),
+        _rate(kernel.gflops),
+        _rate(kernel.gbytes),
+        ceiling,
+    ]
+
+
+def _copy(copy: CopyRecord) -> list[str]:
+    nbytes = format_bytes(copy.nbytes)
+    return [copy.direction, copy.where, str(copy.calls), nbytes, _time(copy.seconds), _rate(copy.gbytes)]
+
+
+def _wait(wait: WaitRecord) -> list[str]:
+    return [_place(wait.where), wait.why, str(wait.count), _time(wait.seconds)]
+
+
+def _owner(owner: OwnerRecord) -> list[str]:
+    sizes = (format_bytes(owner.peak_bytes), str(owner.allocations), format_bytes(owner.allocated_bytes))
+    return [_place(owner.owner), *sizes]
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    for unit, length in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= length:
+            return (
+                f"{seconds / length:.3g} {unit}"
+                if seconds < 1000 * length
+                else f"{seconds / length:.0f} {unit}"
+            )
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def _rate(rate: float | None) -> str:
+    return "" if not rate else f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
+
+
+def _place(site: str) -> str:
+    """A line of code, by its path from here where that is shorter."""
+    path, colon, line = site.rpartition(":")
+    if not colon or not os.path.isabs(path):
+        return site
+    with suppress(ValueError):  # on another drive
+        return f"{min(path, os.path.relpath(path), key=len)}:{line}"
+    return site

@@ -1,0 +1,121 @@
+"""Groups in parts, for devices whose kernels take few buffers: pure functions of graphs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_fusion import CPU, holds, random_graph, x_
+from test_graph import at
+
+from penstock.fusion.bounding import bounded
+from penstock.fusion.groups import Group, partition
+from penstock.fusion.splitting import split
+from penstock.graph import contraction, elementwise, reducing, shaping
+from penstock.graph.node import Node, topological
+from penstock.kernels.writer import computed
+
+
+def parts(most: int, *wanted: Node) -> list[Group]:
+    """The groups of some nodes within a bound; they hold what is wanted, in order."""
+    found = bounded(partition(wanted, lambda node: True), most)
+    holds(found, list(wanted))
+    assert all(len(group.inputs) + len(group.outputs) <= most for group in found)
+    assert all(len({node.size for node in group.outputs}) == 1 for group in found if group.kind == "map")
+    return found
+
+
+def same_values(found: list[Group], wanted: list[Node]) -> None:
+    """The groups compute what the graph means, each from what the groups before it stored."""
+    stored: dict[Node, np.ndarray] = {}
+    for group in found:
+        values = {node: stored[node] if node.value is None else node.value for node in group.inputs}
+        for node in group.nodes:
+            values[node] = computed(node, [values[parent] for parent in node.inputs])
+        stored.update({node: values[node] for node in group.outputs})
+    plain: dict[Node, np.ndarray] = {}
+    for node in topological(wanted):
+        inputs = [plain[parent] for parent in node.inputs]
+        plain[node] = node.value if node.value is not None else computed(node, inputs)
+    for node in wanted:
+        np.testing.assert_array_equal(stored[node], plain[node])
+
+
+def test_a_group_that_fits_stays_as_it_is() -> None:
+    x, y = x_(), x_()
+    groups = partition([elementwise.add(x, y)], lambda node: True)
+    assert bounded(groups, 3) == groups
+
+
+def test_many_outputs_are_divided() -> None:
+    x = x_()
+    shared = elementwise.exp(x)
+    outputs = [elementwise.multiply(shared, elementwise.like(x, k)) for k in range(10)]
+    found = parts(4, *outputs)
+    assert [len(group.outputs) for group in found] == [3, 3, 3, 1]
+    assert all(group.inputs == (x,) for group in found), "what they share is computed again"
+
+
+def test_many_inputs_are_added_up_in_parts() -> None:
+    leaves = [at(np.full((4, 8), k, np.float32)) for k in range(20)]
+    total = leaves[0]
+    for one in leaves[1:]:
+        total = elementwise.add(total, one)
+    found = parts(5, total)
+    assert len(found) == 7  # 4 values, then 3 more with each sum before
+    same_values(found, [total])
+
+
+def test_what_is_stored_is_read_by_the_parts_after_it() -> None:
+    a, b = ([at(np.ones((4, 8), np.float32)) for _ in range(3)] for _ in range(2))
+    first = elementwise.add(elementwise.add(a[0], a[1]), a[2])
+    second = elementwise.multiply(elementwise.add(elementwise.add(first, b[0]), b[1]), b[2])
+    found = parts(5, first, second)
+    assert [group.outputs for group in found] == [(first,), (second,)]
+    assert set(found[1].inputs) == {first, *b}
+
+
+@pytest.mark.parametrize("axes", [(1,), (0,)])
+def test_reductions_are_divided(axes: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    leaves = [at(rng.integers(0, 9, (4, 8)).astype(np.float32)) for _ in range(9)]
+    total = leaves[0]
+    for one in leaves[1:]:
+        total = elementwise.add(total, one)
+    sums = reducing.sum_(total, axes)
+    centred = elementwise.subtract(total, reducing.restore(sums, total, axes))
+    wanted = [sums, centred, reducing.max_(centred, axes)]
+    found = parts(5, *wanted)
+    assert {group.kind for group in found} == {"map", "row" if axes == (1,) else "column"}
+    same_values(found, wanted)
+
+
+def test_a_product_and_its_ending_are_divided() -> None:
+    rng = np.random.default_rng(0)
+    left, right = (at(rng.integers(0, 9, (4, 4)).astype(np.float32)) for _ in range(2))
+    result = contraction.matmul(left, shaping.permute(right, (1, 0)))
+    more = [at(rng.integers(0, 9, (4, 4)).astype(np.float32)) for _ in range(8)]
+    for one in more:
+        result = elementwise.add(result, one)
+    found = parts(5, result)
+    assert [group.kind for group in found].count("matmul") == 1
+    same_values(found, [result])
+
+
+@pytest.mark.parametrize("most", [4, 5, 8])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_graphs(seed: int, most: int) -> None:
+    choice = random.Random(seed)
+    nodes = random_graph(choice, 60)
+    wanted = [node for node in (*choice.sample(nodes, 5), *nodes[-5:]) if node.value is None]
+    parts(most, *dict.fromkeys(wanted))
+
+
+def test_many_values_are_joined_in_parts() -> None:
+    leaves = [at(np.full((1 + k % 3, 2), k, np.float32)) for k in range(30)]
+    joined = elementwise.add(shaping.concat(leaves, 0), at(np.ones((60, 2), np.float32)))
+    (cut,) = split([joined], replace(CPU, max_buffers=6))
+    assert split([joined], CPU) == [joined]
+    same_values(parts(6, cut), [cut])
