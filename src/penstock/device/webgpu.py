@@ -17,6 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ from penstock.device.driver import (
 from penstock.device.webgpu_adapters import (
     BUFFER_UNIT,
     IMMEDIATES,
+    TIMES,
+    TIMES_BETWEEN_PASSES,
     Adapter,
     find_devices,
     webgpu_capabilities,
@@ -50,6 +53,7 @@ from penstock.device.webgpu_native import (
     NativeDevice,
     Owned,
 )
+from penstock.device.webgpu_times import Clock, Moments, Queries
 from penstock.device.wgsl import PLACE_UNIT, SCALARS, KernelText, module_text, parse
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
@@ -128,6 +132,10 @@ class WebGpuDriver(Driver):
         self._idle_reads: dict[int, list[NativeBuffer]] = {}  # buffers for reading back, by size
         self._idle_read_bytes = 0
         self._copier: Kernel | None = None
+        self.times = TIMES in adapter.features
+        self._times_copies = TIMES_BETWEEN_PASSES in adapter.features
+        self._clock: Clock | None = None  # while commands are timed
+        self._idle_queries: list[Queries] = []
 
     # Memory
 
@@ -346,6 +354,8 @@ class WebGpuDriver(Driver):
         pipeline, group, scalars, nbytes, by_buffer, x, y, z = dispatch
         if by_buffer and queue.ring_used + nbytes > _RING_BYTES:
             self._submit(queue)
+        if self._clock is not None:
+            self._make_room(queue)
         native = queue.native_pass or self._begin_pass(queue)
         if pipeline is not queue.pipeline:
             _set_pipeline(native, pipeline.native)
@@ -358,7 +368,11 @@ class WebGpuDriver(Driver):
         elif nbytes:
             _set_immediates(native, 0, scalars, nbytes)
         _dispatch(native, x, y, z)
-        return self._event(queue, dispatch)
+        event = self._event(queue, dispatch)
+        if event.batch.queries is not None:
+            event.moment = event.batch.queries.used - 2
+            self._end_pass(queue)  # each dispatch is a pass of its own, which knows its times
+        return event
 
     def _put_scalars(self, queue: _Queue, scalars: Any, nbytes: int) -> None:
         """Let the next dispatch find its scalars in the queue's uniform buffer."""
@@ -373,7 +387,9 @@ class WebGpuDriver(Driver):
 
     def _begin_pass(self, queue: _Queue) -> Any:
         queue.pipeline = queue.group = None
-        queue.native_pass = lib.wgpuCommandEncoderBeginComputePass(self._encoder(queue), _NULL)
+        queries = None if self._clock is None else self._batch(queue).queries
+        how = _NULL if queries is None else queries.timed_pass()
+        queue.native_pass = lib.wgpuCommandEncoderBeginComputePass(self._encoder(queue), how)
         return queue.native_pass
 
     def _encoder(self, queue: _Queue) -> Any:
@@ -389,16 +405,20 @@ class WebGpuDriver(Driver):
         lib.wgpuComputePassEncoderRelease(queue.native_pass)
         queue.native_pass = None
 
-    def _event(self, queue: _Queue, dispatch: _Dispatch | None = None) -> _Event:
+    def _event(self, queue: _Queue, dispatch: _Dispatch | None = None, moment: int = -1) -> _Event:
         """The event of the command that was just recorded."""
         batch = self._batch(queue)
-        event = _Event(batch, dispatch)
+        event = _Event(batch, dispatch, moment)
         batch.events.append(event)
         return event
 
     def _batch(self, queue: _Queue) -> _Batch:
         if queue.batch is None:
             queue.batch = _Batch(queue)
+            if self._clock is not None:
+                queue.batch.queries = (
+                    self._idle_queries.pop() if self._idle_queries else Queries(self._native)
+                )
         return queue.batch
 
     # Copies
@@ -437,11 +457,32 @@ class WebGpuDriver(Driver):
         with self._lock:
             self._native.require_alive()
             buffer = self._read_buffer(nbytes)
-            lib.wgpuCommandEncoderCopyBufferToBuffer(
-                self._encoder(queue), memory.native.buffer.native, start, buffer.native, 0, nbytes
-            )
+            moment = self._copy(queue, buffer, 0, memory.native.buffer, start, nbytes)
             self._batch(queue).reads.append(_Read(buffer, nbytes, offset - start, target))
-            return self._event(queue)
+            return self._event(queue, moment=moment)
+
+    def _copy(
+        self,
+        queue: _Queue,
+        target: NativeBuffer,
+        to: int,
+        source: NativeBuffer,
+        start: int,
+        nbytes: int,
+    ) -> int:
+        """Record a copy between buffers; the number of its first moment, -1 where it is not timed."""
+        queries, moment = None, -1
+        if self._clock is not None and self._times_copies:
+            self._make_room(queue)
+            queries = self._batch(queue).queries
+        encoder = self._encoder(queue)
+        if queries is not None:
+            moment = queries.used
+            queries.mark(encoder)
+        lib.wgpuCommandEncoderCopyBufferToBuffer(encoder, source.native, start, target.native, to, nbytes)
+        if queries is not None:
+            queries.mark(encoder)
+        return moment
 
     def _read_buffer(self, nbytes: int) -> NativeBuffer:
         size = max(1 << (nbytes - 1).bit_length(), _LEAST_READ)
@@ -465,15 +506,8 @@ class WebGpuDriver(Driver):
             to, start = target.native, source.native
             if target is source or target_offset % _WORD or source_offset % _WORD or nbytes % _WORD:
                 return self._copy_bytes(queue, to, target_offset, start, source_offset, nbytes)
-            lib.wgpuCommandEncoderCopyBufferToBuffer(
-                self._encoder(queue),
-                start.buffer.native,
-                source_offset,
-                to.buffer.native,
-                target_offset,
-                nbytes,
-            )
-            return self._event(queue)
+            moment = self._copy(queue, to.buffer, target_offset, start.buffer, source_offset, nbytes)
+            return self._event(queue, moment=moment)
 
     def _copy_bytes(
         self,
@@ -507,8 +541,13 @@ class WebGpuDriver(Driver):
     def _submit(self, queue: _Queue) -> None:
         """Give what was recorded to the device."""
         batch, queue.batch, queue.staged = self._batch(queue), None, 0
+        if batch.queries is not None and batch.queries.used:
+            self._ask_for_moments(queue, batch, batch.queries)
         commands, errors = self._finish(queue)
         if errors and not self._native.dead:
+            if batch.moments is not None:
+                batch.reads.pop().buffer.destroy()  # nothing has been written there
+                batch.moments = None
             commands = self._finish_apart(queue, batch, errors[0][1])
         if queue.ring_used and queue.ring is not None:
             ring, used, queue.ring_used = queue.ring[0], queue.ring_used, 0
@@ -548,6 +587,7 @@ class WebGpuDriver(Driver):
 
     def _start(self, batch: _Batch, commands: list[Owned]) -> None:
         native = self._native
+        batch.start = perf_counter()
         batch.index = native.submit(commands)
         expected = [native.expect(batch.told) for _ in range(1 + len(batch.reads))]
         batch.waiting.update(expected)
@@ -596,6 +636,11 @@ class WebGpuDriver(Driver):
         for read in batch.reads:
             self._native.read_mapped(read.buffer, read.skip, read.target, read.target.nbytes)
             self._keep_read_buffer(read.buffer)
+        if batch.moments is not None and self._clock is not None:
+            self._clock.learn(batch.moments, batch.start, perf_counter())
+            if batch.queries is not None:
+                batch.queries.used = 0
+                self._idle_queries.append(batch.queries)
         batch.end()
 
     def _keep_read_buffer(self, buffer: NativeBuffer) -> None:
@@ -615,6 +660,44 @@ class WebGpuDriver(Driver):
     def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
         told = [(position, event.batch.error or event.error) for position, event in enumerate(events)]
         return [(position, reason) for position, reason in told if reason]
+
+    # Times
+
+    def time_commands(self, on: bool) -> None:
+        if on and not self.times:
+            raise DeviceError(f"{self.name} does not tell when commands ran")
+        with self._lock:
+            self._clock = Clock(self._native) if on else None
+            self._idle_queries.clear()
+        for _ in range(3) if on else ():  # to learn how far the clocks are apart
+            with self._lock:
+                self._native.require_alive()
+                self._begin_pass(self.compute)
+                self._end_pass(self.compute)
+                event = self._event(self.compute)
+            self.flush(self.compute)
+            self.wait(event)
+
+    def _make_room(self, queue: _Queue) -> None:
+        """Submit what is recorded where there is no room for the moments of one more command."""
+        queries = self._batch(queue).queries
+        if queries is not None and queries.full:
+            self._submit(queue)
+
+    def _ask_for_moments(self, queue: _Queue, batch: _Batch, queries: Queries) -> None:
+        """Read the moments back with everything else that a batch reads."""
+        buffer = self._read_buffer(queries.nbytes)
+        queries.resolve(self._encoder(queue), buffer.native)
+        batch.moments = np.zeros(queries.used, np.uint64)
+        batch.reads.append(_Read(buffer, queries.nbytes, 0, batch.moments.view(np.uint8)))
+
+    def ran(self, event: Event) -> tuple[float, float] | None:
+        batch: _Batch = event.batch
+        clock, moments, moment = self._clock, batch.moments, event.moment
+        if clock is None or moments is None or moment < 0 or event.error or batch.error or not batch.done:
+            return None
+        start, end = int(moments[moment]), int(moments[moment + 1])
+        return clock.on_host(start), clock.on_host(max(start, end))
 
     # Life cycle
 
@@ -674,7 +757,10 @@ class _Queue:
 class _Batch:
     """Commands that are submitted together."""
 
-    __slots__ = ("done", "error", "events", "index", "queue", "reads", "submitted", "temporary", "waiting")
+    __slots__ = (
+        "done", "error", "events", "index", "moments", "queries", "queue", "reads", "start", "submitted",
+        "temporary", "waiting",
+    )  # fmt: skip
 
     def __init__(self, queue: _Queue) -> None:
         self.queue = queue
@@ -682,6 +768,9 @@ class _Batch:
         self.reads: list[_Read] = []
         self.temporary: list[NativeBuffer] = []  # needed until it is done
         self.index = 0  # of its submission
+        self.start = 0.0  # when it was submitted
+        self.queries: Queries | None = None  # where its commands are timed
+        self.moments: Moments | None = None  # what these found, once it is done
         self.waiting: set[int] = set()  # callbacks to come
         self.submitted = False
         self.done = False
@@ -705,16 +794,18 @@ class _Batch:
         self.events.clear()
         self.reads.clear()
         self.temporary.clear()
+        self.queries = None
         self.done = True
 
 
 class _Event:
     """One command of a batch."""
 
-    __slots__ = ("batch", "dispatch", "error")
+    __slots__ = ("batch", "dispatch", "error", "moment")
 
-    def __init__(self, batch: _Batch, dispatch: _Dispatch | None) -> None:
+    def __init__(self, batch: _Batch, dispatch: _Dispatch | None, moment: int = -1) -> None:
         self.batch = batch
+        self.moment = moment  # the number of its first, in those of the batch; -1 where it is not timed
         self.dispatch = dispatch  # where it is a launch, until that is done
         self.error = ""
 

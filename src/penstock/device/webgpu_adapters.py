@@ -17,8 +17,9 @@ from penstock.device.wgsl import PLACE_UNIT
 
 BUFFER_UNIT = 16  # bytes, of which every buffer is a multiple: the largest item that an array can have
 # Features of wgpu.h and backends that cffi cannot take from a header.
-IMMEDIATES, INT64 = 0x30001, 0x30026
+IMMEDIATES, INT64, TIMES_BETWEEN_PASSES = 0x30001, 0x30026, 0x30024
 FLOAT16 = lib.WGPUFeatureName_ShaderF16
+TIMES = lib.WGPUFeatureName_TimestampQuery
 _VULKAN, _METAL, _DX12 = 1 << 0, 1 << 2, 1 << 3
 # What WebGPU does not tell of a GPU with memory of its own: its bytes, on which only the pool's bound and the
 # words of messages depend, and how many groups it runs at once.

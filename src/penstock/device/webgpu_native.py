@@ -16,7 +16,15 @@ from typing import Any
 
 from wgpu.backends.wgpu_native import ffi, lib
 
-from penstock.device.webgpu_adapters import FLOAT16, IMMEDIATES, INT64, Adapter, text_of
+from penstock.device.webgpu_adapters import (
+    FLOAT16,
+    IMMEDIATES,
+    INT64,
+    TIMES,
+    TIMES_BETWEEN_PASSES,
+    Adapter,
+    text_of,
+)
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
 # Constants of webgpu.h and wgpu.h that cffi cannot take from a header.
@@ -24,6 +32,7 @@ MAP_READ, COPY_SRC, COPY_DST, UNIFORM, STORAGE = 0x1, 0x4, 0x8, 0x40, 0x80  # wh
 _MAP_MODE_READ = 0x1
 _COMPUTE_STAGE = 0x4
 _NO_CHECKS = 0  # of indices and loops in a shader: other drivers have none either, and they cost time
+_FEATURES = (IMMEDIATES, INT64, FLOAT16, TIMES, TIMES_BETWEEN_PASSES)  # taken where there are any
 _ANY_TIME = lib.WGPUCallbackMode_AllowSpontaneous
 _NULL = ffi.NULL
 
@@ -87,7 +96,7 @@ class NativeDevice:
         key = next(_keys)
         _devices[key] = self
         user = ffi.cast("void *", key)
-        features = [one for one in (IMMEDIATES, INT64, FLOAT16) if one in adapter.features]
+        features = [one for one in _FEATURES if one in adapter.features]
         wanted = ffi.new("WGPUFeatureName[]", [ffi.cast("WGPUFeatureName", one) for one in features])
         limits = ffi.new("WGPULimits *")
         lib.wgpuAdapterGetLimits(adapter.native, limits)

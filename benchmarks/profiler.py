@@ -1,6 +1,6 @@
 """What profiles cost: while none is on, against the same code without the places that ask for one; and on.
 
-    python benchmarks/profile.py [--device opencl:0] [--save FILE]
+    python benchmarks/profiler.py [--device opencl:0] [--save FILE]
 
 Times are the best of several rounds, in which the sides take turns. The workloads are those in which the host
 does the most for what the device does: many small launches, steps, copies.
