@@ -150,7 +150,7 @@ def main() -> None:
         report.add(f"{what}: profile off / no hooks", ratio, "x", "< 1.03", ratio < 1.03, detail)
         report.add(f"{what}: profile on / no hooks", best["on"] / best["without"], "x", "", None, "")
     if asked.save:
-        report.save(asked.save, "profile", device, {"numpy": np.__version__})
+        report.save(asked.save, "profiler", device, {"numpy": np.__version__})
 
 
 if __name__ == "__main__":

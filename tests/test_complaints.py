@@ -398,7 +398,7 @@ def test_a_one_element_operation_costs_no_allocation_and_no_wait(make: Make) -> 
     before = costs()
     for value in range(500):
         fill(device, kernels, buffer, value)
-    assert costs() == before
+    assert all(now <= then for now, then in zip(costs(), before, strict=True))
     assert integers(device, buffer).tolist() == [499]
 
 

@@ -316,7 +316,8 @@ def test_nothing_is_left_when_model_and_optimizer_are_gone(device: Device, jit: 
     assert live() == held or not jit, "what is pending keeps what it needs"
     training.optimizer.load_state_dict(training.optimizer.state_dict())
     training.run(3)
-    assert live() <= held or not jit
+    # What was loaded lies side by side, each at a multiple of what the device aligns to.
+    assert live() <= held + device.capabilities.offset_alignment or not jit
     del training
     assert live() == before
     assert device.memory_stats().unaccounted_bytes == 0
