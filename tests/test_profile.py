@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +34,7 @@ from penstock.kernels import choices
 from penstock.memory.snapshots import UNTRACED
 from penstock.profiling import ceilings
 from penstock.profiling.memory_log import BEFORE
+from penstock.profiling.profiles import Profile
 from penstock.runtime import when_opened
 
 Kernels = dict[str, Kernel]
@@ -487,7 +489,7 @@ def test_a_forked_child_leaves_the_profile_to_its_parent(tmp_path: Path) -> None
 
 def test_totals_are_exact_where_single_events_are_not_kept(device: Device, kernels: Kernels) -> None:
     out = device.empty(4)
-    with ps.Profile(device=device, kept=16) as p:
+    with Profile(device=device, kept=16) as p:
         for _ in range(500):
             device.stream.launch(kernels["fill"], (1,), (1,), (out, 1, 1))
             device.empty(256)
@@ -536,6 +538,48 @@ def test_many_profiles_leave_no_native_object_behind(device: Device, kernels: Ke
     gc.collect()
     assert device.driver.native_handles() <= handles
     assert device.driver.allocated_bytes == nbytes
+
+
+def test_a_long_profile_takes_no_more_memory_than_a_short_one() -> None:
+    device = Device.over(HostDriver("host-plain"), SMALL)
+    kernels, out = compiled(device), device.empty(4)
+
+    def run(times: int) -> int:
+        for _ in range(times):
+            device.stream.launch(kernels["fill"], (1,), (1,), (out, 1, 1))
+            device.empty(256)
+            device.upload(np.zeros(1, np.int32), into=out)
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    with Profile(device=device, kept=100) as p:
+        before = run(500)
+        after = run(10_000)
+    tracemalloc.stop()
+    assert after < before + 20_000
+    assert p.kernels()[0].calls == 10_500
+    device.close()
+
+
+def test_a_device_without_times_has_counts() -> None:
+    class Untimed(HostDriver):
+        times = False
+
+        def time_commands(self, on: bool) -> None:
+            raise AssertionError("nobody asks for what is not there")
+
+        def ran(self, event: Any) -> None:
+            return None
+
+    device = Device.over(Untimed("untimed"))
+    kernels, out = compiled(device), device.empty(4)
+    with ps.profile(device=device) as p:
+        device.stream.launch(kernels["fill"], (1,), (1,), (out, 1, 1))
+    (kernel,) = p.kernels()
+    assert (kernel.calls, kernel.seconds, kernel.gflops, kernel.share) == (1, None, None, None)
+    assert p.devices()[0].busy_seconds is None
+    assert "does not tell when commands ran" in p.table()
+    device.close()
 
 
 # Ceilings
@@ -686,7 +730,7 @@ def test_a_trace_has_every_event_and_the_totals(device: Device, kernels: Kernels
 def test_a_trace_tells_how_many_events_are_missing(tmp_path: Path) -> None:
     device = Device.over(HostDriver("host-plain"), SMALL)
     kernels = compiled(device)
-    with ps.Profile(tmp_path / "trace.json", device=device, kept=8) as p:
+    with Profile(tmp_path / "trace.json", device=device, kept=8) as p:
         busy(device, kernels)
     trace = json.loads((tmp_path / "trace.json").read_text())
     check_format(trace)
@@ -810,7 +854,7 @@ def test_a_snapshot_shows_what_happened(device: Device, kept: int, traced: bool,
     device.trace_memory(traced)
     held = [device.empty(1000) for _ in range(3)]
     draw = random.Random(kept)
-    with ps.Profile(device=device, kept=kept) as p:
+    with Profile(device=device, kept=kept) as p:
         for _ in range(100):
             held.append(device.empty(draw.randrange(1, 1 << draw.randrange(4, 21))))
             while held and draw.random() < 0.5:

@@ -8,7 +8,7 @@ from math import e, inf, nan, pi
 
 from penstock import data, errors, memory, nn, optim, testing
 from penstock.memory.buffer import Buffer
-from penstock.profiling import Profile, profile
+from penstock.profiling import profile
 from penstock.registry import default_device, devices, use
 from penstock.runtime import Device
 from penstock.stream.future import Future, FutureState
@@ -184,7 +184,6 @@ __all__ = [
     "Device",
     "Future",
     "FutureState",
-    "Profile",
     "Tensor",
     "__array_namespace_info__",
     "abs",

@@ -496,7 +496,8 @@ class CudaDriver(Driver):
         """Let the next command on a queue know when it begins."""
         if queue in self._starts:  # of a command that was refused
             self._idle_timed.append(self._starts.pop(queue)[0])
-        self._starts[queue] = self._mark(queue, self._idle_timed), clock.base(self._idle_timed)
+        base = clock.base(self._idle_timed)  # which has to come first
+        self._starts[queue] = self._mark(queue, self._idle_timed), base
 
     def ran(self, event: Event) -> tuple[float, float] | None:
         if event.start is None or event.native is None or not event.done or event.error:

@@ -29,15 +29,6 @@ from penstock.runtime import Device, in_use, when_opened
 AnyPath = str | os.PathLike[str]
 
 
-def profile(path: AnyPath | None = None, *, device: Device | str | None = None) -> Profile:
-    """Note everything that devices do inside a `with` block; written to `path` at its end, as a trace.
-
-    All opened devices are noted, and those that are opened inside, unless one is named. The trace opens in
-    ui.perfetto.dev. While a profile is on, programs are launched kernel by kernel, so that each is timed.
-    """
-    return Profile(path, device=device)
-
-
 class Profile:
     """What devices do between `__enter__` and `__exit__`, whichever thread asks for it. It is used once.
 
