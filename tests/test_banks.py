@@ -93,6 +93,30 @@ def test_training_in_small_arenas_is_the_same(kind: str) -> None:
     assert losses[0] == losses[1]
 
 
+def test_logits_of_many_rows_are_computed_in_parts_that_fit() -> None:
+    random = np.random.default_rng(0)
+    x, weight = (
+        random.normal(size=(300, 8)).astype(np.float32),
+        random.normal(size=(50, 8)).astype(np.float32),
+    )
+    target = random.integers(0, 50, 300)
+    losses = []
+    for most in (1 << 30, 16 << 10):  # all logits have 60,000 bytes
+        driver = OpenCLDriver(find_devices()[0], "opencl-threads")
+        driver.capabilities = replace(driver.capabilities, vector_width=1, max_allocation_bytes=most)
+        device = Device.over(driver)
+        given = [ps.asarray(one, device=device) for one in (x, weight)]
+
+        def loss(x: ps.Tensor, weight: ps.Tensor, device: Device = device) -> ps.Tensor:
+            return nn.functional.linear_cross_entropy(x, weight, ps.asarray(target, device=device))
+
+        value, gradients = ps.jit(ps.value_and_grad(loss, (0, 1)))(*given)
+        losses.append([value.numpy(), *(one.numpy() for one in gradients)])
+        device.close()
+    for one, other in zip(*losses, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_a_result_on_the_way_that_is_too_large_is_named() -> None:
     driver = DRIVERS["host-far"]()
     driver.capabilities = replace(driver.capabilities, max_allocation_bytes=1 << 16)
