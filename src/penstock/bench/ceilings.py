@@ -6,20 +6,12 @@ lower it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from penstock.bench.case import Way, drawn
+from penstock.bench.case import Way
+from penstock.profiling.ceilings import bandwidth_of, best_seconds, product_seconds
 from penstock.runtime import Device
-from penstock.tensor.core import Tensor
-from penstock.tensor.creation import asarray
-from penstock.tensor.jit import jit
-from penstock.tensor.linear import matmul
-from penstock.tensor.reduction import sum as sum_
 
-_LEAST_TRIES = 3
 _COPIED = {"cpu": 64 << 20, "gpu": 256 << 20}  # bytes; beyond the caches
 _TRANSFERRED = 32 << 20
 _LENGTH = {"cpu": 1024, "gpu": 4096}  # of a product's matrices
@@ -49,33 +41,14 @@ class Ceilings:
 def measure_ceilings(device: Device, seconds: float) -> Ceilings:
     """Measure them, each for about so many seconds."""
     size = "gpu" if device.capabilities.kind == "gpu" else "cpu"
-    moved = _moved(device, min(_COPIED[size], device.capabilities.total_bytes // 16), seconds)
+    nbytes = min(_COPIED[size], device.capabilities.total_bytes // 16)
+    moved = bandwidth_of(device, nbytes, seconds / 3)
     length = _LENGTH[size]
-    x, y = (asarray(drawn(length, length), device=device) for _ in range(2))
-    product = jit(matmul)
-    flops = 2 * length**3 / _best(lambda: product(x, y), device, seconds)
+    flops = 2 * length**3 / product_seconds(device, length, "float32", seconds)
     if device.capabilities.shared_memory:
         # A copy reads and writes the one memory that there is.
         return Ceilings(moved, flops, moved / 2, moved / 2)
     return Ceilings(moved, flops, *_transferred(device, seconds))
-
-
-def _moved(device: Device, nbytes: int, seconds: float) -> float:
-    """The best of a copy by the driver, a kernel that reads and writes, and one that only reads."""
-    array = drawn(nbytes // 4)
-    x = asarray(array, device=device)
-    source, target = device.upload(array), device.empty(array.nbytes)
-    scaled, total = jit(_doubled), jit(sum_)
-    ways: list[tuple[int, Callable[[], Any]]] = [
-        (2 * nbytes, lambda: device.copy(target, source)),
-        (2 * nbytes, lambda: scaled(x)),
-        (nbytes, lambda: total(x)),
-    ]
-    return max(moved / _best(call, device, seconds / len(ways)) for moved, call in ways)
-
-
-def _doubled(x: Tensor) -> Tensor:
-    return x * 2
 
 
 def _transferred(device: Device, seconds: float) -> tuple[float, float]:
@@ -98,22 +71,7 @@ def _transferred(device: Device, seconds: float) -> tuple[float, float]:
 
     try:
         with device.stream.lock:
-            times = [_best(call, device, seconds / 2) for call in (upload, download)]
+            times = [best_seconds(device, call, seconds / 2) for call in (upload, download)]
     finally:
         driver.free(pinned)
     return _TRANSFERRED / times[0], _TRANSFERRED / times[1]
-
-
-def _best(call: Callable[[], Any], device: Device, seconds: float) -> float:
-    """The shortest time of several, each with the wait for it."""
-    for _ in range(2):
-        call()  # compiles
-    device.sync()
-    best, tries, end = float("inf"), 0, time.perf_counter() + seconds
-    while tries < _LEAST_TRIES or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        device.sync()
-        best = min(best, time.perf_counter() - start)
-        tries += 1
-    return best

@@ -25,10 +25,9 @@ from penstock.tensor.creation import asarray
 from penstock.tensor.jit import jit
 from penstock.tensor.linear import matmul
 from penstock.tensor.manipulation import astype
+from penstock.tensor.reduction import sum as sum_
 
-measuring: ContextVar[bool] = ContextVar(
-    "measuring", default=False
-)  # then, a device is opened for this alone
+measuring: ContextVar[bool] = ContextVar("measuring", default=False)  # on a device that is there for it alone
 
 _MOVED = {"cpu": 64 << 20, "gpu": 256 << 20}  # bytes of an array, beyond the caches
 _LENGTH, _MOST_LENGTH = 1024, 8192  # of the matrices of products
@@ -111,37 +110,47 @@ def _rate(device: Device, what: str) -> float:
     size = "gpu" if device.capabilities.kind == "gpu" else "cpu"
     with no_grad():
         if what == _BANDWIDTH:
-            return _bandwidth(device, min(_MOVED[size], device.capabilities.total_bytes // 16))
+            return bandwidth_of(
+                device, min(_MOVED[size], device.capabilities.total_bytes // 16), _TRY_SECONDS
+            )
         length = _LENGTH
-        seconds = _product_seconds(device, length, what)
+        seconds = product_seconds(device, length, what, _TRY_SECONDS)
         if seconds < _LONG:
             while seconds < _LONG and length < _MOST_LENGTH:  # about eight times as long for each
                 length, seconds = 2 * length, 8 * seconds
-            seconds = _product_seconds(device, length, what)
+            seconds = product_seconds(device, length, what, _TRY_SECONDS)
         return 2 * length**3 / seconds
 
 
-def _bandwidth(device: Device, nbytes: int) -> float:
-    """The better one of a copy by the driver, and of a kernel that reads and writes."""
+def bandwidth_of(device: Device, nbytes: int, seconds: float) -> float:
+    """Bytes a second, by the best of a copy, of a kernel that reads and writes, and of one that only reads.
+
+    Each is tried for about so many seconds.
+    """
     array = np.ones(nbytes // 4, np.float32)
     source, target = device.upload(array), device.empty(array.nbytes)
-    copied = _best(device, partial(device.copy, target, source))
+    copied = best_seconds(device, partial(device.copy, target, source), seconds)
     del source, target
-    doubled = partial(jit(lambda x: x * 2), asarray(array, device=device))
-    return 2 * array.nbytes / min(copied, _best(device, doubled))
+    x = asarray(array, device=device)
+    doubled = best_seconds(device, partial(jit(lambda x: x * 2), x), seconds)
+    read = best_seconds(device, partial(jit(sum_), x), seconds)
+    return array.nbytes / min(copied / 2, doubled / 2, read)
 
 
-def _product_seconds(device: Device, length: int, dtype: str) -> float:
+def product_seconds(device: Device, length: int, dtype: str, seconds: float) -> float:
+    """How long a product of square matrices takes, tried for about so many seconds."""
     # Few bits change from number to number, so that a GPU takes little power, and keeps its clock.
     array = np.ones((length, length), np.float32)
     x = astype(asarray(array, device=device), DTYPES[dtype])
-    return _best(device, partial(jit(lambda x: matmul(x, x)), x))
+    return best_seconds(device, partial(jit(lambda x: matmul(x, x)), x), seconds)
 
 
-def _best(device: Device, call: Callable[[], Any]) -> float:
-    call()  # compiles
+def best_seconds(device: Device, call: Callable[[], Any], seconds: float) -> float:
+    """The shortest time of a call with the wait for it, of several that take about so many seconds."""
+    for _ in range(2):
+        call()  # compiles
     device.sync()
-    best, tries, end = float("inf"), 0, perf_counter() + _TRY_SECONDS
+    best, tries, end = float("inf"), 0, perf_counter() + seconds
     while tries < _TRIES or perf_counter() < end:
         start = perf_counter()
         call()
