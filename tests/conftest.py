@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -175,6 +176,15 @@ if _adapters():
 WEBGPU_KINDS = [kind for kind in DRIVERS if kind == "webgpu"]  # on machines that have one
 if not WEBGPU_KINDS:
     collect_ignore.append("test_webgpu.py")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_see_one_file() -> Iterator[None]:
+    """Late in a run, a collection of all objects takes 0.15 s, and many tests ask for hundreds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Lazy(random.Random):
