@@ -28,7 +28,8 @@ import penstock as ps
 import penstock.nn
 import penstock.optim
 from measuring import Report, best_of
-from train import Gpt, Step, mlp_data, mlp_step, torch, torch_gpt, torch_mlp_step
+from penstock.bench.steps import Gpt, torch_gpt
+from train import Step, mlp_data, mlp_step, torch, torch_mlp_step
 
 MODELS = {
     "seed128": Gpt(16000, 128, 384, 6, 6, 32),
@@ -71,7 +72,7 @@ def penstock_step(model: ps.nn.GPT, half: bool = True) -> Callable[[ps.Tensor], 
 
 def torch_model(sizes: Gpt, given: ps.nn.GPT | None = None) -> Any:
     """The same network; with the same weights, if a model is given."""
-    model = torch_gpt(sizes).cuda()
+    model = torch_gpt(torch, sizes).cuda()
     if given is not None:
         state = {name.replace("attention.", ""): value for name, value in given.state_dict().items()}
         model.load_state_dict({name: torch.from_numpy(value) for name, value in state.items()})

@@ -17,7 +17,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import penstock as ps
 import penstock.nn
 import penstock.optim
 from measuring import Report, best_of
+from penstock.bench.steps import Gpt, torch_gpt
 
 torch: Any
 try:
@@ -36,18 +36,6 @@ except ImportError:
     torch = None
 
 Step = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Gpt:
-    """The sizes of a GPT and its batch."""
-
-    vocab: int
-    context: int
-    width: int
-    layers: int
-    heads: int
-    batch: int
 
 
 NANO, SEED = Gpt(2048, 128, 128, 4, 4, 16), Gpt(16000, 128, 384, 6, 6, 4)
@@ -115,7 +103,7 @@ def _mse(model: Any) -> Any:
 
 
 def torch_gpt_step(sizes: Gpt, tokens: Any, compiled: bool) -> Step:
-    model = torch_gpt(sizes)
+    model = torch_gpt(torch, sizes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def loss_of(ids: Any) -> Any:
@@ -134,43 +122,6 @@ def torch_gpt_step(sizes: Gpt, tokens: Any, compiled: bool) -> Step:
         return loss
 
     return step
-
-
-def torch_gpt(sizes: Gpt) -> Any:
-    """The same GPT of PyTorch's own parts."""
-    nn, functional = torch.nn, torch.nn.functional
-
-    class Block(nn.Module):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            super().__init__()
-            width = sizes.width
-            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x: Any) -> Any:
-            batch, length, width = x.shape
-            parts = self.qkv(self.norm1(x)).view(batch, length, 3, sizes.heads, -1).permute(2, 0, 3, 1, 4)
-            mixed = functional.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
-            x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-            return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-    class Model(nn.Module):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(sizes.vocab, sizes.width)
-            self.positions = nn.Embedding(sizes.context, sizes.width)
-            self.blocks = nn.Sequential(*(Block() for _ in range(sizes.layers)))
-            self.norm = nn.LayerNorm(sizes.width)
-            for one in self.parameters():
-                if one.ndim == 2:
-                    nn.init.normal_(one, std=0.02)
-
-        def forward(self, ids: Any) -> Any:
-            x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
-            return functional.linear(self.norm(self.blocks(x)), self.tokens.weight)
-
-    return Model()
 
 
 # Lines

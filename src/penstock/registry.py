@@ -7,10 +7,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from penstock.config import Settings
-from penstock.device.driver import Driver
+from penstock.device.driver import Capabilities, Driver
 from penstock.device.host import HostDriver, host_capabilities
 from penstock.errors import DeviceError, DeviceNotFound
 from penstock.runtime import Device, forked, in_use, refuse
@@ -72,6 +74,20 @@ def find(name: str) -> Device:
     raise DeviceNotFound(f"there is no device {name!r}; there are {there}{why}")
 
 
+def _numbered(
+    kind: str,
+    natives: Sequence[Any],
+    capabilities: Callable[[Any], Capabilities],
+    driver: Callable[[Any, str], Driver],
+) -> list[Device]:
+    """Devices of one driver, none of them opened."""
+    names = [f"{kind}:{index}" for index in range(len(natives))]
+    return [
+        Device(name, capabilities(native), partial(driver, native, name))
+        for name, native in zip(names, natives, strict=True)
+    ]
+
+
 def _cuda_devices() -> list[Device]:
     try:
         from penstock.device import cuda
@@ -83,15 +99,7 @@ def _cuda_devices() -> list[Device]:
     except DeviceError as error:
         _missing.append(f"cuda, which found no device ({error})")
         return []
-    found = []
-    for index, number in enumerate(numbers):
-        name = f"cuda:{index}"
-
-        def open_driver(number: int = number, name: str = name) -> Driver:
-            return cuda.CudaDriver(number, name)
-
-        found.append(Device(name, cuda.cuda_capabilities(number), open_driver))
-    return found
+    return _numbered("cuda", numbers, cuda.cuda_capabilities, cuda.CudaDriver)
 
 
 def _opencl_devices() -> list[Device]:
@@ -100,14 +108,7 @@ def _opencl_devices() -> list[Device]:
     except ImportError as error:
         _missing.append(f"opencl, which could not be loaded ({error})")
         return []
-    found = []
-    for index, native in enumerate(opencl.find_devices()):
-        name = f"opencl:{index}"
-
-        def open_driver(native: Any = native, name: str = name) -> Driver:
-            return opencl.OpenCLDriver(native, name)
-
-        found.append(Device(name, opencl.opencl_capabilities(native), open_driver))
+    found = _numbered("opencl", opencl.find_devices(), opencl.opencl_capabilities, opencl.OpenCLDriver)
     if not found:
         _missing.append("opencl, which found no device")
     return found
@@ -119,14 +120,7 @@ def _webgpu_devices() -> list[Device]:
     except (ImportError, OSError, RuntimeError) as error:  # the last where its library is not there
         _missing.append(f"webgpu, which could not be loaded ({error})")
         return []
-    found = []
-    for index, adapter in enumerate(webgpu.find_devices()):
-        name = f"webgpu:{index}"
-
-        def open_driver(adapter: Any = adapter, name: str = name) -> Driver:
-            return webgpu.WebGpuDriver(adapter, name)
-
-        found.append(Device(name, webgpu.webgpu_capabilities(adapter), open_driver))
+    found = _numbered("webgpu", webgpu.find_devices(), webgpu.webgpu_capabilities, webgpu.WebGpuDriver)
     if not found:
         _missing.append("webgpu, which found no device")
     return found

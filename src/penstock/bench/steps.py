@@ -30,7 +30,7 @@ _RATE = 1e-3
 
 def steps() -> list[Case]:
     """All of them."""
-    return [_xor(), _mlp(), _gpt(_Gpt(vocabulary=2048, context=128, width=128, layers=4, heads=4, batch=16))]
+    return [_xor(), _mlp(), _gpt(Gpt(vocab=2048, context=128, width=128, layers=4, heads=4, batch=16))]
 
 
 def _xor() -> Case:
@@ -105,8 +105,10 @@ def _torch_step(optimizer: Any, loss_of: Callable[[], Any]) -> Call:
 
 
 @dataclass(frozen=True)
-class _Gpt:
-    vocabulary: int
+class Gpt:
+    """The sizes of a GPT and its batch."""
+
+    vocab: int
     context: int
     width: int
     layers: int
@@ -114,19 +116,19 @@ class _Gpt:
     batch: int
 
 
-def _gpt(sizes: _Gpt) -> Case:
+def _gpt(sizes: Gpt) -> Case:
     width, context, tokens = sizes.width, sizes.context, sizes.batch * sizes.context
     # Of a layer: queries, keys, values and the way out, and a network four times as wide.
-    weights = 12 * width**2 * sizes.layers + sizes.vocabulary * width
+    weights = 12 * width**2 * sizes.layers + sizes.vocab * width
     # Two products over all pairs of positions, of which a causal one needs the half.
     attention = 2 * sizes.batch * context**2 * width * sizes.layers
     parameters = weights + context * width + 13 * width * sizes.layers + 2 * width
 
     def ids() -> Array:
-        return drawn_ids(sizes.vocabulary, (sizes.batch, context + 1))
+        return drawn_ids(sizes.vocab, (sizes.batch, context + 1))
 
     def penstock(device: Device) -> Call:
-        model = GPT(sizes.vocabulary, context, width, sizes.layers, sizes.heads, device=device)
+        model = GPT(sizes.vocab, context, width, sizes.layers, sizes.heads, device=device)
         optimizer = AdamW(model.parameters(), lr=_RATE)
 
         def step(tokens: Tensor) -> Tensor:
@@ -140,7 +142,7 @@ def _gpt(sizes: _Gpt) -> Case:
         return lambda: jitted(batch)
 
     def torch(peer: Torch) -> Call:
-        model = _torch_gpt(peer, sizes)
+        model = torch_gpt(peer.module, sizes).to(peer.where)
         batch = peer.tensor(ids())
         entropy = peer.module.nn.functional.cross_entropy
         optimizer = peer.module.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
@@ -158,9 +160,8 @@ def _gpt(sizes: _Gpt) -> Case:
     )
 
 
-def _torch_gpt(peer: Torch, sizes: _Gpt) -> Any:
-    """The same GPT of PyTorch's own parts."""
-    torch = peer.module
+def torch_gpt(torch: Any, sizes: Gpt) -> Any:
+    """The same GPT of the parts of PyTorch, which is given."""
     nn, functional = torch.nn, torch.nn.functional
 
     class Block(nn.Module):  # type: ignore[name-defined, misc]
@@ -181,7 +182,7 @@ def _torch_gpt(peer: Torch, sizes: _Gpt) -> Any:
     class Model(nn.Module):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
-            self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
+            self.tokens = nn.Embedding(sizes.vocab, sizes.width)
             self.positions = nn.Embedding(sizes.context, sizes.width)
             self.blocks = nn.Sequential(*(Block() for _ in range(sizes.layers)))
             self.norm = nn.LayerNorm(sizes.width)
@@ -193,4 +194,4 @@ def _torch_gpt(peer: Torch, sizes: _Gpt) -> Any:
             x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
             return functional.linear(self.norm(self.blocks(x)), self.tokens.weight)
 
-    return Model().to(peer.where)
+    return Model()

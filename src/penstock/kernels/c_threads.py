@@ -169,10 +169,7 @@ class _Thread:
             return [self._named(one.type, one.name, text)]
         words = f"{one.name}_words"
         count = sum(width for _, width, _ in accesses)
-        loads = " ".join(
-            f"LOAD_{width}({words}, {at}, {one.buffer} + {one.index} + {items})"
-            for at, width, items in accesses
-        )
+        loads = _calls("LOAD", one, words)
         if one.condition:
             loads = f"EACH_LANE({count}) {words}[l_] = 0; if ({one.condition}) {{ {loads} }}"
         self._words[one.name, one.stored] = words
@@ -192,10 +189,7 @@ class _Thread:
             return [f"{_each(one.type)}{_stored(one, _moved(one.index, int(lanes > 1)), value)}"]
         words = f"{one.value}_words_{one.buffer}"
         count = sum(width for _, width, _ in accesses)
-        stores = " ".join(
-            f"STORE_{width}({words}, {at}, {one.buffer} + {one.index} + {items})"
-            for at, width, items in accesses
-        )
+        stores = _calls("STORE", one, words)
         return [f"uint {words}[{count}]; EACH_LANE({count}) {words}[l_] = {self._word(one)}; {stores}"]
 
     def _word(self, one: Store) -> str:
