@@ -301,6 +301,13 @@ def test_a_seed_gives_the_same_on_every_device(on: Device) -> None:
             assert np.array_equal(drawn.numpy(), expected[name].numpy()), name
 
 
+def test_a_seed_gives_the_same_at_every_draw(on: Device) -> None:
+    """The first one too, which NumPy would compute if it were not random."""
+    first, *others = (Generator(5, on).normal((256, 160)).numpy() for _ in range(3))
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
 def test_draws_follow_each_other_without_overlap() -> None:
     generator = Generator(10)
     first, second, third = generator.uniform(6), generator.uniform((2, 2)), generator.uniform(4)

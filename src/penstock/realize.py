@@ -17,6 +17,7 @@ from penstock.config import format_bytes
 from penstock.fusion.splitting import split
 from penstock.fusion.views import FREE
 from penstock.graph.node import Array, Node, leaf, topological
+from penstock.graph.random import RANDOM_BITS
 from penstock.graph.shaping import RESHAPE
 from penstock.graph.simplify import simplify
 from penstock.kernels.cache import KernelCache
@@ -50,6 +51,7 @@ class Structure:
         self.items = 0
         self.largest = 0
         self.compiled = False  # whether it holds what NumPy cannot compute
+        self.drawn = False  # whether it draws random numbers
         for node in order:
             if node.value is None and node.primitive.unchanged:
                 place[node] = place[node.inputs[0]]
@@ -61,6 +63,7 @@ class Structure:
                 continue
             size = node.size
             self.compiled = self.compiled or node.primitive.compiled
+            self.drawn = self.drawn or node.primitive is RANDOM_BITS
             self.items += size
             self.largest = max(self.largest, size)
             names = node.primitive.constants
@@ -88,7 +91,9 @@ class Programs:
         key = structure.key
         program = self._programs.get(key)
         if program is None:
-            small = structure.items < LARGE_ITEMS and (key not in self._seen or structure.largest < MIN_ITEMS)
+            # A seed gives the same numbers at the first draw as at the next, so who computes them is settled.
+            first = key not in self._seen and not structure.drawn
+            small = structure.items < LARGE_ITEMS and (first or structure.largest < MIN_ITEMS)
             if small and not structure.compiled:
                 self._seen[key] = None
                 if len(self._seen) > _MAX_SEEN:
