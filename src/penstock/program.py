@@ -22,6 +22,7 @@ from penstock.fusion.bounding import bounded
 from penstock.fusion.costs import COSTLY
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.products import by_library
+from penstock.fusion.tallies import units_with_tallies
 from penstock.fusion.views import FREE, base
 from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Array, Node
@@ -79,6 +80,7 @@ class Program:
             wanted,
             lambda node: fusible(node, device.capabilities),
             lambda product: by_library(product, device.capabilities),
+            units_with_tallies(device.capabilities),
         )
         groups = bounded(groups, device.capabilities.max_buffers)
         self._wanted = [base(node) for node in wanted]

@@ -116,6 +116,10 @@ class Clustering:
                 found.add(node)
         return found
 
+    def only_for_columns(self, node: Node) -> bool:
+        """Whether a node is computed by the reductions to columns that need it."""
+        return node in self._for_columns
+
     def _is_column(self, node: Node) -> bool:
         return (
             node.primitive in REDUCTIONS
@@ -178,7 +182,7 @@ class Clustering:
         if not trailing(source.shape, axes):
             space = (source.shape, axes)
             columns, known = self._columns.get(space, (None, frozenset()))
-            read = self._column_sources(source)
+            read = self.column_sources(source)
             # Together only where they read the same: else one would keep alive what the other needs later.
             if (
                 columns is None
@@ -200,7 +204,7 @@ class Clustering:
         cluster.kind, cluster.columns = "row", width
         self._enter(node, cluster)
 
-    def _column_sources(self, source: Node) -> frozenset[Node]:
+    def column_sources(self, source: Node) -> frozenset[Node]:
         """The large values that a reduction to columns reads, directly or through what it computes itself."""
         seen: set[Node] = set()
         stack = [source]
@@ -224,7 +228,7 @@ class Clustering:
             if cluster.kind == "matmul" and not self._may_end(node, cluster):
                 continue
             reduced = producer in self.reduced and spread == 1
-            if self._at_hand(producer, spread, cluster, reduced):
+            if self.at_hand(producer, spread, cluster, reduced):
                 found[cluster] = reduced
         return found
 
@@ -249,7 +253,7 @@ class Clustering:
         stored = (one for one in vectors if one is not None and one is not product)
         return next((one for one in stored if one.value is not None or one in self.cluster), None)
 
-    def _at_hand(self, producer: Node, spread: int, cluster: Cluster, reduced: bool) -> bool:
+    def at_hand(self, producer: Node, spread: int, cluster: Cluster, reduced: bool) -> bool:
         """Whether a node in `cluster`, after a reduction or not, reads the item of its own place."""
         if producer in self.reduced:
             return spread == 1 if reduced else cluster.kind == "row" and spread == cluster.columns
@@ -261,9 +265,7 @@ class Clustering:
             return False
         for parent in node.inputs:
             producer, spread = self.aligned(parent)
-            if self.cluster.get(producer) is cluster and not self._at_hand(
-                producer, spread, cluster, reduced
-            ):
+            if self.cluster.get(producer) is cluster and not self.at_hand(producer, spread, cluster, reduced):
                 return False
         return not any(reaches(other, cluster) for other in self._read(node) if other is not cluster)
 
@@ -295,12 +297,25 @@ class Clustering:
             other.users.add(cluster)
         cluster.nodes.append(node)
         self.cluster[node] = cluster
+        self._reach(cluster, number)
+
+    @staticmethod
+    def _reach(cluster: Cluster, number: int) -> None:
+        """Note the place of a node in a cluster, and in all that need it."""
         stack = [cluster]
         while stack:
             one = stack.pop()
             if one.latest < number:
                 one.latest = number
                 stack += one.users
+
+    def take_in(self, cluster: Cluster, other: Cluster) -> None:
+        """Make one of two clusters, of which the other may need the first."""
+        self._merge(cluster, other)
+        cluster.deps.discard(cluster)
+        cluster.users.discard(cluster)
+        cluster.last = max(cluster.last, other.last)
+        self._reach(cluster, other.latest)
 
     def _merge(self, cluster: Cluster, other: Cluster) -> None:
         if other.kind == "row":

@@ -1,10 +1,11 @@
 """From a graph to groups: sets of nodes that one kernel computes, and nodes that stand alone.
 
 There are six kinds of group. A *map* computes every item by itself. A *row* group mixes elementwise work
-with reductions over the trailing axes, so that one row after another is read, reduced and written. A *column*
-group reduces over other axes. A *matmul* group is a matrix product and what is done to each of its items.
-An *attention* group is what kernels of attention compute together, a *raw* group what a text of the user's
-own makes. Views and constants belong to no group: they only say where a value is read.
+with reductions over the trailing axes, so that one row after another is read, reduced and written; it may
+keep sums down its columns, too. A *column* group reduces over other axes. A *matmul* group is a matrix
+product and what is done to each of its items. An *attention* group is what kernels of attention compute
+together, a *raw* group what a text of the user's own makes. Views and constants belong to no group: they only
+say where a value is read.
 
 Nodes join the group of what they read, wherever they read exactly the item that is at hand. Cheap maps that
 remain are computed again where they are needed, rather than stored.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 from penstock.fusion.clusters import ATTENTIONS, Cluster, Clustering, Kind
 from penstock.fusion.storing import Storing
+from penstock.fusion.tallies import keep_tallies
 from penstock.fusion.views import base, operand_index, rows_index
 from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Node, topological
@@ -38,14 +40,18 @@ def partition(
     wanted: Sequence[Node],
     fusible: Callable[[Node], bool],
     by_library: Callable[[Node], bool] = lambda product: False,
+    tallies: int = 0,
 ) -> list[Group]:
     """The groups that compute the wanted nodes, in order; `fusible` tells what a kernel can hold.
 
-    Products that are computed `by_library` read matrices only as a library can.
+    Products that are computed `by_library` read matrices only as a library can. `tallies` tells the units of
+    a device whose kernels keep some, and is 0 for others.
     A wanted node that only reshapes is not computed: its value is that of its `base`.
     """
     order = [node for node in topological(wanted) if node.value is None]
     clustering = Clustering(order, wanted, fusible, by_library)
+    if tallies:
+        keep_tallies(clustering, tallies)
     storing = Storing(clustering)
     return [_group(cluster, clustering, storing) for cluster in storing.clusters]
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from penstock.device.driver import Capabilities
+from penstock.fusion.tallies import stretches
 from penstock.fusion.views import trailing
 from penstock.graph.dtypes import HALVES, float32
 from penstock.graph.elementwise import cast
@@ -17,6 +18,7 @@ _MIN_PART = 64  # items of a part; smaller ones cost more than they gain
 _LARGE = 1 << 15  # items, from which on a second kernel pays
 _GROUPS = 8  # for each unit of a GPU
 _GROUP_COLUMNS = 128  # that a group of a GPU reduces
+_MANY_PARTS = 1024  # which are reduced in parts themselves
 
 
 def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
@@ -50,15 +52,17 @@ def _in_parts(node: Node, capabilities: Capabilities) -> Node:
     first, last = min(axes), max(axes)
     if source.size < _LARGE or node.size == 0 or axes != tuple(range(first, last + 1)):
         return node
-    before, after = source.shape[:first], source.shape[last + 1 :]
     length = math.prod(source.shape[first : last + 1])
-    parts = _parts(length, node.size, trailing(source.shape, axes), capabilities)
+    parts = stretches(node, capabilities) if first == 0 else 1
+    if parts == 1:
+        parts = _parts(length, node.size, trailing(source.shape, axes), capabilities)
     if parts == 1:
         return node
     wide = cast(source, float32) if node.dtype in HALVES else source  # parts of a sum are not rounded
-    cut = _reshaped(wide, (*before, parts, length // parts, *after))
+    cut = _reshaped(wide, (*source.shape[:first], parts, length // parts, *source.shape[last + 1 :]))
     part = Node(node.primitive, (cut,), {"axes": (first + 1,)})
-    return cast(Node(node.primitive, (part,), {"axes": (first,)}), node.dtype)
+    whole = Node(node.primitive, (part,), {"axes": (first,)})
+    return cast(_in_parts(whole, capabilities) if parts >= _MANY_PARTS else whole, node.dtype)
 
 
 def _parts(length: int, results: int, rows: bool, capabilities: Capabilities) -> int:

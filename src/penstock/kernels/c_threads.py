@@ -121,7 +121,9 @@ class _Thread:
             case Variable():
                 return [self._named(one.type, one.name, neutral(one.operation, Type(one.type.dtype)))]
             case Update():
-                target, value = (self._item(name) for name in (one.target, one.value))
+                target, value = self._item(one.target), self._item(one.value)
+                if one.first:
+                    target = f"{one.target}[{_moved(one.first, int(one.type.lanes > 1))}]"
                 text = combine(one.operation, Type(one.type.dtype), target, value, self._patterns)
                 return [f"{_each(one.type)}{target} = {text};"]
             case Fold():

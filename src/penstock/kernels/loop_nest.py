@@ -202,7 +202,11 @@ class LoopNest:
             scopes.bodies[max(depth, wide.depth)].append(
                 Store(wide.name, kind, f"out{number}", stored, text, aligned)
             )
-            self._stores[number] = (scopes.stage, index)
+            self.note_store(number, index)
+
+    def note_store(self, number: int, index: Index) -> None:
+        """Remember where an output is written, and in which pass."""
+        self._stores[number] = (self.scopes.stage, index)
 
     def over(self) -> tuple[tuple[int, ...], ...]:
         """For each output the inputs that it may be written over, once everything is written."""

@@ -166,6 +166,7 @@ class Update:
     type: Type
     operation: str
     value: str
+    first: str = ""  # the first lane of the target that takes one, where it has more of them than the value
 
 
 @dataclass(frozen=True)

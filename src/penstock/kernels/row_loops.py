@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from penstock.fusion.costs import COSTLY
 from penstock.fusion.index import Index, Place, flat, unflatten, variable
+from penstock.fusion.tallies import is_tally
 from penstock.graph.contraction import GATHER
 from penstock.graph.dtypes import HALVES
 from penstock.graph.elementwise import PRIMITIVES
@@ -18,6 +19,7 @@ from penstock.kernels.loops import (
     Count,
     Fold,
     Forget,
+    Load,
     Loop,
     Registers,
     Statement,
@@ -40,6 +42,7 @@ _LONG_THREADS = 512  # the same where there are many rows
 _RESIDENT = 1024  # threads that a unit should have room for: with more, they have too few registers
 _READS = 4  # turns of which a thread reads all items at once, where it writes none
 _BUSY = 256  # threads for each unit; with fewer, more of them share a row
+_NOWHERE = Index((), -1)  # where tallies are written, which are over no input
 _ENOUGH = 0.9  # of the threads of a row have an item each time
 
 
@@ -47,8 +50,12 @@ class RowLoops(LoopNest):
     """Row after row, each in as many passes as its reductions need."""
 
     def space(self) -> None:
-        first = next(node for node in self.group.nodes if node.primitive in REDUCTIONS)
+        self._tallies = {at: node for at, node in enumerate(self.group.outputs) if is_tally(node)}
+        folds = (node for node in self.group.nodes if self._folds(node))
+        first = next(folds, None) or next(iter(self._tallies.values()))
         source, axes = first.inputs[0], first.attributes["axes"]
+        if not self._folds(first):
+            axes = tuple(range(2, source.ndim))
         kept = [1 if axis in axes else n for axis, n in enumerate(source.shape)]
         reduced = [n if axis in axes else 1 for axis, n in enumerate(source.shape)]
         self._rows, row_indices = self.axes("r", kept)
@@ -66,8 +73,12 @@ class RowLoops(LoopNest):
         level: dict[Node, int] = {}
         for node in self.group.nodes:
             before = max((level.get(parent, 0) for parent in node.inputs), default=0)
-            level[node] = before + (node.primitive in REDUCTIONS)
+            level[node] = before + self._folds(node)
         return level
+
+    def _folds(self, node: Node) -> bool:
+        """Whether a node is a reduction of rows."""
+        return node.primitive in REDUCTIONS and node not in self._tallies.values()
 
     def _whole(self, node: Node) -> bool:
         return node.size == self.count(self._rows) * self.group.columns
@@ -80,15 +91,15 @@ class RowLoops(LoopNest):
         if self.gpu:
             self.take_lanes(self._inner)
             self._threads, together = self._share(rows)
-            form.grid, form.group = (rows // together,), (self._threads * together,)
+            stretch = self._stretch() or together  # the rows of a group
+            form.grid, form.group = (rows // stretch,), (self._threads * together,)
             if self._threads > _FEW_THREADS:
                 form.resident = max(1, _RESIDENT // self._threads)
-            scopes.bodies[0] = [
-                Count("row", f"GROUP(0) * {together} + THREAD / {self._threads}"),
-                Count("rank", f"THREAD % {self._threads}"),
-            ]
+            ahead = f"GROUP(0) * {stretch} + again" if stretch > together else f"GROUP(0) * {together}"
+            scopes.bodies[0] = [Count("row", f"{ahead} + THREAD / {self._threads}")]
+            self._sums = {at: scopes.name("tally") for at in self._tallies}
         scopes.bodies[0] += self.unpack("row", outer, 0)
-        passes = 1 + max(level - (node.primitive in REDUCTIONS) for node, level in self._levels.items())
+        passes = 1 + max(level - self._folds(node) for node, level in self._levels.items())
         needed = [self._needed(stage) for stage in range(passes)]
         for stage in range(passes):
             scopes.stage = stage
@@ -97,7 +108,7 @@ class RowLoops(LoopNest):
         reduced = [
             (at, self._reduced_value(node), self._row)
             for at, node in enumerate(self.group.outputs)
-            if not self._whole(node)
+            if not self._whole(node) and at not in self._tallies
         ]
         before = len(scopes.bodies[0])
         self.store(reduced)
@@ -105,22 +116,95 @@ class RowLoops(LoopNest):
             form.body = scopes.bodies[0]
             if reduced:
                 form.body[before:] = self._by_one(form.body[before:], [at for at, _, _ in reduced])
+            if self._tallies:
+                form.body = self._with_tallies(form.body, stretch, together)
+            form.body.insert(0, Count("rank", f"THREAD % {self._threads}"))
         else:
             part = self.chunk(rows, self.tasks(rows, rows * columns))
             form.body = [*part, Loop("row", "begin", "end", "1", scopes.bodies[0])]
         return self.lowered()
 
+    def _levels_in_all(self) -> int:
+        """How many reductions of rows need one another."""
+        return max(self._levels.values())
+
+    def _stretch(self) -> int:
+        """The rows that tallies have in each part; 0 if there are none."""
+        return next((node.inputs[0].shape[1] for node in self._tallies.values()), 0)
+
+    def _with_tallies(self, body: list[Statement], stretch: int, together: int) -> list[Statement]:
+        """What is done to rows, for all rows of a stretch, then what was added up on the way."""
+        length = max(2, self._turns() * self.lanes)
+        result: list[Statement] = []
+        for at, node in self._tallies.items():
+            kind = Type(computed_dtype(node), length)
+            result.append(Variable(self._sums[at], kind, node.primitive.name))
+        if stretch > together:
+            # Threads that share a row speak to each other in memory that the next row uses again.
+            waiting = [Barrier()] if any(map(self._folds, self.group.nodes)) else []
+            body = [Loop("again", "0", str(stretch), str(together), [*body, *waiting], 1)]
+        result += body
+        return result + (self._alone() if together == 1 else self._across(together))
+
+    def _alone(self) -> list[Statement]:
+        """Tallies of a group that goes over one row after another."""
+        stores: list[Statement] = []
+        for at, name in self._sums.items():
+            part, kind = self.scopes.name(), Type("float32", self.lanes)
+            place = f"GROUP(0) * {self.group.columns} + column"
+            stores += [
+                Load(part, kind, name, kind.dtype, "slot", int(self.lanes > 1)),
+                Store(part, kind, f"out{at}", kind.dtype, place, self.lanes),
+            ]
+        return [self._turns_loop(f"rank * {self.lanes}", self._turns(), stores)]
+
+    def _across(self, together: int) -> list[Statement]:
+        """Tallies of a group that has several rows at a time: those of all rows, through its memory."""
+        scopes, lanes, threads, columns = self.scopes, self.lanes, self._threads, self.group.columns
+        length, group = self._turns() * lanes, threads * together
+        result: list[Statement] = []
+        sums: list[Statement] = []
+        # Item `slot` of thread THREAD is number `slot * group + THREAD`, so that neighbours write neighbours.
+        spot = f"spot / {threads} * {group} + spot % {threads}"
+        column = f"spot % {threads} * {lanes} + spot / {threads * lanes} * {threads * lanes}"
+        column += f" + spot / {threads} % {lanes}"
+        for at, name in self._sums.items():
+            array, item, total, one = (scopes.name(kind) for kind in ("across", "item", "sum", "part"))
+            operation, kind = self._tallies[at].primitive.name, Type("float32")
+            scopes.form.arrays.append(Array(array, "float32", length * group))
+            shared: list[Statement] = [
+                Load(item, kind, name, "float32", "slot", 0),
+                Store(item, kind, array, "float32", f"slot * {group} + THREAD"),
+            ]
+            result.append(Loop("slot", "0", str(length), "1", shared, length))
+            added: list[Statement] = [
+                Load(one, kind, array, "float32", f"{spot} + other * {threads}", 0),
+                Update(total, kind, operation, one),
+            ]
+            store = Store(total, kind, f"out{at}", "float32", f"GROUP(0) * {columns} + column")
+            sums += [
+                Variable(total, kind, operation),
+                Loop("other", "0", str(together), "1", added, together),
+                When(f"column < {columns}", [store]) if columns % (threads * length) else store,
+            ]
+        whole = [Count("column", column), *sums]
+        return [*result, Barrier(), Loop("spot", "THREAD", str(length * threads), str(group), whole)]
+
     def _share(self, rows: int) -> tuple[int, int]:
         """How many threads share a row, and how many rows a group has."""
         most = min(_MOST_THREADS, self.max_threads)
         vectors = self.group.columns // self.lanes
+        if not self._levels_in_all():
+            return min(most, _LONG_THREADS, 1 << (vectors - 1).bit_length()), 1
         threads = min(most, _LONG_THREADS, 1 << (-(-self.group.columns // _ITEMS) - 1).bit_length())
         if threads <= _WARP:
             threads = self._fitting(vectors)
+        while self._tallies and -(-vectors // threads) * self.lanes > _ITEMS:
+            threads *= 2  # they are in registers
         while 2 * threads <= min(most, vectors) and rows * threads < _BUSY * self.units:
             threads *= 2
         together = max(1, min(_FEW_THREADS, most) // threads)
-        while rows % together:
+        while (self._stretch() or rows) % together:
             together //= 2
         if threads * together < _WARP:  # threads of a warp speak to each other, so all must be there
             threads, together = _WARP, 1
@@ -146,24 +230,24 @@ class RowLoops(LoopNest):
     def _reduced_value(self, node: Node) -> Value:
         return self.scopes.value(node, unflatten(self._row, node.shape, self.scopes.variables))
 
-    def _roots(self, stage: int) -> tuple[list[Node], list[tuple[int, Node]]]:
-        """The reductions that a pass computes, and the outputs that it writes."""
+    def _roots(self, stage: int) -> tuple[list[Node], list[tuple[int, Node]], list[tuple[int, Node]]]:
+        """The reductions that a pass computes, the outputs that it writes, and what it adds to tallies."""
         reductions = [
-            node
-            for node in self.group.nodes
-            if node.primitive in REDUCTIONS and self._levels[node] == stage + 1
+            node for node in self.group.nodes if self._folds(node) and self._levels[node] == stage + 1
         ]
         outputs = [
             (at, node)
             for at, node in enumerate(self.group.outputs)
             if self._whole(node) and self._levels[node] == stage
         ]
-        return reductions, outputs
+        tallies = [(at, node) for at, node in self._tallies.items() if self._levels[node] == stage]
+        return reductions, outputs, tallies
 
     def _needed(self, stage: int) -> set[Node]:
         """The nodes before any reduction that a pass computes, and the inputs that it reads."""
-        reductions, outputs = self._roots(stage)
-        stack = [node.inputs[0] for node in reductions] + [node for _, node in outputs]
+        reductions, outputs, tallies = self._roots(stage)
+        stack = [node.inputs[0] for node in (*reductions, *(node for _, node in tallies))]
+        stack += [node for _, node in outputs]
         found: set[Node] = set()
         inside = {*self.group.nodes, *self.group.inputs}
         while stack:
@@ -227,8 +311,8 @@ class RowLoops(LoopNest):
 
     def _pass(self, stage: int, keep: list[Node]) -> None:
         scopes = self.scopes
-        reductions, outputs = self._roots(stage)
-        if not reductions and not outputs:
+        reductions, outputs, tallies = self._roots(stage)
+        if not reductions and not outputs and not tallies:
             return
         if self.gpu:
             known = dict.fromkeys(array for array, _, _ in scopes.kept.values())
@@ -256,6 +340,14 @@ class RowLoops(LoopNest):
                     lanes_of[node].append((name, scopes.lanes))
                 kind = Type(wide.type.dtype, scopes.lanes)
                 scopes.bodies[1].append(Update(name, kind, node.primitive.name, wide.name))
+            for at, node in tallies:
+                source = node.inputs[0]
+                value = scopes.value(source, unflatten(self._number, source.shape, scopes.variables))
+                kind = Type(value.type.dtype, scopes.lanes)
+                scopes.bodies[1].append(
+                    Update(self._sums[at], kind, node.primitive.name, value.name, first="slot")
+                )
+                self.note_store(at, _NOWHERE)
             for at, node in outputs:
                 whole = unflatten(self._number, node.shape, scopes.variables)
                 results.append((at, scopes.value(node, whole), self._number))
