@@ -179,7 +179,7 @@ def test_sums_on_the_way_are_those_of_numpy(
     results = function(ps.asarray(x, device=device), ps.asarray(g, device=device), ps)
     assert kept(device, *results) == (
         columns <= 512 or function is slope
-    )  # what is not computed is by itself
+    )
     realize.realize([one._node for one in results], device)
     for found, expected in zip(results, function(x.astype(float), g.astype(float), np), strict=True):
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)
