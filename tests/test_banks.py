@@ -58,6 +58,31 @@ def test_several_arenas_take_little_more_than_one() -> None:
     assert found.gap < 0.2
 
 
+@given(st.lists(lives, min_size=1, max_size=40), st.integers(1, 12))
+def test_a_value_larger_than_an_arena_has_one_to_itself_while_it_lives(
+    values: list[Value], most: int
+) -> None:
+    found = banks(values, UNIT, most * UNIT, 400)
+    for one, other in combinations(range(len(values)), 2):
+        a, b = values[one], values[other]
+        if found.bank_of[one] == found.bank_of[other] and a.dies >= b.born and b.dies >= a.born:
+            start, end = found.offsets[one], found.offsets[one] + a.nbytes
+            assert end <= found.offsets[other] or found.offsets[other] + b.nbytes <= start
+    for bank, one in enumerate(found.plans):
+        inside = [value for value, of in zip(values, found.bank_of, strict=True) if of == bank]
+        times = {-(-value.nbytes // (most * UNIT)) for value in inside}
+        assert one.arena_bytes <= most * UNIT or (len(times) == 1 and one.arena_bytes <= 400)
+
+
+def test_large_values_take_turns_and_take_places() -> None:
+    lives = [Value(300, 0, 2), Value(290, 2, 4, (0,)), Value(280, 3, 6), Value(300, 5, 7), Value(900, 8, 9)]
+    found = banks(lives, UNIT, 160, 1000)
+    assert found.bank_of[0] == found.bank_of[1] == found.bank_of[3] != found.bank_of[2]
+    assert found.bank_of[4] not in found.bank_of[:4], "others would be as large as it"
+    assert found.offsets == (0,) * 5
+    assert [one.arena_bytes for one in found.plans] == [0, 300, 280, 900]
+
+
 def test_a_value_larger_than_any_arena_is_named() -> None:
     with pytest.raises(ValueError, match="1008 bytes"):
         banks([Value(1000, 0, 1)], UNIT, 512)

@@ -22,6 +22,8 @@ def parts(most: int, *wanted: Node) -> list[Group]:
     """The groups of some nodes within a bound; they hold what is wanted, in order."""
     found = bounded(partition(wanted, lambda node: True), most)
     holds(found, list(wanted))
+    outputs = [node for group in found for node in group.outputs]
+    assert len(outputs) == len(set(outputs)), "nothing is stored twice"
     assert all(len(group.inputs) + len(group.outputs) <= most for group in found)
     assert all(len({node.size for node in group.outputs}) == 1 for group in found if group.kind == "map")
     return found
@@ -111,6 +113,76 @@ def test_random_graphs(seed: int, most: int) -> None:
     nodes = random_graph(choice, 60)
     wanted = [node for node in (*choice.sample(nodes, 5), *nodes[-5:]) if node.value is None]
     parts(most, *dict.fromkeys(wanted))
+
+
+def by_bytes(node: Node) -> int:
+    """As many buffers as windows of 100 bytes."""
+    return max(1, -(-node.nbytes // 100))
+
+
+def weighed(most: int, wanted: list[Node]) -> list[Group]:
+    """The same where large values count for several."""
+    found = bounded(partition(wanted, lambda node: True), most, by_bytes)
+    holds(found, wanted)
+    outputs = [node for group in found for node in group.outputs]
+    assert len(outputs) == len(set(outputs)), "nothing is stored twice"
+    for group in found:
+        assert sum(map(by_bytes, (*group.inputs, *group.outputs))) <= most or group.kind == "lone"
+    return found
+
+
+def test_values_count_as_many_times_as_they_are_large() -> None:
+    leaves = [at(np.full((4, 16), k, np.float32)) for k in range(4)]  # 3 each
+    total = leaves[0]
+    for one in leaves[1:]:
+        total = elementwise.add(total, one)
+    found = weighed(9, [total])
+    assert [len(group.inputs) for group in found] == [2, 2, 2]
+    same_values(found, [total])
+
+
+def test_what_is_too_large_stands_alone_and_only_that() -> None:
+    x, y = (at(np.full((8, 16), k, np.float32)) for k in (2, 3))  # 6 each
+    wide = elementwise.multiply(x, shaping.permute(shaping.permute(y, (1, 0)), (1, 0)))
+    rows = elementwise.exp(elementwise.negative(reducing.sum_(wide, (1,))))
+    found = weighed(9, [rows])
+    alone = {group.nodes[0].primitive.name for group in found if group.kind == "lone"}
+    assert alone == {"multiply", "permute"}
+    assert [node.primitive.name for node in found[-1].nodes] == ["sum", "negative", "exp"]
+    same_values(found, [rows])
+
+
+def test_what_two_groups_compute_for_themselves_is_stored_once() -> None:
+    leaves = [at(np.full((4, 16), k, np.float32)) for k in range(3)]
+    shared = elementwise.negative(elementwise.add(leaves[0], leaves[1]))
+    wanted = [
+        reducing.sum_(elementwise.multiply(shared, leaves[2]), (1,)),
+        reducing.max_(elementwise.add(shared, leaves[2]), (0,)),
+        elementwise.multiply(elementwise.add(shared, leaves[2]), leaves[2]),
+    ]
+    for most in (6, 7, 9, 12):
+        same_values(weighed(most, wanted), wanted)
+
+
+@pytest.mark.parametrize("most", [6, 9, 16])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_graphs_of_values_that_count_for_several(seed: int, most: int) -> None:
+    choice = random.Random(seed)
+    nodes = random_graph(choice, 60)
+    wanted = [node for node in (*choice.sample(nodes, 5), *nodes[-5:]) if node.value is None]
+    weighed(most, list(dict.fromkeys(wanted)))
+
+
+def test_large_values_are_joined_in_parts() -> None:
+    leaves = [at(np.full((1, 5), k, np.int16)) for k in range(30)]
+    joined = shaping.concat(leaves, 0)  # 300 bytes
+    limits = replace(CPU, max_buffers=12, binding_bytes=100)
+    (cut,) = split([joined], limits)
+    assert [len(node.inputs) for node in topological([cut]) if node.value is None] == [10, 10, 10, 3]
+    same_values(weighed(12, [cut]), [cut])
+    assert split([joined], replace(limits, max_buffers=33)) == [joined]
+    large = shaping.concat([at(np.full((5, 5), k, np.float32)) for k in range(8)], 0)
+    assert split([large], limits) == [large], "no kernel can have what is read and written"
 
 
 def test_many_values_are_joined_in_parts() -> None:

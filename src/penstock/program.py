@@ -82,7 +82,8 @@ class Program:
             lambda product: by_library(product, device.capabilities),
             units_with_tallies(device.capabilities),
         )
-        groups = bounded(groups, device.capabilities.max_buffers)
+        can = device.capabilities
+        groups = bounded(groups, can.max_buffers, lambda node: can.bindings(node.nbytes))
         self._wanted = [base(node) for node in wanted]
         replaces = {self._wanted[at]: inputs[number] for at, number in (replaced or {}).items()}
         self._gpu = device.capabilities.vector_width == 1
@@ -107,6 +108,7 @@ class Program:
         self.steps = self._lay_out(bundles, cache)
         self.plan = self._planned()
         self._arena_bytes = [max(one.arena_bytes, 1) for one in self.plan.plans]
+        self._bank_bytes = device.capabilities.bank_bytes
         self._cache = cache
         self._functions: dict[str, Any] = {}  # what computes instead of text, by name
         self._parts = self._in_parts()
@@ -130,17 +132,17 @@ class Program:
     # Building
 
     def _planned(self) -> Banks:
-        most = self.device.capabilities.max_allocation_bytes
-        try:
-            return banks(self._values, UNIT, most)
-        except ValueError:
-            largest = max(self._temporary, key=lambda node: node.nbytes)
+        can = self.device.capabilities
+        most = can.max_allocation_bytes
+        largest = max((*self.outputs, *self._temporary), key=lambda node: node.nbytes, default=None)
+        if largest is not None and largest.nbytes > most:
             raise OutOfDeviceMemory(
-                f"{self.device.name} has no memory of more than {format_bytes(most)}, and a result on the "
-                f"way, {largest.dtype}{list(largest.shape)}, takes {format_bytes(largest.nbytes)}; "
-                f"compute it in parts",
+                f"{self.device.name} has no memory of more than {format_bytes(most)}, and a result"
+                f"{'' if largest in self.outputs else ' on the way'}, {largest.dtype}{list(largest.shape)}, "
+                f"takes {format_bytes(largest.nbytes)}; compute it in parts",
                 asked=largest.nbytes,
-            ) from None
+            )
+        return banks(self._values, UNIT, can.bank_bytes, most)
 
     def _bank(self, value: int) -> int:
         """The slot of the arena that a planned value is in."""
@@ -304,6 +306,22 @@ class Program:
             return self._bank(value), self.plan.offsets[value] // UNIT
         return self._slot[node], 0
 
+    @property
+    def launches(self) -> int:
+        """How many one run has, after those that could be were put together; 0 before the first."""
+        return sum(one.launches for one in self._current if isinstance(one, _Segment))
+
+    def kept_bytes(self) -> int:
+        """What temporaries take that are needed for longer than half of the steps, where that is the most.
+
+        In a training step these are the activations that wait for their gradients.
+        """
+        last = max((step.bundle for step in self.steps), default=0)
+        kept = [value for value in self._values if 2 * (value.dies - value.born) > last]
+        return max(
+            (sum(v.nbytes for v in kept if v.born <= at <= v.dies) for at in range(last + 1)), default=0
+        )
+
     # Running
 
     def may_overwrite(self, output: int, number: int) -> bool:
@@ -318,7 +336,7 @@ class Program:
         `over` names wanted values that are written over inputs.
         """
         with self.device.running:
-            arena, *others = self.device.scratch(self._arena_bytes)
+            arena, *others = self._arenas()
             same = over is not None and over is self._last_over
             if not same:
                 self._aim(over or {})
@@ -342,6 +360,14 @@ class Program:
         for slot in self._shared_slots:
             buffers[slot].shared = True
         return [buffers[slot] for slot in self._result_slots]
+
+    def _arenas(self) -> list[Buffer]:
+        """Memories for temporaries, which may be larger than this program's: no more is taken of them."""
+        most = self._bank_bytes
+        return [
+            one if one.nbytes <= most else one.part(0, nbytes)
+            for one, nbytes in zip(self.device.scratch(self._arena_bytes), self._arena_bytes, strict=True)
+        ]
 
     def _aim(self, over: Mapping[int, int]) -> None:
         """Note where the outputs of a run go."""
@@ -451,6 +477,7 @@ class _Segment:
         self._held: list[int] = []  # one slot of each memory: parts of one are in use as long as any of them
         self._alone: set[int] = set()  # slots that no other shares its memory with
         self._last_numbers: Sequence[Any] = ()
+        self.launches = len(self._launches)
 
     def run(
         self,

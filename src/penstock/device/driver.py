@@ -51,7 +51,17 @@ class Capabilities:
     tensor_cores: bool = False  # kernels may have CUDA's instructions for tiles of float16 and bfloat16
     int64: bool = True  # kernels may have whole numbers of 64 bits
     max_buffers: int = 1 << 16  # that one kernel may take
+    binding_bytes: int = 1 << 62  # that each of them may have; a larger memory takes several
     tf32: bool = False  # that library may round float32 to 10 bits of fraction before it multiplies
+
+    @property
+    def bank_bytes(self) -> int:
+        """The largest memory that one buffer of a kernel can be: reading others costs a choice each time."""
+        return min(self.max_allocation_bytes, self.binding_bytes)
+
+    def bindings(self, nbytes: int) -> int:
+        """How many of a kernel's buffers a memory of so many bytes takes."""
+        return max(1, -(-nbytes // self.binding_bytes))
 
 
 class LibraryLaunch(Protocol):

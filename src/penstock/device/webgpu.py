@@ -203,40 +203,50 @@ class WebGpuDriver(Driver):
             _check_signature(found[name], signature)
             function = _Function(found[name], dtypes[name])
             apart = range(len(function.kinds))
-            self._module(function, (1,), apart, False)  # to hear what the compiler says
+            self._module(function, (1,), apart, False, ())  # to hear what the compiler says
             kernels[name] = Kernel(name, signature, function)
         return kernels
 
-    def _module(self, function: _Function, group: Grid, bindings: Sequence[int], folded: bool) -> Owned:
+    def _module(
+        self,
+        function: _Function,
+        group: Grid,
+        bindings: Sequence[int],
+        folded: bool,
+        windows: Sequence[int],
+    ) -> Owned:
         by_buffer = self._goes_by_buffer(function, folded)
-        return self._native.module(
-            function.text.name, module_text(function.text, group, bindings, folded, by_buffer)
-        )
+        most = self.capabilities.binding_bytes
+        try:
+            text = module_text(function.text, group, bindings, folded, by_buffer, windows, most)
+        except CompileError as error:
+            raise DeviceError(f"one binding has at most {most} bytes on {self.name}: {error}") from None
+        return self._native.module(function.text.name, text)
 
     def _goes_by_buffer(self, function: _Function, folded: bool) -> bool:
         """Whether a kernel's scalars are too many for immediates."""
         return function.scalar_bytes[folded] > self._immediate_bytes
 
-    def _pipeline(self, function: _Function, group: Grid, bindings: tuple[int, ...], folded: bool) -> Owned:
-        key = (group, bindings, folded)
+    def _pipeline(self, function: _Function, key: _Made) -> Owned:
         with self._lock:
             pipeline = function.pipelines.get(key)
         if pipeline is None:  # without the lock: it takes milliseconds
-            pipeline = self._new_pipeline(function, *key)
+            pipeline = self._new_pipeline(function, key)
             with self._lock:
                 while len(function.pipelines) >= _MAX_PIPELINES:
                     del function.pipelines[next(iter(function.pipelines))]
                 function.pipelines[key] = pipeline
         return pipeline
 
-    def _new_pipeline(
-        self, function: _Function, group: Grid, bindings: tuple[int, ...], folded: bool
-    ) -> Owned:
+    def _new_pipeline(self, function: _Function, key: _Made) -> Owned:
+        group, bindings, folded, windows = key
         nbytes = function.scalar_bytes[folded]
         if self._goes_by_buffer(function, folded) and nbytes > _RING_PART:
             raise DeviceError(f"{nbytes} bytes of scalars; a kernel may have {_RING_PART} here")
-        module = self._module(function, group, bindings, folded)
-        layout = self._pipeline_layout(len(set(bindings)), nbytes)
+        module = self._module(function, group, bindings, folded, windows)
+        firsts = set(bindings)
+        count = sum(windows[first] for first in firsts) if windows else len(firsts)
+        layout = self._pipeline_layout(count, nbytes)
         return self._native.pipeline(function.text.name, module, layout)
 
     def _pipeline_layout(self, buffers: int, nbytes: int) -> Owned:
@@ -311,27 +321,29 @@ class WebGpuDriver(Driver):
         function, args = launch.function, launch.args
         sizes, folded = _sizes(launch.grid, launch.group, self._longest, self._group_limits)
         numbers = [args[position] for position in function.scalar_positions]
-        bindings, parts, buffers = [], [], []
+        bindings, windows, parts, buffers = [], [], [], []
         first: dict[tuple[_Part, str], int] = {}
-        for number, position in enumerate(function.buffer_positions):
-            given: _Range = args[position]
+        most = self.capabilities.binding_bytes
+        for number, part in enumerate(self._bound_parts(function, args)):
+            given: _Range = args[function.buffer_positions[number]]
+            serial, start, size = part
             place = function.places[number]
-            if place is None:
-                part = (given.serial, given.offset, given.size)
-            else:  # the whole memory, so that all that lies in one is one binding
-                part = (given.serial, 0, given.buffer.nbytes)
-                numbers[place] += given.offset // PLACE_UNIT
+            if place is not None:
+                numbers[place] += (given.offset - start) // PLACE_UNIT
+            windows.append(1 if size <= most else -(-size // most))
             key = (part, function.kinds[number])
             if key not in first:
                 first[key] = number
-                parts.append(part)
-                buffers.append(given.buffer)
+                for offset in range(0, size, most):
+                    parts.append((serial, start + offset, min(most, size - offset)))
+                    buffers.append(given.buffer)
             bindings.append(first[key])
+        divided = len(parts) > len(first)
         if len(parts) > self.capabilities.max_buffers:
-            raise DeviceError(
-                f"{len(parts)} memories; a kernel may have {self.capabilities.max_buffers} here"
-            )
-        pipeline = self._pipeline(function, launch.group, tuple(bindings), folded)
+            what = f"parts of memories, of at most {most} bytes each" if divided else "memories"
+            raise DeviceError(f"{len(parts)} {what}; a kernel may have {self.capabilities.max_buffers} here")
+        made_for = (launch.group, tuple(bindings), folded, tuple(windows) if divided else ())
+        pipeline = self._pipeline(function, made_for)
         if folded:
             numbers += [sizes[0], *_folding(launch.grid)]
         nbytes = function.scalar_bytes[folded]
@@ -341,6 +353,24 @@ class WebGpuDriver(Driver):
             pipeline, group, scalars, nbytes, self._goes_by_buffer(function, folded), *sizes
         )  # fmt: skip
         return launch.dispatch
+
+    def _bound_parts(self, function: _Function, args: Sequence[Any]) -> list[_Part]:
+        """For each buffer, what is bound for it: of its memory, as little or as much as it takes."""
+        parts: list[_Part] = []
+        large: dict[tuple[int, str], list[int]] = {}  # buffers of one memory that is larger than a binding
+        most = self.capabilities.binding_bytes
+        for number, position in enumerate(function.buffer_positions):
+            given: _Range = args[position]
+            if function.places[number] is None:
+                parts.append((given.serial, given.offset, given.size))
+            elif given.buffer.nbytes <= most:  # the whole memory, so that all that lies in one is one binding
+                parts.append((given.serial, 0, given.buffer.nbytes))
+            else:
+                parts.append((given.serial, given.offset, given.size))
+                large.setdefault((given.serial, function.kinds[number]), []).append(number)
+        for numbers in large.values():
+            _join(parts, numbers)
+        return parts
 
     def replay(
         self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
@@ -486,6 +516,7 @@ class WebGpuDriver(Driver):
 
     def _read_buffer(self, nbytes: int) -> NativeBuffer:
         size = max(1 << (nbytes - 1).bit_length(), _LEAST_READ)
+        size = max(min(size, self.capabilities.max_allocation_bytes), nbytes)
         if idle := self._idle_reads.get(size):
             self._idle_read_bytes -= size
             return idle.pop()
@@ -520,10 +551,20 @@ class WebGpuDriver(Driver):
     ) -> _Event:
         if self._copier is None:
             self._copier = self.compile(_COPY_BYTES, {"copy_bytes": _COPY_SIGNATURE})["copy_bytes"]
-        words = -(-(target_offset % _WORD + nbytes) // _WORD)
-        args = (target, source, target_offset, source_offset, nbytes)
-        launch = _Launch(self._copier.native, (-(-words // _COPY_GROUP),), (_COPY_GROUP,), list(args))
-        return self._record(queue, self._prepare(launch))
+        most = self.capabilities.binding_bytes
+        large = max(target.size, source.size) > most
+        # In parts of which any two of one memory lie in one binding, or so far apart that theirs do not meet.
+        step = _rounded(most // 4, PLACE_UNIT) if large else nbytes
+        for done in range(0, nbytes, step):
+            count = min(step, nbytes - done)
+            to, start = target_offset + done, source_offset + done
+            words = -(-(to % _WORD + count) // _WORD)
+            args: list[Any] = [target, source, to, start, count]
+            if large:
+                args = _narrowed(target, source, to, start, count, most)
+            launch = _Launch(self._copier.native, (-(-words // _COPY_GROUP),), (_COPY_GROUP,), args)
+            event = self._record(queue, self._prepare(launch))
+        return event
 
     def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
         raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")
@@ -714,6 +755,9 @@ class WebGpuDriver(Driver):
 
 _Part = tuple[int, int, int]  # of a memory: its number, offset, bytes
 _Parts = tuple[_Part, ...]
+# What a pipeline is made for: the group, for each buffer the first in the same binding, whether the grid is
+# folded, and for each buffer how many bindings it has, where any has several.
+_Made = tuple[Grid, tuple[int, ...], bool, tuple[int, ...]]
 
 
 class _Range:
@@ -726,6 +770,12 @@ class _Range:
         self.offset = offset
         self.size = size
         self.serial = serial  # the memory's number
+
+    def around(self, start: int, end: int) -> _Range:
+        """As little of the memory as can be bound for some of its bytes."""
+        offset = start // PLACE_UNIT * PLACE_UNIT
+        size = min(_rounded(end - offset, BUFFER_UNIT), self.buffer.nbytes - offset)
+        return _Range(self.buffer, offset, size, self.serial)
 
 
 # Pipeline, bind group, scalars, their bytes, whether they go through a uniform buffer, groups in each axis.
@@ -834,7 +884,7 @@ class _Function:
         # For each buffer, which of the scalars is its place, where it has one.
         self.places = [numbers.get(f"{one.name}_place") for one in text.buffers]
         self.scalar_bytes = [text.scalar_bytes(folded) for folded in (False, True)]
-        self.pipelines: dict[tuple[Grid, tuple[int, ...], bool], Owned] = {}
+        self.pipelines: dict[_Made, Owned] = {}
         self._dtypes = [dtypes[position] for position in self.scalar_positions]
         self._formats = [struct.Struct(text.scalar_format(folded)) for folded in (False, True)]
 
@@ -861,6 +911,30 @@ class _Launch:
         self.group = group
         self.args = args
         self.dispatch: _Dispatch | None = None  # None: an argument has changed
+
+
+def _join(parts: list[_Part], numbers: Sequence[int]) -> None:
+    """Make one part of those that meet in one memory: WebGPU permits no two bindings of the same bytes."""
+    together: list[int] = []
+    start = end = 0
+    for number in sorted(numbers, key=lambda one: parts[one][1]):
+        serial, begin, size = parts[number]
+        if begin >= end:
+            together, start = [], begin
+        together.append(number)
+        end = max(end, begin + size)
+        for one in together:
+            parts[one] = (serial, start, end - start)
+
+
+def _narrowed(target: _Range, source: _Range, to: int, start: int, count: int, most: int) -> list[Any]:
+    """The arguments of a copy, with no more of large memories than it takes."""
+    first, last = min(to, start), max(to, start) + count
+    if target.serial == source.serial and last - first // PLACE_UNIT * PLACE_UNIT <= most - BUFFER_UNIT:
+        both = target.around(first, last)
+        return [both, both, to - both.offset, start - both.offset, count]
+    there, here = target.around(to, to + count), source.around(start, start + count)
+    return [there, here, to - there.offset, start - here.offset, count]
 
 
 @lru_cache(maxsize=1024)

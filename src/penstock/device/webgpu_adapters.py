@@ -25,6 +25,8 @@ _VULKAN, _METAL, _DX12 = 1 << 0, 1 << 2, 1 << 3
 # words of messages depend, and how many groups it runs at once.
 _GPU_BYTES = 4 << 30
 _GPU_UNITS = 32
+# Words of a memory are counted in 32 bits with a sign, even one that is a step beyond the last.
+_MOST_BYTES = (1 << 33) - (1 << 20)
 
 _VENDORS = {
     0x1002: "AMD",
@@ -143,7 +145,7 @@ def _adapter(native: Any) -> Adapter:
 def webgpu_capabilities(adapter: Adapter) -> Capabilities:
     """What an adapter can do, without opening it."""
     limits, cpu = adapter.limits, adapter.sort == "cpu"
-    largest = min(limits["maxBufferSize"], limits["maxStorageBufferBindingSize"])
+    largest = min(limits["maxBufferSize"], _MOST_BYTES) // BUFFER_UNIT * BUFFER_UNIT
     return Capabilities(
         description=adapter.name,
         vendor=adapter.vendor,
@@ -151,7 +153,7 @@ def webgpu_capabilities(adapter: Adapter) -> Capabilities:
         kind="cpu" if cpu else "gpu",
         language="wgsl",
         total_bytes=_GPU_BYTES if adapter.sort == "discrete" else psutil.virtual_memory().total,
-        max_allocation_bytes=largest // BUFFER_UNIT * BUFFER_UNIT,
+        max_allocation_bytes=largest,
         offset_alignment=PLACE_UNIT,
         shared_memory=False,
         compute_units=(os.cpu_count() or 1) if cpu else _GPU_UNITS,
@@ -162,6 +164,7 @@ def webgpu_capabilities(adapter: Adapter) -> Capabilities:
         float64=False,
         int64=INT64 in adapter.features,
         max_buffers=limits["maxStorageBuffersPerShaderStage"],
+        binding_bytes=limits["maxStorageBufferBindingSize"] // PLACE_UNIT * PLACE_UNIT,
     )
 
 

@@ -98,8 +98,7 @@ class NativeDevice:
         user = ffi.cast("void *", key)
         features = [one for one in _FEATURES if one in adapter.features]
         wanted = ffi.new("WGPUFeatureName[]", [ffi.cast("WGPUFeatureName", one) for one in features])
-        limits = ffi.new("WGPULimits *")
-        lib.wgpuAdapterGetLimits(adapter.native, limits)
+        limits = ffi.new("WGPULimits *", adapter.limits)
         descriptor = ffi.new("WGPUDeviceDescriptor *")
         descriptor.requiredFeatureCount, descriptor.requiredFeatures = len(features), wanted
         descriptor.requiredLimits = limits

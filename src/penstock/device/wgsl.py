@@ -7,8 +7,9 @@ A text is ordinary WGSL, but for its entry points, which are written as
 with buffers first and scalars (`i32`, `u32`, `f32`, `i64`, `u64`) after them. In the body there are
 `GROUP_0`, `GROUP_1` and `GROUP_2`, `GROUPS_0`, which is the grid's first axis, `THREAD` (in the flattened
 group) and `THREADS`, all of them `i32`. What a module is made for: the size of a group; which buffers of a
-launch are one memory (those become one binding); whether an axis of its grid is longer than WebGPU permits
-(then the grid is folded into a rectangle); and whether scalars come as immediates or from a uniform buffer.
+launch are one memory (those become one binding); which memories are larger than a binding (those become
+several); whether an axis of its grid is longer than WebGPU permits (then the grid is folded into a
+rectangle); and whether scalars come as immediates or from a uniform buffer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.device.wgsl_windows import window_name, windowed
 from penstock.errors import CompileError
 
 PLACE_UNIT = 256  # bytes of one step of a place
@@ -45,6 +47,11 @@ class Parameter:
     def is_buffer(self) -> bool:
         """Whether a buffer is given for it."""
         return self.type.startswith("array")
+
+    @property
+    def item_type(self) -> str:
+        """The type of a buffer's items."""
+        return _split(self.type.removeprefix("array<").removesuffix(">"))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +106,39 @@ def parse(source: str) -> dict[str, KernelText]:
 
 
 def module_text(
-    kernel: KernelText, group: Sequence[int], bindings: Sequence[int], folded: bool, uniform: bool
+    kernel: KernelText,
+    group: Sequence[int],
+    bindings: Sequence[int],
+    folded: bool,
+    uniform: bool,
+    windows: Sequence[int] = (),
+    window_bytes: int = 0,
 ) -> str:
-    """A kernel as WGSL. `bindings`: for each buffer, the first buffer of the launch in the same binding."""
-    body, around, declared = kernel.body, kernel.around, []
-    numbers = {position: number for number, position in enumerate(dict.fromkeys(bindings))}
+    """A kernel as WGSL. `bindings`: for each buffer, the first buffer of the launch in the same binding.
+
+    `windows`: where some memories are larger than `window_bytes`, how many bindings the buffers have, each.
+    """
+    body, around = kernel.body, kernel.around
+    declared: list[str] = []
+    large: dict[str, tuple[str, int]] = {}
     for position, buffer in enumerate(kernel.buffers):
         if bindings[position] == position:
-            declared.append(
-                f"@group(0) @binding({numbers[position]}) "
-                f"var<storage, read_write> {buffer.name}: {buffer.type};"
-            )
+            count = windows[position] if windows else 1
+            declared += [
+                f"@group(0) @binding({len(declared) + number}) "
+                f"var<storage, read_write> {window_name(buffer.name, number)}: {buffer.type};"
+                for number in range(count)
+            ]
+            if count > 1:
+                large[buffer.name] = buffer.item_type, count
         else:
             # Not after a dot, where it is a part of a vector.
             word, same = rf"(?<![\w.]){buffer.name}\b", kernel.buffers[bindings[position]].name
             body, around = re.sub(word, same, body), re.sub(word, same, around)
+    if large:
+        texts, functions = windowed((body, around), large, window_bytes)
+        body, around = texts
+        declared.append(functions)
     fields, values = [], []
     for scalar in kernel.scalars:
         name = f"_{scalar.name}"

@@ -1,15 +1,16 @@
 """Groups that would take more buffers than a kernel of the device may, as several that each take fewer.
 
 A part computes some of the outputs, and again for itself what it needs for them. Where a single output needs
-too much, something on the way to it is stored.
+too much, something on the way to it is stored. A value may count as several buffers. Where a node needs too
+many by itself, it stands alone, and the device has no kernel for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from penstock.fusion.groups import Group
-from penstock.fusion.views import FREE
+from penstock.fusion.views import FREE, base
 from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Node
 from penstock.graph.reducing import REDUCTIONS
@@ -17,25 +18,55 @@ from penstock.graph.reducing import REDUCTIONS
 _KINDS = ("map", "row", "column", "matmul")  # which any nodes of theirs can be taken from
 
 
-def bounded(groups: Iterable[Group], most: int) -> list[Group]:
+def bounded(groups: Iterable[Group], most: int, weigh: Callable[[Node], int] = lambda node: 1) -> list[Group]:
     """The groups in order, those of more than `most` inputs and outputs in parts.
 
-    A node that reads more values than that by itself stays as it is.
+    `weigh` tells as how many of them a value counts.
     """
     result: list[Group] = []
+    stored: set[Node] = set()  # by all groups of the result
     for group in groups:
-        fits = len(group.inputs) + len(group.outputs) <= most
-        result += [group] if fits or group.kind not in _KINDS else _Parts(group, most).groups
+        # What several groups compute for themselves may have been stored for one before.
+        outputs = [node for node in group.outputs if node not in stored]
+        if len(outputs) < len(group.outputs):
+            group = _part(group, outputs, set(group.inputs))
+        if sum(map(weigh, (*group.inputs, *group.outputs))) <= most or group.kind not in _KINDS:
+            found = [group] if outputs else []
+        else:
+            found = _Parts(group, most, weigh, stored).groups
+        stored.update(node for one in found for node in one.outputs)
+        result += found
     return result
+
+
+def _part(group: Group, outputs: Sequence[Node], known: Container[Node]) -> Group:
+    """A group of its own for some nodes of a group, which reads what is known."""
+    inside: set[Node] = set()
+    read: set[Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node in known:
+            read.add(node)
+        elif node not in inside:
+            inside.add(node)
+            stack += node.inputs
+    nodes = tuple(node for node in group.nodes if node in inside)
+    inputs = tuple(node for node in (*group.inputs, *group.nodes) if node in read)
+    computes = any(node.primitive is MATMUL or node.primitive in REDUCTIONS for node in nodes)
+    return Group(group.kind if computes else "map", tuple(outputs), inputs, nodes, group.columns)
 
 
 class _Parts:
     """Divides one group."""
 
-    def __init__(self, group: Group, most: int) -> None:
+    def __init__(self, group: Group, most: int, weigh: Callable[[Node], int], stored: set[Node]) -> None:
+        """`stored`: what groups before have stored, and need not be stored again."""
         self._group = group
         self._most = most
-        self._stored: set[Node] = set()  # by parts that are complete
+        self._weigh = weigh
+        self._elsewhere = stored
+        self._stored: set[Node] = set()  # by parts that are complete, or by groups before
         self.groups: list[Group] = []
         together: list[Node] = []
         for output in sorted(group.outputs, key=group.nodes.index):
@@ -44,48 +75,58 @@ class _Parts:
                 continue
             if together:
                 self._complete(together)
-            while not self._fits(self._part([output])):
-                between = self._between(output)
-                if between is None:
-                    break
+            together = [output] if self._prepared(output) else []
+        if together:
+            self._complete(together)
+
+    def _prepared(self, output: Node) -> bool:
+        """Store what has to be stored before an output is a part; False where it was stored by itself."""
+        while not self._fits(self._part([output])):
+            if between := self._between(output):
                 self._complete([between])
-            together = [output]
-        self._complete(together)
+                continue
+            nodes = self._part([output]).nodes
+            large = (one for one in nodes if one.primitive not in FREE and not self._fits(self._part([one])))
+            blocked = next(large, output)
+            self._alone(blocked)
+            if blocked is output:
+                return False
+        return True
+
+    def _alone(self, node: Node) -> None:
+        """Let a node read all its inputs as they are, with nothing computed on the way."""
+        for parent in map(base, node.inputs):
+            known = self._stored.union(map(base, self._group.inputs))
+            if parent not in known and self._prepared(parent):
+                self._complete([parent])
+        self._add(Group("lone", (node,), node.inputs, (node,)))
 
     def _complete(self, outputs: Sequence[Node]) -> None:
-        self.groups.append(self._part(outputs))
-        self._stored.update(outputs)
+        self._add(self._part(outputs))
+
+    def _add(self, part: Group) -> None:
+        if not self._elsewhere.issuperset(part.outputs):
+            self.groups.append(part)
+        self._stored.update(part.outputs)
 
     def _part(self, outputs: Sequence[Node]) -> Group:
         """A group of its own for some nodes, which may read what was stored before."""
-        known = self._stored.union(self._group.inputs)
-        inside: set[Node] = set()
-        read: set[Node] = set()
-        stack = list(outputs)
-        while stack:
-            node = stack.pop()
-            if node in known:
-                read.add(node)
-            elif node not in inside:
-                inside.add(node)
-                stack += node.inputs
-        nodes = tuple(node for node in self._group.nodes if node in inside)
-        inputs = tuple(node for node in (*self._group.inputs, *self._group.nodes) if node in read)
-        kind = self._group.kind
-        if not any(node.primitive is MATMUL or node.primitive in REDUCTIONS for node in nodes):
-            kind = "map"
-        return Group(kind, tuple(outputs), inputs, nodes, self._group.columns)
+        return _part(self._group, outputs, self._stored.union(self._group.inputs))
 
     def _fits(self, part: Group) -> bool:
         alike = part.kind != "map" or len({node.size for node in part.outputs}) == 1
-        return alike and len(part.inputs) + len(part.outputs) <= self._most
+        return alike and self._weight(part.inputs) + self._weight(part.outputs) <= self._most
+
+    def _weight(self, nodes: Iterable[Node]) -> int:
+        return sum(map(self._weigh, nodes))
 
     def _between(self, output: Node) -> Node | None:
-        """What to store on the way to an output: what needs most values, of all that can be a part."""
-        best, reads = None, 1
+        """What to store on the way to an output: what spares most, of all that can be a part."""
+        best, spared = None, 0
         for node in self._part([output]).nodes:
-            if node is not output and node.primitive not in FREE:
+            if node is not output and base(node) is node:  # what only reshapes has no memory of its own
                 part = self._part([node])
-                if self._fits(part) and len(part.inputs) > reads:
-                    best, reads = node, len(part.inputs)
+                spares = self._weight(part.inputs) - self._weigh(node)
+                if self._fits(part) and spares > spared:
+                    best, spared = node, spares
         return best

@@ -33,18 +33,33 @@ def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
         if node.primitive in REDUCTIONS:
             same = _in_parts(same, capabilities)
         elif node.primitive is CONCAT:
-            same = _joined(same, capabilities.max_buffers - 1)
+            same = _joined(same, capabilities)
         new[node] = same
     return [new[node] for node in outputs]
 
 
-def _joined(node: Node, most: int) -> Node:
-    """A concatenation of few values at a time, so that a kernel can take all that it reads."""
+def _joined(node: Node, capabilities: Capabilities) -> Node:
+    """A concatenation of few values at a time, so that a kernel can take all that it reads and writes."""
     inputs = node.inputs
-    while len(inputs) > most:
-        parts = (inputs[first : first + most] for first in range(0, len(inputs), most))
-        inputs = tuple(one[0] if len(one) == 1 else Node(CONCAT, one, node.attributes) for one in parts)
+    while not _fits(inputs, capabilities):
+        parts: list[list[Node]] = []
+        for one in inputs:
+            if parts and _fits([*parts[-1], one], capabilities):
+                parts[-1].append(one)
+            else:
+                parts.append([one])
+        if len(parts) == len(inputs):
+            return node  # they are too large for a kernel
+        inputs = tuple(
+            one[0] if len(one) == 1 else Node(CONCAT, tuple(one), node.attributes) for one in parts
+        )
     return node if inputs is node.inputs else Node(CONCAT, inputs, node.attributes)
+
+
+def _fits(inputs: Sequence[Node], capabilities: Capabilities) -> bool:
+    """Whether a kernel can join values."""
+    sizes = [one.nbytes for one in inputs]
+    return sum(map(capabilities.bindings, [sum(sizes), *sizes])) <= capabilities.max_buffers
 
 
 def _in_parts(node: Node, capabilities: Capabilities) -> Node:

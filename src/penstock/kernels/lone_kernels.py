@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.device.driver import Capabilities
 from penstock.graph.contraction import SCATTER_ADD
 from penstock.graph.dtypes import HALVES
@@ -48,7 +50,17 @@ def lone_kernels(node: Node, capabilities: Capabilities) -> Lone | None:
         return None
     if not all(_has_type(value, node, capabilities) for value in values):
         return None
-    return write(node, capabilities)
+    lone = write(node, capabilities)
+    return lone if lone is None or _takes_few(lone, values, capabilities) else None
+
+
+def _takes_few(lone: Lone, values: Sequence[Node], capabilities: Capabilities) -> bool:
+    """Whether there can be memories so large, and no launch takes more of them than a kernel may."""
+    sizes = [*(value.nbytes for value in values), *lone.scratch]
+    taken = [sum(capabilities.bindings(sizes[at]) for at in one.buffers) for one in lone.launches]
+    return max(lone.scratch, default=0) <= capabilities.max_allocation_bytes and (
+        max(taken) <= capabilities.max_buffers
+    )
 
 
 def _has_type(value: Node, node: Node, capabilities: Capabilities) -> bool:

@@ -39,7 +39,7 @@ from penstock.kernels.wgsl_expressions import wgsl_expression
 from penstock.kernels.wgsl_renderer import render_wgsl
 from penstock.kernels.wgsl_steps import has_short_loops
 
-_MOST_ITEMS = 1 << 31  # beyond which places leave an int
+_MOST_ITEMS = (1 << 31) - (1 << 20)  # beyond which places leave an int, even one that is a step further
 _HALVES = frozenset(dtype.numpy.type for dtype in HALVES)
 # What moves items, or asks for their very bits: NumPy does it to halves as they are.
 _NAMED_AS_STORED = (PRIMITIVES[name] for name in ("stop", "positive", "where", "nextafter"))

@@ -335,11 +335,11 @@ def _rows_at_once(device: Device, width: int) -> int:
 
     The gradient of a row's logits needs no other row's, so those of one part are let go before the next. The
     weight's gradient is added up part by part: the fewer rows, the more it is read and written again. A part
-    has to fit into one memory.
+    has to fit into one memory, and into one buffer of a kernel.
     """
     cpu = device.capabilities.vector_width > 1
     rows = max(512, (1 << 20) // width) if cpu else max(8192, (1 << 26) // width)
-    return max(1, min(rows, device.capabilities.max_allocation_bytes // (4 * width)))
+    return max(1, min(rows, device.capabilities.bank_bytes // (4 * width)))
 
 
 def _check_targets(rows: tuple[int, ...], target: Tensor, smoothing: float) -> None:

@@ -107,7 +107,7 @@ def _parts(sizes: Sequence[int], capabilities: Capabilities) -> Iterator[list[in
     total = 0
     for number, size in enumerate(sizes):
         room = _room(size, capabilities)
-        if part and total + room > capabilities.max_allocation_bytes:
+        if part and total + room > capabilities.bank_bytes:
             yield part
             part, total = [], 0
         part.append(number)
