@@ -116,6 +116,29 @@ def test_they_are_the_same_without_jit(name: str) -> None:
 # Rates
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_steps_without_jit_leave_nothing_pending(scaled: bool) -> None:
+    """Else each would be computed again with the next, and all that it was computed from be kept."""
+    dtype = ps.float16 if scaled else ps.float32
+    w = ps.asarray(np.ones((4, 3), np.float32)).astype(dtype).realize().requires_grad_()
+    optimizer = optim.AdamW([w], lr=0.1)
+    for number in range(3):
+        loss = (w * (number + 1)).sum()
+        other = (w * w).sum()  # whose gradient nobody wanted
+        if scaled:
+            optimizer.backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+        pending = [
+            name for state in optimizer._named() for name, one in state.items() if one._node.value is None
+        ]
+        assert not pending
+        assert w._node.value is not None
+        assert loss._node.value is not None
+        assert other._node.value is None
+
+
 def test_schedules_are_pytorchs() -> None:
     cosine = optim.cosine(0.05, steps=10, warmup=3, least=0.01)
     np.testing.assert_allclose([cosine(k) for k in range(11)], REFERENCE["optim.rates"], rtol=1e-6)

@@ -104,7 +104,10 @@ class Program:
         self._shared_slots = [slot for slot, several in shared if several]
         self._temporary: dict[Node, int] = {}
         self._values: list[Value] = []
-        self._over: set[tuple[int, int]] = set()  # outputs, and inputs that they may be written over; slots
+        # By slots. Of inputs that others may be written over: their bytes, and the last step that reads them.
+        # Of outputs: their bytes, the step that writes them, and inputs that it may read at the same time.
+        self._ends: dict[int, tuple[int, int]] = {}
+        self._written: dict[int, tuple[int, int, frozenset[int]]] = {}
         self.steps = self._lay_out(bundles, cache)
         self.plan = self._planned()
         self._arena_bytes = [max(one.arena_bytes, 1) for one in self.plan.plans]
@@ -155,6 +158,10 @@ class Program:
             [base(node) for group in bundle for node in dict.fromkeys(group.inputs)] for bundle in bundles
         ]
         last_use = {node: number for number, nodes in enumerate(reads) for node in nodes}
+        wanted = set(self._wanted)
+        for node, slot in self._slot.items():
+            if slot < self._first_output and node not in wanted:
+                self._ends[slot] = node.nbytes, last_use.get(node, -1)
         steps = []
         for number, bundle in enumerate(bundles):
             readers = Counter(reads[number])
@@ -165,7 +172,8 @@ class Program:
                     if len(bundle) > 1:  # nobody knows which of them reads first
                         allowed = [one for one in allowed if readers[one] == 1]
                     if node in self._slot:
-                        self._note_overwritable(node, number, allowed, last_use)
+                        slots = frozenset(self._slot[one] for one in allowed if one in self._slot)
+                        self._written[self._slot[node]] = node.nbytes, number, slots
                         continue
                     dead = [
                         self._temporary[one]
@@ -180,15 +188,13 @@ class Program:
                 steps.append(Step(group, written, tuple(range(first, first + len(scratch))), number))
         return steps
 
-    def _note_overwritable(
-        self, output: Node, number: int, allowed: Sequence[Node], last_use: Mapping[Node, int]
-    ) -> None:
-        """An output may take the memory of an input that no later step reads, nor this one elsewhere."""
-        for node, slot in self._slot.items():
-            if 0 < slot < self._first_output and node.nbytes == output.nbytes and node not in self._wanted:
-                last = last_use.get(node, -1)
-                if last < number or (last == number and node in allowed):
-                    self._over.add((self._slot[output], slot))
+    def _may_be_over(self, output: int, slot: int) -> bool:
+        """Whether an output may take an input's memory: no later step reads it, nor this one elsewhere."""
+        if output not in self._written or slot not in self._ends:
+            return False
+        nbytes, number, allowed = self._written[output]
+        ended, last = self._ends[slot]
+        return nbytes == ended and (last < number or (last == number and slot in allowed))
 
     @staticmethod
     def _apart(group: Group, written: Written | None) -> list[Node]:
@@ -248,9 +254,10 @@ class Program:
 
     def _orderings(self, calls: Sequence[Call]) -> list[list[int]]:
         """Which of some calls must follow which."""
-        over: dict[int, list[int]] = {}
-        for output, slot in self._over:
-            over.setdefault(output, []).append(slot)
+        over = {
+            output: [slot for slot in self._ends if self._may_be_over(output, slot)]
+            for output in self._written
+        }
         touched = []
         for call in calls:
             # Only once it is compiled, a library's launch tells whether it writes to its scratch.
@@ -326,7 +333,7 @@ class Program:
 
     def may_overwrite(self, output: int, number: int) -> bool:
         """Whether a wanted value can be written over an input: the input is read for the last time before."""
-        return (self._slot[self._wanted[output]], 1 + number) in self._over and not self._shared[output]
+        return self._may_be_over(self._slot[self._wanted[output]], 1 + number) and not self._shared[output]
 
     def run(
         self, inputs: Sequence[Buffer], numbers: Sequence[Any], over: Mapping[int, int] | None = None

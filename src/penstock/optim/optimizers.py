@@ -7,7 +7,8 @@ Parameters lie side by side in one memory, and so do their means, their squares 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.tensor.arithmetic import divide, isfinite, minimum, multiply, sqrt, where
-from penstock.tensor.core import Tensor, capture, from_numpy, no_grad
+from penstock.tensor.core import Tensor, capture, from_numpy, no_grad, realize_together, source_of
 from penstock.tensor.gathering import gather, gathered, reading
 from penstock.tensor.manipulation import astype, concat, reshape
 from penstock.tensor.reduction import all as all_
@@ -73,6 +74,7 @@ class Optimizer:
         self._device: Device = self.parameters[0].device
         self._lr = self._number(lr)
         self.lr = lr
+        self._loss: Callable[[], Tensor | None] = lambda: None  # the last that `backward` was given
         self._state: dict[str, list[Tensor]] = {}
         self._numbers: dict[str, Tensor] = {}
         halves = [one for one in self.parameters if one._node.dtype.itemsize == 2]
@@ -103,9 +105,15 @@ class Optimizer:
         """`loss.backward()`, on a scaled loss where parameters are float16."""
         scale = self._numbers.get("scale")
         (loss if scale is None else loss * scale).backward()
+        self._loss = weakref.ref(loss)
 
     def step(self) -> None:
-        """Change every parameter that has a gradient, and let go of the gradients."""
+        """Change every parameter that has a gradient, and let go of the gradients.
+
+        Outside of a jitted function the new values are computed at once, with the loss that they came from:
+        steps that are only recorded would be computed again and again, each with all before it.
+        """
+        losses = [self._loss(), *(source_of(one.grad) for one in self.parameters if one.grad is not None)]
         if (capturing := capture.get()) is not None:
             # Replays leave everything in its place. A step that is not captured gives new values new memory.
             for tensor in (*self.parameters, *chain(*self._state.values()), *self._masters.values()):
@@ -125,6 +133,9 @@ class Optimizer:
             for at, grad in grads.items():
                 self._change(at, grad, sound)
             self.zero_grad()
+        if capturing is None:
+            state = chain.from_iterable(tensors.values() for tensors in self._named())
+            realize_together([*self.parameters, *state, *(loss for loss in losses if loss is not None)])
 
     @staticmethod
     def norm(grads: Sequence[Tensor]) -> Tensor:

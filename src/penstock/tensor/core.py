@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -55,7 +56,8 @@ capture: ContextVar[Capture | None] = ContextVar("capture", default=None)
 class Tensor:
     """An n-dimensional array on a device, as the array API standard has it, with PyTorch's gradients."""
 
-    __slots__ = ("__weakref__", "_grad", "_node", "device", "requires_grad")
+    __slots__ = ("__weakref__", "_grad", "_node", "_source", "device", "requires_grad")
+    _source: weakref.ref[Tensor]  # of a gradient: what it is the gradient of
     __array_priority__ = 1000  # NumPy's operators leave expressions with tensors to the tensors
 
     def __init__(self, node: Node, device: Device, requires_grad: bool = False) -> None:
@@ -187,7 +189,10 @@ class Tensor:
 
     def numpy(self) -> npt.NDArray[Any]:
         """The values, as a NumPy array of their own. The device's copy stays valid."""
-        return self.numpy_async().wait()
+        values = self.numpy_async().wait()
+        for recorder in self.device.stream.recorders:
+            recorder.fetched(values)
+        return values
 
     def numpy_async(self) -> Future[npt.NDArray[Any]]:
         """The values, as a future NumPy array."""
@@ -324,6 +329,7 @@ class Tensor:
                         capturing.used(tensor.grad)
                 total = part if tensor.grad is None else elementwise.add(tensor.grad._node, part)
                 tensor.grad = Tensor(total, tensor.device)
+                tensor.grad._source = weakref.ref(self)  # whoever computes the gradient may compute both
 
     def requires_grad_(self, requires: bool = True) -> Tensor:
         """Compute gradients with respect to this tensor, or not; the tensor itself."""
@@ -400,6 +406,12 @@ def realize_together(tensors: Sequence[Tensor]) -> None:
     realize([tensor._node for tensor in tensors], tensors[0].device)
 
 
+def source_of(gradient: Tensor) -> Tensor | None:
+    """The value whose gradient this is the last part of, if it is still in use."""
+    source: weakref.ref[Tensor] | None = getattr(gradient, "_source", None)
+    return None if source is None else source()
+
+
 def explain(*tensors: Tensor) -> str:
     """How these tensors would be computed, step by step, with the bytes that each step moves."""
     if not tensors:
@@ -438,7 +450,12 @@ def resolve(device: Device | str | None) -> Device:
 def from_numpy(array: npt.NDArray[Any], device: Device) -> Tensor:
     """A tensor with the values of a NumPy array."""
     dtype = dtypes.checked(array.dtype)
-    return Tensor(leaf(device.upload(array.astype(dtype, copy=False)), array.shape, dtype), device)
+    recorders = device.stream.recorders
+    start = perf_counter() if recorders else 0.0
+    made = Tensor(leaf(device.upload(array.astype(dtype, copy=False)), array.shape, dtype), device)
+    for recorder in recorders:
+        recorder.sent(array, start, perf_counter())
+    return made
 
 
 def scalar(value: Scalar, dtype: DType, device: Device) -> Tensor:
