@@ -48,12 +48,20 @@ class Report:
         )
         print(f"{what:<46} {value:7.2f} {unit:<4} {goal:<10} {mark:<7} {detail}", flush=True)
 
-    def save(self, path: Path, benchmark: str, device: ps.Device, versions: dict[str, str]) -> None:
-        """Write the table as JSON, with the commit and the device."""
+    def save(
+        self,
+        path: Path,
+        benchmark: str,
+        device: ps.Device,
+        versions: dict[str, str],
+        options: str | None = None,
+    ) -> None:
+        """Write the table as JSON, with the commit and the device; `options`: of the command, if not that."""
+        given = f" --device {device.name}" if options is None else options
         asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         found = asked.stdout.strip() if asked.returncode == 0 else "unknown"
         about = {
-            "command": f"python benchmarks/{benchmark}.py --device {device.name}",
+            "command": f"python benchmarks/{benchmark}.py{given}",
             "commit": os.environ.get("GIT_COMMIT") or found,
             "device": device.capabilities.description,
             "api": device.capabilities.api,

@@ -463,3 +463,19 @@ def test_a_kernel_that_does_not_compile_is_asked_for_again(
         result.numpy()
     np.testing.assert_allclose(result.numpy(), np.cumsum(np.tanh(array(5, 5)), axis=1), rtol=1e-5, atol=1e-6)
     assert count(device) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float16", "int8", "uint8", "int16", "uint16", "int64", "uint64"]
+)
+def test_a_product_whose_ending_is_of_another_dtype(device: Device, dtype: str) -> None:
+    x = np.random.default_rng(0).random((9, 9), np.float32)
+
+    @ps.jit
+    def both(x: ps.Tensor) -> tuple[ps.Tensor, ps.Tensor]:
+        product = x @ x
+        return product, ps.astype(product * 2, getattr(ps, dtype))
+
+    product, ending = both(ps.asarray(x, device=device))
+    np.testing.assert_allclose(product.numpy(), x @ x, rtol=1e-5)
+    np.testing.assert_array_equal(ending.numpy(), (product.numpy() * 2).astype(dtype))

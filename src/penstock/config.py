@@ -54,7 +54,7 @@ def cache_folder() -> Path:
 class Settings:
     """What can be set for a device; `PENSTOCK_` and the field's name in capitals sets it from outside."""
 
-    device: str = ""  # the default device's name; empty: the best one found
+    device: str = ""  # the default device's name, or auto; empty: the best one found
     max_commands: int = 100  # commands gathered before they are submitted
     max_bytes: int = 1 << 30  # bytes of memory that gathered commands may hold before they are submitted
     max_in_flight: int = 8  # submissions that the device may be behind the host

@@ -72,3 +72,11 @@ class CaptureError(PenstockError):
 
 class CheckpointError(PenstockError):
     """A saved model or run cannot be read, is damaged, or does not fit."""
+
+
+class ReportError(PenstockError):
+    """A run's folder or a file of a profile cannot be shown as a page."""
+
+
+class NoEvidence(PenstockError, ValueError):
+    """A file is no trace of a profile, or one of a version that kept less than advice is given by."""

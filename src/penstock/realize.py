@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from penstock.kernels.writer import computed
 from penstock.memory.buffer import Buffer
 from penstock.program import Program, number_key
 from penstock.runtime import Device
+from penstock.stream.lane import Run
 
 MIN_ITEMS = 1 << 15  # what has less in every value is computed sooner by the host than kernels are launched
 LARGE_ITEMS = 1 << 24  # what has more in all values is compiled at the first sight
@@ -36,7 +37,7 @@ class Input:
     """Stands for the value of an input in a program."""
 
 
-_INPUT = Input()
+INPUT = Input()
 
 
 class Structure:
@@ -72,6 +73,15 @@ class Structure:
             parts.append((node.primitive, tuple(place[one] for one in node.inputs), rest, *numbers))
         self.key: Hashable = (tuple(parts), tuple(place[node] for node in wanted))
 
+    def waits_for_no_compiler(self, seen: bool) -> bool:
+        """Whether NumPy computes it: it is small, or large enough for a program but not `seen` before.
+
+        A seed gives the same numbers at the first draw as at the next: for these it does not depend on that.
+        """
+        if self.compiled or self.items >= LARGE_ITEMS:
+            return False
+        return self.largest < MIN_ITEMS or not (seen or self.drawn)
+
     def constants(self) -> list[Any]:
         """The numbers, as arguments."""
         return [np.frombuffer(bits, dtype)[0].item() for dtype, bits in self.numbers]
@@ -85,16 +95,18 @@ class Programs:
         self.kernels = KernelCache(device)
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self.build_seconds = 0.0  # in all
+
+    def seen(self, structure: Structure) -> bool:
+        """Whether the same was computed before, as far as it is remembered."""
+        return structure.key in self._programs or structure.key in self._seen
 
     def known(self, structure: Structure, wanted: Sequence[Node]) -> Program | None:
         """The program of a structure; None as long as building one would not pay."""
         key = structure.key
         program = self._programs.get(key)
         if program is None:
-            # A seed gives the same numbers at the first draw as at the next, so who computes them is settled.
-            first = key not in self._seen and not structure.drawn
-            small = structure.items < LARGE_ITEMS and (first or structure.largest < MIN_ITEMS)
-            if small and not structure.compiled:
+            if structure.waits_for_no_compiler(key in self._seen):
                 self._seen[key] = None
                 if len(self._seen) > _MAX_SEEN:
                     self._seen.popitem(last=False)
@@ -109,11 +121,14 @@ class Programs:
         self, structure: Structure, wanted: Sequence[Node], replaced: Mapping[int, int] | None = None
     ) -> Program:
         """A new program. `replaced` names wanted nodes that should be written over inputs, by numbers."""
+        start = perf_counter()
         # A program must keep no value, so it has leaves of its own.
-        leaves = {node: leaf(_INPUT, node.shape, node.dtype) for node in structure.inputs}
+        leaves = {node: leaf(INPUT, node.shape, node.dtype) for node in structure.inputs}
         nodes = split(simplify(wanted, leaves), self._device.capabilities)
         inputs = list(leaves.values())
-        return Program(self._device, self.kernels, nodes, inputs, structure.numbers, replaced)
+        built = Program(self._device, self.kernels, nodes, inputs, structure.numbers, replaced)
+        self.build_seconds += perf_counter() - start
+        return built
 
 
 def programs(device: Device) -> Programs:
@@ -135,14 +150,37 @@ def _realize(nodes: Sequence[Node], device: Device) -> None:
     wanted = [node for node in dict.fromkeys(nodes) if node.value is None and not _alias(node)]
     if not wanted:
         return
-    structure = Structure(wanted)
-    program = programs(device).known(structure, wanted)
-    if program is None:
-        buffers = _interpreted(wanted, device)
-    else:
-        buffers = program.run([node.value for node in structure.inputs], structure.constants())
+    buffers = (_told if device.stream.recorders else _computed)(Structure(wanted), wanted, device)[0]
     for node, buffer in zip(wanted, buffers, strict=True):
         node.settle(buffer)
+
+
+def _computed(
+    structure: Structure, wanted: Sequence[Node], device: Device
+) -> tuple[list[Buffer], Program | None]:
+    """The values, and the program that computed them, if it was one."""
+    if device.dispatcher is not None:
+        found: tuple[list[Buffer], Program | None] = device.dispatcher.computed(structure, wanted)
+        return found
+    program = programs(device).known(structure, wanted)
+    if program is None:
+        return by_numpy(wanted, device), None
+    return program.run([node.value for node in structure.inputs], structure.constants()), program
+
+
+def _told(
+    structure: Structure, wanted: Sequence[Node], device: Device
+) -> tuple[list[Buffer], Program | None]:
+    """The same, and profiles are told of it."""
+    own = programs(device)
+    fresh, built, start = not own.seen(structure), own.build_seconds, perf_counter()
+    buffers, program = _computed(structure, wanted, device)
+    spent = own.build_seconds - built
+    how: Literal["program", "numpy"] = "numpy" if program is None else "program"
+    run = Run(how, program, fresh, spent, start, perf_counter(), topological(wanted), wanted)
+    for recorder in device.stream.recorders:
+        recorder.computed(run)
+    return buffers, program
 
 
 def _alias(node: Node) -> bool:
@@ -159,10 +197,17 @@ def _alias(node: Node) -> bool:
 
 def explain(nodes: Sequence[Node], device: Device) -> str:
     """The steps that would compute the nodes: what each holds, the bytes that it moves, and the plan."""
+    if device.dispatcher is not None:
+        text: str = device.dispatcher.explain(nodes)
+        return text
     wanted = [node for node in dict.fromkeys(nodes) if node.value is None]
     if not wanted:
         return "computed already"
-    program = programs(device).build(Structure(wanted), wanted)
+    return steps_text(programs(device).build(Structure(wanted), wanted))
+
+
+def steps_text(program: Program) -> str:
+    """The steps of a program, one in a line."""
     lines, moved = [], 0
     for number, step in enumerate(program.steps, start=1):
         group = step.group
@@ -183,7 +228,7 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
     return "\n".join([*lines, f"{steps}, {format_bytes(moved)} moved; {arena}"])
 
 
-def _interpreted(wanted: Sequence[Node], device: Device) -> list[Buffer]:
+def by_numpy(wanted: Sequence[Node], device: Device) -> list[Buffer]:
     """The values by NumPy, node by node; each is let go after its last use."""
     recorders = device.stream.recorders
     start = perf_counter() if recorders else 0.0

@@ -20,6 +20,7 @@ from penstock.runtime import Device, forked, in_use, refuse
 _registry_lock = threading.RLock()
 _devices: list[Device] | None = None
 _default: Device | None = None
+_auto: Device | None = None  # the one that stands for several, once somebody asked for it
 _missing: list[str] = []  # why a driver is not there
 
 
@@ -56,7 +57,7 @@ def default_device() -> Device:
 
 
 def use(device: str | Device) -> Device:
-    """Make a device the default, by object or by name: `cuda`, `webgpu`, `opencl:1`, `host`."""
+    """Make a device the default, by object or by name: `cuda`, `webgpu`, `opencl:1`, `host`, `auto`."""
     global _default
     with _registry_lock:
         _default = device if isinstance(device, Device) else find(device)
@@ -66,12 +67,24 @@ def use(device: str | Device) -> Device:
 def find(name: str) -> Device:
     """The device of a name, or the first of a driver's; DeviceNotFound lists what is there."""
     wanted = name.strip().lower()
+    if wanted == "auto":
+        return _auto_device()
     for device in devices():
         if device.name == wanted or device.name.split(":")[0] == wanted:
             return device
     there = ", ".join(f"{device.name} ({device.capabilities.description})" for device in devices())
     why = f"; not there: {'; '.join(_missing)}" if _missing else ""
-    raise DeviceNotFound(f"there is no device {name!r}; there are {there}{why}")
+    raise DeviceNotFound(f"there is no device {name!r}; there are {there}, and auto{why}")
+
+
+def _auto_device() -> Device:
+    global _auto
+    with _registry_lock:
+        if _auto is None:
+            from penstock.dispatch import auto_device  # imported late: it is built on all that is above
+
+            _auto = auto_device()
+        return _auto
 
 
 def _numbered(
@@ -140,12 +153,14 @@ def _close_all() -> None:
 
 def _after_fork() -> None:
     """In the child: threads of OpenCL and of this module did not come along."""
-    global _registry_lock, _devices, _default
+    global _registry_lock, _devices, _default, _auto
     _registry_lock = threading.RLock()
     for device in list(in_use):
         device.abandon()
     in_use.clear()
-    _default = None
+    if _auto is not None:
+        _auto.abandon()
+    _default = _auto = None
     if _devices is not None:
         _devices = [_after_fork_device(device) for device in _devices]
 

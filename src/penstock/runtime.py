@@ -83,6 +83,7 @@ class Device:
         self._settings = settings
         self.running = threading.RLock()  # held while something is computed, or a program recorded
         self.programs: Any = None  # what `penstock.realize` keeps for this device
+        self.dispatcher: Any = None  # what places programs, where this one stands for several devices
         self._lock = threading.RLock()
         self._opened: _Opened | None = None
 
@@ -99,6 +100,15 @@ class Device:
         return self._open_driver()
 
     # Its parts
+
+    @property
+    def members(self) -> tuple[Device, ...]:
+        """The devices that compute: itself, or those that it stands for."""
+        return (self,)
+
+    def holds(self, buffer: Buffer) -> bool:
+        """Whether a buffer is of this device."""
+        return self._opened is not None and buffer.driver is self._opened.driver
 
     @property
     def pool(self) -> BufferPool:
@@ -167,6 +177,7 @@ class Device:
         pool, pinned = opened.pool.stats(), opened.pinned.stats()
         return DeviceMemory(
             live_bytes=pool.live_bytes,
+            planned_bytes=sum(arena.nbytes for arena in list(opened.scratch)),
             pooled_bytes=pool.pooled_bytes,
             staging_bytes=pinned.live_bytes + pinned.pooled_bytes,
             peak_bytes=pool.peak_bytes,

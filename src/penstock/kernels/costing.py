@@ -37,7 +37,7 @@ def costs(group: Group, written: Written) -> list[Cost]:
     sides = (_listed(group.inputs), _listed(group.outputs))
     shapes = " -> ".join(side for side in sides if side)
     product = next((str(node.inputs[0].dtype) for node in group.nodes if _multiplies(node)), "")
-    operations = sum(map(_operations, group.nodes)) // len(written.launches)
+    operations = sum(map(operations_of, group.nodes)) // len(written.launches)
     found = []
     for launch in written.launches:
         # One memory may hold several of the buffers: it is moved once.
@@ -74,7 +74,8 @@ def _multiplies(node: Node) -> bool:
     return node.primitive is MATMUL or node.primitive in ATTENTIONS
 
 
-def _operations(node: Node) -> int:
+def operations_of(node: Node) -> int:
+    """Of one node, on numbers."""
     primitive = node.primitive
     if primitive is MATMUL:
         return 2 * node.size * node.inputs[0].shape[-1]

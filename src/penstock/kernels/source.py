@@ -128,11 +128,14 @@ static inline float8 round_half8(float8 x) {
 """
 # Vectors in memory that is aligned for their items only. PoCL calls vload8 and convert_int8 as functions,
 # which costs more than they do; these are plain instructions.
-_ITEM_BYTES = {"float": 4, "int": 4, "uint": 4, "long": 8, "ulong": 8, "ushort": 2, "uchar": 1}
-VECTOR_PRELUDE = "\n".join(
+_ITEM_BYTES = {"float": 4, "int": 4, "uint": 4, "long": 8, "ulong": 8, "short": 2, "ushort": 2}
+_ITEM_BYTES |= {"char": 1, "uchar": 1}
+_LOOSE = [
     f"typedef {c_type}8 loose_{c_type}8 __attribute__((aligned({size})));"
     for c_type, size in _ITEM_BYTES.items()
-)
+]
+_LOOSE += ["#ifdef cl_khr_fp64", "typedef double8 loose_double8 __attribute__((aligned(8)));", "#endif"]
+VECTOR_PRELUDE = "\n".join(_LOOSE)
 
 
 # Functions of vectors that take less time than PoCL's, to 1 and 3 units in the last

@@ -32,7 +32,8 @@ class Buffer:
     """
 
     __slots__ = (
-        "_home", "_parent", "driver", "memory", "native", "nbytes", "offset", "place", "shared", "usage"
+        "__weakref__", "_home", "_parent",
+        "driver", "memory", "native", "nbytes", "offset", "place", "shared", "usage",
     )  # fmt: skip
 
     def __init__(self, driver: Driver, memory: Memory, nbytes: int, home: Resource) -> None:

@@ -17,6 +17,7 @@ class DeviceMemory:
     """One device's memory at one moment, in bytes."""
 
     live_bytes: int  # in buffers that somebody holds or pending commands use
+    planned_bytes: int  # the part of them that is arenas, in which programs have planned their temporaries
     pooled_bytes: int  # idle in the pool
     staging_bytes: int  # pinned memory for transfers, in use or idle
     peak_bytes: int  # the most that was ever live

@@ -30,6 +30,7 @@ class Action:
     seconds: float
     out: bool
     block: Block
+    took: float = 0.0  # seconds until it was there
 
 
 class Log(Protocol):
@@ -55,10 +56,12 @@ class Trace:
 
     def reserve(self, nbytes: int) -> Memory:
         """See Resource."""
+        start = perf_counter()
         memory = self._upstream.reserve(nbytes)
+        end = perf_counter()
         block = self._blocks[memory.serial] = Block(memory.serial, memory.nbytes, nbytes, user_line())
         for log in self.logs:
-            log.note(Action(perf_counter(), True, block))
+            log.note(Action(end, True, block, end - start))
             log.settle()
         return memory
 

@@ -19,6 +19,7 @@ from penstock.device.driver import Capabilities
 from penstock.errors import PenstockError
 from penstock.graph.dtypes import bfloat16, float16, float32, float64
 from penstock.kernels.choices import Choices
+from penstock.realize import Structure
 from penstock.runtime import Device
 from penstock.tensor.core import no_grad
 from penstock.tensor.creation import asarray
@@ -30,11 +31,14 @@ from penstock.tensor.reduction import sum as sum_
 measuring: ContextVar[bool] = ContextVar("measuring", default=False)  # on a device that is there for it alone
 
 _MOVED = {"cpu": 64 << 20, "gpu": 256 << 20}  # bytes of an array, beyond the caches
+_MEASURED = {kind: 4 * nbytes for kind, nbytes in _MOVED.items()}  # bytes that a measurement takes at most
 _LENGTH, _MOST_LENGTH = 1024, 8192  # of the matrices of products
 _LONG = 2e-3  # seconds, from which on a product is long enough, and a larger one would tell no more
 _TRIES, _TRY_SECONDS = 3, 0.05  # at least so often, and for so long
 DTYPES = {str(dtype): dtype for dtype in (float16, bfloat16, float32, float64)}
 _BANDWIDTH = "bytes"  # beside the dtypes of products, in the file
+_LAUNCHES, _RECORDING = "launches", "recorded operations"
+_LAUNCHED, _RECORDED = 100, 200  # in a row, for one time
 
 
 class Ceilings:
@@ -52,6 +56,18 @@ class Ceilings:
     def operations(self, dtype: str, measure: bool = True) -> float | None:
         """Operations of a large product of matrices; whole numbers are held against float32."""
         return self._rate(dtype if dtype in DTYPES else "float32", measure)
+
+    def launches(self, measure: bool = True) -> float | None:
+        """Replays of the smallest jitted function, one after another: what starting something costs."""
+        return self._rate(_LAUNCHES, measure)
+
+    def recorded(self, measure: bool = True) -> float | None:
+        """Operations that are recorded, and found again as a known program, without `jit`."""
+        return self._rate(_RECORDING, measure)
+
+    def known(self) -> dict[str, float]:
+        """All rates that were asked for: `bytes`, and operations by the dtype of their products."""
+        return {what: rate for what, rate in self._found.items() if rate is not None}
 
     def least_seconds(
         self, operations: int, nbytes: int, dtype: str, measure: bool = True
@@ -90,6 +106,8 @@ def _number(text: str | None) -> float | None:
 
 def _measured(device: Device, what: str) -> float | None:
     """A rate; None where the device cannot do it, or has no room."""
+    if not _room_for_it(device):
+        return None
     token = measuring.set(True)
     try:
         own = Device(f"{device.name} (measured)", device.capabilities, device.another_driver)
@@ -106,13 +124,26 @@ def _measured(device: Device, what: str) -> float | None:
         measuring.reset(token)
 
 
+def _room_for_it(device: Device) -> bool:
+    """Whether measuring stays within the limit that was set for the device."""
+    limit, stats = device.limit_bytes, device.memory_stats()
+    return limit is None or limit - stats.live_bytes - stats.pooled_bytes >= _MEASURED[_size(device)]
+
+
+def _size(device: Device) -> str:
+    return "gpu" if device.capabilities.kind == "gpu" else "cpu"
+
+
 def _rate(device: Device, what: str) -> float:
-    size = "gpu" if device.capabilities.kind == "gpu" else "cpu"
     with no_grad():
         if what == _BANDWIDTH:
             return bandwidth_of(
-                device, min(_MOVED[size], device.capabilities.total_bytes // 16), _TRY_SECONDS
+                device, min(_MOVED[_size(device)], device.capabilities.total_bytes // 16), _TRY_SECONDS
             )
+        if what == _LAUNCHES:
+            return _LAUNCHED / launching_seconds(device, _LAUNCHED, _TRY_SECONDS)
+        if what == _RECORDING:
+            return _RECORDED / recording_seconds(device, _RECORDED, _TRY_SECONDS)
         length = _LENGTH
         seconds = product_seconds(device, length, what, _TRY_SECONDS)
         if seconds < _LONG:
@@ -135,6 +166,31 @@ def bandwidth_of(device: Device, nbytes: int, seconds: float) -> float:
     doubled = best_seconds(device, partial(jit(lambda x: x * 2), x), seconds)
     read = best_seconds(device, partial(jit(sum_), x), seconds)
     return array.nbytes / min(copied / 2, doubled / 2, read)
+
+
+def launching_seconds(device: Device, count: int, seconds: float) -> float:
+    """How long so many replays of next to nothing take, tried for about so many seconds."""
+    x = asarray(np.ones(64, np.float32), device=device)
+    doubled: Callable[..., Any] = jit(lambda x: x * 2)
+
+    def replay() -> None:
+        for _ in range(count):
+            doubled(x)
+
+    return best_seconds(device, replay, seconds)
+
+
+def recording_seconds(device: Device, count: int, seconds: float) -> float:
+    """How long it takes to record so many operations and to look them up, tried for about so many seconds."""
+    x = asarray(np.ones(64, np.float32), device=device)
+
+    def record() -> None:
+        y = x
+        for _ in range(count):
+            y = y + 1.0
+        Structure([y._node])
+
+    return best_seconds(device, record, seconds)
 
 
 def product_seconds(device: Device, length: int, dtype: str, seconds: float) -> float:

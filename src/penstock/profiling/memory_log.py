@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from penstock.device.driver import Memory
 from penstock.memory.pool import BufferPool
@@ -14,6 +15,17 @@ from penstock.profiling.records import OTHER
 
 BEFORE = "(before the profile)"  # the owner of what was live at the beginning, and not traced
 _MAX_OWNERS = 1000
+_MAX_SIZES = 256  # of one owner, told apart
+
+
+@dataclass
+class Misses:
+    """Requests of one owner that went to the driver."""
+
+    count: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    sizes: set[int] = field(default_factory=set)  # as far as they are told apart
 
 
 class MemoryLog:
@@ -22,8 +34,11 @@ class MemoryLog:
     Actions are noted without a lock, as finalisers do that, and sorted in by the next request for memory.
     """
 
-    def __init__(self, pool: BufferPool, live: list[Block], kept: int) -> None:
-        """`live`: what was traced before; `kept`: so many single actions and samples."""
+    def __init__(
+        self, pool: BufferPool, live: list[Block], kept: int, runs: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`live`: what was traced before; `kept`: so many single actions and samples; `runs`: so far."""
+        self._runs = runs
         self._pool = pool
         self._lock = threading.Lock()
         self._noted: deque[Action] = deque()
@@ -39,9 +54,13 @@ class MemoryLog:
         self._asked: dict[str, tuple[int, int]] = {}  # by owner: blocks, bytes
         self._newer_from = Memory(None, 0, None).serial
         self._idle: list[tuple[int, int]] = []
-        start = pool.balance()[0]
+        start, idle = pool.balance()
         self._before = max(start - self._known, 0)  # untraced bytes of the beginning that are still live
         self.peak_bytes = start
+        self.taken_bytes = start + idle  # the most that was live and idle together
+        self._since: dict[int, int] = {}  # the runs before the live blocks were handed out, by serial
+        self._last_serial = self._newer_from  # of the driver's allocations so far
+        self.misses: dict[str, Misses] = {}  # requests that went to the driver, by owner
         self._before_peak = self._before  # the same, at the peak
         self._at_peak = self._owners()
         self._rising = False  # whether the peak is now, and its owners are not noted yet
@@ -52,6 +71,7 @@ class MemoryLog:
             while self._noted:
                 self._sort_in(self._noted.popleft())
             live, pooled = self._pool.balance()
+            self.taken_bytes = max(self.taken_bytes, live + pooled)
             self._before = min(self._before, max(live - self._known, 0))
             if seconds is None and self.actions:
                 seconds = self.actions[-1].seconds
@@ -86,6 +106,15 @@ class MemoryLog:
                 held[action.block.site] -= action.block.nbytes if action.out else -action.block.nbytes
         return dict(+held)
 
+    def kept(self) -> dict[str, list[tuple[int, int]]]:
+        """What each owner has asked for and not let go, by now: after how many runs, and bytes."""
+        with self._lock:
+            found: dict[str, list[tuple[int, int]]] = {}
+            for serial, since in self._since.items():
+                block = self._live[serial]
+                found.setdefault(block.site, []).append((since, block.nbytes))
+        return found
+
     def history(self, device: str, epoch: float) -> History:
         """What a snapshot shows. `epoch` is what to add to the clock, for seconds since 1970."""
         with self._lock:
@@ -112,6 +141,8 @@ class MemoryLog:
         self.actions.append(action)
         if action.out:
             self._live[block.serial] = block
+            self._since[block.serial] = self._runs()
+            self._note_miss(action)
             self._held[block.site] += nbytes
             self._known += nbytes
             count, total = self._asked.get(self._name(block.site), (0, 0))
@@ -124,10 +155,23 @@ class MemoryLog:
             self._at_peak, self._rising = self._owners(), False
         if self._live.pop(block.serial, None) is None:
             return  # it was taken before the profile, by a trace that did not tell of it
+        self._since.pop(block.serial, None)
         self._known -= nbytes
         self._held[block.site] -= nbytes
         if not self._held[block.site]:
             del self._held[block.site]
+
+    def _note_miss(self, action: Action) -> None:
+        """Count a block that the driver has just made: no block before had a serial so high."""
+        if action.block.serial <= self._last_serial:
+            return
+        self._last_serial = action.block.serial
+        found = self.misses.setdefault(self._name(action.block.site), Misses())
+        found.count += 1
+        found.nbytes += action.block.nbytes
+        found.seconds += action.took
+        if len(found.sizes) < _MAX_SIZES:
+            found.sizes.add(action.block.nbytes)
 
     def _name(self, site: str) -> str:
         return site if site in self._asked or len(self._asked) < _MAX_OWNERS else OTHER

@@ -13,6 +13,7 @@ from typing import Literal
 from penstock.memory import snapshots
 from penstock.profiling import trace
 from penstock.profiling.ceilings import Ceilings, measuring
+from penstock.profiling.evidence import Evidence, gathered
 from penstock.profiling.recorder import KEPT, DeviceRecorder, Event, Total
 from penstock.profiling.records import (
     CopyRecord,
@@ -58,7 +59,8 @@ class Profile:
         self._state, self._process = "on", os.getpid()
         try:
             if self._chosen is not None:
-                self._attach(self._chosen)
+                for member in self._chosen.members:
+                    self._attach(member)
             else:
                 when_opened.append(self._attach)
                 for device in list(in_use):
@@ -170,6 +172,18 @@ class Profile:
         """Every device that was noted."""
         return [self._device(recorder) for recorder in self._recorders]
 
+    def ceilings(self) -> dict[str, dict[str, float]]:
+        """The rates by which `kernels` judged each device: `bytes` a second, operations by their dtype."""
+        return {recorder.device.name: known.known() for recorder, known in self._ceilings.items()}
+
+    def memory_samples(self) -> dict[str, list[tuple[float, int, int]]]:
+        """Seconds from the beginning, live and pooled bytes, as often as a device finished something."""
+        return {one.device.name: self._samples(one) for one in self._recorders}
+
+    def evidence(self, measure: bool = True) -> list[Evidence]:
+        """What `ps.advise` judges by, of every device. `measure`: whether rates may be found out."""
+        return [gathered(recorder, measure and self._state == "over") for recorder in self._recorders]
+
     def events(self) -> list[EventRecord]:
         """The last single events of every device, by their beginning."""
         found = [
@@ -207,6 +221,8 @@ class Profile:
             "copies": trace.plain(self.copies()),
             "waits": trace.plain(self.waits()),
             "memory": trace.plain(self.memory()),
+            "ceilings": self.ceilings(),
+            "evidence": trace.plain(self.evidence(measure=False)),
         }
         trace.write(path, [self._trace(recorder) for recorder in self._recorders], self._start, about)
 
@@ -287,6 +303,9 @@ class Profile:
             operations=cost.operations if cost else None,
         )
 
+    def _samples(self, recorder: DeviceRecorder) -> list[tuple[float, int, int]]:
+        return [(at - self._start, live, pooled) for at, live, pooled in recorder.memory.samples]
+
     def _trace(self, recorder: DeviceRecorder) -> trace.DeviceTrace:
         log = recorder.memory
         events: Sequence[EventRecord] = [self._event(recorder, event) for event in recorder.kept_events()]
@@ -294,7 +313,7 @@ class Profile:
             name=recorder.device.name,
             description=recorder.device.capabilities.description,
             events=events,
-            samples=[(seconds - self._start, live, pooled) for seconds, live, pooled in log.samples],
+            samples=self._samples(recorder),
             actions=list(log.actions),
             held_before=log.held_before(),
             dropped=recorder.dropped,

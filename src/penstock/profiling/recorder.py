@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 from penstock.device.driver import Cost, Kernel
 from penstock.memory.pool import PoolStatistics
+from penstock.profiling.lines import LineLog
 from penstock.profiling.memory_log import MemoryLog
 from penstock.profiling.records import OTHER
 from penstock.runtime import Device
-from penstock.stream.lane import Ran
+from penstock.stream.lane import Ran, Run
 from penstock.stream.stream import PROFILE
 
 KEPT = 1 << 16  # single events, and as many actions on memory: about 20 MB in all
+_MAX_WAITS = 1024  # between two kernels
 _MAX_NAMES = 4096  # kernels, and lines that wait, told apart
 
 Kind = Literal["kernel", "copy", "wait"]
@@ -29,6 +32,7 @@ class Total:
         "calls",
         "cost",
         "detail",
+        "idle",
         "kind",
         "least",
         "most",
@@ -51,6 +55,7 @@ class Total:
         self.timed = 0  # calls whose times are known
         self.nbytes = 0  # of copies
         self.seconds = 0.0
+        self.idle = 0.0  # of the device, after waits: from their ends until the next kernel begins
         self.least = float("inf")
         self.most = 0.0
 
@@ -84,11 +89,13 @@ class DeviceRecorder:
         self._lock = threading.Lock()
         self._totals: dict[tuple[Any, ...], Total] = {}
         self._last_end: dict[str, float] = {}  # by queue
+        self._waits: deque[tuple[float, Total]] = deque(maxlen=_MAX_WAITS)  # ends, before the next kernel
         self.events: deque[Event] = deque(maxlen=kept)
         self._seen = 0
         self._pool_before = device.pool.stats()
         self._pool_after: PoolStatistics | None = None
-        self.memory = MemoryLog(device.pool, device.memory_blocks()[0], kept)
+        self.lines = lines = LineLog()
+        self.memory = MemoryLog(device.pool, device.memory_blocks()[0], kept, lines.runs_so_far)
 
     def begin(self) -> None:
         """Have it told from here on, of what is recorded from here on."""
@@ -125,6 +132,8 @@ class DeviceRecorder:
                     # A queue runs its commands one after another, and clocks that are compared again and
                     # again may differ by a little.
                     start = max(times[0], latest)
+                    if queue == "compute":
+                        self._idled(start, latest)
                     latest = max(times[1], start)
                     self._keep(Event(queue, total, start, latest, nbytes))
             self._last_end[queue] = latest
@@ -133,7 +142,10 @@ class DeviceRecorder:
     def waited(self, where: str, why: str, start: float, end: float) -> None:
         """See Recorder."""
         if why != PROFILE:
-            self._on_thread("wait", where, why, 0, start, end)
+            total = self._on_thread("wait", where, why, 0, start, end)
+            self.lines.waited(where, end)
+            with self._lock:
+                self._waits.append((end, total))
 
     def copied_by_host(self, verb: str, nbytes: int, start: float, end: float) -> None:
         """See Recorder."""
@@ -142,6 +154,18 @@ class DeviceRecorder:
     def computed_by_host(self, what: str, start: float, end: float) -> None:
         """See Recorder."""
         self._on_thread("kernel", f"numpy {what}", "", 0, start, end)
+
+    def computed(self, run: Run) -> None:
+        """See Recorder."""
+        self.lines.computed(run)
+
+    def sent(self, array: Any, start: float, end: float) -> None:
+        """See Recorder."""
+        self.lines.sent(array, start, end)
+
+    def fetched(self, array: Any) -> None:
+        """See Recorder."""
+        self.lines.fetched(array, perf_counter())
 
     # What was found
 
@@ -161,17 +185,24 @@ class DeviceRecorder:
         after, before = self._pool_after or self.device.pool.stats(), self._pool_before
         return after.hits - before.hits, after.misses - before.misses
 
+    def given_back(self) -> int:
+        """The bytes of blocks that went from the pool back to the driver."""
+        after, before = self._pool_after or self.device.pool.stats(), self._pool_before
+        made = sum(one.nbytes for one in self.memory.misses.values())
+        return max(before.live_bytes + before.pooled_bytes + made - after.live_bytes - after.pooled_bytes, 0)
+
     def kept_events(self) -> list[Event]:
         """The last events, in the order in which they became known."""
         with self._lock:
             return list(self.events)
 
-    def _on_thread(self, kind: Kind, name: str, detail: str, nbytes: int, start: float, end: float) -> None:
+    def _on_thread(self, kind: Kind, name: str, detail: str, nbytes: int, start: float, end: float) -> Total:
         thread = threading.current_thread()
         with self._lock:
             total = self._total(kind, name, "host", detail)
             total.add((start, end), nbytes)
             self._keep(Event(f"{thread.name} ({thread.ident})", total, start, end, nbytes))
+        return total
 
     # The lock is held from here on.
 
@@ -192,6 +223,14 @@ class DeviceRecorder:
                 return self._total(kind, OTHER, where, detail)
             total = self._totals[key] = Total(kind, name, where, detail)
         return total
+
+    def _idled(self, start: float, before: float) -> None:
+        """A kernel begins: what the device did nothing since the last wait is due to that wait."""
+        last: tuple[float, Total] | None = None
+        while self._waits and self._waits[0][0] <= start:
+            last = self._waits.popleft()
+        if last is not None:
+            last[1].idle += start - max(last[0], before)
 
     def _keep(self, event: Event) -> None:
         self._seen += 1

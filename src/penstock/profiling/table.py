@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import io
-import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from penstock.config import format_bytes
 from penstock.profiling.records import CopyRecord, DeviceRecord, KernelRecord, OwnerRecord, WaitRecord
+from penstock.profiling.words import in_rate, in_time, short_kernel, short_place, short_shapes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _ROWS = 15  # of each table
-_DIGEST = re.compile(r"_[0-9a-f]{12}$")
-_DTYPE = re.compile(r"\b(bfloat|float|int|uint)(\d+)")
-_SHORT = {"bfloat": "bf", "float": "f", "int": "i", "uint": "u"}
 _LEAST_WIDTH = 100
 _LEAST_WORDS = 6  # characters
 
@@ -68,12 +63,12 @@ def rendered(found: Found, width: int | None = None) -> str:
 
 
 def _summaries(found: Found) -> list[str]:
-    lines = [f"profile of {_time(found.seconds)}"]
+    lines = [f"profile of {in_time(found.seconds)}"]
     for device in found.devices:
         busy = ""
         if device.busy_seconds is not None and found.seconds:
             share = device.busy_seconds / found.seconds
-            busy = f", kernels {_time(device.busy_seconds)} ({share:.0%} of the time)"
+            busy = f", kernels {in_time(device.busy_seconds)} ({share:.0%} of the time)"
         requests = device.pool_hits + device.pool_misses
         hits = f", pool hits {device.pool_hits / requests:.0%}" if requests else ""
         memory = f", memory at most {format_bytes(device.peak_bytes)}"
@@ -148,54 +143,27 @@ def _kernel(kernel: KernelRecord, all_seconds: float) -> list[str]:
     share = f"{(kernel.seconds or 0) / all_seconds:.0%}" if all_seconds else ""
     ceiling = f"{kernel.share:.0%} {kernel.bound}" if kernel.share is not None else ""
     return [
-        _DIGEST.sub("", kernel.name),
-        _DTYPE.sub(lambda found: _SHORT[found[1]] + found[2], kernel.shapes),
+        short_kernel(kernel.name),
+        short_shapes(kernel.shapes),
         str(kernel.calls),
-        _time(kernel.seconds),
+        in_time(kernel.seconds),
         share,
-        _time(kernel.mean_seconds),
-        _rate(kernel.gflops),
-        _rate(kernel.gbytes),
+        in_time(kernel.mean_seconds),
+        in_rate(kernel.gflops),
+        in_rate(kernel.gbytes),
         ceiling,
     ]
 
 
 def _copy(copy: CopyRecord) -> list[str]:
     nbytes = format_bytes(copy.nbytes)
-    return [copy.direction, copy.where, str(copy.calls), nbytes, _time(copy.seconds), _rate(copy.gbytes)]
+    return [copy.direction, copy.where, str(copy.calls), nbytes, in_time(copy.seconds), in_rate(copy.gbytes)]
 
 
 def _wait(wait: WaitRecord) -> list[str]:
-    return [_place(wait.where), wait.why, str(wait.count), _time(wait.seconds)]
+    return [short_place(wait.where), wait.why, str(wait.count), in_time(wait.seconds)]
 
 
 def _owner(owner: OwnerRecord) -> list[str]:
     sizes = (format_bytes(owner.peak_bytes), str(owner.allocations), format_bytes(owner.allocated_bytes))
-    return [_place(owner.owner), *sizes]
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    for unit, length in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= length:
-            return (
-                f"{seconds / length:.3g} {unit}"
-                if seconds < 1000 * length
-                else f"{seconds / length:.0f} {unit}"
-            )
-    return f"{seconds * 1e6:.3g} µs"
-
-
-def _rate(rate: float | None) -> str:
-    return "" if not rate else f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
-
-
-def _place(site: str) -> str:
-    """A line of code, by its path from here where that is shorter."""
-    path, colon, line = site.rpartition(":")
-    if not colon or not os.path.isabs(path):
-        return site
-    with suppress(ValueError):  # on another drive
-        return f"{min(path, os.path.relpath(path), key=len)}:{line}"
-    return site
+    return [short_place(owner.owner), *sizes]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +20,19 @@ from penstock.memory.buffer import Buffer
 Launch = tuple[Kernel, Grid, Grid, Sequence[Any]]
 Command = Launch | tuple[str, int, None, Sequence[Any]]
 Ran = tuple[Command, tuple[float, float] | None]  # with its begin and end, where those are known
+
+
+class Run(NamedTuple):
+    """Something that was computed, as a recorder is told of it."""
+
+    how: Literal["jit", "program", "numpy"]  # the last: by the host, node by node
+    program: Any  # what was run; None where the host computed
+    fresh: bool  # whether this device computed nothing of that structure before
+    build_seconds: float  # the part of the time in which programs were built
+    start: float
+    end: float
+    nodes: Sequence[Any]  # what was recorded for it, its inputs too; empty for a jitted function
+    wanted: Sequence[Any]  # those of them that were asked for
 
 
 class Recorder(Protocol):
@@ -39,6 +52,18 @@ class Recorder(Protocol):
 
     def computed_by_host(self, what: str, start: float, end: float) -> None:
         """The host computed something itself, for which a kernel would not have paid, or there is none."""
+        ...
+
+    def computed(self, run: Run) -> None:
+        """A line of the user's code had something computed."""
+        ...
+
+    def sent(self, array: Any, start: float, end: float) -> None:
+        """A line of the user's code made a tensor of an array."""
+        ...
+
+    def fetched(self, array: Any) -> None:
+        """A line of the user's code has got the values of a tensor."""
         ...
 
 
@@ -89,6 +114,11 @@ class Lane:
     def pending(self) -> int:
         """Commands recorded and not known to be done."""
         return len(self._open.events) + sum(len(batch.events) for batch in self._in_flight)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all commands are known to be done, and their failures were told."""
+        return not self._open.events and not self._in_flight and self._error is None
 
     @property
     def last_submitted(self) -> Event | None:

@@ -70,6 +70,11 @@ class Stream:
             self.retire()
             return sum(lane.pending for lane in self._lanes)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is pending, as far as is known, and no failure is left to tell."""
+        return self.compute.idle and self.incoming.idle and self.outgoing.idle
+
     def launch(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> None:
         """Record `kernel` over `grid` groups of `group` threads. Buffers go where the signature says `*`."""
         native, buffers = _split(kernel, args)

@@ -16,14 +16,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import Token
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, TypeVar, overload
 
 from penstock.errors import CaptureError
 from penstock.graph.node import LEAF, DType, Node, Shape, leaf, topological
 from penstock.memory.buffer import Buffer
+from penstock.plan.banks import Banks
 from penstock.program import Program
 from penstock.realize import Structure, programs, realize
 from penstock.runtime import Device
+from penstock.stream.lane import Run
 from penstock.tensor.core import Tensor, capture
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,6 +67,13 @@ def jit(function: Any = None, *, donate: int | Sequence[int] = ()) -> Any:
     return functools.wraps(function)(_Jitted(function, positions))
 
 
+def plans(function: Callable[..., Any]) -> list[Banks]:
+    """The memory plans of what a jitted function has captured so far, the largest first."""
+    if not isinstance(function, _Jitted):
+        raise TypeError(f"a function under @ps.jit has plans, and {function!r} was given")
+    return sorted(function.plans(), key=lambda plan: -plan.arena_bytes)
+
+
 class _Jitted:
     """A function with the programs that replay it, by the shapes and Python values of its arguments."""
 
@@ -89,10 +99,12 @@ class _Jitted:
                 f"arguments of a jitted function are tensors, and Python values that can be compared by "
                 f"value, which these cannot: {key!r}"
             ) from None
+        start = 0.0  # of a capture
         for found in captures:
             if found.still_true():
                 break
         else:
+            start = perf_counter()
             with self._lock:
                 found = self._capture(args, kwargs, tensors)
                 found.device.release_idle()
@@ -102,7 +114,15 @@ class _Jitted:
                     self._captured.popitem(last=False)
         if len(self._captured) > 1:
             self._captured.move_to_end(key)
+        if found.device.stream.recorders:
+            return found.told_replay(tensors, start)
         return found.replay(tensors)
+
+    def plans(self) -> list[Banks]:
+        """See the function of that name."""
+        with self._lock:
+            captures = [found for kept in self._captured.values() for found in kept]
+        return [found.program.plan for found in captures if found.program is not None]
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> _Captured:
         made = [_stand_in(tensor) for tensor in tensors]
@@ -244,7 +264,7 @@ class _Tracing:
             if before.node is node:
                 owner = next((t for t, b in self._outside.values() if b.grad is tensor), None)
                 return _Source(tensor=tensor, grad_of=owner, kind=(node.shape, node.dtype))
-        return _Source(value=node.value)
+        return _Source(value=leaf(node.value, node.shape, node.dtype))
 
     def _result(self, node: Node, pending: list[Node]) -> int | _Source:
         """An output of the program, or what was there before, unchanged."""
@@ -258,7 +278,7 @@ class _Source:
     argument: int | None = None
     tensor: Tensor | None = None
     grad_of: Tensor | None = None
-    value: Any = None
+    value: Node | None = None
     kind: tuple[Shape, DType] | None = None  # of a tensor from outside
 
     def current(self) -> Tensor:
@@ -268,18 +288,19 @@ class _Source:
         assert self.tensor is not None
         return self.tensor
 
-    def buffer(self, arguments: Sequence[Tensor]) -> Buffer:
-        """The value now."""
-        if self.argument is not None:
-            tensor = arguments[self.argument]
-        elif self.tensor is not None:
-            tensor = self.current()
-        else:
-            return self.value  # type: ignore[no-any-return]
+    def node(self, arguments: Sequence[Tensor]) -> Node:
+        """What holds the value now."""
+        if self.value is not None:
+            return self.value
+        tensor = self.current() if self.argument is None else arguments[self.argument]
         node = tensor._node
         if node.value is None:
             realize([node], tensor.device)
-        return node.value  # type: ignore[no-any-return]
+        return node
+
+    def buffer(self, arguments: Sequence[Tensor]) -> Buffer:
+        """The value now."""
+        return self.node(arguments).value  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -332,9 +353,6 @@ class _Captured:
         return bool(self._seen) and [one() for one in self._seen] == [one._node for one in self._tensors]
 
     def __post_init__(self) -> None:
-        outside = {
-            id(t.tensor): at for at, t in enumerate(self.changed, self.results) if t.tensor is not None
-        }
         self._outside = [source for source in self.sources if source.tensor is not None]
         # Where inputs come from, if all are arguments or tensors from outside that are no gradients.
         simple = all(one.grad_of is None and one.value is None for one in self.sources)
@@ -342,34 +360,33 @@ class _Captured:
         # The tensors from outside, and their values when they were last looked at, which may go meanwhile.
         self._tensors = [one.tensor for one in self._outside if one.tensor is not None] if simple else []
         self._seen = []
-        # Tensors that can be written over themselves: input, tensor, output, place among the wanted.
-        self._in_place: list[tuple[int, Tensor, int, int]] = []
-        for at, source in enumerate(self.sources):
-            place = outside.get(id(source.tensor), -1)
-            output = self.wanted[place]
-            if source.tensor is not None and place >= 0 and isinstance(output, int) and self._may(output, at):
-                self._in_place.append((at, source.tensor, output, place))
-        self._all_over = {output: at for at, _, output, _ in self._in_place}
-        self._all_settled = {place for _, _, _, place in self._in_place}
-        self._others = [place for place in range(len(self.wanted)) if place not in self._all_settled]
+        # What can be written over what, for each device on which the program runs.
+        self._ways: dict[Any, _Ways] = {}
 
-    def _may(self, output: int, number: int) -> bool:
-        return self.program is not None and self.program.may_overwrite(output, number)
+    def _ways_of(self, program: Any) -> _Ways:
+        found = self._ways[program] = _Ways(self, None if program is None else program.may_overwrite)
+        return found
 
     def replay(self, arguments: list[Tensor]) -> Any:
         """Run the program on what the arguments and the tensors from outside hold now."""
         inputs = [(arguments[at] if one is None else one)._node.value for one, at in self._simple]  # type: ignore[index]
         if not inputs or None in inputs:
             inputs = [source.buffer(arguments) for source in self.sources]
+        program: Any = self.program
+        if self.device.dispatcher is not None and program is not None:
+            program, inputs = program.chosen(
+                inputs, lambda: [source.node(arguments) for source in self.sources], self.numbers
+            )
         found: list[Buffer] = []
-        over, settled = self._free_memory(inputs)
-        if self.program is not None:
-            found = self.program.run(inputs, self.numbers, over)
+        ways = self._ways.get(program) or self._ways_of(program)
+        over, settled = self._free_memory(inputs, ways)
+        if program is not None:
+            found = program.run(inputs, self.numbers, over)
         for at in self.donated:
             arguments[at]._node = leaf(_DONATED, arguments[at].shape, arguments[at].dtype)
         nodes: list[Node] = []
         targets: list[_Target] = []
-        for place in self._others if settled is self._all_settled else range(len(self.wanted)):
+        for place in ways.others if settled is ways.settled else range(len(self.wanted)):
             if place not in settled:
                 one = self.wanted[place]
                 buffer = found[one] if isinstance(one, int) else one.buffer(arguments)
@@ -385,17 +402,30 @@ class _Captured:
             tensor.grad = Tensor(next(rest), self.device) if there else None
         return _replaced(self.result, iter(results))
 
-    def _free_memory(self, inputs: list[Buffer]) -> tuple[dict[int, int], set[int]]:
+    def told_replay(self, arguments: list[Tensor], captured: float) -> Any:
+        """The same, and profiles are told of it; `captured`: when the capture for this began, or 0."""
+        start = perf_counter()
+        result = self.replay(arguments)
+        spent = start - captured if captured else 0.0
+        program: Any = self.program
+        if self.device.dispatcher is not None and program is not None:
+            program = program.current[-1]
+        run = Run("jit", program, bool(captured), spent, captured or start, perf_counter(), (), ())
+        for recorder in self.device.stream.recorders:
+            recorder.computed(run)
+        return result
+
+    def _free_memory(self, inputs: list[Buffer], ways: _Ways) -> tuple[dict[int, int], set[int]]:
         """Which outputs are written over which inputs, that nothing else refers to; what then stays."""
         if not self.donated:  # mostly it is all of them, which is soon found out
-            shared = [inputs[at].shared for at, _, _, _ in self._in_place]
-            counts = [sys.getrefcount(tensor._node) for _, tensor, _, _ in self._in_place]
-            kinds = [tensor._node.primitive for _, tensor, _, _ in self._in_place]
+            shared = [inputs[at].shared for at, _, _, _ in ways.in_place]
+            counts = [sys.getrefcount(tensor._node) for _, tensor, _, _ in ways.in_place]
+            kinds = [tensor._node.primitive for _, tensor, _, _ in ways.in_place]
             if True not in shared and max(counts, default=0) <= 2 and kinds.count(LEAF) == len(kinds):
-                return self._all_over, self._all_settled
+                return ways.over, ways.settled
         over: dict[int, int] = {}
         settled: set[int] = set()
-        for at, tensor, output, place in self._in_place:
+        for at, tensor, output, place in ways.in_place:
             # The node is the tensor's alone: one reference, and one of the call that counts.
             if not inputs[at].shared and sys.getrefcount(tensor._node) <= 2:
                 over[output] = at
@@ -404,10 +434,29 @@ class _Captured:
         for at, source in enumerate(self.sources) if self.donated else ():
             if source.argument in self.donated and not inputs[at].shared:
                 free = [one for one in self.wanted if isinstance(one, int) and one not in over]
-                found = next((one for one in free if self._may(one, at)), None)
+                found = next((one for one in free if ways.may(one, at)), None)
                 if found is not None:
                     over[found] = at
         return over, settled
+
+
+class _Ways:
+    """Which results of a program on a device can be written over which inputs."""
+
+    def __init__(self, captured: _Captured, may_overwrite: Callable[[int, int], bool] | None) -> None:
+        self.may = may_overwrite or (lambda output, number: False)
+        changed = enumerate(captured.changed, captured.results)
+        outside = {id(target.tensor): at for at, target in changed if target.tensor is not None}
+        # Tensors that can be written over themselves: input, tensor, output, place among the wanted.
+        self.in_place: list[tuple[int, Tensor, int, int]] = []
+        for at, source in enumerate(captured.sources):
+            place = outside.get(id(source.tensor), -1)
+            output = captured.wanted[place]
+            if source.tensor is not None and place >= 0 and isinstance(output, int) and self.may(output, at):
+                self.in_place.append((at, source.tensor, output, place))
+        self.over = {output: at for at, _, output, _ in self.in_place}
+        self.settled = {place for _, _, _, place in self.in_place}
+        self.others = [place for place in range(len(captured.wanted)) if place not in self.settled]
 
 
 def _stand_in(tensor: Tensor) -> Tensor:

@@ -1,0 +1,212 @@
+"""The device `auto`: it has no memory of its own, and stands for others."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.dispatch.placing import Dispatcher
+from penstock.errors import PenstockError
+from penstock.memory.buffer import Buffer
+from penstock.memory.ledger import DeviceMemory
+from penstock.registry import devices
+from penstock.runtime import Device, _Opened, refuse
+from penstock.stream.future import Future
+from penstock.stream.hostview import HostView
+
+_SMALL = 256 << 10  # bytes, up to which values stay with the host until a device wants them
+
+
+def auto_device() -> AutoDevice:
+    """The best GPU or other accelerator of this machine, its CPU through OpenCL, and NumPy."""
+    return AutoDevice(_usable(devices()))
+
+
+def _usable(found: Sequence[Device]) -> list[Device]:
+    """At most one of each kind. One that cannot be opened, as in a forked child, is left out."""
+    kinds = (
+        [one for one in found if one.capabilities.kind in ("gpu", "accelerator")],
+        [one for one in found if one.capabilities.kind == "cpu" and one.capabilities.language == "opencl"],
+        [one for one in found if one.capabilities.kind == "host"],
+    )
+    return [first for kind in kinds if (first := next(filter(_opens, kind), None)) is not None]
+
+
+def _opens(device: Device) -> bool:
+    try:
+        return device.driver is not None
+    except PenstockError:
+        return False
+
+
+class AutoDevice(Device):
+    """Several devices as one: each program runs on the one that is done with it first, values come along.
+
+    What a device has but once, such as `pool`, `stream` and `driver`, is that of the first member.
+    """
+
+    def __init__(self, members: Sequence[Device]) -> None:
+        """`members`: the best for large programs first."""
+        first = members[0]
+        names = " or ".join(f"{one.name} ({one.capabilities.description})" for one in members)
+        limits = replace(
+            first.capabilities,
+            description=f"{names}, whichever is sooner",
+            offset_alignment=math.lcm(*(one.capabilities.offset_alignment for one in members)),
+            max_allocation_bytes=min(one.capabilities.max_allocation_bytes for one in members),
+            binding_bytes=min(one.capabilities.binding_bytes for one in members),
+        )
+        super().__init__("auto", limits, refuse("auto has no driver of its own"))
+        self._members = tuple(members)
+        self._shared = first.capabilities.shared_memory
+        self.dispatcher: Dispatcher = Dispatcher(self, self._members)
+        self.programs = self.dispatcher
+
+    @property
+    def members(self) -> tuple[Device, ...]:
+        """The devices that it stands for."""
+        return self._members
+
+    def holder(self, buffer: Buffer) -> Device:
+        """The member that a buffer is on."""
+        return self.dispatcher.places.holder(buffer)
+
+    def _open(self) -> _Opened:
+        return self._members[0]._open()
+
+    def _home(self, nbytes: int) -> Device:
+        """Where new values go: large ones to the first member, which is the best for what is large."""
+        return self._members[0] if self._shared or nbytes > _SMALL else self._members[-1]
+
+    # Memory
+
+    def empty(self, nbytes: int) -> Buffer:
+        """See Device."""
+        return self._home(nbytes).empty(nbytes)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The most that may be taken from each member."""
+        return self._members[0].limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, limit: int | str | None) -> None:
+        for member in self._members:
+            member.limit_bytes = limit
+
+    def memory_stats(self) -> DeviceMemory:
+        """That of all members together; `pool` is the first one's."""
+        found = [member.memory_stats() for member in self._members]
+        sums = {
+            name: sum(getattr(one, name) for one in found)
+            for name in DeviceMemory.__dataclass_fields__
+            if name not in ("limit_bytes", "pool")
+        }
+        return DeviceMemory(**sums, limit_bytes=self.limit_bytes, pool=found[0].pool)
+
+    def host_bytes(self) -> int:
+        """See Device."""
+        return sum(member.host_bytes() for member in self._members)
+
+    def trim(self) -> int:
+        """See Device."""
+        return sum(member.trim() for member in self._members)
+
+    def release_idle(self) -> None:
+        """See Device."""
+        for member in self._members:
+            member.release_idle()
+
+    def trace_memory(self, on: bool = True) -> None:
+        """See Device."""
+        for member in self._members:
+            member.trace_memory(on)
+
+    def memory_owners(self, most: int = 10) -> list[tuple[str, int]]:
+        """See Device."""
+        owners = [owner for member in self._members for owner in member.memory_owners(most)]
+        return sorted(owners, key=lambda owner: -owner[1])[:most]
+
+    # Copies
+
+    def upload(self, array: npt.ArrayLike, into: Buffer | None = None, offset: int = 0) -> Buffer:
+        """See Device. A new buffer is on the host, or on the first member where the values are many."""
+        array = np.asarray(array)
+        if into is None:
+            return self._home(array.nbytes).upload(array)
+        self.dispatcher.places.forget([into])
+        return self.holder(into).upload(array, into, offset)
+
+    def download(
+        self,
+        buffer: Buffer,
+        dtype: npt.DTypeLike = np.uint8,
+        shape: Sequence[int] | None = None,
+        offset: int = 0,
+    ) -> Future[npt.NDArray[Any]]:
+        """See Device."""
+        return self.holder(buffer).download(buffer, dtype, shape, offset)
+
+    def copy(
+        self,
+        target: Buffer,
+        source: Buffer,
+        nbytes: int | None = None,
+        *,
+        target_offset: int = 0,
+        source_offset: int = 0,
+    ) -> None:
+        """See Device; a copy from one member to another waits for the source."""
+        nbytes = source.nbytes - source_offset if nbytes is None else nbytes
+        holder = self.holder(source)
+        self.dispatcher.places.forget([target])
+        if holder.holds(target):
+            places = {"target_offset": target_offset, "source_offset": source_offset}
+            holder.copy(target, source, nbytes, **places)
+        elif nbytes:
+            array = holder.download(source, np.uint8, (nbytes,), source_offset).wait()
+            self.holder(target).upload(array, target, target_offset)
+
+    def view(
+        self,
+        buffer: Buffer,
+        dtype: npt.DTypeLike = np.uint8,
+        shape: Sequence[int] | None = None,
+        offset: int = 0,
+        *,
+        writable: bool = False,
+    ) -> HostView:
+        """See Device."""
+        if writable:
+            self.dispatcher.places.forget([buffer])
+        return self.holder(buffer).view(buffer, dtype, shape, offset, writable=writable)
+
+    # Life cycle
+
+    def sync(self) -> None:
+        """See Device; all members that have something pending."""
+        for member in self._members:
+            if not member.stream.idle:
+                member.sync()
+
+    def cleanup(self) -> None:
+        """See Device; all members."""
+        self.dispatcher.places.clear()
+        for member in self._members:
+            member.cleanup()
+
+    def close(self) -> None:
+        """See Device; all members."""
+        self.dispatcher.places.clear()
+        for member in self._members:
+            member.close()
+
+    def abandon(self) -> None:
+        """In a forked child: the members are abandoned by themselves."""
+        self.running = threading.RLock()

@@ -1,0 +1,182 @@
+"""Values on their way between devices. A value is at one place, and small ones are kept where they were too.
+
+A move to a device never waits for it. A move from one waits for the value alone: the host has to have it
+before it can pass it on.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from penstock.device.driver import Memory
+from penstock.dispatch.machine import Rates, at
+from penstock.graph.node import Node
+from penstock.kernels.source import UNIT
+from penstock.memory.buffer import Buffer
+from penstock.runtime import Device
+
+_KEPT_BYTES = 256 << 20  # of values at places that they were moved from
+_KEPT = 1024  # such values
+_ADOPTED_SECONDS = 3e-6  # to let NumPy see memory that it shares with a device
+
+
+class Places:
+    """Where values are, and how they come from one device to another."""
+
+    def __init__(self, members: Sequence[Device]) -> None:
+        self._members = members
+        self._step = math.lcm(UNIT, *(member.capabilities.offset_alignment for member in members))
+        # Copies at places that values were moved from, by the buffers that they are in now.
+        self.kept: OrderedDict[int, _Kept] = OrderedDict()
+        # How often a value would have been of use elsewhere: one that is used again and again is moved.
+        self._missed: weakref.WeakKeyDictionary[Node, int] = weakref.WeakKeyDictionary()
+
+    def holder(self, buffer: Buffer) -> Device:
+        """The device that a buffer is on."""
+        for member in self._members:
+            if member.holds(buffer):
+                return member
+        raise ValueError(f"{buffer!r} cannot be used on auto")
+
+    def seconds(self, node: Node, target: Device, rates: Mapping[Device, Rates]) -> float:
+        """How long a move of a value takes; none where it is there."""
+        buffer = node.value
+        source = self.holder(buffer)
+        if source is target or self._found(buffer, target) is not None:
+            return 0.0
+        return move_seconds(source, target, rates, node.nbytes)
+
+    def share(self, node: Node) -> int:
+        """Over how many uses the move of a value counts: as many as there were are expected to come."""
+        return 1 + self._missed.get(node, 0)
+
+    def missed(self, node: Node) -> None:
+        """Note that a value was not where it would have been of use."""
+        self._missed[node] = self._missed.get(node, 0) + 1
+
+    def bring(self, nodes: Sequence[Node], target: Device) -> list[Buffer]:
+        """The values of nodes on a device, which is where they are from then on."""
+        away = [node for node in nodes if not target.holds(node.value)]
+        if away:
+            wholes = self._wholes(away, target)
+            for node in dict.fromkeys(away):
+                self._move(node, target, wholes)
+        return [node.value for node in nodes]
+
+    def copied(self, buffer: Buffer, target: Device) -> Buffer:
+        """The same bytes on another device."""
+        source = self.holder(buffer)
+        if source is target:
+            return buffer
+        if not buffer.nbytes:
+            return target.empty(0)
+        if buffer.memory.host is None:
+            return target.upload(source.download(buffer).wait())
+        with source.view(buffer) as array:
+            if not _looks_on(target):
+                return target.upload(array)
+        # NumPy takes the memory as it is. Nobody may write there, since both have the value now.
+        buffer.shared = True
+        memory = Memory(buffer.memory.host[buffer.offset :][: buffer.nbytes], buffer.nbytes, None)
+        memory.host = memory.native
+        adopted = Buffer(target.driver, memory, buffer.nbytes, _Lender(buffer))
+        adopted.shared = True
+        return adopted
+
+    def forget(self, buffers: Sequence[Buffer]) -> None:
+        """Let go of the copies of values that are about to be written over."""
+        for buffer in buffers:
+            self.kept.pop(id(buffer), None)
+
+    def clear(self) -> None:
+        """Let go of all copies."""
+        self.kept.clear()
+
+    def _found(self, buffer: Buffer, target: Device) -> Buffer | None:
+        kept = self.kept.get(id(buffer))
+        return None if kept is None else next((one for one in kept.copies if target.holds(one)), None)
+
+    def _move(self, node: Node, target: Device, wholes: Mapping[Buffer, Buffer]) -> None:
+        old: Buffer = node.value
+        if target.holds(old):
+            return
+        self._missed.pop(node, None)
+        new = self._found(old, target)
+        if new is None and old.whole in wholes:
+            new = wholes[old.whole].part(old.offset - old.whole.offset, old.nbytes)
+        if new is None:
+            new = self.copied(old, target)
+        kept = self.kept.pop(id(old), None)
+        node.value = new  # the same value at another place
+        others = [] if kept is None else [one for one in kept.copies if one is not new]
+        self._keep(new, [old, *others])
+
+    def _keep(self, new: Buffer, copies: list[Buffer]) -> None:
+        key, table = id(new), self.kept
+        table[key] = _Kept(weakref.ref(new, lambda _: table.pop(key, None)), copies)
+        sizes = [sum(copy.nbytes for copy in one.copies) for one in list(table.values())]
+        total = sum(sizes)
+        while table and (total > _KEPT_BYTES or len(table) > _KEPT):
+            _, oldest = table.popitem(last=False)
+            total -= sum(copy.nbytes for copy in oldest.copies)
+
+    def _wholes(self, nodes: Sequence[Node], target: Device) -> dict[Buffer, Buffer]:
+        """Memories of which several values are wanted elsewhere, moved whole: these stay side by side."""
+        if _looks_on(target):
+            return {}
+        parts: dict[Buffer, dict[int, Buffer]] = {}
+        for node in nodes:
+            parts.setdefault(node.value.whole, {})[id(node.value)] = node.value
+        alignment = target.capabilities.offset_alignment
+        found = {}
+        for whole, of in parts.items():
+            offsets = [one.offset - whole.offset for one in of.values()]
+            # With the gaps between them, which are as wide as the members want it.
+            wanted = sum(-(-one.nbytes // self._step) * self._step for one in of.values())
+            fits = not any(offset % alignment for offset in offsets)
+            if len(of) > 1 and fits and 2 * wanted >= whole.nbytes:
+                found[whole] = self.copied(whole, target)
+        return found
+
+
+def _looks_on(device: Device) -> bool:
+    """Whether a device can use memory of others that the host sees: it is NumPy."""
+    return device.capabilities.kind == "host" and device.capabilities.shared_memory
+
+
+class _Kept:
+    """The places that a value was moved from."""
+
+    __slots__ = ("copies", "of")
+
+    def __init__(self, of: weakref.ref[Buffer], copies: list[Buffer]) -> None:
+        self.of = of  # kept for what it calls when the buffer goes
+        self.copies = copies
+
+
+class _Lender:
+    """Keeps the memory of a device for a buffer of the host that looks at it."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+
+    def reserve(self, nbytes: int) -> Memory:
+        """Nothing comes from here."""
+        raise AssertionError("memory that is lent is not for others")
+
+    def release(self, memory: Memory) -> None:
+        """The buffer goes with this object."""
+
+
+def move_seconds(source: Device, target: Device, rates: Mapping[Device, Rates], nbytes: int) -> float:
+    """How long so many bytes take from one device to another."""
+    if source is target:
+        return 0.0
+    shared = source.capabilities.shared_memory
+    if shared and _looks_on(target):
+        return _ADOPTED_SECONDS
+    read = 0.0 if shared else at(rates[source].downloads, nbytes)
+    return read + at(rates[target].uploads, nbytes)

@@ -1,0 +1,429 @@
+"""Which device runs a program: by price, and by time where prices are close. What was found is remembered."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from penstock.dispatch.cutting import best_place, cut
+from penstock.dispatch.machine import Rates, choices_of, machine_rates
+from penstock.dispatch.moving import Places, move_seconds
+from penstock.dispatch.pricing import price
+from penstock.dispatch.running import InTwo, OnOne, Wants, seconds_of
+from penstock.errors import DeviceError, DeviceUnavailable
+from penstock.fusion.splitting import split
+from penstock.graph.node import Node, Primitive, leaf, topological
+from penstock.graph.simplify import simplify
+from penstock.kernels.choices import Choices
+from penstock.kernels.source import digest
+from penstock.memory.buffer import Buffer
+from penstock.plan.banks import Banks
+from penstock.program import Program
+from penstock.realize import INPUT, MIN_ITEMS, Structure, by_numpy, programs
+from penstock.runtime import Device
+
+_CLOSE = 3.0  # prices that differ by less are no reason to choose: the programs are timed
+_CUT_GAIN = 0.9  # a cut has to take less than this part of the best whole
+_MAX_PLACED = 256  # structures, of which those not used for longest are forgotten
+_MAX_SEEN = 4096
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a program runs: on one device, or up to an operation on one and from there on another."""
+
+    first: Device
+    second: Device | None = None
+    place: int = 0  # so many operations are the first device's
+
+    @property
+    def name(self) -> str:
+        """The same in words, which are also its name in the file."""
+        if self.second is None:
+            return self.first.name
+        return f"{self.first.name} for {self.place} operations, then {self.second.name}"
+
+
+@dataclass
+class Candidate:
+    """A placement with the seconds that it takes, once its inputs are there."""
+
+    placement: Placement
+    estimated: float
+    moved: float = 0.0  # of a cut: the part of them in which values go from the one to the other
+    measured: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """By measurement, where there was one."""
+        return self.estimated if self.measured is None else self.measured
+
+
+class Dispatcher:
+    """Places programs on the members of one logical device."""
+
+    def __init__(self, device: Device, members: Sequence[Device]) -> None:
+        self.device = device
+        self.members = members
+        self.places = Places(members)
+        # Tests say here where a program goes; None lets prices and times decide.
+        self.dictate: Callable[[Placed], Placement] | None = None
+        self.build_seconds = 0.0  # in all
+        self._rates: dict[Device, Rates] | None = None
+        self._choices: Choices | None = None
+        self._placed: OrderedDict[Hashable, Placed] = OrderedDict()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+
+    @property
+    def rates(self) -> Mapping[Device, Rates]:
+        """What the members reach; measured when it is first asked for, unless a file has it."""
+        if self._rates is None:
+            self._rates = machine_rates(self.members)
+            if not self._rates:
+                names = " and ".join(member.name for member in self.members)
+                raise DeviceUnavailable(f"{names} could not be measured")
+        return self._rates
+
+    @property
+    def choices(self) -> Choices:
+        """The placements that were found by timing."""
+        if self._choices is None:
+            self._choices = choices_of(self.members)
+        return self._choices
+
+    # What `penstock.realize` asks for
+
+    def seen(self, structure: Structure) -> bool:
+        """Whether the same was computed before, as far as it is remembered."""
+        return structure.key in self._placed or structure.key in self._seen
+
+    def computed(self, structure: Structure, wanted: Sequence[Node]) -> tuple[list[Buffer], Program | None]:
+        """The values of nodes, and a program that computed them, if NumPy did not."""
+        placed = self._known(structure, wanted)
+        if placed is None:
+            return by_numpy(wanted, self._sharing(structure.inputs)), None
+        numbers = structure.constants()
+        inputs = [node.value for node in structure.inputs]
+        program, inputs = placed.chosen(inputs, lambda: structure.inputs, numbers)
+        return program.run(inputs, numbers), program.programs[-1]
+
+    def build(
+        self, structure: Structure, wanted: Sequence[Node], replaced: Mapping[int, int] | None = None
+    ) -> Placed:
+        """A graph for any of the members; see `Programs.build`."""
+        leaves = {node: leaf(INPUT, node.shape, node.dtype) for node in structure.inputs}
+        nodes = simplify(wanted, leaves)
+        return Placed(self, nodes, list(leaves.values()), structure, replaced or {})
+
+    def explain(self, nodes: Sequence[Node]) -> str:
+        """What each placement would take, which one is chosen and why, and its steps."""
+        wanted = [node for node in dict.fromkeys(nodes) if node.value is None]
+        if not wanted:
+            holders = dict.fromkeys(self.places.holder(node.value).name for node in nodes)
+            return f"computed already, on {' and '.join(holders)}"
+        structure = Structure(wanted)
+        placed = self._placed.get(structure.key) or self.build(structure, wanted)
+        lines = [placed.explained(structure.inputs)]
+        if structure.waits_for_no_compiler(seen=True):
+            lines.append(
+                f"outside of a jitted function NumPy computes it at once: no value has {MIN_ITEMS} items"
+            )
+        return "\n".join(lines)
+
+    def _sharing(self, inputs: Sequence[Node]) -> Device:
+        """The member whose memory NumPy sees, where all inputs are on one such; else the device of all."""
+        first = self.places.holder(inputs[0].value) if inputs else self.members[0]
+        shared = first.capabilities.shared_memory and all(first.holds(node.value) for node in inputs)
+        return first if shared else self.device
+
+    def _known(self, structure: Structure, wanted: Sequence[Node]) -> Placed | None:
+        """What is known of a structure; None as long as building a program would not pay."""
+        key = structure.key
+        placed = self._placed.get(key)
+        if placed is None:
+            if self.dictate is None and structure.waits_for_no_compiler(key in self._seen):
+                self._seen[key] = None
+                if len(self._seen) > _MAX_SEEN:
+                    self._seen.popitem(last=False)
+                return None
+            placed = self._placed[key] = self.build(structure, wanted)
+            if len(self._placed) > _MAX_PLACED:
+                self._placed.popitem(last=False)
+        else:
+            self._placed.move_to_end(key)
+        return placed
+
+
+class Placed:
+    """A graph without values, where it may run, and its programs where it did."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        nodes: Sequence[Node],
+        inputs: Sequence[Node],
+        structure: Structure,
+        replaced: Mapping[int, int],
+    ) -> None:
+        self.nodes = nodes
+        self.inputs = inputs
+        self._dispatcher = dispatcher
+        self._numbers = structure.numbers
+        self._replaced = replaced
+        self._key = _digest(structure, replaced)
+        self._programs: dict[Placement, OnOne | InTwo] = {}
+        self._candidates: list[Candidate] = []
+        self._why = "which takes the least time"
+        self._best: Candidate | None = None  # once that is known
+        self._ready: OnOne | None = None  # its program, where it is on one device
+        self._driver: Any = None  # of that device
+
+    def chosen(
+        self, inputs: list[Buffer], holders: Callable[[], Sequence[Node]], numbers: Sequence[Any]
+    ) -> tuple[OnOne | InTwo, list[Buffer]]:
+        """The program to run now on these inputs and constants, and the inputs where it wants them.
+
+        `holders` gives the nodes that hold the inputs.
+        """
+        dispatcher = self._dispatcher
+        ready = self._ready
+        # Mostly all is where it was the last time, which is soon found out.
+        there = [buffer.driver for buffer in inputs].count(self._driver) == len(inputs)
+        if ready is not None and there and dispatcher.dictate is None:
+            return ready, inputs
+        with dispatcher.device.running:
+            held = holders()
+            program = self._decided(held, numbers)
+            return program, program.bring(held)
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """The placements that are thought of, with their prices."""
+        if not self._candidates:
+            self._candidates = self._priced()
+            self._recall()
+        return self._candidates
+
+    @property
+    def current(self) -> tuple[Program, ...]:
+        """The programs of the placement that looks best so far: one, or two of a cut."""
+        with self._dispatcher.device.running:
+            return self._program(self._favourite().placement).programs
+
+    @property
+    def plan(self) -> Banks:
+        """The memory plan of that placement, of a cut the larger one."""
+        return max((program.plan for program in self.current), key=lambda plan: plan.arena_bytes)
+
+    def explained(self, held: Sequence[Node]) -> str:
+        """See `Dispatcher.explain`; `held` are the nodes that hold the inputs."""
+        with self._dispatcher.device.running:
+            totals = {one.placement: one.seconds + self._moving(one, held) for one in self.candidates}
+            lines = []
+            for one in self.candidates:
+                moving = self._moving(one, held)
+                how = "estimated" if one.measured is None else "measured"
+                text = f"{one.placement.name}: {_micro(one.seconds + moving)} {how}"
+                text = f"{one.placement.name}: no memory for it" if one.seconds == math.inf else text
+                text += f", of them {_micro(one.moved)} from the one to the other" if one.moved else ""
+                text += f", of them {_micro(moving)} to bring inputs" if moving else ""
+                lines.append(text)
+            chosen = min(self.candidates, key=lambda one: totals[one.placement] / self._gain(one))
+            best = self._favourite()
+            if self._best is None and len(self._near()) > 1:
+                why = "as it seems; those that are close are timed before the first run"
+            else:
+                why = self._why if chosen is best else f"as inputs are not on {best.placement.name}"
+            lines.append(f"chosen: {chosen.placement.name}, {why}")
+            return "\n".join([*lines, self._program(chosen.placement).explained()])
+
+    # Choosing
+
+    def _decided(self, held: Sequence[Node], numbers: Sequence[Any]) -> OnOne | InTwo:
+        dictate = self._dispatcher.dictate
+        if dictate is not None:
+            return self._program(dictate(self))
+        candidates = self.candidates
+        if self._best is None:
+            self._time(held, numbers)
+            self._settle()
+        assert self._best is not None
+        best = self._best
+        if best.placement.second is None:
+            best = min(
+                candidates, key=lambda one: (one.seconds + self._moving(one, held, True)) / self._gain(one)
+            )
+            if best is not self._best:
+                for node in held:
+                    if not self._best.placement.first.holds(node.value):
+                        self._dispatcher.places.missed(node)
+        return self._program(best.placement)
+
+    @staticmethod
+    def _gain(candidate: Candidate) -> float:
+        return 1.0 if candidate.placement.second is None else _CUT_GAIN
+
+    def _moving(self, candidate: Candidate, held: Sequence[Node], shared: bool = False) -> float:
+        """Seconds to bring the inputs; `shared`: over the uses of each that are to be expected."""
+        places, rates = self._dispatcher.places, self._dispatcher.rates
+        total = 0.0
+        for device, numbers in self._wants(candidate.placement):
+            for node in dict.fromkeys(held[at] for at in numbers):
+                seconds = places.seconds(node, device, rates)
+                total += seconds / places.share(node) if shared else seconds
+        return total
+
+    def _wants(self, placement: Placement) -> Wants:
+        """The inputs of each part, by number; one that both need is there twice."""
+        parts = None if placement.second is None else cut(self.nodes, placement.place)
+        if parts is None or placement.second is None:
+            return [(placement.first, list(range(len(self.inputs))))]
+        found = []
+        for device, side in ((placement.first, parts.heads), (placement.second, parts.tails)):
+            needed = set(topological(side))
+            found.append((device, [at for at, node in enumerate(self.inputs) if node in needed]))
+        return found
+
+    def _favourite(self) -> Candidate:
+        return self._best or min(self.candidates, key=lambda one: one.seconds / self._gain(one))
+
+    def _near(self) -> list[int]:
+        """The candidates whose prices are close to the best one's, by number."""
+        least = min(one.estimated for one in self._candidates)
+        return [at for at, one in enumerate(self._candidates) if one.estimated <= _CLOSE * least]
+
+    def _time(self, held: Sequence[Node], numbers: Sequence[Any]) -> None:
+        """Run the candidates that are close, to see which one is the best."""
+        near = [self._candidates[at] for at in self._near()]
+        if len(near) < 2:
+            return
+        ways = [self._program(one.placement) for one in near]
+        times = seconds_of(ways, held, numbers, self._dispatcher.members)
+        for one, seconds in zip(near, times, strict=True):
+            one.measured = seconds
+        self._why = "which took the least time when it was tried"
+        if math.inf not in times:  # memory may be there the next time
+            self._remember()
+
+    def _settle(self) -> None:
+        """Keep the best placement, and its program for the quick way."""
+        known = [one for one in self._candidates if one.measured is not None] or self._candidates
+        self._best = min(known, key=lambda one: one.seconds / self._gain(one))
+        program = self._program(self._best.placement)
+        self._programs = {self._best.placement: program}  # the others were there to be timed
+        if isinstance(program, OnOne):
+            self._ready, self._driver = program, program.devices[0].driver
+
+    def _remember(self) -> None:
+        if self._key is not None:
+            found = {one.placement.name: one.measured for one in self._candidates if one.measured is not None}
+            self._dispatcher.choices.put(self._key, json.dumps(found))
+
+    def _recall(self) -> None:
+        """Take over what an earlier run found by timing."""
+        text = None if self._key is None else self._dispatcher.choices.get(self._key)
+        try:
+            found = {str(name): float(seconds) for name, seconds in json.loads(text or "{}").items()}
+        except (ValueError, TypeError, AttributeError):  # a file that somebody changed
+            return
+        names = [one.placement.name for one in self._candidates]
+        if found and set(found) <= set(names) and all(seconds > 0 for seconds in found.values()):
+            for one in self._candidates:
+                one.measured = found.get(one.placement.name)
+            self._settle()
+            self._why = "which took the least time when it was tried in an earlier run"
+
+    # Prices
+
+    def _priced(self) -> list[Candidate]:
+        rates = self._dispatcher.rates
+        host = next((rates[one] for one in rates if one.capabilities.kind == "host"), None)
+        prices = {
+            member: found
+            for member in rates
+            if (found := price(self.nodes, member, rates[member], host or rates[member])) is not None
+        }
+        wholes = [Candidate(Placement(member), found.seconds) for member, found in prices.items()]
+        if not wholes:
+            raise DeviceError("none of the devices can compute this")
+        least = min(one.estimated for one in wholes)
+        cuts = []
+        for first, before in prices.items():
+            for second, after in prices.items():
+                if first is not second:
+                    moving = partial(move_seconds, first, second, rates)
+                    place, seconds = best_place(self.nodes, before, after, moving)
+                    if seconds < _CUT_GAIN * least:
+                        cuts.append((seconds, Placement(first, second, place)))
+        for _, placement in sorted(cuts, key=lambda one: one[0]):
+            candidate = self._priced_cut(placement, rates, host)
+            if candidate is not None and candidate.estimated < _CUT_GAIN * least:
+                return [*wholes, candidate]
+        return wholes
+
+    def _priced_cut(
+        self, placement: Placement, rates: Mapping[Device, Rates], host: Rates | None
+    ) -> Candidate | None:
+        first, second = placement.first, placement.second
+        parts = cut(self.nodes, placement.place)
+        if parts is None or second is None:
+            return None
+        before = price(parts.heads, first, rates[first], host or rates[first])
+        after = price(parts.tails, second, rates[second], host or rates[second])
+        if before is None or after is None:
+            return None
+        moved = sum(move_seconds(first, second, rates, node.nbytes) for node in parts.crossing)
+        return Candidate(placement, before.seconds + moved + after.seconds, moved)
+
+    # Programs
+
+    def _program(self, placement: Placement) -> OnOne | InTwo:
+        found = self._programs.get(placement)
+        if found is None:
+            found = self._programs[placement] = self._built(placement)
+        return found
+
+    def _built(self, placement: Placement) -> OnOne | InTwo:
+        places = self._dispatcher.places
+        parts = None if placement.second is None else cut(self.nodes, placement.place)
+        if parts is None or placement.second is None:
+            return OnOne(places, self._on(placement.first, self.nodes, self.inputs, self._replaced))
+        wants = self._wants(placement)
+        before, after = ([self.inputs[at] for at in numbers] for _, numbers in wants)
+        first = self._on(placement.first, parts.heads, before)
+        second = self._on(placement.second, parts.tails, [*after, *parts.leaves])
+        return InTwo(places, first, second, parts, self.nodes, wants)
+
+    def _on(
+        self,
+        device: Device,
+        nodes: Sequence[Node],
+        inputs: Sequence[Node],
+        replaced: Mapping[int, int] | None = None,
+    ) -> Program:
+        """A program of a part of the graph."""
+        start = perf_counter()
+        kernels = programs(device).kernels
+        nodes = split(nodes, device.capabilities)
+        built = Program(device, kernels, nodes, inputs, self._numbers, replaced)
+        self._dispatcher.build_seconds += perf_counter() - start
+        return built
+
+
+def _digest(structure: Structure, replaced: Mapping[int, int]) -> str | None:
+    """A name for what is computed that every process gives it; None where there is none."""
+    key: Any = structure.key
+    # A part of the key is a primitive with its attributes, or the shape and dtype of an input.
+    named = [(part[0].name, *part[1:]) if isinstance(part[0], Primitive) else part for part in key[0]]
+    text = repr((named, key[1], sorted(replaced.items())))
+    return None if " at 0x" in text else f"placed {digest(text)}"
+
+
+def _micro(seconds: float) -> str:
+    return f"{1e6 * seconds:.0f} µs"

@@ -1,0 +1,95 @@
+"""How long a graph would take on a device: the sum over its kernels, or over NumPy's steps on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.dispatch.machine import Rates
+from penstock.fusion.clusters import ATTENTIONS
+from penstock.fusion.costs import LONG
+from penstock.fusion.groups import Group, partition
+from penstock.fusion.products import by_library
+from penstock.fusion.views import VIEWS
+from penstock.graph.contraction import GATHER, MATMUL, SCATTER_ADD
+from penstock.graph.dtypes import HALVES, float32, float64
+from penstock.graph.elementwise import FULL
+from penstock.graph.node import Node, topological
+from penstock.graph.random import RANDOM_BITS
+from penstock.graph.reducing import ARGMAX, ARGMIN, ARGSORT, CUMULATIVE_PROD, CUMULATIVE_SUM
+from penstock.kernels.writer import fusible
+from penstock.realize import programs
+from penstock.runtime import Device
+
+# What takes so many times as long for an item as an exponential, apart from reading and writing.
+_WEIGHTS = {RANDOM_BITS: 4, ARGSORT: 16, CUMULATIVE_SUM: 1, CUMULATIVE_PROD: 1, ARGMAX: 1, ARGMIN: 1}
+_WEIGHTS |= {SCATTER_ADD: 4, GATHER: 1} | dict.fromkeys(LONG, 1)
+_SLOW_PRODUCT = (
+    32  # how much longer NumPy's own loop takes for a product than the library that has floats only
+)
+_READS_PART = VIEWS | {GATHER, FULL}
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a graph takes on a device, in seconds, and what of it each group takes."""
+
+    seconds: float
+    groups: tuple[tuple[Group, float], ...]
+
+
+def price(nodes: Sequence[Node], device: Device, rates: Rates, host: Rates) -> Price | None:
+    """Of the graph that computes some nodes, with its inputs at hand; None where the device cannot.
+
+    `host` are the rates of NumPy, which takes over what the device has no kernel for.
+    """
+    limits = device.capabilities
+    if any(node.primitive.compiled for node in topological(nodes)) and limits.language == "numpy":
+        return None
+    groups = partition(nodes, lambda node: fusible(node, limits), lambda product: by_library(product, limits))
+    priced = tuple((group, _seconds(group, device, rates, host)) for group in groups)
+    return Price(rates.program + sum(seconds for _, seconds in priced), priced)
+
+
+def _seconds(group: Group, device: Device, rates: Rates, host: Rates) -> float:
+    numpy = device.capabilities.language == "numpy"
+    if group.kind == "lone" and not numpy and programs(device).kernels.written(group) is None:
+        # NumPy computes it: the device is waited for, and values go there and back.
+        read = sum(node.nbytes for node in group.inputs)
+        there = rates.program + rates.moving_seconds(read)
+        return there + _work(group, host, numpy=True) + rates.moving_seconds(group.outputs[0].nbytes)
+    return rates.step + _work(group, rates, numpy)
+
+
+def _work(group: Group, rates: Rates, numpy: bool) -> float:
+    written = sum(node.nbytes for node in group.outputs)
+    read = 0
+    for node in group.inputs:
+        partly = len(group.nodes) == 1 and group.nodes[0].primitive in _READS_PART
+        read += min(node.nbytes, written) if partly else node.nbytes
+    seconds = rates.moving_seconds(read + written)
+    for node in group.nodes:
+        if node.primitive is MATMUL or node.primitive in ATTENTIONS:
+            seconds = max(seconds, _product_seconds(node, rates, numpy))
+        elif node.primitive in _WEIGHTS:
+            items = max(one.size for one in (node, *node.inputs))
+            items = node.size if node.primitive in (GATHER, RANDOM_BITS) else items
+            seconds += _WEIGHTS[node.primitive] * items * rates.exponential
+    return seconds
+
+
+def _product_seconds(node: Node, rates: Rates, numpy: bool) -> float:
+    if node.primitive in ATTENTIONS:
+        batch, queries, heads, width = node.inputs[0].shape
+        return rates.product_seconds(4.0 * batch * heads * width * queries * node.inputs[1].shape[1])
+    inner = node.inputs[0].shape[-1]
+    each = 2.0 * math.prod(node.shape[-2:]) * inner
+    count = max(math.prod(node.shape[:-2]), 1)
+    if not each or not node.size:
+        return 0.0
+    if not numpy:
+        return rates.product_seconds(each * count)  # those of a batch run side by side
+    dtype = node.inputs[0].dtype
+    slower = 1 if dtype is float32 or dtype in HALVES else 2 if dtype is float64 else _SLOW_PRODUCT
+    return count * slower * rates.product_seconds(each)

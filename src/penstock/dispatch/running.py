@@ -1,0 +1,165 @@
+"""A placed program, on one device or in two parts on two, and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+
+from penstock.dispatch.cutting import Parts
+from penstock.dispatch.moving import Places
+from penstock.errors import OutOfDeviceMemory
+from penstock.graph.node import Node
+from penstock.memory.buffer import Buffer
+from penstock.program import Program
+from penstock.realize import steps_text
+from penstock.runtime import Device
+
+_ROUNDS = 4  # in which programs take turns, unless that takes too long
+_MOST_SECONDS = 1.0
+_PAUSE = 5e-3  # seconds, in which the threads of the one before stop waiting for more
+# In a round, after one run that may compile: at least so many runs and seconds, at most so many.
+_TRIES, _TRY_SECONDS, _MOST_TRIES, _LONG_SECONDS = 4, 3e-3, 12, 0.3
+_TRIED = "a placement is tried"  # why the host waits
+
+Over = Mapping[int, int] | None
+Wants = list[tuple[Device, list[int]]]  # devices, and the numbers of the inputs that are needed there
+
+
+class OnOne:
+    """A program on one device, which sees to it that no stale copy of a value is left."""
+
+    def __init__(self, places: Places, program: Program) -> None:
+        self._places = places
+        self.programs = (program,)
+        self._run = program.run
+        self.devices = (program.device,)
+        self.may_overwrite = program.may_overwrite
+
+    def bring(self, held: Sequence[Node]) -> list[Buffer]:
+        """The inputs, which are values of nodes, where the program wants them."""
+        return self._places.bring(held, self.devices[0])
+
+    def copied(self, held: Sequence[Node]) -> list[Buffer]:
+        """The same, but the nodes hold their values where they were."""
+        return [self._places.copied(node.value, self.devices[0]) for node in held]
+
+    def run(self, inputs: Sequence[Buffer], numbers: Sequence[Any], over: Over = None) -> list[Buffer]:
+        """See `Program.run`."""
+        if over and self._places.kept:
+            self._places.forget([inputs[at] for at in over.values()])
+        return self._run(inputs, numbers, over)
+
+    def explained(self) -> str:
+        """Its steps."""
+        return steps_text(self.programs[0])
+
+
+class InTwo:
+    """A program in two parts, each on a device of its own. It writes over no inputs."""
+
+    def __init__(
+        self,
+        places: Places,
+        first: Program,
+        second: Program,
+        parts: Parts,
+        nodes: Sequence[Node],
+        wants: Wants,
+    ) -> None:
+        """`nodes`: what is wanted of the whole; `wants`: the inputs of each part."""
+        self._places = places
+        self._wants = wants
+        self.programs = (first, second)
+        self.devices = (first.device, second.device)
+        self._crossing = [parts.heads.index(node) for node in parts.crossing]
+        tails = [node for node in dict.fromkeys(nodes) if node not in parts.heads]
+        self._results = [
+            (0, parts.heads.index(node)) if node in parts.heads else (1, tails.index(node)) for node in nodes
+        ]
+
+    def bring(self, held: Sequence[Node]) -> list[Buffer]:
+        """The inputs of the first part, then those of the second."""
+        return [
+            buffer
+            for device, numbers in self._wants
+            for buffer in self._places.bring([held[at] for at in numbers], device)
+        ]
+
+    def copied(self, held: Sequence[Node]) -> list[Buffer]:
+        """The same, but the nodes hold their values where they were."""
+        return [
+            self._places.copied(held[at].value, device) for device, numbers in self._wants for at in numbers
+        ]
+
+    def may_overwrite(self, output: int, number: int) -> bool:
+        """See `Program.may_overwrite`."""
+        return False
+
+    def run(self, inputs: Sequence[Buffer], numbers: Sequence[Any], over: Over = None) -> list[Buffer]:
+        """Both parts; see `Program.run`."""
+        first, second = self.programs
+        count = len(self._wants[0][1])
+        heads = first.run(inputs[:count], numbers)
+        crossed = [self._places.copied(heads[at], second.device) for at in self._crossing]
+        tails = second.run([*inputs[count:], *crossed], numbers)
+        return [(tails if part else heads)[at] for part, at in self._results]
+
+    def explained(self) -> str:
+        """The steps of both parts."""
+        parts = [f"on {program.device.name}:\n{steps_text(program)}" for program in self.programs]
+        return "\n".join(parts)
+
+
+def seconds_of(
+    ways: Sequence[OnOne | InTwo], held: Sequence[Node], numbers: Sequence[Any], members: Sequence[Device]
+) -> list[float]:
+    """How long the same program takes in several ways, with nothing else under way.
+
+    Results are dropped, and inputs stay where they are: what is run are copies, and no value changes. The
+    median counts, since what else is done on the machine slows devices down unequally. A way for which there
+    is no memory takes for ever.
+    """
+    times: list[list[float]] = [[] for _ in ways]
+    buffers = [node.value for node in held]
+    shared = [buffer.shared for buffer in buffers]
+    try:
+        for member in members:
+            member.stream.drain(_TRIED)
+        for _ in range(_ROUNDS):
+            if sum(map(sum, times)) > _MOST_SECONDS:
+                break
+            for way, found in zip(ways, times, strict=True):
+                sleep(_PAUSE)
+                found += _run_on_end(way, held, numbers)
+    finally:
+        for buffer, flag in zip(buffers, shared, strict=True):
+            buffer.shared = flag  # no copy looks on it any more
+    return [median(found) for found in times]
+
+
+def _run_on_end(way: OnOne | InTwo, held: Sequence[Node], numbers: Sequence[Any]) -> list[float]:
+    """The times of some runs, one right after the other, as in a loop of the user's.
+
+    The first one may compile, or wake threads, and counts only if it took long.
+    """
+    times: list[float] = []
+    try:
+        inputs = way.copied(held)
+        while not _enough(times):
+            start = perf_counter()
+            way.run(inputs, numbers)
+            for device in way.devices:
+                device.stream.drain(_TRIED)
+            times.append(perf_counter() - start)
+    except OutOfDeviceMemory:
+        return [inf]
+    return times[1:] or times
+
+
+def _enough(times: Sequence[float]) -> bool:
+    tries, total = len(times) - 1, sum(times[1:])
+    often = tries >= _TRIES and total >= _TRY_SECONDS
+    return often or tries >= _MOST_TRIES or sum(times) >= _LONG_SECONDS
