@@ -28,7 +28,8 @@ import penstock as ps
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = "test_cuda.py"
-ELSEWHERE = ("test_webgpu.py", "test_wgsl.py")  # want a WebGPU adapter, and run in CI
+# Want a WebGPU adapter, a browser, or programs that are slow on a CPU for a known reason, and run in CI.
+ELSEWHERE = ("test_webgpu.py", "test_wgsl.py", "test_windows.py", "test_report.py", "test_advise.py")
 LONG = ("test_leaks.py", "test_programs.py", "test_profile.py", "test_own_kernels.py", "test_faults.py")
 PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvmath-python", "pyopencl", "numpy")
 DRIVERS = ("cuda", "opencl", "host")

@@ -1,0 +1,69 @@
+"""What all rules share: from when on a gain is worth telling, and how it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from penstock.advising.advice import Advice
+from penstock.callsite import in_package
+from penstock.profiling.evidence import Evidence
+from penstock.profiling.lines import Runs
+from penstock.profiling.words import in_time
+
+LEAST_TIME = 0.05  # of the time: less is within what two runs of the same program differ by
+LEAST_MEMORY = 0.10  # of the memory: the pool rounds sizes by nearly as much
+OFTEN = 10  # what happens less often is a beginning or an end, and no loop
+# Parts of the package that decide for themselves when to read, send and compute: no line of the user's
+# code is to blame for it.
+_INNER = ("nn/", "optim/", "data/", "bench/", "checking.py", "testing.py")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A piece of advice, and all lines that the flaw explains: other rules leave those alone."""
+
+    advice: Advice
+    lines: frozenset[str]
+
+
+Rule = Callable[[Evidence], Iterator[Finding]]
+
+
+def finding(
+    flaw: str,
+    title: str,
+    evidence: str,
+    where: str,
+    change: str,
+    gain: str,
+    seconds: float | None = None,
+    nbytes: int | None = None,
+    also: tuple[str, ...] = (),
+) -> Finding:
+    """A finding about a line; `also` names others that it explains."""
+    line = "" if where.startswith("(") else where  # a thread, or many lines
+    advice = Advice(flaw, title, evidence, line, change, gain, seconds, nbytes)
+    return Finding(advice, frozenset(one for one in (where, *also) if one))
+
+
+def users_own(where: str, called: str) -> bool:
+    """Whether a line of the user's code asked for something itself, and not a part of this package."""
+    return not in_package(where) and not called.startswith(_INNER)
+
+
+def of_time(seconds: float, whole: float) -> str:
+    """A saving in words."""
+    return f"about {in_time(seconds)} of {in_time(whole)}"
+
+
+def least_seconds(run: Runs, evidence: Evidence) -> float | None:
+    """How long all runs of a line take at the device's best; None where its rates are not known."""
+    rate, bandwidth = evidence.rate("float32"), evidence.rate("bytes")
+    if not rate or not bandwidth:
+        return None
+    slow = sum(
+        operations / (evidence.rate(dtype) or rate) - operations / rate
+        for dtype, operations in run.products.items()
+    )
+    return max(run.operations / rate + slow, run.nbytes / bandwidth)

@@ -1,0 +1,103 @@
+"""Rules about waiting and copying: what the host and the device do one after the other, or in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.advising.measures import LEAST_TIME, OFTEN, Finding, finding, of_time, users_own
+from penstock.config import format_bytes
+from penstock.profiling.evidence import Evidence
+from penstock.profiling.words import in_time, short_place
+
+_READS = ("download", "view", "sync")  # waits that a line asks for; the others are the device's own pace
+_WORTH_A_THREAD = 1e-3  # seconds for a batch: threads of Python take turns, and less is lost in handing over
+
+
+def round_trips(evidence: Evidence) -> Iterator[Finding]:
+    """Values that come to the host only to go back keep the device waiting all the while."""
+    for one in evidence.transfers:
+        saved = one.returned_seconds
+        if one.returned >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
+            nbytes = one.nbytes * one.returned // one.calls
+            yield finding(
+                "round-trip",
+                "Values go to the host and come back",
+                f"{one.returned} times, values that were read here became a tensor again at "
+                f"{short_place(one.where)}, {format_bytes(nbytes)} in all; the device waited "
+                f"{in_time(saved)}",
+                one.source,
+                "do on the device what NumPy does in between (ps.clip, ps.where, ps.sort ... have its names)",
+                of_time(saved, evidence.working_seconds),
+                saved,
+                also=(one.where,),
+            )
+
+
+def repeated_uploads(evidence: Evidence) -> Iterator[Finding]:
+    """What does not change need be sent only once."""
+    for one in evidence.transfers:
+        saved = one.seconds * one.repeated / one.calls if one.calls else 0.0
+        if one.repeated >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
+            nbytes = one.nbytes * one.repeated // one.calls
+            yield finding(
+                "repeated-upload",
+                "The same array is sent again and again",
+                f"{one.repeated} of {one.calls} times this line sent what it had sent before, "
+                f"{format_bytes(nbytes)} in all",
+                one.where,
+                "make the tensor once, before the loop",
+                of_time(saved, evidence.working_seconds),
+                saved,
+            )
+
+
+def hidden_waits(evidence: Evidence) -> Iterator[Finding]:
+    """A value that is read waits for the device, and then the device waits for the host."""
+    for wait in evidence.waits:
+        # Without the wait, one would work while the other does: the lesser of the two times is saved. Where
+        # both are done by the same cores, the host's work is spread over them, and not hidden.
+        shared = 1 / evidence.units if evidence.kind == "cpu" else 0.0
+        saved = min(wait.idle_seconds * (1 - shared), wait.seconds)
+        if wait.why not in _READS or wait.count < OFTEN or not users_own(wait.where, wait.called):
+            continue
+        if saved >= LEAST_TIME * evidence.working_seconds:
+            yield finding(
+                "hidden-wait",
+                "The host waits for the device, and then the device for the host",
+                f"{wait.count} waits ({wait.why}, by {wait.called.rpartition(':')[2]}) took "
+                f"{in_time(wait.seconds)}; after them the device had nothing to do for "
+                f"{in_time(wait.idle_seconds)}",
+                wait.where,
+                "read results later or less often: keep the tensors and read them after the loop, or every "
+                "hundredth; numpy_async() asks for values without waiting",
+                of_time(saved, evidence.working_seconds),
+                saved,
+                also=tuple(one.where for one in evidence.transfers),  # then made while the device computes
+            )
+
+
+def late_data(evidence: Evidence) -> Iterator[Finding]:
+    """Batches that a thread of their own makes are there when the thread that runs the steps wants them.
+
+    Kernels run beside the host anyway, so what is saved is hidden behind what else that thread does.
+    """
+    whole, busy = evidence.working_seconds, evidence.busy_seconds
+    for one in evidence.transfers if busy is not None else ():
+        assert busy is not None
+        new = one.calls - one.beside - one.repeated - one.returned
+        if new < OFTEN or one.least_seconds < _WORTH_A_THREAD or not users_own(one.where, one.called):
+            continue
+        spent = (one.seconds + one.made_seconds) * new / one.calls
+        saved = whole - max(spent, whole - spent, busy)
+        if saved >= LEAST_TIME * whole:
+            yield finding(
+                "late-data",
+                "Batches are made and sent between the steps, and not beside them",
+                f"making and sending {one.calls} arrays ({format_bytes(one.nbytes)}) took {in_time(spent)} "
+                f"of the thread that also runs the steps; the device had nothing to do for "
+                f"{in_time(whole - busy)}",
+                one.where,
+                "let ps.data.Prefetch(batches) make and send them ahead, in a thread of its own",
+                of_time(saved, whole),
+                saved,
+            )
