@@ -21,7 +21,8 @@ def snippets(page: str) -> str:
 
 
 PAGES = ["README.md"]
-PAGES += [f"docs/{name}.md" for name in ("bench", "kernels", "profiling", "runtime", "tensors", "training")]
+PAGES += [f"docs/{name}.md" for name in ("advise", "bench", "kernels", "profiling", "runtime", "tensors")]
+PAGES += ["docs/dispatch.md", "docs/training.md", "docs/troubleshooting.md"]
 PAGES += ["docs/webgpu.md"] if WEBGPU_KINDS else []
 
 

@@ -177,9 +177,7 @@ def test_sums_on_the_way_are_those_of_numpy(
     draw = np.random.default_rng(columns)
     x, g = (draw.standard_normal((8 * stretches, columns)).astype(np.float32) for _ in range(2))
     results = function(ps.asarray(x, device=device), ps.asarray(g, device=device), ps)
-    assert kept(device, *results) == (
-        columns <= 512 or function is slope
-    )
+    assert kept(device, *results) == (columns <= 512 or function is slope)
     realize.realize([one._node for one in results], device)
     for found, expected in zip(results, function(x.astype(float), g.astype(float), np), strict=True):
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)

@@ -7,6 +7,7 @@ from importlib.metadata import version as _version
 from math import e, inf, nan, pi
 
 from penstock import data, errors, memory, nn, optim, testing
+from penstock.advising import Advice, advise
 from penstock.memory.buffer import Buffer
 from penstock.profiling import profile
 from penstock.registry import default_device, devices, use
@@ -180,6 +181,7 @@ __array_api_version__ = "2024.12"
 newaxis = None
 
 __all__ = [
+    "Advice",
     "Buffer",
     "Device",
     "Future",
@@ -190,6 +192,7 @@ __all__ = [
     "acos",
     "acosh",
     "add",
+    "advise",
     "all",
     "any",
     "arange",

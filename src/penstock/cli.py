@@ -50,10 +50,11 @@ def list_devices(
     for device in chosen:
         can = device.capabilities
         memory = format_bytes(can.total_bytes) + (" shared" if can.shared_memory else "")
-        mark = " *" if device is default else ""
+        mark = " *" if device is default or device in default.members else ""
         table.add_row(device.name + mark, can.description, can.kind, memory, str(can.compute_units), can.api)
     console.print(table)
-    console.print("* the default; set PENSTOCK_DEVICE to another name to change it", style="dim")
+    marked = "the default" if default.dispatcher is None else "the default, auto, chooses among these"
+    console.print(f"* {marked}; set PENSTOCK_DEVICE to another name to change it", style="dim")
 
 
 def _check(device: penstock.Device, console: Console) -> bool:
@@ -86,7 +87,7 @@ def train(
         Path | None,
         typer.Option(help="Settings in TOML; the config.toml of any run shows all of them.", metavar="FILE"),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="A name from `penstock devices`.")] = None,
+    device: Annotated[str | None, typer.Option(help="A name from `penstock devices`, or auto.")] = None,
     steps: Annotated[int | None, typer.Option(help="How many steps the run has in all.")] = None,
     memory: Annotated[str | None, typer.Option(help="The most to take from it, such as 2GiB.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same losses.")] = None,
@@ -174,7 +175,7 @@ def generate(
         float | None, typer.Option(help="Only the likeliest with this chance in all.", min=0.0, max=1.0)
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.", min=0)] = None,
-    device: Annotated[str | None, typer.Option(help="A name from `penstock devices`.")] = None,
+    device: Annotated[str | None, typer.Option(help="A name from `penstock devices`, or auto.")] = None,
 ) -> None:
     """Generate text with a trained model, shown as it comes."""
     from penstock.train.loading import load_model, stream_text
@@ -195,6 +196,19 @@ def generate(
         _streamed([prompt] if tokenizer else [], pieces)
     except ValueError as error:  # ids that the model does not have, and the like
         raise SettingError(str(error)) from None
+
+
+@app.command("report")
+def report(
+    source: Annotated[
+        Path,
+        typer.Argument(help="The folder of a run, or a trace that ps.profile wrote.", metavar="RUN"),
+    ],
+) -> None:
+    """Write the page of a run again, from what its folder holds; or one about a trace, beside it."""
+    from penstock.train import report_on
+
+    Console().print(f"report: {report_on(source)}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("bench")
@@ -225,6 +239,34 @@ def bench(
 
     if not measure(device or (), only or (), save, compare, against, quick):
         raise typer.Exit(1)
+
+
+@app.command("advise", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def advise(
+    source: Annotated[
+        list[str],
+        typer.Argument(
+            help="A trace that ps.profile saved; or what to run: a script, or -m MODULE, with its arguments.",
+            metavar="TRACE|COMMAND...",
+        ),
+    ],
+) -> None:
+    """Say what would make a program faster or smaller: each flaw with its evidence, its line and the gain.
+
+    A command runs in this process, under a profile: script.py --lr 1, or -- python -m package.
+    """
+    from penstock.advising.running import profiled
+    from penstock.advising.text import rendered
+
+    status = 0
+    if len(source) == 1 and source[0].endswith(".json"):
+        found = penstock.advise(source[0])
+    else:
+        profile, status = profiled(source)
+        found = penstock.advise(profile)
+    Console().print(rendered(found), markup=False, highlight=False, soft_wrap=True)
+    if status:
+        raise typer.Exit(status)
 
 
 def _streamed(*parts: Iterable[str]) -> str:

@@ -86,7 +86,7 @@ class RunConfig:
 
     steps: int = 1000
     seed: int = 1  # the same seed gives the same losses
-    device: str = ""  # a name from `penstock devices`; empty: the default one
+    device: str = ""  # a name from `penstock devices`, or auto; empty: the default one
     memory: str = ""  # the most that is taken from the device, such as 2GiB; empty: what it gives
     evaluate_every: int = 100  # steps between two evaluations; a checkpoint follows each
     evaluate_batches: int = 8

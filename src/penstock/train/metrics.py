@@ -28,6 +28,7 @@ class Metrics:
     data_wait: float  # the share of the step's time in which it waited for data
     device_wait: float  # the same for the device: on a busy one most of it
     live_bytes: int
+    planned_bytes: int  # the part of them that is arenas, where the temporaries of programs have their places
     pooled_bytes: int
     peak_bytes: int
     limit_bytes: int | None
@@ -54,6 +55,18 @@ class Curve:
             self.points = [_mean(self.points[at : at + 2]) for at in range(0, len(self.points), 2)]
             self._stride *= 2
 
+    def shown(self) -> list[tuple[float, float]]:
+        """All points, also that of the last values, which may be fewer than those of the others."""
+        return [*self.points, _mean(self._gathered)] if self._gathered else list(self.points)
+
+
+def read_curves(run: Path) -> dict[str, Curve]:
+    """The curves of a run by the metrics' names, from its file; none where there is no file."""
+    curves: dict[str, Curve] = {}
+    for _, values in _lines(run / FILE):
+        _note(curves, values)
+    return curves
+
 
 class MetricsLog:
     """The file of a run's metrics, and its curves by the metrics' names."""
@@ -66,7 +79,7 @@ class MetricsLog:
         for line, values in _lines(self._path):
             if values["step"] <= last_step:
                 lines.append(line)
-                self._note(values)
+                _note(self.curves, values)
         with written_whole(self._path) as file:
             file.write("".join(lines).encode())
 
@@ -78,11 +91,14 @@ class MetricsLog:
                 file.write(json.dumps(values, allow_nan=False) + "\n")
         except OSError as error:
             raise CheckpointError(f"{self._path} could not be written: {error.strerror}") from error
-        self._note(values)
+        _note(self.curves, values)
 
-    def _note(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            self.curves.setdefault(name, Curve()).add(values["step"], value)
+
+def _note(curves: dict[str, Curve], values: dict[str, Any]) -> None:
+    """Add what a line says, as far as it is numbers: a file may have been changed by hand."""
+    for name, value in values.items():
+        if isinstance(value, (int, float)):
+            curves.setdefault(name, Curve()).add(values["step"], value)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -92,7 +108,11 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for line in file:
                 with suppress(ValueError):
                     values = json.loads(line)
-                    if line.endswith("\n") and isinstance(values, dict) and "step" in values:
+                    if (
+                        line.endswith("\n")
+                        and isinstance(values, dict)
+                        and isinstance(values.get("step"), int)
+                    ):
                         yield line, values
 
 

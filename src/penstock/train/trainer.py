@@ -35,16 +35,19 @@ from penstock.data.files import written_whole
 from penstock.errors import CheckpointError, PenstockError
 from penstock.nn import GPT
 from penstock.optim import AdamW, cosine
+from penstock.profiling.profiles import Profile
+from penstock.report import Certificate, Findings, findings
 from penstock.stream.future import Future
+from penstock.tensor.jit import plans
 from penstock.train import checkpoint as checkpoints
 from penstock.train.checkpoint import Checkpoint
 from penstock.train.config import Config
 from penstock.train.metrics import Metrics, MetricsLog
-from penstock.train.report import write_report
+from penstock.train.report import CONFIG_FILE, read_findings, read_sample, write_report, write_sample
 from penstock.train.view import View
+from penstock.train.window import Window
 
 TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "config.toml"
 _PROMPT = 16  # tokens that begin the sample
 
 
@@ -74,6 +77,7 @@ class Trainer:
             self._restore(resumed)
         self._write_settings()
         self._log = MetricsLog(folder, self.step)
+        self._findings = self._found_before()
         self._saved = self.step
         self._pending: deque[tuple[int, float, list[Future[npt.NDArray[np.float32]]]]] = deque()
         self._train_step, self._loss_of = self._steps()
@@ -92,19 +96,31 @@ class Trainer:
         )
         self._view.start(self.step, steps, self._seconds)
         try:
-            with Prefetch(batches, self._device) as prefetch, _interruptible(self._view) as interrupted:
+            with (
+                Prefetch(batches, self._device) as prefetch,
+                _interruptible(self._view) as interrupted,
+                Window(self._device, steps - self.step) as window,
+            ):
                 self._start_clock(prefetch)
                 while self.step < steps and not interrupted():
+                    if window.due:
+                        self._record_all(prefetch)
+                        window.begin()
                     self._advance(prefetch)
-                    if self.step % every == 0 or self.step == steps:
+                    evaluates = self.step % every == 0 or self.step == steps
+                    profiled = window.after_step(last=evaluates or interrupted())
+                    if profiled:
+                        self._keep_profile(*profiled, prefetch)
+                    if evaluates:
                         self._evaluate_and_save(prefetch)
                         self._start_clock(prefetch)
+                    elif profiled:
+                        self._record_all(prefetch)
                     # The losses but the last: the device has that step to do meanwhile.
                     for metrics in self._finished(prefetch, leave=1):
                         self._record(metrics)
                 if self.step > self._saved:
-                    for metrics in self._finished(prefetch, leave=0):
-                        self._record(metrics)
+                    self._record_all(prefetch)
                     self._save(None)
         finally:
             self._view.stop()
@@ -118,8 +134,12 @@ class Trainer:
         return tokens[:_PROMPT].astype(np.int32)
 
     def report(self, sample: str = "") -> None:
-        """Write `report.html`, with a sample of text if there is one."""
-        write_report(self.folder, self.config, self._log.curves, sample)
+        """Write `report.html`, with a sample of text if there is one, now or from before."""
+        if sample:
+            write_sample(self.folder, sample)
+        write_report(
+            self.folder, self.config, self._log.curves, self._findings, sample or read_sample(self.folder)
+        )
 
     # One step
 
@@ -180,6 +200,7 @@ class Trainer:
                 data_wait=(waits[0] - waited[0]) / took,
                 device_wait=(waits[1] - waited[1]) / took,
                 live_bytes=memory.live_bytes,
+                planned_bytes=memory.planned_bytes,
                 pooled_bytes=memory.pooled_bytes,
                 peak_bytes=memory.peak_bytes,
                 limit_bytes=memory.limit_bytes,
@@ -187,11 +208,45 @@ class Trainer:
             )
 
     def _start_clock(self, batches: Prefetch[ps.Tensor]) -> None:
-        self._clock = time.perf_counter(), (batches.waited_seconds, self._device.stream.waits.seconds)
+        self._clock = self._now(batches)
+
+    def _now(self, batches: Prefetch[ps.Tensor]) -> tuple[float, tuple[float, float]]:
+        """The time, and how long data and the device were waited for until then."""
+        return time.perf_counter(), (batches.waited_seconds, self._device.stream.waits.seconds)
+
+    def _record_all(self, batches: Prefetch[ps.Tensor]) -> None:
+        """Record every step that was asked for; waits for them."""
+        for metrics in self._finished(batches, leave=0):
+            self._record(metrics)
 
     def _record(self, metrics: Metrics) -> None:
         self._log.add(metrics)
         self._view.show(metrics)
+
+    # The profile
+
+    def _keep_profile(self, profile: Profile, steps: int, batches: Prefetch[ps.Tensor]) -> None:
+        """Keep what the profile of the last steps found, for the report. No step is charged for it."""
+        start, (data, device) = self._now(batches)
+        try:
+            certificates = [Certificate.of(plan) for plan in plans(self._train_step)]
+            self._findings = findings.of_profile(
+                profile, (self.step - steps + 1, self.step), certificates[0] if certificates else None
+            )
+            self._findings.save(self.folder / findings.FILE)
+        except Exception as error:  # a run is worth more than its report
+            self._view.note(f"the profile of steps up to {self.step} is not in the report: {error}")
+        end, (data_end, device_end) = self._now(batches)
+        then, waited = self._clock
+        self._clock = then + end - start, (waited[0] + data_end - data, waited[1] + device_end - device)
+
+    def _found_before(self) -> Findings | None:
+        """What an earlier part of the run has found."""
+        try:
+            return read_findings(self.folder)
+        except PenstockError as error:
+            self._view.note(f"{error}; the report goes without it")
+            return None
 
     # Every now and then
 

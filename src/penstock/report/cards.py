@@ -1,0 +1,62 @@
+"""The small parts that sections are made of. Texts are HTML already, unless it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from penstock.profiling.words import short_kernel, short_place, short_shapes
+from penstock.report import words
+
+_MOST_COLUMNS = 6  # of facts; more are in two rows
+
+
+def card(title: str, *content: str, kind: str = "") -> str:
+    """Content in a frame, under a plain title if there is one."""
+    head = f"<h3>{escape(title)}</h3>" if title else ""
+    return f'<section class="{f"card {kind}".strip()}">{head}{"".join(content)}</section>'
+
+
+def text(said: str) -> str:
+    """A paragraph."""
+    return f"<p>{said}</p>"
+
+
+def aside(said: str) -> str:
+    """A paragraph that explains, or says that there is nothing."""
+    return f'<p class="dim">{said}</p>'
+
+
+def grid(*cards: str) -> str:
+    """Cards beside each other where there is room."""
+    return f'<div class="grid">{"".join(cards)}</div>'
+
+
+def fact_grid(facts: Sequence[tuple[str, str]]) -> str:
+    """Plain names with plain values."""
+    cards = [
+        f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>' for name, value in facts
+    ]
+    columns = len(cards) if len(cards) <= _MOST_COLUMNS else -(-len(cards) // 2)
+    return f'<dl class="facts" style="--columns: {columns}">{"".join(cards)}</dl>'
+
+
+def bar(part: float, largest: float) -> str:
+    """A share in words and as a bar, which is full where it is the largest."""
+    width = min(max(part / largest, 0.0), 1.0) if largest > 0 else 0.0
+    return f'<span class="bar"><i style="width: {width:.1%}"></i></span>{words.share(part)}'
+
+
+def kernel_name(name: str) -> str:
+    """A plain name of a kernel, which may break after every word of it."""
+    return escape(short_kernel(name)).replace("_", "_<wbr>")
+
+
+def shapes(given: str) -> str:
+    """Plain shapes of what goes into a kernel and comes out of it."""
+    return escape(short_shapes(given).replace("->", "\N{RIGHTWARDS ARROW}"))
+
+
+def place(site: str) -> str:
+    """A plain line of code, which may break after every part of its path."""
+    return f'<span class="place">{escape(short_place(site)).replace("/", "/<wbr>")}</span>'

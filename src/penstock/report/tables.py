@@ -1,0 +1,155 @@
+"""The tables of a page: kernels, which can be sorted, copies, waits, who holds memory, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from penstock.profiling.records import CopyRecord, KernelRecord, OwnerRecord, WaitRecord
+from penstock.profiling.words import in_time, short_kernel
+from penstock.report import words
+from penstock.report.cards import bar, card, grid, kernel_name, place, shapes
+
+_MOST_ROWS = 100  # of a table; the page says what is left out
+
+Cell = tuple[str, float | str]  # what is shown, as HTML, and what it is sorted by
+
+
+def kernel_table(kernels: Sequence[KernelRecord], several_devices: bool) -> str:
+    """Every kernel, by time."""
+    whole = sum(kernel.seconds or 0.0 for kernel in kernels)
+    heads = ["Kernel", "Time", "Part", "Of ceiling", "GFLOP/s", "GB/s", "Calls", "Mean"]
+    bars = _bars([kernel.seconds or 0.0 for kernel in kernels], whole)
+    rows = [
+        _kernel(number, kernel, part, several_devices)
+        for number, (kernel, part) in enumerate(zip(kernels, bars, strict=True))
+    ]
+    numbers = [str(number) for number in range(len(kernels))]
+    return _table("kernels", heads, rows, sortable=True, numbers=numbers)
+
+
+def _kernel(number: int, kernel: KernelRecord, part: Cell, several: bool) -> list[Cell]:
+    name = short_kernel(kernel.name)
+    where = f"{kernel.device} " if several else ""
+    by_host = "on the host " if kernel.where == "host" else ""
+    about = f"{escape(where + by_host)}{shapes(kernel.shapes)}".strip()
+    shown = f'<button type="button" class="pick" data-kernel="{number}">{kernel_name(name)}</button>'
+    if about:
+        shown += f'<div class="dim small">{about}</div>'
+    ceiling = words.UNKNOWN
+    if kernel.share is not None:
+        ceiling = f'{kernel.share:.0%} <span class="tag">{escape(kernel.bound)}</span>'
+    return [
+        (shown, name),
+        (words.known(in_time(kernel.seconds)), kernel.seconds or 0.0),
+        part,
+        (ceiling, kernel.share or 0.0),
+        (words.rate(kernel.gflops), kernel.gflops or 0.0),
+        (words.rate(kernel.gbytes), kernel.gbytes or 0.0),
+        (f"{kernel.calls:,}", float(kernel.calls)),
+        (words.known(in_time(kernel.mean_seconds)), kernel.mean_seconds or 0.0),
+    ]
+
+
+def copy_table(copies: Sequence[CopyRecord]) -> str:
+    """Every direction of copies."""
+    meaning = {"upload": "to the device", "download": "to the host", "copy": "on the device"}
+    rows: list[list[Cell]] = [
+        [
+            (escape(meaning.get(copy.direction, copy.direction)), copy.direction),
+            (escape(copy.device), copy.device),
+            (escape(copy.where), copy.where),
+            (f"{copy.calls:,}", float(copy.calls)),
+            (words.nbytes(copy.nbytes), float(copy.nbytes)),
+            (words.known(in_time(copy.seconds)), copy.seconds or 0.0),
+            (words.rate(copy.gbytes), copy.gbytes or 0.0),
+        ]
+        for copy in copies
+    ]
+    return _table("copies", ["Copies", "Device", "Made by", "Calls", "Bytes", "Time", "GB/s"], rows)
+
+
+def wait_table(waits: Sequence[WaitRecord], seconds: float) -> str:
+    """Every line that waited, with its part of the profile's seconds."""
+    bars = _bars([wait.seconds for wait in waits], seconds)
+    rows: list[list[Cell]] = [
+        [
+            (place(wait.where), wait.where),
+            (escape(wait.why), wait.why),
+            (f"{wait.count:,}", float(wait.count)),
+            (in_time(wait.seconds), wait.seconds),
+            part,
+        ]
+        for wait, part in zip(waits, bars, strict=True)
+    ]
+    return _table("waits", ["Line of code", "Reason", "Count", "Time", "Part"], rows)
+
+
+def owner_table(owners: Sequence[OwnerRecord]) -> str:
+    """Every line that held memory at the peak."""
+    sizes = [float(owner.peak_bytes) for owner in owners]
+    bars = _bars(sizes, sum(sizes))
+    rows: list[list[Cell]] = [
+        [
+            (place(owner.owner), owner.owner),
+            (words.nbytes(owner.peak_bytes), float(owner.peak_bytes)),
+            part,
+            (f"{owner.allocations:,}", float(owner.allocations)),
+            (words.nbytes(owner.allocated_bytes), float(owner.allocated_bytes)),
+        ]
+        for owner, part in zip(owners, bars, strict=True)
+    ]
+    return _table("owners", ["Held by", "Bytes", "Part", "Blocks", "Asked for"], rows)
+
+
+def _bars(values: Sequence[float], whole: float) -> list[Cell]:
+    """The parts that values are of a whole, the bar of the largest being full."""
+    parts = [value / whole if whole else 0.0 for value in values]
+    return [(bar(part, max(parts)), part) for part in parts]
+
+
+def settings_tables(settings: Mapping[str, Mapping[str, object]]) -> str:
+    """A card for each section of a configuration."""
+    cards = []
+    for name, values in settings.items():
+        rows = "".join(
+            f'<tr><th scope="row">{escape(key)}</th><td>{words.known(str(value))}</td></tr>'
+            for key, value in values.items()
+        )
+        cards.append(card(name.capitalize(), f'<table class="plain">{rows}</table>'))
+    return grid(*cards)
+
+
+def _table(
+    name: str,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    sortable: bool = False,
+    numbers: Sequence[str] = (),
+) -> str:
+    """A table in a box of its own that scrolls. `numbers` are what the dots of a chart know the rows by."""
+    of_numbers = [all(not isinstance(row[at][1], str) for row in rows) for at in range(len(heads))]
+    titles = "".join(
+        f'<th scope="col"{_side(number)}>'
+        + (f'<button type="button" class="sort">{head}</button>' if sortable else head)
+        + "</th>"
+        for head, number in zip(heads, of_numbers, strict=True)
+    )
+    lines = []
+    for at, row in enumerate(rows[:_MOST_ROWS]):
+        cells = "".join(
+            f'<td{_side(number)} data-value="{escape(str(value))}">{shown}</td>'
+            for (shown, value), number in zip(row, of_numbers, strict=True)
+        )
+        mark = f' data-kernel="{numbers[at]}"' if numbers else ""
+        lines.append(f"<tr{mark}>{cells}</tr>")
+    left = len(rows) - _MOST_ROWS
+    more = f'<p class="dim small">and {left:,} more</p>' if left > 0 else ""
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{name}"><table class="{name}">'
+        f"<thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>{more}"
+    )
+
+
+def _side(number: bool) -> str:
+    return ' class="number"' if number else ""
