@@ -30,7 +30,14 @@ ROOT = Path(__file__).resolve().parent.parent
 ALONE = "test_cuda.py"
 # Want a WebGPU adapter, a browser, or programs that are slow on a CPU for a known reason, and run in CI.
 ELSEWHERE = ("test_webgpu.py", "test_wgsl.py", "test_windows.py", "test_report.py", "test_advise.py")
-LONG = ("test_leaks.py", "test_programs.py", "test_profile.py", "test_own_kernels.py", "test_faults.py")
+LONG = (
+    "test_leaks.py",
+    "test_dispatch.py",
+    "test_programs.py",
+    "test_profile.py",
+    "test_own_kernels.py",
+    "test_faults.py",
+)
 PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvmath-python", "pyopencl", "numpy")
 DRIVERS = ("cuda", "opencl", "host")
 _SECONDS = 3600  # after which a file of tests is given up
@@ -122,9 +129,9 @@ def main() -> int:
                 told = summary(results, time.perf_counter() - start) | {"not run": sorted(waiting)}
                 given.result.write_text(json.dumps(told, indent=1) + "\n")
 
+        tell(ROOT / "tests" / ALONE)
         with ThreadPoolExecutor(given.workers) as threads:
             list(threads.map(tell, files))
-        tell(ROOT / "tests" / ALONE)
     print(given.result.read_text())
     return 1 if any(outcome == "failed" for _, outcome in results) else 0
 
