@@ -145,7 +145,7 @@ class Browser:
 
     def ask(self, expression: str) -> Any:
         """The value of an expression in the page."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 

@@ -733,6 +733,9 @@ def test_tabs_follow_the_keyboard_and_links(page: chromium.Browser, trained: Pat
     assert shown(page) == ["advice"]
     page.open(trained, "#kernels")
     assert shown(page) == ["kernels"]
+    assert (
+        page.ask("new Promise(done => setTimeout(() => done(scrollY), 100))") == 0
+    )  # at the head of the page
     page.open(trained, "#nowhere")
     assert shown(page) == ["overview"]
 

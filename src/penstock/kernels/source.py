@@ -135,7 +135,7 @@ _LOOSE = [
     for c_type, size in _ITEM_BYTES.items()
 ]
 _LOOSE += ["#ifdef cl_khr_fp64", "typedef double8 loose_double8 __attribute__((aligned(8)));", "#endif"]
-VECTOR_PRELUDE = "\n".join(_LOOSE)
+VECTOR_PRELUDE = "\n".join(_LOOSE) + "\n"
 
 
 # Functions of vectors that take less time than PoCL's, to 1 and 3 units in the last

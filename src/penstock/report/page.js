@@ -41,6 +41,8 @@
   }
   const named = () => Math.max(0, panels.findIndex((panel) => `#${panel.id}` === location.hash));
   addEventListener("hashchange", () => { show(named()); scrollTo(0, 0); });
+  // A browser goes to the panel that the address names, past the head of the page.
+  addEventListener("load", () => { if (location.hash) requestAnimationFrame(() => scrollTo(0, 0)); });
   show(named());
 
   // Charts: the legend shows the values that are nearest to the pointer, or that the arrow keys lead to.
