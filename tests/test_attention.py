@@ -20,12 +20,13 @@ from penstock.fusion.groups import Group, partition
 from penstock.graph import dtypes, shaping
 from penstock.graph.attention import ATTENTION, ATTENTION_GRADIENT, attention, packed_attention
 from penstock.graph.gradient import gradients
+from penstock.graph.meaning import computed
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.simplify import simplify
 from penstock.kernels.attention import attention_kernels
 from penstock.kernels.cache import whole_text
 from penstock.kernels.source import KernelSource
-from penstock.kernels.writer import computed, fusible
+from penstock.kernels.writer import fusible
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.tensor.core import record
 

@@ -18,11 +18,11 @@ from penstock.device.driver import Capabilities
 from penstock.device.opencl import OpenCLDriver
 from penstock.graph import contraction, reducing
 from penstock.graph.dtypes import HALVES
+from penstock.graph.meaning import computed
 from penstock.graph.node import Node
 from penstock.kernels.cache import whole_text
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.source import UNIT
-from penstock.kernels.writer import computed
 
 POISON = 0xAB
 NAN, INF = float("nan"), float("inf")

@@ -30,12 +30,13 @@ from penstock.fusion.products import Matrix, batch_stride, by_library, laid_out
 from penstock.fusion.views import base
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.contraction import MATMUL
+from penstock.graph.meaning import computed
 from penstock.graph.node import Node
 from penstock.graph.simplify import simplify
 from penstock.kernels import choices
 from penstock.kernels.choices import Choices
 from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, Product, library_problem
-from penstock.kernels.writer import computed, fusible, write
+from penstock.kernels.writer import fusible, write
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.realize import explain
 from penstock.tensor import dtypes

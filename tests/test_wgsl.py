@@ -20,11 +20,12 @@ from penstock import Device, nn, optim, realize
 from penstock.device.driver import Capabilities, Driver
 from penstock.fusion.groups import Group
 from penstock.graph import contraction, elementwise, reducing, shaping
+from penstock.graph.meaning import computed
 from penstock.graph.node import Node
 from penstock.kernels.cache import whole_text
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.source import UNIT, KernelSource
-from penstock.kernels.writer import computed, fusible, write
+from penstock.kernels.writer import fusible, write
 from penstock.program import Program
 from penstock.realize import programs
 

@@ -25,6 +25,7 @@ from penstock.fusion.products import by_library
 from penstock.fusion.tallies import units_with_tallies
 from penstock.fusion.views import FREE, base
 from penstock.graph.contraction import MATMUL
+from penstock.graph.meaning import Constant, computed, number_key
 from penstock.graph.node import Array, Node
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.chaining import Call, chained
@@ -32,7 +33,7 @@ from penstock.kernels.costing import costs
 from penstock.kernels.hazards import Range, Touched, orderings
 from penstock.kernels.side_by_side import MOST_CALLS, joins, kind, side_by_side
 from penstock.kernels.source import UNIT
-from penstock.kernels.writer import Written, computed, constants, fusible
+from penstock.kernels.writer import Written, constants, fusible
 from penstock.memory.buffer import Buffer
 from penstock.plan.arena import Value
 from penstock.plan.banks import Banks, banks
@@ -41,7 +42,6 @@ from penstock.plan.order import Work, ordered
 from penstock.runtime import Device
 from penstock.stream.stream import Program as Launches
 
-Constant = tuple[str, Any]  # dtype, and the bits of a number
 # Of buffers: the number of the memory that each lies in, and the unit there.
 Layout = tuple[tuple[int, int], ...]
 # Bytes. What touches more fills a GPU by itself, and beside others would only drive them out of the cache:
@@ -585,9 +585,3 @@ def _work(group: Group) -> int:
             source = max((node, *node.inputs), key=lambda one: one.size)
             total += source.size * (8 if node.primitive in COSTLY or group.kind == "lone" else 1)
     return total
-
-
-def number_key(node: Node, name: str) -> Constant:
-    """A constant by its dtype and bits, so that 0 and -0 or 1 and True differ."""
-    dtype = node.primitive.dtypes.get(name, node.dtype)
-    return str(dtype), np.asarray(node.attributes[name]).astype(dtype).tobytes()

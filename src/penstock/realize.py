@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from penstock.config import format_bytes
-from penstock.fusion.splitting import split
 from penstock.fusion.views import FREE
+from penstock.graph.meaning import computed, number_key
 from penstock.graph.node import Array, Node, leaf, topological
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.shaping import RESHAPE
 from penstock.graph.simplify import simplify
-from penstock.kernels.cache import KernelCache
-from penstock.kernels.writer import computed
 from penstock.memory.buffer import Buffer
-from penstock.program import Program, number_key
 from penstock.runtime import Device
 from penstock.stream.lane import Run
+
+if TYPE_CHECKING:
+    from penstock.program import Program
 
 MIN_ITEMS = 1 << 15  # what has less in every value is computed sooner by the host than kernels are launched
 LARGE_ITEMS = 1 << 24  # what has more in all values is compiled at the first sight
@@ -92,6 +92,8 @@ class Programs:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        from penstock.kernels.cache import KernelCache  # imported late: a third of what the package takes
+
         self.kernels = KernelCache(device)
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
@@ -121,6 +123,9 @@ class Programs:
         self, structure: Structure, wanted: Sequence[Node], replaced: Mapping[int, int] | None = None
     ) -> Program:
         """A new program. `replaced` names wanted nodes that should be written over inputs, by numbers."""
+        from penstock.fusion.splitting import split
+        from penstock.program import Program
+
         start = perf_counter()
         # A program must keep no value, so it has leaves of its own.
         leaves = {node: leaf(INPUT, node.shape, node.dtype) for node in structure.inputs}

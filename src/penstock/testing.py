@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from penstock.graph.meaning import computed
 from penstock.graph.node import Array, DType, Node, leaf, topological
-from penstock.kernels.writer import computed
 from penstock.realize import realize
 from penstock.runtime import Device
 from penstock.tensor.autograd import grad

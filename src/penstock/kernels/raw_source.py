@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from penstock.device.driver import Capabilities
 from penstock.errors import CompileError
-from penstock.fusion.groups import Group
 from penstock.graph.dtypes import DType, int64
 from penstock.graph.node import Node
 from penstock.graph.raw import RawLaunch
 from penstock.kernels.source import C_TYPES, UNIT, KernelSource
+
+if TYPE_CHECKING:
+    from penstock.fusion.groups import Group
 
 LANGUAGES = {"opencl": "OpenCL C", "cuda": "CUDA C", "wgsl": "WGSL"}
 _CUDA_TYPES = {

@@ -18,6 +18,7 @@ from penstock.graph.contraction import GATHER, MATMUL
 from penstock.graph.creating import SEQUENCES
 from penstock.graph.dtypes import HALVES, float16, float32
 from penstock.graph.elementwise import CAST, FULL, PRIMITIVES
+from penstock.graph.meaning import computed
 from penstock.graph.node import Array, Node
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.raw import RawPrimitive
@@ -40,10 +41,6 @@ from penstock.kernels.wgsl_renderer import render_wgsl
 from penstock.kernels.wgsl_steps import has_short_loops
 
 _MOST_ITEMS = (1 << 31) - (1 << 20)  # beyond which places leave an int, even one that is a step further
-_HALVES = frozenset(dtype.numpy.type for dtype in HALVES)
-# What moves items, or asks for their very bits: NumPy does it to halves as they are.
-_NAMED_AS_STORED = (PRIMITIVES[name] for name in ("stop", "positive", "where", "nextafter"))
-_AS_STORED = VIEWS | {PAD, CONCAT, GATHER, *_NAMED_AS_STORED}
 
 
 @dataclass(frozen=True)
@@ -208,12 +205,3 @@ def _host(group: Group, name: str) -> Written:
     # One output is written after everything was read, and NumPy minds where a copy overlaps its source.
     over = tuple(range(len(group.inputs))) if len(group.outputs) == 1 else ()
     return Written((Launch(source, tuple(range(len(values)))),), (), (over,) * len(group.outputs), run)
-
-
-def computed(node: Node, inputs: list[Array], attributes: dict[str, Any] | None = None) -> Array:
-    """A node's value by its meaning in NumPy. As in kernels, halves are computed in float32."""
-    if node.primitive not in _AS_STORED:
-        inputs = [x.astype(np.float32) if x.dtype.type in _HALVES else x for x in inputs]
-    with np.errstate(all="ignore"):
-        result = node.primitive.numpy(*inputs, **(node.attributes if attributes is None else attributes))
-        return np.asarray(result).astype(node.dtype, copy=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from penstock.graph import attention as graph
-from penstock.kernels.attention import has_attention
 from penstock.tensor.core import Tensor, record
 from penstock.tensor.manipulation import permute_dims, reshape
 
@@ -37,6 +36,8 @@ def packed_attention(packed: Tensor, is_causal: bool, scale: float) -> Tensor | 
 
 
 def _has_kernel(query: Tensor, keys: int, is_causal: bool, scale: float) -> bool:
+    from penstock.kernels.attention import has_attention  # imported late, as all that writes kernels
+
     queries, width = query.shape[-2:]
     device = query.device.capabilities
     return (

@@ -17,17 +17,19 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import Token
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from penstock.errors import CaptureError
 from penstock.graph.node import LEAF, DType, Node, Shape, leaf, topological
 from penstock.memory.buffer import Buffer
-from penstock.plan.banks import Banks
-from penstock.program import Program
 from penstock.realize import Structure, programs, realize
 from penstock.runtime import Device
 from penstock.stream.lane import Run
 from penstock.tensor.core import Tensor, capture
+
+if TYPE_CHECKING:
+    from penstock.plan.banks import Banks
+    from penstock.program import Program
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MAX_CAPTURES = 32  # of one function; the one that was not used for longest is forgotten
