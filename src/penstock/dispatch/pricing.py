@@ -25,9 +25,7 @@ from penstock.runtime import Device
 # What takes so many times as long for an item as an exponential, apart from reading and writing.
 _WEIGHTS = {RANDOM_BITS: 4, ARGSORT: 16, CUMULATIVE_SUM: 1, CUMULATIVE_PROD: 1, ARGMAX: 1, ARGMIN: 1}
 _WEIGHTS |= {SCATTER_ADD: 4, GATHER: 1} | dict.fromkeys(LONG, 1)
-_SLOW_PRODUCT = (
-    32  # how much longer NumPy's own loop takes for a product than the library that has floats only
-)
+_SLOW_PRODUCT = 32  # times the library's time, for dtypes that it has not: NumPy's own loop
 _READS_PART = VIEWS | {GATHER, FULL}
 
 
