@@ -697,7 +697,8 @@ def test_seconds_between_and_beyond_points() -> None:
 def test_times_that_something_else_has_stretched_are_left_out() -> None:
     assert plausible([(32, 1e-5), (64, 9.0), (128, 1e-4)], 3) == ((32, 1e-5), (64, 1e-4), (128, 1e-4))
     assert plausible([(32, 1e-5), (64, 9.0)], 3) == ((32, 1e-5), (64, 1.6e-4))
-    assert plausible([(2, 5.0), (1, 7.0)], 0) == ((1, 5.0), (2, 5.0))
+    assert plausible([(32, 1e-7), (64, 1e-4)], 3, unsure=2e-5) == ((32, 1e-7), (64, 1e-4))
+    assert plausible([(2, 5.0), (1, 7.0)]) == ((1, 5.0), (2, 5.0))
 
 
 def hosts() -> list[Device]:

@@ -90,9 +90,8 @@ def machine_rates(devices: Sequence[Device]) -> dict[Device, Rates]:
         except (ValueError, TypeError, KeyError):  # never measured, or a file that somebody changed
             continue
     missing = [device for device in devices if device not in found]
-    missing.sort(
-        key=lambda device: device.capabilities.kind != "host"
-    )  # which compiles nothing, and so is soon done
+    # The host first, which compiles nothing and so is soon done.
+    missing.sort(key=lambda device: device.capabilities.kind != "host")
     end = perf_counter() + _SECONDS
     for at, device in enumerate(missing):
         # In a context of its own: this may be asked for while a function is captured.
@@ -151,8 +150,8 @@ class _Measurement:
         return Rates(
             program=self._program,
             step=max(step, 1e-7),
-            sums=plausible(sums, 0),
-            products=plausible(lengths, 3),
+            sums=plausible(sums),
+            products=plausible(lengths, 3, self._program),
             exponential=exponential,
             uploads=uploads,
             downloads=downloads,
@@ -185,11 +184,12 @@ class _Measurement:
         return tuple(uploads), tuple(downloads)
 
 
-def plausible(points: Sequence[tuple[float, float]], power: int) -> Points:
+def plausible(points: Sequence[tuple[float, float]], power: int = 0, unsure: float = 0.0) -> Points:
     """Times without those that something else on the machine has stretched.
 
     What is smaller takes no longer. What is larger takes, unless the power is 0, at most twice as much as it
-    would by that power of the size: caches end, but not so soon.
+    would by that power of the size: caches end, but not so soon. Times below `unsure` are differences of what
+    takes as long, and tell nothing of what is larger.
     """
     found = sorted(points)
     for number in range(len(found) - 1, 0, -1):
@@ -197,7 +197,8 @@ def plausible(points: Sequence[tuple[float, float]], power: int) -> Points:
         found[number - 1] = size, min(seconds, found[number][1])
     for after in range(1, len(found) if power else 0):
         (low, before_seconds), (high, seconds) = found[after - 1 : after + 1]
-        found[after] = high, min(seconds, 2 * before_seconds * (high / low) ** power)
+        most = 2 * max(before_seconds, unsure) * (high / low) ** power
+        found[after] = high, min(seconds, most)
     return tuple(found)
 
 
