@@ -149,13 +149,13 @@ def _home(
 
 
 def _same_rows(cluster: Cluster, home: Cluster) -> bool:
-    narrow = home.columns <= _NARROW or all(
-        is_tally(node) for node in home.nodes if node.primitive in REDUCTIONS
-    )
-    return narrow and home.columns == _columns(cluster)
+    """Whether a cluster of rows has those of another, and they are not too wide to be added up, too."""
+    folds = any(node.primitive in REDUCTIONS and not is_tally(node) for node in home.nodes)
+    return home.columns == _columns(cluster) and (home.columns <= _NARROW or not folds)
 
 
 def _fits(cluster: Cluster, home: Cluster) -> bool:
+    """Whether there is room for the tallies of a cluster, beside others over the same parts."""
     tallies = [node for node in home.nodes if is_tally(node)]
     same = all(node.shape == cluster.nodes[0].shape for node in tallies)
     few = len(tallies) + len(cluster.nodes) <= _MOST

@@ -8,7 +8,7 @@ Parameters lie side by side in one memory, and so do their means, their squares 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -74,7 +74,6 @@ class Optimizer:
         self._device: Device = self.parameters[0].device
         self._lr = self._number(lr)
         self.lr = lr
-        self._loss: Callable[[], Tensor | None] = lambda: None  # the last that `backward` was given
         self._state: dict[str, list[Tensor]] = {}
         self._numbers: dict[str, Tensor] = {}
         halves = [one for one in self.parameters if one._node.dtype.itemsize == 2]
@@ -105,7 +104,10 @@ class Optimizer:
         """`loss.backward()`, on a scaled loss where parameters are float16."""
         scale = self._numbers.get("scale")
         (loss if scale is None else loss * scale).backward()
-        self._loss = weakref.ref(loss)
+        if scale is not None:
+            for tensor in self.parameters:
+                if tensor.grad is not None:
+                    tensor.grad._source = weakref.ref(loss)
 
     def step(self) -> None:
         """Change every parameter that has a gradient, and let go of the gradients.
@@ -113,7 +115,7 @@ class Optimizer:
         Outside of a jitted function the new values are computed at once, with the loss that they came from:
         steps that are only recorded would be computed again and again, each with all before it.
         """
-        losses = [self._loss(), *(source_of(one.grad) for one in self.parameters if one.grad is not None)]
+        losses = [source_of(one.grad) for one in self.parameters if one.grad is not None]
         if (capturing := capture.get()) is not None:
             # Replays leave everything in its place. A step that is not captured gives new values new memory.
             for tensor in (*self.parameters, *chain(*self._state.values()), *self._masters.values()):
