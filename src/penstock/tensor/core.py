@@ -245,12 +245,12 @@ class Tensor:
         realize([self._node], self.device)
 
     def _shared_memory(self) -> npt.NDArray[Any]:
-        """The values where they are. They never change there, so nothing changes under the reader."""
+        """The values where they are, for reading. They never change there."""
         self._realize()
         if self._node.value.memory.host is None and self.size:
             raise BufferError(f"{self.device.name} does not share its memory; the values can only be copied")
         self._node.value.shared = True
-        with self.device.view(self._node.value, self.dtype, self.shape, writable=True) as array:
+        with self.device.view(self._node.value, self.dtype, self.shape) as array:
             return array
 
     def _become(self, node: Node) -> None:
