@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.config import format_bytes
 from penstock.fusion.views import FREE
+from penstock.graph.bounds import unchecked, worst
 from penstock.graph.meaning import computed, number_key
 from penstock.graph.node import Array, Node, leaf, topological
 from penstock.graph.random import RANDOM_BITS
@@ -23,6 +24,7 @@ from penstock.graph.simplify import simplify
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.lane import Run
+from penstock.stream.watching import Watched
 
 if TYPE_CHECKING:
     from penstock.program import Program
@@ -43,10 +45,17 @@ INPUT = Input()
 class Structure:
     """What a graph computes, apart from the values of its inputs and constants."""
 
-    def __init__(self, wanted: Sequence[Node]) -> None:
+    def __init__(self, wanted: Sequence[Node], checked: bool = True) -> None:
+        """`checked`: with what tells whether its indices are in range."""
         self.inputs: list[Node] = []
         self.numbers: dict[tuple[str, Any], int] = {}
         order = topological(wanted)
+        self.unchecked = unchecked(order) if checked else []  # indices that may be out of range
+        self.worst = worst(self.unchecked)  # what tells whether they are: results after those that are wanted
+        if self.worst:
+            wanted = [*wanted, *(found.node for found in self.worst)]
+            order = topological(wanted)
+        self.wanted = wanted
         place: dict[Node, int] = {}
         parts: list[Any] = []
         self.items = 0
@@ -82,6 +91,13 @@ class Structure:
             return False
         return self.largest < MIN_ITEMS or not (seen or self.drawn)
 
+    def watch(self, buffers: Sequence[Buffer], device: Device) -> None:
+        """Have indices looked at when the host next reads, by the worst of them; NumPy has looked at them."""
+        for found, buffer in zip(self.worst, buffers, strict=bool(buffers)):
+            device.watch(Watched(buffer, found.node.dtype, found.judge))
+        for node in self.unchecked:
+            node.attributes["bound"].checked = True
+
     def constants(self) -> list[Any]:
         """The numbers, as arguments."""
         return [np.frombuffer(bits, dtype)[0].item() for dtype, bits in self.numbers]
@@ -113,7 +129,7 @@ class Programs:
                 if len(self._seen) > _MAX_SEEN:
                     self._seen.popitem(last=False)
                 return None
-            program = self._programs[key] = self.build(structure, wanted)
+            program = self._programs[key] = self.build(structure, structure.wanted)
             if len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
@@ -155,9 +171,11 @@ def _realize(nodes: Sequence[Node], device: Device) -> None:
     wanted = [node for node in dict.fromkeys(nodes) if node.value is None and not _alias(node)]
     if not wanted:
         return
-    buffers = (_told if device.stream.recorders else _computed)(Structure(wanted), wanted, device)[0]
-    for node, buffer in zip(wanted, buffers, strict=True):
+    structure = Structure(wanted)
+    buffers = (_told if device.stream.recorders else _computed)(structure, wanted, device)[0]
+    for node, buffer in zip(wanted, buffers, strict=False):
         node.settle(buffer)
+    structure.watch(buffers[len(wanted) :], device)
 
 
 def _computed(
@@ -208,7 +226,8 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
     wanted = [node for node in dict.fromkeys(nodes) if node.value is None]
     if not wanted:
         return "computed already"
-    return steps_text(programs(device).build(Structure(wanted), wanted))
+    structure = Structure(wanted)
+    return steps_text(programs(device).build(structure, structure.wanted))
 
 
 def steps_text(program: Program) -> str:

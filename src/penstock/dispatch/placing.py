@@ -128,7 +128,7 @@ class Dispatcher:
             holders = dict.fromkeys(self.places.holder(node.value).name for node in nodes)
             return f"computed already, on {' and '.join(holders)}"
         structure = Structure(wanted)
-        placed = self._placed.get(structure.key) or self.build(structure, wanted)
+        placed = self._placed.get(structure.key) or self.build(structure, structure.wanted)
         lines = [placed.explained(structure.inputs)]
         if structure.waits_for_no_compiler(seen=True):
             lines.append(
@@ -152,7 +152,7 @@ class Dispatcher:
                 if len(self._seen) > _MAX_SEEN:
                     self._seen.popitem(last=False)
                 return None
-            placed = self._placed[key] = self.build(structure, wanted)
+            placed = self._placed[key] = self.build(structure, structure.wanted)
             if len(self._placed) > _MAX_PLACED:
                 self._placed.popitem(last=False)
         else:

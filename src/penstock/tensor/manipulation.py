@@ -17,11 +17,11 @@ from penstock.tensor.core import (
     axes_of,
     broadcast,
     common_shape,
-    from_numpy,
     install,
     record,
 )
 from penstock.tensor.creation import Where, arange
+from penstock.tensor.indexing import get
 
 Axis = int | Sequence[int] | None
 
@@ -177,7 +177,7 @@ def repeat(x: Tensor, repeats: int | Tensor, /, *, axis: int | None = None) -> T
     (place,) = axes_of(x, axis, "repeat")
     counts = repeats.numpy() if isinstance(repeats, Tensor) else np.asarray(repeats)
     index = np.repeat(np.arange(x.shape[place]), counts)
-    return take(x, from_numpy(index.astype(np.int64), x.device), axis=place)
+    return get(x, (*[slice(None)] * place, index), "repeat")
 
 
 def broadcast_to(x: Tensor, /, shape: Sequence[int]) -> Tensor:
@@ -198,7 +198,7 @@ def take(x: Tensor, indices: Tensor, /, *, axis: int | None = None) -> Tensor:
     (place,) = axes_of(x, axis or 0, "take")
     key: list[Any] = [slice(None)] * x.ndim
     key[place] = indices
-    return x[tuple(key)]
+    return get(x, tuple(key), "take")
 
 
 def take_along_axis(x: Tensor, indices: Tensor, /, *, axis: int = -1) -> Tensor:
@@ -217,7 +217,7 @@ def take_along_axis(x: Tensor, indices: Tensor, /, *, axis: int = -1) -> Tensor:
         else:
             lengths = [length if one == other else 1 for other in range(len(shape))]
             key.append(reshape(arange(length, device=x.device), lengths))
-    return wide[tuple(key)]
+    return get(wide, tuple(key), "take_along_axis")
 
 
 for _name, _method in (("reshape", reshape), ("astype", astype)):
