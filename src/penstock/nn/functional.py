@@ -328,15 +328,17 @@ def linear_cross_entropy(
     kept = _kept(target, ignore_index)
     labels = _labels(target, kept, (*x.shape[:-1], weight.shape[0]), "linear_cross_entropy")
     if kept is not None:
-        # The weight's gradient is a sum over all rows: 0 times NaN would be part of it.
-        items = where(reshape(kept, (-1, 1)), items, 0)
+        # The weight's gradient is a sum over all rows, in which 0 times NaN would be NaN. The gradient of the
+        # rows themselves is 0 already where they are ignored.
+        there = where(reshape(kept, (-1, 1)), items.detach(), 0)
+        items = given_gradient(there, [items], lambda g, *_: [g])
     step = _rows_at_once(x.device, weight.shape[0])
     total = zeros((), device=x.device)
     for start in range(0, items.shape[0], step):
         part = slice(start, start + step)
         logits = matmul(items[part], weight.T)
-        there = None if kept is None else kept[part]
-        total = total + sum_(_row_losses(logits, labels[part], there, label_smoothing))
+        kept_part = None if kept is None else kept[part]
+        total = total + sum_(_row_losses(logits, labels[part], kept_part, label_smoothing))
     return total / _count(target, kept)
 
 

@@ -1,7 +1,7 @@
 """Small results that the host judges whenever it reads something.
 
-A result is looked at without waiting for anything, as soon as it was written for the first time. Later commands
-may add to it in place, so it is looked at again until the last of them is known to be done.
+A result is looked at without waiting for anything, once it was written for the first time. Later commands may
+add to it in place, so it is looked at again until the last of them is known to be done.
 """
 
 from __future__ import annotations
@@ -72,13 +72,18 @@ class Watching:
         return found
 
     def finish(self, started: Sequence[Looking]) -> None:
-        """Judge what was begun to be read. An error is raised, once; what comes after it stays for later."""
+        """Judge what was begun to be read. All errors are told once, as notes to the first one."""
+        errors = []
         for watched, last, final, future in started:
             error = watched.judge(future.wait().view(watched.dtype))
+            if error is not None:
+                errors.append(error)
             if watched.last is last and (final or (error is not None and self._is_done(last))):
                 self._pending.pop(watched, None)
-            if error is not None:
-                raise error
+        for error in errors[1:]:
+            errors[0].add_note(str(error))
+        if errors:
+            raise errors[0]
 
     def look(self, but: Sequence[Looking] = ()) -> None:
         """Judge what is there now; but not what was read just now."""
