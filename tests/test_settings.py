@@ -55,8 +55,9 @@ def test_the_environment_sets_every_field() -> None:
         "PENSTOCK_POOL_SECONDS": "1.5",
         "PENSTOCK_TRACE_MEMORY": "on",
         "PENSTOCK_TF32": "1",
+        "PENSTOCK_CHECK_INDICES": "off",
     }
-    expected = Settings("host", 7, 1 << 20, 2, 2 << 20, 1 << 30, 0, 100, 1.5, True, True)
+    expected = Settings("host", 7, 1 << 20, 2, 2 << 20, 1 << 30, 0, 100, 1.5, True, True, False)
     assert Settings.from_environment(environment) == expected
     assert Settings.from_environment({"PENSTOCK_MAX_BYTES": " "}) == Settings()
 

@@ -64,8 +64,8 @@ class Settings:
     pool_bytes: int | None = None  # idle bytes kept in all; None: a quarter of the device's memory
     pool_seconds: float = 60.0  # an idle buffer older than this goes back to the driver
     trace_memory: bool = False  # remember which line of the user's code allocated what
-    check_indices: bool = True  # whether indices, ids and class targets that are out of range are refused
     tf32: bool = False  # products of float32 on tensor cores, of factors rounded to 10 bits of fraction
+    check_indices: bool = True  # whether indices, ids and class targets that are out of range are refused
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -87,7 +87,7 @@ class Settings:
             raise SettingError(f"pool_seconds cannot be negative, and {self.pool_seconds} was given")
 
 
-_TRUTHS = ("trace_memory", "check_indices", "tf32")
+_TRUTHS = ("trace_memory", "tf32", "check_indices")
 
 
 def _parse(variable: str, name: str, text: str) -> object:
