@@ -92,7 +92,8 @@ def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Tensor:
     if x1.shape[first] != x2.shape[second]:
         raise ValueError(f"vecdot: shapes {x1.shape} and {x2.shape} differ along axis {axis}")
     a, b = moveaxis(x1, first, -1), moveaxis(x2, second, -1)
-    product = multiply(conj(widened(a)), widened(b))
+    wide = widened(a)
+    product = multiply(conj(wide) if wide.dtype.kind == "c" else wide, widened(b))
     return narrowed(sum_(product, axis=-1, dtype=product.dtype), dtypes.promote(x1.dtype, x2.dtype))
 
 
