@@ -91,13 +91,18 @@ def train(
     steps: Annotated[int | None, typer.Option(help="How many steps the run has in all.")] = None,
     memory: Annotated[str | None, typer.Option(help="The most to take from it, such as 2GiB.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same losses.")] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(help="Steps between two checkpoints; 0: one after each evaluation.", metavar="STEPS"),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with RUN, or with the last one.")] = False,
     out: Annotated[Path | None, typer.Option(help="The folder of a new run.", metavar="FOLDER")] = None,
 ) -> None:
     """Train a GPT on text, a small one on the sources of Python if nothing else is said.
 
     Options win over the file, and the file over what a resumed run had. The run's folder gets its
-    configuration, metrics, checkpoints and a report. Ctrl-C saves and ends.
+    configuration, metrics, checkpoints and a report. Ctrl-C and SIGTERM save and end, with exit status 130
+    or 143.
     """
     if run is not None and not resume:
         raise SettingError(f"to go on with {run} say --resume {run}; for a new run there say --out {run}")
@@ -105,20 +110,25 @@ def train(
         raise SettingError("a resumed run stays in its folder: --resume and --out do not go together")
     options: dict[str, dict[str, Any]] = {
         "data": {"path": data if data is None else str(Path(data).absolute())},
-        "run": {"device": device, "steps": steps, "memory": memory, "seed": seed},
+        "run": {
+            "device": device,
+            "steps": steps,
+            "memory": memory,
+            "seed": seed,
+            "checkpoint_every": checkpoint_every,
+        },
     }
-    from penstock.train import Config, load_last
+    from penstock.train import Config
 
     checkpoint: Checkpoint | None = None
-    problems: list[str] = []
     if resume:
         folder = run if run is not None else _last_run()
-        checkpoint, problems = load_last(folder)
+        settings, checkpoint = _resumed(folder)
     else:
         folder = out if out is not None else RUNS / time.strftime("%Y-%m-%d-%H%M%S")
-        if any(folder.glob("checkpoints/*.safetensors")):
+        if out is not None and any(folder.glob("checkpoints/*.safetensors")):
             raise SettingError(f"{folder} holds a run already; --resume {folder} goes on with it")
-    settings = checkpoint.config if checkpoint else Config()
+        settings = Config()
     if config is not None:
         settings = settings.with_file(config)
     settings = settings.changed(
@@ -127,12 +137,25 @@ def train(
             for name, values in options.items()
         }
     )
+    _run(settings, folder, checkpoint, numbered=not resume and out is None)
+
+
+def _resumed(folder: Path) -> tuple[Config, Checkpoint | None]:
+    """The settings of a run, and its last sound checkpoint; none where it was ended before the first one."""
+    from penstock.train import Config, load_last
+    from penstock.train.checkpoint import found
+    from penstock.train.report import CONFIG_FILE
+
+    if not found(folder) and (folder / CONFIG_FILE).is_file():
+        _complain(f"{folder} has no checkpoint yet; the run starts again from its beginning")
+        return Config().with_file(folder / CONFIG_FILE), None
+    checkpoint, problems = load_last(folder)
     for problem in problems:
         _complain(problem)
-    _run(settings, folder, checkpoint)
+    return checkpoint.config, checkpoint
 
 
-def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None) -> None:
+def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered: bool) -> None:
     from penstock.train import Trainer, open_view
     from penstock.train.loading import stream_text
 
@@ -142,12 +165,15 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None) -> None:
     if settings.run.memory:
         penstock.default_device().limit_bytes = settings.run.memory
     try:
-        trainer = Trainer(settings, folder, view, checkpoint)
+        trainer = Trainer(settings, folder, view, checkpoint, numbered)
+        folder = trainer.folder
         if trainer.step >= settings.run.steps:
             view.note(f"all {settings.run.steps} steps are done; --steps with a larger number goes on")
-        if not trainer.train():
-            view.note(f"stopped at step {trainer.step}; to go on: penstock train --resume {folder}")
-            return
+        trainer.train()
+        if trainer.stopped_by is not None:
+            how = f"; to go on: penstock train --resume {folder}" if folder.is_dir() else ""
+            view.note(f"stopped at step {trainer.step}{how}")
+            raise typer.Exit(128 + trainer.stopped_by)
         prompt = trainer.prompt()
         text = trainer.tokenizer.decode(prompt)
         view.note("\na sample:")
@@ -155,13 +181,14 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None) -> None:
         seed = settings.run.seed
         pieces = stream_text(trainer.model, trainer.tokenizer, prompt, _SAMPLE, 0.8, top_k=40, seed=seed)
         text += _streamed(pieces)
-        trainer.report(text)
+        reported = trainer.report(text)
     except OutOfDeviceMemory as error:
         raise PenstockError(
             f"{error}\nA smaller batch under [data] needs less (accumulate under [optimizer] makes up), and "
             "so does a smaller context or width under [model]. --memory sets the limit."
         ) from None
-    view.note(f"\nreport: {folder / 'report.html'}; more text: penstock generate {folder} --prompt TEXT")
+    report = f"report: {folder / 'report.html'}; " if reported else ""
+    view.note(f"\n{report}more text: penstock generate {folder} --prompt TEXT")
 
 
 @app.command("generate")
@@ -292,11 +319,11 @@ def _use(device: str | None) -> None:
 
 
 def _last_run() -> Path:
-    """The run whose checkpoint is the newest."""
-    found = list(RUNS.glob("*/checkpoints/*.safetensors"))
+    """The run that went on last."""
+    found = [*RUNS.glob("*/metrics.jsonl"), *RUNS.glob("*/config.toml")]
     if not found:
-        raise SettingError(f"there is no run with a checkpoint in {RUNS}/; name the folder: --resume FOLDER")
-    return max(found, key=lambda path: path.stat().st_mtime).parent.parent
+        raise SettingError(f"there is no run in {RUNS}/; name the folder: --resume FOLDER")
+    return max(found, key=lambda path: path.lstat().st_mtime).parent
 
 
 def _complain(problem: object) -> None:
