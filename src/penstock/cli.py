@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -14,7 +15,8 @@ from rich.table import Table
 
 import penstock
 from penstock.config import format_bytes
-from penstock.errors import OutOfDeviceMemory, PenstockError, SettingError
+from penstock.errors import OutOfDeviceMemory, PenstockError, PenstockWarning, SettingError
+from penstock.printable import cell, printable, say
 
 if TYPE_CHECKING:
     from penstock.train import Checkpoint, Config
@@ -51,7 +53,8 @@ def list_devices(
         can = device.capabilities
         memory = format_bytes(can.total_bytes) + (" shared" if can.shared_memory else "")
         mark = " *" if device is default or device in default.members else ""
-        table.add_row(device.name + mark, can.description, can.kind, memory, str(can.compute_units), can.api)
+        cells = (device.name + mark, can.description, can.kind, memory, str(can.compute_units), can.api)
+        table.add_row(*map(cell, cells))
     console.print(table)
     marked = "the default" if default.dispatcher is None else "the default, auto, chooses among these"
     console.print(f"* {marked}; set PENSTOCK_DEVICE to another name to change it", style="dim")
@@ -63,16 +66,16 @@ def _check(device: penstock.Device, console: Console) -> bool:
 
     can = device.capabilities
     about = f"{device.name}: {can.description}, {can.api}"
-    console.print(about, markup=False, highlight=False, soft_wrap=True)
+    say(console, about)
     right = True
     for finding in check(device):
         verdict = f"WRONG: {finding.problem}" if finding.problem else f"right, {finding.seconds:.1f} s"
         style = "red" if finding.problem else "green"
         line = f"  {finding.what:<20} {verdict}"
-        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        say(console, line, style)
         right = right and not finding.problem
     verdict = "it computes what NumPy computes" if right else "do not use it: please report the lines above"
-    console.print(f"  {'verdict':<20} {verdict}\n", markup=False, highlight=False)
+    say(console, f"  {'verdict':<20} {verdict}\n")
     return right
 
 
@@ -177,7 +180,7 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered
         prompt = trainer.prompt()
         text = trainer.tokenizer.decode(prompt)
         view.note("\na sample:")
-        console.print(text, style="dim", end="", markup=False, highlight=False, soft_wrap=True)
+        say(console, text, style="dim", end="")
         seed = settings.run.seed
         pieces = stream_text(trainer.model, trainer.tokenizer, prompt, _SAMPLE, 0.8, top_k=40, seed=seed)
         text += _streamed(pieces)
@@ -235,7 +238,7 @@ def report(
     """Write the page of a run again, from what its folder holds; or one about a trace, beside it."""
     from penstock.train import report_on
 
-    Console().print(f"report: {report_on(source)}", markup=False, highlight=False, soft_wrap=True)
+    say(Console(), f"report: {report_on(source)}")
 
 
 @app.command("bench")
@@ -291,21 +294,22 @@ def advise(
     else:
         profile, status = profiled(source)
         found = penstock.advise(profile)
-    Console().print(rendered(found), markup=False, highlight=False, soft_wrap=True)
+    say(Console(), rendered(found))
     if status:
         raise typer.Exit(status)
 
 
 def _streamed(*parts: Iterable[str]) -> str:
-    """Write text as it comes, until Ctrl-C; all of it."""
+    """Write text as it comes, until Ctrl-C; all of it. A terminal gets no character that it would obey."""
     written = []
+    obeys = sys.stdout.isatty()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
     try:
         for pieces in parts:
             for piece in pieces:
                 written.append(piece)
-                sys.stdout.write(piece)
+                sys.stdout.write(printable(piece) if obeys else piece)
                 sys.stdout.flush()
     except KeyboardInterrupt:
         pass
@@ -327,17 +331,34 @@ def _last_run() -> Path:
 
 
 def _complain(problem: object) -> None:
-    Console(stderr=True).print(
-        f"penstock: {problem}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
+    say(Console(stderr=True), f"penstock: {problem}", style="red")
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Warnings of Penstock in a line, without its source; see `warnings.showwarning`."""
+    if issubclass(category, PenstockWarning):
+        say(Console(stderr=True), f"penstock: {message}", style="yellow")
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def main() -> None:
     """Run the command line; Penstock's own errors become one line and exit status 1."""
+    warnings.showwarning = _show_warning
     try:
         app()
     except PenstockError as error:
         _complain(error)
+        raise SystemExit(1) from None
+    except MemoryError:
+        _complain("this machine has not enough memory for that")
         raise SystemExit(1) from None
 
 
