@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,7 +35,12 @@ class Binaries:
         except OSError:
             return None
         check, code = found[:_CHECK_BYTES], found[_CHECK_BYTES:]
-        return code if hashlib.sha256(code).digest() == check else None
+        if hashlib.sha256(code).digest() == check:
+            return code
+        with suppress(OSError):
+            path.unlink()
+        warnings.warn(f"{path} was damaged: its kernels are compiled again", RuntimeWarning, stacklevel=2)
+        return None
 
     def put(self, said: str, code: bytes) -> None:
         """Keep code, whole or not at all: a process that reads meanwhile finds none."""
