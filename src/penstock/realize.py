@@ -231,7 +231,7 @@ def to_compute(nodes: Sequence[Node]) -> list[Node]:
 
 
 def explain(nodes: Sequence[Node], device: Device) -> str:
-    """What would compute the nodes: NumPy, or the steps of a program with the bytes they move, and its plan."""
+    """What would compute the nodes: NumPy, or a program: its steps, the bytes they move, and its plan."""
     if device.dispatcher is not None:
         text: str = device.dispatcher.explain(nodes)
         return text

@@ -18,7 +18,7 @@ from penstock.memory.resource import Resource
 from penstock.memory.staging import Slot, StagingRing
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
-from penstock.stream.lane import Command, Lane, describe
+from penstock.stream.lane import BufferSize, BufferSizes, Command, Lane, describe
 from penstock.stream.stream import Stream
 
 # Up to this many bytes, a copy by the host costs less than a command of the device.
@@ -68,10 +68,10 @@ class Transfers:
         if nbytes <= _SMALL and self._copied_in_place(buffer, offset, target, writes=False):
             return Future.ready(result)
         with self._stream.lock:
-            before = buffer.usage.event
+            before = buffer.usage.own_event
             event = self._record(
                 self._stream.outgoing,
-                ("download", nbytes, None, (buffer, target)),
+                ("download", nbytes, None, (BufferSize(buffer.nbytes), target)),
                 (buffer,),
                 lambda queue, waits: self._driver.read(
                     queue, target, buffer.memory, buffer.offset + offset, waits
@@ -97,7 +97,7 @@ class Transfers:
             with self._stream.lock:
                 self._record(
                     self._stream.outgoing,
-                    ("copy", nbytes, None, (target, source)),
+                    ("copy", nbytes, None, BufferSizes((target.nbytes, source.nbytes))),
                     (target, source),
                     lambda queue, waits: self._driver.copy(
                         queue, target.memory, to, source.memory, start, nbytes, waits
@@ -126,7 +126,7 @@ class Transfers:
                 return False
             buffer.refuse_if_viewed(reads_only=not writes)
             if not writes:
-                self._stream.check([usage.event])
+                self._stream.check([usage.own_event])
             recorders = self._stream.recorders
             start = perf_counter() if recorders else 0.0
             mapped = self._driver.map(buffer.memory, buffer.offset + offset, array.nbytes, writes)
@@ -168,7 +168,7 @@ class Transfers:
             return slot.event
 
         try:
-            self._record(lane, (verb, nbytes, None, (buffer,)), (buffer,), copy_through)
+            self._record(lane, (verb, nbytes, None, BufferSizes((buffer.nbytes,))), (buffer,), copy_through)
         except BaseException:
             if slot.event is None:  # otherwise the copy is under way, and so the slot in use
                 ring.cancel(slot)
@@ -190,7 +190,7 @@ class Transfers:
         chunk = ring.chunk_bytes
         slots: list[Slot] = []
         with self._stream.lock:
-            before = buffer.usage.event
+            before = buffer.usage.own_event
             for start in range(0, target.nbytes, chunk):
                 part = target[start : start + chunk]
 
