@@ -115,6 +115,7 @@ class Programs:
         from penstock.kernels.cache import KernelCache  # imported late: a third of what the package takes
 
         self.kernels = KernelCache(device)
+        self._forced = device.settings.force_kernels
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self.build_seconds = 0.0  # in all
@@ -128,7 +129,7 @@ class Programs:
         key = structure.key
         program = self._programs.get(key)
         if program is None:
-            if structure.waits_for_no_compiler(key in self._seen):
+            if not self._forced and structure.waits_for_no_compiler(key in self._seen):
                 self._seen[key] = None
                 if len(self._seen) > _MAX_SEEN:
                     self._seen.popitem(last=False)

@@ -96,6 +96,11 @@ class Device:
     def __repr__(self) -> str:
         return f"<Device {self.name}: {self.capabilities.description}>"
 
+    @property
+    def settings(self) -> Settings:
+        """Those that it was made with, else what the environment says."""
+        return self._settings or Settings.from_environment()
+
     def another_driver(self) -> Driver:
         """Open the device once more, apart from all that this one holds; its own where that was given."""
         return self._open_driver()
@@ -338,8 +343,7 @@ class Device:
             with self._lock:
                 opens = self._opened is None
                 if self._opened is None:
-                    settings = self._settings or Settings.from_environment()
-                    self._opened = _Opened(self._open_driver(), settings)
+                    self._opened = _Opened(self._open_driver(), self.settings)
                     in_use.add(self)
                     register(self)
             for tell in list(when_opened) if opens else ():  # without the lock, which they may want

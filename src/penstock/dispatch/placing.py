@@ -79,6 +79,7 @@ class Dispatcher:
 
     def __init__(self, device: Device, members: Sequence[Device]) -> None:
         self.device = device
+        self._forced = device.settings.force_kernels
         self.members = members
         self.places = Places(members)
         # Tests say here where a program goes; None lets prices and times decide.
@@ -179,7 +180,8 @@ class Dispatcher:
         key = structure.key
         placed = self._placed.get(key)
         if placed is None:
-            if self.dictate is None and structure.waits_for_no_compiler(key in self._seen):
+            forced = self._forced or self.dictate is not None
+            if not forced and structure.waits_for_no_compiler(key in self._seen):
                 self._seen[key] = None
                 if len(self._seen) > _MAX_SEEN:
                     self._seen.popitem(last=False)

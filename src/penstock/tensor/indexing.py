@@ -11,7 +11,8 @@ from penstock.graph import elementwise, shaping
 from penstock.graph.contraction import gather
 from penstock.graph.node import Node, Shape
 from penstock.tensor import dtypes
-from penstock.tensor.core import Tensor, broadcast, broadcast_node, common_shape, from_numpy, operands, record
+from penstock.tensor.core import Tensor, broadcast, broadcast_node, common_shape, from_numpy, record
+from penstock.tensor.operands import operands
 
 Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis
 
