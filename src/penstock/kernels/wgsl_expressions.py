@@ -36,7 +36,7 @@ _COMPARISONS = {
     "greater": "({0} > {1})",
     "greater_equal": "({0} >= {1})",
 }
-# Compilers may assume that there is no NaN, and put sums in another order: on Mesa x - x is 0, and (x + 1) - 1
+# Compilers may assume that there is no NaN, and put sums in another order: x - x is 0 on Mesa, (x + 1) - 1
 # is x. No such rule applies to a product with a number that they do not know: with 1, from `Words.opening`.
 _FLOAT = {
     "add": "fma({0}, ONE, {1})",
