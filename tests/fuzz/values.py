@@ -118,7 +118,8 @@ class Run:
         """Do a line, `name = expression` or `read(name)`; what was wrong."""
         if line.startswith("read("):
             names = line.removeprefix("read(").removesuffix(")").split(", ")
-            if not set(names).issubset(self.values):
+            names = [name for name in names if name in self.values]  # of which some were taken away
+            if not names:
                 raise Invalid
             return self._read(names)
         name, text = line.split(" = ", 1)
