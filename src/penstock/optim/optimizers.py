@@ -18,7 +18,15 @@ import numpy.typing as npt
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.tensor.arithmetic import divide, isfinite, minimum, multiply, sqrt, where
-from penstock.tensor.core import Tensor, capture, from_numpy, no_grad, realize_together, source_of
+from penstock.tensor.core import (
+    Tensor,
+    capture,
+    from_numpy,
+    no_grad,
+    outside_capture,
+    realize_together,
+    source_of,
+)
 from penstock.tensor.gathering import gather, gathered, reading
 from penstock.tensor.manipulation import astype, concat, reshape
 from penstock.tensor.reduction import all as all_
@@ -118,9 +126,12 @@ class Optimizer:
         losses = [source_of(one.grad) for one in self.parameters if one.grad is not None]
         if (capturing := capture.get()) is not None:
             # Replays leave everything in its place. A step that is not captured gives new values new memory.
-            for tensor in (*self.parameters, *chain(*self._state.values()), *self._masters.values()):
-                capturing.used(tensor)
-            self._gather()
+            state = (*self.parameters, *chain(*self._state.values()), *self._masters.values())
+            outside = [tensor for tensor in state if capturing.stand_in(tensor) is not tensor]
+            with outside_capture():
+                if outside:
+                    realize_together(outside)
+                self._gather()
         with no_grad():
             grads = {
                 at: astype(tensor.grad, self._master(at).dtype)
@@ -136,8 +147,8 @@ class Optimizer:
                 self._change(at, grad, sound)
             self.zero_grad()
         if capturing is None:
-            state = chain.from_iterable(tensors.values() for tensors in self._named())
-            realize_together([*self.parameters, *state, *(loss for loss in losses if loss is not None)])
+            named = chain.from_iterable(tensors.values() for tensors in self._named())
+            realize_together([*self.parameters, *named, *(loss for loss in losses if loss is not None)])
 
     @staticmethod
     def norm(grads: Sequence[Tensor]) -> Tensor:
