@@ -18,17 +18,25 @@ from penstock.graph.node import Node, leaf, topological
 from penstock.tensor.core import Tensor, ends_at, leaf_of, outside_capture
 
 
-class Unknown:
-    """Stands for a value while a function is captured; who asks for it later is told why there is none."""
+class NoValue:
+    """Stands for a value that is not there: whatever is asked of it, it says why."""
+
+    def __init__(self, error: type[Exception], why: str) -> None:
+        vars(self).update(error=error, why=why)
 
     def __getattr__(self, name: str) -> Any:
-        raise CaptureError(
-            "this tensor was made while a jitted function was captured, and has no value outside of it: "
-            "let the function return it, or change a tensor in place, instead of keeping it"
-        )
+        raise self.error(self.why)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise self.error(self.why)
 
 
-UNKNOWN = Unknown()
+# While a function is captured.
+UNKNOWN = NoValue(
+    CaptureError,
+    "this tensor was made while a jitted function was captured, and has no value outside of it: let the "
+    "function return it, or change a tensor in place, instead of keeping it",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +94,10 @@ class Tracing:
         self.inside: list[Tensor] = []  # what the function is given instead of its arguments
         for number, argument in enumerate(arguments):
             first = self._arguments.setdefault(id(argument), number)
-            again = self.inside[first] if first != number else None
-            self.inside.append(again or self._adopted(argument, Origin(argument=number)).tensor)
+            if first == number:
+                self.inside.append(self._adopted(argument, Origin(argument=number)).tensor)
+            else:
+                self.inside.append(self.inside[first])
 
     # What tensors ask
 

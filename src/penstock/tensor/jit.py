@@ -168,7 +168,7 @@ def _exact(value: Any) -> Any:
         return (kind, frozenset(map(_exact, value)))
     if isinstance(value, (tuple, list)):
         return (kind, *map(_exact, value))
-    if dataclasses.is_dataclass(kind) and kind.__hash__ is not None:
-        fields = dataclasses.fields(value)
-        return (kind, value, *(_exact(getattr(value, one.name)) for one in fields if one.compare))
+    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.eq and kind.__hash__ is not None:
+        fields = [one for one in dataclasses.fields(value) if one.compare]
+        return (kind, *(_exact(getattr(value, one.name)) for one in fields))
     return (kind, value)

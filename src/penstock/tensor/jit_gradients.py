@@ -1,7 +1,7 @@
 """Gradients of what jitted functions return.
 
 A result knows the values that its call read. Its gradient is a program of its own, which computes the
-function again, and is built when it is first asked for. Gradients of that gradient are recorded like any others.
+function again, and is built when it is first asked for. Its own gradients are recorded as usual.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from penstock.memory.buffer import Buffer
 from penstock.realize import realize
 from penstock.runtime import Device
 from penstock.stream.lane import Run
-from penstock.tensor.capture import Origin
+from penstock.tensor.capture import NoValue, Origin
 from penstock.tensor.core import Tensor
 from penstock.tensor.jit_gradients import Differentiable
 
@@ -31,27 +31,7 @@ if TYPE_CHECKING:
 Source = Origin | Node  # a tensor that is there before the call, or a constant
 
 
-class Donated:
-    """Stands for the value of a tensor that was given away: whatever is asked of it, it says so."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise ValueError("this tensor was donated to a jitted function, which may have written over it")
-
-
-_DONATED = Donated()
-
-
-class Damaged:
-    """Stands for the value of a tensor that a replay was writing over when it failed."""
-
-    def __init__(self, why: str) -> None:
-        self.__dict__["why"] = why
-
-    def __getattr__(self, name: str) -> Any:
-        raise DamagedTensor(
-            f"the value of this tensor is lost: {self.why}. Load the last checkpoint, or give the tensor "
-            f"another value, before you go on"
-        )
+_DONATED = NoValue(ValueError, "this tensor was donated to a jitted function, which may have written over it")
 
 
 class Slot:
@@ -232,13 +212,17 @@ class Captured:
 
     def _damage(self, over: dict[int, int], arguments: list[Tensor], error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}".rstrip(": ")
-        why = Damaged(f"the jitted function {self.name} failed while it was writing over it ({reason})")
+        lost = NoValue(
+            DamagedTensor,
+            f"the value of this tensor is lost, as the jitted function {self.name} failed while it was "
+            f"writing over it ({reason}); load the last checkpoint, or give it another value",
+        )
         for number in over.values():
             source = self.inputs[number]
             if isinstance(source, Origin):
                 tensor = source.tensor(arguments)
                 node = tensor._actual_node
-                tensor._become(leaf(why, node.shape, node.dtype))
+                tensor._become(leaf(lost, node.shape, node.dtype))
 
     def _unsettled(self, settled: set[int]) -> list[int]:
         return [place for place in range(len(self.wanted)) if place not in settled]
