@@ -21,7 +21,10 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 both_halves = pytest.mark.parametrize("half", HALVES, ids=str)
 
 
-@pytest.fixture(scope="module", params=["opencl-device", "host", *CUDA_KINDS, *WEBGPU_KINDS])
+OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))  # whose memory the host sees
+
+
+@pytest.fixture(scope="module", params=[OPENCL, "host", *CUDA_KINDS, *WEBGPU_KINDS])
 def on(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = Device.over(DRIVERS[request.param](), SMALL)
     yield device

@@ -237,7 +237,7 @@ def test_arguments_that_cannot_be_are_refused() -> None:
     x = ps.asarray([1.0])
     with pytest.raises(TypeError, match=r"swish\(x, beta\): missing a required argument: 'beta'"):
         swish(x)
-    with pytest.raises(TypeError, match="takes tensors and numbers; beta is list"):
+    with pytest.raises(TypeError, match="takes tensors, NumPy arrays and numbers; beta is list"):
         swish(x, [1.0])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="needs a tensor"):
         swish(1.0, 2.0)

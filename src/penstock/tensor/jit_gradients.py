@@ -119,7 +119,7 @@ class Differentiable:
         with captured_by(tracing):  # rules make tensors, which must not be computed
             found = self._parts(at)
         pending = [node for node in dict.fromkeys(found) if node is not None and node.value is None]
-        structure = Structure(pending)
+        structure = Structure(pending, checked=False)  # the call has checked what it read
         number = {node: at for at, node in enumerate(self._inputs)} | {self._seeds[at]: -1}
         inputs: list[int | Origin | Node] = []
         for node in structure.inputs:

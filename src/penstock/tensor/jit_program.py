@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.errors import CaptureError
@@ -11,8 +11,10 @@ from penstock.graph.custom import refusing
 from penstock.graph.node import Node, Primitive, leaf, topological
 from penstock.memory.buffer import Buffer
 from penstock.realize import Structure, programs
+from penstock.runtime import Device
 from penstock.tensor.capture import Origin, StandIn, Tracing
 from penstock.tensor.core import Tensor, leaf_of
+from penstock.tensor.index_watch import watched_indices
 from penstock.tensor.jit_gradients import Differentiable
 from penstock.tensor.replay import Captured, Changes, Guards, Slot, Source, replaced
 
@@ -23,22 +25,19 @@ def captured_program(
     name: str, tracing: Tracing, result: Any, outputs: Sequence[Tensor], donated: list[int]
 ) -> Captured:
     """What replays a function that has just been traced; `outputs` are the tensors in its result."""
-    changed = [found for found in tracing.stand_ins if found.changed]
-    changes, assigned = _changes(tracing, changed, name)
-    wanted = [tensor._node for tensor in (*outputs, *(found.tensor for found in changed), *assigned)]
-    devices = {tensor.device for tensor in (*outputs, *(found.tensor for found in changed), *assigned)}
-    devices |= {found.actual.device for found in tracing.stand_ins if found.grad_assigned}
-    if not devices:
-        raise CaptureError("a jitted function has to give or change a tensor")
-    if len(devices) > 1:
-        raise CaptureError(
-            f"a jitted function runs on one device, and {sorted(d.name for d in devices)} are used"
-        )
-    (device,) = devices
+    assigned = _assigned(tracing)
+    device = _device(tracing, [*outputs, *assigned])
+    changed = [found.tensor for found in tracing.stand_ins if found.changed]
+    watches = watched_indices([tensor._node for tensor in (*outputs, *changed, *assigned)], device)
+    for watch in watches:
+        watch.update()
+    stand_ins = [found for found in tracing.stand_ins if found.changed]
+    changes = _changes(tracing, stand_ins, name)
+    wanted = [tensor._node for tensor in (*outputs, *(found.tensor for found in stand_ins), *assigned)]
     pending = list(dict.fromkeys(node for node in wanted if node.value is None))
     place = {node: at for at, node in enumerate(pending)}
-    structure = Structure(pending)
-    over = _replaced_inputs(changed, place, structure.inputs)
+    structure = Structure(pending, checked=False)
+    over = _replaced_inputs(stand_ins, place, structure.inputs)
     program = programs(device).build(structure, pending, over) if pending else None
     gradients, reads = _gradients(name, tracing, outputs, donated)
     return Captured(
@@ -57,11 +56,39 @@ def captured_program(
         gradients=gradients,
         differentiable=_differentiable(device, tracing, outputs, gradients),
         refused_reads=reads,
+        watches=watches,
     )
 
 
-def _changes(tracing: Tracing, changed: Sequence[StandIn], name: str) -> tuple[Changes, list[Tensor]]:
-    """What happens to tensors from outside, and the gradients that are computed for them."""
+def _device(tracing: Tracing, given: Sequence[Tensor]) -> Device:
+    """The device of all that the function gives and changes."""
+    devices = {tensor.device for tensor in given}
+    devices |= {found.actual.device for found in tracing.stand_ins if found.changed or found.grad_assigned}
+    if not devices:
+        raise CaptureError("a jitted function has to give or change a tensor")
+    if len(devices) > 1:
+        names = sorted(device.name for device in devices)
+        raise CaptureError(f"a jitted function runs on one device, and {names} are used")
+    return devices.pop()
+
+
+def _new_gradients(tracing: Tracing) -> Iterator[tuple[StandIn, Tensor | None, Origin | None]]:
+    """Tensors from outside whose gradient is another one at the end; where it is from outside itself."""
+    for found in tracing.stand_ins:
+        gradient = found.tensor._actual_grad
+        if found.grad_assigned and not (found.grad_seen and gradient is found.first_grad):
+            known = None if gradient is None else tracing.of_tensor(tracing.stand_in(gradient))
+            yield found, gradient, None if known is None else known.origin
+
+
+def _assigned(tracing: Tracing) -> list[Tensor]:
+    """The gradients that the function computes for tensors from outside."""
+    found = list(_new_gradients(tracing))
+    return [gradient for _, gradient, origin in found if gradient is not None and origin is None]
+
+
+def _changes(tracing: Tracing, changed: Sequence[StandIn], name: str) -> Changes:
+    """What happens to tensors from outside."""
     histories: dict[int, Primitive] = {}
     for number, found in enumerate(changed):
         tensor = found.tensor
@@ -70,27 +97,17 @@ def _changes(tracing: Tracing, changed: Sequence[StandIn], name: str) -> tuple[C
                 f"the jitted function {name} changed a tensor in place to a value that has a gradient, which "
                 f"is not kept; let the function return the value, or use detach() inside it"
             )
-    grads: list[tuple[Origin, bool | Origin]] = []
-    assigned: list[Tensor] = []
-    for found in tracing.stand_ins:
-        gradient = found.tensor._actual_grad
-        unchanged = gradient is found.first_grad and found.grad_seen
-        if not found.grad_assigned or unchanged:
-            continue
-        seen = None if gradient is None else tracing.stand_in(gradient)
-        known = None if seen is None else tracing.of_tensor(seen)
-        if known is not None:
-            grads.append((found.origin, known.origin))
-        else:
-            grads.append((found.origin, gradient is not None))
-            assigned += [] if gradient is None else [gradient]
+    grads = [
+        (found.origin, gradient is not None if origin is None else origin)
+        for found, gradient, origin in _new_gradients(tracing)
+    ]
     flags = [
         (found.origin, found.tensor._actual_requires_grad)
-        for number, found in enumerate(tracing.stand_ins)
+        for found in tracing.stand_ins
         if found.tensor._actual_requires_grad != found.requires_grad
         and not (found in changed and changed.index(found) in histories)
     ]
-    return Changes([found.origin for found in changed], histories, grads, flags), assigned
+    return Changes([found.origin for found in changed], histories, grads, flags)
 
 
 def _guards(tracing: Tracing, changes: Changes) -> Guards:
@@ -164,7 +181,7 @@ def _gradients(
 
 
 def _differentiable(
-    device: Any, tracing: Tracing, outputs: Sequence[Tensor], gradients: Sequence[bool | Primitive | None]
+    device: Device, tracing: Tracing, outputs: Sequence[Tensor], gradients: Sequence[bool | Primitive | None]
 ) -> Differentiable | None:
     known = [
         tensor._node if gradient is True else None

@@ -23,6 +23,7 @@ from penstock.runtime import Device
 from penstock.stream.lane import Run
 from penstock.tensor.capture import NoValue, Origin
 from penstock.tensor.core import Tensor
+from penstock.tensor.index_watch import IndexWatch
 from penstock.tensor.jit_gradients import Differentiable
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Captured:
     # Of each result: its gradient is known (True), refused (a primitive), or there is none (None).
     gradients: list[bool | Primitive | None]
     differentiable: Differentiable | None
+    watches: list[IndexWatch]
     refused_reads: list[Origin]  # what refused results were computed from, for who asks for their gradient
     _ways: dict[Any, Ways] = field(default_factory=dict)  # for each device on which the program runs
 
@@ -202,6 +204,8 @@ class Captured:
                 found = [] if program is None else program.run(inputs, self.numbers, over)
                 outcome = finish(found)
                 outcome.take_effect()
+                for watch in self.watches:
+                    watch.ran()
                 return outcome.result
             except BaseException as error:
                 if found is not None:  # everything was launched
@@ -223,6 +227,8 @@ class Captured:
                 tensor = source.tensor(arguments)
                 node = tensor._actual_node
                 tensor._become(leaf(lost, node.shape, node.dtype))
+        for watch in self.watches:
+            watch.forget()
 
     def _unsettled(self, settled: set[int]) -> list[int]:
         return [place for place in range(len(self.wanted)) if place not in settled]
