@@ -123,7 +123,6 @@ class Optimizer:
         Outside of a jitted function the new values are computed at once, with the loss that they came from:
         steps that are only recorded would be computed again and again, each with all before it.
         """
-        losses = [source_of(one.grad) for one in self.parameters if one.grad is not None]
         if (capturing := capture.get()) is not None:
             # Replays leave everything in its place. A step that is not captured gives new values new memory.
             state = (*self.parameters, *chain(*self._state.values()), *self._masters.values())
@@ -132,6 +131,20 @@ class Optimizer:
                 if outside:
                     realize_together(outside)
                 self._gather()
+            self._record_step()
+            return
+        losses = [source_of(one.grad) for one in self.parameters if one.grad is not None]
+        tensors = [*self.parameters, *chain.from_iterable(named.values() for named in self._named())]
+        before = [(tensor, tensor._actual_node, tensor._actual_grad) for tensor in tensors]
+        try:
+            self._record_step()
+            realize_together([*tensors, *(loss for loss in losses if loss is not None)])
+        except BaseException:  # all of it, or nothing
+            for tensor, node, gradient in before:
+                tensor._actual_node, tensor._actual_grad = node, gradient
+            raise
+
+    def _record_step(self) -> None:
         with no_grad():
             grads = {
                 at: astype(tensor.grad, self._master(at).dtype)
@@ -146,9 +159,6 @@ class Optimizer:
             for at, grad in grads.items():
                 self._change(at, grad, sound)
             self.zero_grad()
-        if capturing is None:
-            named = chain.from_iterable(tensors.values() for tensors in self._named())
-            realize_together([*self.parameters, *named, *(loss for loss in losses if loss is not None)])
 
     @staticmethod
     def norm(grads: Sequence[Tensor]) -> Tensor:
@@ -176,10 +186,12 @@ class Optimizer:
         for name, shape in shapes.items():
             if np.shape(state[name]) != shape:
                 raise ValueError(f"{name} has shape {shape}, and {np.shape(state[name])} was given")
+        loaded: list[tuple[Tensor, Tensor]] = []
         for tensors in self._named():
             arrays = [np.asarray(state[name]).astype(one._node.dtype.numpy) for name, one in tensors.items()]
-            for tensor, new in zip(tensors.values(), gathered(arrays, self._device), strict=True):
-                tensor._become(new._node)
+            loaded += zip(tensors.values(), gathered(arrays, self._device), strict=True)
+        for tensor, new in loaded:  # once all of it is there
+            tensor._become(new._node)
         self._gather()
         self.lr = float(np.asarray(state["lr"]))
 
