@@ -43,9 +43,9 @@ class Module:
                     f"happen only when it is captured, and not at every call; return the value, or keep a "
                     f"tensor and change it in place"
                 )
-        super().__setattr__(name, value)
+        object.__setattr__(self, name, value)
         if self._computed and not isinstance(value, (bool, int, float, str)):
-            super().__setattr__("_computed", False)
+            object.__setattr__(self, "_computed", False)
 
     @property
     def training(self) -> bool:

@@ -135,16 +135,20 @@ class Optimizer:
             self._record_step()
             return
         losses = [source_of(one.grad) for one in self.parameters if one.grad is not None]
-        named = chain.from_iterable(tensors.values() for tensors in self._named())
-        tensors = [*self.parameters, *named, *self._counts()]
+        tensors = self._all()
         before = [(tensor, tensor._actual_node, tensor._actual_grad) for tensor in tensors]
         try:
             self._record_step()
-            realize_together([*tensors, *(loss for loss in losses if loss is not None)])
+            realize_together([*self._all(), *(loss for loss in losses if loss is not None)])
         except BaseException:  # all of it, or nothing
             for tensor, node, gradient in before:
                 tensor._actual_node, tensor._actual_grad = node, gradient
             raise
+
+    def _all(self) -> list[Tensor]:
+        """Every tensor that a step changes."""
+        state = chain.from_iterable(tensors.values() for tensors in self._named())
+        return [*self.parameters, *state, *self._counts()]
 
     def _record_step(self) -> None:
         with no_grad():
