@@ -26,7 +26,7 @@ _MOST_PRODUCTS = 1 << 13
 _LONGEST_PRODUCTS = (
     1 << 17
 )  # the same where parts would cost much, or where a kernel adds in blocks by itself
-_CHEAP = 16  # times more is read for a product than is written and read again for its parts
+_FEW = 64  # rows or columns of a product, of which parts cost next to nothing
 
 
 def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
@@ -116,10 +116,8 @@ def _product_in_parts(node: Node, capabilities: Capabilities) -> Node:
 
 def _most_products(node: Node, capabilities: Capabilities) -> int:
     """How long the inner axis of a product may be."""
-    rows, columns = node.shape[-2:]
     by_itself = capabilities.vector_width > 1 or by_library(node, capabilities) or node.dtype in HALVES
-    cheap = _CHEAP * rows * columns <= (rows + columns) * _MOST_PRODUCTS
-    return _MOST_PRODUCTS if cheap and not by_itself else _LONGEST_PRODUCTS
+    return _LONGEST_PRODUCTS if by_itself or min(node.shape[-2:]) > _FEW else _MOST_PRODUCTS
 
 
 def _between(node: Node, axis: int, start: int, stop: int) -> Node:
