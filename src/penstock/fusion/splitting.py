@@ -23,9 +23,7 @@ _GROUP_COLUMNS = 128  # that a group of a GPU reduces
 _MANY_PARTS = 1024  # which are reduced in parts themselves
 # Products that are added up by one accumulator of a kernel, so that their sum has a small error.
 _MOST_PRODUCTS = 1 << 13
-_LONGEST_PRODUCTS = (
-    1 << 17
-)  # the same where parts would cost much, or where a kernel adds in blocks by itself
+_LONGEST_PRODUCTS = 1 << 17  # the same where parts would cost much, or a kernel adds in blocks by itself
 _FEW = 64  # rows or columns of a product, of which parts cost next to nothing
 
 
@@ -100,8 +98,8 @@ def _product_in_parts(node: Node, capabilities: Capabilities) -> Node:
         wide = Node(MATMUL, (cast(left, float32), cast(right, float32)), {})
         return cast(_product_in_parts(wide, capabilities), node.dtype)
     fewest = -(-inner // most)
-    parts = next((parts for parts in range(fewest, 2 * fewest) if inner % parts == 0), inner // most)
-    length = inner // parts if inner % parts == 0 else most
+    parts = next((parts for parts in range(fewest, 2 * fewest) if inner % parts == 0), fewest)
+    length = inner // parts
     batch, rows, columns = left.shape[:-2], left.shape[-2], right.shape[-1]
     lefts = reshape(_between(left, -1, 0, parts * length), (*batch, rows, parts, length))
     rights = reshape(_between(right, -2, 0, parts * length), (*batch, parts, length, columns))
