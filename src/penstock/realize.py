@@ -1,13 +1,14 @@
 """From recorded graphs to values on the device: programs by structure, built when that pays.
 
-A small expression that is seen for the first time waits for no compiler: NumPy computes it, on the device's
-own memory where the host shares it.
+A small expression that is seen for the first time waits for no compiler: NumPy computes it, where the host
+sees the memory of all its inputs. What lies in memory of the device's own is computed there, small or large.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +16,8 @@ import numpy as np
 
 from penstock.config import format_bytes
 from penstock.fusion.views import FREE
+from penstock.graph.bounds import unchecked, worst
+from penstock.graph.contraction import GATHER
 from penstock.graph.meaning import computed, number_key
 from penstock.graph.node import Array, Node, leaf, topological
 from penstock.graph.random import RANDOM_BITS
@@ -23,6 +26,7 @@ from penstock.graph.simplify import simplify
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.lane import Run
+from penstock.stream.watching import Watched
 
 if TYPE_CHECKING:
     from penstock.program import Program
@@ -43,14 +47,22 @@ INPUT = Input()
 class Structure:
     """What a graph computes, apart from the values of its inputs and constants."""
 
-    def __init__(self, wanted: Sequence[Node]) -> None:
+    def __init__(self, wanted: Sequence[Node], checked: bool = True) -> None:
+        """`checked`: with what tells whether its indices are in range."""
         self.inputs: list[Node] = []
         self.numbers: dict[tuple[str, Any], int] = {}
         order = topological(wanted)
+        self.unchecked = unchecked(order) if checked else []  # indices that may be out of range
+        self.worst = worst(self.unchecked)  # what tells whether they are: results after those that are wanted
+        if self.worst:
+            wanted = [*wanted, *(found.node for found in self.worst)]
+            order = topological(wanted)
+        self.wanted = wanted
         place: dict[Node, int] = {}
         parts: list[Any] = []
-        self.items = 0
-        self.largest = 0
+        self.items = 0  # of all values, and of inputs that are read whole
+        self.largest = 0  # the most items that one operation reads or writes
+        self.far = False  # whether an input lies in memory that the host does not see
         self.compiled = False  # whether it holds what NumPy cannot compute
         self.drawn = False  # whether it draws random numbers
         for node in order:
@@ -60,9 +72,10 @@ class Structure:
             place[node] = len(parts)
             if node.value is not None:
                 self.inputs.append(node)
+                self.far = self.far or (node.size > 0 and not _seen_by_host(node.value))
                 parts.append((node.shape, node.dtype))
                 continue
-            size = node.size
+            size = _touched_items(node)
             self.compiled = self.compiled or node.primitive.compiled
             self.drawn = self.drawn or node.primitive is RANDOM_BITS
             self.items += size
@@ -74,17 +87,40 @@ class Structure:
         self.key: Hashable = (tuple(parts), tuple(place[node] for node in wanted))
 
     def waits_for_no_compiler(self, seen: bool) -> bool:
-        """Whether NumPy computes it: it is small, or large enough for a program but not `seen` before.
+        """Whether NumPy computes it: the host sees all inputs, and it is small or was not `seen` before."""
+        return not self.far and self.small(seen)
 
-        A seed gives the same numbers at the first draw as at the next: for these it does not depend on that.
+    def small(self, seen: bool) -> bool:
+        """Whether computing takes less than building a program, or so little that no choice of device pays.
+
+        A seed gives the same numbers at the first draw as at the next: there it does not depend on `seen`.
         """
         if self.compiled or self.items >= LARGE_ITEMS:
             return False
         return self.largest < MIN_ITEMS or not (seen or self.drawn)
 
+    def watch(self, buffers: Sequence[Buffer], device: Device) -> None:
+        """Have indices looked at when the host next reads, by the worst of them; NumPy has looked at them."""
+        for found, buffer in zip(self.worst, buffers, strict=bool(buffers)):
+            device.watch(Watched(buffer, found.node.dtype, found.judge))
+        for node in self.unchecked:
+            node.attributes["bound"].checked = True
+
     def constants(self) -> list[Any]:
         """The numbers, as arguments."""
         return [np.frombuffer(bits, dtype)[0].item() for dtype, bits in self.numbers]
+
+
+def _seen_by_host(buffer: Any) -> bool:
+    """Whether the host can read a value where it lies. What no buffer holds, it cannot."""
+    return isinstance(buffer, Buffer) and buffer.driver.capabilities.shared_memory
+
+
+def _touched_items(node: Node) -> int:
+    """The items that an operation writes, or reads if these are more (views and look-ups do not read all)."""
+    if node.primitive in FREE or node.primitive is GATHER:
+        return node.size
+    return max((node.size, *(parent.size for parent in node.inputs)))
 
 
 class Programs:
@@ -95,6 +131,7 @@ class Programs:
         from penstock.kernels.cache import KernelCache  # imported late: a third of what the package takes
 
         self.kernels = KernelCache(device)
+        self._forced = device.settings.force_kernels
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self.build_seconds = 0.0  # in all
@@ -103,17 +140,21 @@ class Programs:
         """Whether the same was computed before, as far as it is remembered."""
         return structure.key in self._programs or structure.key in self._seen
 
+    def waits_for_no_compiler(self, structure: Structure) -> bool:
+        """Whether NumPy computes it, and no kernel."""
+        return not self._forced and structure.waits_for_no_compiler(self.seen(structure))
+
     def known(self, structure: Structure, wanted: Sequence[Node]) -> Program | None:
         """The program of a structure; None as long as building one would not pay."""
         key = structure.key
         program = self._programs.get(key)
         if program is None:
-            if structure.waits_for_no_compiler(key in self._seen):
+            if self.waits_for_no_compiler(structure):
                 self._seen[key] = None
                 if len(self._seen) > _MAX_SEEN:
                     self._seen.popitem(last=False)
                 return None
-            program = self._programs[key] = self.build(structure, wanted)
+            program = self._programs[key] = self.build(structure, structure.wanted)
             if len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
@@ -155,9 +196,11 @@ def _realize(nodes: Sequence[Node], device: Device) -> None:
     wanted = [node for node in dict.fromkeys(nodes) if node.value is None and not _alias(node)]
     if not wanted:
         return
-    buffers = (_told if device.stream.recorders else _computed)(Structure(wanted), wanted, device)[0]
-    for node, buffer in zip(wanted, buffers, strict=True):
+    structure = Structure(wanted)
+    buffers = (_told if device.stream.recorders else _computed)(structure, wanted, device)[0]
+    for node, buffer in zip(wanted, buffers, strict=False):
         node.settle(buffer)
+    structure.watch(buffers[len(wanted) :], device)
 
 
 def _computed(
@@ -190,25 +233,51 @@ def _told(
 
 def _alias(node: Node) -> bool:
     """Settle a node that is another's value unchanged, where that is known."""
-    source = node
-    while source.value is None and (source.primitive.unchanged or source.primitive is RESHAPE):
-        source = source.inputs[0]
-    if source.value is None:
+    known = source(node).value
+    if known is None:
         return False
-    source.value.shared = True
-    node.settle(source.value)
+    known.shared = True
+    node.settle(known)
     return True
 
 
+def source(node: Node) -> Node:
+    """The node whose value is that of `node` too."""
+    while node.value is None and (node.primitive.unchanged or node.primitive is RESHAPE):
+        node = node.inputs[0]
+    return node
+
+
+def to_compute(nodes: Sequence[Node]) -> list[Node]:
+    """Those of some nodes whose values are not known yet."""
+    return [node for node in dict.fromkeys(nodes) if source(node).value is None]
+
+
 def explain(nodes: Sequence[Node], device: Device) -> str:
-    """The steps that would compute the nodes: what each holds, the bytes that it moves, and the plan."""
+    """What would compute the nodes: NumPy, or a program with its steps, the bytes they move, and its plan."""
     if device.dispatcher is not None:
         text: str = device.dispatcher.explain(nodes)
         return text
-    wanted = [node for node in dict.fromkeys(nodes) if node.value is None]
+    wanted = to_compute(nodes)
     if not wanted:
         return "computed already"
-    return steps_text(programs(device).build(Structure(wanted), wanted))
+    with device.running:
+        own, structure = programs(device), Structure(wanted)
+        if not own.waits_for_no_compiler(structure):
+            program = own.known(structure, wanted)
+            assert program is not None
+            return steps_text(program)
+        steps = steps_text(own.build(structure, structure.wanted))
+        return f"{numpy_text(structure, wanted)}; in a jitted function:\n{steps}"
+
+
+def numpy_text(structure: Structure, wanted: Sequence[Node]) -> str:
+    """What NumPy computes, and why."""
+    names = " ".join(_names(topological(wanted)))
+    why = "the host sees all inputs" if structure.inputs else "there are no inputs"
+    small = structure.largest < MIN_ITEMS
+    why += f" and no step has {MIN_ITEMS} items" if small else " and it was not computed before"
+    return f"NumPy computes [{names}] on the host, as {why}"
 
 
 def steps_text(program: Program) -> str:
@@ -241,28 +310,22 @@ def by_numpy(wanted: Sequence[Node], device: Device) -> list[Buffer]:
     last = {parent: number for number, node in enumerate(order) for parent in node.inputs}
     last.update({node: len(order) for node in wanted})
     values: dict[Node, Array] = {}
-    for number, node in enumerate(order):
-        if node.value is not None:
-            values[node] = _on_host(node, device)
-            continue
-        values[node] = computed(node, [values[parent] for parent in node.inputs])
-        for parent in set(node.inputs):
-            if last[parent] == number:
-                del values[parent]
-    for recorder in recorders:
-        recorder.computed_by_host(" ".join(_names(order)), start, perf_counter())
-    return [device.upload(np.ascontiguousarray(values[node])) for node in wanted]
+    with ExitStack() as views:
+        for number, node in enumerate(order):
+            if node.value is not None:
+                # The device's own memory, since values never change.
+                values[node] = views.enter_context(device.view(node.value, node.dtype, node.shape))
+                continue
+            values[node] = computed(node, [values[parent] for parent in node.inputs])
+            for parent in set(node.inputs):
+                if last[parent] == number:
+                    del values[parent]
+        for recorder in recorders:
+            recorder.computed_by_host(" ".join(_names(order)), start, perf_counter())
+        return [device.upload(np.ascontiguousarray(values[node])) for node in wanted]
 
 
 def _names(nodes: Sequence[Node]) -> list[str]:
     """What some nodes do, each once."""
     computed_ones = [node for node in nodes if node.value is None and node.primitive not in FREE]
     return list(dict.fromkeys(node.primitive.name for node in computed_ones))
-
-
-def _on_host(node: Node, device: Device) -> Array:
-    """A value for NumPy: the device's own memory where the host sees it, since values never change."""
-    if node.value.memory.host is None or not node.size:
-        return device.download(node.value, node.dtype, node.shape).wait()
-    with device.view(node.value, node.dtype, node.shape) as array:
-        return array

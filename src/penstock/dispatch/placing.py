@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from penstock.dispatch.moving import Places, move_seconds
 from penstock.dispatch.pricing import price
 from penstock.dispatch.running import InTwo, OnOne, Wants, seconds_of
 from penstock.errors import DeviceError, DeviceUnavailable
+from penstock.files import parse_json
 from penstock.fusion.splitting import split
 from penstock.graph.node import Node, Primitive, leaf, topological
 from penstock.graph.simplify import simplify
@@ -25,7 +26,16 @@ from penstock.kernels.source import digest
 from penstock.memory.buffer import Buffer
 from penstock.plan.banks import Banks
 from penstock.program import Program
-from penstock.realize import INPUT, MIN_ITEMS, Structure, by_numpy, programs
+from penstock.realize import (
+    INPUT,
+    Structure,
+    by_numpy,
+    numpy_text,
+    programs,
+    source,
+    steps_text,
+    to_compute,
+)
 from penstock.runtime import Device
 
 _CLOSE = 3.0  # prices that differ by less are no reason to choose: the programs are timed
@@ -70,6 +80,7 @@ class Dispatcher:
 
     def __init__(self, device: Device, members: Sequence[Device]) -> None:
         self.device = device
+        self._forced = device.settings.force_kernels
         self.members = members
         self.places = Places(members)
         # Tests say here where a program goes; None lets prices and times decide.
@@ -105,10 +116,15 @@ class Dispatcher:
 
     def computed(self, structure: Structure, wanted: Sequence[Node]) -> tuple[list[Buffer], Program | None]:
         """The values of nodes, and a program that computed them, if NumPy did not."""
+        numbers = structure.constants()
+        member = self._staying(structure)
+        if member is not None:
+            there = programs(member).known(structure, wanted)
+            assert there is not None
+            return there.run(self.places.bring(structure.inputs, member), numbers), there
         placed = self._known(structure, wanted)
         if placed is None:
             return by_numpy(wanted, self._sharing(structure.inputs)), None
-        numbers = structure.constants()
         inputs = [node.value for node in structure.inputs]
         program, inputs = placed.chosen(inputs, lambda: structure.inputs, numbers)
         return program.run(inputs, numbers), program.programs[-1]
@@ -123,18 +139,36 @@ class Dispatcher:
 
     def explain(self, nodes: Sequence[Node]) -> str:
         """What each placement would take, which one is chosen and why, and its steps."""
-        wanted = [node for node in dict.fromkeys(nodes) if node.value is None]
+        wanted = to_compute(nodes)
         if not wanted:
-            holders = dict.fromkeys(self.places.holder(node.value).name for node in nodes)
+            holders = dict.fromkeys(self.places.holder(source(node).value).name for node in nodes)
             return f"computed already, on {' and '.join(holders)}"
         structure = Structure(wanted)
-        placed = self._placed.get(structure.key) or self.build(structure, wanted)
-        lines = [placed.explained(structure.inputs)]
-        if structure.waits_for_no_compiler(seen=True):
-            lines.append(
-                f"outside of a jitted function NumPy computes it at once: no value has {MIN_ITEMS} items"
-            )
-        return "\n".join(lines)
+        member = self._staying(structure)
+        if member is not None:
+            there = programs(member).known(structure, wanted)
+            assert there is not None
+            return f"on {member.name}, which holds the inputs:\n{steps_text(there)}"
+        placed = self._placed.get(structure.key) or self.build(structure, structure.wanted)
+        text = placed.explained(structure.inputs)
+        if structure.key not in self._placed and structure.waits_for_no_compiler(self.seen(structure)):
+            return f"{numpy_text(structure, wanted)}; in a jitted function:\n{text}"
+        return text
+
+    def _staying(self, structure: Structure) -> Device | None:
+        """The member that has most inputs of something small, and computes it; None where no rule says so.
+
+        It is the rule where the host does not see all of them: no choice of a device pays for so little.
+        """
+        placed = self.dictate is not None or structure.key in self._placed
+        if placed or not structure.far or not structure.small(seen=True):
+            return None
+        held: Counter[Device] = Counter()
+        for node in structure.inputs:
+            holder = self.places.holder(node.value)
+            if not holder.capabilities.shared_memory:
+                held[holder] += node.nbytes
+        return held.most_common(1)[0][0]
 
     def _sharing(self, inputs: Sequence[Node]) -> Device:
         """The member whose memory NumPy sees, where all inputs are on one such; else the device of all."""
@@ -147,12 +181,13 @@ class Dispatcher:
         key = structure.key
         placed = self._placed.get(key)
         if placed is None:
-            if self.dictate is None and structure.waits_for_no_compiler(key in self._seen):
+            forced = self._forced or self.dictate is not None
+            if not forced and structure.waits_for_no_compiler(key in self._seen):
                 self._seen[key] = None
                 if len(self._seen) > _MAX_SEEN:
                     self._seen.popitem(last=False)
                 return None
-            placed = self._placed[key] = self.build(structure, wanted)
+            placed = self._placed[key] = self.build(structure, structure.wanted)
             if len(self._placed) > _MAX_PLACED:
                 self._placed.popitem(last=False)
         else:
@@ -329,7 +364,7 @@ class Placed:
         """Take over what an earlier run found by timing."""
         text = None if self._key is None else self._dispatcher.choices.get(self._key)
         try:
-            found = {str(name): float(seconds) for name, seconds in json.loads(text or "{}").items()}
+            found = {str(name): float(seconds) for name, seconds in parse_json(text or "{}").items()}
         except (ValueError, TypeError, AttributeError):  # a file that somebody changed
             return
         names = [one.placement.name for one in self._candidates]

@@ -27,8 +27,15 @@ def _scatter_rule(values: Node, index: Node, *, length: int) -> tuple[Shape, DTy
 
 def _scatter_meaning(values: Array, index: Array, length: int) -> Array:
     result = np.zeros((length, *values.shape[index.ndim :]), values.dtype)
+    inside = (index >= 0) & (index < length)
+    if not inside.all():
+        index, values = index[inside], values[inside]
     np.add.at(result, index, values)
     return result
+
+
+def _gather_meaning(x: Array, index: Array) -> Array:
+    return np.take(x, index, axis=0, mode="clip")
 
 
 def _matmul_meaning(x: Array, y: Array) -> Array:
@@ -48,12 +55,15 @@ def matmul(x: Node, y: Node) -> Node:
 
 
 def gather(x: Node, index: Node) -> Node:
-    """The rows `x[index]`; the index is of whole numbers from 0 to the length of the first axis."""
+    """The rows `x[index]`; instead of an index that is out of range the nearest that is not. See `bounds`."""
     return Node(GATHER, (x, index), {})
 
 
 def scatter_add(values: Node, index: Node, length: int) -> Node:
-    """Zeros of `length` rows, to whose row `index[i]` the values `values[i]` were added, in order."""
+    """Zeros of `length` rows, to whose row `index[i]` the values `values[i]` were added, in order.
+
+    Values whose index is out of range are left out.
+    """
     return Node(SCATTER_ADD, (values, index), {"length": length})
 
 
@@ -70,7 +80,7 @@ MATMUL = Primitive(
 GATHER = Primitive(
     "gather",
     _gather_rule,
-    lambda x, index: x[index],
+    _gather_meaning,
     lambda g, n: (scatter_add(g, n.inputs[1], n.inputs[0].shape[0]), None),
 )
 SCATTER_ADD = Primitive(

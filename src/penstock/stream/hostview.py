@@ -12,6 +12,7 @@ from penstock.device.driver import Bytes, Event
 from penstock.memory.buffer import Buffer
 from penstock.stream.future import Future
 from penstock.stream.stream import Stream
+from penstock.stream.watching import Watching
 
 
 class Mapping:
@@ -46,7 +47,12 @@ class Mapping:
 
 
 class Transfer(Protocol):
-    """The two copies that a view of a device's own memory needs."""
+    """The two copies that a view of a device's own memory needs, and what is looked at whenever one reads."""
+
+    @property
+    def watching(self) -> Watching:
+        """See Transfers."""
+        ...
 
     def upload(self, buffer: Buffer, array: npt.ArrayLike, offset: int = 0) -> None:
         """See Transfers."""
@@ -96,7 +102,13 @@ class HostView:
             claim(self._stream, self._buffer, self._writable)
         elif nbytes:
             self._mapping = Mapping(self._stream, self._buffer, self._offset, nbytes, self._writable)
-            window = _Window(self._buffer, self._mapping.__enter__())
+            window = _Window(self._buffer, self._mapping.__enter__(), self._writable)
+            try:
+                self._transfers.watching.look()
+            except BaseException:
+                self._mapping.__exit__()
+                self._mapping = None
+                raise
             self._array = np.asarray(window).view(self._dtype).reshape(self._shape)
         else:
             self._array = np.empty(self._shape, self._dtype)
@@ -118,11 +130,15 @@ class HostView:
 
 
 class _Window:
-    """Lets NumPy see bytes, and keeps the buffer with every array made of it: no array dangles."""
+    """Lets NumPy see bytes, and keeps the buffer with every array made of it: no array dangles.
 
-    def __init__(self, buffer: Buffer, mapped: Bytes) -> None:
+    Those of a view for reading cannot be made writable.
+    """
+
+    def __init__(self, buffer: Buffer, mapped: Bytes, writable: bool) -> None:
         self._keep = (buffer, mapped)
-        self.__array_interface__ = dict(mapped.__array_interface__)
+        address, _ = mapped.__array_interface__["data"]
+        self.__array_interface__ = mapped.__array_interface__ | {"data": (address, not writable)}
 
 
 def claim(stream: Stream, buffer: Buffer, writable: bool) -> None:
@@ -134,8 +150,8 @@ def claim(stream: Stream, buffer: Buffer, writable: bool) -> None:
             buffer.refuse_if_viewed(reads_only=not writable)
             event = usage.event
             if event is None or buffer.driver.is_done(event):
-                stream.check([event])
-                usage.batch = usage.event = None
+                stream.check([usage.own_event])
+                usage.forget()
                 usage.viewers += 1
                 usage.writer = writable
                 return

@@ -8,7 +8,8 @@ from typing import Any
 from penstock.graph import elementwise
 from penstock.graph.node import Node
 from penstock.tensor import dtypes
-from penstock.tensor.core import Tensor, broadcast, common_shape, install, operands, record
+from penstock.tensor.core import Tensor, broadcast, common_shape, install, record, scalar
+from penstock.tensor.operands import OPERANDS, device_of, operand, operands
 
 # The kinds of dtypes that a function takes, as NumPy's letters.
 _BOOL, _INTEGER, _REAL, _NUMBER, _ANY = "b", "iu", "iuf", "iufc", "biufc"
@@ -143,15 +144,20 @@ remainder = _binary("remainder", elementwise.remainder, _REAL, "What the divisio
 subtract = _binary("subtract", elementwise.subtract, _NUMBER, "The difference.")
 
 
-def where(condition: Tensor, x1: Any, x2: Any, /) -> Tensor:
+def where(condition: Any, x1: Any, x2: Any, /) -> Tensor:
     """Items of `x1` where the condition is true, of `x2` elsewhere."""
-    _check("where", _BOOL, condition)
+    device = device_of("where", condition, x1, x2)
+    mask, x1, x2 = (operand(value, device, "where") for value in (condition, x1, x2))
+    if isinstance(mask, bool):
+        mask = scalar(mask, dtypes.bool_, device)
+    if not isinstance(mask, Tensor) or mask.dtype.kind != _BOOL:
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"where takes a condition of dtype bool, and {given} was given")
     if not isinstance(x1, Tensor) and not isinstance(x2, Tensor):
-        dtype = dtypes.promote(dtypes.of_scalar(x1, None), dtypes.of_scalar(x2, None))
-        x1 = Tensor(elementwise.full((), dtype, x1), condition.device)
+        x1 = scalar(x1, dtypes.promote(dtypes.of_scalar(x1, None), dtypes.of_scalar(x2, None)), device)
     a, b = operands(x1, x2, name="where")
-    shape = common_shape(condition.shape, a.shape)
-    mask, a, b = (broadcast(tensor, shape) for tensor in (condition, a, b))
+    shape = common_shape(mask.shape, a.shape)
+    mask, a, b = (broadcast(tensor, shape) for tensor in (mask, a, b))
     return record(elementwise.where(mask._node, a._node, b._node), mask, a, b)
 
 
@@ -185,12 +191,11 @@ _OPERATORS = {
     "gt": greater,
     "ge": greater_equal,
 }
-_NUMBERS = (bool, int, float, complex)
 
 
 def _operator(function: Callable[[Any, Any], Tensor], swapped: bool = False) -> Callable[[Tensor, Any], Any]:
     def operate(self: Tensor, other: Any) -> Any:
-        if not isinstance(other, (Tensor, *_NUMBERS)):
+        if not isinstance(other, OPERANDS):
             return NotImplemented
         return function(other, self) if swapped else function(self, other)
 
@@ -199,7 +204,7 @@ def _operator(function: Callable[[Any, Any], Tensor], swapped: bool = False) -> 
 
 def _in_place(function: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any], Any]:
     def operate(self: Tensor, other: Any) -> Any:
-        if not isinstance(other, (Tensor, *_NUMBERS)):
+        if not isinstance(other, OPERANDS):
             return NotImplemented
         self._rebind(function(self, other))
         return self

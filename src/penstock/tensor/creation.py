@@ -16,6 +16,7 @@ from penstock.runtime import Device
 from penstock.tensor import dtypes
 from penstock.tensor.core import Scalar, Tensor, broadcast, from_numpy, record, resolve
 from penstock.tensor.dlpack import imported
+from penstock.tensor.operands import Array, as_tensors, note_constant
 
 Where = Device | str | None
 
@@ -42,6 +43,8 @@ def asarray(
         array = np.asarray(_plain(obj))
         if wanted is None and not isinstance(obj, (np.ndarray, np.generic)):
             wanted = {"f": dtypes.float32, "c": dtypes.complex64, "i": dtypes.int64}.get(array.dtype.kind)
+    if array is obj:
+        note_constant(array)
     return from_numpy(array if wanted is None else array.astype(wanted), resolve(device))
 
 
@@ -187,17 +190,18 @@ def triu(x: Tensor, /, *, k: int = 0) -> Tensor:
     return _kept(x, elementwise.greater_equal, k, "triu")
 
 
-def meshgrid(*arrays: Tensor, indexing: str = "xy") -> list[Tensor]:
+def meshgrid(*arrays: Array, indexing: str = "xy") -> list[Tensor]:
     """Grids of coordinates, one for each array of them."""
     if indexing not in ("xy", "ij"):
         raise ValueError(f"indexing is 'xy' or 'ij', and {indexing!r} was given")
-    if len({array.dtype for array in arrays}) > 1:
+    tensors = as_tensors("meshgrid", *arrays) if arrays else []
+    if len({tensor.dtype for tensor in tensors}) > 1:
         raise ValueError("meshgrid takes arrays of one dtype")
-    swap = indexing == "xy" and len(arrays) > 1
-    order = [1, 0, *range(2, len(arrays))] if swap else list(range(len(arrays)))
-    shape = tuple(arrays[axis].size for axis in order)
+    swap = indexing == "xy" and len(tensors) > 1
+    order = [1, 0, *range(2, len(tensors))] if swap else list(range(len(tensors)))
+    shape = tuple(tensors[axis].size for axis in order)
     grids = []
-    for position, array in enumerate(arrays):
-        lengths = tuple(array.size if axis == position else 1 for axis in order)
-        grids.append(broadcast(record(shaping.reshape(array._node, lengths), array), shape))
+    for position, tensor in enumerate(tensors):
+        lengths = tuple(tensor.size if axis == position else 1 for axis in order)
+        grids.append(broadcast(record(shaping.reshape(tensor._node, lengths), tensor), shape))
     return grids

@@ -24,8 +24,14 @@ _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
-def exported(array: npt.NDArray[Any], **options: Any) -> Any:
-    """The capsule of an array."""
+def exported(array: npt.NDArray[Any], max_version: tuple[int, int] | None, **options: Any) -> Any:
+    """The capsule of an array. What is only for reading goes to those who know DLPack's mark for it."""
+    if not array.flags.writeable and (max_version is None or max_version[0] < 1):
+        raise BufferError(
+            f"values that are not copied are read-only, which DLPack can say from version 1.0 on, and "
+            f"{'.'.join(map(str, max_version or (0, 8)))} was asked for; use copy=True or copy=None"
+        )
+    options["max_version"] = max_version
     if array.dtype != bfloat16:
         return array.__dlpack__(**options)
     capsule = array.view(np.uint16).__dlpack__(**options)

@@ -6,20 +6,24 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from penstock.graph import contraction, elementwise
 from penstock.tensor import dtypes
 from penstock.tensor.arithmetic import conj, multiply
 from penstock.tensor.core import Tensor, axes_of, broadcast, capture, common_shape, install, record
 from penstock.tensor.manipulation import expand_dims, moveaxis, permute_dims, reshape, squeeze, stack
+from penstock.tensor.operands import Array, as_tensors
 from penstock.tensor.reduction import narrowed, widened
 from penstock.tensor.reduction import sum as sum_
 
 
-def matmul(x1: Tensor, x2: Tensor, /) -> Tensor:
+def matmul(x1: Array, x2: Array, /) -> Tensor:
     """The product of the matrices in the last two axes; a vector is a row left, a column right."""
+    x1, x2 = as_tensors("matmul", x1, x2)
     for x in (x1, x2):
-        if not isinstance(x, Tensor) or x.dtype.kind not in "iufc":
-            raise TypeError(f"matmul does not take {getattr(x, 'dtype', type(x).__name__)}")
+        if x.dtype.kind not in "iufc":
+            raise TypeError(f"matmul does not take {x.dtype}")
         if not x.ndim:
             raise ValueError("matmul needs tensors with an axis")
     a = expand_dims(x1, axis=0) if x1.ndim == 1 else x1
@@ -79,20 +83,23 @@ def _launched_together(x: Tensor) -> bool:
     return capture.get() is not None and x.device.capabilities.vector_width > 1
 
 
-def vecdot(x1: Tensor, x2: Tensor, /, *, axis: int = -1) -> Tensor:
+def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Tensor:
     """The products of the vectors along an axis, summed; the first is conjugated."""
+    x1, x2 = as_tensors("vecdot", x1, x2)
     if x1.dtype.kind not in "iufc" or x2.dtype.kind not in "iufc":
         raise TypeError(f"vecdot does not take {x1.dtype} and {x2.dtype}")
     (first,), (second,) = axes_of(x1, axis, "vecdot"), axes_of(x2, axis, "vecdot")
     if x1.shape[first] != x2.shape[second]:
         raise ValueError(f"vecdot: shapes {x1.shape} and {x2.shape} differ along axis {axis}")
     a, b = moveaxis(x1, first, -1), moveaxis(x2, second, -1)
-    product = multiply(conj(widened(a)), widened(b))
+    wide = widened(a)
+    product = multiply(conj(wide) if wide.dtype.kind == "c" else wide, widened(b))
     return narrowed(sum_(product, axis=-1, dtype=product.dtype), dtypes.promote(x1.dtype, x2.dtype))
 
 
-def tensordot(x1: Tensor, x2: Tensor, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Tensor:
+def tensordot(x1: Array, x2: Array, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Tensor:
     """The sum of products over axes of both: the last ones of x1 and the first ones of x2, or as given."""
+    x1, x2 = as_tensors("tensordot", x1, x2)
     if isinstance(axes, int):
         left, right = list(range(x1.ndim - axes, x1.ndim)), list(range(axes))
     else:
@@ -108,16 +115,21 @@ def tensordot(x1: Tensor, x2: Tensor, /, *, axes: int | tuple[Sequence[int], Seq
 
 
 def _matmul_operator(self: Tensor, other: Any) -> Any:
-    return matmul(self, other) if isinstance(other, Tensor) else NotImplemented
+    return matmul(self, other) if isinstance(other, _BESIDE) else NotImplemented
+
+
+def _reflected_matmul(self: Tensor, other: Any) -> Any:
+    return matmul(other, self) if isinstance(other, _BESIDE) else NotImplemented
 
 
 def _in_place_matmul(self: Tensor, other: Any) -> Any:
-    if not isinstance(other, Tensor):
+    if not isinstance(other, _BESIDE):
         return NotImplemented
     self._rebind(matmul(self, other))
     return self
 
 
+_BESIDE = (Tensor, np.ndarray)
 install("__matmul__", _matmul_operator)
-install("__rmatmul__", lambda self, other: NotImplemented)
+install("__rmatmul__", _reflected_matmul)
 install("__imatmul__", _in_place_matmul)

@@ -17,11 +17,12 @@ from penstock.tensor.core import (
     axes_of,
     broadcast,
     common_shape,
-    from_numpy,
     install,
     record,
 )
 from penstock.tensor.creation import Where, arange
+from penstock.tensor.indexing import get
+from penstock.tensor.operands import Array, as_tensors
 
 Axis = int | Sequence[int] | None
 
@@ -126,10 +127,11 @@ def roll(x: Tensor, /, shift: int | Sequence[int], *, axis: Axis = None) -> Tens
     return record(node, x)
 
 
-def concat(arrays: Sequence[Tensor], /, *, axis: int | None = 0) -> Tensor:
+def concat(arrays: Sequence[Array], /, *, axis: int | None = 0) -> Tensor:
     """The arrays one behind the other along an axis; with None, of all items in a row."""
     if not arrays:
         raise ValueError("concat needs an array")
+    arrays = as_tensors("concat", *arrays)
     if axis is None:
         return concat([reshape(array, -1) for array in arrays], axis=0)
     (place,) = axes_of(arrays[0], axis, "concat")
@@ -144,10 +146,11 @@ def concat(arrays: Sequence[Tensor], /, *, axis: int | None = 0) -> Tensor:
     return record(shaping.concat(nodes, place), *arrays)
 
 
-def stack(arrays: Sequence[Tensor], /, *, axis: int = 0) -> Tensor:
+def stack(arrays: Sequence[Array], /, *, axis: int = 0) -> Tensor:
     """The arrays side by side along a new axis."""
     if not arrays:
         raise ValueError("stack needs an array")
+    arrays = as_tensors("stack", *arrays)
     return concat([expand_dims(array, axis=axis) for array in arrays], axis=axis)
 
 
@@ -170,14 +173,14 @@ def tile(x: Tensor, repetitions: Sequence[int], /) -> Tensor:
     return reshape(spread, [count * n for count, n in zip(counts, shape, strict=True)])
 
 
-def repeat(x: Tensor, repeats: int | Tensor, /, *, axis: int | None = None) -> Tensor:
+def repeat(x: Tensor, repeats: int | Array, /, *, axis: int | None = None) -> Tensor:
     """Every item so many times in a row."""
     if axis is None:
         return repeat(reshape(x, -1), repeats, axis=0)
     (place,) = axes_of(x, axis, "repeat")
     counts = repeats.numpy() if isinstance(repeats, Tensor) else np.asarray(repeats)
     index = np.repeat(np.arange(x.shape[place]), counts)
-    return take(x, from_numpy(index.astype(np.int64), x.device), axis=place)
+    return get(x, (*[slice(None)] * place, index), "repeat")
 
 
 def broadcast_to(x: Tensor, /, shape: Sequence[int]) -> Tensor:
@@ -185,24 +188,26 @@ def broadcast_to(x: Tensor, /, shape: Sequence[int]) -> Tensor:
     return broadcast(x, tuple(shape))
 
 
-def broadcast_arrays(*arrays: Tensor) -> list[Tensor]:
+def broadcast_arrays(*arrays: Array) -> list[Tensor]:
     """All of them repeated over the shape that they have in common."""
-    shape = common_shape(*(array.shape for array in arrays))
-    return [broadcast(array, shape) for array in arrays]
+    tensors = as_tensors("broadcast_arrays", *arrays)
+    shape = common_shape(*(tensor.shape for tensor in tensors))
+    return [broadcast(tensor, shape) for tensor in tensors]
 
 
-def take(x: Tensor, indices: Tensor, /, *, axis: int | None = None) -> Tensor:
+def take(x: Tensor, indices: Array, /, *, axis: int | None = None) -> Tensor:
     """The parts that `indices` name, along an axis."""
     if axis is None and x.ndim != 1:
         raise ValueError(f"take needs an axis for shape {x.shape}")
     (place,) = axes_of(x, axis or 0, "take")
     key: list[Any] = [slice(None)] * x.ndim
     key[place] = indices
-    return x[tuple(key)]
+    return get(x, tuple(key), "take")
 
 
-def take_along_axis(x: Tensor, indices: Tensor, /, *, axis: int = -1) -> Tensor:
+def take_along_axis(x: Array, indices: Array, /, *, axis: int = -1) -> Tensor:
     """Along an axis, for each place the item that `indices` names there."""
+    x, indices = as_tensors("take_along_axis", x, indices)
     (place,) = axes_of(x, axis, "take_along_axis")
     beside = [(*t.shape[:place], 1, *t.shape[place + 1 :]) for t in (x, indices)]
     shape = list(common_shape(*beside))
@@ -217,7 +222,7 @@ def take_along_axis(x: Tensor, indices: Tensor, /, *, axis: int = -1) -> Tensor:
         else:
             lengths = [length if one == other else 1 for other in range(len(shape))]
             key.append(reshape(arange(length, device=x.device), lengths))
-    return wide[tuple(key)]
+    return get(wide, tuple(key), "take_along_axis")
 
 
 for _name, _method in (("reshape", reshape), ("astype", astype)):

@@ -18,6 +18,7 @@ from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.node import Node, Shape, topological
 from penstock.tensor.core import Capture, Scalar, Tensor, capture, common_shape, record
 from penstock.tensor.formula import Formula
+from penstock.tensor.operands import OPERANDS, operand
 from penstock.tensor.own_gradients import GradientFunction, with_gradient
 
 _ELEMENTWISE = frozenset(elementwise.PRIMITIVES.values())
@@ -102,11 +103,13 @@ class FormulaKernel:
             return self._named_by(args[0])
         given = _bound(self.__name__, self.__signature__, args, kwargs)
         for name, value in given.items():
-            if not isinstance(value, (Tensor, bool, int, float, complex)):
+            if not isinstance(value, OPERANDS):
                 raise TypeError(
-                    f"kernel {self.__name__!r} takes tensors and numbers; {name} is {type(value).__name__}"
+                    f"kernel {self.__name__!r} takes tensors, NumPy arrays and numbers; "
+                    f"{name} is {type(value).__name__}"
                 )
-        _some_tensor(self.__name__, given.values())
+        device = _some_tensor(self.__name__, given.values())[0].device
+        given = {name: operand(value, device, self.__name__) for name, value in given.items()}
         try:
             result: Tensor = self._formula.function(*(given[name] for name in self._formula.parameters))
         except (TypeError, ValueError) as error:

@@ -12,6 +12,7 @@ from penstock.tensor import dtypes
 from penstock.tensor.arithmetic import divide, multiply, sqrt, subtract
 from penstock.tensor.core import Tensor, axes_of, install, record
 from penstock.tensor.manipulation import concat, reshape
+from penstock.tensor.operands import Array
 
 Axis = int | Sequence[int] | None
 
@@ -168,7 +169,7 @@ argmin = _position("argmin", reducing.argmin, "Where the least item is; the firs
 
 
 def diff(
-    x: Tensor, /, *, axis: int = -1, n: int = 1, prepend: Tensor | None = None, append: Tensor | None = None
+    x: Tensor, /, *, axis: int = -1, n: int = 1, prepend: Array | None = None, append: Array | None = None
 ) -> Tensor:
     """The differences of neighbours, `n` times over."""
     (place,) = axes_of(x, axis, "diff")

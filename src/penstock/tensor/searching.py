@@ -9,6 +9,7 @@ import numpy as np
 from penstock.graph import reducing
 from penstock.tensor.core import Tensor, axes_of, from_numpy, record
 from penstock.tensor.manipulation import take_along_axis
+from penstock.tensor.operands import Array, as_tensors
 
 
 def argsort(x: Tensor, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
@@ -28,11 +29,12 @@ def _check_order(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} does not take {x.dtype}")
 
 
-def searchsorted(x1: Tensor, x2: Tensor, /, *, side: str = "left", sorter: Tensor | None = None) -> Tensor:
+def searchsorted(x1: Array, x2: Array, /, *, side: str = "left", sorter: Array | None = None) -> Tensor:
     """Where the items of `x2` would stand in the sorted `x1`."""
     if side not in ("left", "right"):
         raise ValueError(f"side is 'left' or 'right', and {side!r} was given")
-    order = None if sorter is None else sorter.numpy()
+    x1, x2 = as_tensors("searchsorted", x1, x2)
+    order = None if sorter is None else np.asarray(sorter)
     found = np.searchsorted(x1.numpy(), x2.numpy(), side, order)  # type: ignore[call-overload]
     return from_numpy(np.asarray(found, np.int64), x1.device)
 

@@ -1,0 +1,138 @@
+"""What stands beside a tensor in an expression: other tensors, Python numbers, NumPy's scalars and arrays.
+
+A NumPy scalar counts as the Python number of its kind: it does not widen a tensor. An array becomes a tensor
+of its own dtype on the tensor's device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.graph import elementwise
+from penstock.runtime import Device
+from penstock.tensor import dtypes
+from penstock.tensor.core import (
+    Tensor,
+    broadcast_node,
+    capture,
+    common_shape,
+    from_numpy,
+    note_used,
+    record,
+    scalar,
+)
+
+Array = Tensor | npt.NDArray[Any]  # what functions of several tensors take
+NUMBERS = (bool, int, float, complex)
+OPERANDS = (Tensor, *NUMBERS, np.ndarray, np.generic)
+_PYTHON = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
+_FITS = {float: "fc", int: "iufc"}  # the kinds of dtype that take a number as it is
+
+
+def operands(*values: Any, name: str) -> list[Tensor]:
+    """Tensors, numbers and arrays as tensors of one shape and one dtype, on one device."""
+    alike = _alike(values)
+    if alike is not None:
+        return alike
+    note_used(*(value for value in values if isinstance(value, Tensor)))  # first: a constant may change
+    device = device_of(name, *values)
+    values = tuple(operand(value, device, name) for value in values)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    dtype = dtypes.promote(*(tensor.dtype for tensor in tensors))
+    for value in values:
+        if not isinstance(value, Tensor):
+            dtype = dtypes.promote(dtype, dtypes.of_scalar(value, dtype))
+    shape = common_shape(*(tensor.shape for tensor in tensors))
+    whole = [v if isinstance(v, Tensor) else scalar(v, dtype, device) for v in values]
+    return [record(broadcast_node(elementwise.cast(t._node, dtype), shape), t) for t in whole]
+
+
+def as_tensors(name: str, *values: Any) -> list[Tensor]:
+    """Tensors and NumPy arrays, at least one of them a tensor, as tensors on its device."""
+    device = device_of(name, *values)
+    for value in values:
+        if not isinstance(value, (Tensor, np.ndarray)):
+            raise TypeError(f"{name} takes tensors and NumPy arrays, and {type(value).__name__} was given")
+    return [value if isinstance(value, Tensor) else constant(value, device) for value in values]
+
+
+def number(value: Any) -> Any:
+    """A NumPy scalar as the Python number of its kind; anything else as it is."""
+    if isinstance(value, np.generic):
+        return _PYTHON[dtypes.checked(value.dtype).kind](value)
+    return value
+
+
+def constant(array: npt.NDArray[Any], device: Device) -> Tensor:
+    """A tensor with the values of a NumPy array."""
+    note_constant(array)
+    return from_numpy(array, device)
+
+
+def note_constant(array: npt.NDArray[Any]) -> None:
+    """Have a function that is being captured captured anew when the array has other values."""
+    if isinstance(array, (np.ma.MaskedArray, np.matrix)):
+        kind = type(array).__name__
+        raise TypeError(f"a tensor does not keep what {kind} means; give np.asarray of it")
+    capturing = capture.get()
+    if capturing is not None:
+        capturing.assume(_same_values(array))
+
+
+def _same_values(array: npt.NDArray[Any]) -> Callable[[], bool]:
+    """Whether an array has the values that it has now. One that nobody else has any more does not change."""
+    before = array.tobytes()
+    if array.base is not None:  # a view, of memory that others may write to
+        return lambda: array.tobytes() == before
+    reference = weakref.ref(array)
+
+    def same() -> bool:
+        there = reference()
+        return there is None or there.tobytes() == before
+
+    return same
+
+
+def device_of(name: str, *values: Any) -> Device:
+    """The device of the first tensor; a TypeError if there is none."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.device
+    raise TypeError(
+        f"{name} needs a tensor, and {[type(v).__name__ for v in values]} were given; ps.asarray makes one"
+    )
+
+
+def operand(value: Any, device: Device, name: str) -> Any:
+    """What is given beside a tensor, as a tensor or as a Python number."""
+    if isinstance(value, Tensor) or type(value) in _PYTHON.values():
+        return value
+    if isinstance(value, np.ndarray):
+        return constant(value, device)
+    if not isinstance(value, (*NUMBERS, np.generic)):
+        raise TypeError(f"{name} takes tensors, NumPy arrays and numbers, not {type(value).__name__}")
+    return number(value)
+
+
+def _alike(values: tuple[Any, ...]) -> list[Tensor] | None:
+    """The quick way for what is most common: two tensors of one kind, or a tensor and a number that fits."""
+    if len(values) != 2:
+        return None
+    x, y = values
+    if isinstance(x, Tensor):
+        node = x._node
+        if isinstance(y, Tensor):
+            other = y._node
+            return [x, y] if node.dtype is other.dtype and node.shape == other.shape else None
+        if node.dtype.kind in _FITS.get(type(y), ""):
+            return [x, Tensor(elementwise.full(node.shape, node.dtype, y), x.device)]
+    elif isinstance(y, Tensor):
+        node = y._node
+        if node.dtype.kind in _FITS.get(type(x), ""):
+            return [Tensor(elementwise.full(node.shape, node.dtype, x), y.device), y]
+    return None
