@@ -165,6 +165,7 @@ class _Tracing:
         self._own: dict[int, Tensor] = {id(tensor): tensor for tensor in stand_ins}
         self._outside: dict[int, tuple[Tensor, _Before]] = {}
         self._facts: list[tuple[Callable[[], object], object]] = []
+        self._parts: dict[Hashable, Any] = {}
 
     def made(self, tensor: Tensor) -> None:
         """A tensor that belongs to the function."""
@@ -181,6 +182,12 @@ class _Tracing:
     def assume(self, fact: Callable[[], object]) -> None:
         """Something outside that the function asks for, and that is no tensor."""
         self._facts.append((fact, fact()))
+
+    def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` makes, once for each key: something with `before_replay`, which each replay calls."""
+        if key not in self._parts:
+            self._parts[key] = make()
+        return self._parts[key]
 
     def refuse_value(self, node: Node) -> None:
         """Only what depends on constants alone has a value now."""
@@ -246,6 +253,7 @@ class _Tracing:
             grads=[(tensor, tensor.grad is not None) for tensor in grads],
             guards=[(t, self._outside[id(t)][1].grad is None) for t in grads],
             facts=self._facts,
+            parts=list(self._parts.values()),
             donated=donated,
             watches=watches,
         )
@@ -338,6 +346,7 @@ class _Captured:
     grads: list[tuple[Tensor, bool]]
     guards: list[tuple[Tensor, bool]]  # tensors that had no gradient at the capture, or had one
     facts: list[tuple[Callable[[], object], object]]  # what the function asked for, and the answers
+    parts: list[Any]  # whose `before_replay` is called by each replay
     donated: list[int]
     watches: list[IndexWatch]
 
@@ -381,6 +390,8 @@ class _Captured:
 
     def replay(self, arguments: list[Tensor]) -> Any:
         """Run the program on what the arguments and the tensors from outside hold now."""
+        for part in self.parts:
+            part.before_replay()
         inputs = [(arguments[at] if one is None else one)._node.value for one, at in self._simple]  # type: ignore[index]
         if not inputs or None in inputs:
             inputs = [source.buffer(arguments) for source in self.sources]
