@@ -60,7 +60,7 @@ class Training:
         named = {f"weight{at}": tensor for at, tensor in enumerate(self.weights)} | {"count": self.count}
         for kind in self.optimizer._named():
             named |= kind
-        return named
+        return named | {f"power{at}": tensor for at, tensor in enumerate(self.optimizer._counts())}
 
     def state(self) -> State:
         return {name: tensor.numpy() for name, tensor in self.tensors().items()}

@@ -21,6 +21,7 @@ from penstock.graph.contraction import GATHER
 from penstock.graph.meaning import computed, number_key
 from penstock.graph.node import Array, Node, leaf, topological
 from penstock.graph.random import RANDOM_BITS
+from penstock.graph.rounding import is_exact
 from penstock.graph.shaping import RESHAPE
 from penstock.graph.simplify import simplify
 from penstock.memory.buffer import Buffer
@@ -93,11 +94,12 @@ class Structure:
     def small(self, seen: bool) -> bool:
         """Whether computing takes less than building a program, or so little that no choice of device pays.
 
-        A seed gives the same numbers at the first draw as at the next: there it does not depend on `seen`.
+        The same expression gives the same bits at the first call as at the next. So it depends on `seen` only
+        where NumPy's bits are those of kernels.
         """
         if self.compiled or self.items >= LARGE_ITEMS:
             return False
-        return self.largest < MIN_ITEMS or not (seen or self.drawn)
+        return self.largest < MIN_ITEMS or not (seen or self.drawn or not is_exact(topological(self.wanted)))
 
     def watch(self, buffers: Sequence[Buffer], device: Device) -> None:
         """Have indices looked at when the host next reads, by the worst of them; NumPy has looked at them."""

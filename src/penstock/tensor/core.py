@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -59,6 +59,9 @@ class Capture(Protocol):
 
     def assume(self, fact: Callable[[], object]) -> None:
         """What the function is captured for: a replay is for a fact that is still the same."""
+
+    def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` makes, once for each key: its `before_replay` is called by every replay."""
 
     def refuse_value(self, node: Node) -> None:
         """Raise CaptureError if a value that is asked for depends on what is not known yet."""

@@ -52,6 +52,7 @@ def captured_program(
         results=len(outputs),
         changes=changes,
         guards=_guards(tracing, changes),
+        parts=list(tracing.parts.values()),
         donated=donated,
         gradients=gradients,
         differentiable=_differentiable(device, tracing, outputs, gradients),
