@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from penstock.errors import BadIndex
 from penstock.graph.bounds import Worst, unchecked, worst
 from penstock.graph.elementwise import maximum
-from penstock.graph.node import Node, leaf, topological
+from penstock.graph.node import Node, Shape, leaf, topological
 from penstock.runtime import Device
 from penstock.stream.watching import Watched
 from penstock.tensor.core import Tensor
@@ -20,34 +21,34 @@ class IndexWatch:
     """The worst of some indices so far, which the host looks at when it next reads anything."""
 
     def __init__(self, found: Worst, device: Device) -> None:
-        self._found = found
+        self._verdict = found.verdict
         self._device = device
-        self.tensor = self._zeros()
+        self.tensor = Tensor(self._nothing(found.node.shape), device)
         self._watched: Watched | None = None
-
-    def updated(self) -> Node:
-        """What a call makes of the tensor."""
-        return maximum(self.tensor._node, self._found.node)
 
     def ran(self) -> None:
         """Have a call looked at that was just recorded."""
         buffer = self.tensor._node.value
         if self._watched is None or self._watched.buffer is not buffer:
-            self._watched = Watched(buffer, self._found.node.dtype, self._judge)
+            self._watched = Watched(buffer, self._verdict.dtype, self._judge)
         self._device.watch(self._watched)
 
-    def _judge(self, values: npt.NDArray[np.unsignedinteger]) -> BadIndex | None:
-        error = self._found.judge(values)
+    def _judge(self, values: npt.NDArray[Any]) -> BadIndex | None:
+        error = self._verdict.judge(values)
         if error is not None:  # which is told once
-            self.tensor._node = self._zeros()._node
+            self.tensor._node = self._nothing(values.shape)
         return error
 
-    def _zeros(self) -> Tensor:
-        node = self._found.node
-        buffer = self._device.upload(np.zeros(node.shape, node.dtype))
-        return Tensor(leaf(buffer, node.shape, node.dtype), self._device)
+    def _nothing(self, shape: Shape) -> Node:
+        """The worst of no index."""
+        dtype = self._verdict.dtype
+        return leaf(self._device.upload(np.zeros(shape, dtype)), shape, dtype)
 
 
-def watched_indices(wanted: Sequence[Node], device: Device) -> list[IndexWatch]:
-    """What watches the indices that some results are computed from."""
-    return [IndexWatch(found, device) for found in worst(unchecked(topological(wanted)))]
+def watched_indices(wanted: Sequence[Node], device: Device) -> list[tuple[IndexWatch, Node]]:
+    """What watches the indices that some results are computed from, and what a call makes of its tensor."""
+    watches = []
+    for found in worst(unchecked(topological(wanted))):
+        watch = IndexWatch(found, device)
+        watches.append((watch, maximum(watch.tensor._node, found.node)))
+    return watches

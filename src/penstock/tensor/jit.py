@@ -223,11 +223,11 @@ class _Tracing:
             )
         (device,) = devices
         watches = watched_indices(wanted, device)
-        for watch in watches:
+        for watch, updated in watches:
             del self._own[id(watch.tensor)]  # it outlives the capture, like any tensor from outside
             self.used(watch.tensor)
-            watch.tensor._node = watch.updated()
-            wanted.insert(len(outputs) + len(changed), watch.tensor._node)
+            watch.tensor._node = updated
+            wanted.insert(len(outputs) + len(changed), updated)
             changed.append(_Target(None, watch.tensor))
         pending = [node for node in wanted if node.value is None]
         structure = Structure(pending, checked=False)
@@ -247,7 +247,7 @@ class _Tracing:
             guards=[(t, self._outside[id(t)][1].grad is None) for t in grads],
             facts=self._facts,
             donated=donated,
-            watches=watches,
+            watches=[watch for watch, _ in watches],
         )
 
     def _replaced(self, pending: list[Node], inputs: list[Node]) -> dict[int, int]:
