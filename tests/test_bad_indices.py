@@ -154,6 +154,15 @@ def test_nothing_is_looked_at_that_the_graph_shows_to_be_in_range() -> None:
         assert "uint" in ps.explain(x[index])
 
 
+@pytest.mark.parametrize("dtype", [one for one in INTEGERS if "8" not in one])
+def test_what_is_not_looked_at_is_found(on: Device, dtype: str, kernels_only: None) -> None:
+    x, order = table(on), ps.arange(ROWS, dtype=getattr(ps, dtype), device=on)
+    expected = x.numpy()
+    np.testing.assert_array_equal(F.embedding(order, x).numpy(), expected)
+    np.testing.assert_array_equal(x[ps.flip(order)].numpy(), expected[::-1])
+    np.testing.assert_array_equal(ps.sort(x, axis=0, descending=True).numpy(), expected[::-1])
+
+
 # When it is told
 
 
