@@ -53,12 +53,9 @@ class Structure:
         self.inputs: list[Node] = []
         self.numbers: dict[tuple[str, Any], int] = {}
         order = topological(wanted)
+        self._wanted = wanted
         self.unchecked = unchecked(order) if checked else []  # indices that may be out of range
-        self.worst = worst(self.unchecked)  # what tells whether they are: results after those that are wanted
-        if self.worst:
-            wanted = [*wanted, *(found.node for found in self.worst)]
-            order = topological(wanted)
-        self.wanted = wanted
+        self.worst = worst(self.unchecked)  # what tells whether they are
         place: dict[Node, int] = {}
         parts: list[Any] = []
         self.items = 0  # of all values, and of inputs that are read whole
@@ -85,7 +82,13 @@ class Structure:
             numbers = [self.numbers.setdefault(number_key(node, n), len(self.numbers)) for n in names]
             rest = tuple(value for name, value in node.attributes.items() if name not in names)
             parts.append((node.primitive, tuple(place[one] for one in node.inputs), rest, *numbers))
-        self.key: Hashable = (tuple(parts), tuple(place[node] for node in wanted))
+        ends = [*wanted, None, *self.unchecked] if self.unchecked else wanted
+        self.key: Hashable = (tuple(parts), tuple(node and place[node] for node in ends))
+
+    @property
+    def wanted(self) -> list[Node]:
+        """The results of a program: what is wanted, and then what tells whether indices are in range."""
+        return [*self._wanted, *(found.node for found in self.worst)]
 
     def waits_for_no_compiler(self, seen: bool) -> bool:
         """Whether NumPy computes it: the host sees all inputs, and it is small or was not `seen` before."""
@@ -104,7 +107,7 @@ class Structure:
     def watch(self, buffers: Sequence[Buffer], device: Device) -> None:
         """Have indices looked at when the host next reads, by the worst of them; NumPy has looked at them."""
         for found, buffer in zip(self.worst, buffers, strict=bool(buffers)):
-            device.watch(Watched(buffer, found.node.dtype, found.judge))
+            device.watch(Watched(buffer, found.verdict.dtype, found.verdict.judge))
         for node in self.unchecked:
             node.attributes["bound"].checked = True
 
@@ -146,7 +149,7 @@ class Programs:
         """Whether NumPy computes it, and no kernel."""
         return not self._forced and structure.waits_for_no_compiler(self.seen(structure))
 
-    def known(self, structure: Structure, wanted: Sequence[Node]) -> Program | None:
+    def known(self, structure: Structure) -> Program | None:
         """The program of a structure; None as long as building one would not pay."""
         key = structure.key
         program = self._programs.get(key)
@@ -212,7 +215,7 @@ def _computed(
     if device.dispatcher is not None:
         found: tuple[list[Buffer], Program | None] = device.dispatcher.computed(structure, wanted)
         return found
-    program = programs(device).known(structure, wanted)
+    program = programs(device).known(structure)
     if program is None:
         return by_numpy(wanted, device), None
     return program.run([node.value for node in structure.inputs], structure.constants()), program
@@ -266,7 +269,7 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
     with device.running:
         own, structure = programs(device), Structure(wanted)
         if not own.waits_for_no_compiler(structure):
-            program = own.known(structure, wanted)
+            program = own.known(structure)
             assert program is not None
             return steps_text(program)
         steps = steps_text(own.build(structure, structure.wanted))

@@ -119,10 +119,10 @@ class Dispatcher:
         numbers = structure.constants()
         member = self._staying(structure)
         if member is not None:
-            there = programs(member).known(structure, wanted)
+            there = programs(member).known(structure)
             assert there is not None
             return there.run(self.places.bring(structure.inputs, member), numbers), there
-        placed = self._known(structure, wanted)
+        placed = self._known(structure)
         if placed is None:
             return by_numpy(wanted, self._sharing(structure.inputs)), None
         inputs = [node.value for node in structure.inputs]
@@ -146,7 +146,7 @@ class Dispatcher:
         structure = Structure(wanted)
         member = self._staying(structure)
         if member is not None:
-            there = programs(member).known(structure, wanted)
+            there = programs(member).known(structure)
             assert there is not None
             return f"on {member.name}, which holds the inputs:\n{steps_text(there)}"
         placed = self._placed.get(structure.key) or self.build(structure, structure.wanted)
@@ -176,7 +176,7 @@ class Dispatcher:
         shared = first.capabilities.shared_memory and all(first.holds(node.value) for node in inputs)
         return first if shared else self.device
 
-    def _known(self, structure: Structure, wanted: Sequence[Node]) -> Placed | None:
+    def _known(self, structure: Structure) -> Placed | None:
         """What is known of a structure; None as long as building a program would not pay."""
         key = structure.key
         placed = self._placed.get(key)
