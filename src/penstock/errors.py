@@ -93,3 +93,7 @@ class ReportError(PenstockError):
 
 class NoEvidence(PenstockError, ValueError):
     """A file is no trace of a profile, or one of a version that kept less than advice is given by."""
+
+
+class PenstockWarning(UserWarning):
+    """Something is not as it should be, and nothing is lost by going on."""

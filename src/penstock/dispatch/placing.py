@@ -17,6 +17,7 @@ from penstock.dispatch.moving import Places, move_seconds
 from penstock.dispatch.pricing import price
 from penstock.dispatch.running import InTwo, OnOne, Wants, seconds_of
 from penstock.errors import DeviceError, DeviceUnavailable
+from penstock.files import parse_json
 from penstock.fusion.splitting import split
 from penstock.graph.node import Node, Primitive, leaf, topological
 from penstock.graph.simplify import simplify
@@ -363,7 +364,7 @@ class Placed:
         """Take over what an earlier run found by timing."""
         text = None if self._key is None else self._dispatcher.choices.get(self._key)
         try:
-            found = {str(name): float(seconds) for name, seconds in json.loads(text or "{}").items()}
+            found = {str(name): float(seconds) for name, seconds in parse_json(text or "{}").items()}
         except (ValueError, TypeError, AttributeError):  # a file that somebody changed
             return
         names = [one.placement.name for one in self._candidates]

@@ -7,6 +7,8 @@ import numpy as np
 from penstock.graph.node import Array, DType, Node, Primitive, Shape
 from penstock.graph.shaping import permute
 
+_PART = 4096  # products that NumPy adds up in one go
+
 
 def _matmul_rule(x: Node, y: Node) -> tuple[Shape, DType]:
     assert x.ndim == y.ndim >= 2
@@ -36,6 +38,17 @@ def _gather_meaning(x: Array, index: Array) -> Array:
     return np.take(x, index, axis=0, mode="clip")
 
 
+def _matmul_meaning(x: Array, y: Array) -> Array:
+    """In parts along the axis that is summed over, so that no sum is long."""
+    length = x.shape[-1]
+    if length <= _PART or x.dtype.kind not in "fc":
+        return np.asarray(np.matmul(x, y))
+    result = np.zeros((*x.shape[:-1], y.shape[-1]), x.dtype)
+    for start in range(0, length, _PART):
+        result += np.matmul(x[..., start : start + _PART], y[..., start : start + _PART, :])
+    return result
+
+
 def matmul(x: Node, y: Node) -> Node:
     """Products of the matrices in the last two axes; the axes before them agree."""
     return Node(MATMUL, (x, y), {})
@@ -61,7 +74,7 @@ def _transposed(x: Node) -> Node:
 MATMUL = Primitive(
     "matmul",
     _matmul_rule,
-    np.matmul,
+    _matmul_meaning,
     lambda g, n: (matmul(g, _transposed(n.inputs[1])), matmul(_transposed(n.inputs[0]), g)),
 )
 GATHER = Primitive(
