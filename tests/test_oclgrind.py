@@ -81,21 +81,63 @@ assert losses[1] < losses[0]
 """
 
 
-@pytest.mark.parametrize("lanes", [1, 8], ids=["gpu", "cpu"])
-def test_kernels_stay_in_their_memory_and_do_not_race(tmp_path: Path, lanes: int) -> None:
+# Two implementations of OpenCL in one process, used by turns and from two threads.
+BOTH = """
+from threading import Thread
+import numpy as np
+import penstock as ps
+
+devices = [device for device in ps.devices() if device.name.startswith("opencl")]
+platforms = {device.capabilities.api for device in devices}
+assert len(platforms) == len(devices) >= 2, platforms
+x = np.random.default_rng(0).standard_normal((5, 9)).astype(np.float32)
+functions = [ps.jit(lambda t, n=n: ps.sum(ps.exp(t), axis=1) * n) for n in range(len(devices))]
+results = {}
+
+
+def run(n):
+    for _ in range(3):
+        results[n] = functions[n](ps.asarray(x, device=devices[n])).numpy()
+
+
+threads = [Thread(target=run, args=(n,)) for n in range(len(devices))]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+for n in range(len(devices)):
+    run(n)
+    np.testing.assert_allclose(results[n], np.exp(x).sum(1) * n, rtol=1e-5)
+moved = ps.asarray(x, device=devices[0])
+for device in (*devices[1:], devices[0]):
+    moved = moved.to_device(device) + 1
+np.testing.assert_allclose(moved.numpy(), x + len(devices), rtol=1e-6)
+"""
+
+
+def run_in(tmp_path: Path, program: str, *arguments: str, **settings: str) -> None:
+    """Run a program where Oclgrind is one of the OpenCL platforms."""
     if not LIBRARY.exists():
         assert "PENSTOCK_REQUIRE_OCLGRIND" not in os.environ
         pytest.skip("Oclgrind is not installed")
     (tmp_path / "oclgrind.icd").write_text(f"{LIBRARY}\n")
-    log = tmp_path / "log"
     environment = {
         **os.environ,
         "OCL_ICD_VENDORS": str(tmp_path),
-        "OCLGRIND_LOG": str(log),
-        "OCLGRIND_DATA_RACES": "1",
-        "OCLGRIND_BUILD_OPTIONS": "-cl-opt-disable",  # its optimizer makes another kernel of some
+        "OCLGRIND_BUILD_OPTIONS": "-cl-opt-disable",  # its optimizer makes other kernels of some
+        **settings,
     }
-    arguments = [sys.executable, "-c", PROGRAM, str(lanes)]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("lanes", [1, 8], ids=["gpu", "cpu"])
+def test_kernels_stay_in_their_memory_and_do_not_race(tmp_path: Path, lanes: int) -> None:
+    log = tmp_path / "log"
+    run_in(tmp_path, PROGRAM, str(lanes), OCLGRIND_LOG=str(log), OCLGRIND_DATA_RACES="1")
     assert not log.exists() or log.read_text() == "", log.read_text()[:3000]
+
+
+def test_platforms_do_not_disturb_each_other(tmp_path: Path) -> None:
+    run_in(tmp_path, BOTH)
