@@ -225,7 +225,7 @@ class RowLoops(LoopNest):
         """Stores of what a row has one of, by its first thread."""
         over = self.over()
         # Where such a value is written over another, all threads must have read that.
-        waiting: list[Statement] = [Barrier()] if any(over[at] for at in outputs) else []
+        waiting: list[Statement] = [Barrier(device_memory=True)] if any(over[at] for at in outputs) else []
         return [*waiting, When("rank == 0", stores)]
 
     def _reduced_value(self, node: Node) -> Value:

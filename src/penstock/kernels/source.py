@@ -42,6 +42,7 @@ OPENCL_PRELUDE = """
 #define CALLED static inline
 #define RESTRICT restrict
 #define BARRIER barrier(CLK_LOCAL_MEM_FENCE)
+#define DEVICE_BARRIER barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)
 #define GROUP(axis) ((int)get_group_id(axis))
 #define THREAD ((int)get_local_id(0))
 #define THREADS ((int)get_local_size(0))
@@ -68,6 +69,7 @@ typedef unsigned long ulong;
 #define CALLED static __device__ __noinline__
 #define RESTRICT __restrict__
 #define BARRIER __syncthreads()
+#define DEVICE_BARRIER __syncthreads()
 #define GROUP(axis) ((int)GROUP_##axis)
 #define GROUP_0 blockIdx.x
 #define GROUP_1 blockIdx.y

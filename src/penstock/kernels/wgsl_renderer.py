@@ -168,7 +168,7 @@ class Thread:
             case When():
                 return [f"if ({_words(one.condition)}) {{", *self.statements(one.body), "}"]
             case Barrier():
-                return ["workgroupBarrier();"]
+                return ["storageBarrier();" if one.device_memory else "workgroupBarrier();"]
 
     # Names
 
