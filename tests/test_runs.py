@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -215,6 +216,15 @@ def test_a_run_without_a_checkpoint_is_resumed_from_its_start(config: Config) ->
     assert result.exit_code == 0
     assert "runs/dead has no checkpoint yet; the run starts again from its beginning" in result.stderr
     assert measured(Path("runs/dead")) == measured(Path("whole"))
+
+
+def test_float16_that_always_overflows_is_told(config: Config) -> None:
+    view = View()
+    trainer = Trainer(config.changed({"model": {"precision": "float16"}}), Path("run"), view)
+    state = trainer._optimizer.state_dict()
+    trainer._optimizer.load_state_dict(state | {"scale": np.float32(1)})
+    trainer._save(None)
+    assert any("the gradients overflow float16" in note for note in view.notes)
 
 
 # What never began leaves nothing

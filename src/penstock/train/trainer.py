@@ -36,6 +36,7 @@ from penstock.data.files import written_whole
 from penstock.errors import CheckpointError, PenstockError
 from penstock.nn import GPT
 from penstock.optim import AdamW, cosine
+from penstock.optim.optimizers import LEAST_SCALE
 from penstock.profiling.profiles import Profile
 from penstock.report import Certificate, Findings, findings
 from penstock.stream.future import Future
@@ -104,7 +105,6 @@ class Trainer:
         """Text, model and optimizer, as they are at the beginning or in a checkpoint."""
         ps.random.manual_seed(self.config.run.seed)
         self._open_text(resumed)
-        check_fits(self.config, self.tokenizer.vocab_size, self._device)
         self.model = build_model(self.config, self.tokenizer.vocab_size)
         self.model.to(getattr(ps, self.config.model.precision))
         self._optimizer = _make_optimizer(self.model, self.config)
@@ -323,13 +323,19 @@ class Trainer:
         model = self.model.state_dict()
         for name, array in model.items():
             self._check(float(np.abs(array.astype(np.float32)).max()), f"largest of {name}", self.step)
+        optimizer = self._optimizer.state_dict()
+        if optimizer.get("scale", math.inf) <= LEAST_SCALE:
+            self._view.note(
+                f"at step {self.step} the gradients overflow float16 even though the loss is not scaled any "
+                "more; such steps change nothing. Use bfloat16 or float32, or a lower learning_rate"
+            )
         checkpoints.save(
             self.folder,
             Checkpoint(
                 step=self.step,
                 config=self.config,
                 model=model,
-                optimizer=self._optimizer.state_dict(),
+                optimizer=optimizer,
                 generator=ps.random.state(),
                 position=self._position,
                 text=self._store.key,
@@ -369,6 +375,7 @@ class Trainer:
             self._view.note(
                 "the text is not the one that the run began with; its batches are others from here on"
             )
+        check_fits(self.config, self.tokenizer.vocab_size, self._device)
         self._validation = []
         if len(self._store.validation) > self.config.model.context:
             batches = TextBatches(self._store.validation, setting.batch, self.config.model.context, seed=0)
