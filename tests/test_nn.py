@@ -359,9 +359,9 @@ def test_bad_sizes_shapes_and_dtypes_are_named() -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             function()
-    with pytest.raises(TypeError, match="whole numbers, and float32"):
+    with pytest.raises(TypeError, match="integers, and float32"):
         F.embedding(x, x)
-    with pytest.raises(TypeError, match="targets are whole numbers, and float32"):
+    with pytest.raises(TypeError, match="targets are integers, and float32"):
         F.cross_entropy(x, x[:, 0])
     with pytest.raises(NotImplementedError, match="Module has no forward"):
         nn.Module()(x)

@@ -25,6 +25,7 @@ from penstock.stream.hostview import HostView
 from penstock.stream.lane import FlushPolicy
 from penstock.stream.stream import Stream
 from penstock.stream.transfer import Transfers
+from penstock.stream.watching import Watched
 
 _MUCH_IDLE = 64 << 20  # bytes, worth waiting to give back
 
@@ -43,7 +44,8 @@ class _Opened:
             "max_bytes": settings.pool_bytes or driver.capabilities.total_bytes // 4,
             "idle_seconds": settings.pool_seconds,
         }
-        self.pool = BufferPool(self.limit, **bounds)  # type: ignore[arg-type]
+        pace = {"is_done": driver.is_done, "wait": driver.wait}
+        self.pool = BufferPool(self.limit, **bounds, **pace)  # type: ignore[arg-type]
         self.pinned = BufferPool(Raw(driver, pinned=True), **bounds)  # type: ignore[arg-type]
         self.trace = Trace(self.pool)
         self.traced = settings.trace_memory  # whether the user asked for it
@@ -53,6 +55,7 @@ class _Opened:
         self.stream = Stream(driver, self.pool, policy)
         self.transfers = Transfers(driver, self.stream, self.pinned, settings.staging_bytes)
         self.scratch: list[Buffer] = []
+        self.checks_indices = settings.check_indices
 
     def choose_source(self) -> None:
         """Let memory come through the trace only where somebody wants to know about it."""
@@ -130,21 +133,39 @@ class Device:
         """The driver below."""
         return self._open().driver
 
+    @property
+    def checks_indices(self) -> bool:
+        """Whether indices that are out of range are refused."""
+        return self._open().checks_indices
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is something to judge when the host next reads."""
+        return self._opened is not None and bool(self._opened.transfers.watching)
+
+    def watch(self, watched: Watched) -> None:
+        """Judge a small result, which a command has just been recorded for, when the host next reads."""
+        self._open().transfers.watching.add(watched)
+
     # Memory
 
     def empty(self, nbytes: int) -> Buffer:
         """A buffer of `nbytes` bytes with any content. Raises OutOfDeviceMemory, after trying everything."""
         if nbytes < 0:
             raise ValueError(f"a buffer cannot have {nbytes} bytes")
+        return self._new(nbytes)
+
+    def _new(self, nbytes: int, unused: bool = False) -> Buffer:
+        """A buffer for a kernel to write; `unused`: for the host, which should wait for no command there."""
         opened = self._open()
         opened.stream.check_available()
         source = opened.source
         try:
-            memory = source.reserve(nbytes)
+            memory = source.reserve(nbytes, unused)
         except OutOfDeviceMemory:
             self._make_room(opened)
             try:
-                memory = source.reserve(nbytes)
+                memory = source.reserve(nbytes, unused)
             except OutOfDeviceMemory as error:
                 raise self._out_of_memory(opened, nbytes, error) from None
         return Buffer(opened.driver, memory, nbytes, source)
@@ -253,7 +274,7 @@ class Device:
     def upload(self, array: npt.ArrayLike, into: Buffer | None = None, offset: int = 0) -> Buffer:
         """Copy `array` to the device without waiting for it: into a new buffer, or into a given one."""
         array = np.asarray(array)
-        buffer = self.empty(array.nbytes) if into is None else self._own(into)
+        buffer = self._new(array.nbytes, unused=True) if into is None else self._own(into)
         self._open().transfers.upload(buffer, array, offset)
         return buffer
 
@@ -301,6 +322,7 @@ class Device:
         """Wait until nothing is pending. Raises the first failure of the work that was."""
         if self._opened:
             self._opened.stream.sync()
+            self._opened.transfers.watching.look()
 
     def cleanup(self) -> None:
         """Wait for what is pending and give back everything idle. The device stays usable."""
@@ -311,7 +333,7 @@ class Device:
         opened.stream.release_graphs()
         opened.transfers.release_staging()
         self.trim()
-        opened.stream.sync()  # raises what failed, once all is clean
+        self.sync()  # raises what failed, once all is clean
 
     def close(self) -> None:
         """Clean up and never use the device again. Safe to call twice."""
@@ -324,6 +346,7 @@ class Device:
             return
         opened = self._opened
         opened.stream.close(why)
+        opened.transfers.watching.clear()
         opened.stream.release_graphs()
         opened.transfers.release_staging()
         opened.scratch = []
@@ -360,7 +383,8 @@ class Device:
         gc.collect()  # buffers in reference cycles that nobody can reach
         opened.stream.drain("out of memory")
         opened.transfers.release_staging()
-        self.trim()
+        opened.scratch = []
+        opened.pinned.clear()
 
     def _out_of_memory(self, opened: _Opened, nbytes: int, cause: OutOfDeviceMemory) -> OutOfDeviceMemory:
         stats = self.memory_stats()
@@ -394,6 +418,7 @@ class Device:
         self._opened.tell_of_memory(())
         self._opened.pool.abandon()
         self._opened.pinned.abandon()
+        self._opened.transfers.watching.clear()
         self._opened.driver.abandon()
 
 

@@ -149,7 +149,7 @@ class Dispatcher:
             there = programs(member).known(structure, wanted)
             assert there is not None
             return f"on {member.name}, which holds the inputs:\n{steps_text(there)}"
-        placed = self._placed.get(structure.key) or self.build(structure, wanted)
+        placed = self._placed.get(structure.key) or self.build(structure, structure.wanted)
         text = placed.explained(structure.inputs)
         if structure.key not in self._placed and structure.waits_for_no_compiler(self.seen(structure)):
             return f"{numpy_text(structure, wanted)}; in a jitted function:\n{text}"
@@ -187,7 +187,7 @@ class Dispatcher:
                 if len(self._seen) > _MAX_SEEN:
                     self._seen.popitem(last=False)
                 return None
-            placed = self._placed[key] = self.build(structure, wanted)
+            placed = self._placed[key] = self.build(structure, structure.wanted)
             if len(self._placed) > _MAX_PLACED:
                 self._placed.popitem(last=False)
         else:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.runtime import Device
-from penstock.tensor.core import Tensor, capture, from_numpy, no_grad
+from penstock.tensor.core import Tensor, capture, from_numpy, no_grad, realize_together
 
 
 class Module:
-    """A layer or a network. Its attributes that are tensors, modules, or lists of them, are its parts.
+    """A layer or a network. Its parts are the tensors and modules among its attributes.
 
-    Tensors that require a gradient are its parameters.
+    They are found in lists, tuples and dicts too, at any depth. Tensors that require a gradient are its
+    parameters.
     """
 
     _training = True
+    _computed = False  # whether no tensor of its own waits for its first value
 
     @property
     def training(self) -> bool:
@@ -38,17 +41,37 @@ class Module:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `forward` gives."""
+        if not self._computed and capture.get() is None:
+            self._compute()
         return self.forward(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if self._computed and not isinstance(value, (bool, int, float, str)):
+            object.__setattr__(self, "_computed", False)
+
+    def _compute(self) -> None:
+        """Compute fresh parameters, together and once: else each forward pass would draw them again."""
+        fresh: dict[Device, list[Tensor]] = {}
+        for _, tensor in self.named_tensors():
+            if tensor._node.value is None:
+                fresh.setdefault(tensor.device, []).append(tensor)
+        for tensors in fresh.values():
+            realize_together(tensors)
+        for module in self.modules():
+            module._computed = True
 
     # Its parts
 
     def named_tensors(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         """Every tensor in the tree with its path, such as `layers.0.weight`; a shared one once."""
-        seen: set[int] = set()
-        for name, tensor in _tensors(self, prefix):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor
+        named: set[str] = set()
+        for name, part in _parts(self, prefix):
+            if isinstance(part, Tensor):
+                if name in named:
+                    raise ValueError(f"two tensors of {type(self).__name__} have the name {name!r}")
+                named.add(name)
+                yield name, part
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that is trained, with its path."""
@@ -59,10 +82,8 @@ class Module:
         return [tensor for _, tensor in self.named_parameters()]
 
     def modules(self) -> Iterator[Module]:
-        """This module and all inside it."""
-        yield self
-        for value in vars(self).values():
-            yield from _modules(value)
+        """This module and all inside it, each once."""
+        return (part for _, part in _parts(self, "") if isinstance(part, Module))
 
     # Its state
 
@@ -124,23 +145,34 @@ def _names_device(target: str) -> bool:
     return target not in [str(dtype) for dtype in ALL]
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Module):
-        for name, part in vars(value).items():
-            yield from _tensors(part, f"{path}.{name}" if path else name)
-    elif isinstance(value, (list, tuple)):
-        for number, part in enumerate(value):
-            yield from _tensors(part, f"{path}.{number}" if path else str(number))
+def _parts(root: Module, prefix: str) -> Iterator[tuple[str, Tensor | Module]]:
+    """Every module and tensor of a tree with its path, each once, in the order of their first use."""
+    seen: set[int] = set()
+    stack: list[tuple[str, Any]] = [(prefix, root)]
+    while stack:
+        path, value = stack.pop()
+        inside = _inside(value, path)
+        if id(value) in seen or (inside is None and not isinstance(value, Tensor)):
+            continue
+        seen.add(id(value))  # also of lists and dicts: they can hold themselves
+        if isinstance(value, (Tensor, Module)):
+            yield path, value
+        below = [(f"{path}.{name}" if path else str(name), part) for name, part in inside or ()]
+        stack += reversed(below)
 
 
-def _modules(value: Any) -> Iterator[Module]:
+def _inside(value: Any, path: str) -> list[tuple[Any, Any]] | None:
+    """What a module or a container holds, by name; None for anything else."""
     if isinstance(value, Module):
-        yield from value.modules()
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _modules(part)
+        return list(vars(value).items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (Set, deque)) and any(isinstance(part, (Tensor, Module)) for part in value):
+        kind = type(value).__name__
+        raise TypeError(f"{path} is a {kind}, in which parts of a module have no names; use a list or a dict")
+    return None
 
 
 def _assign(tensor: Tensor, value: Tensor) -> None:

@@ -8,7 +8,7 @@ Parameters lie side by side in one memory, and so do their means, their squares 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.memory.buffer import Buffer
+from penstock.optim.correction import NAMES, BiasCorrection
 from penstock.runtime import Device
 from penstock.tensor.arithmetic import divide, isfinite, maximum, minimum, multiply, sqrt, where
 from penstock.tensor.core import Tensor, capture, from_numpy, no_grad, realize_together, source_of
@@ -131,12 +132,12 @@ class Optimizer:
             if self.clip_norm is not None and grads:
                 factor = minimum(self.clip_norm / (self.norm(list(grads.values())) + 1e-6), 1.0)
                 grads = {at: grad * factor for at, grad in grads.items()}
-            self._count(sound)
+            self._count(grads.keys(), sound)
             for at, grad in grads.items():
                 self._change(at, grad, sound)
             self.zero_grad()
         if capturing is None:
-            state = chain.from_iterable(tensors.values() for tensors in self._named())
+            state = [*chain.from_iterable(tensors.values() for tensors in self._named()), *self._counts()]
             realize_together([*self.parameters, *state, *(loss for loss in losses if loss is not None)])
 
     @staticmethod
@@ -158,13 +159,7 @@ class Optimizer:
 
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Go on from where `state_dict` was taken; a ValueError names what does not fit."""
-        shapes = {name: one.shape for tensors in self._named() for name, one in tensors.items()} | {"lr": ()}
-        if set(shapes) != set(state):
-            wrong = sorted(set(shapes) ^ set(state))
-            raise ValueError(f"the state of another optimizer: {wrong[:5]} differ")
-        for name, shape in shapes.items():
-            if np.shape(state[name]) != shape:
-                raise ValueError(f"{name} has shape {shape}, and {np.shape(state[name])} was given")
+        self._check_state(state)
         for tensors in self._named():
             arrays = [np.asarray(state[name]).astype(one._node.dtype.numpy) for name, one in tensors.items()]
             for tensor, new in zip(tensors.values(), gathered(arrays, self._device), strict=True):
@@ -172,15 +167,27 @@ class Optimizer:
         self._gather()
         self.lr = float(np.asarray(state["lr"]))
 
+    def _check_state(self, state: Mapping[str, npt.ArrayLike]) -> None:
+        shapes = {name: one.shape for tensors in self._named() for name, one in tensors.items()} | {"lr": ()}
+        if set(shapes) != set(state):
+            wrong = sorted(set(shapes) ^ set(state))
+            raise ValueError(f"the state of another optimizer: {wrong[:5]} differ")
+        for name, shape in shapes.items():
+            if np.shape(state[name]) != shape:
+                raise ValueError(f"{name} has shape {shape}, and {np.shape(state[name])} was given")
+
     # For subclasses
 
     def _update(self, at: int, value: Tensor, grad: Tensor) -> dict[str, Tensor]:
         """What a parameter becomes (`value`), and what its state becomes, by name."""
         raise NotImplementedError
 
-    def _advance(self) -> dict[str, Tensor]:
-        """What the numbers that all parameters share become, by name."""
-        return {}
+    def _count(self, present: Collection[int], sound: Tensor | None) -> None:
+        """Count a step for the parameters that have gradients, unless those are not `sound`."""
+
+    def _counts(self) -> list[Tensor]:
+        """What `_count` changes."""
+        return []
 
     def _add_state(self, name: str) -> None:
         """Zeros for each parameter."""
@@ -222,11 +229,6 @@ class Optimizer:
         self._numbers["good_steps"]._rebind(where(steps >= _GROWTH_STEPS, 0.0, steps))
         scale._rebind(where(sound, grown, maximum(scale * 0.5, LEAST_SCALE)))
         return sound
-
-    def _count(self, sound: Tensor | None) -> None:
-        for name, value in self._advance().items():
-            old = self._numbers[name]
-            old._rebind(value if sound is None else where(sound, value, old))
 
     def _change(self, at: int, grad: Tensor, sound: Tensor | None) -> None:
         tensor, master = self.parameters[at], self._master(at)
@@ -290,11 +292,31 @@ class Adam(Optimizer):
         self._betas, self._eps = betas, eps
         self._add_state("mean")
         self._add_state("square")
-        # The powers of the betas, which correct the moments for their start at 0.
-        self._numbers |= {"power1": self._number(1), "power2": self._number(1)}
+        self._correction = BiasCorrection(betas, len(self.parameters), self._device)
 
-    def _advance(self) -> dict[str, Tensor]:
-        return {f"power{k}": self._numbers[f"power{k}"] * beta for k, beta in enumerate(self._betas, start=1)}
+    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
+        """Moments, masters and how far the bias correction of each parameter is, as arrays."""
+        found = super().state_dict()
+        rate = found.pop("lr")
+        return found | self._correction.state() | {"lr": rate}
+
+    def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
+        """Go on from where `state_dict` was taken; a ValueError names what does not fit."""
+        rest = {name: value for name, value in state.items() if name not in NAMES}
+        self._check_state(rest)
+        for name in NAMES:
+            shapes = ((), (len(self.parameters),))
+            if name not in state or np.shape(state[name]) not in shapes:
+                given = f"shape {np.shape(state[name])}" if name in state else "nothing"
+                raise ValueError(f"{name} has one of the shapes {shapes}, and {given} was given")
+        super().load_state_dict(rest)
+        self._correction.load({name: np.asarray(state[name], np.float32) for name in NAMES})
+
+    def _count(self, present: Collection[int], sound: Tensor | None) -> None:
+        self._correction.advance(present, sound)
+
+    def _counts(self) -> list[Tensor]:
+        return self._correction.tensors
 
     def _update(self, at: int, value: Tensor, grad: Tensor) -> dict[str, Tensor]:
         decay = self._settings[at]["weight_decay"]
@@ -303,8 +325,9 @@ class Adam(Optimizer):
             grad = grad + value * decay
         mean = self._state["mean"][at] * first + grad * (1 - first)
         square = self._state["square"][at] * second + grad * grad * (1 - second)
-        size = self._lr / (1 - self._numbers["power1"])
-        spread = sqrt(square) / sqrt(1 - self._numbers["power2"]) + self._eps
+        power1, power2 = self._correction.powers(at)
+        size = self._lr / (1 - power1)
+        spread = sqrt(square) / sqrt(1 - power2) + self._eps
         if decay and self._decoupled:
             value = value * (1 - self._lr * decay)
         return {"mean": mean, "square": square, "value": value - size * mean / spread}
