@@ -319,6 +319,23 @@ def test_rates_of_a_busy_machine_are_measured_again_after_a_while(monkeypatch: p
     assert counter.count == before + 1
 
 
+def test_a_ceiling_that_is_exceeded_is_measured_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settled.Watch, "busy", lambda watch: False)
+    asked: list[str] = []
+    monkeypatch.setattr(ceilings, "_measured", lambda device, what: float(asked.append(what) or len(asked)))
+    device = Device("host", host_capabilities(), HostDriver)
+    found = ceilings.Ceilings(device)
+    found.exceeded("float32", 9.0)  # nothing is known yet that could be wrong
+    assert found.operations("float32") == 1
+    found.exceeded("int8", 1.2)  # integers are held against float32
+    assert asked == ["float32"]
+    for _ in range(2):
+        found.exceeded("float32", 9.0)
+        assert found.operations("float32") == 2
+    assert asked == ["float32"] * 2
+    assert ceilings.Ceilings(device).operations("float32", measure=False) == 2
+
+
 def test_the_rates_of_auto_too(monkeypatch: pytest.MonkeyPatch) -> None:
     results = iter([(2.0, True), (1.0, True), (1.5, True), (0.5, False), (9.0, False)])
     state: dict[str, Any] = {"now": time.time()}

@@ -251,7 +251,28 @@ def test_a_run_that_did_no_step_leaves_no_folder(config: Config, monkeypatch: py
     Path("mine/notes").write_text("mine")
     with pytest.raises(KeyboardInterrupt):
         Trainer(config, Path("mine"), View()).train()
-    assert Path("mine/notes").read_text() == "mine"
+    with pytest.raises(DataError, match="no file or folder"):
+        Trainer(config.changed({"data": {"path": "nowhere"}}), Path("mine"), View())
+    assert [path.name for path in Path("mine").iterdir()] == ["notes"]
+
+
+def test_a_second_run_that_fails_leaves_the_first(config: Config) -> None:
+    Trainer(config, Path("run"), View()).train()
+    kept = [path for path in Path("run").rglob("*") if path.is_file() and path.name != "run.lock"]
+    before = {path: path.read_bytes() for path in kept}
+    with pytest.raises(DataError, match="no file or folder"):
+        Trainer(config.changed({"data": {"path": "nowhere"}}), Path("run"), View(), load_last(Path("run"))[0])
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_leftovers_of_a_killed_run_are_removed(config: Config) -> None:
+    Trainer(config, Path("run"), View()).train()
+    left = [Path("run/report.html.1-0123abcd.part"), Path("run/checkpoints/x.1-0123abcd.part")]
+    for path in left:
+        path.touch()
+        os.utime(path, (0, 0))
+    RunFolder(Path("run")).release()
+    assert not any(path.exists() for path in left)
 
 
 # Reports

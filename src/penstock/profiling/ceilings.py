@@ -38,6 +38,7 @@ _LONG = 2e-3  # seconds, from which on a product is long enough, and a larger on
 _TRIES, _TRY_SECONDS = 3, 0.05  # at least so often, and for so long
 _AGREEING = 1.1  # the shortest times differ by less than this factor, or it is tried for longer:
 _PATIENCE = 3  # for so many times as long
+_EXCEEDED = 1.25  # what computes so many times as fast as the best shows that this was measured wrongly
 DTYPES = {str(dtype): dtype for dtype in (float16, bfloat16, float32, float64)}
 _BANDWIDTH = "bytes"  # beside the dtypes of products, in the file
 _LAUNCHES, _RECORDING = "launches", "recorded operations"
@@ -51,6 +52,7 @@ class Ceilings:
         self._device = device
         self._kept = Choices(_described(device.capabilities))
         self._found: dict[str, float | None] = {}
+        self._again: set[str] = set()  # what was seen to be too low
 
     def bandwidth(self, measure: bool = True) -> float | None:
         """Bytes that are read and written; None if nothing is known, and it is not to be measured."""
@@ -79,12 +81,23 @@ class Ceilings:
         rate, bandwidth = self.operations(dtype, measure), self.bandwidth(measure)
         return (operations / rate, nbytes / bandwidth) if rate and bandwidth else None
 
+    def exceeded(self, dtype: str, rate: float) -> None:
+        """Learn how fast something computed: where that is far above the ceiling, measure it again, once.
+
+        Bytes tell no such thing, as they may come from a cache.
+        """
+        what = dtype if dtype in DTYPES else "float32"
+        if rate > _EXCEEDED * (self._found.get(what) or rate) and what not in self._again:
+            self._again.add(what)
+            del self._found[what]
+            self._rate(what, measure=True)
+
     def _rate(self, what: str, measure: bool) -> float | None:
         if what not in self._found:
             record = Kept(self._kept, what)
             value, due = record.get()
             rate = _number(value)
-            if measure and (rate is None or due):
+            if measure and (rate is None or due or what in self._again):
                 new, quiet = settled(lambda: _measured(self._device, what), _larger)
                 rate = _larger(rate, new)
                 if rate is not None:

@@ -85,12 +85,14 @@ class Trainer:
         self.stopped_by: signal.Signals | None = None  # what ended `train` early
         self._view = view
         self._device = ps.default_device()
+        self._is_first = False  # whether the folder had no run before this one
         self._held = RunFolder(folder) if folder.is_dir() and not numbered else None
         try:
             self._build(resumed)
             if self._held is None:
                 self._held = RunFolder(folder, numbered)
                 self.folder = self._held.path
+            self._is_first = not (self.folder / CONFIG_FILE).exists()
             self._write_settings()
             self._log = MetricsLog(self.folder, self.step)
             self._findings = self._found_before()
@@ -406,8 +408,10 @@ class Trainer:
         """Let others have the folder. Where no step was done in it, nothing of this run stays there."""
         if self._held is None:
             return
-        if self._held.is_new and not checkpoints.found(self.folder) and not read_curves(self.folder):
+        if self._is_first and not checkpoints.found(self.folder) and not read_curves(self.folder):
             self._held.remove_files([CONFIG_FILE, TOKENIZER_FILE, METRICS_FILE, REPORT_FILE, findings.FILE])
+        elif not (self.folder / CONFIG_FILE).exists():
+            self._held.remove_files([])
         self._held.release()
         self._held = None
 
