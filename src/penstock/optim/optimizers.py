@@ -18,7 +18,7 @@ import numpy.typing as npt
 from penstock.memory.buffer import Buffer
 from penstock.optim.correction import NAMES, BiasCorrection
 from penstock.runtime import Device
-from penstock.tensor.arithmetic import divide, isfinite, minimum, multiply, sqrt, where
+from penstock.tensor.arithmetic import divide, isfinite, maximum, minimum, multiply, sqrt, where
 from penstock.tensor.core import (
     Tensor,
     capture,
@@ -34,7 +34,7 @@ from penstock.tensor.reduction import all as all_
 from penstock.tensor.reduction import sum as sum_
 
 Parameters = Iterable[Tensor] | Iterable[Mapping[str, Any]]
-_FIRST_SCALE, _LARGEST_SCALE = 2.0**15, 2.0**24
+_FIRST_SCALE, LEAST_SCALE, _LARGEST_SCALE = 2.0**15, 1.0, 2.0**24  # of the loss
 _GROWTH_STEPS = 1000  # without an overflow, until the scale of the loss is doubled
 
 
@@ -255,7 +255,7 @@ class Optimizer:
         steps = where(sound, self._numbers["good_steps"] + 1, 0.0)
         grown = minimum(where(steps >= _GROWTH_STEPS, scale * 2, scale), _LARGEST_SCALE)
         self._numbers["good_steps"]._rebind(where(steps >= _GROWTH_STEPS, 0.0, steps))
-        scale._rebind(where(sound, grown, scale * 0.5))
+        scale._rebind(where(sound, grown, maximum(scale * 0.5, LEAST_SCALE)))
         return sound
 
     def _change(self, at: int, grad: Tensor, sound: Tensor | None) -> None:
