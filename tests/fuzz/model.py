@@ -300,11 +300,17 @@ class Namespace:
             return lambda given: Namespace.jit(given, donate=donate)
 
         def call(*args: Any) -> Any:
-            result = +function(*args)  # a fresh tensor, even if it is an argument
+            given = [args[position] for position in positions]
+            before = [tensor.array for tensor in given]
+            found = function(*args)
+            result = Tensor(found.array, found.slopes, found.device)  # a fresh one, even of an argument
+            result.requires_grad = found.requires_grad
             if result.requires_grad and not MENDED:
                 raise Stale
-            for position in positions:
-                args[position].donated = True
+            for tensor, array in zip(given, before, strict=True):
+                if tensor.array is not array:
+                    raise Stale  # given away, and changed: either may be
+                tensor.donated = True
             return result
 
         return call
@@ -312,10 +318,13 @@ class Namespace:
     @staticmethod
     def value_and_grad(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
         def both(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-            inner = x.detach().requires_grad_()
+            # No leaf that would refuse to change: the derivative is by what was given.
+            inner, origin = x.detach(), Leaf(x)
+            inner.requires_grad, inner.slopes = True, {origin: np.eye(x.array.size)}
             value = function(inner, *rest)
-            zeros = np.zeros((1, inner.array.size))
-            slope = zeros if inner.leaf is None else value.slopes.get(inner.leaf, zeros)
+            if inner.leaf is not None:
+                raise Stale  # changed inside no_grad(): what the derivative is by then is not said
+            slope = value.slopes.get(origin, np.zeros((1, x.array.size)))
             return value, Tensor(slope.reshape(x.shape).astype(x.dtype), None, x.device)
 
         return both
