@@ -67,6 +67,7 @@ class StandIn:
     origin: Origin
     first: Node  # stands for the value at the start of a call
     requires_grad: bool
+    ends: bool  # whether gradients end in it
     first_grad: Tensor | None = None  # the gradient at the start, once the function has asked for it
     grad_seen: bool = False  # whether it has, before it assigned one
     grad_assigned: bool = False
@@ -198,13 +199,13 @@ class Tracing:
     def _adopted(self, actual: Tensor, origin: Origin) -> StandIn:
         node, requires_grad = actual._actual_node, actual._actual_requires_grad
         first = leaf(UNKNOWN, node.shape, node.dtype)
-        ends = requires_grad and _ends_in(actual, node)
+        ends = requires_grad and ends_in(actual, node)
         if requires_grad and not ends:
             first = self._with_history(actual, node, first, origin)
         tensor = Tensor(first, actual.device, requires_grad)
         if ends:
             ends_at(first, tensor)
-        found = StandIn(tensor, actual, origin, first, requires_grad)
+        found = StandIn(tensor, actual, origin, first, requires_grad, ends)
         self._kept.append(actual)
         self._by_tensor[id(tensor)] = self._by_node[first] = found
         if first.inputs:
@@ -245,7 +246,7 @@ class Tracing:
         self.assume(lambda: tensor._actual_grad is gradient)
 
 
-def _ends_in(tensor: Tensor, node: Node) -> bool:
+def ends_in(tensor: Tensor, node: Node) -> bool:
     """Whether gradients end in a tensor, at a node that it has outside of captures."""
     with outside_capture():
         return leaf_of(node) is tensor

@@ -21,7 +21,7 @@ from penstock.memory.buffer import Buffer
 from penstock.realize import realize
 from penstock.runtime import Device
 from penstock.stream.lane import Run
-from penstock.tensor.capture import NoValue, Origin
+from penstock.tensor.capture import NoValue, Origin, ends_in
 from penstock.tensor.core import Tensor
 from penstock.tensor.index_watch import IndexWatch
 from penstock.tensor.jit_gradients import Differentiable
@@ -57,8 +57,9 @@ class Guards:
 
     facts: list[tuple[Callable[[], object], object]]  # what the function asked for, and the answers
     grads: list[tuple[Origin, bool]]  # tensors whose gradient it asked for, and whether there was none
-    kinds: list[tuple[Origin, Shape, DType, bool]]  # of tensors that it used; the last: requires_grad
-    # Where it changes tensors: arguments that it also finds outside, by number, and what it finds there.
+    # Of tensors that it used; the last: whether they require a gradient, and whether it ends in them.
+    kinds: list[tuple[Origin, Shape, DType, bool, bool]]
+    # Arguments that it also finds outside, by number; and what it finds there, if it changes tensors.
     aliases: dict[int, Tensor]
     outside: frozenset[int]
 
@@ -101,12 +102,18 @@ class Captured:
     _ways: dict[Any, Ways] = field(default_factory=dict)  # for each device on which the program runs
 
     def __post_init__(self) -> None:
+        # Places of values that another tensor holds too: what went in, or what two of them become.
+        self._sharing = [
+            place
+            for place, source in enumerate(self.wanted)
+            if not isinstance(source, int) or self.wanted.count(source) > 1
+        ]
         origins = [one for one in self.inputs if isinstance(one, Origin)]
         # Where inputs come from, if all are arguments or tensors from outside that are no gradients.
         simple = len(origins) == len(self.inputs) and all(one.gradient_of is None for one in origins)
         self._simple = [(one.outside, one.argument) for one in origins] if simple else []
         # Tensors from outside, and what they held when they were last looked at, which may go meanwhile.
-        watched = [origin for origin, _, _, _ in self.guards.kinds]
+        watched = [origin for origin, *_ in self.guards.kinds]
         self._watched = [one.outside for one in watched if one.outside is not None]
         self._quick = len(self._watched) == len(watched)
         self._seen: list[weakref.ref[Node]] = []
@@ -135,12 +142,14 @@ class Captured:
         if self._quick and self._seen_again():
             return True
         device = self.device
-        for origin, shape, dtype, requires_grad in self.guards.kinds:
+        for origin, shape, dtype, requires_grad, ends in self.guards.kinds:
             tensor = origin.tensor(arguments)
             node = tensor._actual_node
             if node.shape != shape or node.dtype is not dtype or tensor.device is not device:
                 return False
             if tensor._actual_requires_grad != requires_grad:
+                return False
+            if requires_grad and ends_in(tensor, node) != ends:
                 return False
         self._seen = [weakref.ref(tensor._actual_node) for tensor in self._watched]
         return True
@@ -258,6 +267,9 @@ class Captured:
         for place in places:
             source = self.wanted[place]
             buffers[place] = found[source] if isinstance(source, int) else self._node(source, arguments).value
+        for place in self._sharing:  # which must not be written over for another
+            if place in buffers:
+                buffers[place].shared = True
         results = [self._result(at, buffers[at], read) for at in range(self.results)]
         outcome = _Outcome(replaced(self.result, iter(results)))
         if not self._careful:
