@@ -211,7 +211,7 @@ class OpenCLDriver(Driver):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)  # remarks of a compiler that succeeded
             # Drivers have caches on disk of their own; PyOpenCL's, which is never emptied, stays out.
-            return cl.Program(self._context, source).build(self._options, cache_dir=False)  # type: ignore[arg-type]
+            return cl.Program(self._context, source).build(self._options, cache_dir=False)  # type: ignore[no-any-return,arg-type]
 
     def launch(
         self,

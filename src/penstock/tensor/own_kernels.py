@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -250,6 +250,12 @@ class _Guard:
         """Something else from outside: a function around this one wants to know of it."""
         if self._outer is not None:
             self._outer.assume(fact)
+
+    def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What replays would have to do something for."""
+        raise KernelError(
+            f"kernel {self._name!r} uses random numbers; draw them outside, and give them as an argument"
+        )
 
     def refuse_value(self, node: Node) -> None:
         """No value can be read: the same kernel computes all items."""
