@@ -16,7 +16,7 @@ from penstock.runtime import Device
 from penstock.tensor import dtypes
 from penstock.tensor.core import Scalar, Tensor, broadcast, from_numpy, record, resolve
 from penstock.tensor.dlpack import imported
-from penstock.tensor.operands import Array, as_tensors, note_constant
+from penstock.tensor.operands import Array, as_number, as_tensors, fitted, note_constant
 
 Where = Device | str | None
 
@@ -39,9 +39,11 @@ def asarray(
     wanted = None if dtype is None else dtypes.checked(dtype)
     if hasattr(obj, "__dlpack__") and not isinstance(obj, (np.ndarray, np.generic)):
         array = imported(obj)
+    elif isinstance(obj, (np.ndarray, np.generic)):
+        array = np.asarray(obj)
     else:
-        array = np.asarray(_plain(obj))
-        if wanted is None and not isinstance(obj, (np.ndarray, np.generic)):
+        array = np.asarray(_plain(obj), None if wanted is None else wanted.numpy)
+        if wanted is None:
             wanted = {"f": dtypes.float32, "c": dtypes.complex64, "i": dtypes.int64}.get(array.dtype.kind)
     if array is obj:
         note_constant(array)
@@ -77,8 +79,10 @@ def full(
     shape: int | Sequence[int], fill_value: Scalar, *, dtype: DType | None = None, device: Where = None
 ) -> Tensor:
     """One number everywhere."""
+    fill_value = as_number(fill_value)
     found = dtypes.of_scalar(fill_value, None) if dtype is None else dtypes.checked(dtype)
-    return Tensor(elementwise.full(_shape(shape), found, fill_value), resolve(device))
+    number = fitted(fill_value, found, "full")
+    return Tensor(elementwise.full(_shape(shape), found, number), resolve(device))
 
 
 def zeros(shape: int | Sequence[int], *, dtype: DType | None = None, device: Where = None) -> Tensor:
@@ -134,6 +138,8 @@ def arange(
     whole = builtins.all(isinstance(number, int) for number in (first, end, step))
     found = (dtypes.int64 if whole else dtypes.float32) if dtype is None else dtypes.checked(dtype)
     count = builtins.max(math.ceil((end - first) / step), 0)
+    for number in (first, first + (count - 1) * step) if count else ():
+        fitted(number, found, "arange")
     return Tensor(sequence(first, step, count, found), resolve(device))
 
 
@@ -152,6 +158,8 @@ def linspace(
         raise ValueError(f"linspace makes no {num} numbers")
     complex_ends = isinstance(start, complex) or isinstance(stop, complex)
     found = dtypes.checked(dtype or (dtypes.complex64 if complex_ends else dtypes.float32))
+    for number in (start, stop) if num else ():
+        fitted(number, found, "linspace")
     return from_numpy(np.linspace(start, stop, num, endpoint=endpoint).astype(found), resolve(device))
 
 

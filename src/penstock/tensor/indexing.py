@@ -12,7 +12,7 @@ from penstock.graph.contraction import gather
 from penstock.graph.node import Node, Shape
 from penstock.tensor import dtypes
 from penstock.tensor.core import Tensor, broadcast, broadcast_node, common_shape, from_numpy, record
-from penstock.tensor.operands import operands
+from penstock.tensor.operands import as_number, operands
 
 Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis
 
@@ -29,7 +29,9 @@ def get(x: Tensor, key: Any) -> Tensor:
 def changed(x: Tensor, key: Any, value: Any) -> Tensor:
     """`x` with `x[key]` replaced by `value`."""
     if not isinstance(value, Tensor):
-        value = from_numpy(np.asarray(value).astype(x.dtype), x.device)
+        as_given = isinstance(value, np.ndarray)
+        array = value.astype(x.dtype) if as_given else np.asarray(as_number(value), x.dtype.numpy)
+        value = from_numpy(array, x.device)
     value = record(elementwise.cast(value._node, x.dtype), value)
     if isinstance(key, Tensor) and key.dtype == dtypes.bool_ and key.shape == x.shape and value.size == 1:
         first, second = operands(broadcast(_flat(value), x.shape), x, name="[] =")

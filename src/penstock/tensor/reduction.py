@@ -9,7 +9,7 @@ from typing import Any
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.node import DType, Node
 from penstock.tensor import dtypes
-from penstock.tensor.arithmetic import divide, multiply, sqrt, subtract
+from penstock.tensor.arithmetic import divide, equal, multiply, sqrt, subtract, where
 from penstock.tensor.core import Tensor, axes_of, install, record
 from penstock.tensor.manipulation import concat, reshape
 from penstock.tensor.operands import Array
@@ -108,8 +108,10 @@ def var(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: b
 
 
 def std(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Tensor:
-    """The standard deviation of the items."""
-    return narrowed(sqrt(var(widened(x), axis=axis, correction=correction, keepdims=keepdims)), x.dtype)
+    """The standard deviation of the items; where that is 0, so is its gradient."""
+    squared = var(widened(x), axis=axis, correction=correction, keepdims=keepdims)
+    constant = equal(squared, 0.0)
+    return narrowed(where(constant, 0.0, sqrt(where(constant, 1.0, squared))), x.dtype)
 
 
 def _cumulative(name: str, apply: Callable[[Node, int], Node], start: int, doc: str) -> Callable[..., Tensor]:
