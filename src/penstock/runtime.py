@@ -25,6 +25,7 @@ from penstock.stream.hostview import HostView
 from penstock.stream.lane import FlushPolicy
 from penstock.stream.stream import Stream
 from penstock.stream.transfer import Transfers
+from penstock.stream.watching import Watched
 
 _MUCH_IDLE = 64 << 20  # bytes, worth waiting to give back
 
@@ -53,6 +54,7 @@ class _Opened:
         self.stream = Stream(driver, self.pool, policy)
         self.transfers = Transfers(driver, self.stream, self.pinned, settings.staging_bytes)
         self.scratch: list[Buffer] = []
+        self.checks_indices = settings.check_indices
 
     def choose_source(self) -> None:
         """Let memory come through the trace only where somebody wants to know about it."""
@@ -129,6 +131,20 @@ class Device:
     def driver(self) -> Driver:
         """The driver below."""
         return self._open().driver
+
+    @property
+    def checks_indices(self) -> bool:
+        """Whether indices that are out of range are refused."""
+        return self._open().checks_indices
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is something to judge when the host next reads."""
+        return self._opened is not None and bool(self._opened.transfers.watching)
+
+    def watch(self, watched: Watched) -> None:
+        """Judge a small result, which a command has just been recorded for, when the host next reads."""
+        self._open().transfers.watching.add(watched)
 
     # Memory
 
@@ -301,6 +317,7 @@ class Device:
         """Wait until nothing is pending. Raises the first failure of the work that was."""
         if self._opened:
             self._opened.stream.sync()
+            self._opened.transfers.watching.look()
 
     def cleanup(self) -> None:
         """Wait for what is pending and give back everything idle. The device stays usable."""
@@ -311,7 +328,7 @@ class Device:
         opened.stream.release_graphs()
         opened.transfers.release_staging()
         self.trim()
-        opened.stream.sync()  # raises what failed, once all is clean
+        self.sync()  # raises what failed, once all is clean
 
     def close(self) -> None:
         """Clean up and never use the device again. Safe to call twice."""
@@ -324,6 +341,7 @@ class Device:
             return
         opened = self._opened
         opened.stream.close(why)
+        opened.transfers.watching.clear()
         opened.stream.release_graphs()
         opened.transfers.release_staging()
         opened.scratch = []
@@ -394,6 +412,7 @@ class Device:
         self._opened.tell_of_memory(())
         self._opened.pool.abandon()
         self._opened.pinned.abandon()
+        self._opened.transfers.watching.clear()
         self._opened.driver.abandon()
 
 

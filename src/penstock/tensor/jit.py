@@ -26,6 +26,7 @@ from penstock.realize import Structure, programs, realize
 from penstock.runtime import Device
 from penstock.stream.lane import Run
 from penstock.tensor.core import Tensor, capture
+from penstock.tensor.index_watch import IndexWatch, watched_indices
 
 if TYPE_CHECKING:
     from penstock.plan.banks import Banks
@@ -221,8 +222,15 @@ class _Tracing:
                 f"a jitted function runs on one device, and {sorted(d.name for d in devices)} are used"
             )
         (device,) = devices
+        watches = watched_indices(wanted, device)
+        for watch in watches:
+            del self._own[id(watch.tensor)]  # it outlives the capture, like any tensor from outside
+            self.used(watch.tensor)
+            watch.tensor._node = watch.updated()
+            wanted.insert(len(outputs) + len(changed), watch.tensor._node)
+            changed.append(_Target(None, watch.tensor))
         pending = [node for node in wanted if node.value is None]
-        structure = Structure(pending)
+        structure = Structure(pending, checked=False)
         replaced = self._replaced(pending, structure.inputs)
         program = programs(device).build(structure, pending, replaced) if pending else None
         return _Captured(
@@ -239,6 +247,7 @@ class _Tracing:
             guards=[(t, self._outside[id(t)][1].grad is None) for t in grads],
             facts=self._facts,
             donated=donated,
+            watches=watches,
         )
 
     def _replaced(self, pending: list[Node], inputs: list[Node]) -> dict[int, int]:
@@ -330,6 +339,7 @@ class _Captured:
     guards: list[tuple[Tensor, bool]]  # tensors that had no gradient at the capture, or had one
     facts: list[tuple[Callable[[], object], object]]  # what the function asked for, and the answers
     donated: list[int]
+    watches: list[IndexWatch]
 
     def still_true(self) -> bool:
         """Whether what the capture found outside is still so."""
@@ -402,6 +412,8 @@ class _Captured:
             changed._become(next(rest))
         for tensor, there in self.grads:
             tensor.grad = Tensor(next(rest), self.device) if there else None
+        for watch in self.watches:
+            watch.ran()
         return _replaced(self.result, iter(results))
 
     def told_replay(self, arguments: list[Tensor], captured: float) -> Any:
