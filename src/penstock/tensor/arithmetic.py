@@ -9,6 +9,7 @@ from typing import Any
 from penstock.graph import elementwise
 from penstock.graph.node import DType, Node
 from penstock.tensor import dtypes
+from penstock.tensor.arguments import of_tensor
 from penstock.tensor.core import Tensor, broadcast, common_shape, install, record, scalar
 from penstock.tensor.operands import OPERANDS, as_number, device_of, operand, operands
 
@@ -30,7 +31,8 @@ def _to_fraction(x: Tensor) -> Tensor:
 def _unary(name: str, apply: Callable[[Node], Node], kinds: str, doc: str) -> Callable[[Tensor], Tensor]:
     def function(x: Tensor, /) -> Tensor:
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} takes a tensor, and {type(x).__name__} was given")
+            given = type(x).__name__
+            raise TypeError(f"{name} takes a tensor, and {given} was given; ps.asarray makes one of it")
         if kinds == _FRACTION and x.dtype.kind in "biu":
             x = _to_fraction(x)
         _check(name, kinds, x)
@@ -187,6 +189,7 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Tensor:
     return record(elementwise.where(mask._node, a._node, b._node), mask, a, b)
 
 
+@of_tensor
 def clip(x: Tensor, /, min: Any = None, max: Any = None) -> Tensor:
     """Not less than `min`, and not greater than `max`; the dtype stays that of `x`."""
     _check("clip", _REAL, x)

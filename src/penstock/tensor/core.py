@@ -503,7 +503,12 @@ def axes_of(x: Tensor, axis: int | Sequence[int] | None, name: str) -> tuple[int
     """Axes as sorted positive numbers; an error names one that is not there, or is there twice."""
     if axis is None:
         return tuple(range(x.ndim))
-    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    if type(axis) is int:
+        given: tuple[int, ...] = (axis,)
+    else:
+        from penstock.tensor.arguments import integers
+
+        given = integers(axis, name, "an axis")
     for one in given:
         if not -x.ndim <= one < x.ndim:
             raise IndexError(f"{name}: axis {one} is not there in shape {x.shape}")
