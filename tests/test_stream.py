@@ -67,9 +67,19 @@ def test_max_commands_can_be_set_per_device() -> None:
 
 def test_commands_gather_until_max_bytes_hang_on_them() -> None:
     device, driver, kernels = watched(max_bytes=10 * 1024)
-    for _ in range(25):
-        fill(device, kernels, 1024)
+    held = [device.empty(1024) for _ in range(25)]
+    for buffer in held:
+        device.stream.launch(kernels["fill"], (1,), (1,), (buffer, 1, 1))
     assert driver.flushes == 2
+
+
+def test_the_bytes_of_all_batches_in_flight_are_bounded() -> None:
+    device, _, kernels = watched(max_bytes=10 * 1024)
+    held = [device.empty(1024) for _ in range(200)]
+    for number, buffer in enumerate(held, start=1):
+        device.stream.launch(kernels["fill"], (1,), (1,), (buffer, 1, 1))
+        assert device.stream.pending <= min(number, 2 * 10 + 10), "two batches of 10 KiB, and the open one"
+    assert {site.why for site in device.stream.waits.sites()} == {"back-pressure"}
 
 
 def test_a_buffer_that_many_commands_use_hangs_on_them_once() -> None:
@@ -98,27 +108,27 @@ def test_the_host_cannot_run_away_from_the_device() -> None:
     assert {site.why for site in device.stream.waits.sites()} == {"back-pressure"}
 
 
-def test_a_dropped_buffer_is_not_reused_before_the_device_is_done_with_it() -> None:
+def test_a_dropped_buffer_is_not_for_an_upload_before_the_device_is_done_with_it() -> None:
     device, driver, kernels = watched()
     out = device.empty(4096)
     address = out.memory
     device.stream.launch(kernels["fill"], (1,), (1,), (out, 1, 1))
     del out
-    taken = [device.empty(4096) for _ in range(20)]
+    taken = [device.upload(np.zeros(4096, np.uint8)) for _ in range(20)]
     assert all(buffer.memory is not address for buffer in taken)
     device.sync()
-    assert device.empty(4096).memory is address
+    assert device.upload(np.zeros(4096, np.uint8)).memory is address
     assert driver.allocated_bytes == 21 * 4096
 
 
-def test_an_upload_holds_its_buffer_too() -> None:
+def test_memory_that_an_upload_uses_is_not_for_the_next_kernel() -> None:
     device, _, kernels = watched()
     out = device.empty(4096)
     device.stream.launch(kernels["fill"], (1,), (1,), (out, 1, 1))
     device.upload(np.zeros(1024, np.int32), into=out)  # waits on the device for the kernel, not on the host
     address = out.memory
     del out
-    assert device.empty(4096).memory is not address
+    assert device.empty(4096).memory is not address, "the kernel would have to wait for the copy"
     assert device.stream.waits.count == 0
 
 

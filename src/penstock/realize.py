@@ -140,12 +140,16 @@ class Programs:
         """Whether the same was computed before, as far as it is remembered."""
         return structure.key in self._programs or structure.key in self._seen
 
+    def waits_for_no_compiler(self, structure: Structure) -> bool:
+        """Whether NumPy computes it, and no kernel."""
+        return not self._forced and structure.waits_for_no_compiler(self.seen(structure))
+
     def known(self, structure: Structure, wanted: Sequence[Node]) -> Program | None:
         """The program of a structure; None as long as building one would not pay."""
         key = structure.key
         program = self._programs.get(key)
         if program is None:
-            if not self._forced and structure.waits_for_no_compiler(key in self._seen):
+            if self.waits_for_no_compiler(structure):
                 self._seen[key] = None
                 if len(self._seen) > _MAX_SEEN:
                     self._seen.popitem(last=False)
@@ -259,7 +263,7 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
         return "computed already"
     with device.running:
         own, structure = programs(device), Structure(wanted)
-        if not structure.waits_for_no_compiler(own.seen(structure)):
+        if not own.waits_for_no_compiler(structure):
             program = own.known(structure, wanted)
             assert program is not None
             return steps_text(program)

@@ -44,7 +44,8 @@ class _Opened:
             "max_bytes": settings.pool_bytes or driver.capabilities.total_bytes // 4,
             "idle_seconds": settings.pool_seconds,
         }
-        self.pool = BufferPool(self.limit, **bounds)  # type: ignore[arg-type]
+        pace = {"is_done": driver.is_done, "wait": driver.wait}
+        self.pool = BufferPool(self.limit, **bounds, **pace)  # type: ignore[arg-type]
         self.pinned = BufferPool(Raw(driver, pinned=True), **bounds)  # type: ignore[arg-type]
         self.trace = Trace(self.pool)
         self.traced = settings.trace_memory  # whether the user asked for it
@@ -152,15 +153,19 @@ class Device:
         """A buffer of `nbytes` bytes with any content. Raises OutOfDeviceMemory, after trying everything."""
         if nbytes < 0:
             raise ValueError(f"a buffer cannot have {nbytes} bytes")
+        return self._new(nbytes)
+
+    def _new(self, nbytes: int, unused: bool = False) -> Buffer:
+        """A buffer for a kernel to write; `unused`: for the host, which should wait for no command there."""
         opened = self._open()
         opened.stream.check_available()
         source = opened.source
         try:
-            memory = source.reserve(nbytes)
+            memory = source.reserve(nbytes, unused)
         except OutOfDeviceMemory:
             self._make_room(opened)
             try:
-                memory = source.reserve(nbytes)
+                memory = source.reserve(nbytes, unused)
             except OutOfDeviceMemory as error:
                 raise self._out_of_memory(opened, nbytes, error) from None
         return Buffer(opened.driver, memory, nbytes, source)
@@ -269,7 +274,7 @@ class Device:
     def upload(self, array: npt.ArrayLike, into: Buffer | None = None, offset: int = 0) -> Buffer:
         """Copy `array` to the device without waiting for it: into a new buffer, or into a given one."""
         array = np.asarray(array)
-        buffer = self.empty(array.nbytes) if into is None else self._own(into)
+        buffer = self._new(array.nbytes, unused=True) if into is None else self._own(into)
         self._open().transfers.upload(buffer, array, offset)
         return buffer
 
@@ -378,7 +383,8 @@ class Device:
         gc.collect()  # buffers in reference cycles that nobody can reach
         opened.stream.drain("out of memory")
         opened.transfers.release_staging()
-        self.trim()
+        opened.scratch = []
+        opened.pinned.clear()
 
     def _out_of_memory(self, opened: _Opened, nbytes: int, cause: OutOfDeviceMemory) -> OutOfDeviceMemory:
         stats = self.memory_stats()

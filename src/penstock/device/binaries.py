@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
 from penstock.cache import CacheFolder
 from penstock.config import cache_folder
+from penstock.errors import PenstockWarning
 
 _MAX_FILES = 4096
 _MAX_BYTES = 256 << 20
@@ -34,7 +36,16 @@ class Binaries:
         with suppress(OSError):
             os.utime(self._folder.path / name)  # the oldest go first
         check, code = found[:_CHECK_BYTES], found[_CHECK_BYTES:]
-        return code if hashlib.sha256(code).digest() == check else None
+        if hashlib.sha256(code).digest() == check:
+            return code
+        with suppress(OSError):
+            (self._folder.path / name).unlink()
+        warnings.warn(
+            f"{self._folder.path / name} was damaged: its kernels are compiled again",
+            PenstockWarning,
+            stacklevel=2,
+        )
+        return None
 
     def put(self, said: str, code: bytes) -> None:
         """Keep code, whole or not at all: a process that reads meanwhile finds none."""

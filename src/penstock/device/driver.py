@@ -92,6 +92,7 @@ class Memory:
         "parts",
         "pinned",
         "serial",
+        "usage",
     )
 
     def __init__(self, native: Any, nbytes: int, host: Bytes | None, pinned: bool = False) -> None:
@@ -103,9 +104,10 @@ class Memory:
         self.parts: dict[
             tuple[int, int], Any
         ] = {}  # native objects for parts of it, where a driver keeps any
-        # The pool's notes: how much was asked for, and since when nobody uses it.
+        # The pool's notes: how much was asked for, since when nobody holds it, and who used it last.
         self.asked = nbytes
         self.idle_since = 0.0
+        self.usage: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,25 +10,40 @@ from penstock.memory.resource import Resource
 
 
 class Usage:
-    """Which command touched a buffer last. A buffer and all its views share one.
+    """Which command touched a memory last. All buffers that lie there share one, one after another too.
 
-    Each command that touches the buffer waits for the last one unless both are in one queue, so the last is
+    Each command that touches the memory waits for the last one unless both are in one queue, so the last is
     all that has to be known: it is done only when all the others are.
     """
 
-    __slots__ = ("batch", "event", "viewers", "writer")
+    __slots__ = ("batch", "event", "inherited", "viewers", "writer")
 
     def __init__(self) -> None:
         self.batch: Any = None  # the stream's batch that the command is in; None when it is in none
         self.event: Event | None = None
+        self.inherited: Event | None = None  # the last use by a buffer that was here before
         self.viewers = 0  # open host views
         self.writer = False  # whether one of them may write
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the next kernel comes after the last use without waiting: that is a kernel, too."""
+        return self.event is None or (self.batch is not None and self.batch.lane.runs_kernels)
+
+    @property
+    def own_event(self) -> Event | None:
+        """The last use by this buffer, whose failure is one of what it holds; None if there was none."""
+        return None if self.event is self.inherited else self.event
+
+    def forget(self) -> None:
+        """The last command is done."""
+        self.batch = self.event = self.inherited = None
 
 
 class Buffer:
     """Device memory of `nbytes` bytes. It returns to its pool when nothing refers to it any more.
 
-    Commands that are recorded but not finished refer to their buffers, so dropping one at once is safe.
+    Dropping one at once is safe: its memory knows its last use, and whoever gets it next comes after that.
     """
 
     __slots__ = (
@@ -43,7 +58,12 @@ class Buffer:
         self.offset = 0
         self.place = (memory.serial, 0)  # where it lies, of all memory that there ever was
         self.nbytes = nbytes
-        self.usage = Usage()
+        usage = memory.usage
+        if usage is None:
+            usage = memory.usage = Usage()
+        else:
+            usage.inherited = usage.event
+        self.usage: Usage = usage
         self.shared = False  # whether several values lie here, so that none may be written over
         self._home: Resource | None = home
         self._parent: Buffer | None = None

@@ -2,6 +2,10 @@
 
 A block that the pool hands out belongs to the caller until it comes back through `release`. Blocks are never
 split, so nothing fragments, and what is idle can always be given back whole.
+
+A block may come back while commands still use it. Kernels run in the order in which they are recorded, so the
+next kernel may have it at once; whoever else gets it waits for its last use, which the block knows. A driver
+has it back only when the device is done with it.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from time import monotonic
 
-from penstock.device.driver import Memory
+from penstock.device.driver import Event, Memory
 from penstock.errors import OutOfDeviceMemory
 from penstock.memory.resource import Resource, Statistics
 
@@ -42,7 +46,7 @@ class PoolStatistics:
     allocation_count: int  # allocations that the driver made
     size_classes: int  # sizes of which something is idle
     total_pooled: int  # idle blocks
-    pooled_bytes: int  # idle bytes
+    pooled_bytes: int  # idle bytes, of which commands may still use some
     live_bytes: int  # bytes in the callers' hands
     peak_bytes: int  # the most that was ever in the callers' hands
 
@@ -73,48 +77,53 @@ class BufferPool:
         max_bytes: float = math.inf,
         idle_seconds: float = 60.0,
         clock: Callable[[], float] = monotonic,
+        is_done: Callable[[Event], bool] = lambda event: True,
+        wait: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.capacity = capacity
         self.max_bytes = max_bytes
         self.idle_seconds = idle_seconds
         self._counted = Statistics(upstream)
         self._clock = clock
+        self._is_done = is_done
+        self._wait = wait
         self._next_sweep = clock() + idle_seconds
         self._lock = threading.Lock()
         self._idle: dict[int, list[Memory]] = {}  # by size; the longest idle first
+        self._leaving: list[Memory] = []  # for the driver, once the device is done with them
+        self._leaving_bytes = 0
         self._returned: deque[Memory] = deque()  # released, and still counted as live
-        # Takes memory back, once the device is done with it. An atomic step without a lock, because
-        # finalisers call it, and those may run inside any other call; the next call does the rest.
+        # Takes memory back. An atomic step without a lock, because finalisers call it, and those may run
+        # inside any other call; the next call does the rest.
         self.release: Callable[[Memory], None] = self._returned.append
         self._hits = 0
         self._misses = 0
         self._live = 0
         self._peak = 0
 
-    def reserve(self, nbytes: int) -> Memory:
-        """Memory of at least `nbytes` bytes, idle or new. Raises OutOfDeviceMemory."""
-        self._lock.acquire()  # `with` costs twice as much, which here is a third of the whole call
-        try:
+    def reserve(self, nbytes: int, unused: bool = False) -> Memory:
+        """Memory of at least `nbytes` bytes, idle or new, for a kernel to write. Raises OutOfDeviceMemory.
+
+        `unused`: not for a kernel, so that it should be none that a command still uses.
+        """
+        with self._lock:
             returned = self._returned
-            if len(returned) == 1 and returned[0].asked == nbytes:
+            if len(returned) == 1 and returned[0].asked == nbytes and self._usable(returned[0], unused):
                 self._hits += 1  # the block that just came back is the one that is wanted
                 return returned.popleft()
-            if returned:
+            if returned or self._leaving:
                 self._collect()
-            idle = self._idle.get(size_class(nbytes))
-            if idle:
-                memory = idle.pop()
+            allocations = self._counted.allocation_count
+            memory = self._idle_block(nbytes, unused) or self._allocate(nbytes)
+            if self._counted.allocation_count == allocations:
                 self._hits += 1
             else:
-                memory = self._allocate(nbytes)
                 self._misses += 1
             memory.asked = nbytes
             self._live += memory.nbytes
             if self._live > self._peak:
                 self._peak = self._live
             return memory
-        finally:
-            self._lock.release()
 
     def shrink_to_fit(self, max_bytes: int = 0) -> int:
         """Give idle blocks back, the longest idle first, until at most `max_bytes` idle; how many bytes."""
@@ -157,7 +166,7 @@ class BufferPool:
                 allocation_count=self._counted.allocation_count,
                 size_classes=len(blocks),
                 total_pooled=sum(blocks),
-                pooled_bytes=self._pooled_bytes(),
+                pooled_bytes=self._counted.nbytes - self._live,
                 live_bytes=self._live,
                 peak_bytes=self._peak,
             )
@@ -166,7 +175,7 @@ class BufferPool:
         """Bytes that are live and bytes that are idle: the same as in `stats`, for less."""
         with self._lock:
             self._collect()
-            return self._live, self._pooled_bytes()
+            return self._live, self._counted.nbytes - self._live
 
     def idle(self) -> list[tuple[int, int]]:
         """The idle blocks: which allocation of the driver each is, and its bytes."""
@@ -182,20 +191,44 @@ class BufferPool:
 
     # The lock is held from here on.
 
-    def _pooled_bytes(self) -> int:
-        return self._counted.nbytes - self._live
+    def _idle_bytes(self) -> int:
+        return self._counted.nbytes - self._live - self._leaving_bytes
+
+    def _usable(self, memory: Memory, unused: bool) -> bool:
+        """Whether memory can be handed out without anybody waiting for its last use."""
+        usage = memory.usage
+        if usage is None or usage.event is None or (usage.in_order and not unused):
+            return True
+        if not self._is_done(usage.event):
+            return False
+        usage.forget()
+        return True
+
+    def _idle_block(self, nbytes: int, unused: bool) -> Memory | None:
+        """An idle block for a request, the one that came back last; None if there is none that is usable."""
+        idle = self._idle.get(size_class(nbytes), ())
+        for position in range(len(idle) - 1, -1, -1):
+            if self._usable(idle[position], unused):
+                return idle.pop(position)  # type: ignore[union-attr]
+        return None
 
     def _allocate(self, nbytes: int) -> Memory:
+        """New memory. Where there is none, idle blocks are given back, only as many as it takes."""
         self._expire(self._clock())
+        size = much = size_class(nbytes)
         with suppress(OutOfDeviceMemory):
-            return self._counted.reserve(size_class(nbytes))
-        if self._shrink(0):  # what idled was perhaps in the way
+            return self._counted.reserve(size)
+        if idle := self._idle.get(size):  # better to wait for a block of this size than to give others back
+            return idle.pop(0)
+        while self._shrink(max(self._idle_bytes() - much, 0)):
             with suppress(OutOfDeviceMemory):
-                return self._counted.reserve(size_class(nbytes))
+                return self._counted.reserve(size)
+            much *= 2
         return self._counted.reserve(max(nbytes, 1))  # rounding may ask for more than there is
 
     def _collect(self) -> None:
         """Sort what was released into the classes, and keep to the bounds."""
+        self._free_leaving()
         returned, classes, capacity, now = self._returned, self._idle, self.capacity, self._clock()
         while returned:
             memory = returned.popleft()
@@ -211,18 +244,31 @@ class BufferPool:
                 idle.append(memory)
             else:
                 self._give_back(memory)
-        if self._counted.nbytes - self._live > self.max_bytes:
+        if self._idle_bytes() > self.max_bytes:
             self._shrink(self.max_bytes)
 
     def _give_back(self, memory: Memory) -> int:
+        """Give a block back as soon as the device is done with it; how many bytes."""
         nbytes = memory.nbytes
-        self._counted.release(memory)
+        usage = memory.usage
+        if usage is not None and usage.event is not None and usage.batch is None:
+            self._wait(usage.event)  # the end of a host view, which is short
+        if self._usable(memory, unused=True):
+            self._counted.release(memory)
+        else:
+            self._leaving.append(memory)
+            self._leaving_bytes += nbytes
         return nbytes
+
+    def _free_leaving(self) -> None:
+        leaving, self._leaving, self._leaving_bytes = self._leaving, [], 0
+        for memory in leaving:
+            self._give_back(memory)
 
     def _shrink(self, max_bytes: float) -> int:
         self._forget_empty_classes()
         freed = 0
-        while self._idle and self._pooled_bytes() > max_bytes:
+        while self._idle and self._idle_bytes() > max_bytes:
             oldest = min(self._idle.values(), key=lambda blocks: blocks[0].idle_since)
             freed += self._give_back(oldest.pop(0))
             if not oldest:

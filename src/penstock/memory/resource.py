@@ -21,7 +21,7 @@ class Resource(Protocol):
         ...
 
     def release(self, memory: Memory) -> None:
-        """Take back what `reserve` gave. The device must be done with it."""
+        """Take back what `reserve` gave. Only a pool takes it before the device is done with it."""
         ...
 
 

@@ -54,10 +54,10 @@ class Trace:
         self._blocks: dict[int, Block] = {}  # by serial
         self.logs: tuple[Log, ...] = ()
 
-    def reserve(self, nbytes: int) -> Memory:
-        """See Resource."""
+    def reserve(self, nbytes: int, unused: bool = False) -> Memory:
+        """See BufferPool."""
         start = perf_counter()
-        memory = self._upstream.reserve(nbytes)
+        memory = self._upstream.reserve(nbytes, unused)
         end = perf_counter()
         block = self._blocks[memory.serial] = Block(memory.serial, memory.nbytes, nbytes, user_line())
         for log in self.logs:

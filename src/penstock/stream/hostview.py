@@ -150,8 +150,8 @@ def claim(stream: Stream, buffer: Buffer, writable: bool) -> None:
             buffer.refuse_if_viewed(reads_only=not writable)
             event = usage.event
             if event is None or buffer.driver.is_done(event):
-                stream.check([event])
-                usage.batch = usage.event = None
+                stream.check([usage.own_event])
+                usage.forget()
                 usage.viewers += 1
                 usage.writer = writable
                 return

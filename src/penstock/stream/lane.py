@@ -1,6 +1,7 @@
 """A lane: the commands of one queue, gathered into batches, submitted, and retired when the device is done.
 
-Every unfinished command holds its buffers, so memory returns to the pool only after the device's last use.
+A command holds no buffers. It is noted as the last use of the memory that it touches, and whoever touches it
+next, perhaps in another buffer, comes after it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from penstock.device.driver import Driver, Event, Grid, Kernel, Queue
 from penstock.errors import DeviceError
 from penstock.memory.buffer import Buffer
 
-# What is remembered of a command, cheap to make: kernel or verb, grid or bytes, group, arguments.
+# What is remembered of a command, cheap to make: kernel or verb, grid or bytes, group, arguments. Of buffers
+# only the sizes are remembered, since a command must not keep memory from its next use.
 Launch = tuple[Kernel, Grid, Grid, Sequence[Any]]
 Command = Launch | tuple[str, int, None, Sequence[Any]]
 Ran = tuple[Command, tuple[float, float] | None]  # with its begin and end, where those are known
@@ -72,12 +74,20 @@ class FlushPolicy:
     """When gathered commands are submitted, and how far the device may fall behind."""
 
     max_commands: int
-    max_bytes: int
+    max_bytes: int  # of the memory that gathered commands touch, and that of all batches in flight
     max_in_flight: int
 
 
+class BufferSize(int):
+    """A buffer among the arguments of a command that is remembered: its bytes."""
+
+
+class BufferSizes(tuple[int, ...]):
+    """The arguments of a command that is remembered, where all are buffers: their bytes."""
+
+
 class Batch:
-    """Commands that are submitted together, and the bytes of distinct buffers that they hold."""
+    """Commands that are submitted together, and the bytes of the distinct memories that they touch."""
 
     __slots__ = ("commands", "events", "lane", "nbytes")
 
@@ -100,6 +110,7 @@ class Lane:
         wait: Callable[[Event, str], None],
     ) -> None:
         self.name = name
+        self.runs_kernels = name == "compute"
         self.queue = queue
         self.recorders: tuple[Recorder, ...] = ()
         self._driver = driver
@@ -178,9 +189,16 @@ class Lane:
         self._in_flight.append(self._open)
         self._open = Batch(self)
         self.retire()
-        while len(self._in_flight) > self._policy.max_in_flight:
+        while self._too_much_in_flight():
             self._wait(self._in_flight[0].events[-1], "back-pressure")
             self.retire()
+
+    def _too_much_in_flight(self) -> bool:
+        """Too many batches or bytes. Two batches may touch any number of bytes: the device must have work."""
+        batches, policy = self._in_flight, self._policy
+        if len(batches) > policy.max_in_flight:
+            return True
+        return len(batches) > 2 and sum(batch.nbytes for batch in batches) > policy.max_bytes
 
     def retire(self) -> None:
         """Let go of the batches that the device has finished, and note the first failure in them."""
@@ -192,7 +210,7 @@ class Lane:
                 self._error = self._error or error
             if self.recorders:
                 self._tell(batch)
-            batch.commands.clear()  # buffers know their batch: here the circle is broken
+            batch.commands.clear()  # memories know their last batch, and may be long idle
             batch.events.clear()
 
     def _tell(self, batch: Batch) -> None:
@@ -218,13 +236,19 @@ class Lane:
 def describe(command: Command) -> str:
     """A command for an error message: kernel, sizes and arguments."""
     what, grid, group, args = command
-    arguments = ", ".join(map(_describe_argument, args))
+    arguments = (
+        _describe_argument(args)
+        if isinstance(args, BufferSizes)
+        else ", ".join(map(_describe_argument, args))
+    )
     if isinstance(what, Kernel):
         return f"kernel {what.name!r}, grid {grid}, group {group}, arguments ({arguments})"
     return f"{what} ({arguments})"
 
 
 def _describe_argument(argument: Any) -> str:
-    if isinstance(argument, Buffer):
-        return f"{argument.nbytes}-byte buffer"
+    if isinstance(argument, BufferSizes):
+        return ", ".join(f"{nbytes}-byte buffer" for nbytes in argument)
+    if isinstance(argument, BufferSize):
+        return f"{int(argument)}-byte buffer"
     return f"{argument.nbytes}-byte array" if isinstance(argument, np.ndarray) else repr(argument)

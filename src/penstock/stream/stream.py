@@ -12,7 +12,16 @@ from penstock.device.driver import Driver, Event, Grid, Kernel
 from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.memory.buffer import Buffer
 from penstock.memory.pool import BufferPool
-from penstock.stream.lane import Command, FlushPolicy, Lane, Launch, Recorder, describe
+from penstock.stream.lane import (
+    BufferSize,
+    BufferSizes,
+    Command,
+    FlushPolicy,
+    Lane,
+    Launch,
+    Recorder,
+    describe,
+)
 from penstock.stream.waits import WaitLedger
 
 PROFILE = "profile"  # why the host waits where a profile begins and ends
@@ -77,11 +86,10 @@ class Stream:
 
     def launch(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> None:
         """Record `kernel` over `grid` groups of `group` threads. Buffers go where the signature says `*`."""
-        native, buffers = _split(kernel, args)
+        native, buffers, sizes = _split(kernel, args)
         if 0 in grid:
             return  # nothing to do, which not every driver accepts
-        # A tuple, because the command keeps the buffers alive: a list could change under it.
-        lane, command = self.compute, (kernel, grid, group, tuple(args))
+        lane, command = self.compute, (kernel, grid, group, sizes)
         self.lock.acquire()  # `with` costs twice as much
         try:
             if self.unavailable:
@@ -106,10 +114,10 @@ class Stream:
         commands: list[Launch] = []
         bound, held = [], {}
         for kernel, grid, group, args in launches:
-            native, buffers = _split(kernel, args)
+            native, buffers, sizes = _split(kernel, args)
             if 0 in grid:
                 continue
-            commands.append((kernel, grid, group, tuple(args)))
+            commands.append((kernel, grid, group, sizes))
             held.update({id(buffer.usage): buffer for buffer in buffers})
             try:
                 bound.append(self._driver.bind(kernel, grid, group, native))
@@ -136,13 +144,14 @@ class Stream:
         step = self.policy.max_commands
         with self.lock:
             self.check_available()
+            sizes = BufferSizes([buffer.nbytes for buffer in touched])
             if self._graph(program):
                 # The command holds the program, because a graph that runs may not go.
-                self._record([program.graph], [("replay", 0, None, (program, *touched))], touched)
+                self._record([program.graph], [("replay", 0, None, (program, sizes))], touched)
                 return
             commands: Sequence[Command] = program.commands
             if buffers is not None:
-                commands = [(kernel, grid, group, buffers) for kernel, grid, group, _ in program.commands]
+                commands = [(kernel, grid, group, sizes) for kernel, grid, group, _ in program.commands]
             for start in range(0, len(program.bound), step):
                 self._record(program.bound[start : start + step], commands[start : start + step], touched)
 
@@ -294,17 +303,18 @@ class Stream:
             raise errors[0]
 
 
-def _split(kernel: Kernel, args: Sequence[Any]) -> tuple[list[Any], list[Buffer]]:
-    """The arguments as the driver takes them, and the buffers among them."""
-    native = list(args)
+def _split(kernel: Kernel, args: Sequence[Any]) -> tuple[list[Any], list[Buffer], list[Any]]:
+    """The arguments as the driver takes them, the buffers among them, and what is remembered of both."""
+    native, sizes = list(args), list(args)
     buffers = []
     try:
         for slot in kernel.buffer_slots:
             buffer = args[slot]
             native[slot] = buffer.native
+            sizes[slot] = BufferSize(buffer.nbytes)
             buffers.append(buffer)
         if len(native) == len(kernel.signature):
-            return native, buffers
+            return native, buffers, sizes
     except (AttributeError, IndexError):
         pass
     given = ", ".join("buffer" if isinstance(arg, Buffer) else type(arg).__name__ for arg in args)

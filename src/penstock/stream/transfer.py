@@ -18,7 +18,7 @@ from penstock.memory.resource import Resource
 from penstock.memory.staging import Slot, StagingRing
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
-from penstock.stream.lane import Command, Lane, describe
+from penstock.stream.lane import BufferSize, BufferSizes, Command, Lane, describe
 from penstock.stream.stream import Stream
 from penstock.stream.watching import Looking, Watching
 
@@ -73,10 +73,10 @@ class Transfers:
         if nbytes <= _SMALL and self._copied_in_place(buffer, offset, target, writes=False):
             return Future.ready(result) if not self.watching else _made(lambda: self._looked_at(result))
         with self._stream.lock:
-            before = buffer.usage.event
+            before = buffer.usage.own_event
             event = self._record(
                 self._stream.outgoing,
-                ("download", nbytes, None, (buffer, target)),
+                ("download", nbytes, None, (BufferSize(buffer.nbytes), target)),
                 (buffer,),
                 lambda queue, waits: self._driver.read(
                     queue, target, buffer.memory, buffer.offset + offset, waits
@@ -102,7 +102,7 @@ class Transfers:
             with self._stream.lock:
                 self._record(
                     self._stream.outgoing,
-                    ("copy", nbytes, None, (target, source)),
+                    ("copy", nbytes, None, BufferSizes((target.nbytes, source.nbytes))),
                     (target, source),
                     lambda queue, waits: self._driver.copy(
                         queue, target.memory, to, source.memory, start, nbytes, waits
@@ -131,7 +131,7 @@ class Transfers:
                 return False
             buffer.refuse_if_viewed(reads_only=not writes)
             if not writes:
-                self._stream.check([usage.event])
+                self._stream.check([usage.own_event])
             recorders = self._stream.recorders
             start = perf_counter() if recorders else 0.0
             mapped = self._driver.map(buffer.memory, buffer.offset + offset, array.nbytes, writes)
@@ -153,13 +153,16 @@ class Transfers:
         copy: Callable[[Queue, list[Event] | None], Event],
         ordered: bool = True,
     ) -> Event:
-        """Record one copy, which starts at once; `ordered`: after what uses the buffers now."""
+        """Record one copy, which starts at once; `ordered`: after what uses the buffers now.
+
+        One that is not ordered does not count as their last use: what is under way ends later, perhaps.
+        """
         waits = lane.dependencies(buffers, reads_only=command[0] == "download") if ordered else None
         try:
             event = copy(lane.queue, waits)
         except DeviceError as error:
             raise DeviceError(error.reason, describe(command)) from None
-        lane.record(event, command, buffers)
+        lane.record(event, command, buffers if ordered else ())
         return event
 
     def _staged(
@@ -179,7 +182,8 @@ class Transfers:
             return slot.event
 
         try:
-            self._record(lane, (verb, nbytes, None, (buffer,)), (buffer,), copy_through, ordered)
+            command: Command = (verb, nbytes, None, BufferSizes((buffer.nbytes,)))
+            self._record(lane, command, (buffer,), copy_through, ordered)
         except BaseException:
             if slot.event is None:  # otherwise the copy is under way, and so the slot in use
                 ring.cancel(slot)
@@ -204,7 +208,7 @@ class Transfers:
         chunk = ring.chunk_bytes
         slots: list[Slot] = []
         with self._stream.lock:
-            before = buffer.usage.event
+            before = buffer.usage.own_event
             for start in range(0, target.nbytes, chunk):
                 part = target[start : start + chunk]
 
@@ -250,7 +254,7 @@ class Transfers:
         with self._stream.lock:
             event = self._record(
                 self._stream.outgoing,
-                ("download", buffer.nbytes, None, (buffer, target)),
+                ("download", buffer.nbytes, None, (BufferSize(buffer.nbytes), target)),
                 (buffer,),
                 lambda queue, waits: self._driver.read(queue, target, buffer.memory, buffer.offset, waits),
                 ordered=False,
