@@ -88,6 +88,11 @@ def _for_fractions(apply: Callable[[Node], Node]) -> Callable[[Node], Node]:
     return lambda x: x if x.dtype.kind in "iu" else apply(x)
 
 
+def _for_complex(apply: Callable[[Node], Node]) -> Callable[[Node], Node]:
+    """Real numbers are their own conjugates, and their own real parts."""
+    return lambda x: apply(x) if x.dtype.kind == "c" else x
+
+
 def _never(apply: Callable[[Node], Node], answer: bool) -> Callable[[Node], Node]:
     """Whole numbers are never infinite or undefined."""
     return lambda x: elementwise.full(x.shape, dtypes.bool_, answer) if x.dtype.kind in "iu" else apply(x)
@@ -102,7 +107,7 @@ atan = _unary("atan", elementwise.atan, _FRACTION, "The inverse of the tangent."
 atanh = _unary("atanh", elementwise.atanh, _FRACTION, "The inverse of the hyperbolic tangent.")
 bitwise_invert = _unary("bitwise_invert", elementwise.bitwise_invert, _BOOL + _INTEGER, "Every bit inverted.")
 ceil = _unary("ceil", _for_fractions(elementwise.ceil), _REAL, "Rounded up.")
-conj = _unary("conj", elementwise.conj, _NUMBER, "The complex conjugate.")
+conj = _unary("conj", _for_complex(elementwise.conj), _NUMBER, "The complex conjugate.")
 cos = _unary("cos", elementwise.cos, _FRACTION, "The cosine.")
 cosh = _unary("cosh", elementwise.cosh, _FRACTION, "The hyperbolic cosine.")
 exp = _unary("exp", elementwise.exp, _FRACTION, "The exponential.")
@@ -119,7 +124,7 @@ log2 = _unary("log2", elementwise.log2, _FRACTION, "The logarithm to base 2.")
 logical_not = _unary("logical_not", elementwise.logical_not, _BOOL, "Not.")
 negative = _unary("negative", elementwise.negative, _NUMBER, "With the other sign.")
 positive = _unary("positive", _unchanged, _NUMBER, "As it is.")
-real = _unary("real", elementwise.real, _NUMBER, "The real part.")
+real = _unary("real", _for_complex(elementwise.real), _NUMBER, "The real part.")
 reciprocal = _unary(
     "reciprocal", lambda x: elementwise.divide(elementwise.like(x, 1), x), _FRACTION, "1 over it."
 )

@@ -358,6 +358,23 @@ class Tensor:
         detached.requires_grad = False
         return detached
 
+    # Copies
+
+    def __copy__(self) -> Tensor:
+        from penstock.tensor.copying import copied
+
+        return copied(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        from penstock.tensor.copying import copied
+
+        return copied(self, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from penstock.tensor.copying import reduced
+
+        return reduced(self)
+
     # Items
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -436,6 +453,10 @@ def record(node: Node, *sources: Tensor) -> Tensor:
         gradient = gradient or source.requires_grad
     note_used(*sources)
     if gradient and not (node.dtype.kind == "f" and _recording.get()):
+        if node.dtype.kind == "c" and _recording.get():
+            raise TypeError(
+                "no gradient passes complex numbers; use no_grad(), or detach() what is before them"
+            )
         gradient, node = False, elementwise.stop(node)
     return Tensor(node, first, gradient)
 

@@ -177,9 +177,9 @@ def eye(
     device: Where = None,
 ) -> Tensor:
     """1 on the k-th diagonal, 0 elsewhere."""
-    lengths = shape_of((n_rows, n_rows if n_cols is None else n_cols), "eye")
+    rows, columns = shape_of((n_rows, n_rows if n_cols is None else n_cols), "eye")
     k = integer(k, "eye", "k")
-    return from_numpy(np.eye(*lengths, k, dtypes.checked(dtype or dtypes.float32)), resolve(device))
+    return from_numpy(np.eye(rows, columns, k, dtypes.checked(dtype or dtypes.float32)), resolve(device))
 
 
 def _kept(x: Tensor, compare: Any, k: int, name: str) -> Tensor:

@@ -149,7 +149,7 @@ def _as_array(part: Any) -> Any:
         array = np.asarray(part)
         if array.dtype.kind not in "iub" and array.size:
             raise IndexError(f"an index has whole numbers or truth values, and {array.dtype} was given")
-        return array if array.size else array.astype(np.int64)
+        return array if array.size or array.dtype == bool else array.astype(np.int64)
     if isinstance(part, Tensor) and part.dtype.kind not in "iub":
         raise IndexError(f"an index has whole numbers or truth values, and {part.dtype} was given")
     return part

@@ -115,7 +115,8 @@ def var(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: b
 @of_tensor
 def std(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Tensor:
     """The standard deviation of the items; where that is 0, so is its gradient."""
-    squared = var(widened(x), axis=axis, correction=correction, keepdims=keepdims)
+    _check("std", "f", x)
+    squared = var(widened(x), axis=axes_of(x, axis, "std"), correction=correction, keepdims=keepdims)
     constant = equal(squared, 0.0)
     return narrowed(where(constant, 0.0, sqrt(where(constant, 1.0, squared))), x.dtype)
 

@@ -24,6 +24,8 @@ def argsort(x: Tensor, /, *, axis: int = -1, descending: bool = False, stable: b
 @of_tensor
 def sort(x: Tensor, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
     """The items in order along an axis."""
+    _check_order("sort", x)
+    axes_of(x, axis, "sort")
     return take_along_axis(x, argsort(x, axis=axis, descending=descending), axis=axis)
 
 
