@@ -169,6 +169,12 @@ def test_training_goes_on_bit_by_bit_in_a_copy(way: Callable[[Any], Any], dtype:
 def test_inside_a_jitted_function_values_are_copied_and_not_read() -> None:
     twice = ps.jit(lambda x: copy.deepcopy(x) + copy.copy(x))
     assert twice(ps.asarray([1.0])).tolist() == twice(ps.asarray([1.0])).tolist() == [2]
+    weight = ps.asarray([3.0]).requires_grad_()
+    outside = ps.jit(lambda: copy.deepcopy(weight).detach() * 2)
+    assert outside().tolist() == [6]
+    with ps.no_grad():
+        weight += 1
+    assert outside().tolist() == [8]
     with pytest.raises(ps.errors.CaptureError, match="asked for inside a jitted function"):
         ps.jit(lambda x: pickled(x))(ps.asarray([1.0]))
 

@@ -83,6 +83,10 @@ class CaptureError(PenstockError):
     """A function that `jit` captures does what cannot be replayed, such as reading a value."""
 
 
+class DamagedTensor(PenstockError, RuntimeError):
+    """A step failed while it was writing over this tensor, so that nobody knows what is in it."""
+
+
 class CheckpointError(PenstockError):
     """A saved model or run cannot be read, is damaged, or does not fit."""
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.errors import CaptureError
 from penstock.runtime import Device
 from penstock.tensor.core import Tensor, capture, from_numpy, no_grad, realize_together
 
@@ -37,6 +39,28 @@ class Module:
     _training = True
     _computed = False  # whether no tensor of its own waits for its first value
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """A module, which a jitted function that makes it may go on to assign attributes of."""
+        made = super().__new__(cls)
+        capturing = capture.get()
+        if capturing is not None:
+            vars(made)["_made_in"] = weakref.ref(capturing)
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        capturing = capture.get()
+        if capturing is not None and getattr(self, name, self) is not value:
+            made_in = vars(self).get("_made_in")
+            if made_in is None or made_in() is not capturing:
+                raise CaptureError(
+                    f"{name!r} of {type(self).__name__} was assigned inside a jitted function, which would "
+                    f"happen only when it is captured, and not at every call; return the value, or keep a "
+                    f"tensor and change it in place"
+                )
+        object.__setattr__(self, name, value)
+        if self._computed and not isinstance(value, (bool, int, float, str)):
+            object.__setattr__(self, "_computed", False)
+
     @property
     def training(self) -> bool:
         """Whether it behaves as in training. A jitted function that asks is captured for each answer."""
@@ -58,11 +82,6 @@ class Module:
         if not self._computed and capture.get() is None:
             self._compute()
         return self.forward(*args, **kwargs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if self._computed and not isinstance(value, (bool, int, float, str)):
-            object.__setattr__(self, "_computed", False)
 
     def _compute(self) -> None:
         """Compute fresh parameters, together and once: else each forward pass would draw them again."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from penstock.errors import CaptureError
 from penstock.runtime import Device
 from penstock.tensor.arithmetic import where
-from penstock.tensor.core import Tensor, capture, from_numpy
+from penstock.tensor.core import Tensor, capture, from_numpy, outside_capture
 
 Arrays = Mapping[str, npt.NDArray[np.float32]]
 NAMES = ("power1", "power2")
@@ -74,16 +74,13 @@ class BiasCorrection:
         absent = [at for at, own in enumerate(self._group) if own == group and at not in present]
         if not absent:
             return
-        token = capture.set(None)  # they are not a captured function's own
-        try:
-            if any(power._node.value is None for power in self._powers[group]):
-                raise CaptureError(
-                    "two steps of one jitted function have gradients of different parameters; "
-                    "call optimizer.step() once outside of jit with each of them"
-                )
+        if capture.get() is not None and any(power._node.value is None for power in self._powers[group]):
+            raise CaptureError(
+                "two steps of one jitted function have gradients of different parameters; "
+                "call optimizer.step() once outside of jit with each of them"
+            )
+        with outside_capture():  # they are not a captured function's own
             self._powers.append([self._number(power.item()) for power in self._powers[group]])
-        finally:
-            capture.reset(token)
         for parameter in absent:
             self._group[parameter] = len(self._powers) - 1
         self._divisions += 1

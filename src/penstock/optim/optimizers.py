@@ -19,7 +19,15 @@ from penstock.memory.buffer import Buffer
 from penstock.optim.correction import NAMES, BiasCorrection
 from penstock.runtime import Device
 from penstock.tensor.arithmetic import divide, isfinite, minimum, multiply, sqrt, where
-from penstock.tensor.core import Tensor, capture, from_numpy, no_grad, realize_together, source_of
+from penstock.tensor.core import (
+    Tensor,
+    capture,
+    from_numpy,
+    no_grad,
+    outside_capture,
+    realize_together,
+    source_of,
+)
 from penstock.tensor.gathering import gather, gathered, reading
 from penstock.tensor.manipulation import astype, concat, reshape
 from penstock.tensor.reduction import all as all_
@@ -116,12 +124,33 @@ class Optimizer:
         Outside of a jitted function the new values are computed at once, with the loss that they came from:
         steps that are only recorded would be computed again and again, each with all before it.
         """
-        losses = [source_of(one.grad) for one in self.parameters if one.grad is not None]
         if (capturing := capture.get()) is not None:
             # Replays leave everything in its place. A step that is not captured gives new values new memory.
-            for tensor in (*self.parameters, *chain(*self._state.values()), *self._masters.values()):
-                capturing.used(tensor)
-            self._gather()
+            state = (*self.parameters, *chain(*self._state.values()), *self._masters.values())
+            outside = [tensor for tensor in state if capturing.stand_in(tensor) is not tensor]
+            with outside_capture():
+                if outside:
+                    realize_together(outside)
+                self._gather()
+            self._record_step()
+            return
+        losses = [source_of(one.grad) for one in self.parameters if one.grad is not None]
+        tensors = self._all()
+        before = [(tensor, tensor._actual_node, tensor._actual_grad) for tensor in tensors]
+        try:
+            self._record_step()
+            realize_together([*self._all(), *(loss for loss in losses if loss is not None)])
+        except BaseException:  # all of it, or nothing
+            for tensor, node, gradient in before:
+                tensor._actual_node, tensor._actual_grad = node, gradient
+            raise
+
+    def _all(self) -> list[Tensor]:
+        """Every tensor that a step changes."""
+        state = chain.from_iterable(tensors.values() for tensors in self._named())
+        return [*self.parameters, *state, *self._counts()]
+
+    def _record_step(self) -> None:
         with no_grad():
             grads = {
                 at: astype(tensor.grad, self._master(at).dtype)
@@ -136,9 +165,6 @@ class Optimizer:
             for at, grad in grads.items():
                 self._change(at, grad, sound)
             self.zero_grad()
-        if capturing is None:
-            state = [*chain.from_iterable(tensors.values() for tensors in self._named()), *self._counts()]
-            realize_together([*self.parameters, *state, *(loss for loss in losses if loss is not None)])
 
     @staticmethod
     def norm(grads: Sequence[Tensor]) -> Tensor:
@@ -160,10 +186,12 @@ class Optimizer:
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Go on from where `state_dict` was taken; a ValueError names what does not fit."""
         self._check_state(state)
+        loaded: list[tuple[Tensor, Tensor]] = []
         for tensors in self._named():
             arrays = [np.asarray(state[name]).astype(one._node.dtype.numpy) for name, one in tensors.items()]
-            for tensor, new in zip(tensors.values(), gathered(arrays, self._device), strict=True):
-                tensor._become(new._node)
+            loaded += zip(tensors.values(), gathered(arrays, self._device), strict=True)
+        for tensor, new in loaded:  # once all of it is there
+            tensor._become(new._node)
         self._gather()
         self.lr = float(np.asarray(state["lr"]))
 

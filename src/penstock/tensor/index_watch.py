@@ -13,7 +13,7 @@ from penstock.graph.elementwise import maximum
 from penstock.graph.node import Node, leaf, topological
 from penstock.runtime import Device
 from penstock.stream.watching import Watched
-from penstock.tensor.core import Tensor
+from penstock.tensor.core import Tensor, outside_capture
 
 
 class IndexWatch:
@@ -22,16 +22,17 @@ class IndexWatch:
     def __init__(self, found: Worst, device: Device) -> None:
         self._found = found
         self._device = device
-        self.tensor = self._zeros()
+        with outside_capture():  # it outlives the capture, like any tensor from outside
+            self.tensor = Tensor(self._zeros(), device)
         self._watched: Watched | None = None
 
-    def updated(self) -> Node:
-        """What a call makes of the tensor."""
-        return maximum(self.tensor._node, self._found.node)
+    def update(self) -> None:
+        """Change the tensor as every call will; inside the function that is being captured."""
+        self.tensor._node = maximum(self.tensor._node, self._found.node)
 
     def ran(self) -> None:
         """Have a call looked at that was just recorded."""
-        buffer = self.tensor._node.value
+        buffer = self.tensor._actual_node.value
         if self._watched is None or self._watched.buffer is not buffer:
             self._watched = Watched(buffer, self._found.node.dtype, self._judge)
         self._device.watch(self._watched)
@@ -39,13 +40,17 @@ class IndexWatch:
     def _judge(self, values: npt.NDArray[np.unsignedinteger]) -> BadIndex | None:
         error = self._found.judge(values)
         if error is not None:  # which is told once
-            self.tensor._node = self._zeros()._node
+            self.forget()
         return error
 
-    def _zeros(self) -> Tensor:
+    def forget(self) -> None:
+        """Begin anew: no index was bad."""
+        self.tensor._actual_node = self._zeros()
+
+    def _zeros(self) -> Node:
         node = self._found.node
         buffer = self._device.upload(np.zeros(node.shape, node.dtype))
-        return Tensor(leaf(buffer, node.shape, node.dtype), self._device)
+        return leaf(buffer, node.shape, node.dtype)
 
 
 def watched_indices(wanted: Sequence[Node], device: Device) -> list[IndexWatch]:
