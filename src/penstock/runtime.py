@@ -98,6 +98,12 @@ class Device:
     def __repr__(self) -> str:
         return f"<Device {self.name}: {self.capabilities.description}>"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Device:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _named, (self.name,)
+
     @property
     def settings(self) -> Settings:
         """Those that it was made with, else what the environment says."""
@@ -437,3 +443,10 @@ def refuse(why: str) -> Callable[[], Driver]:
         raise DeviceUnavailable(why)
 
     return open_driver
+
+
+def _named(name: str) -> Device:
+    """The device of a name, for `pickle`."""
+    from penstock.registry import find  # imported late: it is built on this module
+
+    return find(name)

@@ -10,7 +10,7 @@ from penstock.tensor import attention, random
 from penstock.tensor.arithmetic import abs as abs_
 from penstock.tensor.arithmetic import exp, log, sqrt, tanh, where
 from penstock.tensor.autograd import checkpoint, fenced, given_gradient
-from penstock.tensor.core import Tensor, record
+from penstock.tensor.core import Tensor, axes_of, record
 from penstock.tensor.creation import arange, zeros, zeros_like
 from penstock.tensor.dtypes import float32, float64, int32, int64
 from penstock.tensor.indexing import in_range, looked_up, table_rows
@@ -168,6 +168,9 @@ def _horner(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """exp(x), made to sum to 1 along an axis."""
+    (place,) = axes_of(x, axis, "softmax")
+    if not x.shape[place]:
+        return astype(x, x.dtype)
     wide = _wide(x)
     fixed = wide.detach()
     e = exp(fixed - max_(fixed, axis=axis, keepdims=True))
@@ -182,6 +185,9 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     """The logarithm of softmax."""
+    (place,) = axes_of(x, axis, "log_softmax")
+    if not x.shape[place]:
+        return astype(x, x.dtype)
     wide = _wide(x)
     shifted = wide - max_(wide, axis=axis, keepdims=True).detach()
     return astype(shifted - log(sum_(exp(shifted), axis=axis, keepdims=True)), x.dtype)

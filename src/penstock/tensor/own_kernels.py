@@ -112,7 +112,7 @@ class FormulaKernel:
         given = {name: operand(value, device, self.__name__) for name, value in given.items()}
         try:
             result: Tensor = self._formula.function(*(given[name] for name in self._formula.parameters))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             error.add_note(f"in the kernel {self.__name__!r}: {self.formula}")
             raise
         return _finished(self.__name__, result, list(given.values()), self._gradient)

@@ -20,9 +20,10 @@ import numpy as np
 
 from penstock.graph import elementwise
 from penstock.graph import random as graph
-from penstock.graph.node import DType, Node, Shape
+from penstock.graph.node import DType, Node
 from penstock.runtime import Device
 from penstock.tensor import dtypes
+from penstock.tensor.arguments import shape_of
 from penstock.tensor.core import Capture, Tensor, capture, from_numpy, outside_capture, record, resolve
 from penstock.tensor.manipulation import concat
 
@@ -143,7 +144,7 @@ class Generator:
         device: Device | None = None,
     ) -> Tensor:
         """What `make` makes of that many words for each item."""
-        wanted = (*_shape(shape), words)
+        wanted = (*shape_of(shape, "a random draw"), words)
         device = resolve(device or self._device)
         state = self._next_state(-(-math.prod(wanted) // graph.WORDS_PER_BLOCK), device)
         return Tensor(make(graph.random_bits(state, wanted)), device)
@@ -212,16 +213,6 @@ class _Draws:
 def _words(seed: int, counter: int, device: Device) -> Node:
     words = [number >> shift & 0xFFFFFFFF for number in (seed, counter) for shift in (0, 32)]
     return from_numpy(np.array(words, np.uint32), device)._node
-
-
-def _shape(shape: int | Sequence[int]) -> Shape:
-    try:
-        lengths = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
-    except TypeError:
-        raise TypeError(f"a shape is a whole number or a sequence of them, and {shape!r} was given") from None
-    if any(length < 0 for length in lengths):
-        raise ValueError(f"a shape has no negative lengths, and {lengths} was given")
-    return lengths
 
 
 def _whole(name: str, value: Any, start: int, stop: int) -> int:
