@@ -14,7 +14,7 @@ import numpy.typing as npt
 from penstock.device.driver import Bytes, Driver, Event, Queue
 from penstock.errors import DeviceError
 from penstock.memory.buffer import Buffer
-from penstock.memory.resource import Resource
+from penstock.memory.pool import BufferPool
 from penstock.memory.staging import Slot, StagingRing
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
@@ -28,7 +28,7 @@ _SMALL = 256 << 10
 class Transfers:
     """Uploads, downloads, device copies and host views of one device."""
 
-    def __init__(self, driver: Driver, stream: Stream, staging: Resource, staging_bytes: int) -> None:
+    def __init__(self, driver: Driver, stream: Stream, staging: BufferPool, staging_bytes: int) -> None:
         self._driver = driver
         self._stream = stream
         # A ring for each direction: a download that waits for its kernel must not hold up the next upload.
@@ -150,10 +150,16 @@ class Transfers:
         """Record one copy, which starts at once."""
         waits = lane.dependencies(buffers, reads_only=command[0] == "download")
         try:
-            event = copy(lane.queue, waits)
-        except DeviceError as error:
-            raise DeviceError(error.reason, describe(command)) from None
-        lane.record(event, command, buffers)
+            try:
+                event = copy(lane.queue, waits)
+            except DeviceError as error:
+                raise DeviceError(error.reason, describe(command)) from None
+            lane.record(event, command, buffers)
+        except DeviceError:
+            raise
+        except BaseException:
+            self._stream.interrupted(lane)
+            raise
         return event
 
     def _staged(
@@ -169,8 +175,9 @@ class Transfers:
 
         try:
             self._record(lane, (verb, nbytes, None, BufferSizes((buffer.nbytes,))), (buffer,), copy_through)
-        except BaseException:
-            if slot.event is None:  # otherwise the copy is under way, and so the slot in use
+        except BaseException as error:
+            # Otherwise the copy is under way, and so the slot in use; after an interrupt, it was waited for.
+            if slot.event is None or not isinstance(error, DeviceError):
                 ring.cancel(slot)
             raise
         return slot
