@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock import Device
+from penstock import files as files_module
 from penstock.config import cache_folder
 from penstock.data import (
     ArrayBatches,
@@ -41,7 +42,6 @@ from penstock.data import (
     python_sources,
     train_bpe,
 )
-from penstock.data import files as files_module
 from penstock.data import text as text_module
 from penstock.data import tokens as tokens_module
 from penstock.data.batches import shuffled
@@ -69,13 +69,13 @@ def failing_open(path: Path, error: OSError | None, shrinks: bool = False) -> Ca
         def read(self, size: int | None = -1) -> bytes:
             return super().read(100 - self.tell()) if self.tell() < 100 else b""
 
-    def opened(name: Any, *args: Any, **kwargs: Any) -> Any:
+    def opened(name: Any) -> Any:
         if Path(name) == path:
             if error is not None:
                 raise error
             if shrinks:
                 return Shrinking(io.FileIO(name))
-        return builtins.open(name, *args, **kwargs)
+        return builtins.open(name, "rb")
 
     return opened
 
@@ -167,7 +167,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "a"
     path.write_text("x" * 1000)
     text = find_text(path)
-    monkeypatch.setattr(text_module, "open", failing_open(path, None, shrinks=True), raising=False)
+    monkeypatch.setattr(text_module, "open_regular", failing_open(path, None, shrinks=True), raising=False)
     assert text.read() == "x" * 100
     assert "first 100 bytes" in text.skipped[path]
 
@@ -178,7 +178,7 @@ def test_unreadable_files_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "b.txt").write_text("b")
     before = find_text(tmp_path)
     refused = failing_open(tmp_path / "a.txt", OSError(number, os.strerror(number)))
-    monkeypatch.setattr(text_module, "open", refused, raising=False)
+    monkeypatch.setattr(text_module, "open_regular", refused, raising=False)
     for text in (before, find_text(tmp_path)):
         assert text.read() == "b"
         assert text.skipped == {tmp_path / "a.txt": os.strerror(number).lower()}
@@ -415,10 +415,10 @@ def test_text_that_changes_under_way_is_not_taken_for_the_old_one(tmp_path: Path
 
 def test_the_cache_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens_module, "_FILES_KEPT", 3)
-    abandoned = tmp_path / "x.tokens.1-a.part"
+    abandoned = tmp_path / "x.tokens.1-0000000a.part"
     abandoned.touch()
     os.utime(abandoned, (0, 0))
-    recent = tmp_path / "y.tokens.1-a.part"
+    recent = tmp_path / "y.tokens.1-0000000a.part"
     recent.touch()
     stores = []
     for number in range(5):

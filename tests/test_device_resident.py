@@ -113,7 +113,9 @@ def test_nothing_is_copied_to_the_host(far: Device, fetched: list[int], size: st
             result = compute(*tensors).realize()
             assert not sum(fetched), f"{name}: {fetched} bytes left the device"
         np.testing.assert_allclose(result.numpy(), expected(*given), rtol=1e-4, atol=1e-5, err_msg=name)
-        assert sum(fetched) == result.size * result.dtype.itemsize, "the result alone is copied"
+        nbytes = result.size * result.dtype.itemsize
+        checks = 16 if name in ("embedding", "take", "items of few") else 0  # the worst index of both runs
+        assert nbytes <= sum(fetched) <= nbytes + checks, "the result alone is copied"
         fetched.clear()
 
 

@@ -25,6 +25,7 @@ from penstock import Device, realize
 from penstock.config import Settings
 from penstock.device.driver import Capabilities
 from penstock.device.host import HostDriver, host_capabilities
+from penstock.errors import PenstockWarning
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.products import Matrix, batch_stride, by_library, laid_out
 from penstock.fusion.views import base
@@ -428,7 +429,9 @@ def test_choices_without_a_folder_to_write_to(tmp_path: Path, monkeypatch: pytes
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     some = Choices("a device")
-    some.put("problem", "ab")
+    with pytest.warns(PenstockWarning, match="going on without it"):
+        some.put("problem", "ab")
+    some.put("other", "cd")  # it is said once
     assert some.get("problem") == "ab"
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -14,7 +15,8 @@ from rich.table import Table
 
 import penstock
 from penstock.config import format_bytes
-from penstock.errors import OutOfDeviceMemory, PenstockError, SettingError
+from penstock.errors import OutOfDeviceMemory, PenstockError, PenstockWarning, SettingError
+from penstock.printable import cell, printable, say
 
 if TYPE_CHECKING:
     from penstock.train import Checkpoint, Config
@@ -51,7 +53,8 @@ def list_devices(
         can = device.capabilities
         memory = format_bytes(can.total_bytes) + (" shared" if can.shared_memory else "")
         mark = " *" if device is default or device in default.members else ""
-        table.add_row(device.name + mark, can.description, can.kind, memory, str(can.compute_units), can.api)
+        cells = (device.name + mark, can.description, can.kind, memory, str(can.compute_units), can.api)
+        table.add_row(*map(cell, cells))
     console.print(table)
     marked = "the default" if default.dispatcher is None else "the default, auto, chooses among these"
     console.print(f"* {marked}; set PENSTOCK_DEVICE to another name to change it", style="dim")
@@ -63,16 +66,16 @@ def _check(device: penstock.Device, console: Console) -> bool:
 
     can = device.capabilities
     about = f"{device.name}: {can.description}, {can.api}"
-    console.print(about, markup=False, highlight=False, soft_wrap=True)
+    say(console, about)
     right = True
     for finding in check(device):
         verdict = f"WRONG: {finding.problem}" if finding.problem else f"right, {finding.seconds:.1f} s"
         style = "red" if finding.problem else "green"
         line = f"  {finding.what:<20} {verdict}"
-        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        say(console, line, style)
         right = right and not finding.problem
     verdict = "it computes what NumPy computes" if right else "do not use it: please report the lines above"
-    console.print(f"  {'verdict':<20} {verdict}\n", markup=False, highlight=False)
+    say(console, f"  {'verdict':<20} {verdict}\n")
     return right
 
 
@@ -91,13 +94,18 @@ def train(
     steps: Annotated[int | None, typer.Option(help="How many steps the run has in all.")] = None,
     memory: Annotated[str | None, typer.Option(help="The most to take from it, such as 2GiB.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same losses.")] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(help="Steps between two checkpoints; 0: one after each evaluation.", metavar="STEPS"),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with RUN, or with the last one.")] = False,
     out: Annotated[Path | None, typer.Option(help="The folder of a new run.", metavar="FOLDER")] = None,
 ) -> None:
     """Train a GPT on text, a small one on the sources of Python if nothing else is said.
 
     Options win over the file, and the file over what a resumed run had. The run's folder gets its
-    configuration, metrics, checkpoints and a report. Ctrl-C saves and ends.
+    configuration, metrics, checkpoints and a report. Ctrl-C and SIGTERM save and end, with exit status 130
+    or 143.
     """
     if run is not None and not resume:
         raise SettingError(f"to go on with {run} say --resume {run}; for a new run there say --out {run}")
@@ -105,20 +113,25 @@ def train(
         raise SettingError("a resumed run stays in its folder: --resume and --out do not go together")
     options: dict[str, dict[str, Any]] = {
         "data": {"path": data if data is None else str(Path(data).absolute())},
-        "run": {"device": device, "steps": steps, "memory": memory, "seed": seed},
+        "run": {
+            "device": device,
+            "steps": steps,
+            "memory": memory,
+            "seed": seed,
+            "checkpoint_every": checkpoint_every,
+        },
     }
-    from penstock.train import Config, load_last
+    from penstock.train import Config
 
     checkpoint: Checkpoint | None = None
-    problems: list[str] = []
     if resume:
         folder = run if run is not None else _last_run()
-        checkpoint, problems = load_last(folder)
+        settings, checkpoint = _resumed(folder)
     else:
         folder = out if out is not None else RUNS / time.strftime("%Y-%m-%d-%H%M%S")
-        if any(folder.glob("checkpoints/*.safetensors")):
+        if out is not None and any(folder.glob("checkpoints/*.safetensors")):
             raise SettingError(f"{folder} holds a run already; --resume {folder} goes on with it")
-    settings = checkpoint.config if checkpoint else Config()
+        settings = Config()
     if config is not None:
         settings = settings.with_file(config)
     settings = settings.changed(
@@ -127,12 +140,25 @@ def train(
             for name, values in options.items()
         }
     )
+    _run(settings, folder, checkpoint, numbered=not resume and out is None)
+
+
+def _resumed(folder: Path) -> tuple[Config, Checkpoint | None]:
+    """The settings of a run, and its last sound checkpoint; none where it was ended before the first one."""
+    from penstock.train import Config, load_last
+    from penstock.train.checkpoint import found
+    from penstock.train.report import CONFIG_FILE
+
+    if not found(folder) and (folder / CONFIG_FILE).is_file():
+        _complain(f"{folder} has no checkpoint yet; the run starts again from its beginning")
+        return Config().with_file(folder / CONFIG_FILE), None
+    checkpoint, problems = load_last(folder)
     for problem in problems:
         _complain(problem)
-    _run(settings, folder, checkpoint)
+    return checkpoint.config, checkpoint
 
 
-def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None) -> None:
+def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered: bool) -> None:
     from penstock.train import Trainer, open_view
     from penstock.train.loading import stream_text
 
@@ -142,26 +168,30 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None) -> None:
     if settings.run.memory:
         penstock.default_device().limit_bytes = settings.run.memory
     try:
-        trainer = Trainer(settings, folder, view, checkpoint)
+        trainer = Trainer(settings, folder, view, checkpoint, numbered)
+        folder = trainer.folder
         if trainer.step >= settings.run.steps:
             view.note(f"all {settings.run.steps} steps are done; --steps with a larger number goes on")
-        if not trainer.train():
-            view.note(f"stopped at step {trainer.step}; to go on: penstock train --resume {folder}")
-            return
+        trainer.train()
+        if trainer.stopped_by is not None:
+            how = f"; to go on: penstock train --resume {folder}" if folder.is_dir() else ""
+            view.note(f"stopped at step {trainer.step}{how}")
+            raise typer.Exit(128 + trainer.stopped_by)
         prompt = trainer.prompt()
         text = trainer.tokenizer.decode(prompt)
         view.note("\na sample:")
-        console.print(text, style="dim", end="", markup=False, highlight=False, soft_wrap=True)
+        say(console, text, style="dim", end="")
         seed = settings.run.seed
         pieces = stream_text(trainer.model, trainer.tokenizer, prompt, _SAMPLE, 0.8, top_k=40, seed=seed)
         text += _streamed(pieces)
-        trainer.report(text)
+        reported = trainer.report(text)
     except OutOfDeviceMemory as error:
         raise PenstockError(
             f"{error}\nA smaller batch under [data] needs less (accumulate under [optimizer] makes up), and "
             "so does a smaller context or width under [model]. --memory sets the limit."
         ) from None
-    view.note(f"\nreport: {folder / 'report.html'}; more text: penstock generate {folder} --prompt TEXT")
+    report = f"report: {folder / 'report.html'}; " if reported else ""
+    view.note(f"\n{report}more text: penstock generate {folder} --prompt TEXT")
 
 
 @app.command("generate")
@@ -208,7 +238,7 @@ def report(
     """Write the page of a run again, from what its folder holds; or one about a trace, beside it."""
     from penstock.train import report_on
 
-    Console().print(f"report: {report_on(source)}", markup=False, highlight=False, soft_wrap=True)
+    say(Console(), f"report: {report_on(source)}")
 
 
 @app.command("bench")
@@ -264,21 +294,22 @@ def advise(
     else:
         profile, status = profiled(source)
         found = penstock.advise(profile)
-    Console().print(rendered(found), markup=False, highlight=False, soft_wrap=True)
+    say(Console(), rendered(found))
     if status:
         raise typer.Exit(status)
 
 
 def _streamed(*parts: Iterable[str]) -> str:
-    """Write text as it comes, until Ctrl-C; all of it."""
+    """Write text as it comes, until Ctrl-C; all of it. A terminal gets no character that it would obey."""
     written = []
+    obeys = sys.stdout.isatty()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
     try:
         for pieces in parts:
             for piece in pieces:
                 written.append(piece)
-                sys.stdout.write(piece)
+                sys.stdout.write(printable(piece) if obeys else piece)
                 sys.stdout.flush()
     except KeyboardInterrupt:
         pass
@@ -292,25 +323,42 @@ def _use(device: str | None) -> None:
 
 
 def _last_run() -> Path:
-    """The run whose checkpoint is the newest."""
-    found = list(RUNS.glob("*/checkpoints/*.safetensors"))
+    """The run that went on last."""
+    found = [*RUNS.glob("*/metrics.jsonl"), *RUNS.glob("*/config.toml")]
     if not found:
-        raise SettingError(f"there is no run with a checkpoint in {RUNS}/; name the folder: --resume FOLDER")
-    return max(found, key=lambda path: path.stat().st_mtime).parent.parent
+        raise SettingError(f"there is no run in {RUNS}/; name the folder: --resume FOLDER")
+    return max(found, key=lambda path: path.lstat().st_mtime).parent
 
 
 def _complain(problem: object) -> None:
-    Console(stderr=True).print(
-        f"penstock: {problem}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
+    say(Console(stderr=True), f"penstock: {problem}", style="red")
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Warnings of Penstock in a line, without its source; see `warnings.showwarning`."""
+    if issubclass(category, PenstockWarning):
+        say(Console(stderr=True), f"penstock: {message}", style="yellow")
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def main() -> None:
     """Run the command line; Penstock's own errors become one line and exit status 1."""
+    warnings.showwarning = _show_warning
     try:
         app()
     except PenstockError as error:
         _complain(error)
+        raise SystemExit(1) from None
+    except MemoryError:
+        _complain("this machine has not enough memory for that")
         raise SystemExit(1) from None
 
 

@@ -65,6 +65,7 @@ class Settings:
     pool_seconds: float = 60.0  # an idle buffer older than this goes back to the driver
     trace_memory: bool = False  # remember which line of the user's code allocated what
     force_kernels: bool = False  # kernels for everything, however small: for tests of kernels
+    check_indices: bool = True  # whether indices, ids and class targets that are out of range are refused
     tf32: bool = False  # products of float32 on tensor cores, of factors rounded to 10 bits of fraction
 
     @classmethod
@@ -87,11 +88,14 @@ class Settings:
             raise SettingError(f"pool_seconds cannot be negative, and {self.pool_seconds} was given")
 
 
+_FLAGS = ("trace_memory", "force_kernels", "check_indices", "tf32")
+
+
 def _parse(variable: str, name: str, text: str) -> object:
     try:
         if name == "device":
             return text
-        if name in ("trace_memory", "force_kernels", "tf32"):
+        if name in _FLAGS:
             return {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}[
                 text.lower()
             ]
@@ -101,8 +105,7 @@ def _parse(variable: str, name: str, text: str) -> object:
             return int(text)
         return parse_bytes(text)
     except (ValueError, KeyError) as error:
-        kinds = {"pool_seconds": "a number of seconds"}
-        kinds |= dict.fromkeys(("trace_memory", "force_kernels", "tf32"), "0 or 1")
+        kinds = {"pool_seconds": "a number of seconds", **dict.fromkeys(_FLAGS, "0 or 1")}
         wanted = kinds.get(name, "a whole number")
         if isinstance(error, SettingError):
             wanted = "a size such as 4096, 64KiB or 2G"

@@ -38,6 +38,19 @@ class DeviceError(PenstockError, RuntimeError):
         self.command = command
 
 
+class BadIndex(PenstockError, IndexError):
+    """An index is out of range; `where` is the user's line that recorded the operation.
+
+    Kernels go on with an index that is in range, and the error is raised when the host next reads anything.
+    """
+
+    def __init__(self, reason: str, *, index: int, length: int, where: str) -> None:
+        super().__init__(reason)
+        self.index = index
+        self.length = length
+        self.where = where
+
+
 class BufferInUse(PenstockError, RuntimeError):
     """A buffer was given to the device while the host holds a view of it, or the other way round."""
 
@@ -70,6 +83,10 @@ class CaptureError(PenstockError):
     """A function that `jit` captures does what cannot be replayed, such as reading a value."""
 
 
+class DamagedTensor(PenstockError, RuntimeError):
+    """A step failed while it was writing over this tensor, so that nobody knows what is in it."""
+
+
 class CheckpointError(PenstockError):
     """A saved model or run cannot be read, is damaged, or does not fit."""
 
@@ -80,3 +97,7 @@ class ReportError(PenstockError):
 
 class NoEvidence(PenstockError, ValueError):
     """A file is no trace of a profile, or one of a version that kept less than advice is given by."""
+
+
+class PenstockWarning(UserWarning):
+    """Something is not as it should be, and nothing is lost by going on."""

@@ -130,6 +130,7 @@ class Program:
         self._memories: list[tuple[int, bool]] = []
         self._current: list[_Segment | Step] = []
         self._distinct = 0  # memories among the buffers
+        self.wrote = False  # of a run that failed: whether anything may have been written
         self._lonely: set[int] = set()  # slots at the start of a memory that no other is in
 
     # Building
@@ -343,6 +344,7 @@ class Program:
         `over` names wanted values that are written over inputs.
         """
         with self.device.running:
+            self.wrote = False
             arena, *others = self._arenas()
             same = over is not None and over is self._last_over
             if not same:
@@ -358,15 +360,27 @@ class Program:
             if moved is None:
                 self._lay_over(buffers)
             buffers += [buffers[slot].whole if whole else buffers[slot] for slot, whole in self._memories]
-            for segment in self._current:
-                if isinstance(segment, _Segment):
-                    segment.run(self.device, buffers, numbers, moved, regrouped)
-                else:
-                    self._on_host(segment.group, buffers, numbers)
+            self._run_segments(buffers, numbers, moved, regrouped)
             self._last_places = places
         for slot in self._shared_slots:
             buffers[slot].shared = True
         return [buffers[slot] for slot in self._result_slots]
+
+    def _run_segments(
+        self, buffers: Sequence[Buffer], numbers: Sequence[Any], moved: list[int] | None, regrouped: bool
+    ) -> None:
+        stream = self.device.stream
+        before = stream.replayed
+        try:
+            for segment in self._current:
+                if isinstance(segment, _Segment):
+                    segment.run(self.device, buffers, numbers, moved, regrouped)
+                else:
+                    self.wrote = True
+                    self._on_host(segment.group, buffers, numbers)
+        except BaseException:
+            self.wrote = self.wrote or stream.replayed != before
+            raise
 
     def _arenas(self) -> list[Buffer]:
         """Memories for temporaries, which may be larger than this program's: no more is taken of them."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.config import format_bytes
 from penstock.fusion.views import FREE
+from penstock.graph.bounds import unchecked, worst
 from penstock.graph.contraction import GATHER
 from penstock.graph.meaning import computed, number_key
 from penstock.graph.node import Array, Node, leaf, topological
@@ -25,6 +26,7 @@ from penstock.graph.simplify import simplify
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.lane import Run
+from penstock.stream.watching import Watched
 
 if TYPE_CHECKING:
     from penstock.program import Program
@@ -45,10 +47,17 @@ INPUT = Input()
 class Structure:
     """What a graph computes, apart from the values of its inputs and constants."""
 
-    def __init__(self, wanted: Sequence[Node]) -> None:
+    def __init__(self, wanted: Sequence[Node], checked: bool = True) -> None:
+        """`checked`: with what tells whether its indices are in range."""
         self.inputs: list[Node] = []
         self.numbers: dict[tuple[str, Any], int] = {}
         order = topological(wanted)
+        self.unchecked = unchecked(order) if checked else []  # indices that may be out of range
+        self.worst = worst(self.unchecked)  # what tells whether they are: results after those that are wanted
+        if self.worst:
+            wanted = [*wanted, *(found.node for found in self.worst)]
+            order = topological(wanted)
+        self.wanted = wanted
         place: dict[Node, int] = {}
         parts: list[Any] = []
         self.items = 0  # of all values, and of inputs that are read whole
@@ -90,6 +99,13 @@ class Structure:
             return False
         return self.largest < MIN_ITEMS or not (seen or self.drawn)
 
+    def watch(self, buffers: Sequence[Buffer], device: Device) -> None:
+        """Have indices looked at when the host next reads, by the worst of them; NumPy has looked at them."""
+        for found, buffer in zip(self.worst, buffers, strict=bool(buffers)):
+            device.watch(Watched(buffer, found.node.dtype, found.judge))
+        for node in self.unchecked:
+            node.attributes["bound"].checked = True
+
     def constants(self) -> list[Any]:
         """The numbers, as arguments."""
         return [np.frombuffer(bits, dtype)[0].item() for dtype, bits in self.numbers]
@@ -124,17 +140,21 @@ class Programs:
         """Whether the same was computed before, as far as it is remembered."""
         return structure.key in self._programs or structure.key in self._seen
 
+    def waits_for_no_compiler(self, structure: Structure) -> bool:
+        """Whether NumPy computes it, and no kernel."""
+        return not self._forced and structure.waits_for_no_compiler(self.seen(structure))
+
     def known(self, structure: Structure, wanted: Sequence[Node]) -> Program | None:
         """The program of a structure; None as long as building one would not pay."""
         key = structure.key
         program = self._programs.get(key)
         if program is None:
-            if not self._forced and structure.waits_for_no_compiler(key in self._seen):
+            if self.waits_for_no_compiler(structure):
                 self._seen[key] = None
                 if len(self._seen) > _MAX_SEEN:
                     self._seen.popitem(last=False)
                 return None
-            program = self._programs[key] = self.build(structure, wanted)
+            program = self._programs[key] = self.build(structure, structure.wanted)
             if len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
@@ -176,9 +196,11 @@ def _realize(nodes: Sequence[Node], device: Device) -> None:
     wanted = [node for node in dict.fromkeys(nodes) if node.value is None and not _alias(node)]
     if not wanted:
         return
-    buffers = (_told if device.stream.recorders else _computed)(Structure(wanted), wanted, device)[0]
-    for node, buffer in zip(wanted, buffers, strict=True):
+    structure = Structure(wanted)
+    buffers = (_told if device.stream.recorders else _computed)(structure, wanted, device)[0]
+    for node, buffer in zip(wanted, buffers, strict=False):
         node.settle(buffer)
+    structure.watch(buffers[len(wanted) :], device)
 
 
 def _computed(
@@ -232,7 +254,7 @@ def to_compute(nodes: Sequence[Node]) -> list[Node]:
 
 
 def explain(nodes: Sequence[Node], device: Device) -> str:
-    """What would compute the nodes: NumPy, or a program: its steps, the bytes they move, and its plan."""
+    """What would compute the nodes: NumPy, or a program with its steps, the bytes they move, and its plan."""
     if device.dispatcher is not None:
         text: str = device.dispatcher.explain(nodes)
         return text
@@ -241,11 +263,11 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
         return "computed already"
     with device.running:
         own, structure = programs(device), Structure(wanted)
-        if not structure.waits_for_no_compiler(own.seen(structure)):
+        if not own.waits_for_no_compiler(structure):
             program = own.known(structure, wanted)
             assert program is not None
             return steps_text(program)
-        steps = steps_text(own.build(structure, wanted))
+        steps = steps_text(own.build(structure, structure.wanted))
         return f"{numpy_text(structure, wanted)}; in a jitted function:\n{steps}"
 
 

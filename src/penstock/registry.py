@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from penstock.config import Settings
 from penstock.device.driver import Capabilities, Driver
 from penstock.device.host import HostDriver, host_capabilities
-from penstock.errors import DeviceError, DeviceNotFound
+from penstock.errors import DeviceError, DeviceNotFound, DeviceUnavailable
 from penstock.runtime import Device, forked, in_use, refuse
 
 _registry_lock = threading.RLock()
@@ -22,6 +23,7 @@ _devices: list[Device] | None = None
 _default: Device | None = None
 _auto: Device | None = None  # the one that stands for several, once somebody asked for it
 _missing: list[str] = []  # why a driver is not there
+_unusable: dict[str, str] = {}  # by driver, why a device of it that is there cannot be used
 
 
 def devices() -> list[Device]:
@@ -52,8 +54,16 @@ def default_device() -> Device:
     with _registry_lock:
         if _default is None:
             name = Settings.from_environment().device
-            _default = find(name) if name else devices()[0]
+            _default = find(name) if name else _best()
         return _default
+
+
+def _best() -> Device:
+    best = devices()[0]
+    if best.capabilities.kind != "gpu":
+        for why in _unusable.values():
+            warnings.warn(f"{why}; the default device is {best.name}", RuntimeWarning, stacklevel=3)
+    return best
 
 
 def use(device: str | Device) -> Device:
@@ -72,6 +82,8 @@ def find(name: str) -> Device:
     for device in devices():
         if device.name == wanted or device.name.split(":")[0] == wanted:
             return device
+    if why := _unusable.get(wanted.split(":")[0]):
+        raise DeviceUnavailable(f"{name} cannot be used here: {why}")
     there = ", ".join(f"{device.name} ({device.capabilities.description})" for device in devices())
     why = f"; not there: {'; '.join(_missing)}" if _missing else ""
     raise DeviceNotFound(f"there is no device {name!r}; there are {there}, and auto{why}")
@@ -118,11 +130,17 @@ def _cuda_devices() -> list[Device]:
 def _opencl_devices() -> list[Device]:
     try:
         from penstock.device import opencl  # imported late: a quarter of the time that the package takes
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # no PyOpenCL, or no library that finds OpenCL's devices
         _missing.append(f"opencl, which could not be loaded ({error})")
         return []
-    found = _numbered("opencl", opencl.find_devices(), opencl.opencl_capabilities, opencl.OpenCLDriver)
-    if not found:
+    usable = []
+    for native in opencl.find_devices():
+        if why := opencl.problem(native):
+            _unusable["opencl"] = why
+        else:
+            usable.append(native)
+    found = _numbered("opencl", usable, opencl.opencl_capabilities, opencl.OpenCLDriver)
+    if not found and "opencl" not in _unusable:
         _missing.append("opencl, which found no device")
     return found
 

@@ -25,6 +25,7 @@ from penstock.stream.hostview import HostView
 from penstock.stream.lane import FlushPolicy
 from penstock.stream.stream import Stream
 from penstock.stream.transfer import Transfers
+from penstock.stream.watching import Watched
 
 _MUCH_IDLE = 64 << 20  # bytes, worth waiting to give back
 
@@ -54,6 +55,7 @@ class _Opened:
         self.stream = Stream(driver, self.pool, policy)
         self.transfers = Transfers(driver, self.stream, self.pinned, settings.staging_bytes)
         self.scratch: list[Buffer] = []
+        self.checks_indices = settings.check_indices
         self.closed = False
 
     def choose_source(self) -> None:
@@ -131,6 +133,20 @@ class Device:
     def driver(self) -> Driver:
         """The driver below."""
         return self._open().driver
+
+    @property
+    def checks_indices(self) -> bool:
+        """Whether indices that are out of range are refused."""
+        return self._open().checks_indices
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is something to judge when the host next reads."""
+        return self._opened is not None and bool(self._opened.transfers.watching)
+
+    def watch(self, watched: Watched) -> None:
+        """Judge a small result, which a command has just been recorded for, when the host next reads."""
+        self._open().transfers.watching.add(watched)
 
     # Memory
 
@@ -308,6 +324,7 @@ class Device:
         """Wait until nothing is pending. Raises the first failure of the work that was."""
         if self._opened:
             self._opened.stream.sync()
+            self._opened.transfers.watching.look()
 
     def cleanup(self) -> None:
         """Wait for what is pending and give back everything idle. The device stays usable."""
@@ -318,7 +335,7 @@ class Device:
         opened.stream.release_graphs()
         opened.transfers.release_staging()
         self.trim()
-        opened.stream.sync()  # raises what failed, once all is clean
+        self.sync()  # raises what failed, once all is clean
 
     def close(self) -> None:
         """Clean up and never use the device again. Safe to call twice."""
@@ -331,6 +348,7 @@ class Device:
         if opened.stream.unavailable not in ("", why) or opened.closed:
             return
         opened.stream.close(why)
+        opened.transfers.watching.clear()
         opened.stream.release_graphs()
         opened.transfers.release_staging()
         opened.scratch = []
@@ -404,6 +422,7 @@ class Device:
         self._opened.tell_of_memory(())
         self._opened.pool.abandon()
         self._opened.pinned.abandon()
+        self._opened.transfers.watching.clear()
         self._opened.driver.abandon()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from penstock.advising import computing, holding, moving
 from penstock.advising.advice import Advice
 from penstock.advising.measures import Finding, Rule
 from penstock.errors import NoEvidence
+from penstock.files import MOST_OF_A_TRACE, parse_json, read_text
 from penstock.profiling.evidence import Evidence, measured, restored
 from penstock.profiling.profiles import Profile
 
@@ -79,7 +79,7 @@ def _of_trace(path: Path) -> list[Evidence]:
     if not path.is_file():
         raise NoEvidence(f"there is no file {str(path)!r}; ps.profile(path) writes one")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["otherData"]["evidence"]
+        found = parse_json(read_text(path, MOST_OF_A_TRACE))["otherData"]["evidence"]
         return [restored(one) for one in found]
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         raise NoEvidence(f"{str(path)!r} is no trace that this version's ps.profile has saved") from None

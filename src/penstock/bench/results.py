@@ -18,6 +18,7 @@ from penstock.bench.errors import BenchmarkError
 from penstock.bench.peer import Torch
 from penstock.bench.statistics import Interval, median_interval
 from penstock.data.files import written_whole
+from penstock.files import parse_json, read_text
 from penstock.runtime import Device
 
 FORMAT = 1  # of the file; another number for whatever an older Penstock could not read
@@ -126,7 +127,7 @@ def versions(peer: Torch | None = None) -> dict[str, str]:
 def load(path: str | Path) -> Results:
     """Read a file that `Results.save` wrote; a BenchmarkError says what is wrong with it."""
     try:
-        tree = json.loads(Path(path).read_text("utf-8"))
+        tree = parse_json(read_text(Path(path)))
     except OSError as error:
         raise BenchmarkError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # neither JSON nor UTF-8

@@ -14,6 +14,7 @@ from rich.text import Text
 from penstock.bench.comparing import Comparison
 from penstock.bench.results import DeviceResults
 from penstock.bench.statistics import CONFIDENCE, MARGIN, Interval, median_interval, ratio_in_turn
+from penstock.printable import cell, printable, say
 
 _PIPED_WIDTH = 200  # columns, so that no line of a table is cut or broken
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
@@ -35,7 +36,7 @@ def progress(console: Console) -> Iterator[Callable[[str], None]]:
         return
     # No thread draws it again and again, which would disturb what is measured.
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield lambda doing: live.update(Text(doing, style="dim"), refresh=True)
+        yield lambda doing: live.update(Text(printable(doing), style="dim"), refresh=True)
 
 
 def show_results(console: Console, results: DeviceResults) -> None:
@@ -53,7 +54,7 @@ def show_results(console: Console, results: DeviceResults) -> None:
         least = ceilings.least_seconds(one.flops, one.nbytes, one.way)
         share = f"{_share(least / seconds)} {ceilings.bound(one.flops, one.nbytes, one.way)}"
         table.add_row(
-            one.label, *_times(one.time), _rate(one.flops, seconds), _rate(one.nbytes, seconds), share
+            cell(one.label), *_times(one.time), _rate(one.flops, seconds), _rate(one.nbytes, seconds), share
         )
     console.print(table)
     for case in results.left_out:
@@ -68,7 +69,7 @@ def _show_peer(console: Console, results: DeviceResults) -> None:
     for one in results.measured:
         ratio = ratio_in_turn(one.torch_seconds, one.seconds)
         times = (_times(one)[0] for one in (one.time, median_interval(one.torch_seconds)))
-        table.add_row(one.label, *times, *_ratios(ratio))
+        table.add_row(cell(one.label), *times, *_ratios(ratio))
     console.print(table)
 
 
@@ -79,7 +80,7 @@ def show_comparison(console: Console, comparison: Comparison, source: str) -> No
     for change in comparison.changes:
         times = [_times(one)[0] for one in (change.before, change.now)]
         said = "" if change.verdict == "same" else change.verdict
-        table.add_row(change.label, *times, *_ratios(change.ratio), said, style=_STYLES[change.verdict])
+        table.add_row(cell(change.label), *times, *_ratios(change.ratio), said, style=_STYLES[change.verdict])
     console.print(table)
     for labels, where in ((comparison.only_before, source), (comparison.only_now, "this run")):
         if labels:
@@ -95,7 +96,7 @@ def show_comparison(console: Console, comparison: Comparison, source: str) -> No
 
 def note(console: Console, text: str) -> None:
     """A line to be read as it is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(console, text)
 
 
 def _table(*names: str) -> Table:

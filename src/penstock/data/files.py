@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,29 +11,22 @@ from typing import BinaryIO
 
 from penstock.config import format_bytes
 from penstock.data.errors import DataError
-
-UNFINISHED = ".part"  # how the names of files end while they are written
+from penstock.files import atomic_file
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write. It gets its name when the block ends well, and is removed when it does not."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}{UNFINISHED}")
+    """A file to write, as `atomic_file` gives one, with the folders above it; a DataError says why not."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(unfinished, "xb") as file:
+        with atomic_file(path) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
     except OSError as error:
-        raise DataError(f"{path} could not be written: {_reason(error, path)}") from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
+        raise DataError(f"{path} could not be written: {reason(error, path)}") from error
 
 
-def _reason(error: OSError, path: Path) -> str:
+def reason(error: OSError, path: Path) -> str:
+    """Why a file could not be written, for people."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error.strerror or str(error)
     with suppress(OSError):

@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from penstock.config import format_bytes, parse_bytes
 from penstock.data.errors import DataError
+from penstock.files import open_regular
 
 _SUFFIXES = re.compile(
     r"\.(txt|text|md|markdown|rst|org|tex|html?|xml|srt|log|csv|tsv|jsonl?|toml|ya?ml|ini|cfg|pyi?|c|h|cc|cpp|hpp"
@@ -81,7 +82,7 @@ class Text:
         self.skipped.pop(path, None)
         self.replaced.pop(path, None)
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size < self._sizes[path]:
                     self.skipped[path] = f"shrank from {self._sizes[path]} to {size} bytes"
@@ -198,7 +199,7 @@ def _examine(path: Path) -> tuple[int, str]:
             return 0, "not a regular file"
         if not info.st_size:
             return 0, "empty"
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return info.st_size, "binary" if b"\0" in file.read(_SNIFFED) else ""
     except OSError as error:
         return 0, _reason(error)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from penstock.data.errors import DataError
 from penstock.data.files import written_whole
 from penstock.data.text import Text, no_text, pieces
+from penstock.files import parse_json, read_text
 
 if TYPE_CHECKING:
     import tokenizers
@@ -190,8 +191,8 @@ def train_bpe(text: str | Text, vocab_size: int) -> BPETokenizer:
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """A tokenizer from the file that `save` wrote, or from Hugging Face's `tokenizer.json` of a GPT-2."""
     try:
-        content = Path(path).read_text("utf-8")
-        state = json.loads(content)
+        content = read_text(Path(path))
+        state = parse_json(content)
         if state.get("type") == "bytes":
             return ByteTokenizer()
         if state.get("type") == "characters":

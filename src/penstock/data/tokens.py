@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-import time
+import zlib
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -13,27 +13,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config import cache_folder
+from penstock.cache import CacheFolder
+from penstock.config import cache_folder, format_bytes
 from penstock.data.errors import DataError
-from penstock.data.files import UNFINISHED, written_whole
+from penstock.data.files import reason
 from penstock.data.text import Text, no_text, pieces
 from penstock.data.tokenizer import Tokenizer
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
-_HEADER = struct.Struct("<16sQQ32s")  # magic, bytes per token, tokens, key; all of it, so that size tells
-_MAGIC = b"penstock tokens1"
+_HEADER = struct.Struct("<16sQQ32sQ")  # magic, bytes per token, tokens, key, checksum of the tokens
+_MAGIC = b"penstock tokens2"
 _SUFFIX = ".tokens"
 _FILES_KEPT = 16
 _BYTES_KEPT = 16 << 30  # in files beyond the one in use
-_ABANDONED = 24 * 3600  # seconds after which an unfinished file belongs to nobody
+_MOST_IN_MEMORY = 4 << 30  # bytes of text whose tokens are kept in memory where there is no cache
 
 
 class TokenStore:
     """The tokens of a text in two read-only arrays, `train` and `validation`, which lie on disk."""
 
-    def __init__(self, path: Path, tokens: Tokens, vocab_size: int, validation: float) -> None:
-        self.path = path
+    def __init__(
+        self, key: str, path: Path | None, tokens: Tokens, vocab_size: int, validation: float
+    ) -> None:
+        self.key = key  # of the text and the tokenizer
+        self.path = path  # of the file; None where the cache cannot be used, and the tokens are in memory
         self.vocab_size = vocab_size
         split = int(len(tokens) * (1 - validation))
         self.train = tokens[:split]
@@ -50,27 +54,39 @@ class TokenStore:
         """The tokens of `text`, from the cache folder where they were made before.
 
         The last part of them, the fraction `validation`, is kept for validation. A cached file is found by
-        what the text says and by the tokenizer; one that is damaged is made anew. Raises DataError where the
-        text is empty, or where the file cannot be written; then nothing of it stays.
+        what the text says and by the tokenizer; one that is damaged is made anew. Where the
+        user's own cache folder cannot be written, the tokens are kept in memory, with a warning. Raises
+        DataError where the text is empty, or where a folder that was given cannot be written; then nothing
+        of it stays.
         """
         if not 0 <= validation < 1:
             raise DataError(f"validation is a fraction from 0 to less than 1, and {validation} was given")
-        folder = Path(cache) if cache is not None else cache_folder() / "tokens"
+        given = None if cache is None else Path(cache)
+        folder = CacheFolder(cache_folder(), "tokens") if given is None else CacheFolder(given, private=False)
         key = _Key(tokenizer)
         for piece in pieces(text):
             key.add(piece)
         if not key.pieces:
             raise no_text(text)
-        path = folder / (key.digest().hex() + _SUFFIX)
+        name = key.digest().hex() + _SUFFIX
+        path = folder.path / name
         item = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        count = _count(path, key.digest(), item)
-        if count is None:
-            count = _write(path, text, tokenizer, item)
+        tokens = _mapped(folder, name, key.digest(), item)
+        if tokens is None:
+            try:
+                stored = _write(folder, name, text, tokenizer, item)
+                tokens = _mapped(folder, name, stored, item)
+            except OSError as error:
+                if given is not None:
+                    why = reason(error, path)
+                    raise DataError(f"{path} could not be written: {why}") from error
+                folder.warn(error)
+        if tokens is None:
+            return cls(path.stem, None, _in_memory(text, tokenizer, item), tokenizer.vocab_size, validation)
         with suppress(OSError):
             os.utime(path)
         _forget_old(path)
-        tokens = np.asarray(np.memmap(path, item, "r", _HEADER.size, (count,)))
-        return cls(path, tokens, tokenizer.vocab_size, validation)
+        return cls(path.stem, path, tokens, tokenizer.vocab_size, validation)
 
     def __len__(self) -> int:
         return len(self.train) + len(self.validation)
@@ -93,50 +109,70 @@ class _Key:
         return self._hash.digest()
 
 
-def _write(path: Path, text: str | Text, tokenizer: Tokenizer, item: np.dtype[Any]) -> int:
-    """Write the file of a text's tokens; how many they are.
+def _write(
+    folder: CacheFolder, name: str, text: str | Text, tokenizer: Tokenizer, item: np.dtype[Any]
+) -> bytes:
+    """Write the file of a text's tokens; the key that is in it, which is that of the text as it is now.
 
-    The key in it is that of the text as it is now. If it changed since it was looked for, the file serves
-    this time, and is seen to be foreign to its name the next time.
+    If the text changed since it was looked for, the file serves this time, and is seen to be foreign to its
+    name the next time.
     """
-    count = 0
+    count = checksum = 0
     key = _Key(tokenizer)
-    with written_whole(path) as file:
+    with folder.writing(name) as file:
         file.write(bytes(_HEADER.size))
         for piece in pieces(text):
             key.add(piece)
-            ids = tokenizer.encode(piece)
+            ids = tokenizer.encode(piece).astype(item)
             count += len(ids)
-            file.write(ids.astype(item).data)
+            checksum = zlib.crc32(ids.data, checksum)
+            file.write(ids.data)
         if not count:
             raise no_text(text)
         file.seek(0)
-        file.write(_HEADER.pack(_MAGIC, item.itemsize, count, key.digest()))
-    return count
+        file.write(_HEADER.pack(_MAGIC, item.itemsize, count, key.digest(), checksum))
+    return key.digest()
 
 
-def _count(path: Path, key: bytes, item: np.dtype[Any]) -> int | None:
-    """How many tokens the file has, or None where it is missing, cut short or not what its name says."""
+def _mapped(folder: CacheFolder, name: str, key: bytes, item: np.dtype[Any]) -> Tokens | None:
+    """The tokens in a file, or None where it is missing, or not what was written under its name.
+
+    All of it is read once, for the checksum: less than was read of the text, to find its key.
+    """
     try:
-        with open(path, "rb") as file:
-            magic, itemsize, count, found = _HEADER.unpack(file.read(_HEADER.size))
-            size = os.fstat(file.fileno()).st_size
+        with folder.open(name) as file:
+            magic, itemsize, count, found, checksum = _HEADER.unpack(file.read(_HEADER.size))
+            whole = os.fstat(file.fileno()).st_size == _HEADER.size + count * itemsize
+            if (magic, itemsize, found) == (_MAGIC, item.itemsize, key) and count and whole:
+                tokens = np.asarray(np.memmap(file, item, "r", _HEADER.size, (count,)))
+                if zlib.crc32(tokens.data) == checksum:
+                    return tokens
     except (OSError, struct.error):
-        return None
-    whole = size == _HEADER.size + count * itemsize
-    fits = (magic, itemsize, found) == (_MAGIC, item.itemsize, key)
-    return int(count) if count and whole and fits else None
+        pass
+    return None
+
+
+def _in_memory(text: str | Text, tokenizer: Tokenizer, item: np.dtype[Any]) -> Tokens:
+    if isinstance(text, Text) and text.nbytes > _MOST_IN_MEMORY:
+        raise DataError(
+            f"there is no cache folder for the tokens of {format_bytes(text.nbytes)} of text, which are too "
+            f"many for memory; make room in {cache_folder()}"
+        )
+    encoded = [tokenizer.encode(piece).astype(item) for piece in pieces(text)]
+    tokens: Tokens = np.concatenate(encoded) if encoded else np.empty(0, item)
+    if not len(tokens):
+        raise no_text(text)
+    tokens.flags.writeable = False
+    return tokens
 
 
 def _forget_old(used: Path) -> None:
-    """Keep the folder bounded: of the other files, those used last; and none that was left unfinished."""
+    """Keep the folder bounded: of the other files, those used last."""
     others = []
     with suppress(OSError):
         for entry in os.scandir(used.parent):
             if entry.name.endswith(_SUFFIX) and entry.name != used.name:
                 others.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
-            elif entry.name.endswith(UNFINISHED) and time.time() - entry.stat().st_mtime > _ABANDONED:
-                os.unlink(entry.path)
     kept = 0
     for number, (_, size, path) in enumerate(sorted(others, reverse=True), start=1):
         kept += size

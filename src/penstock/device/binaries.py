@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.cache import CacheFolder
 from penstock.config import cache_folder
+from penstock.errors import PenstockWarning
 
 _MAX_FILES = 4096
 _MAX_BYTES = 256 << 20
@@ -21,42 +23,39 @@ class Binaries:
     def __init__(
         self, folder: Path | None = None, max_files: int = _MAX_FILES, max_bytes: int = _MAX_BYTES
     ) -> None:
-        self._folder = folder or cache_folder() / "kernels"
+        self._folder = CacheFolder(folder) if folder else CacheFolder(cache_folder(), "kernels")
         self._max_files = max_files
         self._max_bytes = max_bytes
 
     def get(self, said: str) -> bytes | None:
         """The code of `said`, which names everything that it depends on."""
-        path = self._path(said)
-        try:
-            found = path.read_bytes()
-            os.utime(path)  # the oldest go first
-        except OSError:
+        name = _name(said)
+        found = self._folder.read(name)
+        if found is None:
             return None
+        with suppress(OSError):
+            os.utime(self._folder.path / name)  # the oldest go first
         check, code = found[:_CHECK_BYTES], found[_CHECK_BYTES:]
-        return code if hashlib.sha256(code).digest() == check else None
+        if hashlib.sha256(code).digest() == check:
+            return code
+        with suppress(OSError):
+            (self._folder.path / name).unlink()
+        warnings.warn(
+            f"{self._folder.path / name} was damaged: its kernels are compiled again",
+            PenstockWarning,
+            stacklevel=2,
+        )
+        return None
 
     def put(self, said: str, code: bytes) -> None:
         """Keep code, whole or not at all: a process that reads meanwhile finds none."""
-        path = self._path(said)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            unfinished.write_bytes(hashlib.sha256(code).digest() + code)
-            os.replace(unfinished, path)
-        except OSError:
-            with suppress(OSError):
-                unfinished.unlink()
-            return
-        self._trim()
-
-    def _path(self, said: str) -> Path:
-        return self._folder / f"{hashlib.sha256(said.encode()).hexdigest()}.bin"
+        if self._folder.write(_name(said), hashlib.sha256(code).digest() + code):
+            self._trim()
 
     def _trim(self) -> None:
         """Remove what was not used for longest, down to three quarters of a bound that is passed."""
         files = []
-        for path in self._folder.iterdir():
+        for path in self._folder.path.iterdir():
             with suppress(OSError):  # another process may have removed it
                 status = path.stat()
                 files.append((status.st_mtime, status.st_size, path))
@@ -71,3 +70,7 @@ class Binaries:
             with suppress(OSError):
                 path.unlink()
             count, total = count - 1, total - size
+
+
+def _name(said: str) -> str:
+    return f"{hashlib.sha256(said.encode()).hexdigest()}.bin"

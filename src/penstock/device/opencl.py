@@ -16,12 +16,14 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
 import pyopencl as cl
 
+from penstock.device import invokers, pocl
 from penstock.device.driver import (
     Bytes,
     Capabilities,
@@ -62,18 +64,25 @@ _NO_MEMORY = {
 def find_devices() -> list[cl.Device]:
     """Every OpenCL device: GPUs first, then other accelerators, then CPUs; the largest memory first."""
     found: list[cl.Device] = []
-    try:
-        platforms = cl.get_platforms()
-    except cl.Error:  # no platform at all is reported as an error
-        return []
-    for platform in platforms:
+    invokers.keep_in_memory()
+    with pocl.own_folder():
         try:
-            found += platform.get_devices()
-        except cl.Error:  # a platform whose hardware is absent
-            continue
+            platforms = cl.get_platforms()
+        except cl.Error:  # no platform at all is reported as an error
+            return []
+        for platform in platforms:
+            try:
+                found += platform.get_devices()
+            except cl.Error:  # a platform whose hardware is absent
+                continue
     order = {"gpu": 0, "accelerator": 1, "cpu": 2}
     usable = [device for device in found if device.available and device.compiler_available]
     return sorted(usable, key=lambda device: (order[_kind(device)], -device.global_mem_size))
+
+
+def problem(device: cl.Device) -> str:
+    """Why a device that is there cannot be used, in words; empty if it can."""
+    return pocl.problem() if device.platform.name == pocl.PLATFORM else ""
 
 
 class OpenCLDriver(Driver):
@@ -92,6 +101,9 @@ class OpenCLDriver(Driver):
         self._options = ["-w"]  # a compiler that succeeds has nothing to say
         if device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT:
             self._options.append("-cl-fp32-correctly-rounded-divide-sqrt")
+        version = (device.platform.name, device.version, device.driver_version, device.name)
+        self._built_for = "\n".join((*version, *self._options))
+        self._cache = pocl.cache() if device.platform.name == pocl.PLATFORM else None
         self._lock = threading.Lock()
         self._allocations: set[Memory] = set()
         self._allocated = 0
@@ -177,18 +189,26 @@ class OpenCLDriver(Driver):
             raise CompileError("an OpenCL device takes OpenCL C as text, and functions were given")
         dtypes = {name: parameter_dtypes(name, signature) for name, signature in signatures.items()}
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", cl.CompilerWarning)  # remarks of a compiler that succeeded
-                # The driver has a cache on disk of its own; PyOpenCL's, which is never emptied, stays out.
-                program = cl.Program(self._context, source).build(self._options, cache_dir=False)  # type: ignore[arg-type]
+            if self._cache is None:
+                program = self._build(source)
+            else:
+                said = f"{self._built_for}\n{source}"
+                program = self._cache.build(said, len(signatures), partial(self._build, source))
             kernels = {}
             for name, signature in signatures.items():
                 native = cl.Kernel(program, name)
                 _set_types(native, signature, dtypes[name])
-                kernels[name] = Kernel(name, signature, native)
+                # With its program: some implementations do not give a kernel's program back.
+                kernels[name] = Kernel(name, signature, (native, program))
         except cl.Error as error:
             raise CompileError(f"{self.name} refused the source of {sorted(signatures)}:\n{error}") from None
         return kernels
+
+    def _build(self, source: str) -> cl.Program:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", cl.CompilerWarning)  # remarks of a compiler that succeeded
+            # Drivers have caches on disk of their own; PyOpenCL's, which is never emptied, stays out.
+            return cl.Program(self._context, source).build(self._options, cache_dir=False)  # type: ignore[arg-type]
 
     def launch(
         self,
@@ -199,7 +219,7 @@ class OpenCLDriver(Driver):
         args: Sequence[Any],
         waits: list[Event] | None,
     ) -> Event:
-        native = kernel.native
+        native, _ = kernel.native
         try:
             native.set_args(*args)
             return _enqueue_kernel(queue, native, grid, group, None, waits, True, False)
@@ -208,7 +228,7 @@ class OpenCLDriver(Driver):
 
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
         try:
-            native = cl.Kernel(kernel.native.program, kernel.name)
+            native = cl.Kernel(kernel.native[1], kernel.name)
             _set_types(native, kernel.signature, kernel.dtypes)
             native.set_args(*args)
         except (cl.Error, RuntimeError) as error:
@@ -290,6 +310,8 @@ class OpenCLDriver(Driver):
 
     def flush(self, queue: Queue) -> None:
         _checked(queue.flush)
+        if self._cache is not None:
+            self._cache.save_if_due()
 
     def is_done(self, event: Event) -> bool:
         status: int = event.get_info(_STATUS)
@@ -301,6 +323,8 @@ class OpenCLDriver(Driver):
         except cl.Error:
             if event.get_info(_STATUS) > 0:
                 raise  # the wait itself failed, not the command
+        if self._cache is not None:
+            self._cache.save_if_due()
 
     def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
         try:

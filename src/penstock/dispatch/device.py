@@ -19,6 +19,7 @@ from penstock.registry import devices
 from penstock.runtime import Device, _Opened, refuse
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
+from penstock.stream.watching import Watched
 
 _SMALL = 256 << 10  # bytes, up to which values stay with the host until a device wants them
 
@@ -79,6 +80,10 @@ class AutoDevice(Device):
 
     def _open(self) -> _Opened:
         return self._members[0]._open()
+
+    def watch(self, watched: Watched) -> None:
+        """See Device."""
+        self.holder(watched.buffer).watch(watched)
 
     def _home(self, nbytes: int) -> Device:
         """Where new values go: large ones to the first member, which is the best for what is large."""
@@ -192,7 +197,7 @@ class AutoDevice(Device):
     def sync(self) -> None:
         """See Device; all members that have something pending."""
         for member in self._members:
-            if not member.stream.idle:
+            if not member.stream.idle or member.watches:
                 member.sync()
 
     def cleanup(self) -> None:

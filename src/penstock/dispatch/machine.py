@@ -20,6 +20,7 @@ import numpy as np
 
 from penstock.device.driver import Capabilities
 from penstock.errors import PenstockError
+from penstock.files import parse_json
 from penstock.kernels.choices import Choices
 from penstock.profiling.ceilings import best_seconds, measuring
 from penstock.runtime import Device
@@ -86,7 +87,7 @@ def machine_rates(devices: Sequence[Device]) -> dict[Device, Rates]:
     found: dict[Device, Rates] = {}
     for device, file in kept.items():
         try:
-            found[device] = Rates.parsed(json.loads(file.get(_RATES) or "null"))
+            found[device] = Rates.parsed(parse_json(file.get(_RATES) or "null"))
         except (ValueError, TypeError, KeyError):  # never measured, or a file that somebody changed
             continue
     missing = [device for device in devices if device not in found]

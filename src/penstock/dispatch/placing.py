@@ -17,6 +17,7 @@ from penstock.dispatch.moving import Places, move_seconds
 from penstock.dispatch.pricing import price
 from penstock.dispatch.running import InTwo, OnOne, Wants, seconds_of
 from penstock.errors import DeviceError, DeviceUnavailable
+from penstock.files import parse_json
 from penstock.fusion.splitting import split
 from penstock.graph.node import Node, Primitive, leaf, topological
 from penstock.graph.simplify import simplify
@@ -148,7 +149,7 @@ class Dispatcher:
             there = programs(member).known(structure, wanted)
             assert there is not None
             return f"on {member.name}, which holds the inputs:\n{steps_text(there)}"
-        placed = self._placed.get(structure.key) or self.build(structure, wanted)
+        placed = self._placed.get(structure.key) or self.build(structure, structure.wanted)
         text = placed.explained(structure.inputs)
         if structure.key not in self._placed and structure.waits_for_no_compiler(self.seen(structure)):
             return f"{numpy_text(structure, wanted)}; in a jitted function:\n{text}"
@@ -186,7 +187,7 @@ class Dispatcher:
                 if len(self._seen) > _MAX_SEEN:
                     self._seen.popitem(last=False)
                 return None
-            placed = self._placed[key] = self.build(structure, wanted)
+            placed = self._placed[key] = self.build(structure, structure.wanted)
             if len(self._placed) > _MAX_PLACED:
                 self._placed.popitem(last=False)
         else:
@@ -363,7 +364,7 @@ class Placed:
         """Take over what an earlier run found by timing."""
         text = None if self._key is None else self._dispatcher.choices.get(self._key)
         try:
-            found = {str(name): float(seconds) for name, seconds in json.loads(text or "{}").items()}
+            found = {str(name): float(seconds) for name, seconds in parse_json(text or "{}").items()}
         except (ValueError, TypeError, AttributeError):  # a file that somebody changed
             return
         names = [one.placement.name for one in self._candidates]

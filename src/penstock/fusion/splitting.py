@@ -6,19 +6,27 @@ import math
 from collections.abc import Sequence
 
 from penstock.device.driver import Capabilities
+from penstock.fusion.products import by_library
 from penstock.fusion.tallies import stretches
 from penstock.fusion.views import trailing
+from penstock.graph.contraction import MATMUL, matmul
 from penstock.graph.dtypes import HALVES, float32
-from penstock.graph.elementwise import cast
+from penstock.graph.elementwise import add, cast
 from penstock.graph.node import Node, Shape, topological
-from penstock.graph.reducing import REDUCTIONS
-from penstock.graph.shaping import CONCAT, RESHAPE
+from penstock.graph.reducing import REDUCTIONS, sum_
+from penstock.graph.shaping import CONCAT, RESHAPE, permute, reshape, slice_
 
 _MIN_PART = 64  # items of a part; smaller ones cost more than they gain
 _LARGE = 1 << 15  # items, from which on a second kernel pays
 _GROUPS = 8  # for each unit of a GPU
 _GROUP_COLUMNS = 128  # that a group of a GPU reduces
 _MANY_PARTS = 1024  # which are reduced in parts themselves
+# Products that are added up by one accumulator of a kernel, so that their sum has a small error.
+_MOST_PRODUCTS = 1 << 13
+_LONGEST_PRODUCTS = (
+    1 << 17
+)  # the same where parts would cost much, or where a kernel adds in blocks by itself
+_CHEAP = 16  # times more is read for a product than is written and read again for its parts
 
 
 def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
@@ -32,6 +40,8 @@ def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
         same = node if inputs == node.inputs else Node(node.primitive, inputs, node.attributes)
         if node.primitive in REDUCTIONS:
             same = _in_parts(same, capabilities)
+        elif node.primitive is MATMUL:
+            same = _product_in_parts(same, capabilities)
         elif node.primitive is CONCAT:
             same = _joined(same, capabilities)
         new[node] = same
@@ -78,6 +88,45 @@ def _in_parts(node: Node, capabilities: Capabilities) -> Node:
     part = Node(node.primitive, (cut,), {"axes": (first + 1,)})
     whole = Node(node.primitive, (part,), {"axes": (first,)})
     return cast(_in_parts(whole, capabilities) if parts >= _MANY_PARTS else whole, node.dtype)
+
+
+def _product_in_parts(node: Node, capabilities: Capabilities) -> Node:
+    """A matrix product with a long inner axis: the sum of products of parts of it."""
+    left, right = node.inputs
+    inner, most = left.shape[-1], _most_products(node, capabilities)
+    if inner <= most or node.size == 0 or node.dtype.kind != "f" or capabilities.language == "numpy":
+        return node
+    if node.dtype in HALVES:  # parts of a sum are not rounded
+        wide = Node(MATMUL, (cast(left, float32), cast(right, float32)), {})
+        return cast(_product_in_parts(wide, capabilities), node.dtype)
+    fewest = -(-inner // most)
+    parts = next((parts for parts in range(fewest, 2 * fewest) if inner % parts == 0), inner // most)
+    length = inner // parts if inner % parts == 0 else most
+    batch, rows, columns = left.shape[:-2], left.shape[-2], right.shape[-1]
+    lefts = reshape(_between(left, -1, 0, parts * length), (*batch, rows, parts, length))
+    rights = reshape(_between(right, -2, 0, parts * length), (*batch, parts, length, columns))
+    axis = len(batch)
+    lefts = permute(lefts, (*range(axis), axis + 1, axis, axis + 2))
+    whole = sum_(matmul(lefts, rights), (axis,))
+    if parts * length == inner:
+        return whole
+    rest = matmul(_between(left, -1, parts * length, inner), _between(right, -2, parts * length, inner))
+    return add(whole, rest)
+
+
+def _most_products(node: Node, capabilities: Capabilities) -> int:
+    """How long the inner axis of a product may be."""
+    rows, columns = node.shape[-2:]
+    by_itself = capabilities.vector_width > 1 or by_library(node, capabilities) or node.dtype in HALVES
+    cheap = _CHEAP * rows * columns <= (rows + columns) * _MOST_PRODUCTS
+    return _MOST_PRODUCTS if cheap and not by_itself else _LONGEST_PRODUCTS
+
+
+def _between(node: Node, axis: int, start: int, stop: int) -> Node:
+    """The items of an axis from one to before another."""
+    slices = [(0, length, 1) for length in node.shape]
+    slices[axis] = (start, stop - start, 1)
+    return slice_(node, tuple(slices))
 
 
 def _parts(length: int, results: int, rows: bool, capabilities: Capabilities) -> int:

@@ -26,6 +26,7 @@ _MOST_COLUMNS = 4096  # so that a group of threads keeps a whole row of sums in 
 # over wider ones it would need more registers than there are, and takes longer than to read them again.
 _NARROW = 512
 _GROUPS = 4  # that go over wide rows, for each unit of a device
+_STRETCH = 128  # rows of a part that are added up one after the other, unless it cannot be cut so
 _MOST = 3  # tallies of a kernel: each takes a register for every item that a thread has of a row
 _LONGEST = 1 << 17  # rows of narrow sums; of more, the parts would be as long as what others read
 _NEAR = 16  # nodes behind a sum that are looked at
@@ -55,7 +56,7 @@ def stretches(node: Node, capabilities: Capabilities) -> int:
         return length // ROWS if length % ROWS == 0 and length <= _LONGEST and _computed(source) else 1
     if node.size > _MOST_COLUMNS or not _of_a_map(source):
         return 1
-    most = min(_GROUPS * units, length // ROWS)
+    most = min(max(_GROUPS * units, length // _STRETCH), length // ROWS)
     return next((parts for parts in range(most, 1, -1) if length % (parts * ROWS) == 0), 1)
 
 

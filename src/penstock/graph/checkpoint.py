@@ -19,11 +19,11 @@ def _checkpoint_gradient(g: Node, n: Node) -> Sequence[Node | None]:
     again = {node: Node(AGAIN, (node, g), {}) for node in inputs}
     for node in again.values():
         node.tracked = True
-    copy = _copied(value, again)
+    copy = copied(value, again)
     return gradients(copy, g, [again[node] for node in inputs])
 
 
-def _copied(value: Node, new: dict[Node, Node]) -> Node:
+def copied(value: Node, new: dict[Node, Node]) -> Node:
     """The region behind `value` on other inputs; what does not depend on them stays."""
     known = dict(new)
     for node in topological([value], through_values=True, until=new):

@@ -7,6 +7,8 @@ import numpy as np
 from penstock.graph.node import Array, DType, Node, Primitive, Shape
 from penstock.graph.shaping import permute
 
+_PART = 4096  # products that NumPy adds up in one go
+
 
 def _matmul_rule(x: Node, y: Node) -> tuple[Shape, DType]:
     assert x.ndim == y.ndim >= 2
@@ -25,7 +27,25 @@ def _scatter_rule(values: Node, index: Node, *, length: int) -> tuple[Shape, DTy
 
 def _scatter_meaning(values: Array, index: Array, length: int) -> Array:
     result = np.zeros((length, *values.shape[index.ndim :]), values.dtype)
+    inside = (index >= 0) & (index < length)
+    if not inside.all():
+        index, values = index[inside], values[inside]
     np.add.at(result, index, values)
+    return result
+
+
+def _gather_meaning(x: Array, index: Array) -> Array:
+    return np.take(x, index, axis=0, mode="clip")
+
+
+def _matmul_meaning(x: Array, y: Array) -> Array:
+    """In parts along the axis that is summed over, so that no sum is long."""
+    length = x.shape[-1]
+    if length <= _PART or x.dtype.kind not in "fc":
+        return np.asarray(np.matmul(x, y))
+    result = np.zeros((*x.shape[:-1], y.shape[-1]), x.dtype)
+    for start in range(0, length, _PART):
+        result += np.matmul(x[..., start : start + _PART], y[..., start : start + _PART, :])
     return result
 
 
@@ -35,12 +55,15 @@ def matmul(x: Node, y: Node) -> Node:
 
 
 def gather(x: Node, index: Node) -> Node:
-    """The rows `x[index]`; the index is of whole numbers from 0 to the length of the first axis."""
+    """The rows `x[index]`; instead of an index that is out of range the nearest that is not. See `bounds`."""
     return Node(GATHER, (x, index), {})
 
 
 def scatter_add(values: Node, index: Node, length: int) -> Node:
-    """Zeros of `length` rows, to whose row `index[i]` the values `values[i]` were added, in order."""
+    """Zeros of `length` rows, to whose row `index[i]` the values `values[i]` were added, in order.
+
+    Values whose index is out of range are left out.
+    """
     return Node(SCATTER_ADD, (values, index), {"length": length})
 
 
@@ -51,13 +74,13 @@ def _transposed(x: Node) -> Node:
 MATMUL = Primitive(
     "matmul",
     _matmul_rule,
-    np.matmul,
+    _matmul_meaning,
     lambda g, n: (matmul(g, _transposed(n.inputs[1])), matmul(_transposed(n.inputs[0]), g)),
 )
 GATHER = Primitive(
     "gather",
     _gather_rule,
-    lambda x, index: x[index],
+    _gather_meaning,
     lambda g, n: (scatter_add(g, n.inputs[1], n.inputs[0].shape[0]), None),
 )
 SCATTER_ADD = Primitive(

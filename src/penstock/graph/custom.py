@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from penstock.graph.node import Array, DType, Node, Primitive, Shape
 
@@ -20,3 +21,16 @@ def _first(value: Array, *_: Array) -> Array:
 def custom(name: str, rule: Rule) -> Primitive:
     """A primitive that is its first input; gradients go to the others, as the rule has them."""
     return Primitive(name, _first_rule, _first, lambda g, n: [None, *rule(g, n)], unchanged=True)
+
+
+def _given_rule(*_: Node, shape: Shape, dtype: DType) -> tuple[Shape, DType]:
+    return shape, dtype
+
+
+def refusing(why: str) -> Primitive:
+    """A primitive of values that are there from the start; asking for their gradient raises `why`."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise TypeError(why)
+
+    return Primitive("refused", _given_rule, refuse, refuse, refuses=why)

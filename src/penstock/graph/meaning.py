@@ -34,4 +34,5 @@ def computed(node: Node, inputs: list[Array], attributes: dict[str, Any] | None 
 def number_key(node: Node, name: str) -> Constant:
     """A constant by its dtype and bits, so that 0 and -0 or 1 and True differ."""
     dtype = node.primitive.dtypes.get(name, node.dtype)
-    return str(dtype), np.asarray(node.attributes[name]).astype(dtype).tobytes()
+    with np.errstate(over="ignore"):  # a number that is too large for the dtype is infinite in it
+        return str(dtype), np.asarray(node.attributes[name]).astype(dtype).tobytes()

@@ -36,6 +36,7 @@ class Primitive:
     constants: tuple[str, ...] = ()  # attributes that are numbers, given to a program as arguments
     dtypes: Mapping[str, DType] = field(default_factory=dict)  # of constants that do not have the node's
     compiled: bool = False  # only a kernel computes it: NumPy does not know its meaning
+    refuses: str = ""  # why nothing can be said of its gradient; `backward` raises that if one arrives here
 
 
 class Node:

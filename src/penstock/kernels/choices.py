@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import threading
 
+from penstock.cache import CacheFolder
 from penstock.config import cache_folder
+from penstock.files import parse_json
 from penstock.kernels.source import digest
 
 _MAX_CHOICES = 2048  # in a file; of more, the oldest go
@@ -19,7 +19,8 @@ class Choices:
 
     def __init__(self, where: str) -> None:
         """`where` names the device and the library, with their versions."""
-        self._path = cache_folder() / f"choices-{digest(f'{_VERSION} {where}')}.json"
+        self._folder = CacheFolder(cache_folder())
+        self._name = f"choices-{digest(f'{_VERSION} {where}')}.json"
         self._known: dict[str, str] | None = None
         self._lock = threading.Lock()
 
@@ -41,8 +42,8 @@ class Choices:
 
     def _read(self) -> dict[str, str]:
         try:
-            found = json.loads(self._path.read_text("utf-8"))
-        except (OSError, ValueError):
+            found = parse_json((self._folder.read(self._name) or b"{}").decode())
+        except ValueError:
             return {}
         if not isinstance(found, dict):
             return {}
@@ -50,11 +51,4 @@ class Choices:
 
     def _write(self, known: dict[str, str]) -> None:
         """Whole or not at all: a process that reads meanwhile finds the old file."""
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._path.parent, suffix=".json")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(known, file, indent=0)
-            os.replace(name, self._path)
-        except OSError:
-            return
+        self._folder.write(self._name, json.dumps(known, indent=0).encode())

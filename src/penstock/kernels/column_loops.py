@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.fusion.index import Index, flat, unflatten, variable
 from penstock.graph.node import Node
 from penstock.graph.reducing import REDUCTIONS
+from penstock.kernels.blocks import Sums, in_blocks, is_inexact
 from penstock.kernels.loop_nest import GROUP_THREADS, LoopNest, Lowered
 from penstock.kernels.loops import (
     Across,
@@ -65,7 +68,7 @@ class ColumnLoops(LoopNest):
         form.grid, form.group = (size,), (1,)
         form.body = [Count("item", "GROUP(0) * 1 + THREAD")]
         inside = self.unpack("item", kept, 0)
-        variables = []
+        sums = Sums(scopes.name)
         names = {node: scopes.name("sum") for node in self._reductions}
         around = self.joined(self._reduced)
         for name in around:
@@ -73,14 +76,17 @@ class ColumnLoops(LoopNest):
         for node, name in names.items():
             value = scopes.value(node.inputs[0], self._place)
             scopes.bodies[1].append(Update(name, value.type, node.primitive.name, value.name))
-            variables.append(Variable(name, Type(computed_dtype(node)), node.primitive.name))
+            sums.add(name, Type(computed_dtype(node)), node.primitive.name)
         before, scopes.bodies[0] = scopes.bodies[0], []
-        loops = scopes.leave()
+        loops, each = scopes.leave(), 1
         for name in reversed(around):
-            loops = [Loop(name, "0", str(self.count([name])), "1", loops)]
+            turns = self.count([name])
+            loop, each = sums.blocked(Loop(name, "0", str(turns), "1", loops, turns=turns), each)
+            loops = [loop]
         scopes.stage = 1
         for node, name in names.items():
-            scopes.given[node] = Value(name, Type(computed_dtype(node)), 0)
+            scopes.given[node] = Value(sums.last(name), Type(computed_dtype(node)), 0)
+        variables = [sums.variable(name) for name in names.values()]
         self._results()
         whole = [*inside, *before, *variables, *loops, *scopes.bodies[0], *scopes.leave()]
         form.body.append(Loop("once", "item", str(size), str(size), whole))
@@ -104,16 +110,18 @@ class ColumnLoops(LoopNest):
         inside = self.unpack("item", kept, 0)
         names = {node: scopes.name("sum") for node in self._reductions}
         around = self.unpack("part", reduced, 1)
-        variables: list[Statement] = []
+        sums = Sums(scopes.name)
         for node, name in names.items():
             kind = Type(computed_dtype(node), lanes)
             value = scopes.value(node.inputs[0], self._place)
             scopes.bodies[1].append(Update(name, kind, node.primitive.name, value.name))
-            variables.append(Variable(name, kind, node.primitive.name))
+            sums.add(name, kind, node.primitive.name)
         before, scopes.bodies[0] = scopes.bodies[0], []
-        start = f"THREAD / {abreast}"
-        loop = Loop("part", start, str(rows), str(parts), [*around, *scopes.leave()], _READS)
-        form.body += [*inside, *before, *variables, loop]
+        start, turns = f"THREAD / {abreast}", -(-rows // parts)
+        loop = Loop("part", start, str(rows), str(parts), [*around, *scopes.leave()], _READS, turns)
+        loop, _ = sums.blocked(loop)
+        form.body += [*inside, *before, *(sums.variable(name) for name in names.values()), loop]
+        names = {node: sums.last(name) for node, name in names.items()}
         if parts > 1:
             form.body += self._across(names, abreast, threads)
         scopes.stage = 1
@@ -149,53 +157,85 @@ class ColumnLoops(LoopNest):
     def _by_blocks(self, kept: list[str]) -> Lowered:
         """A block of neighbouring results at a time, each row of the block from start to end."""
         scopes, form = self.scopes, self.scopes.form
-        *outer, last = kept
-        rows, length = self.count(outer), self.count([last])
-        block = min(_BLOCK, -(-length // (16 * max(1, self.units * 2 // rows))) * 16)
-        blocks = -(-length // block)
-        arrays = {node: scopes.name("sums") for node in self._reductions}
+        *outer, self._last = kept
+        rows, length = self.count(outer), self.count([self._last])
+        self._width = min(_BLOCK, -(-length // (16 * max(1, self.units * 2 // rows))) * 16)
+        blocks = -(-length // self._width)
+        self._new_arrays()
         form.grid = (rows * blocks,)
-        form.arrays = [Array(name, computed_dtype(node), block) for node, name in arrays.items()]
         form.body = [
-            Count("begin", f"GROUP(0) % {blocks} * {block}"),
-            Pick("end", f"{length} - begin < {block}", str(length), f"begin + {block}"),
+            Count("begin", f"GROUP(0) % {blocks} * {self._width}"),
+            Pick("end", f"{length} - begin < {self._width}", str(length), f"begin + {self._width}"),
             Count("row", f"GROUP(0) / {blocks}"),
         ]
         form.body += self.unpack("row", outer, 0)
-        exact = length % self.lanes == 0
         scopes.depth_of["begin"], scopes.variables.lengths["begin"] = 0, length
-        at = variable(last) + variable("begin") * -1
-
-        def start() -> None:
-            for node, name in arrays.items():
-                kind = Type(computed_dtype(node), scopes.lanes)
-                zero = scopes.name()
-                scopes.bodies[1].append(Variable(zero, kind, node.primitive.name))
-                self._put(name, node, Value(zero, kind, 1), at)
-
-        def add() -> None:
-            for node, name in arrays.items():
-                value = scopes.widened(scopes.value(node.inputs[0], self._place), scopes.lanes)
-                old = scopes.item(name, node, at)
-                self._put(name, node, scopes.combined(node, old, value), at)
-
-        def finish() -> None:
-            for node, name in arrays.items():
-                scopes.given[node] = scopes.item(name, node, at)
-            self._results()
-
-        first = self.vector_loops(last, "begin", "end", exact, start)
+        self._start = self._each_column(self._put_neutral)
         around = self.joined(self._reduced)
         for name in around:
             scopes.depth_of[name] = 1
-        loops = self.vector_loops(last, "begin", "end", exact, add)
+        loops, each = self._each_column(self._add), 1
+        inexact = any(is_inexact(node.primitive.name, computed_dtype(node)) for node in self._reductions)
         for name in reversed(around):
-            loops = [Loop(name, "0", str(self.count([name])), "1", loops)]
+            turns = self.count([name])
+            loop = Loop(name, "0", str(turns), "1", loops, turns=turns)
+            if inexact:
+                loop, each = in_blocks(loop, each, self._next_level)
+            loops = [loop]
         scopes.stage = 1
-        final = self.vector_loops(last, "begin", "end", exact, finish)
-        form.body += [*scopes.bodies[0], *first, *loops, *final]
+        final = self._each_column(self._finish)
+        form.body += [*scopes.bodies[0], *self._start, *loops, *final]
         return self.lowered()
 
-    def _put(self, array: str, node: Node, value: Value, index: Index) -> None:
-        text, _, _ = self.scopes.text(index)
+    def _new_arrays(self) -> None:
+        """Memory for a block of each reduction's results."""
+        self._arrays = {node: self.scopes.name("sums") for node in self._reductions}
+        self.scopes.form.arrays += [
+            Array(name, computed_dtype(node), self._width) for node, name in self._arrays.items()
+        ]
+
+    def _each_column(self, body: Callable[[], None]) -> list[Statement]:
+        exact = self.count([self._last]) % self.lanes == 0
+        return [*self.vector_loops(self._last, "begin", "end", exact, body)]
+
+    def _next_level(self) -> tuple[list[Statement], list[Statement]]:
+        """What starts the present arrays, and what adds them to new ones."""
+        parts, start = self._arrays, self._start
+        self._new_arrays()
+
+        def add_parts() -> None:
+            for node, name in self._arrays.items():
+                old, part = self._item(name, node), self._item(parts[node], node)
+                self._put(name, node, self.scopes.combined(node, old, part))
+
+        added = self._each_column(add_parts)
+        self._start = self._each_column(self._put_neutral)
+        return start, added
+
+    def _put_neutral(self) -> None:
+        for node, name in self._arrays.items():
+            kind, zero = Type(computed_dtype(node), self.scopes.lanes), self.scopes.name()
+            self.scopes.bodies[1].append(Variable(zero, kind, node.primitive.name))
+            self._put(name, node, Value(zero, kind, 1))
+
+    def _add(self) -> None:
+        scopes = self.scopes
+        for node, name in self._arrays.items():
+            value = scopes.widened(scopes.value(node.inputs[0], self._place), scopes.lanes)
+            self._put(name, node, scopes.combined(node, self._item(name, node), value))
+
+    def _finish(self) -> None:
+        for node, name in self._arrays.items():
+            self.scopes.given[node] = self._item(name, node)
+        self._results()
+
+    def _at(self) -> Index:
+        """A result's place in its block."""
+        return variable(self._last) + variable("begin") * -1
+
+    def _item(self, array: str, node: Node) -> Value:
+        return self.scopes.item(array, node, self._at())
+
+    def _put(self, array: str, node: Node, value: Value) -> None:
+        text, _, _ = self.scopes.text(self._at())
         self.scopes.bodies[1].append(Store(value.name, value.type, array, computed_dtype(node), text))

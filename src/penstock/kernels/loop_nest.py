@@ -159,23 +159,23 @@ class LoopNest:
 
     def vector_loops(
         self, name: str, start: str, stop: str, exact: bool, body: Callable[[], None]
-    ) -> list[Statement]:
+    ) -> list[Loop]:
         """A loop over vectors of neighbouring items, and where they are not `exact`, one over the rest."""
         scopes, lanes = self.scopes, self.lanes
         scopes.depth_of[name] = 1
-        result: list[Statement] = []
+        result: list[Loop] = []
+        turns = int(stop) if stop.isdigit() else 1
         if lanes > 1:
             scopes.lanes, scopes.lane_steps = lanes, {name: 1}
             body()
-            result.append(
-                Loop(name, start, stop if exact else f"{stop} - {lanes - 1}", str(lanes), scopes.leave())
-            )
+            end = stop if exact else f"{stop} - {lanes - 1}"
+            result.append(Loop(name, start, end, str(lanes), scopes.leave(), turns=turns // lanes))
             if exact:
                 return result
-            start = f"{start} + ({stop} - {start}) / {lanes} * {lanes}"
+            start, turns = f"{start} + ({stop} - {start}) / {lanes} * {lanes}", turns % lanes
         scopes.lanes, scopes.lane_steps = 1, {}
         body()
-        result.append(Loop(name, start, stop, "1", scopes.leave()))
+        result.append(Loop(name, start, stop, "1", scopes.leave(), turns=turns))
         return result
 
     def chunk(self, count: int, tasks: int, multiple: int = 1) -> list[Statement]:

@@ -206,6 +206,7 @@ class Loop:
     step: str
     body: list[Statement]
     unrolled: int = 0  # times that the body is laid out; 0 leaves it to the compiler
+    turns: int = 1  # of a loop that reduces: how often its body is run, at most
 
 
 @dataclass(frozen=True)

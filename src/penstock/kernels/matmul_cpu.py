@@ -35,6 +35,7 @@ class _Plan:
     pack_left: bool
     pack_right: bool
     chunk: int  # how many times `rows` are packed at once
+    span: int  # blocks of K that are added up one after the other, and then to what all before gave
 
     @property
     def tiles(self) -> int:
@@ -48,6 +49,7 @@ _CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 for 
 _DEPTH = 512  # steps along K before the next columns
 _PACKED_DEPTH = 352  # the same, where the left side is packed,
 _STREAM_DEPTH = 8  # and where the right side is not kept in the cache
+_SPAN_STEPS = 128  # of a product of few rows or columns, before what they give is added to the rest
 _DIRECT_LEFT = 1 << 15  # a transposed left side of no more items is read where it lies,
 _DIRECT_RIGHT = 1 << 16  # and a right side of no more: they stay in the cache anyway
 
@@ -81,12 +83,14 @@ def _plan(problem: Problem, capabilities: Capabilities) -> _Plan:
     if stream_right:  # read in the order of the memory, for it is read once or twice only
         depth_blocks = ceil(inner / _STREAM_DEPTH)
     depth = ceil(inner / depth_blocks)
-    widest = floats * 3 // 8 // (rows * width) if stream_right else right_steps // depth
+    span = 1 if not stream_right else _DEPTH // depth if inner > 2 * _DEPTH else depth_blocks
+    sums = floats * 3 // 8 // (2 if 1 < span < depth_blocks else 1)
+    widest = sums // (rows * width) if stream_right else right_steps // depth
     block = _step(rows, vectors) * inner + 40 * depth_blocks
     choices = []
     for column_tiles in _counts(ceil(column_units / widest), column_units):
         wide = ceil(column_units / column_tiles)
-        highest = row_units if depth_blocks == 1 else max(1, floats * 3 // 8 // (wide * width * rows))
+        highest = row_units if depth_blocks == 1 else max(1, sums // (wide * width * rows))
         for row_tiles in _counts(ceil(row_units / highest), row_units):
             high = ceil(row_units / row_tiles)
             tile = high * wide * block + high * fetching_left + wide * fetching_right + 500
@@ -94,7 +98,7 @@ def _plan(problem: Problem, capabilities: Capabilities) -> _Plan:
             choices.append((rounds * tile, row_tiles, column_tiles))
     _, row_tiles, column_tiles = min(choices)
     chunk = max(1, min(8, left_steps // depth))
-    return _Plan(rows, vectors, row_tiles, column_tiles, depth_blocks, pack_left, pack_right, chunk)
+    return _Plan(rows, vectors, row_tiles, column_tiles, depth_blocks, pack_left, pack_right, chunk, span)
 
 
 def _register_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
@@ -142,6 +146,7 @@ class _CpuWriter:
         self.column_units = ceil(problem.columns / self.width)
         self.tile_columns = ceil(self.column_units / plan.column_tiles)  # in units, the widest tile
         self.depth = ceil(problem.inner / plan.depth_blocks)  # of the deepest block
+        self.has_spans = 1 < plan.span < plan.depth_blocks
         self.has_vectors = problem.inner // plan.depth_blocks >= _LANES  # along K, in every block
 
     def lines(self) -> Iterator[str]:
@@ -180,6 +185,8 @@ class _CpuWriter:
         tile_rows = ceil(self.row_units / plan.row_tiles)
         kept = block * tile_rows * self.tile_columns if plan.depth_blocks > 1 else block
         yield f"LOCAL float8 mm_sums[{kept}];"
+        if self.has_spans:
+            yield f"LOCAL float8 mm_span_sums[{kept}];"
         if plan.pack_right:
             yield f"LOCAL float8 mm_panels[{self.tile_columns * self.depth * plan.vectors}];"
         if plan.pack_left:
@@ -289,6 +296,8 @@ class _CpuWriter:
             down, across = f"(mm_row - mm_top) / {plan.rows}", f"(mm_column - mm_start) / {width}"
             place = f"({down} * {self.tile_columns} + {across}) * {block}"
             yield f"LOCAL float8 *mm_slot = mm_sums + {place};"
+            if self.has_spans:
+                yield f"LOCAL float8 *mm_span = mm_span_sums + {place};"
         else:
             yield "LOCAL float8 *mm_slot = mm_sums;"
         if plan.pack_left:
@@ -311,8 +320,9 @@ class _CpuWriter:
                 f"*(GLOBAL const loose_float8 *)(mm_b + {vector * _LANES})" for vector in range(plan.vectors)
             ]
             right_stride = right.row_stride
+        kept, first = ("mm_span", f"mm_block % {plan.span}") if self.has_spans else ("mm_slot", "mm_block")
         for i in range(block):
-            start = f"mm_block ? mm_slot[{i}] : (float8)(0)" if plan.depth_blocks > 1 else "0"
+            start = f"{first} ? {kept}[{i}] : (float8)(0)" if plan.span > 1 else "0"
             yield f"float8 mm_s{i} = {start};"
         yield "for (int mm_i = 0; mm_i < mm_depth; mm_i++) {"
         for vector, value in enumerate(vectors):
@@ -323,8 +333,14 @@ class _CpuWriter:
                 yield f"mm_s{row * plan.vectors + vector} += mm_a{row} * mm_b{vector};"
         yield f"mm_a += {k_stride}; mm_b += {right_stride};"
         yield "}"
+        if self.has_spans:
+            yield f"if (mm_block % {plan.span} < {plan.span - 1} && mm_block < {plan.depth_blocks - 1}) {{"
+            yield from (f"mm_span[{i}] = mm_s{i};" for i in range(block))
+            yield "continue; }"
+        added = plan.span < plan.depth_blocks
         for i in range(block):
-            yield f"mm_slot[{i}] = mm_s{i};"
+            value = f"mm_block >= {plan.span} ? mm_slot[{i}] + mm_s{i} : mm_s{i}" if added else f"mm_s{i}"
+            yield f"mm_slot[{i}] = {value};"
 
     def _finished(self) -> Iterator[str]:
         plan, columns = self.plan, self.problem.columns
@@ -401,6 +417,17 @@ def _thin_body(problem: Problem, capabilities: Capabilities, finish: Finish) -> 
             one, two = _vector(left, "mm_a", place), _vector(right, "mm_b", place)
             yield f"mm_s{i} += {one} * {two};"
 
+    span = _SPAN_STEPS * step
+    spans = [
+        "float8 mm_spans = 0;",
+        f"while (mm_i + {span} <= {inner}) {{",
+        f"for (const int mm_end = mm_i + {span}; mm_i < mm_end; mm_i += {step}) {{",
+        *products(chains),
+        "}",
+        "mm_spans += (mm_s0 + mm_s1) + (mm_s2 + mm_s3);",
+        *(f"mm_s{i} = 0;" for i in range(chains)),
+        "}",
+    ]
     lines = [
         f"const int batch = GROUP(0) / {parts}, mm_part = GROUP(0) % {parts};",
         f"const int mm_last = (int)((long)(mm_part + 1) * {items} / {parts});",
@@ -410,6 +437,7 @@ def _thin_body(problem: Problem, capabilities: Capabilities, finish: Finish) -> 
         _pointer("mm_b", right, f"({right.base}) + mm_x * {right.column_stride}"),
         f"float8 {', '.join(f'mm_s{i} = 0' for i in range(chains))};",
         "int mm_i = 0;",
+        *(spans if inner > span else []),
         f"for (; mm_i + {step} <= {inner}; mm_i += {step}) {{",
         *products(chains),
         "}",
@@ -417,6 +445,7 @@ def _thin_body(problem: Problem, capabilities: Capabilities, finish: Finish) -> 
         *products(1),
         "}",
         f"mm_s0 += {' + '.join(f'mm_s{i}' for i in range(1, chains))};",
+        *(["mm_s0 += mm_spans;"] if inner > span else []),
         f"float mm_value = {' + '.join(f'mm_s0.s{i:x}' for i in range(_LANES))};",
         f"for (; mm_i < {inner}; mm_i++)",
         f"    mm_value += {item(left, 'mm_a', 'mm_i')} * {item(right, 'mm_b', 'mm_i')};",

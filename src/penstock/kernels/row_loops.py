@@ -12,6 +12,7 @@ from penstock.graph.dtypes import HALVES
 from penstock.graph.elementwise import PRIMITIVES
 from penstock.graph.node import Node, Primitive
 from penstock.graph.reducing import REDUCTIONS
+from penstock.kernels.blocks import Sums
 from penstock.kernels.loop_nest import LoopNest, Lowered
 from penstock.kernels.loops import (
     Array,
@@ -318,6 +319,7 @@ class RowLoops(LoopNest):
             known = dict.fromkeys(array for array, _, _ in scopes.kept.values())
             scopes.bodies[0] += [Forget(array, self._turns() * self.lanes) for array in known]
         lanes_of: dict[Node, list[tuple[str, int]]] = {node: [] for node in reductions}
+        sums = Sums(scopes.name)
         kept: dict[tuple[Node, Place], tuple[str, Index, str]] = {}
         arrays = {node: scopes.name("kept") for node in keep}
         place = variable("slot") if self.gpu else self._column
@@ -336,9 +338,10 @@ class RowLoops(LoopNest):
                 wide = scopes.widened(value, scopes.lanes)
                 known = {lanes: name for name, lanes in lanes_of[node]}
                 name = known.get(scopes.lanes) or scopes.name("sum")
+                kind = Type(wide.type.dtype, scopes.lanes)
                 if scopes.lanes not in known:
                     lanes_of[node].append((name, scopes.lanes))
-                kind = Type(wide.type.dtype, scopes.lanes)
+                    sums.add(name, Type(computed_dtype(node), scopes.lanes), node.primitive.name)
                 scopes.bodies[1].append(Update(name, kind, node.primitive.name, wide.name))
             for at, node in tallies:
                 source = node.inputs[0]
@@ -360,14 +363,11 @@ class RowLoops(LoopNest):
                 kept[key] = (arrays[key[0]], place, stored)
             self.store(results)
 
-        loops = self._loops(body)
-        for node in reductions:
-            for name, lanes in lanes_of[node]:
-                kind = Type(computed_dtype(node), lanes)
-                scopes.bodies[0].append(Variable(name, kind, node.primitive.name))
+        loops = self._loops(body, sums)
+        scopes.bodies[0] += [sums.variable(name) for node in reductions for name, _ in lanes_of[node]]
         scopes.bodies[0] += loops
         for node in reductions:
-            self._fold(node, lanes_of[node])
+            self._fold(node, [(sums.last(name), lanes) for name, lanes in lanes_of[node]])
         scopes.kept.update(kept)
 
     def _fold(self, node: Node, parts: list[tuple[str, int]]) -> None:
@@ -387,10 +387,11 @@ class RowLoops(LoopNest):
         scopes.bodies[0].append(Fold(result, Type(dtype, lanes), operation, name, array, threads))
         scopes.given[node] = Value(result, Type(dtype), 0)
 
-    def _loops(self, body: Callable[[], None]) -> list[Statement]:
+    def _loops(self, body: Callable[[], None], sums: Sums) -> list[Statement]:
         scopes = self.scopes
         if self.gpu:
-            return self._loops_of_threads(body)
+            loops = self._loops_of_threads(body)
+            return [sums.blocked(loop, _READS if loop.name == "start" else 1)[0] for loop in loops]
         if not self._inner:
             scopes.lanes, scopes.lane_steps = 1, {}
             body()
@@ -399,12 +400,15 @@ class RowLoops(LoopNest):
         for name in around:
             scopes.depth_of[name] = 1
         length = self.count([last])
-        loops = self.vector_loops(last, "0", str(length), length % self.lanes == 0, body)
+        parts = self.vector_loops(last, "0", str(length), length % self.lanes == 0, body)
+        blocked = [sums.blocked(part) for part in parts]
         for name in reversed(around):
-            loops = [Loop(name, "0", str(self.count([name])), "1", loops)]
-        return loops
+            turns = self.count([name])
+            loop = Loop(name, "0", str(turns), "1", [part for part, _ in blocked], turns=turns)
+            blocked = [sums.blocked(loop, max(each for _, each in blocked))]
+        return [loop for loop, _ in blocked]
 
-    def _loops_of_threads(self, body: Callable[[], None]) -> list[Statement]:
+    def _loops_of_threads(self, body: Callable[[], None]) -> list[Loop]:
         scopes, columns, lanes = self.scopes, self.group.columns, self.lanes
         inside = self.unpack("column", self._inner, 1)
         scopes.depth_of["slot"], scopes.variables.lengths["slot"] = 1, columns
@@ -417,7 +421,7 @@ class RowLoops(LoopNest):
         statements = [*inside, *scopes.leave()]
         start = f"rank * {lanes}"
         if not any(isinstance(one, Store) for one in statements):
-            return [Loop("column", start, str(columns), str(step), statements, _READS)]
+            return [Loop("column", start, str(columns), str(step), statements, _READS, self._turns())]
         # No compiler reads before a write that might be to the same place, so what is written comes last.
         arrays = {key: (scopes.name("read"), variable("slot"), self._kept_dtype(key[0])) for key, _ in read}
         registers = [Registers(name, dtype, _READS * lanes) for name, _, dtype in arrays.values()]
@@ -434,7 +438,8 @@ class RowLoops(LoopNest):
         rest = self._turns_loop("start", _READS, [*inside, *scopes.leave()])
         for key in arrays:
             del scopes.kept[key]
-        return [Loop("start", start, str(columns), str(step * _READS), [*registers, reads, rest], 1)]
+        parts, turns = [*registers, reads, rest], -(-self._turns() // _READS)
+        return [Loop("start", start, str(columns), str(step * _READS), parts, 1, turns)]
 
     def _turns_loop(self, start: str, turns: int, statements: list[Statement]) -> Loop:
         """So many parts of a row one after the other, laid out."""

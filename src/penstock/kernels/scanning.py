@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.device.driver import Capabilities
 from penstock.graph.node import Node
+from penstock.kernels.blocks import BLOCK
 from penstock.kernels.lone import (
     CPU_SHARES,
     SHORT_ROW,
@@ -37,6 +38,32 @@ def scan(node: Node, capabilities: Capabilities) -> Lone:
     return Lone((Launch(source, (0, 1)),))
 
 
+class _Carry:
+    """A sum of values that come one after the other, as text; `carry` is what they give so far.
+
+    Where they are many, those since the last block, and the blocks, are added up by themselves.
+    """
+
+    def __init__(self, dtype: str, sign: str, count: int) -> None:
+        self._type, self._dtype, self._sign = C_TYPES[dtype], dtype, sign
+        self._blocks = sign == "+" and dtype.startswith("float") and count > BLOCK
+
+    def start(self, value: str) -> str:
+        """Before anything is added to a first value."""
+        if not self._blocks:
+            return f"{self._type} carry = {value};"
+        sums = "near = carry, blocks = -0.0f, far = -0.0f, before_near = -0.0f"
+        return f"{self._type} carry = {value}, {sums}; int added = 1, blocks_added = 0;"
+
+    def more(self, value: str) -> str:
+        """One more value."""
+        if not self._blocks:
+            return f"carry = {combined(self._dtype, self._sign, 'carry', value)};"
+        far = f"if (++blocks_added == {BLOCK}) {{ far += blocks; blocks = -0.0f; blocks_added = 0; }}"
+        block = f"blocks += near; near = -0.0f; added = 0; {far} before_near = far + blocks;"
+        return f"near += {value}; carry = before_near + near; if (++added == {BLOCK}) {{ {block} }}"
+
+
 def group_scan(
     name: str, dtype: str, sign: str, rows: int, length: int, capabilities: Capabilities
 ) -> KernelSource:
@@ -46,6 +73,8 @@ def group_scan(
     # A sum begins with -0, which leaves what is added to it as it is, be it 0 or -0.
     nothing = {"+": "-0.0f" if dtype == "float32" else "-0.0" if dtype == "float64" else "0", "*": "1"}[sign]
 
+    carry = _Carry(dtype, sign, -(-length // (threads * _ITEMS)))
+
     def with_(a: str, b: str) -> str:
         return combined(dtype, sign, a, b)
 
@@ -54,7 +83,7 @@ def group_scan(
     LOCAL {ctype} part[{threads}];
     x += (size_t)GROUP(0) * {length};
     y += (size_t)GROUP(0) * {length};
-    {ctype} carry = {nothing};
+    {carry.start(nothing)}
     for (int start = 0; start < {length}; start += {threads * _ITEMS}) {{
         int first = start + THREAD * {_ITEMS};
         {ctype} sums[{_ITEMS}], sum = {nothing};
@@ -74,7 +103,7 @@ def group_scan(
         if (THREAD > 0) before = {with_("carry", "part[THREAD - 1]")};
         for (int k = 0; k < {_ITEMS}; k++)
             if (first + k < {length}) y[first + k] = {with_("before", "sums[k]")};
-        carry = {with_("carry", f"part[{threads - 1}]")};
+        {carry.more(f"part[{threads - 1}]")}
         BARRIER;
     }}
 }}
@@ -85,27 +114,32 @@ def group_scan(
 def _columns_on_gpu(
     dtype: str, sign: str, outer: int, length: int, inner: int, capabilities: Capabilities
 ) -> KernelSource:
-    over = spread(outer * inner, capabilities)
+    over, carry = spread(outer * inner, capabilities), _Carry(dtype, sign, length)
     text = f"""\
 {head("scan_columns", [(dtype, "y")], [(dtype, "x")])}\
     {over.loop}
         int i = t / {inner} * {length * inner} + t % {inner}, last = i + {(length - 1) * inner};
-        {C_TYPES[dtype]} sum = x[i];
+        {carry.start("x[i]")}
         for (; i < last; i += {inner}) {{
-            y[i] = sum;
-            sum = {combined(dtype, sign, "sum", f"x[i + {inner}]")};
+            y[i] = carry;
+            {carry.more(f"x[i + {inner}]")}
         }}
-        y[i] = sum;
+        y[i] = carry;
     }}
 }}
 """
     return KernelSource("scan_columns", text, (dtype, dtype), (), over.grid, over.group)
 
 
+def _sum_type(dtype: str, sign: str, capabilities: Capabilities) -> str:
+    """In which type a CPU adds up one item after the other: sums of many have an error in a narrow one."""
+    return "double" if (dtype, sign) == ("float32", "+") and capabilities.float64 else C_TYPES[dtype]
+
+
 def _rows_on_cpu(
     dtype: str, sign: str, outer: int, length: int, inner: int, capabilities: Capabilities
 ) -> KernelSource:
-    ctype, lanes = C_TYPES[dtype], range(min(_ROWS_AT_ONCE, outer))
+    lanes = range(min(_ROWS_AT_ONCE, outer))
     over = spread(-(-outer // len(lanes)), capabilities)
     # The last rows may be fewer: then one is done again by the same thread.
     rows = [f"int r{k} = {least(f't * {len(lanes)} + {k}', outer - 1)} * {length};" for k in lanes]
@@ -113,7 +147,7 @@ def _rows_on_cpu(
 {head("scan_rows", [(dtype, "y")], [(dtype, "x")])}\
     {over.loop}
         {" ".join(rows)}
-        {ctype} {", ".join(f"s{k} = x[r{k}]" for k in lanes)};
+        {_sum_type(dtype, sign, capabilities)} {", ".join(f"s{k} = x[r{k}]" for k in lanes)};
         {" ".join(f"y[r{k}] = s{k};" for k in lanes)}
         for (int i = 1; i < {length}; i++) {{
             {" ".join(f"s{k} = {combined(dtype, sign, f's{k}', f'x[r{k} + i]')};" for k in lanes)}
@@ -132,18 +166,19 @@ def _columns_on_cpu(
     parts = -(-CPU_SHARES * capabilities.compute_units // outer)
     width = min(-(-inner // (16 * parts)) * 16, inner, _WIDEST)
     parts = -(-inner // width)
-    over = spread(outer * parts, capabilities)
+    over, wide = spread(outer * parts, capabilities), _sum_type(dtype, sign, capabilities)
     text = f"""\
 {head("scan_columns", [(dtype, "y")], [(dtype, "x")])}\
+    LOCAL {wide} sums[{width}];
     {over.loop}
         int start = t % {parts} * {width}, width = {least(width, f"{inner} - start")};
         GLOBAL const {ctype} *RESTRICT from = x + t / {parts} * {length * inner} + start;
         GLOBAL {ctype} *RESTRICT to = y + t / {parts} * {length * inner} + start;
-        for (int j = 0; j < width; j++) to[j] = from[j];
+        for (int j = 0; j < width; j++) to[j] = sums[j] = from[j];
         for (int i = 1; i < {length}; i++) {{
             from += {inner};
             to += {inner};
-            for (int j = 0; j < width; j++) to[j] = {combined(dtype, sign, f"to[j - {inner}]", "from[j]")};
+            for (int j = 0; j < width; j++) to[j] = sums[j] = {combined(dtype, sign, "sums[j]", "from[j]")};
         }}
     }}
 }}

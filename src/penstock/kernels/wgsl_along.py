@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.device.driver import Capabilities
 from penstock.graph.node import Node
+from penstock.kernels.blocks import BLOCK
 from penstock.kernels.lone import GPU_THREADS, SHORT_ROW, Launch, Lone, along, group_size
 from penstock.kernels.source import KernelSource
 from penstock.kernels.wgsl_expressions import number, wgsl_expression
@@ -27,6 +28,30 @@ def wgsl_scan(node: Node, capabilities: Capabilities) -> Lone | None:
     return Lone((Launch(source, (0, 1)),))
 
 
+class _Carry:
+    """A sum of values that come one after the other, as text: see `scanning.py`."""
+
+    def __init__(self, dtype: str, operation: str, count: int) -> None:
+        self._dtype, self._operation = dtype, operation
+        self._blocks = operation == "add" and dtype == "float32" and count > BLOCK
+
+    def start(self, value: str) -> str:
+        """Before anything is added to a first value."""
+        if not self._blocks:
+            return f"var carry = {value};"
+        sums = "var near = carry; var blocks = -0.0; var far = -0.0; var before_near = -0.0;"
+        return f"var carry: f32 = {value}; {sums} var added = 1; var blocks_added = 0;"
+
+    def more(self, value: str) -> str:
+        """One more value."""
+        if not self._blocks:
+            return f"carry = {_combined(self._operation, self._dtype, 'carry', value)};"
+        count = "blocks_added += 1;"
+        far = f"{count} if (blocks_added == {BLOCK}) {{ far += blocks; blocks = -0.0; blocks_added = 0; }}"
+        block = f"blocks += near; near = -0.0; added = 0; {far} before_near = far + blocks;"
+        return f"near += {value}; carry = before_near + near; added += 1; if (added == {BLOCK}) {{ {block} }}"
+
+
 def group_scan(
     name: str, dtype: str, operation: str, rows: int, length: int, capabilities: Capabilities
 ) -> KernelSource:
@@ -37,6 +62,7 @@ def group_scan(
     nothing = (
         number(dtype, 1) if operation == "multiply" else "-0.0" if dtype == "float32" else number(dtype, 0)
     )
+    carry = _Carry(dtype, operation, -(-length // (threads * _ITEMS)))
     lines = []
     for k in range(_ITEMS):
         item = words.item("in0", dtype, f"begin + first + {k}")
@@ -52,7 +78,7 @@ def group_scan(
 var<workgroup> parts: array<{shared_type(dtype)}, {threads}>;
 {words.opening(name, ["out0", "in0"])}\
     let begin = GROUP_0 * {length};
-    var carry = {nothing};
+    {carry.start(nothing)}
     for (var start = 0; start < {length}; start += {threads * _ITEMS}) {{
         let first = start + THREAD * {_ITEMS};
         var sum = {nothing};
@@ -75,7 +101,7 @@ var<workgroup> parts: array<{shared_type(dtype)}, {threads}>;
         }}
         {_joined(stores)}
         let last = {from_shared(dtype, f"parts[{threads - 1}]")};
-        carry = {_combined(operation, dtype, "carry", "last")};
+        {carry.more("last")}
         workgroupBarrier();
     }}
 }}
@@ -84,17 +110,17 @@ var<workgroup> parts: array<{shared_type(dtype)}, {threads}>;
 
 
 def _scan_columns(dtype: str, operation: str, outer: int, length: int, inner: int) -> KernelSource:
-    words, count = Words(item_size(dtype) < WORD), outer * inner
-    more = f"let more = {words.item('in0', dtype, 'i')}; sum = {_combined(operation, dtype, 'sum', 'more')};"
-    step = f"if (i < last) {{ i += {inner}; {more} {words.put('out0', dtype, 'i', 'sum')} }}"
+    words, count, carry = Words(item_size(dtype) < WORD), outer * inner, _Carry(dtype, operation, length)
+    more = f"let more = {words.item('in0', dtype, 'i')}; {carry.more('more')}"
+    step = f"if (i < last) {{ i += {inner}; {more} {words.put('out0', dtype, 'i', 'carry')} }}"
     text = f"""\
 {words.opening("scan_columns", ["out0", "in0"])}\
     let column = GROUP_0 * {GPU_THREADS} + THREAD;
     if (column < {count}) {{
         var i = column / {inner} * {length * inner} + column % {inner};
         let last = i + {(length - 1) * inner};
-        var sum = {words.item("in0", dtype, "i")};
-        {words.put("out0", dtype, "i", "sum")}
+        {carry.start(words.item("in0", dtype, "i"))}
+        {words.put("out0", dtype, "i", "carry")}
         while (i < last) {{
             {" ".join([step] * UNROLLED)}
         }}

@@ -36,9 +36,11 @@ _COMPARISONS = {
     "greater": "({0} > {1})",
     "greater_equal": "({0} >= {1})",
 }
+# Compilers may assume that there is no NaN, and put sums in another order: x - x is 0 on Mesa, (x + 1) - 1
+# is x. No such rule applies to a product with a number that they do not know: with 1, from `Words.opening`.
 _FLOAT = {
-    "add": "({0} + {1})",
-    "subtract": "({0} - {1})",
+    "add": "fma({0}, ONE, {1})",
+    "subtract": "fma({0}, ONE, -{1})",
     "multiply": "({0} * {1})",
     "divide": "({0} / {1})",
     "negative": "(-{0})",
@@ -82,8 +84,8 @@ _WRAPPING = {
     "remainder": "remainder_{T}({0}, {1})",
     "bitwise_left_shift": "select({0} << (u32({1}) & {mask}u), {zero}, {large})",
 }
-_SIGNED = {"sign": "select(select({zero}, {one}, {0} > {zero}), -{one}, {0} < {zero})"}
-_SIGNED_WRAPPING = {"abs": "select({0}, {zero} - {0}, {0} < {zero})"}
+_SIGNED = {"sign": "select(select({zero}, {one}, {0} != {zero}), -{one}, below_0_{T}({0}))"}
+_SIGNED_WRAPPING = {"abs": "select({0}, {zero} - {0}, below_0_{T}({0}))"}
 _UNSIGNED = {"abs": "{0}", "sign": "select({zero}, {one}, {0} != {zero})"}
 # A number with a sign is shifted to its sign at the least.
 _RIGHT_SHIFT = "({0} >> select(u32({1}) & {mask}u, {mask}u, {large}))"
@@ -156,6 +158,8 @@ def wgsl_expression(operation: str, result: str, of: str, inputs: tuple[str, ...
 
 def wgsl_combine(reduction: str, dtype: str, one: str, other: str) -> str:
     """One value from two, for a reduction."""
+    if reduction == "sum" and _TYPES[dtype] == "f32":
+        return f"({one} + {other})"  # in whatever order
     found = wgsl_expression(COMBINE[reduction], dtype, dtype, (one, other))
     assert found is not None
     return found

@@ -40,6 +40,8 @@ class Words:
         parameters = [f"{one}: {kind}" for one in buffers]
         parameters += [f"{one}_place: i32" for one in buffers]
         lines = [f"    let {one}_at = {one}_place * {UNIT // WORD};" for one in buffers]
+        # Places are not negative, which no compiler knows.
+        lines.append(f"    let ONE = f32(1 - ({buffers[0]}_place >> 31u));")
         for dtype, given in scalars:
             if dtype == "bool":  # which none can be
                 parameters.append(f"{given}_word: u32")

@@ -21,8 +21,9 @@ fn is_nan(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u
 
 fn nan_of(x: f32) -> f32 { return bitcast<f32>(bitcast<u32>(x) | 0x7fc00000u); }
 
+// By abs(): masked, x comes out wrong after a barrier where Mesa's software Vulkan has LLVM 15.
 fn with_sign(x: f32, sign: f32) -> f32 {
-    return bitcast<f32>((bitcast<u32>(x) & 0x7fffffffu) | (bitcast<u32>(sign) & 0x80000000u));
+    return bitcast<f32>(bitcast<u32>(abs(x)) | (bitcast<u32>(sign) & 0x80000000u));
 }
 
 fn largest(a: f32, b: f32) -> f32 {
@@ -461,17 +462,19 @@ fn pow_1(x: f32, y: f32) -> f32 {
 """
 # Of whole numbers: division by 0 gives 0, as in NumPy; by -1 it might overflow.
 _SIGNED = """
+fn below_0_{T}(x: {T}) -> bool { return {below}; }
+
 fn floor_divide_{T}(a: {T}, b: {T}) -> {T} {
     if (b == 0{s}) { return 0{s}; }
     if (b == -1{s}) { return 0{s} - a; }
     let q = a / b;
-    return select(q, q - 1{s}, q * b != a && (a < 0{s}) != (b < 0{s}));
+    return select(q, q - 1{s}, q * b != a && below_0_{T}(a) != below_0_{T}(b));
 }
 
 fn remainder_{T}(a: {T}, b: {T}) -> {T} {
     if (b == 0{s} || b == -1{s}) { return 0{s}; }
     let r = a - a / b * b;
-    return select(r, r + b, r != 0{s} && (a < 0{s}) != (b < 0{s}));
+    return select(r, r + b, r != 0{s} && below_0_{T}(a) != below_0_{T}(b));
 }
 """
 _UNSIGNED = """
@@ -487,10 +490,17 @@ fn remainder_{T}(a: {T}, b: {T}) -> {T} {
 """
 
 
+# Not `x < 0` in 64 bits: Mesa 22 takes a widened number to be never less than a constant.
+_BELOW = {"i32": "x < 0i", "i64": "u32(bitcast<u64>(x) >> 63u) == 1u"}
+
+
 def _of_types() -> list[str]:
     """The functions that there are for every type of whole numbers."""
     of = [(_SIGNED, "i32"), (_SIGNED, "i64"), (_UNSIGNED, "u32"), (_UNSIGNED, "u64")]
-    return [text.replace("{T}", kind).replace("{s}", SUFFIXES[kind]) for text, kind in of]
+    return [
+        text.replace("{T}", kind).replace("{s}", SUFFIXES[kind]).replace("{below}", _BELOW.get(kind, ""))
+        for text, kind in of
+    ]
 
 
 _PIECES = {

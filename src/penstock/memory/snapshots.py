@@ -11,8 +11,10 @@ import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from penstock.files import atomic_file
 from penstock.memory.ledger import Accountable, opened_devices
 from penstock.memory.trace import Action, Block
 
@@ -54,7 +56,7 @@ def _now(device: Accountable) -> History:
 
 def write(path: str | os.PathLike[str], histories: Sequence[History]) -> None:
     """Write the histories of devices."""
-    with open(path, "wb") as file:
+    with atomic_file(Path(path)) as file:
         # The viewer reads few kinds of pickles: those of an early protocol, of plain values.
         pickle.dump(described(histories), file, protocol=4)
 

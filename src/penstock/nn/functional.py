@@ -9,9 +9,11 @@ from penstock.runtime import Device
 from penstock.tensor import attention, random
 from penstock.tensor.arithmetic import exp, log, sqrt, tanh, where
 from penstock.tensor.autograd import checkpoint, fenced, given_gradient
-from penstock.tensor.core import Tensor
+from penstock.tensor.core import Tensor, record
 from penstock.tensor.creation import arange, zeros, zeros_like
-from penstock.tensor.dtypes import float32, int32
+from penstock.tensor.dtypes import float32, int32, int64
+from penstock.tensor.indexing import in_range, looked_up, table_rows
+from penstock.tensor.info import iinfo
 from penstock.tensor.linear import matmul
 from penstock.tensor.manipulation import astype, concat, permute_dims, reshape
 from penstock.tensor.reduction import max as max_
@@ -210,10 +212,10 @@ def _check_width(name: str, x: Tensor, *parameters: Tensor | None) -> None:
 
 
 def embedding(index: Tensor, weight: Tensor) -> Tensor:
-    """The rows of `weight` that the whole numbers in `index` name."""
+    """The rows of `weight` that the integers in `index` name, from 0 on; others are refused."""
     if index._node.dtype.kind not in "iu":
-        raise TypeError(f"embedding looks up whole numbers, and {index.dtype} was given")
-    return weight[index]
+        raise TypeError(f"embedding looks up integers, and {index.dtype} was given")
+    return table_rows(weight, index, "embedding")
 
 
 def dropout(x: Tensor, probability: float = 0.5, training: bool = True) -> Tensor:
@@ -307,12 +309,14 @@ def cross_entropy(
 ) -> Tensor:
     """The mean of -log softmax(logits)[target], over the targets that are not `ignore_index`.
 
-    It is float32 for halves.
+    Any other target that is no class is refused. The result is float32 for float16 and bfloat16.
     """
     _check_targets(logits.shape[:-1], target, label_smoothing)
-    rows = reshape(logits, (-1, logits.shape[-1]))
-    losses, counted = _row_losses(rows, reshape(target, (-1,)), ignore_index, label_smoothing)
-    return sum_(losses) / sum_(counted)
+    target = reshape(target, (-1,))
+    kept = _kept(target, ignore_index)
+    labels = _labels(target, kept, logits.shape, "cross_entropy")
+    losses = _row_losses(reshape(logits, (-1, logits.shape[-1])), labels, kept, label_smoothing)
+    return sum_(losses) / _count(target, kept)
 
 
 def linear_cross_entropy(
@@ -320,14 +324,22 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(x @ weight.T, target)`, of which only part of the logits is there at a time."""
     _check_targets(x.shape[:-1], target, label_smoothing)
-    rows, targets = reshape(x, (-1, x.shape[-1])), reshape(target, (-1,))
+    items, target = reshape(x, (-1, x.shape[-1])), reshape(target, (-1,))
+    kept = _kept(target, ignore_index)
+    labels = _labels(target, kept, (*x.shape[:-1], weight.shape[0]), "linear_cross_entropy")
+    if kept is not None:
+        # The weight's gradient is a sum over all rows, in which 0 times NaN would be NaN. The gradient of the
+        # rows themselves is 0 already where they are ignored.
+        there = where(reshape(kept, (-1, 1)), items.detach(), 0)
+        items = given_gradient(there, [items], lambda g, *_: [g])
     step = _rows_at_once(x.device, weight.shape[0])
-    total, count = zeros((), device=x.device), zeros((), device=x.device)
-    for start in range(0, rows.shape[0], step):
-        logits = matmul(rows[start : start + step], weight.T)
-        losses, counted = _row_losses(logits, targets[start : start + step], ignore_index, label_smoothing)
-        total, count = total + sum_(losses), count + sum_(counted)
-    return total / count
+    total = zeros((), device=x.device)
+    for start in range(0, items.shape[0], step):
+        part = slice(start, start + step)
+        logits = matmul(items[part], weight.T)
+        kept_part = None if kept is None else kept[part]
+        total = total + sum_(_row_losses(logits, labels[part], kept_part, label_smoothing))
+    return total / _count(target, kept)
 
 
 def _rows_at_once(device: Device, width: int) -> int:
@@ -346,22 +358,37 @@ def _check_targets(rows: tuple[int, ...], target: Tensor, smoothing: float) -> N
     if target.shape != rows:
         raise ValueError(f"cross_entropy: {rows} rows of logits and targets of shape {target.shape}")
     if target._node.dtype.kind not in "iu":
-        raise TypeError(f"targets are whole numbers, and {target.dtype} was given")
+        raise TypeError(f"targets are integers, and {target.dtype} was given")
     if not 0 <= smoothing < 1:
         raise ValueError(f"label_smoothing is in [0, 1), and {smoothing} was given")
 
 
-def _row_losses(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float) -> tuple[Tensor, Tensor]:
-    """The loss of each row, 0 where it is ignored, and 1 or 0 for whether it is not."""
+def _kept(target: Tensor, ignore_index: int) -> Tensor | None:
+    """Which targets are not ignored; None where the dtype cannot hold `ignore_index`, so that none is."""
+    limits = iinfo(target.dtype)
+    return target != ignore_index if limits.min <= ignore_index <= limits.max else None
+
+
+def _labels(target: Tensor, kept: Tensor | None, shape: tuple[int, ...], operation: str) -> Tensor:
+    """The targets, with class 0 for those that are ignored; what is no class is refused."""
+    labels = target if kept is None else where(kept, target, 0)
+    return record(in_range(labels._node, shape, len(shape) - 1, operation, target.device), labels)
+
+
+def _count(target: Tensor, kept: Tensor | None) -> Tensor | int:
+    """How many targets are not ignored."""
+    return target.size if kept is None else sum_(astype(kept, float32))
+
+
+def _row_losses(logits: Tensor, labels: Tensor, kept: Tensor | None, smoothing: float) -> Tensor:
+    """The loss of each row, 0 where it is not kept. Nothing of such a row is in any result, not even NaN."""
     rows, width = logits.shape
     stored = logits.detach()
     fixed = _wide(stored)
     most = max_(fixed, axis=-1, keepdims=True)
     shifted = fixed - most
     total = log(sum_(exp(shifted), axis=-1))
-    known = (target >= 0) & (target < width)
-    place = where(known, target, 0) + arange(rows, dtype=target.dtype, device=logits.device) * width
-    picked = _wide(reshape(stored, (rows * width,))[place])
+    picked = _wide(looked_up(reshape(stored, (rows * width,)), _places(labels, rows, width)))
     if logits.device.capabilities.vector_width == 1:
         picked = fenced(picked)  # looked up before, so that the gradient can take the logits' place
     loss = total - (picked - reshape(most, (rows,)))
@@ -371,13 +398,18 @@ def _row_losses(logits: Tensor, target: Tensor, ignore_index: int, smoothing: fl
     def gradient(g: Tensor, _: Tensor, logits: Tensor) -> list[Tensor]:
         # In 32 bits, of which a vector holds twice as many as of 64.
         classes = arange(width, dtype=int32, device=logits.device)
-        chosen = reshape(astype(target, int32), (-1, 1)) == classes
+        chosen = reshape(astype(labels, int32), (-1, 1)) == classes
         chances = softmax(_wide(logits))
         less = where(chosen, chances - (1 - smoothing), chances)
         less = (less - smoothing / width if smoothing else less) * reshape(g, (-1, 1))
+        less = less if kept is None else where(reshape(kept, (-1, 1)), less, 0)
         return [astype(less, logits.dtype)]
 
-    counted = astype(target != ignore_index, fixed.dtype)
-    result = given_gradient(loss, [logits], gradient) * counted
-    # NaN shows that a target is no class.
-    return where(known | (target == ignore_index), result, math.nan), counted
+    result = given_gradient(loss, [logits], gradient)
+    return result if kept is None else where(kept, result, 0)
+
+
+def _places(labels: Tensor, rows: int, width: int) -> Tensor:
+    """Where the logit of each row's label lies among all logits, in a dtype that holds the last one."""
+    dtype = int32 if rows * width <= iinfo(int32).max else int64
+    return astype(labels, dtype) + arange(rows, dtype=dtype, device=labels.device) * width

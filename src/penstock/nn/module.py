@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.errors import CaptureError
 from penstock.runtime import Device
-from penstock.tensor.core import Tensor, capture, from_numpy, no_grad
+from penstock.tensor.core import Tensor, capture, from_numpy, no_grad, realize_together
 
 
 class Module:
-    """A layer or a network. Its attributes that are tensors, modules, or lists of them, are its parts.
+    """A layer or a network. Its parts are the tensors and modules among its attributes.
 
-    Tensors that require a gradient are its parameters.
+    They are found in lists, tuples and dicts too, at any depth. Tensors that require a gradient are its
+    parameters.
     """
 
     _training = True
+    _computed = False  # whether no tensor of its own waits for its first value
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """A module, which a jitted function that makes it may go on to assign attributes of."""
+        made = super().__new__(cls)
+        capturing = capture.get()
+        if capturing is not None:
+            vars(made)["_made_in"] = weakref.ref(capturing)
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        capturing = capture.get()
+        if capturing is not None and getattr(self, name, self) is not value:
+            made_in = vars(self).get("_made_in")
+            if made_in is None or made_in() is not capturing:
+                raise CaptureError(
+                    f"{name!r} of {type(self).__name__} was assigned inside a jitted function, which would "
+                    f"happen only when it is captured, and not at every call; return the value, or keep a "
+                    f"tensor and change it in place"
+                )
+        object.__setattr__(self, name, value)
+        if self._computed and not isinstance(value, (bool, int, float, str)):
+            object.__setattr__(self, "_computed", False)
 
     @property
     def training(self) -> bool:
@@ -38,17 +65,32 @@ class Module:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `forward` gives."""
+        if not self._computed and capture.get() is None:
+            self._compute()
         return self.forward(*args, **kwargs)
+
+    def _compute(self) -> None:
+        """Compute fresh parameters, together and once: else each forward pass would draw them again."""
+        fresh: dict[Device, list[Tensor]] = {}
+        for _, tensor in self.named_tensors():
+            if tensor._node.value is None:
+                fresh.setdefault(tensor.device, []).append(tensor)
+        for tensors in fresh.values():
+            realize_together(tensors)
+        for module in self.modules():
+            module._computed = True
 
     # Its parts
 
     def named_tensors(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         """Every tensor in the tree with its path, such as `layers.0.weight`; a shared one once."""
-        seen: set[int] = set()
-        for name, tensor in _tensors(self, prefix):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor
+        named: set[str] = set()
+        for name, part in _parts(self, prefix):
+            if isinstance(part, Tensor):
+                if name in named:
+                    raise ValueError(f"two tensors of {type(self).__name__} have the name {name!r}")
+                named.add(name)
+                yield name, part
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that is trained, with its path."""
@@ -59,10 +101,8 @@ class Module:
         return [tensor for _, tensor in self.named_parameters()]
 
     def modules(self) -> Iterator[Module]:
-        """This module and all inside it."""
-        yield self
-        for value in vars(self).values():
-            yield from _modules(value)
+        """This module and all inside it, each once."""
+        return (part for _, part in _parts(self, "") if isinstance(part, Module))
 
     # Its state
 
@@ -124,23 +164,34 @@ def _names_device(target: str) -> bool:
     return target not in [str(dtype) for dtype in ALL]
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Module):
-        for name, part in vars(value).items():
-            yield from _tensors(part, f"{path}.{name}" if path else name)
-    elif isinstance(value, (list, tuple)):
-        for number, part in enumerate(value):
-            yield from _tensors(part, f"{path}.{number}" if path else str(number))
+def _parts(root: Module, prefix: str) -> Iterator[tuple[str, Tensor | Module]]:
+    """Every module and tensor of a tree with its path, each once, in the order of their first use."""
+    seen: set[int] = set()
+    stack: list[tuple[str, Any]] = [(prefix, root)]
+    while stack:
+        path, value = stack.pop()
+        inside = _inside(value, path)
+        if id(value) in seen or (inside is None and not isinstance(value, Tensor)):
+            continue
+        seen.add(id(value))  # also of lists and dicts: they can hold themselves
+        if isinstance(value, (Tensor, Module)):
+            yield path, value
+        below = [(f"{path}.{name}" if path else str(name), part) for name, part in inside or ()]
+        stack += reversed(below)
 
 
-def _modules(value: Any) -> Iterator[Module]:
+def _inside(value: Any, path: str) -> list[tuple[Any, Any]] | None:
+    """What a module or a container holds, by name; None for anything else."""
     if isinstance(value, Module):
-        yield from value.modules()
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _modules(part)
+        return list(vars(value).items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (Set, deque)) and any(isinstance(part, (Tensor, Module)) for part in value):
+        kind = type(value).__name__
+        raise TypeError(f"{path} is a {kind}, in which parts of a module have no names; use a list or a dict")
+    return None
 
 
 def _assign(tensor: Tensor, value: Tensor) -> None:

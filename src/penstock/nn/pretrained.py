@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
+from safetensors.numpy import save as to_safetensors
 
 from penstock.errors import CheckpointError
+from penstock.files import atomic_file, parse_json, read_text, require_regular
+from penstock.printable import shown
 
 if TYPE_CHECKING:
     from penstock.nn.gpt import GPT
@@ -35,7 +38,7 @@ _TOP = {
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 _BLOCK = re.compile(r"h\.(\d+)\.(.+)\.(weight|bias)")
 _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
-_SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+_FRACTIONS = ("resid_pdrop", "layer_norm_epsilon")
 # What the model here does not do otherwise.
 _FIXED = {
     "model_type": "gpt2",
@@ -49,12 +52,14 @@ def load(kind: type[GPT], folder: Path, device: Where) -> GPT:
     """A model of the configuration in a folder, with the weights there."""
     config = _read_config(folder)
     try:
+        require_regular(folder / "model.safetensors")
         weights = load_file(folder / "model.safetensors")
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, LookupError) as error:  # a LookupError: of a dtype that NumPy lacks
         raise CheckpointError(f"{folder / 'model.safetensors'} cannot be read: {error}") from None
     if config.get("activation_function", "gelu_new") not in _ACTIVATIONS:
         given = config["activation_function"]
-        raise CheckpointError(f"the activation {given!r} is not GPT-2's {_ACTIVATIONS}")
+        raise CheckpointError(f"the activation {shown(given)} is not GPT-2's {_ACTIVATIONS}")
+    _check_sizes(folder, config, weights)
     try:
         model = kind(
             vocab_size=config["vocab_size"],
@@ -66,7 +71,7 @@ def load(kind: type[GPT], folder: Path, device: Where) -> GPT:
             eps=config.get("layer_norm_epsilon", 1e-5),
             device=device,
         )
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{folder / 'config.json'} does not describe a GPT-2: {error}") from None
     state = {}
     for name, array in weights.items():
@@ -107,27 +112,57 @@ def save(model: GPT, folder: Path) -> None:
             weights.setdefault(bias, np.zeros(array.shape[0], array.dtype))
         theirs = f"transformer.{_theirs(name)}"
         weights[theirs] = np.ascontiguousarray(array.T if _is_linear(name, array) else array)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with atomic_file(folder / "model.safetensors") as file:
+        file.write(to_safetensors(weights, {"format": "pt"}))
+    with atomic_file(folder / "config.json") as file:
+        file.write((json.dumps(config, indent=2) + "\n").encode())
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        config: dict[str, Any] = parse_json(read_text(folder / "config.json"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / 'config.json'} is an object, not {shown(config)}")
     missing = [name for name in _SIZES if name not in config]
     if missing:
         raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
     for name in _SIZES:
-        if not isinstance(config[name], int):
-            raise CheckpointError(f"{folder / 'config.json'}: {name} is a whole number, not {config[name]!r}")
+        if type(config[name]) is not int:
+            raise CheckpointError(
+                f"{folder / 'config.json'}: {name} is an integer, not {shown(config[name])}"
+            )
+    for name in _FRACTIONS:
+        value = config.get(name, 0.0)
+        if type(value) not in (int, float) or not 0 <= value < 1:
+            raise CheckpointError(
+                f"{folder / 'config.json'}: {name} is a number from 0 to less than 1, not {shown(value)}"
+            )
     for name, wanted in _FIXED.items():
         if config.get(name, wanted) != wanted:
             raise CheckpointError(
-                f"{folder / 'config.json'}: {name} has to be {wanted}, not {config[name]!r}"
+                f"{folder / 'config.json'}: {name} has to be {wanted}, not {shown(config[name])}"
             )
     return config
+
+
+def _check_sizes(folder: Path, config: dict[str, Any], weights: dict[str, npt.NDArray[Any]]) -> None:
+    """See that the configuration is that of the weights, before a model of its sizes is made."""
+    names = {name.removeprefix("transformer."): array.shape for name, array in weights.items()}
+    blocks = {int(match[1]) for match in map(_BLOCK.fullmatch, names) if match and len(match[1]) < 10}
+    wte, wpe = names.get("wte.weight"), names.get("wpe.weight")
+    width = config["n_embd"]
+    for what, there, wanted in (
+        ("wte.weight has the shape", wte, (config["vocab_size"], width)),
+        ("wpe.weight has the shape", wpe, (config["n_positions"], width)),
+        ("the number of layers is", len(blocks), config["n_layer"]),
+    ):
+        if there != wanted:
+            raise CheckpointError(
+                f"{folder} does not hold a GPT-2 of its own configuration: {what} {there}, and "
+                f"{shown(wanted)} by config.json"
+            )
 
 
 def _is_linear(name: str, array: npt.NDArray[Any]) -> bool:

@@ -8,7 +8,7 @@ Parameters lie side by side in one memory, and so do their means, their squares 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,9 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.memory.buffer import Buffer
+from penstock.optim.correction import NAMES, BiasCorrection
 from penstock.runtime import Device
 from penstock.tensor.arithmetic import divide, isfinite, minimum, multiply, sqrt, where
-from penstock.tensor.core import Tensor, capture, from_numpy, no_grad, realize_together, source_of
+from penstock.tensor.core import (
+    Tensor,
+    capture,
+    from_numpy,
+    no_grad,
+    outside_capture,
+    realize_together,
+    source_of,
+)
 from penstock.tensor.gathering import gather, gathered, reading
 from penstock.tensor.manipulation import astype, concat, reshape
 from penstock.tensor.reduction import all as all_
@@ -115,12 +124,33 @@ class Optimizer:
         Outside of a jitted function the new values are computed at once, with the loss that they came from:
         steps that are only recorded would be computed again and again, each with all before it.
         """
-        losses = [source_of(one.grad) for one in self.parameters if one.grad is not None]
         if (capturing := capture.get()) is not None:
             # Replays leave everything in its place. A step that is not captured gives new values new memory.
-            for tensor in (*self.parameters, *chain(*self._state.values()), *self._masters.values()):
-                capturing.used(tensor)
-            self._gather()
+            state = (*self.parameters, *chain(*self._state.values()), *self._masters.values())
+            outside = [tensor for tensor in state if capturing.stand_in(tensor) is not tensor]
+            with outside_capture():
+                if outside:
+                    realize_together(outside)
+                self._gather()
+            self._record_step()
+            return
+        losses = [source_of(one.grad) for one in self.parameters if one.grad is not None]
+        tensors = self._all()
+        before = [(tensor, tensor._actual_node, tensor._actual_grad) for tensor in tensors]
+        try:
+            self._record_step()
+            realize_together([*self._all(), *(loss for loss in losses if loss is not None)])
+        except BaseException:  # all of it, or nothing
+            for tensor, node, gradient in before:
+                tensor._actual_node, tensor._actual_grad = node, gradient
+            raise
+
+    def _all(self) -> list[Tensor]:
+        """Every tensor that a step changes."""
+        state = chain.from_iterable(tensors.values() for tensors in self._named())
+        return [*self.parameters, *state, *self._counts()]
+
+    def _record_step(self) -> None:
         with no_grad():
             grads = {
                 at: astype(tensor.grad, self._master(at).dtype)
@@ -131,13 +161,10 @@ class Optimizer:
             if self.clip_norm is not None and grads:
                 factor = minimum(self.clip_norm / (self.norm(list(grads.values())) + 1e-6), 1.0)
                 grads = {at: grad * factor for at, grad in grads.items()}
-            self._count(sound)
+            self._count(grads.keys(), sound)
             for at, grad in grads.items():
                 self._change(at, grad, sound)
             self.zero_grad()
-        if capturing is None:
-            state = chain.from_iterable(tensors.values() for tensors in self._named())
-            realize_together([*self.parameters, *state, *(loss for loss in losses if loss is not None)])
 
     @staticmethod
     def norm(grads: Sequence[Tensor]) -> Tensor:
@@ -158,6 +185,17 @@ class Optimizer:
 
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Go on from where `state_dict` was taken; a ValueError names what does not fit."""
+        self._check_state(state)
+        loaded: list[tuple[Tensor, Tensor]] = []
+        for tensors in self._named():
+            arrays = [np.asarray(state[name]).astype(one._node.dtype.numpy) for name, one in tensors.items()]
+            loaded += zip(tensors.values(), gathered(arrays, self._device), strict=True)
+        for tensor, new in loaded:  # once all of it is there
+            tensor._become(new._node)
+        self._gather()
+        self.lr = float(np.asarray(state["lr"]))
+
+    def _check_state(self, state: Mapping[str, npt.ArrayLike]) -> None:
         shapes = {name: one.shape for tensors in self._named() for name, one in tensors.items()} | {"lr": ()}
         if set(shapes) != set(state):
             wrong = sorted(set(shapes) ^ set(state))
@@ -165,12 +203,6 @@ class Optimizer:
         for name, shape in shapes.items():
             if np.shape(state[name]) != shape:
                 raise ValueError(f"{name} has shape {shape}, and {np.shape(state[name])} was given")
-        for tensors in self._named():
-            arrays = [np.asarray(state[name]).astype(one._node.dtype.numpy) for name, one in tensors.items()]
-            for tensor, new in zip(tensors.values(), gathered(arrays, self._device), strict=True):
-                tensor._become(new._node)
-        self._gather()
-        self.lr = float(np.asarray(state["lr"]))
 
     # For subclasses
 
@@ -178,9 +210,12 @@ class Optimizer:
         """What a parameter becomes (`value`), and what its state becomes, by name."""
         raise NotImplementedError
 
-    def _advance(self) -> dict[str, Tensor]:
-        """What the numbers that all parameters share become, by name."""
-        return {}
+    def _count(self, present: Collection[int], sound: Tensor | None) -> None:
+        """Count a step for the parameters that have gradients, unless those are not `sound`."""
+
+    def _counts(self) -> list[Tensor]:
+        """What `_count` changes."""
+        return []
 
     def _add_state(self, name: str) -> None:
         """Zeros for each parameter."""
@@ -222,11 +257,6 @@ class Optimizer:
         self._numbers["good_steps"]._rebind(where(steps >= _GROWTH_STEPS, 0.0, steps))
         scale._rebind(where(sound, grown, scale * 0.5))
         return sound
-
-    def _count(self, sound: Tensor | None) -> None:
-        for name, value in self._advance().items():
-            old = self._numbers[name]
-            old._rebind(value if sound is None else where(sound, value, old))
 
     def _change(self, at: int, grad: Tensor, sound: Tensor | None) -> None:
         tensor, master = self.parameters[at], self._master(at)
@@ -290,11 +320,31 @@ class Adam(Optimizer):
         self._betas, self._eps = betas, eps
         self._add_state("mean")
         self._add_state("square")
-        # The powers of the betas, which correct the moments for their start at 0.
-        self._numbers |= {"power1": self._number(1), "power2": self._number(1)}
+        self._correction = BiasCorrection(betas, len(self.parameters), self._device)
 
-    def _advance(self) -> dict[str, Tensor]:
-        return {f"power{k}": self._numbers[f"power{k}"] * beta for k, beta in enumerate(self._betas, start=1)}
+    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
+        """Moments, masters and how far the bias correction of each parameter is, as arrays."""
+        found = super().state_dict()
+        rate = found.pop("lr")
+        return found | self._correction.state() | {"lr": rate}
+
+    def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
+        """Go on from where `state_dict` was taken; a ValueError names what does not fit."""
+        rest = {name: value for name, value in state.items() if name not in NAMES}
+        self._check_state(rest)
+        for name in NAMES:
+            shapes = ((), (len(self.parameters),))
+            if name not in state or np.shape(state[name]) not in shapes:
+                given = f"shape {np.shape(state[name])}" if name in state else "nothing"
+                raise ValueError(f"{name} has one of the shapes {shapes}, and {given} was given")
+        super().load_state_dict(rest)
+        self._correction.load({name: np.asarray(state[name], np.float32) for name in NAMES})
+
+    def _count(self, present: Collection[int], sound: Tensor | None) -> None:
+        self._correction.advance(present, sound)
+
+    def _counts(self) -> list[Tensor]:
+        return self._correction.tensors
 
     def _update(self, at: int, value: Tensor, grad: Tensor) -> dict[str, Tensor]:
         decay = self._settings[at]["weight_decay"]
@@ -303,8 +353,9 @@ class Adam(Optimizer):
             grad = grad + value * decay
         mean = self._state["mean"][at] * first + grad * (1 - first)
         square = self._state["square"][at] * second + grad * grad * (1 - second)
-        size = self._lr / (1 - self._numbers["power1"])
-        spread = sqrt(square) / sqrt(1 - self._numbers["power2"]) + self._eps
+        power1, power2 = self._correction.powers(at)
+        size = self._lr / (1 - power1)
+        spread = sqrt(square) / sqrt(1 - power2) + self._eps
         if decay and self._decoupled:
             value = value * (1 - self._lr * decay)
         return {"mean": mean, "square": square, "value": value - size * mean / spread}

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from penstock.config import format_bytes
+from penstock.printable import cell
 from penstock.profiling.records import CopyRecord, DeviceRecord, KernelRecord, OwnerRecord, WaitRecord
 from penstock.profiling.words import in_rate, in_time, short_kernel, short_place, short_shapes
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 _ROWS = 15  # of each table
 _LEAST_WIDTH = 100
@@ -56,7 +58,7 @@ def rendered(found: Found, width: int | None = None) -> str:
     from rich.console import Console, Group  # imported late: it takes longer than half of the package
 
     width = width or max(shutil.get_terminal_size().columns, _LEAST_WIDTH)
-    parts: list[str | Table] = [*map(_escaped, _summaries(found)), *_tables(found, width)]
+    parts: list[Text | Table] = [*map(cell, _summaries(found)), *_tables(found, width)]
     text = io.StringIO()
     Console(file=text, width=width, color_system=None, highlight=False).print(Group(*parts))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -127,16 +129,11 @@ def _table(
             name.removeprefix(">"), justify=side, no_wrap=True, overflow="ellipsis", max_width=most
         )
     for cells in rows:
-        table.add_row(*map(_escaped, cells))
+        table.add_row(*map(cell, cells))
     if left > 0:
         table.caption = f"and {left} more"
         table.caption_justify = "left"
     return table
-
-
-def _escaped(text: str) -> str:
-    """Shapes have brackets, which rich would take for its own."""
-    return text.replace("[", "\\[")
 
 
 def _kernel(kernel: KernelRecord, all_seconds: float) -> list[str]:

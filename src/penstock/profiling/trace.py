@@ -11,8 +11,10 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from penstock.files import atomic_file
 from penstock.memory.trace import Action
 from penstock.profiling.records import EventRecord
 
@@ -44,10 +46,8 @@ def write(
         "displayTimeUnit": "ms",
         "otherData": about,
     }
-    unfinished = f"{os.fspath(path)}.part"
-    with open(unfinished, "w", encoding="utf-8") as file:
-        json.dump(whole, file, default=str)
-    os.replace(unfinished, path)  # whole or not at all
+    with atomic_file(Path(path)) as file:
+        file.write(json.dumps(whole, default=str).encode())
 
 
 def plain(records: Iterable[Any]) -> list[dict[str, Any]]:

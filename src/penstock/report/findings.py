@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from penstock.advising import Advice, advise
 from penstock.data.files import written_whole
 from penstock.errors import ReportError
+from penstock.files import MOST_OF_A_TRACE, parse_json, read_text
 from penstock.profiling.records import CopyRecord, DeviceRecord, KernelRecord, OwnerRecord, WaitRecord
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def of_trace(path: Path) -> Findings:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text("utf-8"))
+        tree = parse_json(read_text(path, MOST_OF_A_TRACE))
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # not JSON, or not UTF-8

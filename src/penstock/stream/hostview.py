@@ -12,6 +12,7 @@ from penstock.device.driver import Bytes, Event
 from penstock.memory.buffer import Buffer
 from penstock.stream.future import Future
 from penstock.stream.stream import Stream
+from penstock.stream.watching import Watching
 
 
 class Mapping:
@@ -58,7 +59,12 @@ class Claimant(Protocol):
 
 
 class Transfer(Protocol):
-    """The two copies that a view of a device's own memory needs."""
+    """The two copies that a view of a device's own memory needs, and what is looked at whenever one reads."""
+
+    @property
+    def watching(self) -> Watching:
+        """See Transfers."""
+        ...
 
     def upload(self, buffer: Buffer, array: npt.ArrayLike, offset: int = 0) -> None:
         """See Transfers."""
@@ -120,6 +126,12 @@ class HostView:
         elif nbytes:
             self._mapping = Mapping(self._stream, self._buffer, self._offset, nbytes, self._writable)
             window = _Window(self._buffer, self._mapping.__enter__(), self._writable)
+            try:
+                self._transfers.watching.look()
+            except BaseException:
+                self._mapping.__exit__()
+                self._mapping = None
+                raise
             self._array = np.asarray(window).view(self._dtype).reshape(self._shape)
         else:
             self._array = np.empty(self._shape, self._dtype)

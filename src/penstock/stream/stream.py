@@ -72,6 +72,7 @@ class Stream:
         self.recorders: tuple[Recorder, ...] = ()  # of profiles that are on
         self._timed = False  # whether the driver notes when commands run
         self._graphs: weakref.WeakSet[Program] = weakref.WeakSet()  # programs that have one
+        self.replayed = 0  # launches of programs that were recorded, in all
 
     @property
     def pending(self) -> int:
@@ -168,6 +169,7 @@ class Stream:
             except DeviceError as error:
                 raise DeviceError(error.reason, describe(commands[len(events)])) from None
             finally:
+                self.replayed += len(events)
                 self.compute.record_all(events, commands[: len(events)], buffers)
         except DeviceError:
             raise

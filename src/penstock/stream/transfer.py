@@ -20,6 +20,7 @@ from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
 from penstock.stream.lane import BufferSize, BufferSizes, Command, Lane, describe
 from penstock.stream.stream import Stream
+from penstock.stream.watching import Looking, Watching
 
 # Up to this many bytes, a copy by the host costs less than a command of the device.
 _SMALL = 256 << 10
@@ -36,6 +37,7 @@ class Transfers:
             verb: StagingRing(driver, staging, staging_bytes // 2) for verb in ("upload", "download")
         }
         self._shared = driver.capabilities.shared_memory
+        self.watching = Watching(driver, self._peek)
 
     def upload(self, buffer: Buffer, array: npt.ArrayLike, offset: int = 0) -> None:
         """Copy `array` into `buffer`. The array may change as soon as the call returns."""
@@ -54,7 +56,10 @@ class Transfers:
     def download(
         self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int], offset: int = 0
     ) -> Future[npt.NDArray[Any]]:
-        """What `buffer` holds when the commands recorded so far are done, as an array."""
+        """What `buffer` holds when the commands recorded so far are done, as an array.
+
+        Where something that is watched turns out to be wrong, the future has that error.
+        """
         self._stream.check_available()
         item = np.dtype(dtype)
         nbytes = item.itemsize * int(np.prod(shape))
@@ -66,7 +71,7 @@ class Transfers:
         if not self._shared:
             return self._download_staged(buffer, offset, target, result)
         if nbytes <= _SMALL and self._copied_in_place(buffer, offset, target, writes=False):
-            return Future.ready(result)
+            return Future.ready(result) if not self.watching else _made(lambda: self._looked_at(result))
         with self._stream.lock:
             before = buffer.usage.own_event
             event = self._record(
@@ -80,7 +85,7 @@ class Transfers:
         return Future(
             poll=partial(self._driver.is_done, event),
             block=partial(self._stream.wait, event, "download"),
-            finish=lambda: self._checked(result, (before, event)),
+            finish=lambda: self._looked_at(self._checked(result, (before, event))),
         )
 
     def copy(
@@ -146,15 +151,19 @@ class Transfers:
         command: Command,
         buffers: Sequence[Buffer],
         copy: Callable[[Queue, list[Event] | None], Event],
+        ordered: bool = True,
     ) -> Event:
-        """Record one copy, which starts at once."""
-        waits = lane.dependencies(buffers, reads_only=command[0] == "download")
+        """Record one copy, which starts at once; `ordered`: after what uses the buffers now.
+
+        One that is not ordered does not count as their last use: what is under way ends later, perhaps.
+        """
+        waits = lane.dependencies(buffers, reads_only=command[0] == "download") if ordered else None
         try:
             try:
                 event = copy(lane.queue, waits)
             except DeviceError as error:
                 raise DeviceError(error.reason, describe(command)) from None
-            lane.record(event, command, buffers)
+            lane.record(event, command, buffers if ordered else ())
         except DeviceError:
             raise
         except BaseException:
@@ -163,7 +172,12 @@ class Transfers:
         return event
 
     def _staged(
-        self, verb: str, buffer: Buffer, nbytes: int, copy: Callable[[Slot, Queue, list[Event] | None], Event]
+        self,
+        verb: str,
+        buffer: Buffer,
+        nbytes: int,
+        copy: Callable[[Slot, Queue, list[Event] | None], Event],
+        ordered: bool = True,
     ) -> Slot:
         lane = self._stream.incoming if verb == "upload" else self._stream.outgoing
         ring = self._rings[verb]
@@ -174,7 +188,10 @@ class Transfers:
             return slot.event
 
         try:
-            self._record(lane, (verb, nbytes, None, BufferSizes((buffer.nbytes,))), (buffer,), copy_through)
+            # What is not the last use of its buffer has to keep it.
+            args = BufferSizes((buffer.nbytes,)) if ordered else (buffer,)
+            command: Command = (verb, nbytes, None, args)
+            self._record(lane, command, (buffer,), copy_through, ordered)
         except BaseException as error:
             # Otherwise the copy is under way, and so the slot in use; after an interrupt, it was waited for.
             if slot.event is None or not isinstance(error, DeviceError):
@@ -190,9 +207,12 @@ class Transfers:
         self._staged("upload", buffer, chunk.nbytes, write)
 
     def _download_staged(
-        self, buffer: Buffer, offset: int, target: Bytes, result: npt.NDArray[Any]
+        self, buffer: Buffer, offset: int, target: Bytes, result: npt.NDArray[Any], ordered: bool = True
     ) -> Future[npt.NDArray[Any]]:
-        """In chunks. What passes the ring's size waits here until the first ones have made room."""
+        """In chunks. What passes the ring's size waits here until the first ones have made room.
+
+        What is watched comes along with all but a look at it, which is not `ordered`.
+        """
         ring = self._rings["download"]
         chunk = ring.chunk_bytes
         slots: list[Slot] = []
@@ -213,20 +233,51 @@ class Transfers:
                     slot.carry = partial(np.copyto, part, slot.array)
                     return event
 
-                slots.append(self._staged("download", buffer, part.nbytes, read))
+                slots.append(self._staged("download", buffer, part.nbytes, read, ordered))
+            started = self.watching.start() if ordered and self.watching else []
 
         def finish() -> npt.NDArray[Any]:
             with self._stream.lock:
                 for slot in slots:
                     ring.settle(slot)
                 ring.retire()
-            return self._checked(result, (before, *(slot.event for slot in slots)))
+            self._checked(result, (before, *(slot.event for slot in slots)))
+            if not ordered:
+                return result
+            self.watching.finish(started)
+            return self._looked_at(result, started)
 
         return Future(
             poll=lambda: all(self._driver.is_done(slot.event) for slot in slots),
             block=lambda: self._stream.wait(slots[-1].event, "download"),
             finish=finish,
         )
+
+    def _peek(self, buffer: Buffer) -> Future[Bytes]:
+        """What a small buffer holds now, whatever is under way."""
+        if buffer.memory.host is not None:
+            return Future.ready(buffer.memory.host[buffer.offset :][: buffer.nbytes].copy())
+        target = np.empty(buffer.nbytes, np.uint8)
+        if not self._shared:
+            return self._download_staged(buffer, 0, target, target, ordered=False)
+        with self._stream.lock:
+            event = self._record(
+                self._stream.outgoing,
+                ("download", buffer.nbytes, None, (buffer, target)),  # it keeps the buffer, see `_staged`
+                (buffer,),
+                lambda queue, waits: self._driver.read(queue, target, buffer.memory, buffer.offset, waits),
+                ordered=False,
+            )
+        return Future(
+            poll=partial(self._driver.is_done, event),
+            block=partial(self._stream.wait, event, "download"),
+            finish=lambda: self._checked(target, (event,)),
+        )
+
+    def _looked_at(self, result: npt.NDArray[Any], but: Sequence[Looking] = ()) -> npt.NDArray[Any]:
+        """The result, if nothing that is watched is wrong."""
+        self.watching.look(but)
+        return result
 
     def _checked(self, result: npt.NDArray[Any], events: Sequence[Event | None]) -> npt.NDArray[Any]:
         self._stream.check(events)
@@ -238,6 +289,11 @@ def check_range(buffer: Buffer, offset: int, nbytes: int) -> None:
     """A ValueError unless the bytes lie inside the buffer."""
     if offset < 0 or nbytes < 0 or offset + nbytes > buffer.nbytes:
         raise ValueError(f"bytes {offset} to {offset + nbytes} are not inside {buffer!r}")
+
+
+def _made(finish: Callable[[], npt.NDArray[Any]]) -> Future[npt.NDArray[Any]]:
+    """A future that waits for nothing."""
+    return Future(poll=lambda: True, block=lambda: None, finish=finish)
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> Bytes:

@@ -10,7 +10,7 @@ from penstock.graph import elementwise
 from penstock.graph.custom import custom
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, topological
-from penstock.tensor.core import Tensor, capture, leaf_of, record
+from penstock.tensor.core import Tensor, leaf_of, record
 
 
 def value_and_grad(
@@ -21,21 +21,19 @@ def value_and_grad(
 
     def both(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         inputs = list(args)
+        wanted: list[Node] = []
         for position in positions:
             given = inputs[position]
             if not isinstance(given, Tensor) or given.dtype.kind != "f":
                 raise TypeError(f"argument {position} must be a tensor of fractions, and {given!r} was given")
-            capturing = capture.get()
-            if capturing is not None:
-                capturing.used(given)
             # A node of its own, so that the gradient ends here whatever else the tensor is used for.
             own = elementwise.positive(given._node)
             own.tracked = True
+            wanted.append(own)
             inputs[position] = Tensor(own, given.device, requires_grad=True)
         value = function(*inputs, **kwargs)
         if not isinstance(value, Tensor) or value.size != 1:
             raise ValueError(f"the function must give one value, and it gave {value!r}")
-        wanted = [inputs[position]._node for position in positions]
         found = gradients(value._node, None, wanted)
         parts = [
             Tensor(

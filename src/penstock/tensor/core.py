@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -36,13 +37,25 @@ _recording: ContextVar[bool] = ContextVar("recording", default=True)
 
 
 class Capture(Protocol):
-    """A function that is being captured, and so has to know which tensors it uses; see `tensor.jit`."""
+    """A function that is being captured: what it does to tensors from outside is seen by itself only."""
 
     def made(self, tensor: Tensor) -> None:
         """A tensor that belongs to it."""
 
     def used(self, tensor: Tensor) -> None:
         """A tensor that is read, or is about to change."""
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """The tensor that holds what the function sees in `tensor`: itself where the function made it."""
+
+    def grad_of(self, tensor: Tensor) -> Tensor | None:
+        """The gradient that the function sees."""
+
+    def set_grad(self, tensor: Tensor, gradient: Tensor | None) -> None:
+        """Give a tensor a gradient that the function sees."""
+
+    def still_at(self, tensor: Tensor, node: Node) -> bool:
+        """Whether a tensor had this node before the call, and the function has not changed it since."""
 
     def assume(self, fact: Callable[[], object]) -> None:
         """What the function is captured for: a replay is for a fact that is still the same."""
@@ -52,12 +65,43 @@ class Capture(Protocol):
 
 
 capture: ContextVar[Capture | None] = ContextVar("capture", default=None)
+_captures = 0  # functions that are being captured now, in any thread; 0 makes tensors quick
+_counting = threading.Lock()
+
+
+@contextlib.contextmanager
+def captured_by(capturing: Capture) -> Iterator[None]:
+    """In this block, and this thread, tensors are seen as a function that is being captured sees them."""
+    global _captures
+    with _counting:
+        _captures += 1
+    token = capture.set(capturing)
+    try:
+        yield
+    finally:
+        capture.reset(token)
+        with _counting:
+            _captures -= 1
+
+
+@contextlib.contextmanager
+def outside_capture() -> Iterator[None]:
+    """In this block, tensors are what they are outside of the function that is being captured."""
+    token = capture.set(None)
+    try:
+        yield
+    finally:
+        capture.reset(token)
 
 
 class Tensor:
     """An n-dimensional array on a device, as the array API standard has it, with PyTorch's gradients."""
 
-    __slots__ = ("__weakref__", "_grad", "_node", "_source", "device", "requires_grad")
+    # What it is outside of functions that are being captured, which see it through `_node`, `grad` and
+    # `requires_grad`: a capture changes nothing that another thread could see.
+    __slots__ = (
+        "__weakref__", "_actual_grad", "_actual_node", "_actual_requires_grad", "_source", "device",
+    )  # fmt: skip
     _source: weakref.ref[Tensor]  # of a gradient: what it is the gradient of
     __array_priority__ = 1000  # before NumPy's arrays, where a library asks
 
@@ -67,10 +111,10 @@ class Tensor:
             capturing.made(self)
         elif node.value is None and (node.depth > MAX_DEPTH or node.pending_bytes > MAX_PENDING_BYTES):
             realize([node], device)
-        self._node = node
+        self._actual_node = node
         self.device = device
-        self.requires_grad = requires_grad
-        self._grad: Tensor | None = None
+        self._actual_requires_grad = requires_grad
+        self._actual_grad: Tensor | None = None
 
     if TYPE_CHECKING:  # what the modules of functions install, for type checkers
 
@@ -131,6 +175,19 @@ class Tensor:
         def min(self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor: ...  # noqa: D102
 
     # What it is
+
+    def _here(self) -> Tensor:
+        """Itself, or what stands for it in the function that is being captured in this thread."""
+        capturing = capture.get()
+        return self if capturing is None else capturing.stand_in(self)
+
+    @property
+    def _node(self) -> Node:
+        return self._here()._actual_node if _captures else self._actual_node
+
+    @_node.setter
+    def _node(self, node: Node) -> None:
+        self._here()._actual_node = node
 
     @property
     def dtype(self) -> DType:
@@ -255,10 +312,10 @@ class Tensor:
 
     def _become(self, node: Node) -> None:
         """Take over a computed value that no other tensor has."""
-        self._node = node
-        if self.requires_grad:
-            node.tracked = True
-            _leaves[node] = weakref.ref(self)
+        tensor = self._here()
+        if tensor._actual_requires_grad:
+            ends_at(node, tensor)
+        tensor._actual_node = node
 
     def __bool__(self) -> bool:
         return bool(self._single("bool"))
@@ -306,16 +363,27 @@ class Tensor:
     # Gradients
 
     @property
+    def requires_grad(self) -> bool:
+        """Whether gradients are computed with respect to it, or to what it was computed from."""
+        return self._here()._actual_requires_grad if _captures else self._actual_requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires: bool) -> None:
+        self.requires_grad_(requires)
+
+    @property
     def grad(self) -> Tensor | None:
         """The sum of the gradients that `backward` found; None before."""
-        return self._grad
+        capturing = capture.get()
+        return self._actual_grad if capturing is None else capturing.grad_of(self)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         capturing = capture.get()
-        if capturing is not None:
-            capturing.used(self)
-        self._grad = gradient
+        if capturing is None:
+            self._actual_grad = gradient
+        else:
+            capturing.set_grad(self, gradient)
 
     def backward(self, gradient: Tensor | None = None) -> None:
         """Add the gradient of this value to `.grad` of every tensor behind it that requires one."""
@@ -323,39 +391,38 @@ class Tensor:
             raise ValueError(f"backward() is for one value, and the shape is {self.shape}; give its gradient")
         if not self.requires_grad:
             raise ValueError("nothing that this value was computed from requires a gradient")
-        capturing = capture.get()
         history = topological([self._node], through_values=True)
-        leaves = [tensor for tensor in map(leaf_of, history) if tensor is not None]
+        leaves = [(node, tensor) for node in history if (tensor := leaf_of(node)) is not None]
+        refusing = [node for node in history if node.primitive.refuses]
         seed = None if gradient is None else broadcast(gradient, self.shape)._node
-        parts = gradients(self._node, seed, [tensor._node for tensor in leaves])
-        for tensor, part in zip(leaves, parts, strict=True):
+        parts = gradients(self._node, seed, [*(node for node, _ in leaves), *refusing])
+        for node, part in zip(refusing, parts[len(leaves) :], strict=True):
             if part is not None:
-                if capturing is not None:
-                    capturing.used(tensor)
-                    if tensor.grad is not None:
-                        capturing.used(tensor.grad)
-                total = part if tensor.grad is None else elementwise.add(tensor.grad._node, part)
-                tensor.grad = Tensor(total, tensor.device)
-                tensor.grad._source = weakref.ref(self)  # whoever computes the gradient may compute both
+                raise TypeError(node.primitive.refuses)
+        for (_, tensor), part in zip(leaves, parts[: len(leaves)], strict=True):
+            if part is not None:
+                before = tensor.grad
+                total = Tensor(part if before is None else elementwise.add(before._node, part), tensor.device)
+                total._source = weakref.ref(self)  # whoever computes the gradient may compute both
+                tensor.grad = total
 
     def requires_grad_(self, requires: bool = True) -> Tensor:
         """Compute gradients with respect to this tensor, or not; the tensor itself."""
         if requires and self.dtype.kind != "f":
-            raise TypeError(f"gradients are for fractions, and the dtype is {self.dtype}")
-        capturing = capture.get()
-        if capturing is not None:
-            capturing.used(self)
-        self.requires_grad = requires
-        if requires:
-            self._node = elementwise.stop(self._node)
-            self._node.tracked = True
-            _leaves[self._node] = weakref.ref(self)
+            raise TypeError(f"gradients are for floating point, and the dtype is {self.dtype}")
+        tensor = self._here()
+        if requires or tensor._actual_requires_grad:
+            # A node of its own: here gradients end, and jitted functions see that something is different.
+            node = elementwise.stop(tensor._actual_node)
+            if requires:
+                ends_at(node, tensor)
+            tensor._actual_node, tensor._actual_requires_grad = node, requires
         return self
 
     def detach(self) -> Tensor:
         """The same values, through which no gradient passes."""
         detached = record(elementwise.stop(self._node), self)
-        detached.requires_grad = False
+        detached._actual_requires_grad = False
         return detached
 
     # Items
@@ -376,26 +443,43 @@ class Tensor:
             raise TypeError(
                 f"in place, {self.dtype}{list(self.shape)} cannot become {other.dtype}{list(other.shape)}"
             )
-        capturing = capture.get()
-        if capturing is not None:
-            capturing.used(self)
-        if leaf_of(self._node) is self and _recording.get():
+        note_used(self)
+        tensor = self._here()
+        if leaf_of(tensor._actual_node) is tensor and _recording.get():
             raise ValueError("a tensor that requires a gradient cannot change; use no_grad() or detach()")
-        self._node = other._node
-        if self.requires_grad and not other.requires_grad:
-            self.requires_grad_()
-        self.requires_grad = self.requires_grad or other.requires_grad
+        node, history = other._node, other.requires_grad
+        if tensor._actual_requires_grad and not history:
+            node = elementwise.stop(node)
+            ends_at(node, tensor)
+        # Both at once: nothing sees the one without the other.
+        tensor._actual_node, tensor._actual_requires_grad = node, tensor._actual_requires_grad or history
 
 
 # The tensors in which gradients end, by their nodes.
 _leaves: weakref.WeakKeyDictionary[Node, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
 
 
+def ends_at(node: Node, tensor: Tensor) -> None:
+    """Let gradients end at a node, in a tensor that has it."""
+    node.tracked = True
+    _leaves[node] = weakref.ref(tensor)
+
+
 def leaf_of(node: Node) -> Tensor | None:
     """The tensor that collects gradients at a node, if there is one."""
     found = _leaves.get(node)
     tensor = found() if found else None
-    return tensor if tensor is not None and tensor.requires_grad and tensor._node is node else None
+    if tensor is None or not tensor.requires_grad:
+        return None
+    if tensor._node is node:
+        return tensor
+    capturing = capture.get()
+    return tensor if capturing is not None and capturing.still_at(tensor, node) else None
+
+
+def recording() -> bool:
+    """Whether results require a gradient where what they are computed from does: outside of `no_grad`."""
+    return _recording.get()
 
 
 @contextlib.contextmanager

@@ -7,23 +7,64 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.callsite import user_line
+from penstock.errors import CaptureError
 from penstock.graph import elementwise, shaping
+from penstock.graph.bounds import Bound, bounded, known_range
 from penstock.graph.contraction import gather
 from penstock.graph.node import Node, Shape
-from penstock.tensor import dtypes
-from penstock.tensor.core import Tensor, broadcast, broadcast_node, common_shape, from_numpy, record
-from penstock.tensor.operands import operands
+from penstock.runtime import Device
+from penstock.tensor import assigning, dtypes
+from penstock.tensor.core import (
+    Tensor,
+    broadcast,
+    broadcast_node,
+    capture,
+    common_shape,
+    from_numpy,
+    record,
+)
 
 Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis
 
 
-def get(x: Tensor, key: Any) -> Tensor:
-    """`x[key]`."""
+def get(x: Tensor, key: Any, operation: str = "x[index]") -> Tensor:
+    """`x[key]`; `operation` is what the error for an index that is out of range names."""
     keys = _expanded(x, key)
     if any(isinstance(one, Tensor) for one in keys):
-        return _get_by_arrays(x, keys)
+        return _get_by_arrays(x, keys, operation)
     slices, shape = _basic(x, keys)
     return record(shaping.reshape(shaping.slice_(x._node, slices), shape), x)
+
+
+def table_rows(x: Tensor, index: Tensor, operation: str) -> Tensor:
+    """The rows `x[index]` of an index in which no negative number counts from the end."""
+    return looked_up(x, record(in_range(index._node, x.shape, 0, operation, x.device), index))
+
+
+def looked_up(x: Tensor, index: Tensor) -> Tensor:
+    """The rows `x[index]` of an index that is known to be in range."""
+    return record(gather(x._node, index._node), x, index)
+
+
+def in_range(
+    index: Node, shape: Shape, axis: int, operation: str, device: Device, from_end: bool = False
+) -> Node:
+    """An index for an axis of a shape, which is refused where an item is out of range.
+
+    What the graph alone shows to be in range is not looked at. `from_end`: the axis's length was added to
+    negative items, which count from its end.
+    """
+    bound = Bound(operation, shape, axis, "", from_end)
+    known = known_range(index)
+    if not index.size or (known is not None and known[0] >= 0 and known[1] < bound.length):
+        return index
+    if device.checks_indices:
+        bound.where = user_line()
+        if not bound.length:
+            raise bound.error(0)
+        return bounded(index, bound)
+    return index
 
 
 def changed(x: Tensor, key: Any, value: Any) -> Tensor:
@@ -31,9 +72,9 @@ def changed(x: Tensor, key: Any, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         value = from_numpy(np.asarray(value).astype(x.dtype), x.device)
     value = record(elementwise.cast(value._node, x.dtype), value)
-    if isinstance(key, Tensor) and key.dtype == dtypes.bool_ and key.shape == x.shape and value.size == 1:
-        first, second = operands(broadcast(_flat(value), x.shape), x, name="[] =")
-        return record(elementwise.where(key._node, first._node, second._node), first, second, key)
+    masked = assigning.by_mask(x, key, value)
+    if masked is not None:
+        return masked
     keys = _expanded(x, key)
     if any(isinstance(one, Tensor) for one in keys):
         return _changed_by_arrays(x, keys, value)
@@ -46,24 +87,31 @@ def changed(x: Tensor, key: Any, value: Any) -> Tensor:
 
 
 def _changed_by_arrays(x: Tensor, keys: list[Any], value: Tensor) -> Tensor:
-    """Every item from `x` or from the values, whichever it is; of two for one place, the later."""
-    places = _places(x, keys)
-    source = np.arange(x.size)
-    source[places.reshape(-1)] = x.size + np.arange(places.size)
-    values = shaping.reshape(broadcast(value, places.shape)._node, (places.size,))
-    items = shaping.concat([shaping.reshape(x._node, (x.size,)), values], 0)
-    index = from_numpy(source.reshape(x.shape), x.device)
-    return record(gather(items, index._node), x, value)
+    """`x` with values at the items that arrays name; of two for one place, the later."""
+    operation = "x[index] = value"
+    arrays = [key for key in keys if isinstance(key, Tensor)]
+    if any(array.dtype == dtypes.bool_ for array in arrays):
+        places = from_numpy(_places(x, keys, operation), x.device)
+    else:
+        if capture.get() is None:  # a bad index is refused before anything changes
+            _check_arrays(x, keys, operation)
+        places = _get_by_arrays(assigning.numbered(x), keys, operation)
+    return assigning.by_places(x, places, value, distinct=all(array.size == 1 for array in arrays))
 
 
-def _places(x: Tensor, keys: list[Any]) -> npt.NDArray[Any]:
+def _places(x: Tensor, keys: list[Any], operation: str) -> npt.NDArray[Any]:
     """The numbers of the items that a key names, in row-major order; its arrays are read for that."""
-    key = tuple(one.numpy() if isinstance(one, Tensor) else one for one in keys)
+    key = _check_arrays(x, keys, operation)
     return np.asarray(np.arange(x.size).reshape(x.shape)[key])
 
 
-def _flat(value: Tensor) -> Tensor:
-    return record(shaping.reshape(value._node, ()), value)
+def _check_arrays(x: Tensor, keys: list[Any], operation: str) -> tuple[Any, ...]:
+    """The key with its arrays on the host, which are in range."""
+    key = tuple(one.numpy() if isinstance(one, Tensor) else one for one in keys)
+    for position, part in enumerate(key):
+        if isinstance(part, np.ndarray) and part.dtype.kind in "iu":
+            _check_array(part, x, sum(one is not None for one in keys[:position]), operation)
+    return key
 
 
 def _expanded(x: Tensor, key: Any) -> list[Any]:
@@ -83,7 +131,7 @@ def _expanded(x: Tensor, key: Any) -> list[Any]:
     for part in parts:
         axis = sum(one is not None for one in result)
         if isinstance(part, np.ndarray):
-            part = _checked_array(x, part, axis)
+            part = _at_hand(part, x, axis)
         if isinstance(part, Tensor) and part.dtype == dtypes.bool_:
             result += _from_mask(x, part, axis)
         else:
@@ -91,13 +139,19 @@ def _expanded(x: Tensor, key: Any) -> list[Any]:
     return result
 
 
-def _checked_array(x: Tensor, part: npt.NDArray[Any], axis: int) -> Tensor:
+def _check_array(part: npt.NDArray[Any], x: Tensor, axis: int, operation: str) -> None:
+    for index in (int(part.min()), int(part.max())) if part.size else ():
+        _checked_index(index, axis, x.shape, operation)
+
+
+def _at_hand(part: npt.NDArray[Any], x: Tensor, axis: int) -> Tensor:
     """An array of the host as a tensor. Its values are at hand, so they are checked before anything else."""
-    if part.dtype.kind in "iu" and part.size:
-        length = x.shape[axis]
-        for index in (int(part.min()), int(part.max())):
-            _checked_index(index, length, axis, x.shape)
-    return from_numpy(part, x.device)
+    if part.dtype.kind == "b":
+        return from_numpy(part, x.device)
+    _check_array(part, x, axis, "x[index]")
+    part = part.astype(np.int64)
+    index = from_numpy(np.where(part < 0, part + x.shape[axis], part), x.device)
+    return Tensor(bounded(index._node, Bound("x[index]", x.shape, axis, "", checked=True)), x.device)
 
 
 def _as_array(part: Any) -> Any:
@@ -121,11 +175,17 @@ def _from_mask(x: Tensor, mask: Tensor, axis: int) -> list[Tensor]:
     """A mask as the whole numbers where it is true; how many those are, only its values tell."""
     if mask.shape != x.shape[axis : axis + mask.ndim]:
         raise IndexError(f"a mask of shape {mask.shape} does not fit shape {x.shape} at axis {axis}")
-    return (
-        [from_numpy(found, x.device) for found in np.nonzero(np.atleast_1d(mask.numpy()))]
-        if mask.ndim
-        else [mask]
-    )
+    if not mask.ndim:
+        return [mask]
+    try:
+        found = np.nonzero(mask.numpy())
+    except CaptureError:
+        raise CaptureError(
+            f"x[mask] has as many items as the mask of shape {mask.shape} has true values, and inside a "
+            f"jitted function these are not known; use where(mask, x, other) or x * mask, or x[mask] = value "
+            f"with one value for all of them"
+        ) from None
+    return [_at_hand(numbers, x, axis + one) for one, numbers in enumerate(found)]
 
 
 def _basic(x: Tensor, keys: list[Any]) -> tuple[Slices, Shape]:
@@ -142,30 +202,34 @@ def _basic(x: Tensor, keys: list[Any]) -> tuple[Slices, Shape]:
             slices.append((start if count else 0, count, step if count else 1))
             shape.append(count)
         else:
-            slices.append((_checked_index(key, length, axis, x.shape), 1, 1))
+            slices.append((_checked_index(key, axis, x.shape), 1, 1))
     return tuple(slices), tuple(shape)
 
 
-def _checked_index(key: Any, length: int, axis: int, shape: Shape) -> int:
+def _checked_index(key: Any, axis: int, shape: Shape, operation: str = "x[index]") -> int:
     try:
         index = key.__index__()
     except (AttributeError, TypeError):
         raise IndexError(f"an index of type {type(key).__name__} cannot be used") from None
+    length = shape[axis]
     if not -length <= index < length:
-        raise IndexError(f"index {index} is out of range for axis {axis} of shape {shape}")
+        raise Bound(operation, shape, axis, user_line(), from_end=True).error(index)
     return int(index % length)
 
 
-def _get_by_arrays(x: Tensor, keys: list[Any]) -> Tensor:
+def _get_by_arrays(x: Tensor, keys: list[Any], operation: str) -> Tensor:
     """Arrays of whole numbers, by NumPy's rules: together they make axes, in place if they are adjacent."""
     if any(isinstance(key, Tensor) and key.dtype == dtypes.bool_ for key in keys):
-        index = from_numpy(_places(x, keys), x.device)
+        index = from_numpy(_places(x, keys, operation), x.device)
         return record(gather(shaping.reshape(x._node, (x.size,)), index._node), x)
     arrays = [position for position, key in enumerate(keys) if key is not None and not isinstance(key, slice)]
     plain = [slice(None) if position in arrays else key for position, key in enumerate(keys)]
     slices, shape = _basic(x, plain)
     base = shaping.reshape(shaping.slice_(x._node, slices), shape)
-    indices = [_index_node(keys[position], shape[position], position, x) for position in arrays]
+    axes = [sum(key is not None for key in keys[:position]) for position in arrays]
+    indices = [
+        _index_node(keys[position], axis, x, operation) for position, axis in zip(arrays, axes, strict=True)
+    ]
     together = common_shape(*(index.shape for index in indices))
     others = [axis for axis in range(len(shape)) if axis not in arrays]
     front = shaping.permute(base, (*arrays, *others))
@@ -179,12 +243,17 @@ def _get_by_arrays(x: Tensor, keys: list[Any]) -> Tensor:
     return record(picked, x, *(key for key in keys if isinstance(key, Tensor)))
 
 
-def _index_node(key: Any, length: int, axis: int, x: Tensor) -> Node:
+def _index_node(key: Any, axis: int, x: Tensor, operation: str) -> Node:
+    """An index counted from the start."""
     if not isinstance(key, Tensor):
-        return elementwise.full((), dtypes.int64, _checked_index(key, length, axis, x.shape))
-    node = elementwise.cast(key._node, dtypes.int64)
-    wrapped = elementwise.add(node, elementwise.like(node, length))
-    return elementwise.where(elementwise.less(node, elementwise.like(node, 0)), wrapped, node)
+        return elementwise.full((), dtypes.int64, _checked_index(key, axis, x.shape, operation))
+    node, known = key._node, known_range(key._node)
+    if node.dtype.kind == "u" or (known is not None and known[0] >= 0):
+        return elementwise.cast(in_range(node, x.shape, axis, operation, x.device), dtypes.int64)
+    node = elementwise.cast(node, dtypes.int64)
+    wrapped = elementwise.add(node, elementwise.like(node, x.shape[axis]))
+    node = elementwise.where(elementwise.less(node, elementwise.like(node, 0)), wrapped, node)
+    return in_range(node, x.shape, axis, operation, x.device, from_end=True)
 
 
 def _linear(indices: list[Node], lengths: Shape, shape: Shape) -> Node:

@@ -17,11 +17,11 @@ from penstock.tensor.core import (
     axes_of,
     broadcast,
     common_shape,
-    from_numpy,
     install,
     record,
 )
 from penstock.tensor.creation import Where, arange
+from penstock.tensor.indexing import get
 from penstock.tensor.operands import Array, as_tensors
 
 Axis = int | Sequence[int] | None
@@ -180,7 +180,7 @@ def repeat(x: Tensor, repeats: int | Array, /, *, axis: int | None = None) -> Te
     (place,) = axes_of(x, axis, "repeat")
     counts = repeats.numpy() if isinstance(repeats, Tensor) else np.asarray(repeats)
     index = np.repeat(np.arange(x.shape[place]), counts)
-    return take(x, from_numpy(index.astype(np.int64), x.device), axis=place)
+    return get(x, (*[slice(None)] * place, index), "repeat")
 
 
 def broadcast_to(x: Tensor, /, shape: Sequence[int]) -> Tensor:
@@ -202,7 +202,7 @@ def take(x: Tensor, indices: Array, /, *, axis: int | None = None) -> Tensor:
     (place,) = axes_of(x, axis or 0, "take")
     key: list[Any] = [slice(None)] * x.ndim
     key[place] = indices
-    return x[tuple(key)]
+    return get(x, tuple(key), "take")
 
 
 def take_along_axis(x: Array, indices: Array, /, *, axis: int = -1) -> Tensor:
@@ -222,7 +222,7 @@ def take_along_axis(x: Array, indices: Array, /, *, axis: int = -1) -> Tensor:
         else:
             lengths = [length if one == other else 1 for other in range(len(shape))]
             key.append(reshape(arange(length, device=x.device), lengths))
-    return wide[tuple(key)]
+    return get(wide, tuple(key), "take_along_axis")
 
 
 for _name, _method in (("reshape", reshape), ("astype", astype)):

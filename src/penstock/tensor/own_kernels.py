@@ -230,6 +230,22 @@ class _Guard:
         if self._outer is not None:
             self._outer.used(tensor)
 
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """What a function around this one sees of a tensor."""
+        return tensor if self._outer is None else self._outer.stand_in(tensor)
+
+    def grad_of(self, tensor: Tensor) -> Tensor | None:
+        """The gradient that a function around this one sees."""
+        return tensor._actual_grad if self._outer is None else self._outer.grad_of(tensor)
+
+    def set_grad(self, tensor: Tensor, gradient: Tensor | None) -> None:
+        """A kernel changes nothing."""
+        raise KernelError(f"kernel {self._name!r} cannot assign a gradient")
+
+    def still_at(self, tensor: Tensor, node: Node) -> bool:
+        """What a function around this one says."""
+        return self._outer is not None and self._outer.still_at(tensor, node)
+
     def assume(self, fact: Callable[[], object]) -> None:
         """Something else from outside: a function around this one wants to know of it."""
         if self._outer is not None:

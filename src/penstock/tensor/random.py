@@ -22,7 +22,7 @@ from penstock.graph import random as graph
 from penstock.graph.node import DType, Node, Shape
 from penstock.runtime import Device
 from penstock.tensor import dtypes
-from penstock.tensor.core import Tensor, capture, from_numpy, record, resolve
+from penstock.tensor.core import Tensor, capture, from_numpy, outside_capture, record, resolve
 from penstock.tensor.manipulation import concat
 
 _64_BITS = 1 << 64
@@ -167,9 +167,8 @@ class Generator:
     def _next_captured_state(self, blocks: int, device: Device) -> Node:
         """The same inside a jitted function, where the state is a tensor that every replay moves on."""
         if device not in self._captured:
-            token = capture.set(None)  # the tensor is not the function's own
-            self._captured[device] = Tensor(_words(self._seed ^ _CAPTURED, self._drawn, device), device)
-            capture.reset(token)
+            with outside_capture():  # the tensor is not the function's own
+                self._captured[device] = Tensor(_words(self._seed ^ _CAPTURED, self._drawn, device), device)
         own = self._captured[device]
         state = record(own._node, own)
         key, low, high = state[:2], state[2:3], state[3:]

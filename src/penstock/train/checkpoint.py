@@ -19,6 +19,8 @@ from safetensors.numpy import save as to_safetensors
 from penstock.data import DataError
 from penstock.data.files import written_whole
 from penstock.errors import CheckpointError, SettingError
+from penstock.files import parse_json, require_regular
+from penstock.printable import shown
 from penstock.train.config import Config
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -26,6 +28,15 @@ Arrays = dict[str, npt.NDArray[Any]]
 FOLDER = "checkpoints"  # inside the folder of a run
 _KEPT = 3  # of the last ones; the best one is kept besides
 _FORMAT = "penstock checkpoint 1"
+_STATE: dict[str, tuple[type, ...]] = {  # beside the arrays, with the kinds of value that each may be
+    "step": (int,),
+    "config": (dict,),
+    "generator": (dict,),
+    "position": (int,),
+    "text": (str,),
+    "seconds": (int, float),
+    "validation_loss": (int, float, type(None)),
+}
 
 
 @dataclass(frozen=True)
@@ -83,22 +94,35 @@ def load(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is no checkpoint of a run; its format is {metadata.get('format')!r}")
     if _sum(metadata.get("state", ""), arrays) != metadata.get("sum"):
         raise CheckpointError(f"{path} is damaged: its content is not what was written; use an older one")
-    state = json.loads(metadata["state"])
+    try:
+        state = parse_json(metadata["state"])
+        for name, kinds in _STATE.items():
+            if type(state[name]) not in kinds:
+                raise ValueError(f"{name} is {shown(state[name])}")
+        for name in ("step", "position", "seconds"):
+            if not 0 <= state[name] < math.inf:
+                raise ValueError(f"{name} is {shown(state[name])}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} lacks a part of its state, or has a wrong one: {error}") from None
     try:
         config = Config().changed(state["config"], str(path))
     except SettingError as error:
         raise CheckpointError(f"{path} was written by another version of Penstock: {error}") from None
     return Checkpoint(
-        step=state["step"],
         config=config,
         model=_part(arrays, "model."),
         optimizer=_part(arrays, "optimizer."),
-        generator=state["generator"],
-        position=state["position"],
-        text=state["text"],
-        seconds=state["seconds"],
-        validation_loss=state["validation_loss"],
+        **{name: state[name] for name in _STATE if name != "config"},
     )
+
+
+def older(run: Path, step: int) -> Iterator[Checkpoint]:
+    """The sound checkpoints of a run before a step, the last one first."""
+    for path in reversed(found(run)):
+        with suppress(CheckpointError):
+            checkpoint = load(path)
+            if checkpoint.step < step:
+                yield checkpoint
 
 
 def found(run: Path) -> list[Path]:
@@ -138,6 +162,7 @@ def _part(arrays: Arrays, prefix: str) -> Arrays:
 @contextmanager
 def _reading(path: Path) -> Iterator[Any]:
     try:
+        require_regular(path)
         with safe_open(path, "numpy") as file:
             yield file
     except FileNotFoundError:
@@ -148,8 +173,8 @@ def _reading(path: Path) -> Iterator[Any]:
 
 def _validation_loss(path: Path) -> float:
     """What a checkpoint says of itself; infinity where it says nothing."""
-    with suppress(CheckpointError, ValueError), _reading(path) as file:
-        loss = json.loads((file.metadata() or {})["state"])["validation_loss"]
+    with suppress(CheckpointError, ValueError, TypeError, OverflowError), _reading(path) as file:
+        loss = parse_json((file.metadata() or {})["state"])["validation_loss"]
         return math.inf if loss is None else float(loss)
     return math.inf
 

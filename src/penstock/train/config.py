@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -12,9 +11,13 @@ from typing import Any
 
 from penstock.config import parse_bytes
 from penstock.errors import SettingError
+from penstock.files import parse_toml, read_text
+from penstock.printable import shown
 
 PRECISIONS = ("float32", "float16", "bfloat16")
 TOKENIZERS = ("bpe", "bytes", "characters")
+_MOST_LAYERS = 10_000  # each is Python objects and kernels, however narrow it is
+_MOST_TOKENS = 1 << 22  # the library that trains a tokenizer takes memory for all of them at once
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("context", "width", "layers", "heads"):
             _check(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "1 or more")
+        _check(self.layers <= _MOST_LAYERS, "model.layers", self.layers, f"at most {_MOST_LAYERS}")
         _check(self.width % self.heads == 0, "model.width", self.width, f"a multiple of heads, {self.heads}")
         _check(0 <= self.dropout < 1, "model.dropout", self.dropout, "from 0 to less than 1")
         _check(self.precision in PRECISIONS, "model.precision", self.precision, " or ".join(PRECISIONS))
@@ -48,7 +52,12 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _check(self.tokenizer in TOKENIZERS, "data.tokenizer", self.tokenizer, " or ".join(TOKENIZERS))
-        _check(self.vocabulary >= 256, "data.vocabulary", self.vocabulary, "256 or more")
+        _check(
+            256 <= self.vocabulary <= _MOST_TOKENS,
+            "data.vocabulary",
+            self.vocabulary,
+            f"256 or more, and at most {_MOST_TOKENS}",
+        )
         _check(0 <= self.validation < 1, "data.validation", self.validation, "from 0 to less than 1")
         _check(self.batch >= 1, "data.batch", self.batch, "1 or more")
 
@@ -88,12 +97,14 @@ class RunConfig:
     seed: int = 1  # the same seed gives the same losses
     device: str = ""  # a name from `penstock devices`, or auto; empty: the default one
     memory: str = ""  # the most that is taken from the device, such as 2GiB; empty: what it gives
-    evaluate_every: int = 100  # steps between two evaluations; a checkpoint follows each
+    evaluate_every: int = 100  # steps between two evaluations
+    checkpoint_every: int = 0  # steps between two checkpoints; 0: one follows each evaluation
     evaluate_batches: int = 8
 
     def __post_init__(self) -> None:
         for name in ("steps", "evaluate_every", "evaluate_batches"):
             _check(getattr(self, name) >= 1, f"run.{name}", getattr(self, name), "1 or more")
+        _check(self.checkpoint_every >= 0, "run.checkpoint_every", self.checkpoint_every, "0 or more")
         _check(0 <= self.seed < 1 << 64, "run.seed", self.seed, "from 0 to less than 2**64")
         if self.memory:
             parse_bytes(self.memory)
@@ -114,7 +125,7 @@ class Config:
         for name, values in tree.items():
             _known(name, self, f"{where}: there is no section", "the sections are")
             if not isinstance(values, Mapping):
-                raise SettingError(f"{where}: [{name}] is a section, and {values!r} was given")
+                raise SettingError(f"{where}: [{name}] is a section, and {shown(values)} was given")
             part = getattr(self, name)
             for key in values:
                 _known(key, part, f"{where}: [{name}] has no key", "its keys are")
@@ -127,7 +138,7 @@ class Config:
     def with_file(self, path: Path) -> Config:
         """With the values of a TOML file in place of its own."""
         try:
-            tree = tomllib.loads(path.read_text("utf-8"))
+            tree = parse_toml(read_text(path))
         except OSError as error:
             raise SettingError(f"the configuration {path} cannot be read: {error.strerror}") from None
         except ValueError as error:  # not TOML, or not UTF-8
@@ -151,20 +162,22 @@ class Config:
 def _known(name: str, part: Any, unknown: str, known: str) -> None:
     names = [one.name for one in fields(part)]
     if name not in names:
-        raise SettingError(f"{unknown} {name!r}; {known} {', '.join(names)}")
+        raise SettingError(f"{unknown} {shown(name)}; {known} {', '.join(names)}")
 
 
 def _of_kind(name: str, value: object, now: object) -> object:
     """The value, of the kind of the one that is there now."""
     kind = type(now)
+    if type(value) is int and abs(value) >= 1 << 64:
+        raise SettingError(f"{name} is less than 2**64, and {shown(value)} was given")
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
-        wanted = {int: "a whole number", float: "a number", str: "a text in quotes"}[kind]
-        raise SettingError(f"{name} is {wanted}, and {value!r} was given")
+        wanted = {int: "an integer", float: "a number", str: "a text in quotes"}[kind]
+        raise SettingError(f"{name} is {wanted}, and {shown(value)} was given")
     return value
 
 
 def _check(right: bool, name: str, value: object, wanted: str) -> None:
     if not right:
-        raise SettingError(f"{name} is {wanted}, and {value!r} was given")
+        raise SettingError(f"{name} is {wanted}, and {shown(value)} was given")

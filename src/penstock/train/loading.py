@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy.typing as npt
 
+import penstock as ps
 from penstock.data import Tokenizer, load_tokenizer
 from penstock.errors import CheckpointError
 from penstock.nn import GPT
 from penstock.train.checkpoint import FOLDER, load_last
+from penstock.train.sizing import check_fits
 from penstock.train.trainer import TOKENIZER_FILE, build_model
 
 
@@ -19,6 +21,7 @@ def load_model(folder: Path) -> tuple[GPT, Tokenizer | None]:
     if (folder / FOLDER).is_dir():
         tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
         checkpoint, _ = load_last(folder)
+        check_fits(checkpoint.config, tokenizer.vocab_size, ps.default_device(), training=False)
         model = build_model(checkpoint.config, tokenizer.vocab_size)
         try:
             model.load_state_dict(checkpoint.model)

@@ -11,9 +11,12 @@ from typing import Any
 
 from penstock.data.files import written_whole
 from penstock.errors import CheckpointError
+from penstock.files import open_regular, parse_json
 
 FILE = "metrics.jsonl"
 _MOST_POINTS = 500  # of a curve
+_MOST_LINE = 1 << 16  # bytes; what is longer is no line of ours
+_MOST_STEPS = 1 << 53  # which a float still tells apart
 
 
 @dataclass(frozen=True)
@@ -97,23 +100,29 @@ class MetricsLog:
 def _note(curves: dict[str, Curve], values: dict[str, Any]) -> None:
     """Add what a line says, as far as it is numbers: a file may have been changed by hand."""
     for name, value in values.items():
-        if isinstance(value, (int, float)):
+        if isinstance(value, float) or (isinstance(value, int) and abs(value) < _MOST_STEPS):
             curves.setdefault(name, Curve()).add(values["step"], value)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The whole lines of a file, as text and as values; one that a kill cut off is left out."""
-    if path.exists():
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                with suppress(ValueError):
-                    values = json.loads(line)
-                    if (
-                        line.endswith("\n")
-                        and isinstance(values, dict)
-                        and isinstance(values.get("step"), int)
-                    ):
-                        yield line, values
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    with file:
+        while data := file.readline(_MOST_LINE):
+            line = data.decode(errors="replace")
+            with suppress(ValueError):
+                values = parse_json(line)
+                if line.endswith("\n") and isinstance(values, dict) and _is_step(values.get("step")):
+                    yield line, values
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST_STEPS
 
 
 def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.data.files import written_whole
 from penstock.errors import ReportError
+from penstock.files import read_bytes
 from penstock.report import Findings, Run, findings, of_trace, render
 from penstock.train import metrics
 from penstock.train.config import Config
@@ -15,6 +16,7 @@ from penstock.train.metrics import Curve
 FILE = "report.html"
 CONFIG_FILE = "config.toml"
 SAMPLE_FILE = "sample.txt"
+_MOST_SAMPLE = 16 << 20  # bytes
 
 
 def write_report(
@@ -43,6 +45,8 @@ def _of_run(run: Path) -> Path:
         raise ReportError(
             f"{run} holds no run: it has no {CONFIG_FILE} or no {metrics.FILE}, which `penstock train` writes"
         )
+    for name in (CONFIG_FILE, metrics.FILE, findings.FILE):
+        _check_inside(run, name)
     config = Config().with_file(run / CONFIG_FILE)
     return write_report(run, config, metrics.read_curves(run), read_findings(run), read_sample(run))
 
@@ -54,15 +58,23 @@ def read_findings(run: Path) -> Findings | None:
 
 
 def read_sample(run: Path) -> str:
-    """The text that the run wrote at its end."""
-    path = run / SAMPLE_FILE
-    return path.read_text("utf-8", errors="replace") if path.is_file() else ""
+    """The text that the run wrote at its end; none where it is no file of the run's own."""
+    try:
+        return read_bytes(run / SAMPLE_FILE, _MOST_SAMPLE, follow=False).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def write_sample(run: Path, sample: str) -> None:
     """Keep a text for the page."""
     with written_whole(run / SAMPLE_FILE) as file:
         file.write(sample.encode(errors="replace"))
+
+
+def _check_inside(run: Path, name: str) -> None:
+    """See that a file is not a link to one elsewhere, whose content would become part of the page."""
+    if not (run / name).resolve().is_relative_to(run.resolve()):
+        raise ReportError(f"{run / name} is a link to {(run / name).resolve()}, outside of the run's folder")
 
 
 def _written(path: Path, page: str) -> Path:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -42,8 +43,12 @@ from penstock.tensor.jit import plans
 from penstock.train import checkpoint as checkpoints
 from penstock.train.checkpoint import Checkpoint
 from penstock.train.config import Config
-from penstock.train.metrics import Metrics, MetricsLog
+from penstock.train.folder import RunFolder
+from penstock.train.metrics import FILE as METRICS_FILE
+from penstock.train.metrics import Metrics, MetricsLog, read_curves
 from penstock.train.report import CONFIG_FILE, read_findings, read_sample, write_report, write_sample
+from penstock.train.report import FILE as REPORT_FILE
+from penstock.train.sizing import check_fits
 from penstock.train.view import View
 from penstock.train.window import Window
 
@@ -61,58 +66,81 @@ class Trainer:
     It computes on the default device, and takes its random numbers from the default generator.
     """
 
-    def __init__(self, config: Config, folder: Path, view: View, resumed: Checkpoint | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        view: View,
+        resumed: Checkpoint | None = None,
+        numbered: bool = False,
+    ) -> None:
+        """Get everything ready. The folder is taken, and a new one made, when all else is known to be good.
+
+        Nobody else may have it until `train` ends; RunInUse names who has it. With `numbered`, it is a new
+        one in any case, with a number behind its name where that is taken.
+        """
         self.config, self.folder = config, folder
-        self.step = resumed.step if resumed else 0
+        self.step = 0
+        self.stopped_by: signal.Signals | None = None  # what ended `train` early
         self._view = view
         self._device = ps.default_device()
-        ps.random.manual_seed(config.run.seed)
-        self._open_text(resumed)
-        self.model = build_model(config, self.tokenizer.vocab_size)
-        self.model.to(getattr(ps, config.model.precision))
-        self._optimizer = _make_optimizer(self.model, config)
-        self._position = 0
-        self._seconds = 0.0
-        if resumed:
-            self._restore(resumed)
-        self._write_settings()
-        self._log = MetricsLog(folder, self.step)
-        self._findings = self._found_before()
+        self._held = RunFolder(folder) if folder.is_dir() and not numbered else None
+        try:
+            self._build(resumed)
+            if self._held is None:
+                self._held = RunFolder(folder, numbered)
+                self.folder = self._held.path
+            self._write_settings()
+            self._log = MetricsLog(self.folder, self.step)
+            self._findings = self._found_before()
+        except BaseException:
+            self._let_go()
+            raise
         self._saved = self.step
         self._pending: deque[tuple[int, float, list[Future[npt.NDArray[np.float32]]]]] = deque()
         self._train_step, self._loss_of = self._steps()
 
+    def _build(self, resumed: Checkpoint | None) -> None:
+        """Text, model and optimizer, as they are at the beginning or in a checkpoint."""
+        ps.random.manual_seed(self.config.run.seed)
+        self._open_text(resumed)
+        check_fits(self.config, self.tokenizer.vocab_size, self._device)
+        self.model = build_model(self.config, self.tokenizer.vocab_size)
+        self.model.to(getattr(ps, self.config.model.precision))
+        self._optimizer = _make_optimizer(self.model, self.config)
+        self._position = 0
+        self._seconds = 0.0
+        if resumed:
+            self._restore(resumed)
+
     # Training
 
     def train(self) -> bool:
-        """Go on until all steps are done, or Ctrl-C; whether they are done."""
+        """Go on until all steps are done, or until Ctrl-C or SIGTERM; whether they are done."""
         steps, every = self.config.run.steps, self.config.run.evaluate_every
-        batches = TextBatches(
-            self._store.train,
-            self.config.data.batch,
-            self.config.model.context,
-            self.config.run.seed,
-            self._position,
-        )
-        self._view.start(self.step, steps, self._seconds)
+        if self._held is None:
+            self._held = RunFolder(self.folder)
         try:
+            batches = self._batches()
+            self._view.start(self.step, steps, self._seconds)
             with (
                 Prefetch(batches, self._device) as prefetch,
-                _interruptible(self._view) as interrupted,
+                _interruptible(self._view) as received,
                 Window(self._device, steps - self.step) as window,
             ):
                 self._start_clock(prefetch)
-                while self.step < steps and not interrupted():
+                while self.step < steps and not received():
                     if window.due:
                         self._record_all(prefetch)
                         window.begin()
                     self._advance(prefetch)
                     evaluates = self.step % every == 0 or self.step == steps
-                    profiled = window.after_step(last=evaluates or interrupted())
+                    saves = self._saves(evaluates)
+                    profiled = window.after_step(last=evaluates or saves or received() is not None)
                     if profiled:
                         self._keep_profile(*profiled, prefetch)
-                    if evaluates:
-                        self._evaluate_and_save(prefetch)
+                    if evaluates or saves:
+                        self._pause(prefetch, evaluates, saves)
                         self._start_clock(prefetch)
                     elif profiled:
                         self._record_all(prefetch)
@@ -122,24 +150,38 @@ class Trainer:
                 if self.step > self._saved:
                     self._record_all(prefetch)
                     self._save(None)
+                self.stopped_by = received()
         finally:
             self._view.stop()
-            with suppress(PenstockError):  # what is on its way is more important
+            if self._log.curves:
                 self.report()
+            self._let_go()
         return self.step >= steps
+
+    def _batches(self) -> TextBatches:
+        data, model = self.config.data, self.config.model
+        return TextBatches(self._store.train, data.batch, model.context, self.config.run.seed, self._position)
 
     def prompt(self) -> npt.NDArray[np.int32]:
         """Where a sample of text may begin: tokens that were not trained on, if there are any."""
         tokens = self._store.validation if len(self._store.validation) else self._store.train
         return tokens[:_PROMPT].astype(np.int32)
 
-    def report(self, sample: str = "") -> None:
-        """Write `report.html`, with a sample of text if there is one, now or from before."""
-        if sample:
-            write_sample(self.folder, sample)
-        write_report(
-            self.folder, self.config, self._log.curves, self._findings, sample or read_sample(self.folder)
-        )
+    def report(self, sample: str = "") -> bool:
+        """Write `report.html`, with a sample of text if there is one, now or from before; whether it could.
+
+        A report that cannot be written ends nothing: a note says why.
+        """
+        try:
+            if sample:
+                write_sample(self.folder, sample)
+            write_report(
+                self.folder, self.config, self._log.curves, self._findings, sample or read_sample(self.folder)
+            )
+        except Exception as error:  # a run is worth more than its report
+            self._view.note(f"there is no new report: {error}")
+            return False
+        return True
 
     # One step
 
@@ -250,11 +292,20 @@ class Trainer:
 
     # Every now and then
 
-    def _evaluate_and_save(self, batches: Prefetch[ps.Tensor]) -> None:
+    def _saves(self, evaluates: bool) -> bool:
+        """Whether a checkpoint follows this step."""
+        every = self.config.run.checkpoint_every
+        return self.step % every == 0 or self.step == self.config.run.steps if every else evaluates
+
+    def _pause(self, batches: Prefetch[ps.Tensor], evaluates: bool, saves: bool) -> None:
+        """Record every step that was asked for, and evaluate after the last one, or save, or both."""
+        validation = None
         for metrics in self._finished(batches, leave=0):
-            validation = self._evaluate() if metrics.step == self.step else None
+            if evaluates and metrics.step == self.step:
+                validation = self._evaluate()
             self._record(replace(metrics, validation_loss=validation))
-        self._save(validation)
+        if saves:
+            self._save(validation)
         self.report()
 
     def _evaluate(self) -> float | None:
@@ -281,7 +332,7 @@ class Trainer:
                 optimizer=self._optimizer.state_dict(),
                 generator=ps.random.state(),
                 position=self._position,
-                text=self._store.path.stem,
+                text=self._store.key,
                 seconds=self._seconds,
                 validation_loss=validation,
             ),
@@ -314,7 +365,7 @@ class Trainer:
         self._view.note(
             f"{text.summary()}\n{len(self._store):,} tokens of {self.tokenizer.vocab_size:,} kinds"
         )
-        if resumed and resumed.text != self._store.path.stem:
+        if resumed and resumed.text != self._store.key:
             self._view.note(
                 "the text is not the one that the run began with; its batches are others from here on"
             )
@@ -326,15 +377,32 @@ class Trainer:
             self._view.note("the text is too short for validation; there is none")
 
     def _restore(self, resumed: Checkpoint) -> None:
-        try:
-            self.model.load_state_dict(resumed.model)
-            self._optimizer.load_state_dict(resumed.optimizer)
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint of step {resumed.step} in {self.folder} does not fit the settings: {error}"
-            ) from None
-        ps.random.set_state(resumed.generator)
-        self._position, self._seconds = resumed.position, resumed.seconds
+        """Go on from a checkpoint; from an older one, with a note, where something is missing in it."""
+        problems: list[str] = []
+        for checkpoint in itertools.chain([resumed], checkpoints.older(self.folder, resumed.step)):
+            try:
+                self.model.load_state_dict(checkpoint.model)
+                self._optimizer.load_state_dict(checkpoint.optimizer)
+                ps.random.set_state(checkpoint.generator)
+            except (KeyError, ValueError, TypeError) as error:
+                which = f"the checkpoint of step {checkpoint.step} in {self.folder}"
+                problems.append(f"{which} does not fit the settings: {error}")
+                continue
+            self.step = checkpoint.step
+            self._position, self._seconds = checkpoint.position, checkpoint.seconds
+            for problem in problems:
+                self._view.note(f"{problem}; the one of step {self.step} is used")
+            return
+        raise CheckpointError(problems[0])
+
+    def _let_go(self) -> None:
+        """Let others have the folder. Where no step was done in it, nothing of this run stays there."""
+        if self._held is None:
+            return
+        if self._held.is_new and not checkpoints.found(self.folder) and not read_curves(self.folder):
+            self._held.remove_files([CONFIG_FILE, TOKENIZER_FILE, METRICS_FILE, REPORT_FILE, findings.FILE])
+        self._held.release()
+        self._held = None
 
     def _write_settings(self) -> None:
         with written_whole(self.folder / CONFIG_FILE) as file:
@@ -376,21 +444,23 @@ def _make_tokenizer(config: Config, text: Text) -> Tokenizer:
 
 
 @contextmanager
-def _interruptible(view: View) -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed, as a function. A second time it interrupts at once, as ever."""
-    asked = False
+def _interruptible(view: View) -> Iterator[Callable[[], signal.Signals | None]]:
+    """Which of Ctrl-C and SIGTERM has come, as a function. The next one ends the process at once, as ever."""
+    received: signal.Signals | None = None
 
-    def handler(_: int, __: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
+    def handler(number: int, _: FrameType | None) -> None:
+        nonlocal received
+        received = signal.Signals(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         view.note("stopping after this step, with a checkpoint; Ctrl-C again stops at once")
 
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: asked  # only the main thread is told of signals
+        yield lambda: received  # only the main thread is told of signals
         return
-    before = signal.signal(signal.SIGINT, handler)
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: asked
+        yield lambda: received
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, previous in before.items():
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)

@@ -18,6 +18,7 @@ from rich.progress import (
 from rich.table import Table
 
 from penstock.config import format_bytes
+from penstock.printable import say
 from penstock.train.metrics import Metrics
 
 _LINES = 20  # of a whole run, besides those of evaluations
@@ -119,7 +120,7 @@ class PlainView:
 
     def note(self, text: str) -> None:
         """See `View`."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, text)
 
     def stop(self) -> None:
         """See `View`."""
@@ -170,7 +171,7 @@ class LiveView:
 
     def note(self, text: str) -> None:
         """See `View`."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, text)
 
     def stop(self) -> None:
         """See `View`."""

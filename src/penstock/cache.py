@@ -1,0 +1,107 @@
+"""The cache on disk: folders that belong to the user alone, and that nothing depends on.
+
+What is in them can be made again. So a folder that cannot be written, or that somebody else could have
+written to, is not used, and one warning says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from penstock.errors import PenstockWarning
+from penstock.files import atomic_file, open_regular, remove_leftovers
+
+_PRIVATE = 0o700
+_WRITABLE_BY_OTHERS = 0o022
+_warned: set[tuple[str, str]] = set()
+_cleaned: set[str] = set()
+
+
+class CacheFolder:
+    """A folder of the cache. What is not the user's own is never read."""
+
+    def __init__(self, root: Path, part: str = "", private: bool = True) -> None:
+        """`part`: a folder inside the root, or the root itself. One that is not private is used as it is."""
+        self._root = root
+        self._private = private
+        self.path = root / part
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for reading; an OSError where it is missing, or not the user's own."""
+        self._check()
+        self._clean()
+        file = open_regular(self.path / name, follow=not self._private)
+        if self._private and not _owned(os.fstat(file.fileno())):
+            file.close()
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(self.path / name))
+        return file
+
+    def read(self, name: str) -> bytes | None:
+        """What a file holds; None where it cannot be used."""
+        try:
+            with self.open(name) as file:
+                return file.read()
+        except OSError:
+            return None
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[BinaryIO]:
+        """A file to write, as `atomic_file` gives one; raises OSError where it cannot be written."""
+        for folder in (self._root, self.path):
+            folder.mkdir(_PRIVATE, parents=True, exist_ok=True)
+        self._check()
+        self._clean()
+        with atomic_file(self.path / name) as file:
+            yield file
+
+    def write(self, name: str, content: bytes) -> bool:
+        """Keep a file; whether that was possible. The first time that it is not, a warning says why."""
+        try:
+            with self.writing(name) as file:
+                file.write(content)
+        except OSError as error:
+            self.warn(error)
+            return False
+        return True
+
+    def warn(self, error: OSError) -> None:
+        """Say that the folder cannot be written, once in a process."""
+        reason = error.strerror or str(error)
+        if (str(self._root), reason) not in _warned:
+            _warned.add((str(self._root), reason))
+            warnings.warn(
+                f"the cache folder {self.path} cannot be used ({reason}); going on without it",
+                PenstockWarning,
+                stacklevel=2,
+            )
+
+    def _check(self) -> None:
+        """See that the folders are the user's, and no one else's from here on; raises OSError if not."""
+        for folder in dict.fromkeys((self._root, self.path)) if self._private else ():
+            about = os.stat(folder)
+            reason = "" if _owned(about) else "it belongs to another user"
+            if not reason and os.name == "posix" and stat.S_IMODE(about.st_mode) & ~_PRIVATE:
+                with suppress(OSError):  # a read-only file system may not let it
+                    os.chmod(folder, _PRIVATE)
+                if stat.S_IMODE(os.stat(folder).st_mode) & _WRITABLE_BY_OTHERS:
+                    reason = "other users may write to it"
+            if reason:
+                error = PermissionError(errno.EPERM, reason, str(folder))
+                self.warn(error)
+                raise error
+
+    def _clean(self) -> None:
+        if str(self.path) not in _cleaned:
+            _cleaned.add(str(self.path))
+            remove_leftovers(self.path)
+
+
+def _owned(about: os.stat_result) -> bool:
+    return os.name != "posix" or about.st_uid == os.geteuid()

@@ -1,0 +1,52 @@
+"""Keeps PyOpenCL's cache in memory and within bounds.
+
+For every kernel, PyOpenCL writes Python code that sets its arguments, and keeps that in a database in the
+user's cache folder. It never removes any; and where that file is damaged, or cannot be
+written, no kernel can be made.
+"""
+
+from __future__ import annotations
+
+import linecache
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import pyopencl as cl
+
+_MAX_KERNELS = 1024
+
+
+class InvokerCache:
+    """The code of the kernels that were used last, in the place of PyOpenCL's database."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._code: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+
+    def __getitem__(self, key: tuple[Any, ...]) -> Any:
+        with self._lock:
+            self._code.move_to_end(key)
+            return self._code[key]
+
+    def store_if_not_present(self, key: tuple[Any, ...], code: Any) -> None:
+        """Keep the code of a kernel: a module, and the name of a function in it."""
+        with self._lock:
+            self._code.setdefault(key, code)
+            if len(self._code) > _MAX_KERNELS:
+                self._code.popitem(last=False)
+        module, name = code
+        linecache.cache.pop(
+            module.mod_globals[name].__code__.co_filename, None
+        )  # where its text stays for ever
+
+
+def keep_in_memory() -> None:
+    """Have PyOpenCL open no database. With a version that calls these names otherwise, nothing changes."""
+    module: Any = cl
+    module._PYOPENCL_NO_CACHE = True  # so that the import opens none
+    from pyopencl import invoker
+
+    module._PYOPENCL_NO_CACHE = False
+    if not isinstance(getattr(invoker, "invoker_cache", None), InvokerCache):
+        invoker.invoker_cache = InvokerCache()  # type: ignore[assignment]

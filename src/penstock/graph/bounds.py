@@ -1,0 +1,155 @@
+"""Indices that are refused where they are out of range.
+
+`bounded` is an identity that says which axis an index is for. Where NumPy computes, it looks at the index at
+once. Kernels hold nothing of it: a graph with bounded indices gets small results besides, the worst index of
+each, which the host looks at when it next reads anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import BadIndex
+from penstock.graph.creating import POSITIONS, SEQUENCE
+from penstock.graph.dtypes import uint32, uint64
+from penstock.graph.elementwise import CAST, FULL, cast
+from penstock.graph.node import Array, Node, Primitive, Shape, same
+from penstock.graph.reducing import ARGMAX, ARGMIN, ARGSORT, EXPAND, max_
+from penstock.graph.shaping import PERMUTE, RESHAPE, SLICE, concat, pad, reshape
+
+_MOST_TOGETHER = 16  # indices whose worst are found by one kernel
+_MOVES = (RESHAPE, PERMUTE, EXPAND, SLICE)  # no item is in the result that was not in the input
+
+
+@dataclass(eq=False)
+class Bound:
+    """What an index is for: an axis of a shape. It may be from 0 to before the axis's length."""
+
+    operation: str
+    shape: Shape
+    axis: int
+    where: str  # the user's line that recorded the operation
+    from_end: bool = False  # the length was added to negative indices, which count from the end
+    checked: bool = False  # whether the index was looked at, or will be when the host next reads
+
+    @property
+    def length(self) -> int:
+        """The length of the axis."""
+        return self.shape[self.axis]
+
+    def error(self, index: int) -> BadIndex:
+        """What to raise for an index that is out of range."""
+        least = -self.length if self.from_end else 0
+        wanted = f"{least} to {self.length - 1} can be used" if self.length else "no index can be used"
+        return BadIndex(
+            f"{self.operation}: index {index} is out of range for axis {self.axis} of shape {self.shape}, "
+            f"which has length {self.length}: {wanted}; recorded at {self.where}",
+            index=index,
+            length=self.length,
+            where=self.where,
+        )
+
+    def judge(self, worst: int, signed_bits: int) -> BadIndex | None:
+        """The error, if the worst of the indices, taken as numbers without a sign, is out of range."""
+        if worst < self.length:
+            return None
+        if signed_bits and worst >> (signed_bits - 1):
+            worst -= 1 << signed_bits
+            worst -= self.length if self.from_end else 0
+        return self.error(worst)
+
+
+def bounded(index: Node, bound: Bound) -> Node:
+    """The index itself, which is refused where an item is out of range."""
+    return Node(BOUNDED, (index,), {"bound": bound})
+
+
+def _meaning(index: Array, bound: Bound) -> Array:
+    if index.size:
+        for item in (int(index.min()), int(index.max())):
+            if not 0 <= item < bound.length:
+                raise bound.error(item - bound.length if bound.from_end and item < 0 else item)
+    return index
+
+
+BOUNDED = Primitive("bounded", lambda index, bound: same(index), _meaning, stops=True, unchanged=True)
+
+
+def known_range(index: Node) -> tuple[int, int] | None:
+    """The least and the largest item of an index, where the graph alone tells; the bounds may be wider."""
+    while index.value is None and index.primitive is not BOUNDED:
+        if index.primitive not in _MOVES and not index.primitive.unchanged:
+            break
+        index = index.inputs[0]
+    primitive, given = index.primitive, index.attributes
+    if primitive is BOUNDED:
+        return 0, max(given["bound"].length - 1, 0)
+    if primitive is CAST and index.value is None and index.dtype.itemsize == 8:
+        return known_range(index.inputs[0]) if index.inputs[0].dtype.kind in "iu" else None
+    if primitive is FULL:
+        return _fitting(index, given["number"], given["number"])
+    if primitive is POSITIONS:
+        return _fitting(index, 0, max(given["count"] - 1, 0))
+    if primitive is SEQUENCE:
+        ends = given["start"], given["start"] + given["step"] * max(given["count"] - 1, 0)
+        return _fitting(index, min(ends), max(ends))
+    if primitive is ARGSORT:
+        return 0, max(index.shape[given["axis"]] - 1, 0)
+    if primitive in (ARGMAX, ARGMIN) and index.inputs:
+        return 0, index.inputs[0].shape[given["axis"]] - 1
+    return None
+
+
+def _fitting(index: Node, least: int, most: int) -> tuple[int, int] | None:
+    """The range, where the dtype holds it."""
+    limits = np.iinfo(np.dtype(index.dtype))
+    return (int(least), int(most)) if limits.min <= least and most <= limits.max else None
+
+
+def unchecked(nodes: Iterable[Node]) -> list[Node]:
+    """The bounded indices among some nodes that nobody has looked at."""
+    return [
+        node
+        for node in nodes
+        if node.primitive is BOUNDED and node.value is None and not node.attributes["bound"].checked
+    ]
+
+
+@dataclass(frozen=True)
+class Worst:
+    """A node with the worst of several indices, and what these are for."""
+
+    node: Node
+    bounds: tuple[Bound, ...]
+    signed_bits: tuple[int, ...]  # of each index; 0 where it has no sign
+
+    def judge(self, found: Array) -> BadIndex | None:
+        """The error for the values of the node, if there is one."""
+        for worst, bound, bits in zip(found.tolist(), self.bounds, self.signed_bits, strict=True):
+            error = bound.judge(worst, bits)
+            if error is not None:
+                return error
+        return None
+
+
+def worst(indices: Sequence[Node]) -> list[Worst]:
+    """The worst of each bounded index: without a sign, a negative one is larger than any axis is long."""
+    found = []
+    for dtype in (uint32, uint64):
+        fitting = [node for node in indices if (node.dtype.itemsize > 4) == (dtype is uint64)]
+        for start in range(0, len(fitting), _MOST_TOGETHER):
+            together = fitting[start : start + _MOST_TOGETHER]
+            longest = max(node.size for node in together)
+            rows = [_row(cast(node.inputs[0], dtype), longest) for node in together]
+            bits = tuple(8 * dtype.itemsize if node.dtype.kind == "i" else 0 for node in together)
+            bounds = tuple(node.attributes["bound"] for node in together)
+            found.append(Worst(max_(concat(rows, 0), (1,)), bounds, bits))
+    return found
+
+
+def _row(index: Node, length: int) -> Node:
+    row = reshape(index, (1, index.size))
+    return row if index.size == length else pad(row, ((0, 1, 1), (0, index.size, 1)), (1, length))

@@ -1,0 +1,261 @@
+"""Runs beside each other, interrupted, and ended before they began: folders, locks, signals, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import penstock as ps
+from penstock import cli
+from penstock.data import DataError
+from penstock.errors import PenstockError, SettingError
+from penstock.profiling import ceilings
+from penstock.train import Config, Metrics, Trainer, load_last
+from penstock.train import checkpoint as checkpoints
+from penstock.train.folder import RunFolder, RunInUse
+
+TEXT = "the quick brown fox jumps over the lazy dog; the early bird catches the worm.\n" * 20
+TREE: dict[str, dict[str, Any]] = {
+    "model": {"context": 8, "width": 8, "layers": 1, "heads": 2, "dropout": 0.1},
+    "data": {"tokenizer": "characters", "batch": 2, "path": "text.txt"},
+    "optimizer": {"warmup": 2},
+    "run": {"steps": 12, "evaluate_every": 5, "evaluate_batches": 1},
+}
+
+
+class View:
+    """Keeps notes, and calls something at a step."""
+
+    def __init__(self, at: int = 0, call: Any = None) -> None:
+        self.notes: list[str] = []
+        self._at, self._call = at, call
+
+    def start(self, done: int, steps: int, seconds: float) -> None: ...
+
+    def show(self, metrics: Metrics) -> None:
+        if metrics.step == self._at:
+            self._call()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def stop(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(ceilings, "_measured", lambda device, what: 1e11)  # which takes its time
+    monkeypatch.setattr(cli, "_SAMPLE", 3)
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    default = ps.default_device()
+    ps.use("host")  # which compiles nothing
+    yield
+    default.limit_bytes = None
+    ps.use(default)
+
+
+@pytest.fixture
+def config() -> Config:
+    config = Config().changed(TREE)
+    Path("c.toml").write_text(config.toml())
+    return config
+
+
+def penstock(*arguments: str) -> Result:
+    """Run a command in this process; Penstock's errors are raised, as `main` finds them."""
+    result = CliRunner().invoke(cli.app, list(arguments))
+    if isinstance(result.exception, PenstockError):
+        raise result.exception
+    return result
+
+
+def measured(run: Path) -> list[tuple[Any, ...]]:
+    """What must be the same in two runs: all but times and memory."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line.get("validation_loss")) for line in lines]
+
+
+# Folders
+
+
+def test_folders_taken_at_the_same_time_are_not_the_same(tmp_path: Path) -> None:
+    taken: list[RunFolder] = []
+    start = threading.Barrier(8)
+
+    def take() -> None:
+        start.wait()
+        taken.append(RunFolder(tmp_path / "runs" / "now", numbered=True))
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    names = {folder.path.name for folder in taken}
+    assert names == {"now"} | {f"now-{number}" for number in range(2, 9)}
+    for folder in taken:
+        folder.release()
+
+
+@pytest.mark.usefixtures("config")
+def test_runs_of_the_same_second_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.time, "strftime", lambda text: "2026-01-31-120000")
+    for _ in range(2):
+        assert penstock("train", "--config", "c.toml", "--steps", "2").exit_code == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == [
+        "2026-01-31-120000",
+        "2026-01-31-120000-2",
+    ]
+
+
+def test_a_folder_in_use_is_refused_by_name(config: Config) -> None:
+    first = Trainer(config, Path("run"), View())
+    with pytest.raises(RunInUse, match=f"run is in use by process {os.getpid()} on .*, since 20"):
+        Trainer(config, Path("run"), View())
+    assert first.train()
+    Trainer(config.changed({"run": {"steps": 13}}), Path("run"), View(), load_last(Path("run"))[0]).train()
+    assert [step for step, *_ in measured(Path("run"))] == list(range(1, 14))
+
+
+def test_what_the_lock_says_is_not_believed(tmp_path: Path) -> None:
+    held = RunFolder(tmp_path / "run")
+    for said in (b"", b"[" * 5000, b'{"process": "x"}', b'{"process": 1}', b"\xff", b"7"):
+        (tmp_path / "run" / "run.lock").write_bytes(said)
+        with pytest.raises(RunInUse, match="in use by another process"):
+            RunFolder(tmp_path / "run")
+    held.release()
+    held.release()
+    RunFolder(tmp_path / "run").release()
+
+
+# Signals, in a process of its own
+
+
+def test_sigterm_saves_and_a_second_process_is_kept_out(config: Config) -> None:
+    words = "train --config c.toml --device host --steps 1000000 --out run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.cli", *words.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    path = Path("run/metrics.jsonl")
+    while not (path.exists() and path.stat().st_size) and process.poll() is None:
+        time.sleep(0.05)
+    with pytest.raises(RunInUse, match=f"run is in use by process {process.pid} on"):
+        Trainer(config, Path("run"), View())
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert "to go on: penstock train --resume run" in output
+    last = measured(Path("run"))[-1][0]
+    assert load_last(Path("run"))[0].step == last
+    assert penstock("train", "--resume", "run", "--steps", str(last + 2)).exit_code == 0
+    assert [step for step, *_ in measured(Path("run"))] == list(range(1, last + 3))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_after_the_step_and_handlers_come_back(config: Config, number: signal.Signals) -> None:
+    Trainer(config, Path("whole"), View()).train()
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    trainer = Trainer(config, Path("run"), View(7, lambda: signal.raise_signal(number)))
+    assert not trainer.train()
+    assert trainer.stopped_by is number
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert load_last(Path("run"))[0].step == 8
+    checkpoint = load_last(Path("run"))[0]
+    assert Trainer(checkpoint.config, Path("run"), View(), checkpoint).train()
+    assert measured(Path("run")) == measured(Path("whole"))
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, [5, 10, 12]), (4, [4, 8, 12]), (7, [7, 12]), (50, [12])])
+def test_checkpoints_come_as_often_as_asked_and_change_nothing(
+    config: Config, every: int, steps: list[int]
+) -> None:
+    Trainer(config, Path("whole"), View()).train()
+    Trainer(config.changed({"run": {"checkpoint_every": every}}), Path("run"), View()).train()
+    assert measured(Path("run")) == measured(Path("whole"))
+    assert [checkpoints.load(path).step for path in checkpoints.found(Path("run"))] == steps
+
+
+def test_checkpoint_every_is_an_option_and_is_checked(config: Config) -> None:
+    assert penstock("train", "--config", "c.toml", "--out", "run", "--checkpoint-every", "6").exit_code == 0
+    assert [path.stem for path in checkpoints.found(Path("run"))] == ["step-00000006", "step-00000012"]
+    assert load_last(Path("run"))[0].config.run.checkpoint_every == 6
+    with pytest.raises(SettingError, match=r"run\.checkpoint_every is 0 or more, and -1"):
+        config.changed({"run": {"checkpoint_every": -1}})
+
+
+def test_a_run_without_a_checkpoint_is_resumed_from_its_start(config: Config) -> None:
+    Trainer(config, Path("whole"), View()).train()
+
+    def die() -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        Trainer(config, Path("runs/dead"), View(3, die)).train()
+    assert checkpoints.found(Path("runs/dead")) == []
+    result = penstock("train", "--resume")
+    assert result.exit_code == 0
+    assert "runs/dead has no checkpoint yet; the run starts again from its beginning" in result.stderr
+    assert measured(Path("runs/dead")) == measured(Path("whole"))
+
+
+# What never began leaves nothing
+
+
+def test_a_run_that_did_no_step_leaves_no_folder(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="no file or folder"):
+        Trainer(config.changed({"data": {"path": "nowhere"}}), Path("runs/a"), View())
+    with pytest.raises(DataError, match="need 2001 tokens"):
+        Trainer(config.changed({"model": {"context": 2000}}), Path("runs/a"), View()).train()
+    ps.default_device().limit_bytes = "4KiB"
+    with pytest.raises(PenstockError, match="limit"):
+        Trainer(config, Path("runs/a"), View()).train()
+    ps.default_device().limit_bytes = None
+
+    def interrupted(self: Trainer, batches: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "_advance", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(config, Path("runs/a"), View()).train()
+    assert not Path("runs/a").exists()
+    Path("mine").mkdir()
+    Path("mine/notes").write_text("mine")
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(config, Path("mine"), View()).train()
+    assert Path("mine/notes").read_text() == "mine"
+
+
+# Reports
+
+
+def test_a_report_that_cannot_be_written_ends_nothing(config: Config) -> None:
+    Path("run/report.html").mkdir(parents=True)  # so that no file can take its name
+    Path("run/report.html/full").touch()
+    view = View()
+    trainer = Trainer(config, Path("run"), view)
+    assert trainer.train()
+    assert not trainer.report("a sample")
+    assert load_last(Path("run"))[0].step == 12
+    assert any("there is no new report: " in note and "report.html" in note for note in view.notes)
+    result = penstock("train", "--resume", "run", "--steps", "13")
+    assert result.exit_code == 0
+    assert "report: " not in result.stdout.splitlines()[-1]
