@@ -189,7 +189,7 @@ def _close_all() -> None:
     for device in list(in_use):
         try:
             device.close()
-        except Exception as error:  # nothing may keep the interpreter from ending
+        except BaseException as error:  # nothing may keep the interpreter from ending, an interrupt neither
             print(f"penstock: at exit, {device.name}: {error}", file=sys.stderr)
     if threading.active_count() > 1:
         # Python ends daemon threads wherever they are, and inside a device's C++ that aborts the process.
