@@ -24,6 +24,7 @@ from penstock.tensor.core import (
     from_numpy,
     record,
 )
+from penstock.tensor.operands import as_number
 
 Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis
 
@@ -70,7 +71,9 @@ def in_range(
 def changed(x: Tensor, key: Any, value: Any) -> Tensor:
     """`x` with `x[key]` replaced by `value`."""
     if not isinstance(value, Tensor):
-        value = from_numpy(np.asarray(value).astype(x.dtype), x.device)
+        as_given = isinstance(value, np.ndarray)
+        array = value.astype(x.dtype) if as_given else np.asarray(as_number(value), x.dtype.numpy)
+        value = from_numpy(array, x.device)
     value = record(elementwise.cast(value._node, x.dtype), value)
     masked = assigning.by_mask(x, key, value)
     if masked is not None:
@@ -159,7 +162,7 @@ def _as_array(part: Any) -> Any:
         array = np.asarray(part)
         if array.dtype.kind not in "iub" and array.size:
             raise IndexError(f"an index has whole numbers or truth values, and {array.dtype} was given")
-        return array if array.size else array.astype(np.int64)
+        return array if array.size or array.dtype == bool else array.astype(np.int64)
     if isinstance(part, Tensor) and part.dtype.kind not in "iub":
         raise IndexError(f"an index has whole numbers or truth values, and {part.dtype} was given")
     return part
