@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, WEBGPU_KINDS
+from conftest import DRIVERS, SMALL, WEBGPU_KINDS
 from fuzz import state, values
 from fuzz.reference import EXACT, FUNCTIONS, Reference
 from fuzz.running import Fuzzer, fuzz
@@ -18,8 +18,8 @@ from penstock.graph import elementwise
 from penstock.tensor import arithmetic
 
 KINDS = ["host", "opencl-svm" if "opencl-svm" in DRIVERS else "opencl-device", *WEBGPU_KINDS]
-PROGRAMS = {"host": 60}  # a device that compiles takes about a second for one
-FEW = 4
+PROGRAMS = {"host": 40}  # a device that compiles takes about a second for one
+FEW = 2
 
 
 @pytest.fixture(params=KINDS)
@@ -27,6 +27,13 @@ def forced(request: pytest.FixtureRequest) -> Iterator[tuple[Device, int]]:
     """A device that computes everything by kernels, and how many programs it is given."""
     made = Device.over(DRIVERS[request.param](), Settings(force_kernels=True))
     yield made, PROGRAMS.get(request.param, FEW)
+    made.close()
+
+
+@pytest.fixture(params=["host-late", *KINDS[1:]])
+def plain(request: pytest.FixtureRequest) -> Iterator[tuple[Device, int]]:
+    made = Device.over(DRIVERS[request.param](), SMALL)
+    yield made, {"host-late": 30}.get(request.param, FEW)
     made.close()
 
 
@@ -39,6 +46,10 @@ def check(fuzzer: Fuzzer, programs: int) -> None:
 
 def test_values(forced: tuple[Device, int]) -> None:
     check(values.ValueFuzzer(forced[0]), forced[1])
+
+
+def test_state(plain: tuple[Device, int]) -> None:
+    check(state.StateFuzzer(plain[0]), plain[1])
 
 
 def test_the_reference_knows_every_elementwise_function() -> None:

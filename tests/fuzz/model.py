@@ -7,7 +7,6 @@ The derivatives are carried forward (a matrix for each leaf), where Penstock goe
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +27,6 @@ class Leaf:
         self.tensor = tensor
 
 
-MENDED = bool(os.environ.get("FUZZ_ALL"))
 _recording = [True]
 alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
 
@@ -300,11 +298,15 @@ class Namespace:
             return lambda given: Namespace.jit(given, donate=donate)
 
         def call(*args: Any) -> Any:
-            result = +function(*args)  # a fresh tensor, even if it is an argument
-            if result.requires_grad and not MENDED:
-                raise Stale
-            for position in positions:
-                args[position].donated = True
+            given = [args[position] for position in positions]
+            before = [tensor.array for tensor in given]
+            found = function(*args)
+            result = Tensor(found.array, found.slopes, found.device)  # a fresh one, even of an argument
+            result.requires_grad = found.requires_grad
+            for tensor, array in zip(given, before, strict=True):
+                if tensor.array is not array:
+                    raise Stale  # given away, and changed: either may be
+                tensor.donated = True
             return result
 
         return call
@@ -312,10 +314,13 @@ class Namespace:
     @staticmethod
     def value_and_grad(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
         def both(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-            inner = x.detach().requires_grad_()
+            # No leaf that would refuse to change: the derivative is by what was given.
+            inner, origin = x.detach(), Leaf(x)
+            inner.requires_grad, inner.slopes = True, {origin: np.eye(x.array.size)}
             value = function(inner, *rest)
-            zeros = np.zeros((1, inner.array.size))
-            slope = zeros if inner.leaf is None else value.slopes.get(inner.leaf, zeros)
+            if inner.leaf is not None:
+                raise Stale  # changed inside no_grad(): what the derivative is by then is not said
+            slope = value.slopes.get(origin, np.zeros((1, x.array.size)))
             return value, Tensor(slope.reshape(x.shape).astype(x.dtype), None, x.device)
 
         return both

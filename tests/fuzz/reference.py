@@ -145,7 +145,7 @@ def off(exact: Array, dtype: np.dtype[Any], units: float) -> Value:
     slack = spacing(exact, dtype) * (units + 0.5)
     with np.errstate(all="ignore"):  # a function may give 0 for what is below all normal numbers
         size = np.abs(exact)
-        slack = np.where(size < 2.0 ** LEAST[dtype.name], np.maximum(slack, size), slack)
+        slack = np.where(size < 2.0 ** LEAST[dtype.name], slack + size, slack)
     return Value(exact.astype(dtype), slack.astype(np.float64))
 
 

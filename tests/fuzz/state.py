@@ -32,6 +32,9 @@ REFUSALS = [
     (ValueError, "tensors are on"),
     (CaptureError, "runs on one device"),
     (CaptureError, "inside a jitted function"),
+    (TypeError, "inside a jitted function would have to go on"),
+    (TypeError, "changed a tensor in place to a value that has a gradient"),
+    (TypeError, "the gradient of what the jitted function .* gives cannot be had"),
 ]
 FIXED = {"w0": (3,), "w1": (2, 3), "w2": ()}  # used by jitted functions, and so never another tensor
 
@@ -105,7 +108,12 @@ class Run:
         except Exception as error:
             if not documented(error):
                 return f"{line}: {type(error).__name__}: {error}"
-            self._restore(before)
+            if "ps.grad(" in line and "cannot be had" in str(error):  # after the function has run
+                for name in set(self.model) - set(before[0]):
+                    del self.model[name]
+                self.model.update(before[0])
+            else:
+                self._restore(before)
             self.refused += 1
             return None
         if must_refuse:

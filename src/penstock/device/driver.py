@@ -111,6 +111,11 @@ class Memory:
         self.idle_since = 0.0
         self.usage: Any = None
 
+    @property
+    def is_freed(self) -> bool:
+        """Whether its driver took it back."""
+        return self.native is None and self.host is None
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:

@@ -438,7 +438,8 @@ class RowLoops(LoopNest):
         rest = self._turns_loop("start", _READS, [*inside, *scopes.leave()])
         for key in arrays:
             del scopes.kept[key]
-        parts, turns = [*registers, reads, rest], -(-self._turns() // _READS)
+        parts: list[Statement] = [*registers, reads, rest]
+        turns = -(-self._turns() // _READS)
         return [Loop("start", start, str(columns), str(step * _READS), parts, 1, turns)]
 
     def _turns_loop(self, start: str, turns: int, statements: list[Statement]) -> Loop:

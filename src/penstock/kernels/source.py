@@ -163,6 +163,16 @@ static inline float8 tanh_8(float8 x) {
     return z < 0.390625f ? p : 1.0f - 2.0f / (exp_8(x + x) + 1.0f);
 }
 """
+# sin, cos and tan of PoCL are wrong in all lanes of a vector in which one is 2^23 or more, infinite or NaN.
+# There, and from 2^22 on, each lane is computed by itself.
+ANGLES_PRELUDE = """
+#define EACH_BY_ITSELF(name, x) (float8)( \\
+    name(x.s0), name(x.s1), name(x.s2), name(x.s3), name(x.s4), name(x.s5), name(x.s6), name(x.s7))
+#define HAS_LARGE(x) any((as_int8(x) & 0x7fffffff) >= 0x4a800000)
+static inline float8 sin_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(sin, x) : sin(x); }
+static inline float8 cos_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(cos, x) : cos(x); }
+static inline float8 tan_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(tan, x) : tan(x); }
+"""
 
 
 def digest(text: str) -> str:

@@ -8,7 +8,7 @@ and assigns; the tensor itself does not change, so no other thread notices a cap
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ class StandIn:
     origin: Origin
     first: Node  # stands for the value at the start of a call
     requires_grad: bool
+    ends: bool  # whether gradients end in it
     first_grad: Tensor | None = None  # the gradient at the start, once the function has asked for it
     grad_seen: bool = False  # whether it has, before it assigned one
     grad_assigned: bool = False
@@ -82,6 +83,7 @@ class Tracing:
 
     def __init__(self, arguments: Sequence[Tensor] = ()) -> None:
         self.facts: list[tuple[Callable[[], object], object]] = []
+        self.parts: dict[Hashable, Any] = {}
         self.stand_ins: list[StandIn] = []
         self.aliases: dict[int, Tensor] = {}  # arguments that the function also finds outside, by number
         self._here: dict[int, Tensor] = {}  # what stands for each tensor, by id; its own for themselves
@@ -145,6 +147,12 @@ class Tracing:
         """Something outside that the function asks for, and that is no tensor."""
         self.facts.append((fact, fact()))
 
+    def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` makes, once for each key: something that replays call; see `Captured.parts`."""
+        if key not in self.parts:
+            self.parts[key] = make()
+        return self.parts[key]
+
     def refuse_value(self, node: Node) -> None:
         """Only what depends on constants alone has a value now."""
         for part in topological([node]):
@@ -191,13 +199,13 @@ class Tracing:
     def _adopted(self, actual: Tensor, origin: Origin) -> StandIn:
         node, requires_grad = actual._actual_node, actual._actual_requires_grad
         first = leaf(UNKNOWN, node.shape, node.dtype)
-        ends = requires_grad and _ends_in(actual, node)
+        ends = requires_grad and ends_in(actual, node)
         if requires_grad and not ends:
             first = self._with_history(actual, node, first, origin)
         tensor = Tensor(first, actual.device, requires_grad)
         if ends:
             ends_at(first, tensor)
-        found = StandIn(tensor, actual, origin, first, requires_grad)
+        found = StandIn(tensor, actual, origin, first, requires_grad, ends)
         self._kept.append(actual)
         self._by_tensor[id(tensor)] = self._by_node[first] = found
         if first.inputs:
@@ -238,7 +246,7 @@ class Tracing:
         self.assume(lambda: tensor._actual_grad is gradient)
 
 
-def _ends_in(tensor: Tensor, node: Node) -> bool:
+def ends_in(tensor: Tensor, node: Node) -> bool:
     """Whether gradients end in a tensor, at a node that it has outside of captures."""
     with outside_capture():
         return leaf_of(node) is tensor

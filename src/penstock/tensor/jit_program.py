@@ -29,8 +29,6 @@ def captured_program(
     device = _device(tracing, [*outputs, *assigned])
     changed = [found.tensor for found in tracing.stand_ins if found.changed]
     watches = watched_indices([tensor._node for tensor in (*outputs, *changed, *assigned)], device)
-    for watch in watches:
-        watch.update()
     stand_ins = [found for found in tracing.stand_ins if found.changed]
     changes = _changes(tracing, stand_ins, name)
     wanted = [tensor._node for tensor in (*outputs, *(found.tensor for found in stand_ins), *assigned)]
@@ -52,6 +50,7 @@ def captured_program(
         results=len(outputs),
         changes=changes,
         guards=_guards(tracing, changes),
+        parts=list(tracing.parts.values()),
         donated=donated,
         gradients=gradients,
         differentiable=_differentiable(device, tracing, outputs, gradients),
@@ -113,16 +112,16 @@ def _changes(tracing: Tracing, changed: Sequence[StandIn], name: str) -> Changes
 def _guards(tracing: Tracing, changes: Changes) -> Guards:
     found = tracing.stand_ins
     outside = [one.origin.outside for one in found if one.origin.outside is not None]
-    watched = {id(tensor) for tensor in (*outside, *tracing.aliases.values())} if changes else set()
+    watched = {id(tensor) for tensor in (*(outside if changes else ()), *tracing.aliases.values())}
     return Guards(
         facts=tracing.facts,
         grads=[(one.origin, one.first_grad is None) for one in found if one.grad_seen],
         kinds=[
-            (one.origin, one.first.shape, one.first.dtype, one.requires_grad)
+            (one.origin, one.first.shape, one.first.dtype, one.requires_grad, one.ends)
             for one in found
             if one.origin.argument < 0
         ],
-        aliases=tracing.aliases if changes else {},
+        aliases=tracing.aliases,
         outside=frozenset(watched),
     )
 

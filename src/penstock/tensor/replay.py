@@ -21,7 +21,7 @@ from penstock.memory.buffer import Buffer
 from penstock.realize import realize
 from penstock.runtime import Device
 from penstock.stream.lane import Run
-from penstock.tensor.capture import NoValue, Origin
+from penstock.tensor.capture import NoValue, Origin, ends_in
 from penstock.tensor.core import Tensor
 from penstock.tensor.index_watch import IndexWatch
 from penstock.tensor.jit_gradients import Differentiable
@@ -57,8 +57,9 @@ class Guards:
 
     facts: list[tuple[Callable[[], object], object]]  # what the function asked for, and the answers
     grads: list[tuple[Origin, bool]]  # tensors whose gradient it asked for, and whether there was none
-    kinds: list[tuple[Origin, Shape, DType, bool]]  # of tensors that it used; the last: requires_grad
-    # Where it changes tensors: arguments that it also finds outside, by number, and what it finds there.
+    # Of tensors that it used; the last: whether they require a gradient, and whether it ends in them.
+    kinds: list[tuple[Origin, Shape, DType, bool, bool]]
+    # Arguments that it also finds outside, by number; and what it finds there, if it changes tensors.
     aliases: dict[int, Tensor]
     outside: frozenset[int]
 
@@ -91,6 +92,7 @@ class Captured:
     results: int
     changes: Changes
     guards: Guards
+    parts: list[Any]  # each replay calls their `before_replay`, and `after_failure` if it changes nothing
     donated: list[int]
     # Of each result: its gradient is known (True), refused (a primitive), or there is none (None).
     gradients: list[bool | Primitive | None]
@@ -100,12 +102,18 @@ class Captured:
     _ways: dict[Any, Ways] = field(default_factory=dict)  # for each device on which the program runs
 
     def __post_init__(self) -> None:
+        # Places of values that another tensor holds too: what went in, or what two of them become.
+        self._sharing = [
+            place
+            for place, source in enumerate(self.wanted)
+            if not isinstance(source, int) or self.wanted.count(source) > 1
+        ]
         origins = [one for one in self.inputs if isinstance(one, Origin)]
         # Where inputs come from, if all are arguments or tensors from outside that are no gradients.
         simple = len(origins) == len(self.inputs) and all(one.gradient_of is None for one in origins)
         self._simple = [(one.outside, one.argument) for one in origins] if simple else []
         # Tensors from outside, and what they held when they were last looked at, which may go meanwhile.
-        watched = [origin for origin, _, _, _ in self.guards.kinds]
+        watched = [origin for origin, *_ in self.guards.kinds]
         self._watched = [one.outside for one in watched if one.outside is not None]
         self._quick = len(self._watched) == len(watched)
         self._seen: list[weakref.ref[Node]] = []
@@ -114,6 +122,7 @@ class Captured:
         ]
         self._given_grads = [(one, none) for one, none in self.guards.grads if one.outside is None]
         self._careful = bool(self.changes or self.donated)
+        self._launched = False  # of the replay under way: whether it will take effect
 
     # Whether it is for a call
 
@@ -133,12 +142,14 @@ class Captured:
         if self._quick and self._seen_again():
             return True
         device = self.device
-        for origin, shape, dtype, requires_grad in self.guards.kinds:
+        for origin, shape, dtype, requires_grad, ends in self.guards.kinds:
             tensor = origin.tensor(arguments)
             node = tensor._actual_node
             if node.shape != shape or node.dtype is not dtype or tensor.device is not device:
                 return False
             if tensor._actual_requires_grad != requires_grad:
+                return False
+            if requires_grad and ends_in(tensor, node) != ends:
                 return False
         self._seen = [weakref.ref(tensor._actual_node) for tensor in self._watched]
         return True
@@ -162,26 +173,40 @@ class Captured:
     def replay(self, arguments: list[Tensor]) -> Any:
         """Run the program on what the arguments and the tensors from outside hold now."""
         with self.device.running:
-            inputs = [(arguments[at] if one is None else one)._actual_node.value for one, at in self._simple]
-            if not inputs or None in inputs:
-                inputs = [self._node(source, arguments).value for source in self.inputs]
-            program: Any = self.program
-            if self.device.dispatcher is not None and program is not None:
-                program, inputs = program.chosen(
-                    inputs, lambda: [self._node(source, arguments) for source in self.inputs], self.numbers
-                )
-            # First, so that nothing is written over that a gradient will need.
-            read = self._read(arguments)
-            ways = self._ways.get(program) or self._ways_of(program)
-            over, settled = self._free_memory(inputs, ways, arguments)
-            places = ways.others if settled is ways.settled else self._unsettled(settled)
+            if not self.parts:
+                return self._replay(arguments)
+            self._launched = False
+            for part in self.parts:
+                part.before_replay()
+            try:
+                return self._replay(arguments)
+            except BaseException:
+                if not self._launched:
+                    for part in self.parts:
+                        part.after_failure()
+                raise
 
-            def finish(found: list[Buffer]) -> _Outcome:
-                return self._outcome(found, places, arguments, read)
+    def _replay(self, arguments: list[Tensor]) -> Any:
+        inputs = [(arguments[at] if one is None else one)._actual_node.value for one, at in self._simple]
+        if not inputs or None in inputs:
+            inputs = [self._node(source, arguments).value for source in self.inputs]
+        program: Any = self.program
+        if self.device.dispatcher is not None and program is not None:
+            program, inputs = program.chosen(
+                inputs, lambda: [self._node(source, arguments) for source in self.inputs], self.numbers
+            )
+        # First, so that nothing is written over that a gradient will need.
+        read = self._read(arguments)
+        ways = self._ways.get(program) or self._ways_of(program)
+        over, settled = self._free_memory(inputs, ways, arguments)
+        places = ways.others if settled is ways.settled else self._unsettled(settled)
 
-            if self._careful:
-                return self._replay_whole(program, inputs, over, finish, arguments)
-            return finish([] if program is None else program.run(inputs, self.numbers, over)).result
+        def finish(found: list[Buffer]) -> _Outcome:
+            return self._outcome(found, places, arguments, read)
+
+        if self._careful:
+            return self._replay_whole(program, inputs, over, finish, arguments)
+        return finish([] if program is None else program.run(inputs, self.numbers, over)).result
 
     def _read(self, arguments: list[Tensor]) -> tuple[Node, ...]:
         """What the results remember of this call, for their gradients."""
@@ -202,6 +227,7 @@ class Captured:
         with held_back:
             try:
                 found = [] if program is None else program.run(inputs, self.numbers, over)
+                self._launched = True
                 outcome = finish(found)
                 outcome.take_effect()
                 for watch in self.watches:
@@ -241,6 +267,9 @@ class Captured:
         for place in places:
             source = self.wanted[place]
             buffers[place] = found[source] if isinstance(source, int) else self._node(source, arguments).value
+        for place in self._sharing:  # which must not be written over for another
+            if place in buffers:
+                buffers[place].shared = True
         results = [self._result(at, buffers[at], read) for at in range(self.results)]
         outcome = _Outcome(replaced(self.result, iter(results)))
         if not self._careful:
