@@ -351,6 +351,8 @@ class Device:
         if opened.stream.unavailable not in ("", why) or opened.closed:
             return
         opened.stream.close(why)
+        if self._background is not None:
+            self._background.shutdown()  # what it builds, it ends; what comes after that is refused
         opened.transfers.watching.clear()
         opened.stream.release_graphs()
         opened.transfers.release_staging()
@@ -421,6 +423,7 @@ class Device:
 
         The thread ends what it was given before the interpreter closes the devices.
         """
+        self.stream.check_available()
         with self._lock:
             if self._background is None:
                 self._background = ThreadPoolExecutor(1, f"penstock {self.name}")
