@@ -42,7 +42,8 @@ FROM_END = ("x[index]", "x[1, index]", "x[index, index]", "x[:, None, index]", "
 @pytest.fixture(params=[*DRIVERS, "auto"])
 def on(request: pytest.FixtureRequest) -> Iterator[Device]:
     names = ["opencl-device", "host"] if request.param == "auto" else [request.param]
-    members = [Device.over(DRIVERS[name](), SMALL) for name in names]
+    forced = "kernels_only" in request.fixturenames
+    members = [Device.over(DRIVERS[name](), replace(SMALL, force_kernels=forced)) for name in names]
     yield AutoDevice(members) if request.param == "auto" else members[0]
     for member in members:
         member.close()
@@ -70,9 +71,8 @@ def refused(function: Callable[[], ps.Tensor], index: int, line: Callable[..., A
 
 
 @pytest.fixture
-def kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels_only() -> None:
     """Outside of jitted functions, too, kernels compute everything."""
-    monkeypatch.setattr("penstock.realize.Structure.waits_for_no_compiler", lambda self, seen: False)
 
 
 @pytest.mark.parametrize("name", READS)
@@ -154,6 +154,15 @@ def test_nothing_is_looked_at_that_the_graph_shows_to_be_in_range() -> None:
         assert "uint" in ps.explain(x[index])
 
 
+@pytest.mark.parametrize("dtype", [one for one in INTEGERS if "8" not in one])
+def test_what_is_not_looked_at_is_found(on: Device, dtype: str, kernels_only: None) -> None:
+    x, order = table(on), ps.arange(ROWS, dtype=getattr(ps, dtype), device=on)
+    expected = x.numpy()
+    np.testing.assert_array_equal(F.embedding(order, x).numpy(), expected)
+    np.testing.assert_array_equal(x[ps.flip(order)].numpy(), expected[::-1])
+    np.testing.assert_array_equal(ps.sort(x, axis=0, descending=True).numpy(), expected[::-1])
+
+
 # When it is told
 
 
@@ -226,26 +235,19 @@ def test_profiles_see_no_less(on: Device, kernels_only: None) -> None:
             step(x, ids(on, ROWS)).numpy()
 
 
-def test_the_setting_turns_it_off(on_without_checks: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    on = on_without_checks
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("kind", DRIVERS)
+def test_the_setting_turns_it_off(kind: str, forced: bool) -> None:
+    on = Device.over(DRIVERS[kind](), replace(SMALL, check_indices=False, force_kernels=forced))
     x = table(on)
-    for kernels in (False, True):
-        if kernels:
-            monkeypatch.setattr("penstock.realize.Structure.waits_for_no_compiler", lambda self, seen: False)
-        for function in READS.values():
-            for bad in (ROWS, 2**40, -1, -(2**40)):
-                assert np.isfinite(function(x, ids(on, bad)).numpy()).all()
+    for function in READS.values():
+        for bad in (ROWS, 2**40, -1, -(2**40)):
+            assert np.isfinite(function(x, ids(on, bad)).numpy()).all()
     every = ps.jit(lambda x, i: [function(x, i) for function in READS.values()])
     for bad in (ROWS, 2**40, -1, -(2**40)):
         for result in every(x, ids(on, bad)):
             assert np.isfinite(result.numpy()).all()
-
-
-@pytest.fixture(params=DRIVERS)
-def on_without_checks(request: pytest.FixtureRequest) -> Iterator[Device]:
-    made = Device.over(DRIVERS[request.param](), replace(SMALL, check_indices=False))
-    yield made
-    made.close()
+    on.close()
 
 
 def test_the_setting_comes_from_the_environment() -> None:
@@ -276,9 +278,8 @@ def expected_loss(x: Any, w: Any, target: Any, kept: Any, smoothing: float = 0.0
     return -(wanted * logs).sum() / len(target), rows, gradient.T @ x
 
 
-@pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_targets_of_every_integer_dtype(on: Device, name: str, jitted: bool) -> None:
+def test_targets_of_every_integer_dtype(on: Device, name: str) -> None:
     rng = np.random.default_rng(1)
     x = rng.standard_normal((TARGETS, INPUTS)).astype(np.float32)
     w = rng.standard_normal((CLASSES, INPUTS)).astype(np.float32)
@@ -289,7 +290,7 @@ def test_targets_of_every_integer_dtype(on: Device, name: str, jitted: bool) -> 
         return [both(x, w, one) for one in targets]
 
     targets = [ps.asarray(target.astype(dtype), device=on) for dtype in INTEGERS]
-    function = ps.jit(all_dtypes) if jitted else all_dtypes
+    function = all_dtypes if on.name == "host-plain" else ps.jit(all_dtypes)
     loss, by_x, by_w = expected_loss(x, w, target, np.full(TARGETS, True))
     for found, (found_x, found_w) in function(ps.asarray(x, device=on), ps.asarray(w, device=on), *targets):
         assert found.item() == pytest.approx(loss, 1e-5)

@@ -57,7 +57,7 @@ def at_each_call(function: Callable[..., ps.Tensor], *tensors: ps.Tensor) -> lis
 
 
 def check(got: np.ndarray, wanted: Any, absolute: Any, count: int, rounding: float = EPS) -> None:
-    """By the bound of pairwise sums; `absolute`: the sum of the sizes of what is added, `count`: how many."""
+    """By the bound of pairwise sums of `count` values, the sum of whose sizes is `absolute`."""
     bound = (2 * EPS * np.log2(count) + rounding) * np.asarray(absolute)
     error = np.abs(got - wanted)
     assert np.all(error <= bound), f"{float(np.max(error / bound)):.1f} times the bound"

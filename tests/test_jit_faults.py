@@ -57,10 +57,8 @@ class Training:
         return loss.detach()
 
     def tensors(self) -> dict[str, ps.Tensor]:
-        named = {f"weight{at}": tensor for at, tensor in enumerate(self.weights)} | {"count": self.count}
-        for kind in self.optimizer._named():
-            named |= kind
-        return named
+        state = {f"state {at}": tensor for at, tensor in enumerate(self.optimizer._all())}
+        return state | {"count": self.count}
 
     def state(self) -> State:
         return {name: tensor.numpy() for name, tensor in self.tensors().items()}

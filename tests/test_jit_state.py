@@ -415,3 +415,87 @@ def test_a_capture_keeps_no_value(device: Device) -> None:
     device.sync()
     gc.collect()
     assert value() is None
+
+
+# Items
+
+
+def _case(key: Any, value: Any, shape: tuple[int, ...] = (4, 3)) -> tuple[Any, Any, tuple[int, ...]]:
+    return key, value, shape
+
+
+MASK = np.array([[True, False, True], [False] * 3, [True] * 3, [False, True, False]])
+ASSIGNED = {
+    "a mask": _case(MASK, 7),
+    "a mask of rows": _case(MASK[:, 0], 7),
+    "a row for each": _case(MASK[:, 0], [1, 2, 3]),
+    "a mask of columns": _case((slice(None), MASK[0]), 7),
+    "a column for each": _case((slice(None), MASK[0]), [[1], [2], [3], [4]]),
+    "a mask after an ellipsis": _case((..., MASK[0]), [[1], [2], [3], [4]]),
+    "nothing": _case(np.zeros((4, 3), bool), 7),
+    "rows": _case(np.array([2, 0]), [[1, 2, 3], [4, 5, 6]]),
+    "rows twice": _case(np.array([2, 0, 2, 2]), np.arange(12).reshape(4, 3)),
+    "negative rows": _case(np.array([-1, 1, -1]), np.arange(9).reshape(3, 3)),
+    "one row": _case(np.array(2), [7, 8, 9]),
+    "one item": _case((np.array(1), np.array(2)), 5),
+    "pairs": _case((np.array([1, 3, 1]), np.array([2, 0, 2])), [5, 6, 7]),
+    "an array and a number": _case((np.array([1, 3]), 1), [5, 6]),
+    "an array and a slice": _case((slice(1, None), np.array([2, 2, 0])), np.arange(9).reshape(3, 3)),
+    "arrays apart": _case((np.array([0, 1]), slice(None), np.array([1, 1])), 4, (2, 3, 2)),
+    "no rows": _case(np.array([], np.int64), 7),
+    "special values": _case(np.array([0, 3]), [[-0.0, np.nan, np.inf], [-np.inf, 1, -0.0]]),
+}
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_items_are_assigned_inside(device: Device, name: str) -> None:
+    key, value, shape = ASSIGNED[name]
+    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 100
+    expected = array.copy()
+    expected[key] = np.asarray(value, np.float32)
+    parts = key if isinstance(key, tuple) else (key,)
+    arrays = [ps.asarray(part, device=device) for part in parts if isinstance(part, np.ndarray)]
+
+    def assign(x: ps.Tensor, arrays: list[ps.Tensor], value: ps.Tensor) -> ps.Tensor:
+        given = iter(arrays)
+        inside = tuple(next(given) if isinstance(part, np.ndarray) else part for part in parts)
+        x[inside if isinstance(key, tuple) else inside[0]] = value
+        return x * 1
+
+    given = ps.asarray(np.asarray(value, np.float32), device=device)
+    for function in (assign, ps.jit(assign)):
+        x = ps.asarray(array, device=device)
+        found = function(x, arrays, given).numpy()
+        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
+        np.testing.assert_array_equal(x.numpy(), expected)
+
+
+def test_gradients_of_assigned_items(device: Device) -> None:
+    """The later of two values for one place has the gradient, and what was there before has none."""
+    index = ps.asarray(np.array([2, 0, 2]), device=device)
+    mask = ps.asarray(np.array([False, True, False, False]), device=device)
+    factor = ps.asarray(np.array([1, 2, 3, 4], np.float32), device=device)
+
+    def loss(x: ps.Tensor, values: ps.Tensor) -> ps.Tensor:
+        y = x * 1
+        y[index] = values
+        y[mask] = values[0]
+        return ps.sum(y * factor)
+
+    x, values = at(device, [1, 2, 3, 4], [5, 6, 7])
+    for function in (loss, ps.jit(loss)):
+        by_x, by_values = ps.grad(function, argnums=(0, 1))(x, values)
+        assert (by_x.tolist(), by_values.tolist()) == ([0, 0, 0, 4], [2, 1, 3])
+
+
+def test_a_selection_inside_says_what_to_use(device: Device) -> None:
+    (x,) = at(device, [1.0, 2.0, 3.0])
+    for function in (
+        lambda x: x[x > 1],
+        lambda x: x[(x > 1).astype(ps.bool)] * 2,
+        lambda x: ps.reshape(x, (3, 1))[x > 1, 0],
+        lambda x: x.__setitem__(x > 1, ps.ones(2, device=device)),
+    ):
+        with pytest.raises(CaptureError, match=r"mask of shape \(3,\) has true values.*use where"):
+            ps.jit(function)(x)

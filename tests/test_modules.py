@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -257,3 +258,51 @@ def test_two_steps_of_different_parameters_in_one_jitted_function_are_refused_by
     for names in ("abc", "a"):
         reference._step(names)
     np.testing.assert_allclose(training.values(), reference.values(), rtol=1e-6)
+
+
+# Generating does not change a model's mode
+
+
+def dropping() -> nn.GPT:
+    ps.random.manual_seed(4)
+    return nn.GPT(vocab_size=9, context=6, width=8, layers=1, heads=2, dropout=0.5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_overlapping_generations_leave_the_mode_alone(training: bool) -> None:
+    model = dropping().train(training)
+    expected = list(model.generate([1, 2], 4, temperature=0))
+    first, second = (model.generate([1, 2], 4, temperature=0) for _ in range(2))
+    found = [[next(first)], [next(second)]]
+    assert [module.training for module in model.modules()] == [training] * len(list(model.modules()))
+    found[0] += first
+    found[1] += second
+    assert found == [expected, expected], "neither has dropout, whatever the mode"
+    assert [module.training for module in model.modules()] == [training] * len(list(model.modules()))
+    abandoned = model.generate([1, 2], 4)
+    next(abandoned)
+    assert model.training is training
+
+
+def test_a_training_step_beside_a_generation_has_dropout() -> None:
+    model, ids = dropping(), ps.asarray([[1, 2, 3]])
+    generation = model.generate([1, 2], 4, temperature=0)
+    next(generation)
+    step = ps.jit(model.features)
+    draws = [step(ids).numpy() for _ in range(2)]
+    assert not np.array_equal(*draws)
+    next(generation)
+    assert not np.array_equal(step(ids).numpy(), draws[1])
+    model.eval()
+    assert np.array_equal(step(ids).numpy(), step(ids).numpy())
+    model.train()
+    assert not np.array_equal(step(ids).numpy(), step(ids).numpy())
+
+
+def test_generations_in_threads_leave_the_mode_alone() -> None:
+    model = dropping()
+    expected = list(model.generate([1, 2], 3, temperature=0))
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: list(model.generate([1, 2], 3, temperature=0)), range(3)))
+    assert found == [expected] * 3
+    assert model.training

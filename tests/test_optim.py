@@ -251,6 +251,22 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else(wrap: Callable[[A
     assert training.optimizer.state_dict()["good_steps"] == 1
 
 
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_the_scale_has_a_floor_and_the_next_good_step_is_sound(name: str) -> None:
+    training = Training(OPTIMIZERS[name], dtype=ps.float16)
+    training.step(0)
+    parameters = training.parameters()
+    x, y = training.batch(1)
+    y[0, 0] = math.inf
+    for _ in range(170):  # a scale without a floor is 0 after 165
+        training._step(x, y)
+    assert training.optimizer.state_dict()["scale"] == 1
+    np.testing.assert_array_equal(training.parameters(), parameters)
+    training.step(1)
+    assert np.isfinite(training.parameters()).all()
+    assert (training.parameters() != parameters).any()
+
+
 def test_the_scale_grows_after_a_thousand_good_steps() -> None:
     training = Training(lambda w, b: optim.SGD([w, b], lr=0.0), dtype=ps.float16)
     state = training.optimizer.state_dict()

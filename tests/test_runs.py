@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -217,6 +218,15 @@ def test_a_run_without_a_checkpoint_is_resumed_from_its_start(config: Config) ->
     assert measured(Path("runs/dead")) == measured(Path("whole"))
 
 
+def test_float16_that_always_overflows_is_told(config: Config) -> None:
+    view = View()
+    trainer = Trainer(config.changed({"model": {"precision": "float16"}}), Path("run"), view)
+    state = trainer._optimizer.state_dict()
+    trainer._optimizer.load_state_dict(state | {"scale": np.float32(1)})
+    trainer._save(None)
+    assert any("the gradients overflow float16" in note for note in view.notes)
+
+
 # What never began leaves nothing
 
 
@@ -241,7 +251,28 @@ def test_a_run_that_did_no_step_leaves_no_folder(config: Config, monkeypatch: py
     Path("mine/notes").write_text("mine")
     with pytest.raises(KeyboardInterrupt):
         Trainer(config, Path("mine"), View()).train()
-    assert Path("mine/notes").read_text() == "mine"
+    with pytest.raises(DataError, match="no file or folder"):
+        Trainer(config.changed({"data": {"path": "nowhere"}}), Path("mine"), View())
+    assert [path.name for path in Path("mine").iterdir()] == ["notes"]
+
+
+def test_a_second_run_that_fails_leaves_the_first(config: Config) -> None:
+    Trainer(config, Path("run"), View()).train()
+    kept = [path for path in Path("run").rglob("*") if path.is_file() and path.name != "run.lock"]
+    before = {path: path.read_bytes() for path in kept}
+    with pytest.raises(DataError, match="no file or folder"):
+        Trainer(config.changed({"data": {"path": "nowhere"}}), Path("run"), View(), load_last(Path("run"))[0])
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_leftovers_of_a_killed_run_are_removed(config: Config) -> None:
+    Trainer(config, Path("run"), View()).train()
+    left = [Path("run/report.html.1-0123abcd.part"), Path("run/checkpoints/x.1-0123abcd.part")]
+    for path in left:
+        path.touch()
+        os.utime(path, (0, 0))
+    RunFolder(Path("run")).release()
+    assert not any(path.exists() for path in left)
 
 
 # Reports

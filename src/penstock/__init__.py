@@ -10,7 +10,7 @@ from penstock import data, errors, memory, nn, optim, testing
 from penstock.advising import Advice, advise
 from penstock.memory.buffer import Buffer
 from penstock.profiling import profile
-from penstock.registry import default_device, devices, use
+from penstock.registry import cleanup, commit, default_device, devices, sync, use
 from penstock.runtime import Device
 from penstock.stream.future import Future, FutureState
 from penstock.tensor import random
@@ -219,7 +219,9 @@ __all__ = [
     "can_cast",
     "ceil",
     "checkpoint",
+    "cleanup",
     "clip",
+    "commit",
     "complex64",
     "complex128",
     "concat",
@@ -336,6 +338,7 @@ __all__ = [
     "std",
     "subtract",
     "sum",
+    "sync",
     "take",
     "take_along_axis",
     "tan",

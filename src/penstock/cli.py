@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -38,8 +38,18 @@ def list_devices(
     check: Annotated[
         bool, typer.Option("--check", help="Compute a few of everything, and compare it with NumPy.")
     ] = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Forget what was measured on this machine, and measure it again."),
+    ] = False,
 ) -> None:
-    """List the devices of this machine, the best first, or check that they compute what they should."""
+    """List the devices of this machine, the best first; or check or measure them.
+
+    What a device reaches, where `auto` runs what, and which kernels of a library are used is measured once
+    and kept. With --measure it is all forgotten; the rates are measured now, the rest when it is needed.
+    """
+    if check and measure:
+        raise SettingError("--check and --measure are two orders; give one at a time")
     default = penstock.default_device()
     chosen = [penstock.registry.find(name)] if name else penstock.devices()
     console = Console()
@@ -47,6 +57,9 @@ def list_devices(
         wrong = [device.name for device in chosen if not _check(device, console)]
         if wrong:
             raise PenstockError(f"{' and '.join(wrong)} did not compute what NumPy computes")
+        return
+    if measure:
+        _measure(chosen, console)
         return
     table = Table("name", "device", "kind", "memory", "units", "interface", box=None, pad_edge=False)
     for device in chosen:
@@ -58,6 +71,28 @@ def list_devices(
     console.print(table)
     marked = "the default" if default.dispatcher is None else "the default, auto, chooses among these"
     console.print(f"* {marked}; set PENSTOCK_DEVICE to another name to change it", style="dim")
+
+
+def _measure(devices: Sequence[penstock.Device], console: Console) -> None:
+    """Measure devices again, and print what they reach."""
+    from penstock.dispatch.machine import machine_rates
+    from penstock.kernels.choices import forget_choices
+    from penstock.profiling.ceilings import Ceilings
+    from penstock.profiling.settled import Watch
+
+    forget_choices()
+    watch = Watch()
+    rates = machine_rates(devices, again=True)
+    for device in devices:
+        ceilings = Ceilings(device)
+        moved, computed = ceilings.bandwidth(), ceilings.operations("float32")
+        if device not in rates or moved is None or computed is None:
+            say(console, f"{device.name}: it could not be measured")
+            continue
+        says = f"{moved / 1e9:.3g} GB/s, {computed / 1e9:.4g} GFLOP/s in float32"
+        say(console, f"{device.name}: {says}, {1e6 * rates[device].program:.0f} µs for a small program")
+    if watch.busy():
+        say(console, "the machine was busy: what is measured again when it is not may be more", style="dim")
 
 
 def _check(device: penstock.Device, console: Console) -> bool:

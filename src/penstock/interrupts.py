@@ -7,7 +7,8 @@ a step that writes over its own parameters. The handler here raises it as Python
 
 from __future__ import annotations
 
-import _signal  # without the enumerations of `signal`, which cost microseconds
+# `signal` itself makes enumerations of everything, which costs microseconds.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from types import FrameType

@@ -21,6 +21,7 @@ from penstock.graph.contraction import GATHER
 from penstock.graph.meaning import computed, number_key
 from penstock.graph.node import Array, Node, leaf, topological
 from penstock.graph.random import RANDOM_BITS
+from penstock.graph.rounding import is_exact
 from penstock.graph.shaping import RESHAPE
 from penstock.graph.simplify import simplify
 from penstock.memory.buffer import Buffer
@@ -52,12 +53,9 @@ class Structure:
         self.inputs: list[Node] = []
         self.numbers: dict[tuple[str, Any], int] = {}
         order = topological(wanted)
+        self._wanted = wanted
         self.unchecked = unchecked(order) if checked else []  # indices that may be out of range
-        self.worst = worst(self.unchecked)  # what tells whether they are: results after those that are wanted
-        if self.worst:
-            wanted = [*wanted, *(found.node for found in self.worst)]
-            order = topological(wanted)
-        self.wanted = wanted
+        self.worst = worst(self.unchecked)  # what tells whether they are
         place: dict[Node, int] = {}
         parts: list[Any] = []
         self.items = 0  # of all values, and of inputs that are read whole
@@ -84,7 +82,13 @@ class Structure:
             numbers = [self.numbers.setdefault(number_key(node, n), len(self.numbers)) for n in names]
             rest = tuple(value for name, value in node.attributes.items() if name not in names)
             parts.append((node.primitive, tuple(place[one] for one in node.inputs), rest, *numbers))
-        self.key: Hashable = (tuple(parts), tuple(place[node] for node in wanted))
+        ends = [*wanted, None, *self.unchecked] if self.unchecked else wanted
+        self.key: Hashable = (tuple(parts), tuple(node and place[node] for node in ends))
+
+    @property
+    def wanted(self) -> list[Node]:
+        """The results of a program: what is wanted, and then what tells whether indices are in range."""
+        return [*self._wanted, *(found.node for found in self.worst)]
 
     def waits_for_no_compiler(self, seen: bool) -> bool:
         """Whether NumPy computes it: the host sees all inputs, and it is small or was not `seen` before."""
@@ -93,16 +97,17 @@ class Structure:
     def small(self, seen: bool) -> bool:
         """Whether computing takes less than building a program, or so little that no choice of device pays.
 
-        A seed gives the same numbers at the first draw as at the next: there it does not depend on `seen`.
+        The same expression gives the same bits at the first call as at the next. So it depends on `seen` only
+        where NumPy's bits are those of kernels.
         """
         if self.compiled or self.items >= LARGE_ITEMS:
             return False
-        return self.largest < MIN_ITEMS or not (seen or self.drawn)
+        return self.largest < MIN_ITEMS or not (seen or self.drawn or not is_exact(topological(self.wanted)))
 
     def watch(self, buffers: Sequence[Buffer], device: Device) -> None:
         """Have indices looked at when the host next reads, by the worst of them; NumPy has looked at them."""
         for found, buffer in zip(self.worst, buffers, strict=bool(buffers)):
-            device.watch(Watched(buffer, found.node.dtype, found.judge))
+            device.watch(Watched(buffer, found.verdict.dtype, found.verdict.judge))
         for node in self.unchecked:
             node.attributes["bound"].checked = True
 
@@ -144,7 +149,7 @@ class Programs:
         """Whether NumPy computes it, and no kernel."""
         return not self._forced and structure.waits_for_no_compiler(self.seen(structure))
 
-    def known(self, structure: Structure, wanted: Sequence[Node]) -> Program | None:
+    def known(self, structure: Structure) -> Program | None:
         """The program of a structure; None as long as building one would not pay."""
         key = structure.key
         program = self._programs.get(key)
@@ -210,7 +215,7 @@ def _computed(
     if device.dispatcher is not None:
         found: tuple[list[Buffer], Program | None] = device.dispatcher.computed(structure, wanted)
         return found
-    program = programs(device).known(structure, wanted)
+    program = programs(device).known(structure)
     if program is None:
         return by_numpy(wanted, device), None
     return program.run([node.value for node in structure.inputs], structure.constants()), program
@@ -264,7 +269,7 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
     with device.running:
         own, structure = programs(device), Structure(wanted)
         if not own.waits_for_no_compiler(structure):
-            program = own.known(structure, wanted)
+            program = own.known(structure)
             assert program is not None
             return steps_text(program)
         steps = steps_text(own.build(structure, structure.wanted))

@@ -99,6 +99,34 @@ def _auto_device() -> Device:
         return _auto
 
 
+def sync() -> None:
+    """Wait until nothing is pending on any device. Raises the first failure of the work that was."""
+    _on_all(lambda device: device.sync())
+
+
+def commit() -> None:
+    """Submit what was recorded for any device, without waiting."""
+    _on_all(lambda device: device.stream.commit())
+
+
+def cleanup() -> None:
+    """Wait for what is pending on any device, and give back everything idle. All devices stay usable."""
+    _on_all(lambda device: device.cleanup())
+
+
+def _on_all(action: Callable[[Device], None]) -> None:
+    """Do something with every open device; the first failure is raised once all had their turn."""
+    failures: list[Exception] = []
+    for device in list(in_use):
+        if not device.stream.unavailable:
+            try:
+                action(device)
+            except Exception as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
+
+
 def _numbered(
     kind: str,
     natives: Sequence[Any],
@@ -161,7 +189,7 @@ def _close_all() -> None:
     for device in list(in_use):
         try:
             device.close()
-        except Exception as error:  # nothing may keep the interpreter from ending
+        except BaseException as error:  # nothing may keep the interpreter from ending, an interrupt neither
             print(f"penstock: at exit, {device.name}: {error}", file=sys.stderr)
     if threading.active_count() > 1:
         # Python ends daemon threads wherever they are, and inside a device's C++ that aborts the process.

@@ -56,6 +56,7 @@ class _Opened:
         self.transfers = Transfers(driver, self.stream, self.pinned, settings.staging_bytes)
         self.scratch: list[Buffer] = []
         self.checks_indices = settings.check_indices
+        self.closed = False
 
     def choose_source(self) -> None:
         """Let memory come through the trace only where somebody wants to know about it."""
@@ -97,6 +98,12 @@ class Device:
 
     def __repr__(self) -> str:
         return f"<Device {self.name}: {self.capabilities.description}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Device:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _named, (self.name,)
 
     @property
     def settings(self) -> Settings:
@@ -160,15 +167,16 @@ class Device:
         opened = self._open()
         opened.stream.check_available()
         source = opened.source
+        buffer = Buffer(opened.driver, nbytes, source)  # first, so that an interrupt loses no memory
         try:
-            memory = source.reserve(nbytes, unused)
+            source.give(buffer, nbytes, unused)
         except OutOfDeviceMemory:
             self._make_room(opened)
             try:
-                memory = source.reserve(nbytes, unused)
+                source.give(buffer, nbytes, unused)
             except OutOfDeviceMemory as error:
                 raise self._out_of_memory(opened, nbytes, error) from None
-        return Buffer(opened.driver, memory, nbytes, source)
+        return buffer.settle()
 
     def scratch(self, sizes: Sequence[int]) -> list[Buffer]:
         """Memories for the temporaries of programs. They run one after another, and so share them."""
@@ -342,9 +350,9 @@ class Device:
             if self._opened is None:
                 self._open_driver = refuse(why)
                 return
-        if self._opened.stream.unavailable:
-            return
         opened = self._opened
+        if opened.stream.unavailable not in ("", why) or opened.closed:
+            return
         opened.stream.close(why)
         opened.transfers.watching.clear()
         opened.stream.release_graphs()
@@ -354,6 +362,7 @@ class Device:
             pool.capacity = 0  # what still comes back goes on to the driver
             pool.clear()
         opened.driver.close()
+        opened.closed = True  # not before: a call that was interrupted is made again, at exit too
         opened.stream.raise_error()
 
     def _open(self) -> _Opened:
@@ -361,9 +370,10 @@ class Device:
             with self._lock:
                 opens = self._opened is None
                 if self._opened is None:
-                    self._opened = _Opened(self._open_driver(), self.settings)
-                    in_use.add(self)
+                    opened = _Opened(self._open_driver(), self.settings)
+                    in_use.add(self)  # first: exit must know every device that is open
                     register(self)
+                    self._opened = opened
             for tell in list(when_opened) if opens else ():  # without the lock, which they may want
                 tell(self)
         return self._opened
@@ -437,3 +447,10 @@ def refuse(why: str) -> Callable[[], Driver]:
         raise DeviceUnavailable(why)
 
     return open_driver
+
+
+def _named(name: str) -> Device:
+    """The device of a name, for `pickle`."""
+    from penstock.registry import find  # imported late: it is built on this module
+
+    return find(name)

@@ -14,7 +14,7 @@ from penstock.runtime import Device
 from penstock.tensor.autograd import grad
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import asarray
-from penstock.tensor.dtypes import float32
+from penstock.tensor.dtypes import checked, float32
 from penstock.tensor.jit import jit
 from penstock.tensor.manipulation import astype
 from penstock.tensor.reduction import sum as sum_
@@ -32,6 +32,7 @@ def assert_fused_equal(
     rtol: float | None = None,
     atol: float | None = None,
     gradients: bool = True,
+    reference: Callable[..., Any] | None = None,
 ) -> None:
     """Raise AssertionError if a function of tensors has another value fused than node by node.
 
@@ -39,6 +40,9 @@ def assert_fused_equal(
     on the device of the first tensor; in the unfused one, NumPy computes every node by itself, and the device
     raw kernels. With `gradients`, those of all results by all tensors of fractions are compared too. The
     function must give the same whenever it is called: it cannot draw random numbers.
+
+    A raw kernel is the same text in both forms, so what it computes is not judged. With `reference`, a
+    function of NumPy arrays that gives what the results should be, both forms are compared with that too.
 
     The tolerances are by dtype; `atol` is relative to the largest value of a result by default.
     """
@@ -62,19 +66,40 @@ def assert_fused_equal(
     names += [f"the gradient by argument {position}" for position in positions][: len(recorded[1])]
     wanted = [*recorded[0], *recorded[1]]
     unfused = _one_by_one([tensor._node for tensor in wanted], device)
-    for name, tensor, other in zip(names, [*fused[0], *fused[1]], unfused, strict=True):
-        _compare(name, tensor.numpy(), other, _tolerance(tensor.dtype, rtol), atol)
+    found = [tensor.numpy() for tensor in (*fused[0], *fused[1])]
+    for name, tensor, one, other in zip(names, wanted, found, unfused, strict=True):
+        _compare(name, one, other, _tolerance(tensor.dtype, rtol), atol)
+    if reference is not None:
+        results = recorded[0]
+        expected = _expected(reference, given, [tensor.dtype for tensor in results])
+        for form, values in (("fused", found), ("unfused", unfused)):
+            for name, one, other in zip(names[: len(results)], values[: len(results)], expected, strict=True):
+                _compare(name, one, other, _tolerance(checked(one.dtype), rtol), atol, (form, "reference"))
+
+
+def _expected(reference: Callable[..., Any], given: list[Any], kinds: list[DType]) -> list[Array]:
+    """What a function of NumPy arrays gives, in the dtypes of the results."""
+    arrays = [arg.numpy() if isinstance(arg, Tensor) else arg for arg in given]
+    results = [*_flat(reference(*arrays))]
+    if len(results) != len(kinds):
+        raise TypeError(f"the reference gives {len(results)} results, and the function {len(kinds)}")
+    return [np.asarray(array).astype(dtype.numpy) for array, dtype in zip(results, kinds, strict=True)]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
+    return (item for item in _flat(value) if isinstance(item, Tensor))
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """All that is in tuples, lists and dicts."""
+    if isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from _flat(item)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from _flat(list(value.values()))
+    else:
+        yield value
 
 
 def _weighted(function: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -117,12 +142,18 @@ def _tolerance(dtype: DType, rtol: float | None) -> float:
     return _TOLERANCES.get(str(dtype), 0.0) if rtol is None else rtol
 
 
-def _compare(name: str, fused: Array, unfused: Array, rtol: float, atol: float | None) -> None:
+def _compare(
+    name: str,
+    fused: Array,
+    unfused: Array,
+    rtol: float,
+    atol: float | None,
+    forms: tuple[str, str] = ("fused", "unfused"),
+) -> None:
     kind = f"{fused.dtype}{list(fused.shape)}"
+    differ = f"{forms[0]} and {forms[1]} differ in {name}"
     if fused.shape != unfused.shape or fused.dtype != unfused.dtype:
-        raise AssertionError(
-            f"fused and unfused differ in {name}: {kind} and {unfused.dtype}{list(unfused.shape)}"
-        )
+        raise AssertionError(f"{differ}: {kind} and {unfused.dtype}{list(unfused.shape)}")
     if not fused.size:
         return
     wide = np.complex128 if fused.dtype.kind == "c" else object if fused.dtype.kind in "iu" else np.float64
@@ -142,8 +173,8 @@ def _compare(name: str, fused: Array, unfused: Array, rtol: float, atol: float |
     # Of those that are wrong: another item may differ by more, and be allowed to.
     place = np.unravel_index(np.argmax(np.where(wrong, difference, -1)), fused.shape)
     raise AssertionError(
-        f"fused and unfused differ in {name}, {kind}: by {difference[place]:.6g} at "
-        f"{tuple(int(at) for at in place)}, where the fused form has {fused[place]} and the unfused one "
-        f"{unfused[place]}. That is the largest difference of {int(wrong.sum())} of {fused.size} items that "
+        f"{differ}, {kind}: by {difference[place]:.6g} at {tuple(int(at) for at in place)}, where the "
+        f"{forms[0]} form has {fused[place]} and the {forms[1]} one {unfused[place]}. "
+        f"That is the largest difference of {int(wrong.sum())} of {fused.size} items that "
         f"differ by more than rtol={rtol:g} and atol={atol:g} allow"
     )

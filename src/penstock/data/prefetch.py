@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, overload
 
@@ -71,9 +72,11 @@ class Prefetch(Generic[T_co]):
     def __next__(self) -> T_co:
         start = time.perf_counter()
         try:
-            batch, self._state = self._line.take()
+            self._line.take()
         finally:
             self.waited_seconds += time.perf_counter() - start
+        # An interrupt may come before this step, and then the same batch is next again, or after it.
+        (batch, self._state), self._line.taken = self._line.taken, None
         return batch  # type: ignore[no-any-return]
 
     def state(self) -> int:
@@ -101,7 +104,12 @@ class _Line:
         self._make, self._batches_state = make, state
         self._depth = depth
         self._ready: deque[tuple[Any, int]] = deque()
-        self._changed = threading.Condition()
+        self.taken: Any = None  # the batch that the consumer takes, and the state after it
+        # Not a Condition, whose `with` is no single step: an interrupt in it would leave a lock behind. A
+        # token in one of these queues says that something changed, for which the other side may wait.
+        self._lock = threading.Lock()
+        self._for_consumer: SimpleQueue[None] = SimpleQueue()
+        self._for_thread: SimpleQueue[None] = SimpleQueue()
         self._stopped = False
         self._error: BaseException | None = None  # why no more will come; StopIteration at the end
         self._process = os.getpid()
@@ -109,29 +117,33 @@ class _Line:
         _lines.add(self)
         self._thread.start()
 
-    def take(self) -> tuple[Any, int]:
-        """The next batch and the state after it, or the error of the thread when its batches are used up."""
+    def take(self) -> None:
+        """Put the next batch and the state after it in `taken`. Raises the thread's error after the last."""
         if self._process != os.getpid():
             raise DataError("a Prefetch made before a fork has no thread in the child; make a new one there")
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._error or self._stopped)
-            if self._stopped:
-                raise DataError("this Prefetch was closed")
-            if self._ready:
-                item = self._ready.popleft()
-                self._changed.notify_all()
-                return item
-            assert self._error is not None
-            raise self._error
+        while True:
+            with self._lock:
+                if self._stopped:
+                    raise DataError("this Prefetch was closed")
+                if self.taken is None and self._ready:
+                    self.taken = self._ready[0]
+                    del self._ready[0]
+                if self.taken is not None:
+                    _wake(self._for_thread)
+                    return
+                if self._error is not None:
+                    raise self._error
+            self._for_consumer.get()
 
     def stop(self) -> None:
         """Tell the thread to end, without waiting: a finaliser may call this inside any other call."""
         if self._process != os.getpid():
             return  # the thread is the parent's
-        with self._changed:
-            self._stopped = True
-            self._ready.clear()
-            self._changed.notify_all()
+        self._stopped = True  # without the lock, which the call that this one came into may hold
+        self._ready.clear()
+        self.taken = None
+        _wake(self._for_thread)
+        _wake(self._for_consumer)
 
     def join(self) -> None:
         """Wait until the thread has ended, which it does after the batch that it is making."""
@@ -142,23 +154,27 @@ class _Line:
         try:
             while self._has_room():
                 item = self._make(), self._batches_state()
-                with self._changed:
+                with self._lock:
                     if not self._stopped:
                         self._ready.append(item)
-                        self._changed.notify_all()
+                _wake(self._for_consumer)
                 del item  # the consumer's alone
         except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            self._error = error
+            _wake(self._for_consumer)
         finally:
             del self._make, self._batches_state  # they hold the data
 
     def _has_room(self) -> bool:
         """Wait until another batch may be made; False when there is to be none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
-            return not self._stopped
+        while not self._stopped and len(self._ready) >= self._depth:
+            self._for_thread.get()
+        return not self._stopped
+
+
+def _wake(queue: SimpleQueue[None]) -> None:
+    if queue.empty():  # one token is enough
+        queue.put(None)
 
 
 def _uploaded(batch: Array | tuple[Array, ...], device: Device) -> Tensor | tuple[Tensor, ...]:

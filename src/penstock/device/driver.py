@@ -44,7 +44,9 @@ class Capabilities:
     compute_units: int
     max_group_size: int
     local_bytes: int  # memory that the threads of one group share
-    vector_width: int  # float32 lanes of one thread's vector unit; 1 on a GPU
+    # float32 lanes of one thread's vector unit, and which kernels a device gets: with more than 1 those for a
+    # CPU, where few threads do much; with 1 those for a GPU. By the device's type, whatever it says itself.
+    vector_width: int
     float16: bool
     float64: bool
     matmul_library: bool = False  # `compile` takes matrix products as launches of a library
@@ -108,6 +110,11 @@ class Memory:
         self.asked = nbytes
         self.idle_since = 0.0
         self.usage: Any = None
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether its driver took it back."""
+        return self.native is None and self.host is None
 
 
 @dataclass(frozen=True, slots=True)

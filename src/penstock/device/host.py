@@ -98,7 +98,6 @@ class HostDriver(Driver):
         self._timed = False
         self._lock = threading.RLock()
         self._allocations: set[Memory] = set()
-        self._allocated = 0
 
     # Memory
 
@@ -111,17 +110,13 @@ class HostDriver(Driver):
             array.fill(_FRESH)
         visible = pinned or self.capabilities.shared_memory
         memory = Memory(array, nbytes, array if visible else None, pinned)
-        with self._lock:
-            self._allocations.add(memory)
-            self._allocated += nbytes
+        self._allocations |= {memory}  # one step, after which no interrupt can come before the end
         return memory
 
     def free(self, memory: Memory) -> None:
-        with self._lock:
-            self._allocations.remove(memory)
-            self._allocated -= memory.nbytes
         if self._scheduler:
             memory.native.fill(_FREED)
+        self._allocations -= {memory}
         memory.native = memory.host = None
 
     def view(self, memory: Memory, offset: int, nbytes: int) -> Bytes:
@@ -130,7 +125,7 @@ class HostDriver(Driver):
 
     @property
     def allocated_bytes(self) -> int:
-        return self._allocated
+        return sum(memory.nbytes for memory in self._allocations.copy())
 
     def native_handles(self) -> int:
         return len(self._allocations)
@@ -213,9 +208,7 @@ class HostDriver(Driver):
 
     def flush(self, queue: Queue) -> None:
         with self._lock:
-            for command in reversed(queue):
-                if command.flushed:
-                    break
+            for command in queue:
                 command.flushed = True
 
     def is_done(self, event: Event) -> bool:

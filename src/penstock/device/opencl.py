@@ -43,6 +43,9 @@ MemoryKind = Literal["svm", "mapped", "device"]
 _NOTHING = np.zeros(1, np.uint8)
 _MAX_PARTS = 256  # sub-buffers kept for one allocation
 _LARGE = 4 << 20  # bytes, from which on the size of pages matters
+_LEAST_LANES = 4  # of a CPU's vectors
+_BUFFER_PARAMETERS = 12  # bytes of a kernel's parameters: a pointer, and where in its memory the array begins
+_OTHER_PARAMETERS = 128  # bytes that numbers may take
 _DEFAULT_ALIGNMENT = 0  # lets OpenCL take that of its widest vector type, 128 bytes
 _RW = cl.mem_flags.READ_WRITE
 _SVM = cl.svm_mem_flags.READ_WRITE | cl.svm_mem_flags.SVM_FINE_GRAIN_BUFFER
@@ -208,7 +211,7 @@ class OpenCLDriver(Driver):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)  # remarks of a compiler that succeeded
             # Drivers have caches on disk of their own; PyOpenCL's, which is never emptied, stays out.
-            return cl.Program(self._context, source).build(self._options, cache_dir=False)  # type: ignore[arg-type]
+            return cl.Program(self._context, source).build(self._options, cache_dir=False)  # type: ignore[no-any-return,arg-type]
 
     def launch(
         self,
@@ -219,6 +222,8 @@ class OpenCLDriver(Driver):
         args: Sequence[Any],
         waits: list[Event] | None,
     ) -> Event:
+        if self._cache is not None:
+            self._cache.save_if_due()
         native, _ = kernel.native
         try:
             native.set_args(*args)
@@ -242,6 +247,8 @@ class OpenCLDriver(Driver):
     def replay(
         self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
     ) -> None:
+        if self._cache is not None:
+            self._cache.save_if_due()
         try:
             for native, grid, group in bound:
                 events.append(_enqueue_kernel(queue, native, grid, group, None, waits, True, False))
@@ -310,8 +317,6 @@ class OpenCLDriver(Driver):
 
     def flush(self, queue: Queue) -> None:
         _checked(queue.flush)
-        if self._cache is not None:
-            self._cache.save_if_due()
 
     def is_done(self, event: Event) -> bool:
         status: int = event.get_info(_STATUS)
@@ -323,8 +328,6 @@ class OpenCLDriver(Driver):
         except cl.Error:
             if event.get_info(_STATUS) > 0:
                 raise  # the wait itself failed, not the command
-        if self._cache is not None:
-            self._cache.save_if_due()
 
     def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
         try:
@@ -421,10 +424,19 @@ def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> 
         compute_units=device.max_compute_units,
         max_group_size=device.max_work_group_size,
         local_bytes=device.local_mem_size,
-        vector_width=device.native_vector_width_float if kind == "cpu" else 1,
+        # By the device's type: some CPUs say 1, because their compiler makes vectors by itself.
+        vector_width=max(device.native_vector_width_float, _LEAST_LANES) if kind == "cpu" else 1,
         float16="cl_khr_fp16" in extensions,
         float64="cl_khr_fp64" in extensions,
+        max_buffers=_most_buffers(device),
     )
+
+
+def _most_buffers(device: cl.Device) -> int:
+    """By the bytes that a kernel's parameters may have. PoCL names the least that the standard permits."""
+    if device.platform.name == pocl.PLATFORM:
+        return 1 << 16
+    return (device.max_parameter_size - _OTHER_PARAMETERS) // _BUFFER_PARAMETERS
 
 
 def _kind(device: cl.Device) -> Literal["gpu", "cpu", "accelerator"]:

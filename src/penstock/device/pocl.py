@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from penstock.config import cache_folder
 from penstock.device.binaries import Binaries
@@ -163,7 +163,7 @@ class PoclCache:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock_file is not None:
             with suppress(OSError):
-                os.unlink(self._lock_file.name)
+                self._lock_file.unlink()
 
 
 _cache: PoclCache | None = None
@@ -206,7 +206,7 @@ def _packed(base: Path, folder: str, names: Iterable[str]) -> bytes:
     return target.getvalue()
 
 
-def _own_folder(parent: Path) -> tuple[Path, IO[str] | None]:
+def _own_folder(parent: Path) -> tuple[Path, Path | None]:
     """An empty folder, and the file whose lock says that this process lives. Those of the dead go."""
     if fcntl is not None:
         with suppress(OSError):
@@ -219,14 +219,15 @@ def _own_folder(parent: Path) -> tuple[Path, IO[str] | None]:
     return folder, None
 
 
-def _locked_folder(parent: Path) -> tuple[Path, IO[str]]:
+def _locked_folder(parent: Path) -> tuple[Path, Path]:
     status = parent.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise PermissionError(f"others may write to {parent}")
     _check_space(parent)
     folder = parent / secrets.token_hex(8)
-    lock_file = open(f"{folder}.lock", "w")  # noqa: SIM115  # open, and so locked, as long as the process
-    fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    lock_file = folder.with_suffix(".lock")
+    descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o600)  # stays open until the process ends
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     folder.mkdir(mode=0o700)
     return folder, lock_file
 

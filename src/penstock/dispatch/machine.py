@@ -5,7 +5,6 @@ Others on the machine can only slow a measurement down, so the shortest of sever
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from contextvars import Context
@@ -20,9 +19,9 @@ import numpy as np
 
 from penstock.device.driver import Capabilities
 from penstock.errors import PenstockError
-from penstock.files import parse_json
 from penstock.kernels.choices import Choices
 from penstock.profiling.ceilings import best_seconds, measuring
+from penstock.profiling.settled import Kept, settled
 from penstock.runtime import Device
 
 Points = tuple[tuple[float, float], ...]  # sizes, each with its seconds
@@ -56,6 +55,18 @@ class Rates:
         """A product of float32 matrices that are not far from square."""
         return at(self.products, (operations / 2) ** (1 / 3))
 
+    def best(self, other: Rates) -> Rates:
+        """The shorter times of two measurements."""
+        return Rates(
+            program=min(self.program, other.program),
+            step=min(self.step, other.step),
+            sums=_shorter(self.sums, other.sums),
+            products=_shorter(self.products, other.products),
+            exponential=min(self.exponential, other.exponential),
+            uploads=_shorter(self.uploads, other.uploads),
+            downloads=_shorter(self.downloads, other.downloads),
+        )
+
     @classmethod
     def parsed(cls, found: Any) -> Rates:
         """From what was kept; a ValueError, TypeError or KeyError where that is no such record."""
@@ -81,16 +92,22 @@ def at(points: Points, size: float) -> float:
     return float(seconds * (size / last) ** max(power, 1.0))
 
 
-def machine_rates(devices: Sequence[Device]) -> dict[Device, Rates]:
-    """Of some devices, from the file or measured; one that cannot be used is left out."""
-    kept = {device: Choices(_described(device.capabilities)) for device in devices}
+def machine_rates(devices: Sequence[Device], again: bool = False) -> dict[Device, Rates]:
+    """Of some devices, from the file or measured; one that cannot be used is left out.
+
+    With `again`, all are measured anew.
+    """
+    kept = {device: Kept(Choices(_described(device.capabilities)), _RATES) for device in devices}
     found: dict[Device, Rates] = {}
-    for device, file in kept.items():
+    missing = []
+    for device, record in kept.items():
+        value, due = record.get()
         try:
-            found[device] = Rates.parsed(parse_json(file.get(_RATES) or "null"))
+            found[device] = Rates.parsed(value)
         except (ValueError, TypeError, KeyError):  # never measured, or a file that somebody changed
-            continue
-    missing = [device for device in devices if device not in found]
+            due = True
+        if due or again:
+            missing.append(device)
     # The host first, which compiles nothing and so is soon done.
     missing.sort(key=lambda device: device.capabilities.kind != "host")
     end = perf_counter() + _SECONDS
@@ -98,10 +115,11 @@ def machine_rates(devices: Sequence[Device]) -> dict[Device, Rates]:
         # In a context of its own: this may be asked for while a function is captured.
         try:
             seconds = (end - perf_counter()) / (len(missing) - at)
-            found[device] = Context().run(measured, device, seconds)
+            new, quiet = settled(partial(Context().run, measured, device, seconds), Rates.best)
         except PenstockError:
             continue
-        kept[device].put(_RATES, json.dumps(asdict(found[device])))
+        found[device] = new if again or device not in found else new.best(found[device])
+        kept[device].put(asdict(found[device]), quiet)
     return {device: found[device] for device in devices if device in found}
 
 
@@ -201,6 +219,14 @@ def plausible(points: Sequence[tuple[float, float]], power: int = 0, unsure: flo
         most = 2 * max(before_seconds, unsure) * (high / low) ** power
         found[after] = high, min(seconds, most)
     return tuple(found)
+
+
+def _shorter(points: Points, others: Points) -> Points:
+    """The shorter time of each size that either has; what is smaller takes no longer."""
+    both = dict(others)
+    for size, seconds in points:
+        both[size] = min(seconds, both.get(size, seconds))
+    return plausible(list(both.items()))
 
 
 def _chained(product: Callable[..., Any], x: Any, y: Any) -> Any:

@@ -82,8 +82,9 @@ class Places:
         buffer.shared = True
         memory = Memory(buffer.memory.host[buffer.offset :][: buffer.nbytes], buffer.nbytes, None)
         memory.host = memory.native
-        adopted = Buffer(target.driver, memory, buffer.nbytes, _Lender(buffer))
-        adopted.shared = True
+        adopted = Buffer(target.driver, buffer.nbytes, _Lender(buffer))
+        adopted.memory = memory
+        adopted.settle().shared = True
         return adopted
 
     def forget(self, buffers: Sequence[Buffer]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 from penstock.dispatch.cutting import best_place, cut
 from penstock.dispatch.machine import Rates, choices_of, machine_rates
 from penstock.dispatch.moving import Places, move_seconds
+from penstock.dispatch.placements import Candidate, Placement
+from penstock.dispatch.predictions import Predictions
 from penstock.dispatch.pricing import price
 from penstock.dispatch.running import InTwo, OnOne, Wants, seconds_of
 from penstock.errors import DeviceError, DeviceUnavailable
@@ -25,6 +27,7 @@ from penstock.kernels.choices import Choices
 from penstock.kernels.source import digest
 from penstock.memory.buffer import Buffer
 from penstock.plan.banks import Banks
+from penstock.profiling.settled import settled
 from penstock.program import Program
 from penstock.realize import (
     INPUT,
@@ -44,37 +47,6 @@ _MAX_PLACED = 256  # structures, of which those not used for longest are forgott
 _MAX_SEEN = 4096
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where a program runs: on one device, or up to an operation on one and from there on another."""
-
-    first: Device
-    second: Device | None = None
-    place: int = 0  # so many operations are the first device's
-
-    @property
-    def name(self) -> str:
-        """The same in words, which are also its name in the file."""
-        if self.second is None:
-            return self.first.name
-        return f"{self.first.name} for {self.place} operations, then {self.second.name}"
-
-
-@dataclass
-class Candidate:
-    """A placement with the seconds that it takes, once its inputs are there."""
-
-    placement: Placement
-    estimated: float
-    moved: float = 0.0  # of a cut: the part of them in which values go from the one to the other
-    measured: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """By measurement, where there was one."""
-        return self.estimated if self.measured is None else self.measured
-
-
 class Dispatcher:
     """Places programs on the members of one logical device."""
 
@@ -90,6 +62,9 @@ class Dispatcher:
         self._choices: Choices | None = None
         self._placed: OrderedDict[Hashable, Placed] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._everything: weakref.WeakSet[Placed] = weakref.WeakSet()  # also what jitted functions hold
+        self._predictions = Predictions()
+        self._measured_again = False
 
     @property
     def rates(self) -> Mapping[Device, Rates]:
@@ -108,6 +83,21 @@ class Dispatcher:
             self._choices = choices_of(self.members)
         return self._choices
 
+    def compare(self, timed: Sequence[Candidate]) -> None:
+        """Where programs take another time than predicted again and again, measure the rates again.
+
+        Once in a process. Programs stay where they are, in this process and in later ones.
+        """
+        for candidate in timed:
+            if candidate.placement.second is None and candidate.measured is not None:
+                self._predictions.add(candidate.placement.first, candidate.estimated, candidate.measured)
+        far_off = self._predictions.far_off()
+        if far_off and not self._measured_again:
+            self._measured_again = True
+            for placed in self._everything:
+                placed.keep()
+            self._rates = {**self.rates, **machine_rates(far_off, again=True)}
+
     # What `penstock.realize` asks for
 
     def seen(self, structure: Structure) -> bool:
@@ -119,10 +109,10 @@ class Dispatcher:
         numbers = structure.constants()
         member = self._staying(structure)
         if member is not None:
-            there = programs(member).known(structure, wanted)
+            there = programs(member).known(structure)
             assert there is not None
             return there.run(self.places.bring(structure.inputs, member), numbers), there
-        placed = self._known(structure, wanted)
+        placed = self._known(structure)
         if placed is None:
             return by_numpy(wanted, self._sharing(structure.inputs)), None
         inputs = [node.value for node in structure.inputs]
@@ -135,7 +125,9 @@ class Dispatcher:
         """A graph for any of the members; see `Programs.build`."""
         leaves = {node: leaf(INPUT, node.shape, node.dtype) for node in structure.inputs}
         nodes = simplify(wanted, leaves)
-        return Placed(self, nodes, list(leaves.values()), structure, replaced or {})
+        placed = Placed(self, nodes, list(leaves.values()), structure, replaced or {})
+        self._everything.add(placed)
+        return placed
 
     def explain(self, nodes: Sequence[Node]) -> str:
         """What each placement would take, which one is chosen and why, and its steps."""
@@ -146,7 +138,7 @@ class Dispatcher:
         structure = Structure(wanted)
         member = self._staying(structure)
         if member is not None:
-            there = programs(member).known(structure, wanted)
+            there = programs(member).known(structure)
             assert there is not None
             return f"on {member.name}, which holds the inputs:\n{steps_text(there)}"
         placed = self._placed.get(structure.key) or self.build(structure, structure.wanted)
@@ -176,7 +168,7 @@ class Dispatcher:
         shared = first.capabilities.shared_memory and all(first.holds(node.value) for node in inputs)
         return first if shared else self.device
 
-    def _known(self, structure: Structure, wanted: Sequence[Node]) -> Placed | None:
+    def _known(self, structure: Structure) -> Placed | None:
         """What is known of a structure; None as long as building a program would not pay."""
         key = structure.key
         placed = self._placed.get(key)
@@ -288,6 +280,7 @@ class Placed:
         if self._best is None:
             self._time(held, numbers)
             self._settle()
+            self._dispatcher.compare(candidates)
         assert self._best is not None
         best = self._best
         if best.placement.second is None:
@@ -339,7 +332,8 @@ class Placed:
         if len(near) < 2:
             return
         ways = [self._program(one.placement) for one in near]
-        times = seconds_of(ways, held, numbers, self._dispatcher.members)
+        measure = partial(seconds_of, ways, held, numbers, self._dispatcher.members)
+        times, _ = settled(measure, lambda first, second: list(map(min, first, second)))
         for one, seconds in zip(near, times, strict=True):
             one.measured = seconds
         self._why = "which took the least time when it was tried"
@@ -360,6 +354,12 @@ class Placed:
             found = {one.placement.name: one.measured for one in self._candidates if one.measured is not None}
             self._dispatcher.choices.put(self._key, json.dumps(found))
 
+    def keep(self) -> None:
+        """Remember the placement also where prices alone decided, as these are about to change."""
+        if self._best is not None and self._key is not None and self._best.measured is None:
+            kept = {self._best.placement.name: self._best.estimated}
+            self._dispatcher.choices.put(self._key, json.dumps(kept))
+
     def _recall(self) -> None:
         """Take over what an earlier run found by timing."""
         text = None if self._key is None else self._dispatcher.choices.get(self._key)
@@ -368,6 +368,11 @@ class Placed:
         except (ValueError, TypeError, AttributeError):  # a file that somebody changed
             return
         names = [one.placement.name for one in self._candidates]
+        for name in set(found).difference(names):  # a cut that other rates suggested
+            placement = Placement.parsed(name, self._dispatcher.members)
+            if placement is not None and cut(self.nodes, placement.place) is not None:
+                self._candidates.append(Candidate(placement, found[name]))
+                names.append(name)
         if found and set(found) <= set(names) and all(seconds > 0 for seconds in found.values()):
             for one in self._candidates:
                 one.measured = found.get(one.placement.name)

@@ -23,10 +23,8 @@ _GROUP_COLUMNS = 128  # that a group of a GPU reduces
 _MANY_PARTS = 1024  # which are reduced in parts themselves
 # Products that are added up by one accumulator of a kernel, so that their sum has a small error.
 _MOST_PRODUCTS = 1 << 13
-_LONGEST_PRODUCTS = (
-    1 << 17
-)  # the same where parts would cost much, or where a kernel adds in blocks by itself
-_CHEAP = 16  # times more is read for a product than is written and read again for its parts
+_LONGEST_PRODUCTS = 1 << 17  # the same where parts would cost much, or a kernel adds in blocks by itself
+_FEW = 64  # rows or columns of a product, of which parts cost next to nothing
 
 
 def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
@@ -100,8 +98,8 @@ def _product_in_parts(node: Node, capabilities: Capabilities) -> Node:
         wide = Node(MATMUL, (cast(left, float32), cast(right, float32)), {})
         return cast(_product_in_parts(wide, capabilities), node.dtype)
     fewest = -(-inner // most)
-    parts = next((parts for parts in range(fewest, 2 * fewest) if inner % parts == 0), inner // most)
-    length = inner // parts if inner % parts == 0 else most
+    parts = next((parts for parts in range(fewest, 2 * fewest) if inner % parts == 0), fewest)
+    length = inner // parts
     batch, rows, columns = left.shape[:-2], left.shape[-2], right.shape[-1]
     lefts = reshape(_between(left, -1, 0, parts * length), (*batch, rows, parts, length))
     rights = reshape(_between(right, -2, 0, parts * length), (*batch, parts, length, columns))
@@ -116,10 +114,8 @@ def _product_in_parts(node: Node, capabilities: Capabilities) -> Node:
 
 def _most_products(node: Node, capabilities: Capabilities) -> int:
     """How long the inner axis of a product may be."""
-    rows, columns = node.shape[-2:]
     by_itself = capabilities.vector_width > 1 or by_library(node, capabilities) or node.dtype in HALVES
-    cheap = _CHEAP * rows * columns <= (rows + columns) * _MOST_PRODUCTS
-    return _MOST_PRODUCTS if cheap and not by_itself else _LONGEST_PRODUCTS
+    return _LONGEST_PRODUCTS if by_itself or min(node.shape[-2:]) > _FEW else _MOST_PRODUCTS
 
 
 def _between(node: Node, axis: int, start: int, stop: int) -> Node:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from penstock.errors import BadIndex
 from penstock.graph.creating import POSITIONS, SEQUENCE
 from penstock.graph.dtypes import uint32, uint64
 from penstock.graph.elementwise import CAST, FULL, cast
-from penstock.graph.node import Array, Node, Primitive, Shape, same
+from penstock.graph.node import Array, DType, Node, Primitive, Shape, same
 from penstock.graph.reducing import ARGMAX, ARGMIN, ARGSORT, EXPAND, max_
 from penstock.graph.shaping import PERMUTE, RESHAPE, SLICE, concat, pad, reshape
 
@@ -51,15 +52,6 @@ class Bound:
             length=self.length,
             where=self.where,
         )
-
-    def judge(self, worst: int, signed_bits: int) -> BadIndex | None:
-        """The error, if the worst of the indices, taken as numbers without a sign, is out of range."""
-        if worst < self.length:
-            return None
-        if signed_bits and worst >> (signed_bits - 1):
-            worst -= 1 << signed_bits
-            worst -= self.length if self.from_end else 0
-        return self.error(worst)
 
 
 def bounded(index: Node, bound: Bound) -> Node:
@@ -118,35 +110,46 @@ def unchecked(nodes: Iterable[Node]) -> list[Node]:
     ]
 
 
-@dataclass(frozen=True)
-class Worst:
-    """A node with the worst of several indices, and what these are for."""
+class Verdict:
+    """Judges the worst of several bounded indices. It holds no node, since it outlives the graph."""
 
-    node: Node
-    bounds: tuple[Bound, ...]
-    signed_bits: tuple[int, ...]  # of each index; 0 where it has no sign
+    def __init__(self, indices: Sequence[Node], dtype: DType) -> None:
+        self.dtype = dtype
+        self._bounds: list[tuple[Bound, bool]] = [
+            (node.attributes["bound"], node.dtype.kind == "i") for node in indices
+        ]
 
     def judge(self, found: Array) -> BadIndex | None:
-        """The error for the values of the node, if there is one."""
-        for worst, bound, bits in zip(found.tolist(), self.bounds, self.signed_bits, strict=True):
-            error = bound.judge(worst, bits)
-            if error is not None:
-                return error
+        """The error for these values, if there is one."""
+        for worst, (bound, signed) in zip(found.tolist(), self._bounds, strict=True):
+            if worst >= bound.length:
+                negative = signed and worst > np.iinfo(np.dtype(self.dtype)).max // 2
+                before = bound.length if bound.from_end else 0
+                return bound.error(worst - (1 << 8 * self.dtype.itemsize) - before if negative else worst)
         return None
 
 
+class Worst:
+    """The worst of several bounded indices, as numbers without a sign: a negative one is the largest then."""
+
+    def __init__(self, indices: Sequence[Node], dtype: DType) -> None:
+        self._indices = [node.inputs[0] for node in indices]
+        self.verdict = Verdict(indices, dtype)
+
+    @cached_property
+    def node(self) -> Node:
+        """What computes it."""
+        longest, dtype = max(index.size for index in self._indices), self.verdict.dtype
+        return max_(concat([_row(cast(index, dtype), longest) for index in self._indices], 0), (1,))
+
+
 def worst(indices: Sequence[Node]) -> list[Worst]:
-    """The worst of each bounded index: without a sign, a negative one is larger than any axis is long."""
+    """The worst of each bounded index, together where the dtype is as wide."""
     found = []
     for dtype in (uint32, uint64):
         fitting = [node for node in indices if (node.dtype.itemsize > 4) == (dtype is uint64)]
         for start in range(0, len(fitting), _MOST_TOGETHER):
-            together = fitting[start : start + _MOST_TOGETHER]
-            longest = max(node.size for node in together)
-            rows = [_row(cast(node.inputs[0], dtype), longest) for node in together]
-            bits = tuple(8 * dtype.itemsize if node.dtype.kind == "i" else 0 for node in together)
-            bounds = tuple(node.attributes["bound"] for node in together)
-            found.append(Worst(max_(concat(rows, 0), (1,)), bounds, bits))
+            found.append(Worst(fitting[start : start + _MOST_TOGETHER], dtype))
     return found
 
 

@@ -51,8 +51,21 @@ def cast(x: Node, dtype: DType) -> Node:
 
 
 def full(shape: Shape, dtype: DType, number: Any) -> Node:
-    """One number everywhere."""
+    """One number everywhere; an OverflowError if it is an integer that the dtype cannot hold."""
+    if type(number) is int:
+        check_range(number, dtype)
     return Node(FULL, (), {"shape": shape, "dtype": dtype, "number": number})
+
+
+def check_range(number: int, dtype: DType) -> None:
+    """Raise OverflowError if a dtype cannot hold an integer."""
+    if dtype.kind in "iu":
+        bits = 8 * dtype.itemsize
+        least, most = (-(1 << bits - 1), (1 << bits - 1) - 1) if dtype.kind == "i" else (0, (1 << bits) - 1)
+        if not least <= number <= most:
+            raise OverflowError(f"{number} is not in {dtype}, which goes from {least} to {most}")
+    elif number.bit_length() > 1023 and dtype.kind in "fc":
+        raise OverflowError(f"an integer of {number.bit_length()} bits is beyond {dtype}")
 
 
 def like(x: Node, number: Any) -> Node:
@@ -167,7 +180,7 @@ remainder: Apply = _row(
 )
 pow_: Apply = _row("pow", np.power, lambda g, n: _pow_gradient(g, n, *n.inputs))
 atan2: Apply = _row("atan2", np.arctan2, lambda g, n: _atan2_gradient(g, *n.inputs))
-hypot: Apply = _row("hypot", np.hypot, lambda g, n: [multiply(g, divide(x, n)) for x in n.inputs])
+hypot: Apply = _row("hypot", np.hypot, lambda g, n: [multiply(g, _direction(x, n)) for x in n.inputs])
 copysign: Apply = _row("copysign", np.copysign, lambda g, n: (_copysign_gradient(g, *n.inputs), None))
 nextafter: Apply = _row("nextafter", np.nextafter)
 logaddexp: Apply = _row(
@@ -229,8 +242,14 @@ def _pow_gradient(g: Node, n: Node, x: Node, y: Node) -> tuple[Node, Node]:
 
 
 def _atan2_gradient(g: Node, y: Node, x: Node) -> tuple[Node, Node]:
-    scale = divide(g, add(multiply(x, x), multiply(y, y)))
-    return multiply(scale, x), negative(multiply(scale, y))
+    length = hypot(x, y)
+    scale = divide(g, where(equal(length, like(g, 0)), like(g, 1), length))
+    return multiply(scale, _direction(x, length)), negative(multiply(scale, _direction(y, length)))
+
+
+def _direction(x: Node, length: Node) -> Node:
+    """A coordinate over the length of its vector; 0 where that is 0."""
+    return divide(x, where(equal(length, like(x, 0)), like(x, 1), length))
 
 
 def _copysign_gradient(g: Node, x: Node, y: Node) -> Node:

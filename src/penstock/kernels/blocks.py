@@ -42,7 +42,8 @@ def _cut(loop: Loop, turns: int, before: list[Statement], after: list[Statement]
     else:
         last = Pick(end, f"{loop.stop} - {begin} < {size}", loop.stop, f"{begin} + {size}")
     part = replace(loop, start=begin, stop=end, turns=turns)
-    body = [Count(begin, f"{loop.start} + {block} * {size}"), last, *before, part, *after]
+    start = f"{block} * {size}" if loop.start == "0" else f"{loop.start} + {block} * {size}"
+    body = [Count(begin, start), last, *before, part, *after]
     return Loop(block, "0", str(blocks), "1", body, turns=blocks)
 
 

@@ -140,7 +140,7 @@ class _Thread:
             case When():
                 return [f"if ({one.condition}) {{", *self.statements(one.body), "}"]
             case Barrier():
-                return ["BARRIER;"]
+                return ["DEVICE_BARRIER;" if one.device_memory else "BARRIER;"]
 
     def _item(self, name: str) -> str:
         return f"{name}[l_]" if name in self._arrays else name

@@ -16,6 +16,7 @@ from penstock.kernels.attention import ATTENTION_PRELUDE
 from penstock.kernels.philox import PHILOX
 from penstock.kernels.raw_source import refused
 from penstock.kernels.source import (
+    ANGLES_PRELUDE,
     CUDA_HALVES_PRELUDE,
     CUDA_PRELUDE,
     FUNCTIONS_PRELUDE,
@@ -126,6 +127,9 @@ def whole_text(sources: Sequence[KernelSource], language: str) -> str:
     optional = {
         "exp_8(": FUNCTIONS_PRELUDE,
         "tanh_8(": FUNCTIONS_PRELUDE,
+        "sin_8(": ANGLES_PRELUDE,
+        "cos_8(": ANGLES_PRELUDE,
+        "tan_8(": ANGLES_PRELUDE,
         "loose_": VECTOR_PRELUDE,
         "BFLOAT16": halves,
         "round_half": halves,

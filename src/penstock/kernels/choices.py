@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import suppress
 
 from penstock.cache import CacheFolder
 from penstock.config import cache_folder
@@ -12,6 +13,13 @@ from penstock.kernels.source import digest
 
 _MAX_CHOICES = 2048  # in a file; of more, the oldest go
 _VERSION = 1  # of what is measured and how: what an older Penstock chose is not looked at
+
+
+def forget_choices() -> None:
+    """Remove all that was kept, of every device: it is measured again when it is needed."""
+    with suppress(OSError):
+        for path in cache_folder().glob("choices-*.json"):
+            path.unlink()
 
 
 class Choices:

@@ -221,6 +221,8 @@ class When:
 class Barrier:
     """No thread of the group goes on before all have come here."""
 
+    device_memory: bool = False  # whether that orders what they read and write there, too
+
 
 Statement = (
     Let

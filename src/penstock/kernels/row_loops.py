@@ -225,7 +225,7 @@ class RowLoops(LoopNest):
         """Stores of what a row has one of, by its first thread."""
         over = self.over()
         # Where such a value is written over another, all threads must have read that.
-        waiting: list[Statement] = [Barrier()] if any(over[at] for at in outputs) else []
+        waiting: list[Statement] = [Barrier(device_memory=True)] if any(over[at] for at in outputs) else []
         return [*waiting, When("rank == 0", stores)]
 
     def _reduced_value(self, node: Node) -> Value:
@@ -438,7 +438,8 @@ class RowLoops(LoopNest):
         rest = self._turns_loop("start", _READS, [*inside, *scopes.leave()])
         for key in arrays:
             del scopes.kept[key]
-        parts, turns = [*registers, reads, rest], -(-self._turns() // _READS)
+        parts: list[Statement] = [*registers, reads, rest]
+        turns = -(-self._turns() // _READS)
         return [Loop("start", start, str(columns), str(step * _READS), parts, 1, turns)]
 
     def _turns_loop(self, start: str, turns: int, statements: list[Statement]) -> Loop:

@@ -42,6 +42,7 @@ OPENCL_PRELUDE = """
 #define CALLED static inline
 #define RESTRICT restrict
 #define BARRIER barrier(CLK_LOCAL_MEM_FENCE)
+#define DEVICE_BARRIER barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)
 #define GROUP(axis) ((int)get_group_id(axis))
 #define THREAD ((int)get_local_id(0))
 #define THREADS ((int)get_local_size(0))
@@ -68,6 +69,7 @@ typedef unsigned long ulong;
 #define CALLED static __device__ __noinline__
 #define RESTRICT __restrict__
 #define BARRIER __syncthreads()
+#define DEVICE_BARRIER __syncthreads()
 #define GROUP(axis) ((int)GROUP_##axis)
 #define GROUP_0 blockIdx.x
 #define GROUP_1 blockIdx.y
@@ -160,6 +162,16 @@ static inline float8 tanh_8(float8 x) {
     p = x * (9.999999957e-1f + z * (-3.333325488e-1f + z * (1.333099022e-1f + z * p)));
     return z < 0.390625f ? p : 1.0f - 2.0f / (exp_8(x + x) + 1.0f);
 }
+"""
+# sin, cos and tan of PoCL are wrong in all lanes of a vector in which one is 2^23 or more, infinite or NaN.
+# There, and from 2^22 on, each lane is computed by itself.
+ANGLES_PRELUDE = """
+#define EACH_BY_ITSELF(name, x) (float8)( \\
+    name(x.s0), name(x.s1), name(x.s2), name(x.s3), name(x.s4), name(x.s5), name(x.s6), name(x.s7))
+#define HAS_LARGE(x) any((as_int8(x) & 0x7fffffff) >= 0x4a800000)
+static inline float8 sin_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(sin, x) : sin(x); }
+static inline float8 cos_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(cos, x) : cos(x); }
+static inline float8 tan_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(tan, x) : tan(x); }
 """
 
 

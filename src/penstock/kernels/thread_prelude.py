@@ -119,10 +119,10 @@ DEVICE float QUICK_EXP_LESS(float x, float less) {  // of the difference; the pr
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, 1.44269504f, -1.44269504f * less)));
     return y;
 }
-DEVICE float QUICK_DIVIDE(float a, float b) {
+DEVICE float QUICK_DIVIDE(float a, float b) {  // to 2 units in the last place, of bfloat16's smallest, too
     float y;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(b));
-    return a * y;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
 }
 DEVICE float RECIPROCAL(float x) {
     float y;

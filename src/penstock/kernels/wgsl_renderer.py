@@ -168,7 +168,7 @@ class Thread:
             case When():
                 return [f"if ({_words(one.condition)}) {{", *self.statements(one.body), "}"]
             case Barrier():
-                return ["workgroupBarrier();"]
+                return ["storageBarrier();" if one.device_memory else "workgroupBarrier();"]
 
     # Names
 
@@ -385,9 +385,10 @@ def _in_parts(one: Store) -> bool:
 
 
 def _clipped(one: Clip) -> str:
-    kind, last = wgsl_type(one.dtype), f"{one.length - 1}{SUFFIXES[wgsl_type(one.dtype)]}"
-    below = f"select({one.value}, {last}, {one.value} > {last})"
+    kind, last = wgsl_type(one.dtype), one.length - 1
     if kind[0] == "u":
-        return f"i32({below})"
-    zero = number(one.dtype, 0)
-    return f"i32(select({below}, {zero}, {one.value} < {zero}))"
+        return f"select(i32({one.value}), {last}, {one.value} > {last}{SUFFIXES[kind]})"
+    # Compared without a sign: Mesa's software Vulkan takes `i64(x) > 15li` for true, whatever the i32 `x` is.
+    wide = {"i32": "u32", "i64": "u64"}[kind]
+    outside = f"bitcast<{wide}>({one.value}) > {last}{SUFFIXES[wide]}"
+    return f"select(i32({one.value}), select({last}, 0, {one.value} < {number(one.dtype, 0)}), {outside})"

@@ -51,13 +51,21 @@ class Buffer:
         "driver", "memory", "native", "nbytes", "offset", "place", "shared", "usage",
     )  # fmt: skip
 
-    def __init__(self, driver: Driver, memory: Memory, nbytes: int, home: Resource) -> None:
+    memory: Memory
+
+    def __init__(self, driver: Driver, nbytes: int, home: Resource) -> None:
+        """A buffer without memory, as which a pool takes it to give it some; `settle` makes it one to use."""
         self.driver = driver
-        self.memory = memory
+        self.nbytes = nbytes
+        self._home: Resource | None = home
+        self._parent: Buffer | None = None
+
+    def settle(self) -> Buffer:
+        """Itself, ready to be used, once it has its memory."""
+        memory = self.memory
         self.native = memory.native
         self.offset = 0
         self.place = (memory.serial, 0)  # where it lies, of all memory that there ever was
-        self.nbytes = nbytes
         usage = memory.usage
         if usage is None:
             usage = memory.usage = Usage()
@@ -65,8 +73,7 @@ class Buffer:
             usage.inherited = usage.event
         self.usage: Usage = usage
         self.shared = False  # whether several values lie here, so that none may be written over
-        self._home: Resource | None = home
-        self._parent: Buffer | None = None
+        return self
 
     @property
     def whole(self) -> Buffer:
@@ -103,9 +110,10 @@ class Buffer:
             raise BufferInUse(f"{self!r} is open in a host view; leave the view's with block first")
 
     def __del__(self) -> None:
-        # The attribute is missing where __init__ or view() failed.
-        if home := getattr(self, "_home", None):
-            home.release(self.memory)
+        # The attributes are missing where __init__ or view() failed, or no memory was to be had.
+        home, memory = getattr(self, "_home", None), getattr(self, "memory", None)
+        if home is not None and memory is not None:
+            home.release(memory)
 
     def __repr__(self) -> str:
         return f"<Buffer of {self.nbytes} bytes on {self.driver.name}>"

@@ -14,10 +14,10 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from time import monotonic
+from typing import Any
 
 from penstock.device.driver import Event, Memory
 from penstock.errors import OutOfDeviceMemory
@@ -66,6 +66,12 @@ class PoolStatistics:
         return self.pooled_bytes / max(self.pooled_bytes + self.live_bytes, 1)
 
 
+class Owner:
+    """Somebody who has memory, and gives none back by itself."""
+
+    memory: Memory
+
+
 class BufferPool:
     """Idle memory by size class, bounded in blocks per class, in bytes, and in the seconds it may idle."""
 
@@ -106,24 +112,34 @@ class BufferPool:
 
         `unused`: not for a kernel, so that it should be none that a command still uses.
         """
+        owner = Owner()
+        self.give(owner, nbytes, unused)
+        return owner.memory
+
+    def give(self, owner: Any, nbytes: int, unused: bool = False) -> None:
+        """The same as `owner.memory`. An owner that gives its memory back loses none to an interrupt."""
         with self._lock:
             returned = self._returned
             if len(returned) == 1 and returned[0].asked == nbytes and self._usable(returned[0], unused):
-                self._hits += 1  # the block that just came back is the one that is wanted
-                return returned.popleft()
+                owner.memory = returned[0]  # the block that just came back is the one that is wanted
+                del returned[0]
+                self._hits += 1
+                return
             if returned or self._leaving:
                 self._collect()
             allocations = self._counted.allocation_count
-            memory = self._idle_block(nbytes, unused) or self._allocate(nbytes)
-            if self._counted.allocation_count == allocations:
-                self._hits += 1
-            else:
-                self._misses += 1
+            memory = self._idle_block(nbytes, unused)
+            if memory is None:
+                memory = self._allocate(nbytes)
+            owner.memory = memory
             memory.asked = nbytes
             self._live += memory.nbytes
             if self._live > self._peak:
                 self._peak = self._live
-            return memory
+            if self._counted.allocation_count == allocations:
+                self._hits += 1
+            else:
+                self._misses += 1
 
     def shrink_to_fit(self, max_bytes: int = 0) -> int:
         """Give idle blocks back, the longest idle first, until at most `max_bytes` idle; how many bytes."""
@@ -139,8 +155,11 @@ class BufferPool:
         """Give back what is idle of the class that serves requests of `nbytes`; how many bytes."""
         with self._lock:
             self._collect()
-            blocks = self._idle.pop(size_class(nbytes), [])
-            return sum(map(self._give_back, blocks))
+            blocks = self._idle.get(size_class(nbytes), [])
+            freed = sum(self._give_back(blocks) for _ in range(len(blocks)))
+            self._forget_empty_classes()
+            self._free_leaving()
+            return freed
 
     def expire(self) -> int:
         """Give back what has idled for too long; how many bytes. Cheap when there is nothing to do."""
@@ -206,73 +225,90 @@ class BufferPool:
 
     def _idle_block(self, nbytes: int, unused: bool) -> Memory | None:
         """An idle block for a request, the one that came back last; None if there is none that is usable."""
-        idle = self._idle.get(size_class(nbytes), ())
+        idle = self._idle.get(size_class(nbytes), [])
         for position in range(len(idle) - 1, -1, -1):
             if self._usable(idle[position], unused):
-                return idle.pop(position)  # type: ignore[union-attr]
+                memory = idle[position]
+                del idle[position]
+                return memory
         return None
 
     def _allocate(self, nbytes: int) -> Memory:
         """New memory. Where there is none, idle blocks are given back, only as many as it takes."""
         self._expire(self._clock())
         size = much = size_class(nbytes)
-        with suppress(OutOfDeviceMemory):
+        try:
             return self._counted.reserve(size)
+        except OutOfDeviceMemory:
+            pass
         if idle := self._idle.get(size):  # better to wait for a block of this size than to give others back
-            return idle.pop(0)
+            memory = idle[0]
+            del idle[0]
+            return memory
         while self._shrink(max(self._idle_bytes() - much, 0)):
-            with suppress(OutOfDeviceMemory):
+            try:
                 return self._counted.reserve(size)
-            much *= 2
+            except OutOfDeviceMemory:
+                much *= 2
         return self._counted.reserve(max(nbytes, 1))  # rounding may ask for more than there is
 
     def _collect(self) -> None:
         """Sort what was released into the classes, and keep to the bounds."""
-        self._free_leaving()
         returned, classes, capacity, now = self._returned, self._idle, self.capacity, self._clock()
         while returned:
-            memory = returned.popleft()
+            memory = returned[0]
             nbytes = memory.nbytes
-            self._live -= nbytes
             idle = classes.get(nbytes)
             if idle is None:
                 # A block made to measure would never be found again: no request is of its class.
                 keeps = size_class(nbytes) == nbytes <= self.max_bytes
                 idle = classes.setdefault(nbytes, []) if keeps else None
-            if idle is not None and len(idle) < capacity:
-                memory.idle_since = now
-                idle.append(memory)
+            if idle is None or len(idle) >= capacity:
+                self._give_back(returned, 0)
             else:
-                self._give_back(memory)
+                memory.idle_since = now
+                idle += (memory,)
+                del returned[0]
+            self._live -= nbytes
         if self._idle_bytes() > self.max_bytes:
             self._shrink(self.max_bytes)
+        self._free_leaving()
 
-    def _give_back(self, memory: Memory) -> int:
-        """Give a block back as soon as the device is done with it; how many bytes."""
-        nbytes = memory.nbytes
-        usage = memory.usage
-        if usage is not None and usage.event is not None and usage.batch is None:
-            self._wait(usage.event)  # the end of a host view, which is short
-        if self._usable(memory, unused=True):
-            self._counted.release(memory)
-        else:
-            self._leaving.append(memory)
-            self._leaving_bytes += nbytes
-        return nbytes
+    def _give_back(self, blocks: list[Memory] | deque[Memory], position: int = 0) -> int:
+        """Take a block from a list, for the driver as soon as the device is done with it; how many bytes."""
+        memory = blocks[position]
+        del blocks[position]
+        self._leaving += (memory,)
+        self._leaving_bytes += memory.nbytes
+        return memory.nbytes
 
     def _free_leaving(self) -> None:
-        leaving, self._leaving, self._leaving_bytes = self._leaving, [], 0
-        for memory in leaving:
-            self._give_back(memory)
+        """Give the driver what the device is done with."""
+        for position in range(len(self._leaving) - 1, -1, -1):
+            memory = self._leaving[position]
+            usage = memory.usage
+            if usage is not None and usage.event is not None and usage.batch is None:
+                self._wait(usage.event)  # the end of a host view, which is short
+            if not self._usable(memory, unused=True):
+                continue
+            released = False
+            try:
+                self._counted.release(memory)
+                released = True
+            finally:
+                if released or memory.is_freed:
+                    del self._leaving[position]
+                    self._leaving_bytes -= memory.nbytes
 
     def _shrink(self, max_bytes: float) -> int:
         self._forget_empty_classes()
         freed = 0
         while self._idle and self._idle_bytes() > max_bytes:
             oldest = min(self._idle.values(), key=lambda blocks: blocks[0].idle_since)
-            freed += self._give_back(oldest.pop(0))
+            freed += self._give_back(oldest)
             if not oldest:
                 self._forget_empty_classes()
+        self._free_leaving()
         return freed
 
     def _expire(self, now: float) -> int:
@@ -282,9 +318,9 @@ class BufferPool:
         freed = 0
         for blocks in self._idle.values():
             stale = sum(memory.idle_since < now - self.idle_seconds for memory in blocks)
-            freed += sum(map(self._give_back, blocks[:stale]))
-            del blocks[:stale]
+            freed += sum(self._give_back(blocks) for _ in range(stale))
         self._forget_empty_classes()
+        self._free_leaving()
         return freed
 
     def _forget_empty_classes(self) -> None:

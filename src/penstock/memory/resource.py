@@ -3,6 +3,9 @@
 From the driver up: `Raw` asks the driver, `Limit` refuses, `Statistics` counts, `BufferPool` keeps what was
 released for the next request, `Trace` remembers who asked. A layer may take more than it was asked for; what
 comes back says its true size in `nbytes`.
+
+An interrupt (Ctrl-C) may come after any call of a C function, at the start of any Python function and at the
+end of a loop's turn, not elsewhere. So there is no such call between taking a block and noting who has it.
 """
 
 from __future__ import annotations
@@ -56,14 +59,20 @@ class Statistics:
         memory = self._upstream.reserve(nbytes)
         self.allocation_count += 1
         self.nbytes += memory.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+        if self.nbytes > self.peak_bytes:
+            self.peak_bytes = self.nbytes
         return memory
 
     def release(self, memory: Memory) -> None:
         """See Resource."""
-        self._upstream.release(memory)
-        self.free_count += 1
-        self.nbytes -= memory.nbytes
+        released = False
+        try:
+            self._upstream.release(memory)
+            released = True
+        finally:
+            if released or memory.is_freed:  # where not, it was interrupted before, and is tried again
+                self.free_count += 1
+                self.nbytes -= memory.nbytes
 
 
 class Limit:
@@ -87,5 +96,10 @@ class Limit:
 
     def release(self, memory: Memory) -> None:
         """See Resource."""
-        self._upstream.release(memory)
-        self._used -= memory.nbytes
+        released = False
+        try:
+            self._upstream.release(memory)
+            released = True
+        finally:
+            if released or memory.is_freed:
+                self._used -= memory.nbytes

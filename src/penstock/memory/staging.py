@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.device.driver import Bytes, Driver, Event, Memory
-from penstock.memory.resource import Resource
+from penstock.memory.pool import BufferPool
 
 _ALIGNMENT = 256  # bytes; where slots begin
 
@@ -32,11 +32,11 @@ class Slot:
 class StagingRing:
     """At most `capacity` bytes, taken from `source` when first needed. The caller holds the stream's lock."""
 
-    def __init__(self, driver: Driver, source: Resource, capacity: int) -> None:
+    def __init__(self, driver: Driver, source: BufferPool, capacity: int) -> None:
         self._driver = driver
         self._source = source
         self.capacity = capacity
-        self._memory: Memory | None = None
+        self.memory: Memory | None = None
         self._slots: deque[Slot] = deque()
 
     @property
@@ -46,16 +46,17 @@ class StagingRing:
 
     def reserve(self, nbytes: int, wait: Callable[[Event], None]) -> Slot:
         """A slot of `nbytes`, at most `chunk_bytes`. Where the ring is full, `wait` for the oldest copy."""
-        if self._memory is None:
-            self._memory = self._source.reserve(max(self.capacity, 4 * _ALIGNMENT))
-        assert self._memory.host is not None
+        if self.memory is None:
+            self._source.give(self, max(self.capacity, 4 * _ALIGNMENT))
+        assert self.memory is not None
+        assert self.memory.host is not None
         while (start := self._room(nbytes)) is None:
             wait(self._slots[0].event)
             self.settle(self._slots[0])
             self._slots.popleft()
-        slot = Slot(start, self._memory.host[start : start + nbytes])
-        self._slots.append(slot)
-        return slot
+        slot = Slot(start, self.memory.host[start : start + nbytes])
+        self._slots += (slot,)
+        return slot  # with no call in between, after which an interrupt could leave a slot that nobody has
 
     def cancel(self, slot: Slot) -> None:
         """Give back the newest slot, whose copy could not be recorded."""
@@ -66,32 +67,33 @@ class StagingRing:
         """Finish a slot whose copy is done: carry its bytes, unless the copy failed."""
         if slot.done:
             return
-        slot.done = True
         if slot.carry is not None and not self._driver.failures([slot.event]):
             slot.carry()
         slot.carry = None
+        slot.done = True  # not before: an interrupted call is made again
 
     def retire(self) -> None:
         """Give back, oldest first, the slots whose copies are done."""
         while self._slots and self._driver.is_done(self._slots[0].event):
-            self.settle(self._slots.popleft())
+            self.settle(self._slots[0])
+            del self._slots[0]
 
     def clear(self) -> None:
         """Give the memory back, unless a copy is still under way."""
         self.retire()
-        if self._memory is not None and not self._slots:
-            self._source.release(self._memory)
-            self._memory = None
+        if self.memory is not None and not self._slots:
+            memory, self.memory = self.memory, None
+            self._source.release(memory)
 
     def _room(self, nbytes: int) -> int | None:
         """Where `nbytes` fit behind the newest slot or, wrapped, before the oldest; None if nowhere."""
-        assert self._memory is not None
+        assert self.memory is not None
         if not self._slots:
             return 0
         oldest, newest = self._slots[0], self._slots[-1]
         end = -(-(newest.start + newest.array.nbytes) // _ALIGNMENT) * _ALIGNMENT
         if newest.start >= oldest.start:  # the busy part does not wrap
-            if end + nbytes <= self._memory.nbytes:
+            if end + nbytes <= self.memory.nbytes:
                 return end
             return 0 if nbytes <= oldest.start else None
         return end if end + nbytes <= oldest.start else None

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.callsite import user_line
 from penstock.device.driver import Memory
-from penstock.memory.pool import BufferPool
+from penstock.memory.pool import BufferPool, Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,22 @@ class Trace:
         self._blocks: dict[int, Block] = {}  # by serial
         self.logs: tuple[Log, ...] = ()
 
-    def reserve(self, nbytes: int, unused: bool = False) -> Memory:
+    def give(self, owner: Any, nbytes: int, unused: bool = False) -> None:
         """See BufferPool."""
         start = perf_counter()
-        memory = self._upstream.reserve(nbytes, unused)
+        self._upstream.give(owner, nbytes, unused)
+        memory = owner.memory
         end = perf_counter()
         block = self._blocks[memory.serial] = Block(memory.serial, memory.nbytes, nbytes, user_line())
         for log in self.logs:
             log.note(Action(end, True, block, end - start))
             log.settle()
-        return memory
+
+    def reserve(self, nbytes: int) -> Memory:
+        """See Resource."""
+        owner = Owner()
+        self.give(owner, nbytes)
+        return owner.memory
 
     def release(self, memory: Memory) -> None:
         """See Resource."""

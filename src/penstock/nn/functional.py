@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 from penstock.runtime import Device
 from penstock.tensor import attention, random
+from penstock.tensor.arithmetic import abs as abs_
 from penstock.tensor.arithmetic import exp, log, sqrt, tanh, where
 from penstock.tensor.autograd import checkpoint, fenced, given_gradient
-from penstock.tensor.core import Tensor, record
+from penstock.tensor.core import Tensor, axes_of, record
 from penstock.tensor.creation import arange, zeros, zeros_like
-from penstock.tensor.dtypes import float32, int32, int64
+from penstock.tensor.dtypes import float32, float64, int32, int64
 from penstock.tensor.indexing import in_range, looked_up, table_rows
 from penstock.tensor.info import iinfo
 from penstock.tensor.linear import matmul
@@ -32,13 +33,23 @@ def relu(x: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), which does not overflow."""
-    return tanh(x * 0.5) * 0.5 + 0.5
+    """1 / (1 + exp(-x)), exact where it is near 0, too."""
+    return _with_slope(_sigmoid, _sigmoid_slope, x)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (exp(-x) + 1)  # an exponential that overflows gives 0, as it should
+
+
+def _sigmoid_slope(x: Tensor) -> Tensor:
+    """The same on both sides of 0, so that nothing cancels or overflows."""
+    e = exp(-abs_(x))
+    return e / ((e + 1) * (e + 1))
 
 
 def silu(x: Tensor) -> Tensor:
     """`x * sigmoid(x)`."""
-    return _with_slope(lambda x: x * sigmoid(x), lambda x: sigmoid(x) * (1 + x * (1 - sigmoid(x))), x)
+    return _with_slope(lambda x: x * _sigmoid(x), lambda x: _sigmoid(x) * (1 + x * (1 - _sigmoid(x))), x)
 
 
 def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
@@ -88,14 +99,22 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def erf(x: Tensor) -> Tensor:
-    """The error function, to about the last digit of float32."""
+    """The error function, to about the last digit."""
+    return _with_slope(_erf, lambda x: exp(-x * x) * (2 / math.sqrt(math.pi)), x)
+
+
+def _erf(x: Tensor) -> Tensor:
     z = where(x < 0, -x, x)
     t = 1 / (z * 0.5 + 1)
-    series = _horner(t, _ERFC)
-    tail = t * exp(-z * z + series)
+    if x.dtype == float64:
+        limit, series = 1.0, _ERF_WIDE
+        tail = t * exp(-z * z) * _horner(t, _ERFC_WIDE)
+    else:
+        limit, series = 0.5, _ERF
+        tail = t * exp(-z * z + _horner(t, _ERFC))
     result = 1 - tail
-    small = x * _horner(x * x, _ERF)
-    return where(z < 0.5, small, where(x < 0, -result, result))
+    small = x * _horner(x * x, series)
+    return where(z < limit, small, where(x < 0, -result, result))
 
 
 # erfc(z) = t exp(-z^2 + P(t)) with t = 1 / (1 + z / 2), relative error below 1.2e-7.
@@ -112,7 +131,32 @@ _ERFC = (
     0.17087277,
 )
 # erf(x) = x P(x^2) by its Taylor series, for |x| < 0.5.
-_ERF = tuple(2 / math.sqrt(math.pi) * (-1) ** n / (math.factorial(n) * (2 * n + 1)) for n in range(7))
+_ERF_WIDE = tuple(2 / math.sqrt(math.pi) * (-1) ** n / (math.factorial(n) * (2 * n + 1)) for n in range(21))
+_ERF = _ERF_WIDE[:7]
+# For float64, the same series for |x| < 1, and beyond it erfc(z) = t exp(-z^2) P(t), by interpolation at
+# Chebyshev's points of (0, 2/3), relative error below 1e-15.
+_ERFC_WIDE = (
+    0.28209479177387836,
+    0.2820947917736371,
+    0.2468329428501734,
+    0.17630924106315446,
+    0.08374704974342637,
+    -0.004411764970536322,
+    -0.056681336052144086,
+    -0.05425242812218953,
+    0.0031849038261362018,
+    0.004883872223422043,
+    0.27105758404851443,
+    -0.808071650209445,
+    2.148165565525544,
+    -4.7062610627081956,
+    7.01256073117029,
+    -6.847703039031827,
+    4.299398371930956,
+    -1.6316980397075518,
+    0.3167308842463006,
+    -0.017971551045387883,
+)
 
 
 def _horner(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
@@ -124,6 +168,9 @@ def _horner(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """exp(x), made to sum to 1 along an axis."""
+    (place,) = axes_of(x, axis, "softmax")
+    if not x.shape[place]:
+        return astype(x, x.dtype)
     wide = _wide(x)
     fixed = wide.detach()
     e = exp(fixed - max_(fixed, axis=axis, keepdims=True))
@@ -138,6 +185,9 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     """The logarithm of softmax."""
+    (place,) = axes_of(x, axis, "log_softmax")
+    if not x.shape[place]:
+        return astype(x, x.dtype)
     wide = _wide(x)
     shifted = wide - max_(wide, axis=axis, keepdims=True).detach()
     return astype(shifted - log(sum_(exp(shifted), axis=axis, keepdims=True)), x.dtype)

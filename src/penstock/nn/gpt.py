@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.nn.layers import Dropout, Embedding, LayerNorm, Linear, Where
-from penstock.nn.module import Module
+from penstock.nn.module import Module, evaluating
 from penstock.tensor import random
 from penstock.tensor.arithmetic import where
 from penstock.tensor.autograd import checkpoint
@@ -180,25 +180,20 @@ class GPT(Module):
             most = self.vocab_size - 1
             raise ValueError(f"a prompt has token ids from 0 to {most}, and {ids[:8]} was given")
         sampler = Sampler(temperature, top_k, top_p, seed)
-        training = self.training
-        self.eval()
-        try:
-            decoder = Decoder(self)
-            window: list[int] = []
-            pending = ids[-self.context :]
-            for _ in range(count):
-                if len(window) + len(pending) > self.context:
-                    pending = (window + pending)[-(self.context // 2 or 1) :]
-                    window = []
-                    decoder.reset()
-                for one in pending:
-                    logits = decoder.step(one)
-                window += pending
-                found = sampler.pick(logits)
-                yield found
-                pending = [found]
-        finally:
-            self.train(training)
+        decoder = Decoder(self)
+        window: list[int] = []
+        pending = ids[-self.context :]
+        for _ in range(count):
+            if len(window) + len(pending) > self.context:
+                pending = (window + pending)[-(self.context // 2 or 1) :]
+                window = []
+                decoder.reset()
+            for one in pending:
+                logits = decoder.step(one)
+            window += pending
+            found = sampler.pick(logits)
+            yield found
+            pending = [found]
 
     # Hugging Face's layout
 
@@ -253,7 +248,7 @@ class Decoder:
 
     def step(self, token: int) -> npt.NDArray[Any]:
         """The logits of what follows one more token."""
-        with no_grad():
+        with no_grad(), evaluating():
             logits = self._step(asarray(np.array([[token]]), device=self._device))
         found: npt.NDArray[Any] = logits.numpy()
         return found

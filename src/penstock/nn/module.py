@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 
 import numpy as np
@@ -13,6 +15,18 @@ import numpy.typing as npt
 from penstock.errors import CaptureError
 from penstock.runtime import Device
 from penstock.tensor.core import Tensor, capture, from_numpy, no_grad, realize_together
+
+_evaluating: ContextVar[bool] = ContextVar("evaluating", default=False)
+
+
+@contextmanager
+def evaluating() -> Iterator[None]:
+    """In this block modules behave as in use, whatever their mode. Other threads do not notice."""
+    token = _evaluating.set(True)
+    try:
+        yield
+    finally:
+        _evaluating.reset(token)
 
 
 class Module:
@@ -43,17 +57,17 @@ class Module:
                     f"happen only when it is captured, and not at every call; return the value, or keep a "
                     f"tensor and change it in place"
                 )
-        super().__setattr__(name, value)
+        object.__setattr__(self, name, value)
         if self._computed and not isinstance(value, (bool, int, float, str)):
-            super().__setattr__("_computed", False)
+            object.__setattr__(self, "_computed", False)
 
     @property
     def training(self) -> bool:
         """Whether it behaves as in training. A jitted function that asks is captured for each answer."""
         capturing = capture.get()
         if capturing is not None:
-            capturing.assume(lambda: self._training)
-        return self._training
+            capturing.assume(lambda: self._training and not _evaluating.get())
+        return self._training and not _evaluating.get()
 
     @training.setter
     def training(self, mode: bool) -> None:

@@ -74,7 +74,7 @@ class BiasCorrection:
         absent = [at for at, own in enumerate(self._group) if own == group and at not in present]
         if not absent:
             return
-        if any(power._node.value is None for power in self._powers[group]):
+        if capture.get() is not None and any(power._node.value is None for power in self._powers[group]):
             raise CaptureError(
                 "two steps of one jitted function have gradients of different parameters; "
                 "call optimizer.step() once outside of jit with each of them"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from penstock.memory.buffer import Buffer
 from penstock.optim.correction import NAMES, BiasCorrection
 from penstock.runtime import Device
-from penstock.tensor.arithmetic import divide, isfinite, minimum, multiply, sqrt, where
+from penstock.tensor.arithmetic import divide, isfinite, maximum, minimum, multiply, sqrt, where
 from penstock.tensor.core import (
     Tensor,
     capture,
@@ -34,7 +34,7 @@ from penstock.tensor.reduction import all as all_
 from penstock.tensor.reduction import sum as sum_
 
 Parameters = Iterable[Tensor] | Iterable[Mapping[str, Any]]
-_FIRST_SCALE, _LARGEST_SCALE = 2.0**15, 2.0**24
+_FIRST_SCALE, LEAST_SCALE, _LARGEST_SCALE = 2.0**15, 1.0, 2.0**24  # of the loss
 _GROWTH_STEPS = 1000  # without an overflow, until the scale of the loss is doubled
 
 
@@ -85,10 +85,10 @@ class Optimizer:
         self.lr = lr
         self._state: dict[str, list[Tensor]] = {}
         self._numbers: dict[str, Tensor] = {}
-        halves = [one for one in self.parameters if one._node.dtype.itemsize == 2]
-        masters = gathered([one.numpy().astype(np.float32) for one in halves], self._device)
-        self._masters: dict[int, Tensor] = {id(one): it for one, it in zip(halves, masters, strict=True)}
-        if any(str(one.dtype) == "float16" for one in halves):
+        halves = {at: one for at, one in enumerate(self.parameters) if one._node.dtype.itemsize == 2}
+        masters = gathered([one.numpy().astype(np.float32) for one in halves.values()], self._device)
+        self._masters: dict[int, Tensor] = dict(zip(halves, masters, strict=True))  # by number
+        if any(str(one.dtype) == "float16" for one in halves.values()):
             self._numbers["scale"] = self._number(_FIRST_SCALE)
             self._numbers["good_steps"] = self._number(0)
 
@@ -135,16 +135,20 @@ class Optimizer:
             self._record_step()
             return
         losses = [source_of(one.grad) for one in self.parameters if one.grad is not None]
-        named = chain.from_iterable(tensors.values() for tensors in self._named())
-        tensors = [*self.parameters, *named, *self._counts()]
+        tensors = self._all()
         before = [(tensor, tensor._actual_node, tensor._actual_grad) for tensor in tensors]
         try:
             self._record_step()
-            realize_together([*tensors, *(loss for loss in losses if loss is not None)])
+            realize_together([*self._all(), *(loss for loss in losses if loss is not None)])
         except BaseException:  # all of it, or nothing
             for tensor, node, gradient in before:
                 tensor._actual_node, tensor._actual_grad = node, gradient
             raise
+
+    def _all(self) -> list[Tensor]:
+        """Every tensor that a step changes."""
+        state = chain.from_iterable(tensors.values() for tensors in self._named())
+        return [*self.parameters, *state, *self._counts()]
 
     def _record_step(self) -> None:
         with no_grad():
@@ -224,14 +228,12 @@ class Optimizer:
     # Inside
 
     def _master(self, at: int) -> Tensor:
-        tensor = self.parameters[at]
-        return self._masters.get(id(tensor), tensor)
+        return self._masters.get(at, self.parameters[at])
 
     def _named(self) -> list[dict[str, Tensor]]:
         """What a state consists of, by name, kind by kind."""
         kinds = [{f"{name}.{at}": one for at, one in enumerate(row)} for name, row in self._state.items()]
-        masters = {at: self._masters.get(id(one)) for at, one in enumerate(self.parameters)}
-        kinds += [{f"master.{at}": one for at, one in masters.items() if one is not None}, self._numbers]
+        kinds += [{f"master.{at}": one for at, one in self._masters.items()}, self._numbers]
         return [tensors for tensors in kinds if tensors]
 
     def _gather(self) -> None:
@@ -251,7 +253,7 @@ class Optimizer:
         steps = where(sound, self._numbers["good_steps"] + 1, 0.0)
         grown = minimum(where(steps >= _GROWTH_STEPS, scale * 2, scale), _LARGEST_SCALE)
         self._numbers["good_steps"]._rebind(where(steps >= _GROWTH_STEPS, 0.0, steps))
-        scale._rebind(where(sound, grown, scale * 0.5))
+        scale._rebind(where(sound, grown, maximum(scale * 0.5, LEAST_SCALE)))
         return sound
 
     def _change(self, at: int, grad: Tensor, sound: Tensor | None) -> None:

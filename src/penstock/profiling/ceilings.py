@@ -19,6 +19,7 @@ from penstock.device.driver import Capabilities
 from penstock.errors import PenstockError
 from penstock.graph.dtypes import bfloat16, float16, float32, float64
 from penstock.kernels.choices import Choices
+from penstock.profiling.settled import Kept, settled
 from penstock.realize import Structure
 from penstock.runtime import Device
 from penstock.tensor.core import no_grad
@@ -35,6 +36,9 @@ _MEASURED = {kind: 4 * nbytes for kind, nbytes in _MOVED.items()}  # bytes that 
 _LENGTH, _MOST_LENGTH = 1024, 8192  # of the matrices of products
 _LONG = 2e-3  # seconds, from which on a product is long enough, and a larger one would tell no more
 _TRIES, _TRY_SECONDS = 3, 0.05  # at least so often, and for so long
+_AGREEING = 1.1  # the shortest times differ by less than this factor, or it is tried for longer:
+_PATIENCE = 3  # for so many times as long
+_EXCEEDED = 1.25  # what computes so many times as fast as the best shows that this was measured wrongly
 DTYPES = {str(dtype): dtype for dtype in (float16, bfloat16, float32, float64)}
 _BANDWIDTH = "bytes"  # beside the dtypes of products, in the file
 _LAUNCHES, _RECORDING = "launches", "recorded operations"
@@ -48,6 +52,7 @@ class Ceilings:
         self._device = device
         self._kept = Choices(_described(device.capabilities))
         self._found: dict[str, float | None] = {}
+        self._again: set[str] = set()  # what was seen to be too low
 
     def bandwidth(self, measure: bool = True) -> float | None:
         """Bytes that are read and written; None if nothing is known, and it is not to be measured."""
@@ -76,16 +81,30 @@ class Ceilings:
         rate, bandwidth = self.operations(dtype, measure), self.bandwidth(measure)
         return (operations / rate, nbytes / bandwidth) if rate and bandwidth else None
 
+    def exceeded(self, dtype: str, rate: float) -> None:
+        """Learn how fast something computed: where that is far above the ceiling, measure it again, once.
+
+        Bytes tell no such thing, as they may come from a cache.
+        """
+        what = dtype if dtype in DTYPES else "float32"
+        if rate > _EXCEEDED * (self._found.get(what) or rate) and what not in self._again:
+            self._again.add(what)
+            del self._found[what]
+            self._rate(what, measure=True)
+
     def _rate(self, what: str, measure: bool) -> float | None:
         if what not in self._found:
-            kept = _number(self._kept.get(what))
-            if kept is None and not measure:
+            record = Kept(self._kept, what)
+            value, due = record.get()
+            rate = _number(value)
+            if measure and (rate is None or due or what in self._again):
+                new, quiet = settled(lambda: _measured(self._device, what), _larger)
+                rate = _larger(rate, new)
+                if rate is not None:
+                    record.put(rate, quiet)
+            if rate is None and not measure:
                 return None
-            if kept is None:
-                kept = _measured(self._device, what)
-                if kept is not None:
-                    self._kept.put(what, repr(kept))
-            self._found[what] = kept
+            self._found[what] = rate
         return self._found[what]
 
 
@@ -96,12 +115,13 @@ def _described(capabilities: Capabilities) -> str:
     return f"ceilings {about} {more} penstock {version('penstock')}"
 
 
-def _number(text: str | None) -> float | None:
-    try:
-        found = float(text) if text else 0.0
-    except ValueError:  # a file that somebody changed
-        return None
-    return found if 0 < found < float("inf") else None
+def _number(value: object) -> float | None:
+    """A rate; None where a file that somebody changed has something else."""
+    return float(value) if isinstance(value, (int, float)) and 0 < value < float("inf") else None
+
+
+def _larger(rate: float | None, other: float | None) -> float | None:
+    return max((known for known in (rate, other) if known is not None), default=None)
 
 
 def _measured(device: Device, what: str) -> float | None:
@@ -202,14 +222,21 @@ def product_seconds(device: Device, length: int, dtype: str, seconds: float) -> 
 
 
 def best_seconds(device: Device, call: Callable[[], Any], seconds: float) -> float:
-    """The shortest time of a call with the wait for it, of several that take about so many seconds."""
+    """The shortest time of a call with the wait for it, of several that take about so many seconds.
+
+    It is tried for longer where the shortest ones do not agree.
+    """
     for _ in range(2):
         call()  # compiles
     device.sync()
-    best, tries, end = float("inf"), 0, perf_counter() + seconds
-    while tries < _TRIES or perf_counter() < end:
+    shortest: list[float] = []
+    end = perf_counter() + seconds
+    last = end + _PATIENCE * seconds
+    while True:
         start = perf_counter()
         call()
         device.sync()
-        best, tries = min(best, perf_counter() - start), tries + 1
-    return best
+        now = perf_counter()
+        shortest = sorted([*shortest, now - start])[:_TRIES]
+        if len(shortest) == _TRIES and now >= (end if shortest[-1] < _AGREEING * shortest[0] else last):
+            return shortest[0]

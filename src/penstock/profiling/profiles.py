@@ -247,12 +247,10 @@ class Profile:
         share, bound = None, ""
         if cost is not None and mean:
             ceilings = self._ceilings.setdefault(recorder, Ceilings(recorder.device))
-            least = ceilings.least_seconds(
-                cost.operations,
-                cost.nbytes,
-                cost.product,
-                self._state == "over" if measure is None else measure,
-            )
+            measure = self._state == "over" if measure is None else measure
+            if measure and ceilings.operations(cost.product):
+                ceilings.exceeded(cost.product, cost.operations / mean)
+            least = ceilings.least_seconds(cost.operations, cost.nbytes, cost.product, measure)
             if least is not None:
                 share = max(least) / mean
                 bound = "compute" if least[0] > least[1] else "memory"

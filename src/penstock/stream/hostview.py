@@ -18,6 +18,8 @@ from penstock.stream.watching import Watching
 class Mapping:
     """The bytes of a buffer in shared memory, for a `with` block. Nothing is copied."""
 
+    claimed = False
+
     def __init__(self, stream: Stream, buffer: Buffer, offset: int, nbytes: int, writable: bool) -> None:
         self._stream = stream
         self._buffer = buffer
@@ -27,23 +29,33 @@ class Mapping:
         self._mapped: Bytes | None = None
 
     def __enter__(self) -> Bytes:
-        claim(self._stream, self._buffer, self._writable)
         driver, memory = self._buffer.driver, self._buffer.memory
         try:
+            claim(self._stream, self._buffer, self._writable, self)
             self._mapped = driver.map(memory, self._offset, self._nbytes, self._writable)
         except BaseException:
-            unclaim(self._stream, self._buffer)
+            unclaim(self._stream, self._buffer, self)
             raise
         return self._mapped
 
     def __exit__(self, *_: object) -> None:
-        assert self._mapped is not None
         event = None
         try:
-            event = self._buffer.driver.unmap(self._buffer.memory, self._mapped)
+            if self._mapped is not None:
+                event = self._buffer.driver.unmap(self._buffer.memory, self._mapped)
         finally:
             self._mapped = None
-            unclaim(self._stream, self._buffer, event)
+            unclaim(self._stream, self._buffer, self, event)
+
+    def __del__(self) -> None:
+        if self.claimed:
+            _let_go(self._buffer, self)
+
+
+class Claimant(Protocol):
+    """Who has a buffer for the host."""
+
+    claimed: bool
 
 
 class Transfer(Protocol):
@@ -73,6 +85,8 @@ class HostView:
     for use inside the block.
     """
 
+    claimed = False
+
     def __init__(
         self,
         stream: Stream,
@@ -94,12 +108,21 @@ class HostView:
         self._array: npt.NDArray[Any] | None = None
 
     def __enter__(self) -> npt.NDArray[Any]:
+        try:
+            return self._entered()
+        except BaseException:
+            if self._mapping is not None:
+                self._mapping.__exit__()
+            unclaim(self._stream, self._buffer, self)
+            raise
+
+    def _entered(self) -> npt.NDArray[Any]:
         nbytes = self._dtype.itemsize * int(np.prod(self._shape))
         if not self._buffer.driver.capabilities.shared_memory:
             self._array = self._transfers.download(
                 self._buffer, self._dtype, self._shape, self._offset
             ).wait()
-            claim(self._stream, self._buffer, self._writable)
+            claim(self._stream, self._buffer, self._writable, self)
         elif nbytes:
             self._mapping = Mapping(self._stream, self._buffer, self._offset, nbytes, self._writable)
             window = _Window(self._buffer, self._mapping.__enter__(), self._writable)
@@ -123,10 +146,14 @@ class HostView:
             mapping, self._mapping = self._mapping, None
             mapping.__exit__(kind, error, trace)
         elif not self._buffer.driver.capabilities.shared_memory:
-            unclaim(self._stream, self._buffer)
+            unclaim(self._stream, self._buffer, self)
             if self._writable:
                 assert array is not None
                 self._transfers.upload(self._buffer, array, self._offset)
+
+    def __del__(self) -> None:
+        if self.claimed:
+            _let_go(self._buffer, self)
 
 
 class _Window:
@@ -141,7 +168,7 @@ class _Window:
         self.__array_interface__ = mapped.__array_interface__ | {"data": (address, not writable)}
 
 
-def claim(stream: Stream, buffer: Buffer, writable: bool) -> None:
+def claim(stream: Stream, buffer: Buffer, writable: bool, claimant: Claimant) -> None:
     """Take `buffer` from the device, once that is done with it. Many may read, or one may write."""
     usage = buffer.usage
     while True:
@@ -154,19 +181,27 @@ def claim(stream: Stream, buffer: Buffer, writable: bool) -> None:
                 usage.forget()
                 usage.viewers += 1
                 usage.writer = writable
+                claimant.claimed = True
                 return
             if usage.batch is not None:
                 usage.batch.lane.submit()
         stream.wait(event, "view")
 
 
-def unclaim(stream: Stream, buffer: Buffer, event: Event | None = None) -> None:
-    """End a claim. The next command on `buffer` waits for `event`, if there is one."""
+def unclaim(stream: Stream, buffer: Buffer, claimant: Claimant, event: Event | None = None) -> None:
+    """End a claim, if there is one. The next command on `buffer` waits for `event`, if that is given."""
     usage = buffer.usage
     with stream.lock:
         if event is not None:
             if usage.event is not None:  # a download that was asked for in the meantime
                 stream.wait(usage.event, "view")
             usage.batch, usage.event = None, event
-        usage.viewers -= 1
-        usage.writer = False
+        if claimant.claimed:
+            _let_go(buffer, claimant)
+
+
+def _let_go(buffer: Buffer, claimant: Claimant) -> None:
+    """End a claim. Finalisers call this after an interrupt kept a block from its end, so it takes no lock."""
+    buffer.usage.viewers -= 1
+    buffer.usage.writer = False
+    claimant.claimed = False

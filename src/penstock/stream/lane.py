@@ -21,6 +21,7 @@ from penstock.memory.buffer import Buffer
 # only the sizes are remembered, since a command must not keep memory from its next use.
 Launch = tuple[Kernel, Grid, Grid, Sequence[Any]]
 Command = Launch | tuple[str, int, None, Sequence[Any]]
+_MARK = 256  # bytes of a copy that marks a place in a queue
 Ran = tuple[Command, tuple[float, float] | None]  # with its begin and end, where those are known
 
 
@@ -163,8 +164,8 @@ class Lane:
     def record(self, event: Event, command: Command, buffers: Sequence[Buffer]) -> None:
         """Take over a command that the driver has recorded, on these buffers; submit if there are enough."""
         batch = self._open
-        batch.events.append(event)
-        batch.commands.append(command)
+        batch.events += (event,)  # no calls, after which an interrupt could leave the one without the other
+        batch.commands += (command,)
         for buffer in buffers:
             usage = buffer.usage
             usage.batch = batch
@@ -186,12 +187,28 @@ class Lane:
         if not self._open.events:
             return
         self._driver.flush(self.queue)
-        self._in_flight.append(self._open)
-        self._open = Batch(self)
+        fresh = Batch(self)
+        self._in_flight += (self._open,)
+        self._open = fresh
         self.retire()
         while self._too_much_in_flight():
             self._wait(self._in_flight[0].events[-1], "back-pressure")
             self.retire()
+
+    def finish_unknown(self) -> None:
+        """Wait until the queue is through: after an interrupt, a command may be there that nobody knows of.
+
+        The queue runs in order, so it is through when a copy is done that comes after everything.
+        """
+        source, target = self._driver.allocate(_MARK, pinned=True), self._driver.allocate(_MARK)
+        assert source.host is not None
+        try:
+            event = self._driver.write(self.queue, target, 0, source.host, None)
+            self._driver.flush(self.queue)
+            self._driver.wait(event)
+        finally:
+            self._driver.free(source)
+            self._driver.free(target)
 
     def _too_much_in_flight(self) -> bool:
         """Too many batches or bytes. Two batches may touch any number of bytes: the device must have work."""
@@ -203,13 +220,14 @@ class Lane:
     def retire(self) -> None:
         """Let go of the batches that the device has finished, and note the first failure in them."""
         while self._in_flight and self._driver.is_done(self._in_flight[0].events[-1]):
-            batch = self._in_flight.popleft()
+            batch = self._in_flight[0]
             for position, reason in self._driver.failures(batch.events):
                 error = DeviceError(reason, describe(batch.commands[position]))
                 self._failed.append((batch.events[position], error))
                 self._error = self._error or error
             if self.recorders:
                 self._tell(batch)
+            del self._in_flight[0]  # last: an interrupted call is made again
             batch.commands.clear()  # memories know their last batch, and may be long idle
             batch.events.clear()
 

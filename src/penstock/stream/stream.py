@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -91,18 +92,21 @@ class Stream:
         if 0 in grid:
             return  # nothing to do, which not every driver accepts
         lane, command = self.compute, (kernel, grid, group, sizes)
-        self.lock.acquire()  # `with` costs twice as much
-        try:
+        with self.lock:  # not acquire() and try: an interrupt between the two would leave it locked
             if self.unavailable:
                 self.check_available()
             waits = lane.dependencies(buffers)
             try:
-                event = self._driver.launch(lane.queue, kernel, grid, group, native, waits)
-            except DeviceError as error:
-                raise DeviceError(error.reason, describe(command)) from None
-            lane.record(event, command, buffers)
-        finally:
-            self.lock.release()
+                try:
+                    event = self._driver.launch(lane.queue, kernel, grid, group, native, waits)
+                except DeviceError as error:
+                    raise DeviceError(error.reason, describe(command)) from None
+                lane.record(event, command, buffers)
+            except DeviceError:
+                raise
+            except BaseException:
+                self.interrupted(lane)
+                raise
 
     def bind(self, launches: Sequence[Launch], after: Sequence[Sequence[int]] | None = None) -> Program:
         """A program of launches, each `(kernel, grid, group, args)`, for `replay`. It keeps their buffers.
@@ -160,12 +164,23 @@ class Stream:
         waits = self.compute.dependencies(buffers)
         events: list[Event] = []
         try:
-            self._driver.replay(self.compute.queue, bound, waits, events)
-        except DeviceError as error:
-            raise DeviceError(error.reason, describe(commands[len(events)])) from None
-        finally:
-            self.replayed += len(events)
-            self.compute.record_all(events, commands[: len(events)], buffers)
+            try:
+                self._driver.replay(self.compute.queue, bound, waits, events)
+            except DeviceError as error:
+                raise DeviceError(error.reason, describe(commands[len(events)])) from None
+            finally:
+                self.replayed += len(events)
+                self.compute.record_all(events, commands[: len(events)], buffers)
+        except DeviceError:
+            raise
+        except BaseException:
+            self.interrupted(self.compute)
+            raise
+
+    def interrupted(self, lane: Lane) -> None:
+        """Wait for a queue whose recording was interrupted, so that nothing unknown is under way there."""
+        with suppress(DeviceError):  # a device that failed does nothing any more
+            lane.finish_unknown()
 
     def _graph(self, program: Program) -> bool:
         """Whether a program is recorded as one graph: from the second time on, since it is costly to make."""
@@ -212,8 +227,10 @@ class Stream:
     def close(self, why: str) -> None:
         """Refuse new commands from now on, and wait for those that were recorded."""
         with self.lock:
-            events = self._submit()
+            if not self.unavailable:
+                self._submit()
             self.unavailable = why
+            events = [event for lane in self._lanes if (event := lane.last_submitted) is not None]
         for event in events:
             self._driver.wait(event)
         self.retire()

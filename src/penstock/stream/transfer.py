@@ -14,7 +14,7 @@ import numpy.typing as npt
 from penstock.device.driver import Bytes, Driver, Event, Queue
 from penstock.errors import DeviceError
 from penstock.memory.buffer import Buffer
-from penstock.memory.resource import Resource
+from penstock.memory.pool import BufferPool
 from penstock.memory.staging import Slot, StagingRing
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
@@ -29,7 +29,7 @@ _SMALL = 256 << 10
 class Transfers:
     """Uploads, downloads, device copies and host views of one device."""
 
-    def __init__(self, driver: Driver, stream: Stream, staging: Resource, staging_bytes: int) -> None:
+    def __init__(self, driver: Driver, stream: Stream, staging: BufferPool, staging_bytes: int) -> None:
         self._driver = driver
         self._stream = stream
         # A ring for each direction: a download that waits for its kernel must not hold up the next upload.
@@ -159,10 +159,16 @@ class Transfers:
         """
         waits = lane.dependencies(buffers, reads_only=command[0] == "download") if ordered else None
         try:
-            event = copy(lane.queue, waits)
-        except DeviceError as error:
-            raise DeviceError(error.reason, describe(command)) from None
-        lane.record(event, command, buffers if ordered else ())
+            try:
+                event = copy(lane.queue, waits)
+            except DeviceError as error:
+                raise DeviceError(error.reason, describe(command)) from None
+            lane.record(event, command, buffers if ordered else ())
+        except DeviceError:
+            raise
+        except BaseException:
+            self._stream.interrupted(lane)
+            raise
         return event
 
     def _staged(
@@ -182,10 +188,13 @@ class Transfers:
             return slot.event
 
         try:
-            command: Command = (verb, nbytes, None, BufferSizes((buffer.nbytes,)))
+            # What is not the last use of its buffer has to keep it.
+            args = BufferSizes((buffer.nbytes,)) if ordered else (buffer,)
+            command: Command = (verb, nbytes, None, args)
             self._record(lane, command, (buffer,), copy_through, ordered)
-        except BaseException:
-            if slot.event is None:  # otherwise the copy is under way, and so the slot in use
+        except BaseException as error:
+            # Otherwise the copy is under way, and so the slot in use; after an interrupt, it was waited for.
+            if slot.event is None or not isinstance(error, DeviceError):
                 ring.cancel(slot)
             raise
         return slot
@@ -254,7 +263,7 @@ class Transfers:
         with self._stream.lock:
             event = self._record(
                 self._stream.outgoing,
-                ("download", buffer.nbytes, None, (BufferSize(buffer.nbytes), target)),
+                ("download", buffer.nbytes, None, (buffer, target)),  # it keeps the buffer, see `_staged`
                 (buffer,),
                 lambda queue, waits: self._driver.read(queue, target, buffer.memory, buffer.offset, waits),
                 ordered=False,

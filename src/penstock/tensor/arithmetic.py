@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 from penstock.graph import elementwise
-from penstock.graph.node import Node
+from penstock.graph.node import DType, Node
 from penstock.tensor import dtypes
+from penstock.tensor.arguments import of_tensor
 from penstock.tensor.core import Tensor, broadcast, common_shape, install, record, scalar
-from penstock.tensor.operands import OPERANDS, device_of, operand, operands
+from penstock.tensor.operands import OPERANDS, as_number, device_of, operand, operands
 
 # The kinds of dtypes that a function takes, as NumPy's letters.
 _BOOL, _INTEGER, _REAL, _NUMBER, _ANY = "b", "iu", "iuf", "iufc", "biufc"
@@ -29,7 +31,8 @@ def _to_fraction(x: Tensor) -> Tensor:
 def _unary(name: str, apply: Callable[[Node], Node], kinds: str, doc: str) -> Callable[[Tensor], Tensor]:
     def function(x: Tensor, /) -> Tensor:
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} takes a tensor, and {type(x).__name__} was given")
+            given = type(x).__name__
+            raise TypeError(f"{name} takes a tensor, and {given} was given; ps.asarray makes one of it")
         if kinds == _FRACTION and x.dtype.kind in "biu":
             x = _to_fraction(x)
         _check(name, kinds, x)
@@ -55,6 +58,27 @@ def _binary(
     return function
 
 
+def _comparison(
+    name: str, apply: Callable[[Node, Node], Node], kinds: str, meaning: Callable[[int, int], bool], doc: str
+) -> Callable[[Any, Any], Tensor]:
+    compare = _binary(name, apply, kinds, doc)
+
+    def function(x1: Any, x2: Any, /) -> Tensor:
+        try:
+            return compare(x1, x2)
+        except OverflowError:  # an integer beyond the dtype: all items lie on one side of it
+            tensor, number = (x1, x2) if isinstance(x1, Tensor) else (x2, x1)
+            if tensor.dtype.kind not in "biu":
+                raise
+            side = 1 if number > 0 else -1
+            answer = meaning(0, side) if tensor is x1 else meaning(side, 0)
+            return record(elementwise.full(tensor.shape, dtypes.bool_, answer), tensor)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    return function
+
+
 def _unchanged(x: Node) -> Node:
     return x
 
@@ -62,6 +86,11 @@ def _unchanged(x: Node) -> Node:
 def _for_fractions(apply: Callable[[Node], Node]) -> Callable[[Node], Node]:
     """Rounding leaves whole numbers as they are."""
     return lambda x: x if x.dtype.kind in "iu" else apply(x)
+
+
+def _for_complex(apply: Callable[[Node], Node]) -> Callable[[Node], Node]:
+    """Real numbers are their own conjugates, and their own real parts."""
+    return lambda x: apply(x) if x.dtype.kind == "c" else x
 
 
 def _never(apply: Callable[[Node], Node], answer: bool) -> Callable[[Node], Node]:
@@ -78,7 +107,7 @@ atan = _unary("atan", elementwise.atan, _FRACTION, "The inverse of the tangent."
 atanh = _unary("atanh", elementwise.atanh, _FRACTION, "The inverse of the hyperbolic tangent.")
 bitwise_invert = _unary("bitwise_invert", elementwise.bitwise_invert, _BOOL + _INTEGER, "Every bit inverted.")
 ceil = _unary("ceil", _for_fractions(elementwise.ceil), _REAL, "Rounded up.")
-conj = _unary("conj", elementwise.conj, _NUMBER, "The complex conjugate.")
+conj = _unary("conj", _for_complex(elementwise.conj), _NUMBER, "The complex conjugate.")
 cos = _unary("cos", elementwise.cos, _FRACTION, "The cosine.")
 cosh = _unary("cosh", elementwise.cosh, _FRACTION, "The hyperbolic cosine.")
 exp = _unary("exp", elementwise.exp, _FRACTION, "The exponential.")
@@ -95,7 +124,7 @@ log2 = _unary("log2", elementwise.log2, _FRACTION, "The logarithm to base 2.")
 logical_not = _unary("logical_not", elementwise.logical_not, _BOOL, "Not.")
 negative = _unary("negative", elementwise.negative, _NUMBER, "With the other sign.")
 positive = _unary("positive", _unchanged, _NUMBER, "As it is.")
-real = _unary("real", elementwise.real, _NUMBER, "The real part.")
+real = _unary("real", _for_complex(elementwise.real), _NUMBER, "The real part.")
 reciprocal = _unary(
     "reciprocal", lambda x: elementwise.divide(elementwise.like(x, 1), x), _FRACTION, "1 over it."
 )
@@ -123,13 +152,17 @@ bitwise_right_shift = _binary(
 bitwise_xor = _binary("bitwise_xor", elementwise.bitwise_xor, _BOOL + _INTEGER, "Either or, bit by bit.")
 copysign = _binary("copysign", elementwise.copysign, "f", "The size of x1 with the sign of x2.")
 divide = _binary("divide", elementwise.divide, _FRACTION, "The quotient.")
-equal = _binary("equal", elementwise.equal, _ANY, "Whether both are equal.")
+equal = _comparison("equal", elementwise.equal, _ANY, operator.eq, "Whether both are equal.")
 floor_divide = _binary("floor_divide", elementwise.floor_divide, _REAL, "The quotient, rounded down.")
-greater = _binary("greater", elementwise.greater, _BOOL + _REAL, "Whether x1 is greater.")
-greater_equal = _binary("greater_equal", elementwise.greater_equal, _BOOL + _REAL, "Whether x1 is not less.")
+greater = _comparison("greater", elementwise.greater, _BOOL + _REAL, operator.gt, "Whether x1 is greater.")
+greater_equal = _comparison(
+    "greater_equal", elementwise.greater_equal, _BOOL + _REAL, operator.ge, "Whether x1 is not less."
+)
 hypot = _binary("hypot", elementwise.hypot, "f", "The length of the vector (x1, x2).")
-less = _binary("less", elementwise.less, _BOOL + _REAL, "Whether x1 is less.")
-less_equal = _binary("less_equal", elementwise.less_equal, _BOOL + _REAL, "Whether x1 is not greater.")
+less = _comparison("less", elementwise.less, _BOOL + _REAL, operator.lt, "Whether x1 is less.")
+less_equal = _comparison(
+    "less_equal", elementwise.less_equal, _BOOL + _REAL, operator.le, "Whether x1 is not greater."
+)
 logaddexp = _binary("logaddexp", elementwise.logaddexp, "f", "The logarithm of the sum of exponentials.")
 logical_and = _binary("logical_and", elementwise.logical_and, _BOOL, "And.")
 logical_or = _binary("logical_or", elementwise.logical_or, _BOOL, "Or.")
@@ -138,7 +171,7 @@ maximum = _binary("maximum", elementwise.maximum, _BOOL + _REAL, "The greater on
 minimum = _binary("minimum", elementwise.minimum, _BOOL + _REAL, "The lesser one.")
 multiply = _binary("multiply", elementwise.multiply, _ANY, "The product.")
 nextafter = _binary("nextafter", elementwise.nextafter, "f", "The next number from x1 towards x2.")
-not_equal = _binary("not_equal", elementwise.not_equal, _ANY, "Whether they differ.")
+not_equal = _comparison("not_equal", elementwise.not_equal, _ANY, operator.ne, "Whether they differ.")
 pow = _binary("pow", elementwise.pow_, _NUMBER, "x1 to the power of x2.")
 remainder = _binary("remainder", elementwise.remainder, _REAL, "What the division rounded down leaves.")
 subtract = _binary("subtract", elementwise.subtract, _NUMBER, "The difference.")
@@ -161,14 +194,27 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Tensor:
     return record(elementwise.where(mask._node, a._node, b._node), mask, a, b)
 
 
+@of_tensor
 def clip(x: Tensor, /, min: Any = None, max: Any = None) -> Tensor:
     """Not less than `min`, and not greater than `max`; the dtype stays that of `x`."""
     _check("clip", _REAL, x)
     result = x
     for limit, function in ((min, maximum), (max, minimum)):
-        if limit is not None:
+        if limit is not None and not _is_beyond(limit, x.dtype, above=function is minimum):
             result = function(result, limit)
     return record(elementwise.cast(result._node, x.dtype), result)
+
+
+def _is_beyond(limit: Any, dtype: DType, above: bool) -> bool:
+    """Whether a limit is an integer that no item of the dtype reaches."""
+    number = as_number(limit)
+    if type(number) is not int or (number > 0) != above:
+        return False
+    try:
+        elementwise.check_range(number, dtype)
+    except OverflowError:
+        return True
+    return False
 
 
 _OPERATORS = {

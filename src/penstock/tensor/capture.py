@@ -8,7 +8,7 @@ and assigns; the tensor itself does not change, so no other thread notices a cap
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,7 @@ class Tracing:
 
     def __init__(self, arguments: Sequence[Tensor] = ()) -> None:
         self.facts: list[tuple[Callable[[], object], object]] = []
+        self.parts: dict[Hashable, Any] = {}
         self.stand_ins: list[StandIn] = []
         self.aliases: dict[int, Tensor] = {}  # arguments that the function also finds outside, by number
         self._here: dict[int, Tensor] = {}  # what stands for each tensor, by id; its own for themselves
@@ -145,6 +146,12 @@ class Tracing:
     def assume(self, fact: Callable[[], object]) -> None:
         """Something outside that the function asks for, and that is no tensor."""
         self.facts.append((fact, fact()))
+
+    def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` makes, once for each key: something that replays call; see `Captured.parts`."""
+        if key not in self.parts:
+            self.parts[key] = make()
+        return self.parts[key]
 
     def refuse_value(self, node: Node) -> None:
         """Only what depends on constants alone has a value now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -59,6 +59,9 @@ class Capture(Protocol):
 
     def assume(self, fact: Callable[[], object]) -> None:
         """What the function is captured for: a replay is for a fact that is still the same."""
+
+    def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` makes, once for each key: its `before_replay` is called by every replay."""
 
     def refuse_value(self, node: Node) -> None:
         """Raise CaptureError if a value that is asked for depends on what is not known yet."""
@@ -432,6 +435,23 @@ class Tensor:
         detached._actual_requires_grad = False
         return detached
 
+    # Copies
+
+    def __copy__(self) -> Tensor:
+        from penstock.tensor.copying import copied
+
+        return copied(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        from penstock.tensor.copying import copied
+
+        return copied(self, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from penstock.tensor.copying import reduced
+
+        return reduced(self)
+
     # Items
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -534,6 +554,10 @@ def record(node: Node, *sources: Tensor) -> Tensor:
         gradient = gradient or source.requires_grad
     note_used(*sources)
     if gradient and not (node.dtype.kind == "f" and _recording.get()):
+        if node.dtype.kind == "c" and _recording.get():
+            raise TypeError(
+                "no gradient passes complex numbers; use no_grad(), or detach() what is before them"
+            )
         gradient, node = False, elementwise.stop(node)
     return Tensor(node, first, gradient)
 
@@ -601,7 +625,12 @@ def axes_of(x: Tensor, axis: int | Sequence[int] | None, name: str) -> tuple[int
     """Axes as sorted positive numbers; an error names one that is not there, or is there twice."""
     if axis is None:
         return tuple(range(x.ndim))
-    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    if type(axis) is int:
+        given: tuple[int, ...] = (axis,)
+    else:
+        from penstock.tensor.arguments import integers
+
+        given = integers(axis, name, "an axis")
     for one in given:
         if not -x.ndim <= one < x.ndim:
             raise IndexError(f"{name}: axis {one} is not there in shape {x.shape}")

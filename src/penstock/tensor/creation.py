@@ -11,21 +11,15 @@ import numpy as np
 
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.creating import sequence
-from penstock.graph.node import DType, Shape
+from penstock.graph.node import DType
 from penstock.runtime import Device
 from penstock.tensor import dtypes
+from penstock.tensor.arguments import integer, of_tensor, shape_of
 from penstock.tensor.core import Scalar, Tensor, broadcast, from_numpy, record, resolve
 from penstock.tensor.dlpack import imported
-from penstock.tensor.operands import Array, as_tensors, note_constant
+from penstock.tensor.operands import Array, as_number, as_tensors, fitted, note_constant
 
 Where = Device | str | None
-
-
-def _shape(shape: int | Sequence[int]) -> Shape:
-    lengths = (shape,) if isinstance(shape, int) else tuple(int(length) for length in shape)
-    if builtins.any(length < 0 for length in lengths):
-        raise ValueError(f"a shape has no negative lengths, and {lengths} was given")
-    return lengths
 
 
 def asarray(
@@ -39,9 +33,11 @@ def asarray(
     wanted = None if dtype is None else dtypes.checked(dtype)
     if hasattr(obj, "__dlpack__") and not isinstance(obj, (np.ndarray, np.generic)):
         array = imported(obj)
+    elif isinstance(obj, (np.ndarray, np.generic)):
+        array = np.asarray(obj)
     else:
-        array = np.asarray(_plain(obj))
-        if wanted is None and not isinstance(obj, (np.ndarray, np.generic)):
+        array = np.asarray(_plain(obj), None if wanted is None else wanted.numpy)
+        if wanted is None:
             wanted = {"f": dtypes.float32, "c": dtypes.complex64, "i": dtypes.int64}.get(array.dtype.kind)
     if array is obj:
         note_constant(array)
@@ -77,8 +73,10 @@ def full(
     shape: int | Sequence[int], fill_value: Scalar, *, dtype: DType | None = None, device: Where = None
 ) -> Tensor:
     """One number everywhere."""
+    fill_value = as_number(fill_value)
     found = dtypes.of_scalar(fill_value, None) if dtype is None else dtypes.checked(dtype)
-    return Tensor(elementwise.full(_shape(shape), found, fill_value), resolve(device))
+    number = fitted(fill_value, found, "full")
+    return Tensor(elementwise.full(shape_of(shape, "full"), found, number), resolve(device))
 
 
 def zeros(shape: int | Sequence[int], *, dtype: DType | None = None, device: Where = None) -> Tensor:
@@ -96,6 +94,7 @@ def empty(shape: int | Sequence[int], *, dtype: DType | None = None, device: Whe
     return zeros(shape, dtype=dtype, device=device)
 
 
+@of_tensor
 def full_like(
     x: Tensor, /, fill_value: Scalar, *, dtype: DType | None = None, device: Where = None
 ) -> Tensor:
@@ -103,16 +102,19 @@ def full_like(
     return full(x.shape, fill_value, dtype=dtype or x.dtype, device=device or x.device)
 
 
+@of_tensor
 def zeros_like(x: Tensor, /, *, dtype: DType | None = None, device: Where = None) -> Tensor:
     """0 in the shape of `x`."""
     return full_like(x, 0, dtype=dtype, device=device)
 
 
+@of_tensor
 def ones_like(x: Tensor, /, *, dtype: DType | None = None, device: Where = None) -> Tensor:
     """1 in the shape of `x`."""
     return full_like(x, 1, dtype=dtype, device=device)
 
 
+@of_tensor
 def empty_like(x: Tensor, /, *, dtype: DType | None = None, device: Where = None) -> Tensor:
     """Any values in the shape of `x`; they are 0."""
     return zeros_like(x, dtype=dtype, device=device)
@@ -128,12 +130,18 @@ def arange(
     device: Where = None,
 ) -> Tensor:
     """The numbers from `start` (0 if only the end is given) to before `stop`, at distance `step`."""
+    start, stop, step = (as_number(number) for number in (start, stop, step))
+    for number in (start, step, 0 if stop is None else stop):
+        if not isinstance(number, (int, float)) or not math.isfinite(number):
+            raise TypeError(f"arange takes finite real numbers, and {number!r} was given")
     first, end = (0, start) if stop is None else (start, stop)
     if step == 0:
         raise ValueError("the step of arange cannot be 0")
     whole = builtins.all(isinstance(number, int) for number in (first, end, step))
     found = (dtypes.int64 if whole else dtypes.float32) if dtype is None else dtypes.checked(dtype)
     count = builtins.max(math.ceil((end - first) / step), 0)
+    for number in (first, first + (count - 1) * step) if count else ():
+        fitted(number, found, "arange")
     return Tensor(sequence(first, step, count, found), resolve(device))
 
 
@@ -148,10 +156,14 @@ def linspace(
     endpoint: bool = True,
 ) -> Tensor:
     """`num` numbers at equal distances from `start` to `stop`."""
+    num = integer(num, "linspace", "num")
+    start, stop = as_number(start), as_number(stop)
     if num < 0:
         raise ValueError(f"linspace makes no {num} numbers")
     complex_ends = isinstance(start, complex) or isinstance(stop, complex)
     found = dtypes.checked(dtype or (dtypes.complex64 if complex_ends else dtypes.float32))
+    for number in (start, stop) if num else ():
+        fitted(number, found, "linspace")
     return from_numpy(np.linspace(start, stop, num, endpoint=endpoint).astype(found), resolve(device))
 
 
@@ -165,7 +177,9 @@ def eye(
     device: Where = None,
 ) -> Tensor:
     """1 on the k-th diagonal, 0 elsewhere."""
-    return from_numpy(np.eye(n_rows, n_cols, k, dtypes.checked(dtype or dtypes.float32)), resolve(device))
+    rows, columns = shape_of((n_rows, n_rows if n_cols is None else n_cols), "eye")
+    k = integer(k, "eye", "k")
+    return from_numpy(np.eye(rows, columns, k, dtypes.checked(dtype or dtypes.float32)), resolve(device))
 
 
 def _kept(x: Tensor, compare: Any, k: int, name: str) -> Tensor:
@@ -180,11 +194,13 @@ def _kept(x: Tensor, compare: Any, k: int, name: str) -> Tensor:
     return record(elementwise.where(mask._node, x._node, elementwise.like(x._node, 0)), x)
 
 
+@of_tensor
 def tril(x: Tensor, /, *, k: int = 0) -> Tensor:
     """The items on and under the k-th diagonal, 0 elsewhere."""
     return _kept(x, elementwise.less_equal, k, "tril")
 
 
+@of_tensor
 def triu(x: Tensor, /, *, k: int = 0) -> Tensor:
     """The items on and over the k-th diagonal, 0 elsewhere."""
     return _kept(x, elementwise.greater_equal, k, "triu")

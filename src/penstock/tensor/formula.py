@@ -11,6 +11,7 @@ import difflib
 import inspect
 import keyword
 import math
+import operator as op
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -70,14 +71,57 @@ def _of_numbers(name: str) -> Function:
     meaning = extra.get(name) or PRIMITIVES[name].numpy
 
     def function(*numbers: Any) -> Any:
+        if name in _EXACT and all(type(number) is int for number in numbers) and _is_exact(name, *numbers):
+            return _EXACT[name](*numbers)
+        wide = [float(n) if type(n) is int and n.bit_length() > 63 else n for n in numbers]
         with np.errstate(all="ignore"):
-            return np.asarray(meaning(*map(np.asarray, numbers))).item()
+            return np.asarray(meaning(*map(np.asarray, wide))).item()
 
     return function
 
 
 def _power(x: Any, y: Any) -> Any:
     return np.power(x.astype(np.float64) if y < 0 else x, y)  # NumPy refuses a fraction of whole numbers
+
+
+# What integers give in a formula is an integer of any size, and is checked when it meets a tensor.
+_EXACT: dict[str, Function] = {
+    "abs": abs,
+    "add": op.add,
+    "bitwise_and": op.and_,
+    "bitwise_invert": op.invert,
+    "bitwise_left_shift": op.lshift,
+    "bitwise_or": op.or_,
+    "bitwise_right_shift": op.rshift,
+    "bitwise_xor": op.xor,
+    "equal": op.eq,
+    "floor_divide": op.floordiv,
+    "greater": op.gt,
+    "greater_equal": op.ge,
+    "less": op.lt,
+    "less_equal": op.le,
+    "maximum": max,
+    "minimum": min,
+    "multiply": op.mul,
+    "negative": op.neg,
+    "not_equal": op.ne,
+    "positive": op.pos,
+    "pow": op.pow,
+    "remainder": op.mod,
+    "square": lambda x: x * x,
+    "subtract": op.sub,
+}
+_MAX_BITS = 1024  # of an integer: no dtype holds more
+
+
+def _is_exact(name: str, x: int, y: int = 1) -> bool:
+    """Whether the result is an integer; an OverflowError if it has more bits than any number here."""
+    bits = x.bit_length() * y if name == "pow" else x.bit_length() + y if name == "bitwise_left_shift" else 0
+    if bits > _MAX_BITS:
+        raise OverflowError(f"{name} of {x} and {y} is beyond every dtype")
+    if name in ("floor_divide", "remainder"):
+        return y != 0
+    return y >= 0 or (name != "pow" and "shift" not in name)
 
 
 def _elementwise(name: str) -> Function:

@@ -8,14 +8,23 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.callsite import user_line
+from penstock.errors import CaptureError
 from penstock.graph import elementwise, shaping
 from penstock.graph.bounds import Bound, bounded, known_range
 from penstock.graph.contraction import gather
 from penstock.graph.node import Node, Shape
 from penstock.runtime import Device
-from penstock.tensor import dtypes
-from penstock.tensor.core import Tensor, broadcast, broadcast_node, common_shape, from_numpy, record
-from penstock.tensor.operands import operands
+from penstock.tensor import assigning, dtypes
+from penstock.tensor.core import (
+    Tensor,
+    broadcast,
+    broadcast_node,
+    capture,
+    common_shape,
+    from_numpy,
+    record,
+)
+from penstock.tensor.operands import as_number
 
 Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis
 
@@ -62,11 +71,13 @@ def in_range(
 def changed(x: Tensor, key: Any, value: Any) -> Tensor:
     """`x` with `x[key]` replaced by `value`."""
     if not isinstance(value, Tensor):
-        value = from_numpy(np.asarray(value).astype(x.dtype), x.device)
+        as_given = isinstance(value, np.ndarray)
+        array = value.astype(x.dtype) if as_given else np.asarray(as_number(value), x.dtype.numpy)
+        value = from_numpy(array, x.device)
     value = record(elementwise.cast(value._node, x.dtype), value)
-    if isinstance(key, Tensor) and key.dtype == dtypes.bool_ and key.shape == x.shape and value.size == 1:
-        first, second = operands(broadcast(_flat(value), x.shape), x, name="[] =")
-        return record(elementwise.where(key._node, first._node, second._node), first, second, key)
+    masked = assigning.by_mask(x, key, value)
+    if masked is not None:
+        return masked
     keys = _expanded(x, key)
     if any(isinstance(one, Tensor) for one in keys):
         return _changed_by_arrays(x, keys, value)
@@ -79,27 +90,31 @@ def changed(x: Tensor, key: Any, value: Any) -> Tensor:
 
 
 def _changed_by_arrays(x: Tensor, keys: list[Any], value: Tensor) -> Tensor:
-    """Every item from `x` or from the values, whichever it is; of two for one place, the later."""
-    places = _places(x, keys, "x[index] = value")
-    source = np.arange(x.size)
-    source[places.reshape(-1)] = x.size + np.arange(places.size)
-    values = shaping.reshape(broadcast(value, places.shape)._node, (places.size,))
-    items = shaping.concat([shaping.reshape(x._node, (x.size,)), values], 0)
-    index = from_numpy(source.reshape(x.shape), x.device)
-    return record(gather(items, index._node), x, value)
+    """`x` with values at the items that arrays name; of two for one place, the later."""
+    operation = "x[index] = value"
+    arrays = [key for key in keys if isinstance(key, Tensor)]
+    if any(array.dtype == dtypes.bool_ for array in arrays):
+        places = from_numpy(_places(x, keys, operation), x.device)
+    else:
+        if capture.get() is None:  # a bad index is refused before anything changes
+            _check_arrays(x, keys, operation)
+        places = _get_by_arrays(assigning.numbered(x), keys, operation)
+    return assigning.by_places(x, places, value, distinct=all(array.size == 1 for array in arrays))
 
 
 def _places(x: Tensor, keys: list[Any], operation: str) -> npt.NDArray[Any]:
     """The numbers of the items that a key names, in row-major order; its arrays are read for that."""
+    key = _check_arrays(x, keys, operation)
+    return np.asarray(np.arange(x.size).reshape(x.shape)[key])
+
+
+def _check_arrays(x: Tensor, keys: list[Any], operation: str) -> tuple[Any, ...]:
+    """The key with its arrays on the host, which are in range."""
     key = tuple(one.numpy() if isinstance(one, Tensor) else one for one in keys)
     for position, part in enumerate(key):
         if isinstance(part, np.ndarray) and part.dtype.kind in "iu":
             _check_array(part, x, sum(one is not None for one in keys[:position]), operation)
-    return np.asarray(np.arange(x.size).reshape(x.shape)[key])
-
-
-def _flat(value: Tensor) -> Tensor:
-    return record(shaping.reshape(value._node, ()), value)
+    return key
 
 
 def _expanded(x: Tensor, key: Any) -> list[Any]:
@@ -147,7 +162,7 @@ def _as_array(part: Any) -> Any:
         array = np.asarray(part)
         if array.dtype.kind not in "iub" and array.size:
             raise IndexError(f"an index has whole numbers or truth values, and {array.dtype} was given")
-        return array if array.size else array.astype(np.int64)
+        return array if array.size or array.dtype == bool else array.astype(np.int64)
     if isinstance(part, Tensor) and part.dtype.kind not in "iub":
         raise IndexError(f"an index has whole numbers or truth values, and {part.dtype} was given")
     return part
@@ -163,11 +178,17 @@ def _from_mask(x: Tensor, mask: Tensor, axis: int) -> list[Tensor]:
     """A mask as the whole numbers where it is true; how many those are, only its values tell."""
     if mask.shape != x.shape[axis : axis + mask.ndim]:
         raise IndexError(f"a mask of shape {mask.shape} does not fit shape {x.shape} at axis {axis}")
-    return (
-        [_at_hand(found, x, axis + one) for one, found in enumerate(np.nonzero(np.atleast_1d(mask.numpy())))]
-        if mask.ndim
-        else [mask]
-    )
+    if not mask.ndim:
+        return [mask]
+    try:
+        found = np.nonzero(mask.numpy())
+    except CaptureError:
+        raise CaptureError(
+            f"x[mask] has as many items as the mask of shape {mask.shape} has true values, and inside a "
+            f"jitted function these are not known; use where(mask, x, other) or x * mask, or x[mask] = value "
+            f"with one value for all of them"
+        ) from None
+    return [_at_hand(numbers, x, axis + one) for one, numbers in enumerate(found)]
 
 
 def _basic(x: Tensor, keys: list[Any]) -> tuple[Slices, Shape]:

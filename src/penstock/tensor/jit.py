@@ -76,7 +76,11 @@ class _Jitted:
         if capture.get() is not None:
             return self._function(*args, **kwargs)  # inside another: part of that
         tensors: list[Tensor] = []
-        key = (recording(), _flattened(args, tensors), _flattened(kwargs, tensors) if kwargs else ())
+        key: tuple[Any, ...] = (
+            recording(),
+            _flattened(args, tensors),
+            _flattened(kwargs, tensors) if kwargs else (),
+        )
         if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
             numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
             key += (tuple(numbers[id(tensor)] for tensor in tensors),)  # which of them are one
@@ -168,7 +172,8 @@ def _exact(value: Any) -> Any:
         return (kind, frozenset(map(_exact, value)))
     if isinstance(value, (tuple, list)):
         return (kind, *map(_exact, value))
-    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.eq and kind.__hash__ is not None:
+    parameters = getattr(kind, "__dataclass_params__", None)
+    if parameters is not None and parameters.eq and kind.__hash__ is not None:
         fields = [one for one in dataclasses.fields(value) if one.compare]
         return (kind, *(_exact(getattr(value, one.name)) for one in fields))
     return (kind, value)

@@ -29,8 +29,6 @@ def captured_program(
     device = _device(tracing, [*outputs, *assigned])
     changed = [found.tensor for found in tracing.stand_ins if found.changed]
     watches = watched_indices([tensor._node for tensor in (*outputs, *changed, *assigned)], device)
-    for watch in watches:
-        watch.update()
     stand_ins = [found for found in tracing.stand_ins if found.changed]
     changes = _changes(tracing, stand_ins, name)
     wanted = [tensor._node for tensor in (*outputs, *(found.tensor for found in stand_ins), *assigned)]
@@ -52,6 +50,7 @@ def captured_program(
         results=len(outputs),
         changes=changes,
         guards=_guards(tracing, changes),
+        parts=list(tracing.parts.values()),
         donated=donated,
         gradients=gradients,
         differentiable=_differentiable(device, tracing, outputs, gradients),

@@ -101,9 +101,14 @@ def tensordot(x1: Array, x2: Array, /, *, axes: int | tuple[Sequence[int], Seque
     """The sum of products over axes of both: the last ones of x1 and the first ones of x2, or as given."""
     x1, x2 = as_tensors("tensordot", x1, x2)
     if isinstance(axes, int):
+        if not 0 <= axes <= min(x1.ndim, x2.ndim):
+            raise ValueError(f"tensordot: shapes {x1.shape} and {x2.shape} have no {axes} axes to sum over")
         left, right = list(range(x1.ndim - axes, x1.ndim)), list(range(axes))
     else:
-        left, right = ([axis % x.ndim for axis in given] for x, given in zip((x1, x2), axes, strict=True))
+        left, right = (
+            [axes_of(x, axis, "tensordot")[0] for axis in given]
+            for x, given in zip((x1, x2), axes, strict=True)
+        )
     if [x1.shape[a] for a in left] != [x2.shape[b] for b in right]:
         raise ValueError(f"tensordot: axes {axes} of shapes {x1.shape} and {x2.shape} differ in length")
     rows = [a for a in range(x1.ndim) if a not in left]

@@ -12,6 +12,7 @@ import numpy as np
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.node import DType
 from penstock.tensor import dtypes
+from penstock.tensor.arguments import integers, of_tensor, shape_of
 from penstock.tensor.core import (
     Tensor,
     axes_of,
@@ -27,6 +28,7 @@ from penstock.tensor.operands import Array, as_tensors
 Axis = int | Sequence[int] | None
 
 
+@of_tensor
 def astype(x: Tensor, dtype: DType, /, *, copy: bool = True, device: Where = None) -> Tensor:
     """The values in another dtype."""
     moved = x if device is None else x.to_device(device)
@@ -34,9 +36,10 @@ def astype(x: Tensor, dtype: DType, /, *, copy: bool = True, device: Where = Non
     return moved if node is moved._node and not copy else record(node, moved)
 
 
+@of_tensor
 def reshape(x: Tensor, /, shape: int | Sequence[int], *, copy: bool | None = None) -> Tensor:
     """The items in another shape; one length may be -1, and follows from the others."""
-    wanted = [shape] if isinstance(shape, int) else list(shape)
+    wanted = list(integers(shape, "reshape", "a shape"))
     if wanted.count(-1) == 1:
         known = math.prod(length for length in wanted if length != -1)
         if known and x.size % known == 0:
@@ -46,8 +49,10 @@ def reshape(x: Tensor, /, shape: int | Sequence[int], *, copy: bool | None = Non
     return record(shaping.reshape(x._node, tuple(wanted)), x)
 
 
+@of_tensor
 def permute_dims(x: Tensor, /, axes: Sequence[int]) -> Tensor:
     """Axis `axes[i]` becomes axis `i`."""
+    axes = integers(axes, "permute_dims", "an order of axes")
     if builtins.any(not -x.ndim <= axis < x.ndim for axis in axes):
         raise IndexError(f"axes {tuple(axes)} are not those of shape {x.shape}")
     order = tuple(axis % x.ndim for axis in axes)
@@ -56,15 +61,17 @@ def permute_dims(x: Tensor, /, axes: Sequence[int]) -> Tensor:
     return record(shaping.permute(x._node, order), x)
 
 
+@of_tensor
 def matrix_transpose(x: Tensor, /) -> Tensor:
     """The last two axes exchanged."""
     return x.mT
 
 
+@of_tensor
 def moveaxis(x: Tensor, source: int | Sequence[int], destination: int | Sequence[int], /) -> Tensor:
     """Axes moved to other places; the others keep their order."""
-    from_ = [source] if isinstance(source, int) else list(source)
-    to = [destination] if isinstance(destination, int) else list(destination)
+    from_ = list(integers(source, "moveaxis", "an axis"))
+    to = list(integers(destination, "moveaxis", "an axis"))
     if len(from_) != len(to):
         raise ValueError(f"moveaxis needs as many places {to} as axes {from_}")
     axes_of(x, from_, "moveaxis")
@@ -76,9 +83,10 @@ def moveaxis(x: Tensor, source: int | Sequence[int], destination: int | Sequence
     return permute_dims(x, order)
 
 
+@of_tensor
 def expand_dims(x: Tensor, /, axis: int | Sequence[int] = 0) -> Tensor:
     """A new axis of length 1."""
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    axes = integers(axis, "expand_dims", "an axis")
     ndim = x.ndim + len(axes)
     if builtins.any(not -ndim <= one < ndim for one in axes):
         raise IndexError(f"expand_dims: axis {axis} has no place among {ndim} axes")
@@ -89,6 +97,7 @@ def expand_dims(x: Tensor, /, axis: int | Sequence[int] = 0) -> Tensor:
     return reshape(x, [1 if place in places else next(lengths) for place in range(ndim)])
 
 
+@of_tensor
 def squeeze(x: Tensor, /, axis: int | Sequence[int]) -> Tensor:
     """Without axes of length 1."""
     gone = axes_of(x, axis, "squeeze")
@@ -97,6 +106,7 @@ def squeeze(x: Tensor, /, axis: int | Sequence[int]) -> Tensor:
     return reshape(x, [length for place, length in enumerate(x.shape) if place not in gone])
 
 
+@of_tensor
 def flip(x: Tensor, /, *, axis: Axis = None) -> Tensor:
     """From the end to the start along axes, by default along all."""
     node = x._node
@@ -105,12 +115,13 @@ def flip(x: Tensor, /, *, axis: Axis = None) -> Tensor:
     return record(node, x)
 
 
+@of_tensor
 def roll(x: Tensor, /, shift: int | Sequence[int], *, axis: Axis = None) -> Tensor:
     """Shifted along axes; what leaves at the end comes in at the start."""
     if axis is None:
         return reshape(roll(reshape(x, -1), shift, axis=0), x.shape)
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    shifts = (shift,) * len(axes) if isinstance(shift, int) else tuple(shift)
+    axes, shifts = integers(axis, "roll", "an axis"), integers(shift, "roll", "a shift")
+    shifts = shifts * len(axes) if len(shifts) == 1 else shifts
     if len(shifts) != len(axes):
         raise ValueError(f"roll needs as many shifts {shifts} as axes {axes}")
     node = x._node
@@ -154,6 +165,7 @@ def stack(arrays: Sequence[Array], /, *, axis: int = 0) -> Tensor:
     return concat([expand_dims(array, axis=axis) for array in arrays], axis=axis)
 
 
+@of_tensor
 def unstack(x: Tensor, /, *, axis: int = 0) -> tuple[Tensor, ...]:
     """The parts along an axis, without it."""
     (place,) = axes_of(x, axis, "unstack")
@@ -161,9 +173,10 @@ def unstack(x: Tensor, /, *, axis: int = 0) -> tuple[Tensor, ...]:
     return tuple(front[i] for i in range(front.shape[0]))
 
 
+@of_tensor
 def tile(x: Tensor, repetitions: Sequence[int], /) -> Tensor:
     """Copies of the whole side by side, so many along each axis."""
-    counts = tuple(repetitions)
+    counts = shape_of(repetitions, "tile")
     ndim = builtins.max(x.ndim, len(counts))
     counts = (1,) * (ndim - len(counts)) + counts
     shape = (1,) * (ndim - x.ndim) + x.shape
@@ -173,6 +186,7 @@ def tile(x: Tensor, repetitions: Sequence[int], /) -> Tensor:
     return reshape(spread, [count * n for count, n in zip(counts, shape, strict=True)])
 
 
+@of_tensor
 def repeat(x: Tensor, repeats: int | Array, /, *, axis: int | None = None) -> Tensor:
     """Every item so many times in a row."""
     if axis is None:
@@ -183,9 +197,10 @@ def repeat(x: Tensor, repeats: int | Array, /, *, axis: int | None = None) -> Te
     return get(x, (*[slice(None)] * place, index), "repeat")
 
 
+@of_tensor
 def broadcast_to(x: Tensor, /, shape: Sequence[int]) -> Tensor:
     """Repeated over a larger shape."""
-    return broadcast(x, tuple(shape))
+    return broadcast(x, shape_of(shape, "broadcast_to"))
 
 
 def broadcast_arrays(*arrays: Array) -> list[Tensor]:
@@ -195,6 +210,7 @@ def broadcast_arrays(*arrays: Array) -> list[Tensor]:
     return [broadcast(tensor, shape) for tensor in tensors]
 
 
+@of_tensor
 def take(x: Tensor, indices: Array, /, *, axis: int | None = None) -> Tensor:
     """The parts that `indices` name, along an axis."""
     if axis is None and x.ndim != 1:

@@ -6,6 +6,7 @@ of its own dtype on the tensor's device.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.graph import elementwise
+from penstock.graph.node import DType
 from penstock.runtime import Device
 from penstock.tensor import dtypes
 from penstock.tensor.core import (
@@ -61,11 +63,27 @@ def as_tensors(name: str, *values: Any) -> list[Tensor]:
     return [value if isinstance(value, Tensor) else constant(value, device) for value in values]
 
 
-def number(value: Any) -> Any:
+def as_number(value: Any) -> Any:
     """A NumPy scalar as the Python number of its kind; anything else as it is."""
     if isinstance(value, np.generic):
         return _PYTHON[dtypes.checked(value.dtype).kind](value)
     return value
+
+
+def fitted(number: Any, dtype: DType, name: str) -> Any:
+    """A number for items of a dtype; a TypeError, ValueError or OverflowError if it cannot be one."""
+    number = as_number(number)
+    if not isinstance(number, NUMBERS):
+        raise TypeError(f"{name} takes a number, and {type(number).__name__} was given")
+    if isinstance(number, complex) and dtype.kind != "c":
+        raise TypeError(f"{name}: {number} cannot become {dtype}, which has no imaginary part")
+    if isinstance(number, float) and dtype.kind in "iu":
+        if not math.isfinite(number):
+            raise ValueError(f"{name}: {number} cannot become {dtype}")
+        number = int(number)
+    if type(number) is int:
+        elementwise.check_range(number, dtype)
+    return number
 
 
 def constant(array: npt.NDArray[Any], device: Device) -> Tensor:
@@ -116,7 +134,7 @@ def operand(value: Any, device: Device, name: str) -> Any:
         return constant(value, device)
     if not isinstance(value, (*NUMBERS, np.generic)):
         raise TypeError(f"{name} takes tensors, NumPy arrays and numbers, not {type(value).__name__}")
-    return number(value)
+    return as_number(value)
 
 
 def _alike(values: tuple[Any, ...]) -> list[Tensor] | None:

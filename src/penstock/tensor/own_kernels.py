@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -112,7 +112,7 @@ class FormulaKernel:
         given = {name: operand(value, device, self.__name__) for name, value in given.items()}
         try:
             result: Tensor = self._formula.function(*(given[name] for name in self._formula.parameters))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             error.add_note(f"in the kernel {self.__name__!r}: {self.formula}")
             raise
         return _finished(self.__name__, result, list(given.values()), self._gradient)
@@ -250,6 +250,12 @@ class _Guard:
         """Something else from outside: a function around this one wants to know of it."""
         if self._outer is not None:
             self._outer.assume(fact)
+
+    def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What replays would have to do something for."""
+        raise KernelError(
+            f"kernel {self._name!r} uses random numbers; draw them outside, and give them as an argument"
+        )
 
     def refuse_value(self, node: Node) -> None:
         """No value can be read: the same kernel computes all items."""

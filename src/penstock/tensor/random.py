@@ -1,8 +1,9 @@
-"""Random tensors. A seed gives the same bits on every device, whatever else is drawn elsewhere.
+"""Random tensors. A seed gives the same bits on every device and under jit, whatever else is drawn elsewhere.
 
-Equal on every device, to the last bit: whole numbers, truth values, permutations, and `uniform` from 0 to
-any number. Other bounds of `uniform` may differ in the last bit, where a device rounds once for a product
-and a sum, and `normal` in the last bits, by the device's logarithm and cosine.
+Equal to the last bit: whole numbers, truth values, permutations, and `uniform` from 0 to any number. Other
+bounds of `uniform` may differ in the last bit, where a device rounds once for a product and a sum, and
+`normal` in the last bits, by the logarithm and the cosine of the device, or of NumPy, which draws few numbers
+outside of jit.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import numpy as np
 
 from penstock.graph import elementwise
 from penstock.graph import random as graph
-from penstock.graph.node import DType, Node, Shape
+from penstock.graph.node import DType, Node
 from penstock.runtime import Device
 from penstock.tensor import dtypes
-from penstock.tensor.core import Tensor, capture, from_numpy, record, resolve
+from penstock.tensor.arguments import shape_of
+from penstock.tensor.core import Capture, Tensor, capture, from_numpy, outside_capture, record, resolve
 from penstock.tensor.manipulation import concat
 
 _64_BITS = 1 << 64
-_CAPTURED = 0x5851F42D4C957F2D  # in the key of what jitted functions draw: another sequence
 
 
 class Generator:
@@ -38,7 +39,10 @@ class Generator:
     def __init__(self, seed: int, device: Device | str | None = None) -> None:
         self._device = None if device is None else resolve(device)
         self._lock = threading.Lock()
-        self._captured: dict[Device, Tensor] = {}  # where the draws of jitted functions stand
+        # For jitted functions, a tensor of their device holds the state, and replays move it on. Before one,
+        # it is given the state after draws elsewhere, unless it holds that counter already.
+        self._captured: dict[Device, Tensor] = {}
+        self._held: dict[Device, int] = {}
         self.set_state({"seed": seed, "counter": 0})
 
     @property
@@ -47,27 +51,20 @@ class Generator:
         return self._seed
 
     def state(self) -> dict[str, int]:
-        """Where it stands, for `set_state`: the seed, and how many blocks of four words were drawn.
-
-        Jitted functions draw from a sequence of their own, of which `captured` blocks were drawn.
-        """
+        """Where it stands, for `set_state`: the seed, and how many blocks of four words were drawn."""
         with self._lock:
-            found = {"seed": self._seed, "counter": self._counter}
-        words = [one.tolist()[2:] for one in self._captured.values()]
-        drawn = max((high << 32 | low for low, high in words), default=0)
-        return found | {"captured": drawn} if drawn else found
+            return {"seed": self._seed, "counter": self._counter}
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Go on from where another generator, or this one, stood."""
         if not {"seed", "counter"} <= set(state) <= {"seed", "counter", "captured"}:
             raise ValueError(f"a state has a seed and a counter, and {sorted(state)} were given")
         seed, counter = (_whole(name, state[name], 0, _64_BITS) for name in ("seed", "counter"))
+        # Files of older versions count by itself what jitted functions drew.
         drawn = _whole("captured", state.get("captured", 0), 0, _64_BITS)
         with self._lock:
-            self._seed, self._counter = seed, counter
-        self._drawn = drawn
-        for device, tensor in self._captured.items():
-            tensor._become(_words(seed ^ _CAPTURED, drawn, device))
+            self._seed, self._counter = seed, (counter + drawn) % _64_BITS
+            self._held.clear()
 
     def uniform(
         self, shape: int | Sequence[int], low: float = 0.0, high: float = 1.0, dtype: DType = dtypes.float32
@@ -147,7 +144,7 @@ class Generator:
         device: Device | None = None,
     ) -> Tensor:
         """What `make` makes of that many words for each item."""
-        wanted = (*_shape(shape), words)
+        wanted = (*shape_of(shape, "a random draw"), words)
         device = resolve(device or self._device)
         state = self._next_state(-(-math.prod(wanted) // graph.WORDS_PER_BLOCK), device)
         return Tensor(make(graph.random_bits(state, wanted)), device)
@@ -157,19 +154,17 @@ class Generator:
 
         It is a leaf, so that the graphs of like draws differ in its value only.
         """
-        if capture.get() is not None:
-            return self._next_captured_state(blocks, device)
+        if (capturing := capture.get()) is not None:
+            return self._next_captured_state(blocks, device, capturing)
         with self._lock:
             seed, counter = self._seed, self._counter
             self._counter = (counter + blocks) % _64_BITS
         return _words(seed, counter, device)
 
-    def _next_captured_state(self, blocks: int, device: Device) -> Node:
+    def _next_captured_state(self, blocks: int, device: Device, capturing: Capture) -> Node:
         """The same inside a jitted function, where the state is a tensor that every replay moves on."""
-        if device not in self._captured:
-            token = capture.set(None)  # the tensor is not the function's own
-            self._captured[device] = Tensor(_words(self._seed ^ _CAPTURED, self._drawn, device), device)
-            capture.reset(token)
+        draws = capturing.part((self, device), lambda: _Draws(self, device))
+        draws.blocks += blocks
         own = self._captured[device]
         state = record(own._node, own)
         key, low, high = state[:2], state[2:3], state[3:]
@@ -179,20 +174,45 @@ class Generator:
         own._rebind(concat([key, moved, carried], axis=0))
         return state._node
 
+    def _before_replay(self, device: Device, blocks: int) -> None:
+        """Let the tensor of a device's jitted functions hold the state for so many blocks."""
+        with self._lock:
+            if self._held.get(device) != self._counter:
+                words = _words(self._seed, self._counter, device)
+                if device in self._captured:
+                    self._captured[device]._become(words)
+                else:
+                    self._captured[device] = Tensor(words, device)
+            self._held[device] = self._counter = (self._counter + blocks) % _64_BITS
+
+    def _after_failure(self, device: Device, blocks: int) -> None:
+        """Go back by so many blocks, unless something was drawn since."""
+        with self._lock:
+            if self._held.pop(device, None) == self._counter:
+                self._counter = (self._counter - blocks) % _64_BITS
+
+
+class _Draws:
+    """What a jitted function draws from a generator in each of its replays."""
+
+    def __init__(self, generator: Generator, device: Device) -> None:
+        self._generator, self._device = generator, device
+        self.blocks = 0
+        with outside_capture():  # the tensor is not the function's own
+            self.before_replay()
+
+    def before_replay(self) -> None:
+        """Take the next numbers of the sequence."""
+        self._generator._before_replay(self._device, self.blocks)
+
+    def after_failure(self) -> None:
+        """Give back the numbers of a replay that has not taken effect."""
+        self._generator._after_failure(self._device, self.blocks)
+
 
 def _words(seed: int, counter: int, device: Device) -> Node:
     words = [number >> shift & 0xFFFFFFFF for number in (seed, counter) for shift in (0, 32)]
     return from_numpy(np.array(words, np.uint32), device)._node
-
-
-def _shape(shape: int | Sequence[int]) -> Shape:
-    try:
-        lengths = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
-    except TypeError:
-        raise TypeError(f"a shape is a whole number or a sequence of them, and {shape!r} was given") from None
-    if any(length < 0 for length in lengths):
-        raise ValueError(f"a shape has no negative lengths, and {lengths} was given")
-    return lengths
 
 
 def _whole(name: str, value: Any, start: int, stop: int) -> int:

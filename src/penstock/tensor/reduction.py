@@ -9,7 +9,8 @@ from typing import Any
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.node import DType, Node
 from penstock.tensor import dtypes
-from penstock.tensor.arithmetic import divide, multiply, sqrt, subtract
+from penstock.tensor.arguments import integer, of_tensor
+from penstock.tensor.arithmetic import divide, equal, multiply, sqrt, subtract, where
 from penstock.tensor.core import Tensor, axes_of, install, record
 from penstock.tensor.manipulation import concat, reshape
 from penstock.tensor.operands import Array
@@ -35,12 +36,14 @@ def _check(name: str, kinds: str, x: Tensor) -> None:
         raise TypeError(f"{name} does not take {x.dtype}")
 
 
+@of_tensor
 def sum(x: Tensor, /, *, axis: Axis = None, dtype: DType | None = None, keepdims: bool = False) -> Tensor:
     """The sum of the items."""
     axes = axes_of(x, axis, "sum")
     return _shaped(reducing.sum_(elementwise.cast(x._node, _sum_dtype(x, dtype)), axes), x, axes, keepdims)
 
 
+@of_tensor
 def prod(x: Tensor, /, *, axis: Axis = None, dtype: DType | None = None, keepdims: bool = False) -> Tensor:
     """The product of the items."""
     axes = axes_of(x, axis, "prod")
@@ -57,7 +60,7 @@ def _extreme(name: str, apply: Callable[[Node, tuple[int, ...]], Node], doc: str
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
-    return function
+    return of_tensor(function)
 
 
 max = _extreme("max", reducing.max_, "The greatest item.")
@@ -71,7 +74,7 @@ def _truth(name: str, apply: Callable[[Node, tuple[int, ...]], Node], doc: str) 
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
-    return function
+    return of_tensor(function)
 
 
 all = _truth("all", reducing.all_, "Whether all items are true.")
@@ -88,6 +91,7 @@ def narrowed(result: Tensor, dtype: DType) -> Tensor:
     return record(elementwise.cast(result._node, dtype), result)
 
 
+@of_tensor
 def mean(x: Tensor, /, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """The mean of the items; of none, undefined."""
     _check("mean", "fc", x)
@@ -96,6 +100,7 @@ def mean(x: Tensor, /, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     return narrowed(divide(sum(widened(x), axis=axes, keepdims=keepdims), float(count)), x.dtype)
 
 
+@of_tensor
 def var(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Tensor:
     """The variance of the items; `correction` is taken from their number."""
     _check("var", "f", x)
@@ -107,9 +112,13 @@ def var(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: b
     return narrowed(divide(total, float(count)) if count > 0 else multiply(total, float("nan")), x.dtype)
 
 
+@of_tensor
 def std(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Tensor:
-    """The standard deviation of the items."""
-    return narrowed(sqrt(var(widened(x), axis=axis, correction=correction, keepdims=keepdims)), x.dtype)
+    """The standard deviation of the items; where that is 0, so is its gradient."""
+    _check("std", "f", x)
+    squared = var(widened(x), axis=axes_of(x, axis, "std"), correction=correction, keepdims=keepdims)
+    constant = equal(squared, 0.0)
+    return narrowed(where(constant, 0.0, sqrt(where(constant, 1.0, squared))), x.dtype)
 
 
 def _cumulative(name: str, apply: Callable[[Node, int], Node], start: int, doc: str) -> Callable[..., Tensor]:
@@ -132,13 +141,14 @@ def _cumulative(name: str, apply: Callable[[Node, int], Node], start: int, doc: 
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
-    return function
+    return of_tensor(function)
 
 
 cumulative_sum = _cumulative("cumulative_sum", reducing.cumulative_sum, 0, "The sums up to each item.")
 cumulative_prod = _cumulative("cumulative_prod", reducing.cumulative_prod, 1, "The products up to each item.")
 
 
+@of_tensor
 def count_nonzero(x: Tensor, /, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """How many items are not 0."""
     axes = axes_of(x, axis, "count_nonzero")
@@ -161,18 +171,22 @@ def _position(name: str, apply: Callable[[Node, int], Node], doc: str) -> Callab
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
-    return function
+    return of_tensor(function)
 
 
 argmax = _position("argmax", reducing.argmax, "Where the greatest item is; the first of equal ones.")
 argmin = _position("argmin", reducing.argmin, "Where the least item is; the first of equal ones.")
 
 
+@of_tensor
 def diff(
     x: Tensor, /, *, axis: int = -1, n: int = 1, prepend: Array | None = None, append: Array | None = None
 ) -> Tensor:
     """The differences of neighbours, `n` times over."""
     (place,) = axes_of(x, axis, "diff")
+    n = integer(n, "diff", "n")
+    if n < 0:
+        raise ValueError(f"diff: n is 0 or more, and {n} was given")
     parts = [part for part in (prepend, x, append) if part is not None]
     result = concat(parts, axis=place)
     for _ in range(n):

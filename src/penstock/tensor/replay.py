@@ -92,6 +92,7 @@ class Captured:
     results: int
     changes: Changes
     guards: Guards
+    parts: list[Any]  # each replay calls their `before_replay`, and `after_failure` if it changes nothing
     donated: list[int]
     # Of each result: its gradient is known (True), refused (a primitive), or there is none (None).
     gradients: list[bool | Primitive | None]
@@ -121,6 +122,7 @@ class Captured:
         ]
         self._given_grads = [(one, none) for one, none in self.guards.grads if one.outside is None]
         self._careful = bool(self.changes or self.donated)
+        self._launched = False  # of the replay under way: whether it will take effect
 
     # Whether it is for a call
 
@@ -171,26 +173,40 @@ class Captured:
     def replay(self, arguments: list[Tensor]) -> Any:
         """Run the program on what the arguments and the tensors from outside hold now."""
         with self.device.running:
-            inputs = [(arguments[at] if one is None else one)._actual_node.value for one, at in self._simple]
-            if not inputs or None in inputs:
-                inputs = [self._node(source, arguments).value for source in self.inputs]
-            program: Any = self.program
-            if self.device.dispatcher is not None and program is not None:
-                program, inputs = program.chosen(
-                    inputs, lambda: [self._node(source, arguments) for source in self.inputs], self.numbers
-                )
-            # First, so that nothing is written over that a gradient will need.
-            read = self._read(arguments)
-            ways = self._ways.get(program) or self._ways_of(program)
-            over, settled = self._free_memory(inputs, ways, arguments)
-            places = ways.others if settled is ways.settled else self._unsettled(settled)
+            if not self.parts:
+                return self._replay(arguments)
+            self._launched = False
+            for part in self.parts:
+                part.before_replay()
+            try:
+                return self._replay(arguments)
+            except BaseException:
+                if not self._launched:
+                    for part in self.parts:
+                        part.after_failure()
+                raise
 
-            def finish(found: list[Buffer]) -> _Outcome:
-                return self._outcome(found, places, arguments, read)
+    def _replay(self, arguments: list[Tensor]) -> Any:
+        inputs = [(arguments[at] if one is None else one)._actual_node.value for one, at in self._simple]
+        if not inputs or None in inputs:
+            inputs = [self._node(source, arguments).value for source in self.inputs]
+        program: Any = self.program
+        if self.device.dispatcher is not None and program is not None:
+            program, inputs = program.chosen(
+                inputs, lambda: [self._node(source, arguments) for source in self.inputs], self.numbers
+            )
+        # First, so that nothing is written over that a gradient will need.
+        read = self._read(arguments)
+        ways = self._ways.get(program) or self._ways_of(program)
+        over, settled = self._free_memory(inputs, ways, arguments)
+        places = ways.others if settled is ways.settled else self._unsettled(settled)
 
-            if self._careful:
-                return self._replay_whole(program, inputs, over, finish, arguments)
-            return finish([] if program is None else program.run(inputs, self.numbers, over)).result
+        def finish(found: list[Buffer]) -> _Outcome:
+            return self._outcome(found, places, arguments, read)
+
+        if self._careful:
+            return self._replay_whole(program, inputs, over, finish, arguments)
+        return finish([] if program is None else program.run(inputs, self.numbers, over)).result
 
     def _read(self, arguments: list[Tensor]) -> tuple[Node, ...]:
         """What the results remember of this call, for their gradients."""
@@ -211,6 +227,7 @@ class Captured:
         with held_back:
             try:
                 found = [] if program is None else program.run(inputs, self.numbers, over)
+                self._launched = True
                 outcome = finish(found)
                 outcome.take_effect()
                 for watch in self.watches:

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.graph import reducing
+from penstock.tensor.arguments import of_tensor
 from penstock.tensor.core import Tensor, axes_of, from_numpy, record
 from penstock.tensor.manipulation import take_along_axis
 from penstock.tensor.operands import Array, as_tensors
 
 
+@of_tensor
 def argsort(x: Tensor, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
     """The order that sorts the items along an axis; equal ones keep theirs."""
     _check_order("argsort", x)
@@ -19,8 +21,11 @@ def argsort(x: Tensor, /, *, axis: int = -1, descending: bool = False, stable: b
     return record(reducing.argsort(x._node, place, descending), x)
 
 
+@of_tensor
 def sort(x: Tensor, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
     """The items in order along an axis."""
+    _check_order("sort", x)
+    axes_of(x, axis, "sort")
     return take_along_axis(x, argsort(x, axis=axis, descending=descending), axis=axis)
 
 
@@ -39,6 +44,7 @@ def searchsorted(x1: Array, x2: Array, /, *, side: str = "left", sorter: Array |
     return from_numpy(np.asarray(found, np.int64), x1.device)
 
 
+@of_tensor
 def nonzero(x: Tensor, /) -> tuple[Tensor, ...]:
     """The places of the items that are not 0, an array of numbers for each axis."""
     if not x.ndim:
@@ -69,6 +75,7 @@ class UniqueInverse(NamedTuple):
     inverse_indices: Tensor
 
 
+@of_tensor
 def unique_all(x: Tensor, /) -> UniqueAll:
     """The distinct values, their first places, which one each item is, and how often each is there."""
     found: Any = np.unique_all(x.numpy())
@@ -76,18 +83,21 @@ def unique_all(x: Tensor, /) -> UniqueAll:
     return UniqueAll(*parts)
 
 
+@of_tensor
 def unique_counts(x: Tensor, /) -> UniqueCounts:
     """The distinct values, and how often each is there."""
     found = unique_all(x)
     return UniqueCounts(found.values, found.counts)
 
 
+@of_tensor
 def unique_inverse(x: Tensor, /) -> UniqueInverse:
     """The distinct values, and which one each item is."""
     found = unique_all(x)
     return UniqueInverse(found.values, found.inverse_indices)
 
 
+@of_tensor
 def unique_values(x: Tensor, /) -> Tensor:
     """The distinct values."""
     return unique_all(x).values

@@ -32,7 +32,7 @@ class RunFolder:
         """
         self._handle: int | None = None
         try:
-            self.path, self.is_new = _made(path, numbered)
+            self.path, self._is_new = _made(path, numbered)
             self._handle = os.open(
                 self.path / LOCK_FILE,
                 os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0),
@@ -48,7 +48,8 @@ class RunFolder:
         with suppress(OSError):  # a full disk: the lock holds all the same
             os.ftruncate(self._handle, 0)
             os.write(self._handle, json.dumps(about).encode())
-        remove_leftovers(self.path)
+        for folder in (self.path, *self.path.glob("*/")):
+            remove_leftovers(folder)
 
     def release(self) -> None:
         """Let others have it. Safe to call twice."""
@@ -61,7 +62,7 @@ class RunFolder:
         for name in [*names, LOCK_FILE]:
             with suppress(OSError):
                 (self.path / name).unlink()
-        if self.is_new:
+        if self._is_new:
             with suppress(OSError):
                 self.path.rmdir()
 

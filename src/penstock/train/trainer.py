@@ -36,6 +36,7 @@ from penstock.data.files import written_whole
 from penstock.errors import CheckpointError, PenstockError
 from penstock.nn import GPT
 from penstock.optim import AdamW, cosine
+from penstock.optim.optimizers import LEAST_SCALE
 from penstock.profiling.profiles import Profile
 from penstock.report import Certificate, Findings, findings
 from penstock.stream.future import Future
@@ -84,12 +85,14 @@ class Trainer:
         self.stopped_by: signal.Signals | None = None  # what ended `train` early
         self._view = view
         self._device = ps.default_device()
+        self._is_first = False  # whether the folder had no run before this one
         self._held = RunFolder(folder) if folder.is_dir() and not numbered else None
         try:
             self._build(resumed)
             if self._held is None:
                 self._held = RunFolder(folder, numbered)
                 self.folder = self._held.path
+            self._is_first = not (self.folder / CONFIG_FILE).exists()
             self._write_settings()
             self._log = MetricsLog(self.folder, self.step)
             self._findings = self._found_before()
@@ -104,7 +107,6 @@ class Trainer:
         """Text, model and optimizer, as they are at the beginning or in a checkpoint."""
         ps.random.manual_seed(self.config.run.seed)
         self._open_text(resumed)
-        check_fits(self.config, self.tokenizer.vocab_size, self._device)
         self.model = build_model(self.config, self.tokenizer.vocab_size)
         self.model.to(getattr(ps, self.config.model.precision))
         self._optimizer = _make_optimizer(self.model, self.config)
@@ -323,13 +325,19 @@ class Trainer:
         model = self.model.state_dict()
         for name, array in model.items():
             self._check(float(np.abs(array.astype(np.float32)).max()), f"largest of {name}", self.step)
+        optimizer = self._optimizer.state_dict()
+        if optimizer.get("scale", math.inf) <= LEAST_SCALE:
+            self._view.note(
+                f"at step {self.step} the gradients overflow float16 even though the loss is not scaled any "
+                "more; such steps change nothing. Use bfloat16 or float32, or a lower learning_rate"
+            )
         checkpoints.save(
             self.folder,
             Checkpoint(
                 step=self.step,
                 config=self.config,
                 model=model,
-                optimizer=self._optimizer.state_dict(),
+                optimizer=optimizer,
                 generator=ps.random.state(),
                 position=self._position,
                 text=self._store.key,
@@ -369,6 +377,7 @@ class Trainer:
             self._view.note(
                 "the text is not the one that the run began with; its batches are others from here on"
             )
+        check_fits(self.config, self.tokenizer.vocab_size, self._device)
         self._validation = []
         if len(self._store.validation) > self.config.model.context:
             batches = TextBatches(self._store.validation, setting.batch, self.config.model.context, seed=0)
@@ -399,8 +408,10 @@ class Trainer:
         """Let others have the folder. Where no step was done in it, nothing of this run stays there."""
         if self._held is None:
             return
-        if self._held.is_new and not checkpoints.found(self.folder) and not read_curves(self.folder):
+        if self._is_first and not checkpoints.found(self.folder) and not read_curves(self.folder):
             self._held.remove_files([CONFIG_FILE, TOKENIZER_FILE, METRICS_FILE, REPORT_FILE, findings.FILE])
+        elif not (self.folder / CONFIG_FILE).exists():
+            self._held.remove_files([])
         self._held.release()
         self._held = None
 

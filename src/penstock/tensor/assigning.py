@@ -1,0 +1,82 @@
+"""`x[mask] = value` and `x[indices] = value`, on the device: nothing is read, so both work inside `jit`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.graph import creating, elementwise, reducing, shaping
+from penstock.graph.contraction import gather, scatter_add
+from penstock.graph.node import Node, Shape
+from penstock.tensor import dtypes
+from penstock.tensor.core import Tensor, broadcast, broadcast_node, record
+
+
+def by_mask(x: Tensor, key: Any, value: Tensor) -> Tensor | None:
+    """`x` with the value where a mask is true; None where the key or the value is for other ways.
+
+    The value may not differ from one selected item to the next: which is which, only the mask's values tell.
+    """
+    parts = list(key) if isinstance(key, tuple) else [key]
+    masks = [at for at, part in enumerate(parts) if isinstance(part, Tensor) and part.dtype == dtypes.bool_]
+    others = [part for at, part in enumerate(parts) if at not in masks]
+    if len(masks) != 1 or not all(part is Ellipsis or part == slice(None) for part in others):
+        return None
+    mask: Tensor = parts[masks[0]]
+    after = parts[masks[0] + 1 :]
+    axis = masks[0] if Ellipsis not in parts[: masks[0]] else x.ndim - mask.ndim - len(after)
+    if not mask.ndim or axis < 0 or x.shape[axis : axis + mask.ndim] != mask.shape:
+        return None
+    behind = x.ndim - axis - mask.ndim
+    shape = (1,) * (axis + 1 + behind - value.ndim) + value.shape
+    if value.size == 1:
+        shape = (1,) * (axis + 1 + behind)
+    if len(shape) != axis + 1 + behind or shape[axis] != 1:
+        return None
+    shape = (*shape[:axis], *(1,) * mask.ndim, *shape[axis + 1 :])
+    given = broadcast(record(shaping.reshape(value._node, shape), value), x.shape)
+    condition = shaping.reshape(mask._node, (*(1,) * axis, *mask.shape, *(1,) * behind))
+    node = elementwise.where(broadcast_node(condition, x.shape), given._node, x._node)
+    return record(node, x, given, mask)
+
+
+def by_places(x: Tensor, places: Tensor, value: Tensor, distinct: bool) -> Tensor:
+    """`x` with values at places, which are numbers of its items; of two for one place, the later.
+
+    `distinct`: no place is there twice.
+    """
+    count = places.size
+    if not count or not x.size:
+        broadcast(value, places.shape)
+        return x
+    target = shaping.reshape(places._node, (count,))
+    values = shaping.reshape(broadcast(value, places.shape)._node, (count,))
+    numbers = _positions(count)  # of the values
+    if not distinct:
+        order = elementwise.cast(reducing.argsort(target, 0, False), dtypes.int64)
+        target = gather(target, order)
+        last = elementwise.not_equal(_part(target, 1, count), _part(target, 0, count - 1))
+        last = shaping.concat([last, elementwise.full((1,), dtypes.bool_, True)], 0)
+        target = elementwise.where(last, target, elementwise.like(target, x.size))  # which is out of range
+        numbers = order
+    one = elementwise.like(numbers, 1)
+    # For each item, the number of its value, from 1 on; 0 where it stays as it is.
+    taken = scatter_add(elementwise.add(numbers, one), target, x.size)
+    none = elementwise.like(taken, 0)
+    index = elementwise.maximum(elementwise.subtract(taken, elementwise.like(taken, 1)), none)
+    stays = elementwise.equal(taken, none)
+    node = elementwise.where(stays, shaping.reshape(x._node, (x.size,)), gather(values, index))
+    return record(shaping.reshape(node, x.shape), x, value, places)
+
+
+def numbered(x: Tensor) -> Tensor:
+    """The numbers of a tensor's items, in row-major order."""
+    return Tensor(shaping.reshape(_positions(x.size), x.shape), x.device)
+
+
+def _positions(count: int) -> Node:
+    return Node(creating.POSITIONS, (), {"count": count, "dtype": dtypes.int64})
+
+
+def _part(x: Node, start: int, stop: int) -> Node:
+    shape: Shape = (stop - start,)
+    return shaping.reshape(shaping.slice_(x, ((start, stop - start, 1),)), shape)

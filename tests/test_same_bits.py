@@ -1,0 +1,116 @@
+"""The same expression gives the same bits at every call, and a seed the same numbers under jit as outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import penstock as ps
+from penstock import Device, nn
+
+SHAPE = (300, 130)  # more than what NumPy computes as small
+
+EXPRESSIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
+    "sum": ps.sum,
+    "rows": lambda x: ps.sum(x, axis=1),
+    "columns": lambda x: ps.mean(x, axis=0),
+    "std": ps.std,
+    "exp": ps.exp,
+    "sin": ps.sin,
+    "divide": lambda x: x / 3,
+    "square root": lambda x: ps.sqrt(ps.abs(x)),
+    "power": lambda x: ps.abs(x) ** 1.7,
+    "a product and a sum": lambda x: x * 1.1 + 0.3,
+    "softmax": nn.functional.softmax,
+    "gelu": nn.functional.gelu,
+    "product of matrices": lambda x: x @ x.T,
+    "cumulative sum": lambda x: ps.cumulative_sum(x, axis=1),
+    "half precision": lambda x: ps.sum(x.astype(ps.float16) * 3, axis=0),
+    "moves": lambda x: ps.concat([x, -x], axis=0)[::2] + 1,
+    "gradient": ps.grad(lambda x: ps.sum(ps.tanh(x) ** 2)),
+}
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_each_call_gives_the_same_bits(device: Device, name: str) -> None:
+    values = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
+    results = [EXPRESSIONS[name](ps.asarray(values, device=device)).numpy().tobytes() for _ in range(3)]
+    assert results[0] == results[1] == results[2]
+
+
+def draws(generator: ps.random.Generator) -> list[Callable[[], ps.Tensor]]:
+    return [
+        lambda: generator.uniform((7, 5)),
+        lambda: generator.integers(-5, 1000, 33),
+        lambda: generator.bernoulli(0.3, (4, 9)),
+        lambda: generator.uniform(3, dtype=ps.float16),
+        lambda: generator.permutation(11),
+    ]
+
+
+def drawn(device: Device, jitted: Callable[[int], bool]) -> list[list[float]]:
+    """Ten draws of five kinds, some of them under jit."""
+    functions = draws(ps.random.Generator(5, device))
+    inside = [ps.jit(function) for function in functions]
+    return [
+        (inside if jitted(turn) else functions)[turn % len(functions)]().numpy().tolist()
+        for turn in range(10)
+    ]
+
+
+@pytest.mark.parametrize(
+    "jitted", [lambda turn: True, lambda turn: turn % 3 == 0, lambda turn: turn > 4, lambda turn: turn < 3]
+)
+def test_a_seed_gives_the_same_numbers_under_jit_as_outside(
+    device: Device, jitted: Callable[[int], bool]
+) -> None:
+    assert drawn(device, jitted) == drawn(device, lambda turn: False)
+
+
+def test_several_draws_of_one_jitted_function(device: Device) -> None:
+    def three(generator: ps.random.Generator) -> list[ps.Tensor]:
+        return [generator.uniform(9), generator.bernoulli(0.5, 40), generator.uniform((2, 3))]
+
+    one, other = ps.random.Generator(3, device), ps.random.Generator(3, device)
+    jitted = ps.jit(lambda: three(other))
+    for _ in range(3):
+        for expected, got in zip(three(one), jitted(), strict=True):
+            np.testing.assert_array_equal(got.numpy(), expected.numpy())
+    assert one.state() == other.state()
+
+
+def test_jitted_functions_of_one_generator_share_its_sequence(device: Device) -> None:
+    one, other = ps.random.Generator(3, device), ps.random.Generator(3, device)
+    first, second = ps.jit(lambda: other.uniform(6)), ps.jit(lambda: other.uniform(6) + 0)
+    for function in (first, second, second, first):
+        np.testing.assert_array_equal(function().numpy(), one.uniform(6).numpy())
+
+
+def test_a_state_goes_on_under_jit_and_outside(device: Device) -> None:
+    generator = ps.random.Generator(8, device)
+    jitted = ps.jit(lambda: generator.uniform(5))
+    jitted(), generator.uniform(2), jitted()
+    kept = generator.state()
+    expected = [jitted().numpy(), generator.uniform(5).numpy()]
+    generator.set_state(kept)
+    np.testing.assert_array_equal(generator.uniform(5).numpy(), expected[0])
+    np.testing.assert_array_equal(jitted().numpy(), expected[1])
+
+
+def test_dropout_and_the_weights_of_modules(device: Device) -> None:
+    before = ps.default_device()
+    ps.use(device)
+    try:
+        x = ps.ones((40, 50))
+        found = []
+        for wrap in (lambda f: f, ps.jit):
+            ps.random.manual_seed(4)
+            layer = wrap(nn.Dropout(0.4).__call__)
+            masks = [layer(x).numpy() for _ in range(2)]
+            found.append([*masks, nn.Linear(30, 20).weight.numpy()])
+        for eager, jitted in zip(*found, strict=True):
+            np.testing.assert_array_equal(eager, jitted)
+    finally:
+        ps.use(before)

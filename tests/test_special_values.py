@@ -1,0 +1,198 @@
+"""Elementwise functions at special values, in every lane of a vector; sigmoid and erf to the last digits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import DRIVERS, SMALL
+
+import penstock as ps
+from penstock import Device, nn
+
+F = nn.functional
+_UNARY = """exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
+floor ceil trunc round abs sign negative square"""
+_BINARY = "add subtract multiply divide pow atan2 hypot copysign maximum minimum"
+UNARY, BINARY = _UNARY.split(), _BINARY.split()
+LANES = 8
+MOST_ULPS = 4
+# Functions of float32 by which an OpenCL CPU gives 0 instead of a subnormal number: `exp` of less than -87.3.
+FLUSHED = ("exp",)
+
+
+def specials(dtype: Any) -> np.ndarray:
+    """Zeros, limits, and what is large for an angle."""
+    limits = np.finfo(dtype)
+    sizes = [
+        0,
+        limits.smallest_subnormal,
+        limits.tiny,
+        limits.eps,
+        0.5,
+        1,
+        3,
+        20,
+        88.5,
+        1000,
+        limits.max,
+        np.inf,
+    ]
+    if dtype != np.float16:
+        sizes += [2.0**22, 2.0**23 - 1, 2.0**23, 2.0**23 + 1, 1e10, 1e20, 1e30]
+    found = np.array(sizes, dtype)
+    return np.concatenate([found, -found, [np.array(np.nan, dtype)]])
+
+
+def in_every_lane(dtype: Any, values: np.ndarray) -> np.ndarray:
+    """Each value in each lane of a vector whose other lanes are ordinary, and some more: a row for each."""
+    ordinary = np.random.default_rng(0).uniform(1e-5, 1, (len(values) * LANES, LANES)).astype(dtype)
+    ordinary[1::2] *= np.array(-30, dtype)
+    lanes = np.tile(np.arange(LANES), len(values))
+    ordinary[np.arange(len(lanes)), lanes] = np.repeat(values, LANES)
+    return ordinary.reshape(-1)
+
+
+def check(name: str, got: np.ndarray, exact: np.ndarray, *inputs: np.ndarray, flushed: bool = False) -> None:
+    """Within a few units in the last place of an exact result, which is NaN, infinite or -0 where that is."""
+    dtype = got.dtype
+    with np.errstate(all="ignore"):
+        rounded = exact.astype(dtype)
+        unit = np.spacing(np.clip(np.abs(rounded), np.finfo(dtype).tiny, np.finfo(dtype).max))
+        error = np.abs(got.astype(exact.dtype) - exact) / unit.astype(exact.dtype)
+    same = (got == rounded) | (np.isnan(got) & np.isnan(rounded))
+    if flushed:
+        same |= (np.abs(rounded) < np.finfo(dtype).tiny) & (got == 0)
+    wrong = ~same & ~(error <= MOST_ULPS)
+    shown = [tuple(x[wrong][:3].tolist() for x in inputs), got[wrong][:3].tolist(), exact[wrong][:3].tolist()]
+    assert not wrong.any(), f"{name} of {shown[0]} is {shown[1]} and not {shown[2]}"
+    if name in ("maximum", "minimum"):
+        return  # 0 and -0 are equal, so either may be the result
+    zero = (got == 0) & (rounded == 0) & ~(flushed & (exact != 0))
+    np.testing.assert_array_equal(
+        np.signbit(got[zero]), np.signbit(rounded[zero]), f"the sign of {name}'s zero"
+    )
+
+
+def wide(dtype: Any) -> Any:
+    return np.longdouble if dtype == np.float64 else np.float64
+
+
+NUMPY = {
+    "asin": np.arcsin,
+    "acos": np.arccos,
+    "atan": np.arctan,
+    "asinh": np.arcsinh,
+    "acosh": np.arccosh,
+    "atanh": np.arctanh,
+    "pow": np.power,
+    "atan2": np.arctan2,
+}
+
+
+@pytest.fixture(scope="module")
+def opencl() -> Any:
+    made = Device.over(DRIVERS["opencl-device"](), SMALL)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_functions_of_one_input(opencl: Device, dtype: Any) -> None:
+    x = in_every_lane(dtype, specials(dtype))
+    functions = [getattr(ps, name) for name in UNARY]
+    results = ps.jit(lambda x: [function(x) for function in functions])(ps.asarray(x, device=opencl))
+    for name, result in zip(UNARY, results, strict=True):
+        with np.errstate(all="ignore"):
+            exact = NUMPY.get(name, getattr(np, name, None))(x.astype(wide(dtype)))
+        flushed = name in FLUSHED and dtype == np.float32
+        check(name, result.numpy(), exact, x, flushed=flushed)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_functions_of_two_inputs(opencl: Device, dtype: Any) -> None:
+    values = specials(dtype)
+    values = values[np.isnan(values) | (np.abs(values) < 1e25) | np.isinf(values)]  # no products overflow
+    first, second = (side.reshape(-1) for side in np.meshgrid(values, values))
+    x, y = in_every_lane(dtype, first), in_every_lane(dtype, second)
+    functions = [getattr(ps, name) for name in BINARY]
+    results = ps.jit(lambda x, y: [function(x, y) for function in functions])(
+        ps.asarray(x, device=opencl), ps.asarray(y, device=opencl)
+    )
+    for name, result in zip(BINARY, results, strict=True):
+        with np.errstate(all="ignore"):
+            exact = NUMPY.get(name, getattr(np, name, None))(x.astype(wide(dtype)), y.astype(wide(dtype)))
+        check(name, result.numpy(), exact, x, y)
+
+
+# Functions of networks, by NumPy and by kernels
+
+
+def both(device: Device, function: Callable[[ps.Tensor], ps.Tensor], x: np.ndarray) -> list[np.ndarray]:
+    """What NumPy, or a kernel without jit, makes of few items, and what a jitted kernel makes of them."""
+    tensor = ps.asarray(x, device=device)
+    return [call(tensor).numpy() for call in (function, ps.jit(function))]
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    e = np.exp(-np.abs(x))
+    return np.where(x < 0, e, 1) / (1 + e)
+
+
+RANGES = {np.float32: 87.0, np.float64: 700.0, np.float16: 16.0}
+ROUNDING = {np.float32: 2.0**-20, np.float64: 2.0**-49, np.float16: 2.0**-10}
+
+
+def dtypes(device: Device) -> list[Any]:
+    return [one for one in RANGES if one != np.float64 or device.capabilities.float64]
+
+
+def test_sigmoid_and_silu_are_exact_down_to_the_smallest_results(device: Device) -> None:
+    assert F.sigmoid(ps.asarray(-20.0, device=device)).item() == pytest.approx(2.0611536e-09, rel=1e-6)
+    for dtype in dtypes(device):
+        most = RANGES[dtype]
+        x = np.linspace(-most, most, 1001).astype(dtype)
+        exact, tolerance = x.astype(np.float64), ROUNDING[dtype]
+        smallest = 2 * float(np.finfo(dtype).smallest_subnormal)
+        chance = sigmoid(exact)
+        slope = chance * sigmoid(-exact)
+        expected = {
+            F.sigmoid: (chance, slope),
+            F.silu: (exact * chance, chance + exact * slope),
+        }
+        for function, (value, gradient) in expected.items():
+            for got in both(device, function, x):
+                np.testing.assert_allclose(got.astype(float), value, rtol=tolerance, atol=smallest)
+            for got in both(device, ps.grad(lambda x, f=function: ps.sum(f(x))), x):
+                # The slope of silu passes through 0.
+                near = tolerance * (2 if function is F.silu else 0)
+                np.testing.assert_allclose(
+                    got.astype(float), gradient, rtol=4 * tolerance, atol=near + smallest
+                )
+
+
+def test_sigmoid_of_infinities_and_nan(device: Device) -> None:
+    x = np.array([-np.inf, -1e30, 1e30, np.inf, np.nan], np.float32)
+    for got in both(device, F.sigmoid, x):
+        np.testing.assert_array_equal(got, [0, 0, 1, 1, np.nan])
+    for got in both(device, ps.grad(lambda x: ps.sum(F.sigmoid(x))), x):
+        np.testing.assert_array_equal(got, [0, 0, 0, 0, np.nan])
+
+
+def test_erf_to_the_last_digits(device: Device) -> None:
+    for dtype in dtypes(device):
+        parts = [np.linspace(-7, 7, 2001), 10.0 ** np.linspace(-30 if dtype != np.float16 else -4, 0, 200)]
+        x = np.concatenate(
+            [*parts, [0.0, -0.0, 0.5, 1.0, -1.0, 30.0, -30.0, np.inf, -np.inf, np.nan]]
+        ).astype(dtype)
+        exact = np.array([math.erf(float(number)) for number in x])
+        tolerance = {np.float32: 4e-7, np.float64: 1e-15, np.float16: 1e-3}[dtype]
+        for got in both(device, F.erf, x):
+            np.testing.assert_allclose(got.astype(float), exact, rtol=tolerance, atol=0)
+        slope = 2 / math.sqrt(math.pi) * np.exp(-(x.astype(np.float64) ** 2))
+        for got in both(device, ps.grad(lambda x: ps.sum(F.erf(x))), x):
+            smallest = 2 * float(np.finfo(dtype).tiny)
+            np.testing.assert_allclose(got.astype(float), slope, rtol=20 * tolerance, atol=smallest)
