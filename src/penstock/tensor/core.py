@@ -408,12 +408,17 @@ class Tensor:
             raise ValueError("nothing that this value was computed from requires a gradient")
         history = topological([self._node], through_values=True)
         leaves = [(node, tensor) for node in history if (tensor := leaf_of(node)) is not None]
-        refusing = [node for node in history if node.primitive.refuses]
+        refusing = [node for node in history if node.primitive.refuses or changed_since(node)]
         seed = None if gradient is None else broadcast(gradient, self.shape)._node
         parts = gradients(self._node, seed, [*(node for node, _ in leaves), *refusing])
         for node, part in zip(refusing, parts[len(leaves) :], strict=True):
-            if part is not None:
+            if part is not None and node.primitive.refuses:
                 raise TypeError(node.primitive.refuses)
+            if part is not None:
+                raise ValueError(
+                    f"a tensor of shape {node.shape} that requires a gradient was changed after this value "
+                    f"was computed from it; compute the value again, or call backward() before the change"
+                )
         for (_, tensor), part in zip(leaves, parts[: len(leaves)], strict=True):
             if part is not None:
                 before = tensor.grad
@@ -426,6 +431,8 @@ class Tensor:
         if requires and self.dtype.kind != "f":
             raise TypeError(f"gradients are for floating point, and the dtype is {self.dtype}")
         tensor = self._here()
+        if requires and leaf_of(tensor._actual_node) is tensor:
+            return self
         if requires or tensor._actual_requires_grad:
             # A node of its own: here gradients end, and jitted functions see that something is different.
             node = elementwise.stop(tensor._actual_node)
@@ -507,6 +514,13 @@ def leaf_of(node: Node) -> Tensor | None:
         return tensor
     capturing = capture.get()
     return tensor if capturing is not None and capturing.still_at(tensor, node) else None
+
+
+def changed_since(node: Node) -> bool:
+    """Whether a gradient ended here in a tensor that requires one and has another value by now."""
+    found = _leaves.get(node)
+    tensor = found() if found else None
+    return tensor is not None and tensor.requires_grad and leaf_of(node) is None
 
 
 def recording() -> bool:
