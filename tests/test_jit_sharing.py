@@ -65,6 +65,23 @@ def test_results_keep_what_is_written_over_later(device: Device) -> None:
     assert [result.tolist() for result in kept] == expected
 
 
+def test_a_gradient_for_a_value_that_its_tensor_no_longer_has_is_refused(device: Device) -> None:
+    w = given(device, 1, 2, 3).requires_grad_()
+    eager, jitted = ps.sum(w * w), ps.jit(lambda: ps.sum(w * w))()
+    w.requires_grad_()  # as it is
+    eager.backward()
+    assert w.grad is not None
+    assert w.grad.tolist() == [2, 4, 6]
+    with ps.no_grad():
+        w -= 1
+    for value in (eager, jitted):
+        with pytest.raises(ValueError, match=r"shape \(3,\) that requires a gradient was changed"):
+            value.backward()
+    assert w.grad.tolist() == [2, 4, 6]
+    w.requires_grad_(False)
+    eager.backward()  # which nobody asks for any more
+
+
 def test_a_function_that_changes_a_leaf_is_refused_whatever_was_captured_before(device: Device) -> None:
     """A tensor that requires a gradient may be a leaf at one call, and a result at another."""
     w, x = given(device, 1, 2, 3), given(device, 1, 1, 1).requires_grad_()

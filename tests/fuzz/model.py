@@ -24,10 +24,12 @@ class Leaf:
     """A value in which gradients end: that of one tensor, until the tensor is changed."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor = weakref.ref(tensor)
+        self.size = tensor._array.size
 
 
 _recording = [True]
+_depth: list[Any] = []  # the jitted function that is being called
 alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
 
 
@@ -93,7 +95,7 @@ class Tensor:
         sources = [self, value] if isinstance(value, Tensor) else [self]
         slopes = {}
         for leaf in {leaf for source in sources for leaf in source.slopes}:
-            matrix = self.slopes.get(leaf, np.zeros((self.array.size, leaf.tensor._array.size))).copy()
+            matrix = self.slopes.get(leaf, np.zeros((self.array.size, leaf.size))).copy()
             matrix[places.reshape(-1)] = 0
             if isinstance(value, Tensor) and leaf in value.slopes:
                 rows = np.broadcast_to(np.arange(given.size).reshape(given.shape), places.shape)
@@ -113,6 +115,8 @@ class Tensor:
         self.requires_grad = self.requires_grad or other.requires_grad
 
     def requires_grad_(self, requires: bool = True) -> Tensor:
+        if requires and self.requires_grad and self.leaf is not None:
+            return self
         self.requires_grad = requires
         if requires:
             self.leaf = Leaf(self)
@@ -126,9 +130,11 @@ class Tensor:
         if self.array.size != 1 or not self.requires_grad:
             raise MustRefuse("nothing requires a gradient")
         for leaf, matrix in self.slopes.items():
-            tensor = leaf.tensor
-            if tensor.leaf is not leaf or not tensor.requires_grad:
-                raise Stale
+            tensor = leaf.tensor()
+            if tensor is None or not tensor.requires_grad:
+                continue
+            if tensor.leaf is not leaf:
+                raise MustRefuse("the tensor was changed since")
             total = matrix.reshape(tensor.shape)
             if tensor.grad is not None:
                 total = total + tensor.grad.array
@@ -277,7 +283,7 @@ class Namespace:
         result = x.array @ y.array
         slopes: dict[Leaf, Array] = {}
         for leaf in {*x.slopes, *y.slopes}:
-            total = np.zeros((*result.shape, leaf.tensor._array.size))
+            total = np.zeros((*result.shape, leaf.size))
             if leaf in x.slopes:
                 total += np.einsum("ikl,kj->ijl", x.slopes[leaf].reshape(*x.shape, -1), y.array)
             if leaf in y.slopes:
@@ -298,9 +304,15 @@ class Namespace:
             return lambda given: Namespace.jit(given, donate=donate)
 
         def call(*args: Any) -> Any:
+            if _depth:
+                return function(*args)  # part of another, and nothing is given away
             given = [args[position] for position in positions]
             before = [tensor.array for tensor in given]
-            found = function(*args)
+            _depth.append(function)
+            try:
+                found = function(*args)
+            finally:
+                _depth.pop()
             result = Tensor(found.array, found.slopes, found.device)  # a fresh one, even of an argument
             result.requires_grad = found.requires_grad
             for tensor, array in zip(given, before, strict=True):

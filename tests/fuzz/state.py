@@ -28,6 +28,7 @@ LARGEST = 8.0
 REFUSALS = [
     (ValueError, "requires a gradient cannot change"),
     (ValueError, "nothing that this value was computed from requires a gradient"),
+    (ValueError, "was changed after this value was computed from it"),
     (ValueError, "donated"),
     (ValueError, "tensors are on"),
     (CaptureError, "runs on one device"),

@@ -17,7 +17,7 @@ from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.gradient import gradients
 from penstock.graph.node import DType, Node, Shape, leaf, topological
 from penstock.realize import explain as explain_nodes
-from penstock.realize import realize
+from penstock.realize import realize, waits_for_a_compiler
 from penstock.registry import default_device, find
 from penstock.runtime import Device
 from penstock.stream.future import Future
@@ -251,13 +251,25 @@ class Tensor:
 
     def numpy(self) -> npt.NDArray[Any]:
         """The values, as a NumPy array of their own. The device's copy stays valid."""
-        values = self.numpy_async().wait()
+        values = self._download().wait()
         for recorder in self.device.stream.recorders:
             recorder.fetched(values)
         return values
 
     def numpy_async(self) -> Future[npt.NDArray[Any]]:
-        """The values, as a future NumPy array."""
+        """The values, as a future NumPy array. Where a kernel has to be compiled first, a thread does it."""
+        node, device = self._node, self.device
+        profiled = bool(device.stream.recorders)  # which are told of this line only here
+        if capture.get() is not None or profiled or not waits_for_a_compiler(node, device):
+            return self._download()
+
+        def build() -> Future[npt.NDArray[Any]]:
+            realize([node], device)
+            return device.download(node.value, node.dtype, node.shape)
+
+        return device.in_background(build)
+
+    def _download(self) -> Future[npt.NDArray[Any]]:
         self._realize()
         return self.device.download(self._node.value, self.dtype, self.shape)
 
@@ -396,12 +408,17 @@ class Tensor:
             raise ValueError("nothing that this value was computed from requires a gradient")
         history = topological([self._node], through_values=True)
         leaves = [(node, tensor) for node in history if (tensor := leaf_of(node)) is not None]
-        refusing = [node for node in history if node.primitive.refuses]
+        refusing = [node for node in history if node.primitive.refuses or changed_since(node)]
         seed = None if gradient is None else broadcast(gradient, self.shape)._node
         parts = gradients(self._node, seed, [*(node for node, _ in leaves), *refusing])
         for node, part in zip(refusing, parts[len(leaves) :], strict=True):
-            if part is not None:
+            if part is not None and node.primitive.refuses:
                 raise TypeError(node.primitive.refuses)
+            if part is not None:
+                raise ValueError(
+                    f"a tensor of shape {node.shape} that requires a gradient was changed after this value "
+                    f"was computed from it; compute the value again, or call backward() before the change"
+                )
         for (_, tensor), part in zip(leaves, parts[: len(leaves)], strict=True):
             if part is not None:
                 before = tensor.grad
@@ -414,6 +431,8 @@ class Tensor:
         if requires and self.dtype.kind != "f":
             raise TypeError(f"gradients are for floating point, and the dtype is {self.dtype}")
         tensor = self._here()
+        if requires and leaf_of(tensor._actual_node) is tensor:
+            return self
         if requires or tensor._actual_requires_grad:
             # A node of its own: here gradients end, and jitted functions see that something is different.
             node = elementwise.stop(tensor._actual_node)
@@ -495,6 +514,13 @@ def leaf_of(node: Node) -> Tensor | None:
         return tensor
     capturing = capture.get()
     return tensor if capturing is not None and capturing.still_at(tensor, node) else None
+
+
+def changed_since(node: Node) -> bool:
+    """Whether a gradient ended here in a tensor that requires one and has another value by now."""
+    found = _leaves.get(node)
+    tensor = found() if found else None
+    return tensor is not None and tensor.requires_grad and leaf_of(node) is None
 
 
 def recording() -> bool:
