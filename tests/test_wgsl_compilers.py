@@ -58,7 +58,7 @@ def test_sums_and_differences_are_not_folded(real: Device, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", [*UNARY.split(), "abs", "sign", "negative", "copysign"])
 def test_functions_after_a_barrier(real: Device, name: str) -> None:
-    """Masked by 0x7fffffff, values come out wrong after a barrier where Mesa has LLVM 15."""
+    """Given another sign as bits, values come out wrong after a barrier where Mesa has LLVM 15."""
     rng = np.random.default_rng(5)
     a = (rng.integers(-20, 21, (6, 40)) / 64).astype(np.float32)  # of which all sums are exact
     x = ps.asarray(a, device=real)
@@ -71,6 +71,16 @@ def test_functions_after_a_barrier(real: Device, name: str) -> None:
         with np.errstate(all="ignore"):
             expected = np.asarray(exact(values.astype(np.float64), *more))
         assert units(function(given, *more).numpy(), expected).max(initial=0) < MOST_UNITS.get(name, 3.5)
+
+
+@pytest.mark.parametrize("name", ["atan2", "hypot", "pow", "copysign", "nextafter", "divide", "remainder"])
+def test_functions_of_a_value_and_itself(real: Device, name: str) -> None:
+    a = np.array([-3.0, -1.5, -1.0, -0.0, 0.0, 1.0, 2.5, 40.0, NAN, INF, -INF], np.float32)
+    x = ps.asarray(a, device=real)
+    with np.errstate(all="ignore"):
+        wide = a if name == "nextafter" else a.astype(np.float64)
+        expected = getattr(np, ALIASES.get(name, name))(wide, wide)
+    assert units(getattr(ps, name)(x, x).numpy(), expected).max() < 4
 
 
 @pytest.mark.parametrize(("narrow", "wide"), WIDENED)

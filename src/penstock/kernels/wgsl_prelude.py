@@ -21,9 +21,10 @@ fn is_nan(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u
 
 fn nan_of(x: f32) -> f32 { return bitcast<f32>(bitcast<u32>(x) | 0x7fc00000u); }
 
-// By abs(): masked, x comes out wrong after a barrier where Mesa's software Vulkan has LLVM 15.
+// By a choice: (bits & 0x7fffffff) | (sign & 0x80000000) is wrong in Mesa's software Vulkan with LLVM 15.
 fn with_sign(x: f32, sign: f32) -> f32 {
-    return bitcast<f32>(bitcast<u32>(abs(x)) | (bitcast<u32>(sign) & 0x80000000u));
+    let size = abs(x);
+    return select(size, -size, bitcast<u32>(sign) >= 0x80000000u);
 }
 
 fn largest(a: f32, b: f32) -> f32 {
