@@ -113,6 +113,9 @@ class Buffer:
         # The attributes are missing where __init__ or view() failed, or no memory was to be had.
         home, memory = getattr(self, "_home", None), getattr(self, "memory", None)
         if home is not None and memory is not None:
+            usage = memory.usage
+            if usage is not None and usage.batch is not None and not usage.batch.events:
+                usage.forget()  # the batch is done: idle memory must not keep native events
             home.release(memory)
 
     def __repr__(self) -> str:
