@@ -123,6 +123,10 @@ def resolve(name: str, python: str) -> int:
         "implementation_version": f"{python}.0",
     }
     markers.default_environment = lambda: there
+    if not markers.Marker(
+        f"python_version == '{python}' and sys_platform == '{says['sys_platform']}'"
+    ).evaluate():
+        raise SystemExit("this version of pip reads markers in another way: change how it is told")
     arguments = ["install", "--dry-run", "--ignore-installed", "-qq", "--no-input", "--only-binary=:all:"]
     arguments += ["--target", "nowhere", "--implementation", "cp", "--python-version", python]
     for tag in tags:

@@ -247,7 +247,7 @@ def test_code_is_kept_on_disk_within_bounds(tmp_path: Path) -> None:
     binaries.put("damaged", b"code")
     for path in tmp_path.iterdir():
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.warns(RuntimeWarning, match="was damaged: its kernels are compiled again"):
+    with pytest.warns(PenstockWarning, match="was damaged: its kernels are compiled again"):
         assert binaries.get("damaged") is None
     Binaries(tmp_path / "file" / "folder").put("x", b"code")
     (tmp_path / "taken").touch()

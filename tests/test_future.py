@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
+import numpy as np
 import pytest
+from conftest import DRIVERS
 
+import penstock as ps
 from penstock import Future, FutureState
-from penstock.errors import DeviceError
+from penstock.errors import CompileError, DeviceError
+from penstock.runtime import Device
 
 
 class Work:
@@ -112,3 +117,51 @@ def test_many_threads_may_wait_for_one_future() -> None:
 
 def test_a_future_that_is_ready_from_the_start() -> None:
     assert Future.ready("x").try_get() == "x"
+
+
+@pytest.mark.parametrize("kind", ["opencl-device", "host-far"])
+def test_numpy_async_does_not_wait_for_a_compiler(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device.over(DRIVERS[kind]())
+    x = ps.asarray(np.arange(6, dtype=np.float32), device=device)
+    compiling, goes_on = threading.Event(), threading.Event()
+    compile_ = device.compile
+
+    def slowly(*args: Any) -> Any:
+        compiling.set()
+        assert goes_on.wait(60)
+        return compile_(*args)
+
+    monkeypatch.setattr(device, "compile", slowly)
+    y = x * 3 + 1
+    future = y.numpy_async()  # would hang here
+    assert compiling.wait(60)
+    assert future.state is FutureState.PENDING
+    assert future.try_get() is None
+    with pytest.raises(TimeoutError):
+        future.wait(timeout=0.01)
+    goes_on.set()
+    x += 100  # values never change: what was asked for is what it was
+    np.testing.assert_array_equal(future.wait(), np.arange(6) * 3 + 1)
+    np.testing.assert_array_equal(y.numpy(), np.arange(6) * 3 + 1)
+    np.testing.assert_array_equal(x.numpy(), np.arange(6) + 100)
+    monkeypatch.undo()
+    assert (x * 3 + 1).numpy_async().wait().tolist() == [301, 304, 307, 310, 313, 316]
+    device.close()
+
+
+def test_an_error_of_the_compiler_is_the_futures(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device.over(DRIVERS["host-far"]())
+    x = ps.asarray(np.arange(6, dtype=np.float32), device=device)
+
+    def refuses(*_: Any) -> Any:
+        raise CompileError("no such thing")
+
+    monkeypatch.setattr(device, "compile", refuses)
+    future = (x * 3).numpy_async()
+    for _ in range(2):
+        with pytest.raises(CompileError, match="no such thing"):
+            future.wait()
+    assert future.state is FutureState.FAILED
+    monkeypatch.undo()
+    assert (x * 3).numpy_async().wait().tolist() == [0, 3, 6, 9, 12, 15]
+    device.close()

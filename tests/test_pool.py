@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.device.driver import Memory
-from penstock.errors import OutOfDeviceMemory
+from penstock.errors import OutOfDeviceMemory, SettingError
 from penstock.memory.pool import EXACT_FROM, GRANULE, BufferPool, size_class
 from penstock.memory.resource import Limit, Statistics
 from penstock.memory.trace import Trace
@@ -94,6 +94,39 @@ def test_a_class_keeps_as_many_blocks_as_its_capacity() -> None:
         pool.release(block)
     assert pool.stats().total_pooled == 25
     assert BufferPool(driver).capacity == 512
+
+
+def test_bounds_that_are_lowered_take_effect_at_once() -> None:
+    driver, clock = Bytes(), Clock()
+    pool = BufferPool(driver, clock=clock)
+    for memory in [pool.reserve(nbytes) for nbytes in [256] * 8 + [4096] * 8]:
+        pool.release(memory)
+    assert pool.stats().total_memory == driver.nbytes == 8 * (256 + 4096)
+    pool.capacity = 3
+    assert (pool.capacity, driver.nbytes) == (3, 3 * (256 + 4096))
+    pool.max_bytes = 2 * 4096
+    assert (pool.max_bytes, pool.stats().pooled_bytes) == (2 * 4096, driver.nbytes)
+    assert driver.nbytes <= 2 * 4096
+    clock.now += 20
+    pool.idle_seconds = 10
+    assert (pool.idle_seconds, driver.nbytes) == (10, 0)
+    held = pool.reserve(300)
+    pool.release(pool.reserve(256))
+    assert pool.stats().total_memory == driver.nbytes == held.nbytes + 256
+    pool.capacity = 0
+    assert pool.stats().total_memory == driver.nbytes == held.nbytes
+
+
+@pytest.mark.parametrize("name", ["capacity", "max_bytes", "idle_seconds"])
+@pytest.mark.parametrize("wrong", [-1, float("nan"), "many", None, True])
+def test_bounds_that_cannot_be_are_refused_and_change_nothing(name: str, wrong: object) -> None:
+    pool = BufferPool(Bytes())
+    before = getattr(pool, name)
+    with pytest.raises(SettingError, match=f"pool's {name}"):
+        setattr(pool, name, wrong)
+    assert getattr(pool, name) == before
+    pool.release(pool.reserve(256))
+    assert pool.stats().total_pooled == 1
 
 
 def test_the_pool_keeps_at_most_max_bytes_and_forgets_the_longest_idle_first() -> None:

@@ -148,13 +148,8 @@ def train(
         raise SettingError("a resumed run stays in its folder: --resume and --out do not go together")
     options: dict[str, dict[str, Any]] = {
         "data": {"path": data if data is None else str(Path(data).absolute())},
-        "run": {
-            "device": device,
-            "steps": steps,
-            "memory": memory,
-            "seed": seed,
-            "checkpoint_every": checkpoint_every,
-        },
+        "run": {"device": device, "steps": steps, "memory": memory, "seed": seed}
+        | {"checkpoint_every": checkpoint_every},
     }
     from penstock.train import Config
 

@@ -149,6 +149,10 @@ class Programs:
         """Whether NumPy computes it, and no kernel."""
         return not self._forced and structure.waits_for_no_compiler(self.seen(structure))
 
+    def builds(self, structure: Structure) -> bool:
+        """Whether computing it now would first build a program."""
+        return structure.key not in self._programs and not self.waits_for_no_compiler(structure)
+
     def known(self, structure: Structure) -> Program | None:
         """The program of a structure; None as long as building one would not pay."""
         key = structure.key
@@ -234,6 +238,13 @@ def _told(
     for recorder in device.stream.recorders:
         recorder.computed(run)
     return buffers, program
+
+
+def waits_for_a_compiler(node: Node, device: Device) -> bool:
+    """Whether computing a node now would first build a program."""
+    if not to_compute([node]):
+        return False
+    return programs(device).builds(Structure(to_compute([node])))
 
 
 def _alias(node: Node) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from penstock.config import Settings
 from penstock.device.driver import Capabilities, Driver
 from penstock.device.host import HostDriver, host_capabilities
-from penstock.errors import DeviceError, DeviceNotFound, DeviceUnavailable
+from penstock.errors import DeviceError, DeviceNotFound, DeviceUnavailable, PenstockWarning
 from penstock.runtime import Device, forked, in_use, refuse
 
 _registry_lock = threading.RLock()
@@ -62,7 +62,7 @@ def _best() -> Device:
     best = devices()[0]
     if best.capabilities.kind != "gpu":
         for why in _unusable.values():
-            warnings.warn(f"{why}; the default device is {best.name}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{why}; the default device is {best.name}", PenstockWarning, stacklevel=3)
     return best
 
 

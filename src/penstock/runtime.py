@@ -6,8 +6,9 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,7 @@ from penstock.stream.watching import Watched
 
 _MUCH_IDLE = 64 << 20  # bytes, worth waiting to give back
 
+T = TypeVar("T")
 in_use: weakref.WeakSet[Device] = weakref.WeakSet()  # opened, for the exit and for forks
 when_opened: list[Callable[[Device], None]] = []  # called with every device that is opened from then on
 
@@ -90,6 +92,7 @@ class Device:
         self.dispatcher: Any = None  # what places programs, where this one stands for several devices
         self._lock = threading.RLock()
         self._opened: _Opened | None = None
+        self._background: ThreadPoolExecutor | None = None  # builds what nobody waits for yet
 
     @classmethod
     def over(cls, driver: Driver, settings: Settings | None = None) -> Device:
@@ -354,6 +357,8 @@ class Device:
         if opened.stream.unavailable not in ("", why) or opened.closed:
             return
         opened.stream.close(why)
+        if self._background is not None:
+            self._background.shutdown()  # what it builds, it ends; what comes after that is refused
         opened.transfers.watching.clear()
         opened.stream.release_graphs()
         opened.transfers.release_staging()
@@ -419,8 +424,21 @@ class Device:
             owners=owners,
         )
 
+    def in_background(self, work: Callable[[], Future[T]]) -> Future[T]:
+        """What the future gives that `work` makes, which the device's own thread does, one after another.
+
+        The thread ends what it was given before the interpreter closes the devices.
+        """
+        self.stream.check_available()
+        with self._lock:
+            if self._background is None:
+                self._background = ThreadPoolExecutor(1, f"penstock {self.name}")
+            background = self._background
+        return Future.of_work(work, background.submit)
+
     def abandon(self) -> None:
         """In a forked child: refuse everything, and touch neither native objects nor inherited locks."""
+        self._background = None  # whose thread is the parent's
         assert self._opened is not None
         unregister(self)
         self._lock, self.running = threading.RLock(), threading.RLock()

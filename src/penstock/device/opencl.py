@@ -211,7 +211,9 @@ class OpenCLDriver(Driver):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)  # remarks of a compiler that succeeded
             # Drivers have caches on disk of their own; PyOpenCL's, which is never emptied, stays out.
-            return cl.Program(self._context, source).build(self._options, cache_dir=False)  # type: ignore[no-any-return,arg-type]
+            program = cl.Program(self._context, source)
+            program.build(self._options, cache_dir=False)  # type: ignore[arg-type]
+            return program
 
     def launch(
         self,

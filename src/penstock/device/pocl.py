@@ -11,6 +11,7 @@ import atexit
 import errno
 import hashlib
 import io
+import math
 import os
 import secrets
 import shutil
@@ -91,13 +92,16 @@ class PoclCache:
         with self._lock:
             self._unpack(key, kernels)
             before = set(self._folders())
-            built = build()
+            self._due = math.inf  # nobody who launches kernels meanwhile waits for the compiler
+            try:
+                built = build()
+            finally:
+                self._wait = _FIRST_SAVE_SECONDS
+                self._due = perf_counter() + self._wait
             new = [folder for folder in self._folders() if folder not in before]
             if len(new) == 1:  # none where PoCL had the program; several are not told apart
                 self._programs[new[0]] = _Program(key, kernels, frozenset())
                 self._unsaved.append(new[0])
-            self._wait = _FIRST_SAVE_SECONDS
-            self._due = perf_counter() + self._wait
             self._forget()
         return built
 
@@ -105,7 +109,7 @@ class PoclCache:
         """Keep what has run since programs were built. Costs a comparison, mostly."""
         if not self._unsaved or perf_counter() < self._due:
             return
-        with self._lock:
+        with self._lock, suppress(OSError):  # what cannot be kept is compiled again
             self._wait *= 2
             self._due = perf_counter() + self._wait
             self._unsaved = [folder for folder in self._unsaved if not self._save(folder)]
@@ -135,12 +139,14 @@ class PoclCache:
             self._unsaved.append(folder)
 
     def _forget(self) -> None:
-        """Remove the oldest whole programs from PoCL's folder: it has loaded what it needs of them."""
-        excess = len(self._programs) - _MAX_PROGRAMS
-        if excess > 0:
-            for folder in [name for name in self._programs if name not in self._unsaved][:excess]:
-                del self._programs[folder]
-                shutil.rmtree(self.folder / folder, ignore_errors=True)
+        """Remove the oldest programs from PoCL's folder: it has loaded what it needs of them."""
+        for folder in list(self._programs)[:-_MAX_PROGRAMS]:
+            with suppress(OSError):
+                self._save(folder)
+            if folder in self._unsaved:
+                self._unsaved.remove(folder)
+            del self._programs[folder]
+            shutil.rmtree(self.folder / folder, ignore_errors=True)
 
     def _folders(self) -> Iterator[str]:
         """The folders of programs: the two parts of their names."""

@@ -214,4 +214,5 @@ class AutoDevice(Device):
 
     def abandon(self) -> None:
         """In a forked child: the members are abandoned by themselves."""
+        self._background = None
         self.running = threading.RLock()

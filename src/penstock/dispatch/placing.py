@@ -104,6 +104,15 @@ class Dispatcher:
         """Whether the same was computed before, as far as it is remembered."""
         return structure.key in self._placed or structure.key in self._seen
 
+    def builds(self, structure: Structure) -> bool:
+        """Whether computing it now would first build a program."""
+        member = self._staying(structure)
+        if member is not None:
+            return programs(member).builds(structure)
+        forced = self._forced or self.dictate is not None
+        numpy = not forced and structure.waits_for_no_compiler(self.seen(structure))
+        return structure.key not in self._placed and not numpy
+
     def computed(self, structure: Structure, wanted: Sequence[Node]) -> tuple[list[Buffer], Program | None]:
         """The values of nodes, and a program that computed them, if NumPy did not."""
         numbers = structure.constants()

@@ -12,3 +12,6 @@ LONG = COSTLY - {PRIMITIVES["divide"], PRIMITIVES["sqrt"]}  # take longer than r
 AGAIN_NODES = 16  # as many are computed again at the same size, rather than stored
 MAX_NODES = 96  # in one group; beyond that a kernel takes long to compile and runs out of registers
 CHEAP_NODES = 6  # as many are computed again, at a smaller size, rather than stored
+MOST_ITEMS = (1 << 31) - (
+    1 << 20
+)  # of a value; beyond it places leave an int, even one that is a step further

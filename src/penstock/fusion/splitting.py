@@ -6,14 +6,15 @@ import math
 from collections.abc import Sequence
 
 from penstock.device.driver import Capabilities
+from penstock.fusion import costs
 from penstock.fusion.products import by_library
 from penstock.fusion.tallies import stretches
 from penstock.fusion.views import trailing
 from penstock.graph.contraction import MATMUL, matmul
 from penstock.graph.dtypes import HALVES, float32
-from penstock.graph.elementwise import add, cast
+from penstock.graph.elementwise import CAST, add, cast
 from penstock.graph.node import Node, Shape, topological
-from penstock.graph.reducing import REDUCTIONS, sum_
+from penstock.graph.reducing import REDUCTIONS, WIDE_SUM, sum_
 from penstock.graph.shaping import CONCAT, RESHAPE, permute, reshape, slice_
 
 _MIN_PART = 64  # items of a part; smaller ones cost more than they gain
@@ -37,7 +38,7 @@ def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
         inputs = tuple(new[parent] for parent in node.inputs)
         same = node if inputs == node.inputs else Node(node.primitive, inputs, node.attributes)
         if node.primitive in REDUCTIONS:
-            same = _in_parts(same, capabilities)
+            same = _wide_sum(same, capabilities) or _in_parts(same, capabilities)
         elif node.primitive is MATMUL:
             same = _product_in_parts(same, capabilities)
         elif node.primitive is CONCAT:
@@ -68,6 +69,19 @@ def _fits(inputs: Sequence[Node], capabilities: Capabilities) -> bool:
     """Whether a kernel can join values."""
     sizes = [one.nbytes for one in inputs]
     return sum(map(capabilities.bindings, [sum(sizes), *sizes])) <= capabilities.max_buffers
+
+
+def _wide_sum(node: Node, capabilities: Capabilities) -> Node | None:
+    """A sum of integers as wider ones, where no kernel computes it: then the wide ones are not stored."""
+    wide = node.inputs[0]
+    if node.primitive.name != "sum" or wide.primitive is not CAST or wide.dtype.kind not in "iu":
+        return None
+    narrow = wide.inputs[0]
+    by_kernel = capabilities.language != "numpy" and wide.size < costs.MOST_ITEMS
+    by_kernel = by_kernel and (capabilities.int64 or wide.dtype.itemsize < 8)
+    if wide.value is not None or by_kernel or narrow.dtype.kind not in "biu":
+        return None
+    return Node(WIDE_SUM, (narrow,), {"axes": node.attributes["axes"], "dtype": node.dtype})
 
 
 def _in_parts(node: Node, capabilities: Capabilities) -> Node:

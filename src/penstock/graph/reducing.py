@@ -80,6 +80,16 @@ def pairwise_sum(x: Array, axis: Axes) -> Array:
     return x
 
 
+def _wide_sum_rule(x: Node, *, axes: Axes, dtype: DType) -> tuple[Shape, DType]:
+    return _reduced(x, axes=axes)[0], dtype
+
+
+# Where NumPy adds up integers as wider ones: they are not written out before.
+WIDE_SUM = Primitive(
+    "wide_sum", _wide_sum_rule, lambda x, axes, dtype: np.asarray(np.sum(x, axis=axes, dtype=dtype.numpy))
+)
+
+
 def _extreme_gradient(g: Node, n: Node) -> tuple[Node]:
     """To the items that are extreme, in equal shares."""
     x, axes = n.inputs[0], n.attributes["axes"]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.device.driver import Capabilities
+from penstock.fusion import costs
 from penstock.fusion.clusters import ATTENTIONS
 from penstock.fusion.groups import Group
 from penstock.fusion.products import LIBRARY_DTYPES, by_library
@@ -39,8 +40,6 @@ from penstock.kernels.source import C_TYPES, UNIT, KernelSource
 from penstock.kernels.wgsl_expressions import wgsl_expression
 from penstock.kernels.wgsl_renderer import render_wgsl
 from penstock.kernels.wgsl_steps import has_short_loops
-
-_MOST_ITEMS = (1 << 31) - (1 << 20)  # beyond which places leave an int, even one that is a step further
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     if isinstance(node.primitive, RawPrimitive):
         return True  # for itself, with the other outputs of its kernel
     values = (node, *node.inputs)
-    if not all(_has(str(one.dtype), capabilities) and 0 < one.size < _MOST_ITEMS for one in values):
+    if not all(_has(str(one.dtype), capabilities) and 0 < one.size < costs.MOST_ITEMS for one in values):
         return False
     if capabilities.language == "wgsl" and not has_short_loops(node, capabilities):
         return False

@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any
 
 from penstock.device.driver import Event, Memory
-from penstock.errors import OutOfDeviceMemory
+from penstock.errors import OutOfDeviceMemory, SettingError
 from penstock.memory.resource import Resource, Statistics
 
 GRANULE = 256  # bytes; the unit of every size, and the least that a request takes
@@ -51,6 +51,11 @@ class PoolStatistics:
     peak_bytes: int  # the most that was ever in the callers' hands
 
     @property
+    def total_memory(self) -> int:
+        """Bytes taken from the driver: live and pooled."""
+        return self.live_bytes + self.pooled_bytes
+
+    @property
     def reuse_count(self) -> int:
         """Requests that needed no allocation."""
         return self.hits
@@ -64,6 +69,13 @@ class PoolStatistics:
     def fragmentation(self) -> float:
         """The share of the bytes taken from the driver that nobody uses at the moment."""
         return self.pooled_bytes / max(self.pooled_bytes + self.live_bytes, 1)
+
+
+def _at_least_0(name: str, value: float) -> float:
+    """A bound of a pool, or a SettingError that names it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise SettingError(f"the pool's {name} is a number of 0 or more, and {value!r} was given")
+    return value
 
 
 class Owner:
@@ -86,9 +98,9 @@ class BufferPool:
         is_done: Callable[[Event], bool] = lambda event: True,
         wait: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        self.capacity = capacity
-        self.max_bytes = max_bytes
-        self.idle_seconds = idle_seconds
+        self._capacity = int(_at_least_0("capacity", capacity))
+        self._max_bytes = _at_least_0("max_bytes", max_bytes)
+        self._idle_seconds = _at_least_0("idle_seconds", idle_seconds)
         self._counted = Statistics(upstream)
         self._clock = clock
         self._is_done = is_done
@@ -106,6 +118,48 @@ class BufferPool:
         self._misses = 0
         self._live = 0
         self._peak = 0
+
+    @property
+    def capacity(self) -> int:
+        """The most idle blocks of a size class. What is over a new one is given back at once."""
+        return self._capacity
+
+    @capacity.setter
+    def capacity(self, capacity: int) -> None:
+        if isinstance(capacity, float):
+            raise SettingError(f"the pool's capacity is a whole number of blocks, and {capacity} was given")
+        with self._lock:
+            self._capacity = int(_at_least_0("capacity", capacity))
+            self._collect()
+            for blocks in self._idle.values():
+                for _ in range(len(blocks) - self._capacity):
+                    self._give_back(blocks)
+            self._forget_empty_classes()
+            self._free_leaving()
+
+    @property
+    def max_bytes(self) -> float:
+        """The most idle bytes. What is over a new bound is given back at once, the longest idle first."""
+        return self._max_bytes
+
+    @max_bytes.setter
+    def max_bytes(self, max_bytes: float) -> None:
+        with self._lock:
+            self._max_bytes = _at_least_0("max_bytes", max_bytes)
+            self._collect()
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long a block may idle. What has idled for longer than a new bound is given back at once."""
+        return self._idle_seconds
+
+    @idle_seconds.setter
+    def idle_seconds(self, idle_seconds: float) -> None:
+        with self._lock:
+            self._idle_seconds = _at_least_0("idle_seconds", idle_seconds)
+            self._collect()
+            now = self._next_sweep = self._clock()
+            self._expire(now)
 
     def reserve(self, nbytes: int, unused: bool = False) -> Memory:
         """Memory of at least `nbytes` bytes, idle or new, for a kernel to write. Raises OutOfDeviceMemory.
@@ -254,14 +308,14 @@ class BufferPool:
 
     def _collect(self) -> None:
         """Sort what was released into the classes, and keep to the bounds."""
-        returned, classes, capacity, now = self._returned, self._idle, self.capacity, self._clock()
+        returned, classes, capacity, now = self._returned, self._idle, self._capacity, self._clock()
         while returned:
             memory = returned[0]
             nbytes = memory.nbytes
             idle = classes.get(nbytes)
             if idle is None:
                 # A block made to measure would never be found again: no request is of its class.
-                keeps = size_class(nbytes) == nbytes <= self.max_bytes
+                keeps = size_class(nbytes) == nbytes <= self._max_bytes
                 idle = classes.setdefault(nbytes, []) if keeps else None
             if idle is None or len(idle) >= capacity:
                 self._give_back(returned, 0)
@@ -270,8 +324,8 @@ class BufferPool:
                 idle += (memory,)
                 del returned[0]
             self._live -= nbytes
-        if self._idle_bytes() > self.max_bytes:
-            self._shrink(self.max_bytes)
+        if self._idle_bytes() > self._max_bytes:
+            self._shrink(self._max_bytes)
         self._free_leaving()
 
     def _give_back(self, blocks: list[Memory] | deque[Memory], position: int = 0) -> int:
@@ -314,10 +368,10 @@ class BufferPool:
     def _expire(self, now: float) -> int:
         if now < self._next_sweep:
             return 0
-        self._next_sweep = now + self.idle_seconds / 2
+        self._next_sweep = now + self._idle_seconds / 2
         freed = 0
         for blocks in self._idle.values():
-            stale = sum(memory.idle_since < now - self.idle_seconds for memory in blocks)
+            stale = sum(memory.idle_since < now - self._idle_seconds for memory in blocks)
             freed += sum(self._give_back(blocks) for _ in range(stale))
         self._forget_empty_classes()
         self._free_leaving()

@@ -39,6 +39,41 @@ class Future(Generic[T]):
         future._settle()
         return future
 
+    @classmethod
+    def of_work(
+        cls, work: Callable[[], Future[T]], start: Callable[[Callable[[], None]], object]
+    ) -> Future[T]:
+        """What the future gives that `work` makes, which `start` has called by another thread."""
+        busy = (
+            threading.Lock()
+        )  # until the work is done; waited for by `with`, which an interrupt leaves free
+        busy.acquire()
+        outcome: list[Future[T] | BaseException] = []
+
+        def run() -> None:
+            try:
+                outcome.append(work())
+            except BaseException as error:
+                outcome.append(error)
+            finally:
+                busy.release()
+
+        def poll() -> bool:
+            return not busy.locked() and (isinstance(outcome[0], BaseException) or outcome[0].is_ready())
+
+        def block() -> None:
+            with busy:
+                pass
+
+        def finish() -> T:
+            block()
+            if isinstance(outcome[0], BaseException):
+                raise outcome[0]
+            return outcome[0].wait()
+
+        start(run)
+        return cls(poll, block, finish)
+
     @property
     def state(self) -> FutureState:
         """Pending, ready or failed, as of now."""

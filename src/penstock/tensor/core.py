@@ -17,7 +17,7 @@ from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.gradient import gradients
 from penstock.graph.node import DType, Node, Shape, leaf, topological
 from penstock.realize import explain as explain_nodes
-from penstock.realize import realize
+from penstock.realize import realize, waits_for_a_compiler
 from penstock.registry import default_device, find
 from penstock.runtime import Device
 from penstock.stream.future import Future
@@ -251,13 +251,25 @@ class Tensor:
 
     def numpy(self) -> npt.NDArray[Any]:
         """The values, as a NumPy array of their own. The device's copy stays valid."""
-        values = self.numpy_async().wait()
+        values = self._download().wait()
         for recorder in self.device.stream.recorders:
             recorder.fetched(values)
         return values
 
     def numpy_async(self) -> Future[npt.NDArray[Any]]:
-        """The values, as a future NumPy array."""
+        """The values, as a future NumPy array. Where a kernel has to be compiled first, a thread does it."""
+        node, device = self._node, self.device
+        profiled = bool(device.stream.recorders)  # which are told of this line only here
+        if capture.get() is not None or profiled or not waits_for_a_compiler(node, device):
+            return self._download()
+
+        def build() -> Future[npt.NDArray[Any]]:
+            realize([node], device)
+            return device.download(node.value, node.dtype, node.shape)
+
+        return device.in_background(build)
+
+    def _download(self) -> Future[npt.NDArray[Any]]:
         self._realize()
         return self.device.download(self._node.value, self.dtype, self.shape)
 
