@@ -23,7 +23,7 @@ from penstock.device import cuda
 from penstock.device.binaries import Binaries
 from penstock.device.cuda import CudaDriver
 from penstock.device.host import HostDriver
-from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
+from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory, PenstockWarning
 
 
 @pytest.fixture
@@ -246,7 +246,8 @@ def test_compiled_code_is_kept_and_damaged_code_made_again(device: Device, tmp_p
     (kept,) = tmp_path.iterdir()
     before = kept.read_bytes()
     kept.write_bytes(b"nothing of use")
-    compiled(device)
+    with pytest.warns(PenstockWarning, match="was damaged"):
+        compiled(device)
     assert kept.read_bytes() == before
     with pytest.raises(CompileError, match="4 bytes"):
         device.compile(source_for(device), {"fill": ("int32*", "int64", "int32")})

@@ -270,6 +270,21 @@ def test_what_changed_its_inputs_refuses(device: Device) -> None:
     assert all(one.requires_grad for one in losses)
 
 
+def test_an_argument_in_whose_new_value_gradients_would_end_refuses(device: Device) -> None:
+    def changed(a: ps.Tensor) -> ps.Tensor:
+        with ps.no_grad():
+            a *= 0.5
+        return (a * a).sum()
+
+    (x,) = at(device, [1, 2, 3])
+    x.requires_grad_()
+    result = ps.jit(changed)(x)
+    np.testing.assert_array_equal(x.numpy(), [0.5, 1, 1.5])
+    with pytest.raises(TypeError, match="changes tensors in place"):
+        result.backward()
+    assert x.grad is None
+
+
 def test_a_function_that_calls_backward_itself_refuses(device: Device) -> None:
     (weight,) = at(device, [1.0, 2.0])
     weight.requires_grad_()

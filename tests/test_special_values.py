@@ -196,3 +196,36 @@ def test_erf_to_the_last_digits(device: Device) -> None:
         for got in both(device, ps.grad(lambda x: ps.sum(F.erf(x))), x):
             smallest = 2 * float(np.finfo(dtype).tiny)
             np.testing.assert_allclose(got.astype(float), slope, rtol=20 * tolerance, atol=smallest)
+
+
+@pytest.mark.parametrize("kind", ["u", "i"])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_shifts_by_more_bits_than_there_are(opencl: Device, kind: str, size: int) -> None:
+    dtype = np.dtype(f"{kind}{size}")
+    ends = np.iinfo(dtype)
+    values = np.array([ends.min, ends.min + 1, 0, 1, 2, ends.max - 1, ends.max], dtype)
+    x, shift = np.meshgrid(values, np.arange(8 * size + 4).astype(dtype))
+    results = ps.jit(lambda x, y: [ps.bitwise_right_shift(x, y), ps.bitwise_left_shift(x, y)])(
+        ps.asarray(x, device=opencl), ps.asarray(shift, device=opencl)
+    )
+    for result, function in zip(results, (np.right_shift, np.left_shift), strict=True):
+        np.testing.assert_array_equal(result.numpy(), function(x, shift))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_fractional_powers_of_minus_infinity(opencl: Device, jitted: bool) -> None:
+    x = ps.full((37,), -np.inf, device=opencl)
+    power = ps.jit(ps.pow) if jitted else ps.pow
+    assert np.all(power(x, 0.5).numpy() == np.inf)
+    assert np.all(power(x, -2.5).numpy() == 0)
+    assert np.all(np.isnan(power(x, np.nan).numpy()))
+
+
+@pytest.mark.parametrize(("dtype", "x"), [(np.float32, -90.0), (np.float64, -712.0), (np.float64, -30.0)])
+def test_silu_far_below_0(opencl: Device, dtype: Any, x: float) -> None:
+    wanted = np.longdouble(x) * np.exp(np.longdouble(x))
+    for silu in (ps.nn.functional.silu, ps.jit(ps.nn.functional.silu)):
+        got = silu(ps.asarray(np.full(5, x, dtype), device=opencl)).numpy()
+        np.testing.assert_allclose(
+            got.astype(np.longdouble), wanted, rtol=2e-5 if dtype == np.float32 else 1e-12
+        )

@@ -367,6 +367,10 @@ def function(name: str, *given: Any) -> Value:
         if name == "pow" and given[0].array.dtype.kind in "iu":
             return Value(np.power(*_arrays(name, given)))
         exact = np.asarray(getattr(np, FUNCTIONS[name])(*map(wide, arrays)))
+        if name == "pow":  # which NumPy gives as NaN with some instruction sets
+            base, exponent = np.broadcast_arrays(*arrays)
+            lost = np.isneginf(base) & np.isnan(exact) & ~np.isnan(exponent)
+            exact = np.where(lost, np.where(exponent > 0, np.inf, 0), exact).astype(exact.dtype)
         return off(exact, arrays[0].dtype, UNITS.get(name, OTHER_UNITS))
 
 

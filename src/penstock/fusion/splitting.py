@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from penstock.device.driver import Capabilities
 from penstock.fusion import costs
-from penstock.fusion.products import by_library
 from penstock.fusion.tallies import stretches
 from penstock.fusion.views import trailing
 from penstock.graph.contraction import MATMUL, matmul
@@ -128,7 +127,7 @@ def _product_in_parts(node: Node, capabilities: Capabilities) -> Node:
 
 def _most_products(node: Node, capabilities: Capabilities) -> int:
     """How long the inner axis of a product may be."""
-    by_itself = capabilities.vector_width > 1 or by_library(node, capabilities) or node.dtype in HALVES
+    by_itself = capabilities.vector_width > 1 or node.dtype in HALVES
     return _LONGEST_PRODUCTS if by_itself or min(node.shape[-2:]) > _FEW else _MOST_PRODUCTS
 
 

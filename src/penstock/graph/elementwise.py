@@ -110,6 +110,15 @@ def _floor_divide(x: Array, y: Array) -> Array:
     return np.where(np.isfinite(x) & np.isfinite(y), result, np.floor(x / y))
 
 
+def _power(x: Array, y: Array) -> Array:
+    """NumPy's, which gives NaN for a fractional power of -inf with some instruction sets: it is inf, or 0."""
+    result = np.power(x, y)
+    if x.dtype.kind != "f":
+        return result
+    lost = np.isneginf(x) & np.isnan(result) & ~np.isnan(y)
+    return np.where(lost, np.where(y > 0, np.inf, 0), result).astype(x.dtype) if lost.any() else result
+
+
 # One input
 
 PRIMITIVES["stop"] = Primitive("stop", same, lambda x: x, lambda g, n: (None,), stops=True, unchanged=True)
@@ -178,7 +187,7 @@ floor_divide: Apply = _row("floor_divide", _floor_divide, lambda g, n: (None, No
 remainder: Apply = _row(
     "remainder", np.remainder, lambda g, n: (g, negative(multiply(g, floor(divide(*n.inputs)))))
 )
-pow_: Apply = _row("pow", np.power, lambda g, n: _pow_gradient(g, n, *n.inputs))
+pow_: Apply = _row("pow", _power, lambda g, n: _pow_gradient(g, n, *n.inputs))
 atan2: Apply = _row("atan2", np.arctan2, lambda g, n: _atan2_gradient(g, *n.inputs))
 hypot: Apply = _row("hypot", np.hypot, lambda g, n: [multiply(g, _direction(x, n)) for x in n.inputs])
 copysign: Apply = _row("copysign", np.copysign, lambda g, n: (_copysign_gradient(g, *n.inputs), None))

@@ -84,9 +84,9 @@ _WHOLE = {
 _WRAPPING = {"add": "{0} + {1}", "subtract": "{0} - {1}", "multiply": "{0} * {1}", "negative": "0 - {0}"}
 _WHOLE_SCALAR = {
     "bitwise_left_shift": "((ulong){1} >= {bits} ? ({T})0 : ({T})(({U}){0} << {1}))",
-    "bitwise_right_shift": "({0} >> ((ulong){1} >= {bits} ? {bits} - 1 : (int){1}))",
 }
 _SIGNED_SCALAR = {
+    "bitwise_right_shift": "({0} >> ((ulong){1} >= {bits} ? {bits} - 1 : (int){1}))",
     "abs": "({0} < 0 ? ({T})(0 - ({U}){0}) : {0})",
     "sign": "(({0} > 0) - ({0} < 0))",
     # Division by 0 gives 0, as in NumPy; by -1 it might overflow, which stops a CPU.
@@ -96,6 +96,7 @@ _SIGNED_SCALAR = {
     "({T})({0} % {1} + ({0} % {1} != 0 && ({0} < 0) != ({1} < 0) ? {1} : 0)))",
 }
 _UNSIGNED_SCALAR = {
+    "bitwise_right_shift": "((ulong){1} >= {bits} ? ({T})0 : ({T})({0} >> {1}))",
     "abs": "({0})",
     "sign": "({T})({0} != 0)",
     "floor_divide": "({1} == 0 ? ({T})0 : {0} / {1})",

@@ -33,16 +33,17 @@ def relu(x: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), exact where it is near 0, too."""
+    """1 / (1 + exp(-x)), exact down to the smallest numbers."""
     return _with_slope(_sigmoid, _sigmoid_slope, x)
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    return 1 / (exp(-x) + 1)  # an exponential that overflows gives 0, as it should
+    """By an exponential that is at most 1, so that nothing cancels or overflows."""
+    e = exp(-abs_(x))
+    return where(x < 0, e, 1) / (e + 1)
 
 
 def _sigmoid_slope(x: Tensor) -> Tensor:
-    """The same on both sides of 0, so that nothing cancels or overflows."""
     e = exp(-abs_(x))
     return e / ((e + 1) * (e + 1))
 

@@ -158,7 +158,7 @@ def _gradients(
     found = [tracing.of_node(node) for node in topological(nodes, through_values=True)]
     reached = [one for one in found if one is not None and one.first.tracked]
     why = ""
-    if any(one.origin.outside is not None and one.changed for one in reached):
+    if any(one.changed and (one.origin.outside is not None or _ends_anew(one)) for one in reached):
         why = "changes tensors in place that the result was computed from"
     elif any(one.grad_assigned and one.tensor._actual_grad is not None for one in tracing.stand_ins):
         why = "calls backward() itself"
@@ -177,6 +177,11 @@ def _gradients(
         or (one.origin.outside is not None and not one.changed and not one.grad_assigned)
     ]
     return [refused if tensor.requires_grad else None for tensor in outputs], list(dict.fromkeys(reads))
+
+
+def _ends_anew(argument: StandIn) -> bool:
+    """Whether gradients end in the value that an argument was given, as outside of a jitted function."""
+    return leaf_of(argument.tensor._actual_node) is argument.tensor
 
 
 def _differentiable(
