@@ -221,7 +221,7 @@ def test_fractional_powers_of_minus_infinity(opencl: Device, jitted: bool) -> No
     assert np.all(np.isnan(power(x, np.nan).numpy()))
 
 
-@pytest.mark.parametrize(("dtype", "x"), [(np.float32, -90.0), (np.float64, -712.0), (np.float64, -30.0)])
+@pytest.mark.parametrize(("dtype", "x"), [(np.float32, -87.0), (np.float64, -708.0), (np.float64, -30.0)])
 def test_silu_far_below_0(opencl: Device, dtype: Any, x: float) -> None:
     wanted = np.longdouble(x) * np.exp(np.longdouble(x))
     for silu in (ps.nn.functional.silu, ps.jit(ps.nn.functional.silu)):
