@@ -99,3 +99,15 @@ def test_a_function_that_changes_a_leaf_is_refused_whatever_was_captured_before(
     with pytest.raises(ValueError, match="requires a gradient cannot change"):
         change(x)
     assert w.tolist() == [2, 2, 2]
+
+
+def test_a_donated_argument_that_is_a_result_as_it_is(device: Device) -> None:
+    w, x = given(device, 0, 0, 0), given(device, 0.25, 0.5, 1)
+
+    def change(a: Tensor) -> Tensor:
+        w[...] = ps.tanh(a)
+        return +a
+
+    result = ps.jit(donate=0)(change)(x)
+    assert result.tolist() == [0.25, 0.5, 1]
+    np.testing.assert_allclose(w.numpy(), np.tanh([0.25, 0.5, 1]), rtol=1e-5)

@@ -42,3 +42,12 @@ def test_sums_along_axes_and_their_wrapping(device: Device, monkeypatch: pytest.
         found = ps.jit(lambda x, axis=axis: ps.sum(x, axis=axis))(x)
         assert found.dtype == ps.int64
         np.testing.assert_array_equal(found.numpy(), values.sum(axis=axis, dtype=np.int64))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
+def test_the_smallest_number_negated_is_itself(device: Device, dtype: str) -> None:
+    values = np.array([[np.iinfo(dtype).min, -1, 3, -7]] * 3, dtype)
+    x = ps.asarray(values, device=device)
+    negated, size = ps.jit(lambda x: (ps.prod(-x, axis=1), ps.sum(ps.abs(x), axis=1)))(x)
+    np.testing.assert_array_equal(negated.numpy(), np.prod(-values, axis=1, dtype=np.int64))
+    np.testing.assert_array_equal(size.numpy(), np.sum(np.abs(values), axis=1, dtype=np.int64))

@@ -96,6 +96,10 @@ class _Thread:
                         self._differences[one.name] = inputs[0], inputs[1]
                     if one.operation == "exp" and one.inputs[0] in self._differences:
                         text = "QUICK_EXP_LESS({}, {})".format(*self._differences[one.inputs[0]])
+                if one.type.dtype in ("int8", "int16") and one.operation in ("negative", "abs"):
+                    negated = f"NEGATE_{one.type.dtype.upper()}({inputs[0]})"
+                    is_abs = one.operation == "abs"
+                    text = f"({inputs[0]} < 0 ? {negated} : {inputs[0]})" if is_abs else negated
                 if one.operation.startswith("round_"):
                     self._rounded[one.name, one.operation.removeprefix("round_")] = one.inputs[0]
                 return [self._named(one.type, one.name, text)]

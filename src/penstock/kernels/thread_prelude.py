@@ -57,6 +57,8 @@ _OPENCL = """
 #define FLOAT16_PAIR(a, b) TWO_SHORTS(float_half(a), float_half(b))
 #define LOCAL_NEXT(counter) atomic_inc(&counter)
 #define FORGET(word)
+#define NEGATE_INT8(x) ((char)(0 - (uchar)(x)))
+#define NEGATE_INT16(x) ((short)(0 - (ushort)(x)))
 #define MAXIMUM(a, b) (((a) > (b)) | ((a) != (a)) ? (a) : (b))
 #define MINIMUM(a, b) (((a) < (b)) | ((a) != (a)) ? (a) : (b))
 #define QUICK_EXP(x) exp(x)
@@ -109,6 +111,17 @@ _CUDA = """
             x = combined; \\
         } \\
     }
+// The compiler must not see what is negated: widened, the smallest number would lose its sign.
+DEVICE char NEGATE_INT8(char x) {
+    int y = -x;
+    asm("" : "+r"(y));
+    return (char)y;
+}
+DEVICE short NEGATE_INT16(short x) {
+    int y = -x;
+    asm("" : "+r"(y));
+    return (short)y;
+}
 DEVICE float QUICK_EXP(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
@@ -163,4 +176,13 @@ DEVICE ushort float_half(float x) {
 """
 THREAD_PRELUDES = {"opencl": _WORDS + _OPENCL + _TANH, "cuda": _WORDS + _CUDA + _TANH}
 # A text that has none of these words needs no prelude.
-THREAD_WORDS = ("EACH_LANE(", "LOCAL_NEXT(", "FOLD_THREADS(", "MAXIMUM(", "MINIMUM(", "tanh_1(", "QUICK_")
+THREAD_WORDS = (
+    "EACH_LANE(",
+    "LOCAL_NEXT(",
+    "FOLD_THREADS(",
+    "MAXIMUM(",
+    "MINIMUM(",
+    "tanh_1(",
+    "QUICK_",
+    "NEGATE_",
+)

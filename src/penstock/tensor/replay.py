@@ -362,8 +362,8 @@ class Captured:
                     settled.add(place)
         for at, source in enumerate(self.inputs) if self.donated else ():
             if isinstance(source, Origin) and source.argument in self.donated and not inputs[at].shared:
-                if sys.getrefcount(arguments[source.argument]._actual_node) > 2:
-                    continue  # something that was recorded reads it later
+                if source in self.wanted or sys.getrefcount(arguments[source.argument]._actual_node) > 2:
+                    continue  # it is a result as it is, or something that was recorded reads it later
                 free = [one for one in self.wanted if isinstance(one, int) and one not in over]
                 found = next((one for one in free if ways.may(one, at)), None)
                 if found is not None:
