@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,6 +20,9 @@ from penstock.device.host import HostDriver
 from penstock.device.opencl import OpenCLDriver, best_memory_kind, find_devices
 from penstock.errors import DeviceError
 from penstock.runtime import Device
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SIGNATURES = {
     "fill": ("int32*", "int32", "int32"),

@@ -15,6 +15,7 @@ import penstock as ps
 from penstock import Device
 from penstock.config import Settings
 from penstock.graph import elementwise
+from penstock.registry import find
 from penstock.tensor import arithmetic
 
 KINDS = ["host", "opencl-svm" if "opencl-svm" in DRIVERS else "opencl-device", *WEBGPU_KINDS]
@@ -64,7 +65,7 @@ def test_the_reference_knows_every_elementwise_function() -> None:
 def test_a_wrong_value_is_found_and_the_program_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = ps.tanh
     monkeypatch.setattr(ps, "tanh", lambda x: broken(x) * 1.001)
-    count = fuzz(values.ValueFuzzer(ps.use("host")), 1, programs=300)
+    count = fuzz(values.ValueFuzzer(find("host")), 1, programs=300)
     (failure,) = count.failures
     assert "ps.tanh" in str(failure)
     assert len(failure.lines) <= 5
@@ -72,7 +73,7 @@ def test_a_wrong_value_is_found_and_the_program_made_short(monkeypatch: pytest.M
 
 def test_a_lost_change_is_found_and_the_program_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ps.Tensor, "__imul__", lambda self, other: self)
-    count = fuzz(state.StateFuzzer(ps.use("host")), 1, programs=300)
+    count = fuzz(state.StateFuzzer(find("host")), 1, programs=300)
     (failure,) = count.failures
     assert "*=" in str(failure)
     assert len(failure.lines) < 10
