@@ -25,6 +25,7 @@ from penstock.memory.resource import Resource, Statistics
 
 GRANULE = 256  # bytes; the unit of every size, and the least that a request takes
 EXACT_FROM = 1 << 20  # bytes; larger requests are rounded to the granule alone
+_AHEAD = 4  # blocks of one size that may wait for the device before one of them is taken again
 
 
 @lru_cache(maxsize=4096)
@@ -278,14 +279,21 @@ class BufferPool:
         return True
 
     def _idle_block(self, nbytes: int, unused: bool) -> Memory | None:
-        """An idle block for a request, the one that came back last; None if there is none that is usable."""
+        """An idle block for a request, the one that came back last; None if there is none that is usable.
+
+        Where many wait for the device, the oldest is taken all the same: its next command waits for the last.
+        """
         idle = self._idle.get(size_class(nbytes), [])
         for position in range(len(idle) - 1, -1, -1):
             if self._usable(idle[position], unused):
                 memory = idle[position]
                 del idle[position]
                 return memory
-        return None
+        if len(idle) < _AHEAD:
+            return None
+        memory = idle[0]
+        del idle[0]
+        return memory
 
     def _allocate(self, nbytes: int) -> Memory:
         """New memory. Where there is none, idle blocks are given back, only as many as it takes."""
