@@ -86,7 +86,7 @@ def _wide_sum_rule(x: Node, *, axes: Axes, dtype: DType) -> tuple[Shape, DType]:
 
 # Where NumPy adds up integers as wider ones: they are not written out before.
 WIDE_SUM = Primitive(
-    "wide_sum", _wide_sum_rule, lambda x, axes, dtype: np.asarray(np.sum(x, axis=axes, dtype=dtype.numpy))
+    "wide_sum", _wide_sum_rule, lambda x, axes, dtype: np.asarray(np.sum(x, axis=axes, dtype=np.dtype(dtype)))
 )
 
 
