@@ -13,7 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,30 +21,19 @@ import numpy as np
 
 import penstock as ps
 from measuring import Report
+from penstock.bench.steps import Gpt
 from penstock.config import Settings
 
 GOAL = 1.01
 STEPS = 10  # of a side in a round
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Those of a GPT and its batch."""
-
-    vocab: int
-    context: int
-    width: int
-    layers: int
-    heads: int
-    batch: int
-
-
-NANO = Sizes(vocab=2048, context=128, width=128, layers=4, heads=4, batch=16)
-GPT2 = Sizes(vocab=50257, context=1024, width=768, layers=12, heads=12, batch=8)
+NANO = Gpt(vocab=2048, context=128, width=128, layers=4, heads=4, batch=16)
+GPT2 = Gpt(vocab=50257, context=1024, width=768, layers=12, heads=12, batch=8)
 Steps = Callable[[int], None]  # runs ten steps, and reads the loss of every n-th
 
 
-def gpt(device: ps.Device, sizes: Sizes) -> Steps:
+def gpt(device: ps.Device, sizes: Gpt) -> Steps:
     model = ps.nn.GPT(sizes.vocab, sizes.context, sizes.width, sizes.layers, sizes.heads, device=device)
     optimizer = ps.optim.AdamW(model.parameters(), lr=1e-3)
 
