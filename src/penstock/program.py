@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from time import perf_counter
@@ -238,6 +239,7 @@ class Program:
             inside = zip(sorted(self._beside), layout, strict=True)
             lies = {slot: (first + memory, unit) for slot, (memory, unit) in inside}
         limits = self.device.capabilities
+        arenas = {0, *range(self._first_output + len(self.outputs), first)}
         parts: list[list[Call] | Step] = []
         for part in self._parts:
             if isinstance(part, Step):
@@ -246,7 +248,7 @@ class Program:
             calls: list[Call] = []
             for one in part:
                 calls += side_by_side(one, lies, limits) if isinstance(one, list) else [one]
-            parts.append(calls if self._gpu else chained(calls))
+            parts.append(calls if self._gpu else chained(calls, arenas))
         sources = [call.source for part in parts if isinstance(part, list) for call in part]
         kernels = iter(self._cache.kernels(sources, self._functions))
         return [
@@ -489,7 +491,7 @@ class _Segment:
             for position, constant in enumerate(call.numbers, len(args)):
                 self._places.setdefault(constant, []).append((number, position))
             args += [None] * len(call.numbers)
-            kernel = next(kernels)
+            kernel = copy(next(kernels))  # which may serve other sizes elsewhere, at another cost
             kernel.cost = call.cost
             self._launches.append((kernel, call.source.grid, call.source.group, args))
         self._bound: Launches | None = None

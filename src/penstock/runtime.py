@@ -49,6 +49,8 @@ class _Opened:
         pace = {"is_done": driver.is_done, "wait": driver.wait}
         self.pool = BufferPool(self.limit, **bounds, **pace)  # type: ignore[arg-type]
         self.pinned = BufferPool(Raw(driver, pinned=True), **bounds)  # type: ignore[arg-type]
+        # Memory of the host that kernels reach, for a few bytes that the host looks at often.
+        self.visible = BufferPool(Raw(driver, pinned=True), **bounds, **pace)  # type: ignore[arg-type]
         self.trace = Trace(self.pool)
         self.traced = settings.trace_memory  # whether the user asked for it
         self.source: Trace | BufferPool = self.pool  # where memory comes from
@@ -181,6 +183,16 @@ class Device:
                 raise self._out_of_memory(opened, nbytes, error) from None
         return buffer.settle()
 
+    def visible(self, nbytes: int) -> Buffer:
+        """A small buffer that the host can look into without a command, where the device has such memory."""
+        opened = self._open()
+        if not opened.driver.reaches_pinned:
+            return self.empty(nbytes)
+        opened.stream.check_available()
+        buffer = Buffer(opened.driver, nbytes, opened.visible)
+        opened.visible.give(buffer, nbytes)
+        return buffer.settle()
+
     def scratch(self, sizes: Sequence[int]) -> list[Buffer]:
         """Memories for the temporaries of programs. They run one after another, and so share them."""
         opened = self._open()
@@ -211,12 +223,12 @@ class Device:
     def memory_stats(self) -> DeviceMemory:
         """Its memory now, in bytes."""
         opened = self._open()
-        pool, pinned = opened.pool.stats(), opened.pinned.stats()
+        pool = opened.pool.stats()
         return DeviceMemory(
             live_bytes=pool.live_bytes,
             planned_bytes=sum(arena.nbytes for arena in list(opened.scratch)),
             pooled_bytes=pool.pooled_bytes,
-            staging_bytes=pinned.live_bytes + pinned.pooled_bytes,
+            staging_bytes=opened.pinned.stats().total_memory + opened.visible.stats().total_memory,
             peak_bytes=pool.peak_bytes,
             driver_bytes=opened.driver.allocated_bytes,
             limit_bytes=opened.limit.limit_bytes,
@@ -234,7 +246,7 @@ class Device:
         if opened.stream.unavailable:
             return 0  # a closed device keeps nothing idle, and an inherited one must not be touched
         opened.scratch = []
-        return opened.pool.clear() + opened.pinned.clear()
+        return opened.pool.clear() + opened.pinned.clear() + opened.visible.clear()
 
     def release_idle(self) -> None:
         """Wait for what is pending, and give idle memory back: what led to a program is needed no more."""
@@ -363,7 +375,7 @@ class Device:
         opened.stream.release_graphs()
         opened.transfers.release_staging()
         opened.scratch = []
-        for pool in (opened.pool, opened.pinned):
+        for pool in (opened.pool, opened.pinned, opened.visible):
             pool.capacity = 0  # what still comes back goes on to the driver
             pool.clear()
         opened.driver.close()
@@ -446,6 +458,7 @@ class Device:
         self._opened.tell_of_memory(())
         self._opened.pool.abandon()
         self._opened.pinned.abandon()
+        self._opened.visible.abandon()
         self._opened.transfers.watching.clear()
         self._opened.driver.abandon()
 

@@ -104,6 +104,7 @@ def find_devices() -> list[int]:
 class CudaDriver(Driver):
     """One CUDA device."""
 
+    reaches_pinned = True
     times = True
 
     def __init__(self, device: int, name: str) -> None:

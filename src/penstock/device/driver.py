@@ -173,6 +173,7 @@ class Driver(ABC):
     incoming: Queue  # copies from the host, which need not wait for kernels
     outgoing: Queue  # copies to the host and on the device, which mostly do
     graphs: bool = False  # whether `capture` makes one launch of many
+    reaches_pinned: bool = False  # whether kernels take pinned memory like any other
     times: bool = False  # whether `ran` tells when commands ran
 
     # Memory

@@ -95,6 +95,10 @@ class AutoDevice(Device):
         """See Device."""
         return self._home(nbytes).empty(nbytes)
 
+    def visible(self, nbytes: int) -> Buffer:
+        """See Device."""
+        return self._home(nbytes).visible(nbytes)
+
     @property
     def limit_bytes(self) -> int | None:
         """The most that may be taken from each member."""

@@ -7,6 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from penstock.device.driver import Kernel
@@ -15,6 +16,7 @@ from penstock.fusion.groups import Group
 from penstock.kernels.attention import ATTENTION_PRELUDE
 from penstock.kernels.philox import PHILOX
 from penstock.kernels.raw_source import refused
+from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes
 from penstock.kernels.source import (
     ANGLES_PRELUDE,
     CUDA_HALVES_PRELUDE,
@@ -28,7 +30,7 @@ from penstock.kernels.source import (
 )
 from penstock.kernels.thread_prelude import THREAD_PRELUDES, THREAD_WORDS
 from penstock.kernels.wgsl_prelude import functions_for
-from penstock.kernels.writer import Written, structure, write
+from penstock.kernels.writer import Written, structure, structure_of_any_shape, write
 from penstock.runtime import Device
 
 _MAX_KERNELS = 512
@@ -40,6 +42,7 @@ class KernelCache:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._sizes = Sizes(device.capabilities.language)
         self._written: OrderedDict[Hashable, Written | None] = OrderedDict()
         self._kernels: OrderedDict[str, Kernel] = OrderedDict()  # by names, which end in a digest
 
@@ -47,9 +50,22 @@ class KernelCache:
         """The source of a group; None where the device has no kernel for it."""
         key = structure(group)
         if key not in self._written:
-            self._written[key] = write(group, self._device.capabilities, digest(repr(key)))
+            self._written[key] = self._write(group, key)
         _touch(self._written, key)
         return self._written[key]
+
+    def _write(self, group: Group, key: Hashable) -> Written | None:
+        can, before = self._device.capabilities, self._sizes.shapes_before(structure_of_any_shape(group), key)
+        varied = before >= MOST_WRITTEN_OUT
+        written = write(group, can, digest(repr((key, varied))), varied)
+        if written is None or written.function is not None or group.kind == "attention":
+            return written
+        if group.kind == "matmul" and before == MOST_WRITTEN_OUT - 1:
+            compared = write(group, can, digest(repr((key, True))), varied=True)  # with the next shape
+            assert compared is not None
+            self._sizes.learn(compared.launches[0].source)
+        launches = tuple(self._sizes.launch(launch, varied) for launch in written.launches)
+        return replace(written, launches=launches)
 
     def kernels(self, sources: Sequence[KernelSource], functions: Mapping[str, Any]) -> list[Kernel]:
         """The kernels of sources, in order; those that `functions` names are compiled from the function."""

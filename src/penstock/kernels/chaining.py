@@ -6,13 +6,13 @@ Each becomes a function, and one thread calls them in order, so each finds what 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from penstock.device.driver import Cost
 from penstock.kernels.costing import merged
 from penstock.kernels.hazards import Range, Touched
-from penstock.kernels.source import C_TYPES, KernelSource, digest, head
+from penstock.kernels.source import C_TYPES, MOST_PARAMETER_BYTES, KernelSource, digest, head
 
 _SMALL = 100_000  # items times operations; about as long as two launches
 _MAX_CALLS = 64  # in one chain, whose text a compiler has to take
@@ -43,15 +43,15 @@ def total_cost(calls: Sequence[Call]) -> Cost | None:
     return merged([call.source.name for call in calls], [call.cost for call in calls])
 
 
-def chained(calls: Sequence[Call]) -> list[Call]:
-    """The calls, of which neighbours that are small are one."""
+def chained(calls: Sequence[Call], arenas: Container[int]) -> list[Call]:
+    """The calls, of which neighbours that are small are one. `arenas`: buffers in which places vary."""
     result: list[Call] = []
     run: list[Call] = []
     for call in [*calls, None]:
-        if call is not None and _is_small(call) and len(run) < _MAX_CALLS:
+        if call is not None and _is_small(call) and _has_room(run, call):
             run.append(call)
             continue
-        result += [_chain(run)] if len(run) > 1 else run
+        result += [_chain(run, arenas)] if len(run) > 1 else run
         run = []
         if call is not None:
             (run if _is_small(call) else result).append(call)
@@ -62,8 +62,49 @@ def _is_small(call: Call) -> bool:
     return call.work <= _SMALL and not call.source.complete
 
 
-def _chain(calls: Sequence[Call]) -> Call:
-    said = [(call.source.name, call.places, call.scalars, call.numbers) for call in calls]
+def _has_room(calls: Sequence[Call], call: Call) -> bool:
+    """Whether a chain takes one more call: with sizes as arguments, it has only so many parameters."""
+    together = [*calls, call]
+    if len(together) > _MAX_CALLS or not _takes_sizes(together):
+        return len(together) <= _MAX_CALLS
+    slots = {slot for one in together for slot, _ in one.places}
+    numbers = {number for one in together for number in one.numbers}
+    sizes = sum(1 + len(one.places) + len(one.scalars) for one in together)
+    return 12 * len(slots) + 8 * len(numbers) + 4 * sizes <= MOST_PARAMETER_BYTES
+
+
+def _takes_sizes(calls: Sequence[Call]) -> bool:
+    return any(call.source.sizes for call in calls)
+
+
+class _Sizes:
+    """The integers in the text of a chain, or where kernels in it take sizes, its arguments for them."""
+
+    def __init__(self, calls: Sequence[Call], arenas: Container[int]) -> None:
+        self._are_arguments = _takes_sizes(calls)
+        self._arenas = arenas
+        self.values: list[int] = []
+        groups = [self._text(math.prod(call.source.grid)) for call in calls]
+        places = [
+            [self._text(unit) if slot in arenas else str(unit) for slot, unit in call.places]
+            for call in calls
+        ]
+        scalars = [[self._text(value) for value in call.scalars] for call in calls]
+        self.texts = list(zip(groups, places, scalars, strict=True))
+
+    def _text(self, value: int) -> str:
+        if not self._are_arguments:
+            return str(value)
+        self.values.append(value)
+        return f"size{len(self.values) - 1}"
+
+
+def _chain(calls: Sequence[Call], arenas: Container[int]) -> Call:
+    sizes = _Sizes(calls, arenas)
+    said = [
+        (call.source.name, [slot for slot, _ in call.places], text, call.numbers)
+        for call, text in zip(calls, sizes.texts, strict=True)
+    ]
     name = f"chain_{digest(repr(said))}"
     slots = sorted({slot for call in calls for slot, _ in call.places})
     numbers: dict[int, str] = {}
@@ -72,30 +113,35 @@ def _chain(calls: Sequence[Call]) -> Call:
         numbers.update(zip(call.numbers, dtypes, strict=True))
     functions = {call.source.name: _function(call.source, f"{name}_{call.source.name}") for call in calls}
     buffers = [("uint8", f"b{slot}") for slot in slots]
-    constants = [(dtype, f"c{number}") for number, dtype in numbers.items()]
-    body = [_called(call, f"{name}_{call.source.name}") for call in calls]
+    constants = [("int32", f"size{number}") for number in range(len(sizes.values))]
+    constants += [(dtype, f"c{number}") for number, dtype in numbers.items()]
+    body = [
+        _called(call, f"{name}_{call.source.name}", *text)
+        for call, text in zip(calls, sizes.texts, strict=True)
+    ]
     # A thread by itself needs no memory of its group, and runs the groups of a call one after the other.
     text = [
         "#undef GROUP\n#undef LOCAL\n#define GROUP(axis) chain_group\n#define LOCAL",
         *functions.values(),
         head(name, buffers, [], constants) + "\n".join(body) + "\n}\n",
     ]
-    source = KernelSource(name, "\n".join(text), ("uint8",) * len(slots), tuple(numbers.values()), (1,), (1,))
+    scalars = ("int32",) * len(sizes.values) + tuple(numbers.values())
+    source = KernelSource(name, "\n".join(text), ("uint8",) * len(slots), scalars, (1,), (1,))
     places = tuple((slot, 0) for slot in slots)
     work = sum(call.work for call in calls)
-    return Call(source, places, (), tuple(numbers), work, together(calls), cost=total_cost(calls))
+    touched, cost = together(calls), total_cost(calls)
+    return Call(source, places, tuple(sizes.values), tuple(numbers), work, touched, cost=cost)
 
 
 def _function(source: KernelSource, name: str) -> str:
     return source.text.replace(f"KERNEL {source.name}(", f"static void {name}(int chain_group, ")
 
 
-def _called(call: Call, name: str) -> str:
+def _called(call: Call, name: str, groups: str, places: Sequence[str], scalars: Sequence[str]) -> str:
     buffers = [
         f"(GLOBAL {C_TYPES[dtype]} *)b{slot}"
         for dtype, (slot, _) in zip(call.source.buffers, call.places, strict=True)
     ]
-    places = [str(unit) for _, unit in call.places]
-    rest = [*map(str, call.scalars), *(f"c{number}" for number in call.numbers)]
-    loop = f"for (int group = 0; group < {math.prod(call.source.grid)}; group++)"
+    rest = [*scalars, *(f"c{number}" for number in call.numbers)]
+    loop = f"for (int group = 0; group < {groups}; group++)"
     return f"    {loop} {name}(group, {', '.join([*buffers, *places, *rest])});"

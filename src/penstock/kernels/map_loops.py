@@ -65,7 +65,7 @@ class MapLoops(LoopNest):
         self._body()
         body = [*self._places(self._order(names)), *scopes.bodies[0], *scopes.leave()]
         # Without a sign, because the last group may reach beyond what an int can hold.
-        form.body += [When(f"(uint)item < {size}", body)] if size % GROUP_THREADS else body
+        form.body += [When(f"(uint)item < {size}u", body)] if size % GROUP_THREADS else body
         return self.lowered()
 
     def _places(self, order: list[str]) -> list[Statement]:

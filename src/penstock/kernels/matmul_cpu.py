@@ -6,7 +6,7 @@ What it reads often is copied to where it stays in the cache, in the order in wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from penstock.device.driver import Capabilities
@@ -50,18 +50,36 @@ _DEPTH = 512  # steps along K before the next columns
 _PACKED_DEPTH = 352  # the same, where the left side is packed,
 _STREAM_DEPTH = 8  # and where the right side is not kept in the cache
 _SPAN_STEPS = 128  # of a product of few rows or columns, before what they give is added to the rest
+_MANY = 4096  # rows or columns: from here on the best block hardly depends on how many there are
 _DIRECT_LEFT = 1 << 15  # a transposed left side of no more items is read where it lies,
 _DIRECT_RIGHT = 1 << 16  # and a right side of no more: they stay in the cache anyway
 
 
 def _plan(problem: Problem, capabilities: Capabilities) -> _Plan:
     """The plan that takes the fewest cycles, by a rough count of what each costs."""
-    left, right, inner = problem.left, problem.right, problem.inner
-    small = left.row_stride == 1 and problem.rows * inner <= _DIRECT_LEFT
+    left = problem.left
+    small = left.row_stride == 1 and problem.rows * problem.inner <= _DIRECT_LEFT
     pack_left = not (left.dtype == "float32" and (left.column_stride == 1 or small))
-    rows, vectors = min(
-        _register_blocks(problem), key=lambda block: _cycles(problem, block[0], block[1], pack_left)
-    )
+    blocks = list(_register_blocks(problem))
+
+    def best_for(size: Problem) -> _Plan:
+        block = min(blocks, key=lambda block: _cycles(size, block[0], block[1], pack_left))
+        return _plan_with(problem, capabilities, block, pack_left)
+
+    plan = best_for(problem)
+    if problem.varied:  # the block that is best for all large sizes, if that adds in the same order
+        usual = best_for(replace(problem, rows=_MANY, columns=_MANY))
+        if (usual.depth_blocks, usual.span) == (plan.depth_blocks, plan.span):
+            return usual
+    return plan
+
+
+def _plan_with(
+    problem: Problem, capabilities: Capabilities, block_in_registers: tuple[int, int], pack_left: bool
+) -> _Plan:
+    """The best plan with so many rows and vectors in registers."""
+    right, inner = problem.right, problem.inner
+    rows, vectors = block_in_registers
     width = vectors * _LANES
     row_units, column_units = ceil(problem.rows / rows), ceil(problem.columns / width)
     pack_right = (
@@ -177,20 +195,30 @@ class _CpuWriter:
         """A loop over the rows of a tile, as many at a time as the registers take."""
         rows = self.plan.rows
         yield f"for (int mm_row = {begin}; mm_row < {end}; mm_row += {rows}) {{"
-        yield f"const int mm_first = {_at_most('mm_row', self.problem.rows, rows)};"
+        yield f"const int mm_first = {self._at_most('mm_row', self.problem.rows, rows)};"
+
+    def _at_most(self, place: str, size: int, block: int) -> str:
+        """`place`, a multiple of `block`, or where the last block begins if that is before it."""
+        exact = size % block == 0 and not self.problem.varied
+        return place if exact else f"min({place}, {size - block})"
+
+    def _room(self, items: int) -> int:
+        """The length of an array that holds so many items, for others too where sizes vary."""
+        return 1 << (items - 1).bit_length() if self.problem.varied else items
 
     def _declarations(self) -> Iterator[str]:
         problem, plan = self.problem, self.plan
         block = plan.rows * plan.vectors
         tile_rows = ceil(self.row_units / plan.row_tiles)
         kept = block * tile_rows * self.tile_columns if plan.depth_blocks > 1 else block
-        yield f"LOCAL float8 mm_sums[{kept}];"
+        yield f"LOCAL float8 mm_sums[{self._room(kept)}];"
         if self.has_spans:
-            yield f"LOCAL float8 mm_span_sums[{kept}];"
+            yield f"LOCAL float8 mm_span_sums[{self._room(kept)}];"
         if plan.pack_right:
-            yield f"LOCAL float8 mm_panels[{self.tile_columns * self.depth * plan.vectors}];"
+            yield f"LOCAL float8 mm_panels[{self._room(self.tile_columns * self.depth * plan.vectors)}];"
         if plan.pack_left:
-            yield f"LOCAL float8 mm_slivers[{ceil(plan.chunk * self._left_packing()[1] / _LANES)}];"
+            floats = plan.chunk * self._left_packing()[1]
+            yield f"LOCAL float8 mm_slivers[{self._room(ceil(floats / _LANES))}];"
         yield f"const int batch = GROUP(0) / {plan.tiles};"
         for axis, tile, tiles, units, unit, size, begin, end in (
             ("row", f"GROUP(0) / {plan.column_tiles} % {plan.row_tiles}", plan.row_tiles, self.row_units,
@@ -212,7 +240,7 @@ class _CpuWriter:
             yield "for (int mm_i = 0; mm_i < mm_depth; mm_i++) {"
             yield f"LOCAL float8 *mm_to = mm_panels + mm_i * {plan.vectors};"
             yield f"for (int mm_column = mm_start; mm_column < mm_stop; mm_column += {width}) {{"
-            place = f"(mm_k + mm_i) * {right.row_stride} + {_at_most('mm_column', columns, width)}"
+            place = f"(mm_k + mm_i) * {right.row_stride} + {self._at_most('mm_column', columns, width)}"
             for vector in range(plan.vectors):
                 yield f"mm_to[{vector}] = {_vector(right, 'mm_right', f'{place} + {vector * _LANES}')};"
             yield f"mm_to += {panel};"
@@ -220,7 +248,7 @@ class _CpuWriter:
         elif right.row_stride == 1 and columns >= width and self.has_vectors:
             column = f"mm_start + mm_part / {plan.vectors} * {width}"
             yield f"for (int mm_part = 0; {column} < mm_stop; mm_part++) {{"
-            column = f"{_at_most(column, columns, width)} + mm_part % {plan.vectors} * {_LANES}"
+            column = f"{self._at_most(column, columns, width)} + mm_part % {plan.vectors} * {_LANES}"
             to = f"mm_part / {plan.vectors} * {panel} + mm_part % {plan.vectors}"
             yield f"const int mm_column = {column};"
             yield f"LOCAL float8 *mm_to = mm_panels + {to};"
@@ -237,7 +265,7 @@ class _CpuWriter:
             column = f"mm_start + mm_j / {width} * {width}"
             yield "for (int mm_i = 0; mm_i < mm_depth; mm_i++)"
             yield f"for (int mm_j = 0; {column} < mm_stop; mm_j++) {{"
-            shifted = column if columns < width else _at_most(column, columns, width)
+            shifted = column if columns < width else self._at_most(column, columns, width)
             yield f"const int mm_column = min({shifted} + mm_j % {width}, {columns - 1});"
             place = f"(mm_k + mm_i) * {right.row_stride} + mm_column * {right.column_stride}"
             to = f"mm_j / {width} * {panel * _LANES} + mm_i * {width} + mm_j % {width}"
@@ -290,7 +318,7 @@ class _CpuWriter:
         """The sums of one block in registers, over this block of K, and then in `mm_slot`."""
         problem, plan, width = self.problem, self.plan, self.width
         left, right, block = problem.left, problem.right, plan.rows * plan.vectors
-        first = "0" if problem.columns < width else _at_most("mm_column", problem.columns, width)
+        first = "0" if problem.columns < width else self._at_most("mm_column", problem.columns, width)
         yield f"const int mm_begin = {first};"
         if plan.depth_blocks > 1:
             down, across = f"(mm_row - mm_top) / {plan.rows}", f"(mm_column - mm_start) / {width}"
@@ -362,11 +390,6 @@ class _CpuWriter:
             yield from self.finish("mm_y", "mm_x", "mm_value", 1)
             yield "}"
         yield "}"
-
-
-def _at_most(place: str, size: int, block: int) -> str:
-    """`place`, a multiple of `block`, or where the last block begins if that is before it."""
-    return place if size % block == 0 else f"min({place}, {size - block})"
 
 
 def _pointer(name: str, operand: Operand, place: str) -> str:

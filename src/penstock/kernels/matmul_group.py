@@ -23,9 +23,12 @@ from penstock.kernels.wgsl_renderer import Thread, writes_parts
 
 
 def matmul_group(
-    group: Group, capabilities: Capabilities, name: str
+    group: Group, capabilities: Capabilities, name: str, varied: bool
 ) -> tuple[KernelSource, tuple[tuple[int, ...], ...]]:
-    """The kernel of a matmul group, and which inputs each output may be written over."""
+    """The kernel of a matmul group, and which inputs each output may be written over.
+
+    `varied`: it should serve many sizes.
+    """
     product = next(node for node in group.nodes if node.primitive is MATMUL)
     left, right = product.inputs
     sides = [_operand(group, side, product) for side in (left, right)]
@@ -36,6 +39,7 @@ def matmul_group(
         inner=left.shape[-1],
         left=sides[0][1],
         right=sides[1][1],
+        varied=varied,
     )
     ending = _Ending(group, product, vectors=capabilities.language != "wgsl")
     write = _in_wgsl if capabilities.language == "wgsl" else _in_c

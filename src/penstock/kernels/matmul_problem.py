@@ -32,6 +32,7 @@ class Problem:
     inner: int  # K
     left: Operand
     right: Operand
+    varied: bool = False  # one kernel should serve many sizes, rather than suit this one best
 
 
 def item(operand: Operand, pointer: str, place: str) -> str:

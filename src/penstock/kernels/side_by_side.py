@@ -15,7 +15,7 @@ import numpy as np
 from penstock.device.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.kernels.chaining import Call, together, total_cost
-from penstock.kernels.source import C_TYPES, KernelSource, declared, digest, head
+from penstock.kernels.source import C_TYPES, MOST_PARAMETER_BYTES, KernelSource, declared, digest, head
 from penstock.kernels.writer import Written
 
 MOST_CALLS = 1024  # in one launch
@@ -24,7 +24,6 @@ _MOST_TEXT = 1 << 17  # characters of functions
 # Pieces, beyond which a compiler for a GPU need not write all of them into one another: NVRTC takes 10 s for
 # the first weights of a GPT where it has to, and half a second where each stays a function.
 _FEW_PIECES = 8
-_PARAMETER_BYTES = 1000  # OpenCL promises 1024 for all parameters of a kernel
 _BUFFER_BYTES, _NUMBER_BYTES = 12, 8  # of a parameter: an address with its place, and a number
 _MANY_BUFFERS = 64  # from which on a kernel takes them as memories, even where it is by itself
 _KINDS = ("map", "row", "column")
@@ -130,7 +129,7 @@ class _Launch:
         return (
             len(self._given) < MOST_CALLS
             and len({*self._pieces, _piece(call)}) <= self._most_pieces
-            and parameters <= _PARAMETER_BYTES
+            and parameters <= MOST_PARAMETER_BYTES
             and sum(len(source.text) for source in texts) <= _MOST_TEXT
         )
 

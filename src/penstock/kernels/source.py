@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 UNIT = 256  # bytes; every value in an arena begins at a multiple
+MOST_PARAMETER_BYTES = 1000  # OpenCL promises 1024 for all parameters of a kernel
 
 C_TYPES = {
     "bool": "uchar",
@@ -193,6 +194,7 @@ class KernelSource:
     arrays: tuple[tuple[str, str, int], ...] = ()  # of the group's memory: dtype, name, items
     resident: int = 1  # groups that a unit of a GPU should have room for at a time
     complete: bool = False  # the text is whole: it needs no prelude, and is compiled by itself
+    sizes: int = 0  # of its scalars, the first, which are sizes of this launch
     placed: bool = True  # it takes the places of its buffers; else each begins where its value does
 
     @property

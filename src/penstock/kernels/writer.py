@@ -69,6 +69,17 @@ def structure(group: Group) -> tuple[Any, ...]:
     return group.kind, leaves, inside, tuple(number[node] for node in group.outputs)
 
 
+def structure_of_any_shape(group: Group) -> tuple[Any, ...]:
+    """The same without sizes: equal for groups that differ in them only."""
+    number = {node: position for position, node in enumerate((*group.inputs, *group.nodes))}
+    leaves = tuple((node.ndim, str(node.dtype)) for node in group.inputs)
+    inside = tuple(
+        (node.primitive.name, tuple(number[parent] for parent in node.inputs), node.ndim, str(node.dtype))
+        for node in group.nodes
+    )
+    return group.kind, leaves, inside, tuple(number[node] for node in group.outputs)
+
+
 def constants(group: Group) -> list[tuple[Node, str]]:
     """The scalar arguments of a group's kernel, in the order of its parameters: node and attribute."""
     nodes = group.nodes[:1] if group.kind == "raw" else group.nodes  # the outputs of one launch have the same
@@ -118,8 +129,11 @@ def _has(dtype: str, capabilities: Capabilities) -> bool:
     return dtype in C_TYPES and (dtype != "float64" or capabilities.float64)
 
 
-def write(group: Group, capabilities: Capabilities, ending: str) -> Written | None:
-    """What computes a group, in kernels with names of this ending; None where the device has none."""
+def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = False) -> Written | None:
+    """What computes a group, in kernels with names of this ending; None where the device has none.
+
+    `varied`: there are groups of many shapes that are otherwise equal, which the kernels should serve too.
+    """
     name = f"{_name(group)}_{ending}"
     if capabilities.language == "numpy":
         return _host(group, name)
@@ -137,7 +151,7 @@ def write(group: Group, capabilities: Capabilities, ending: str) -> Written | No
         product = next(node for node in group.nodes if node.primitive is MATMUL)
         if by_library(product, capabilities):
             return _library(group, product, capabilities, name)
-        source, over = matmul_group(group, capabilities, name)
+        source, over = matmul_group(group, capabilities, name, varied)
     else:
         lowered = lower(group, capabilities)
         write_text = render_wgsl if capabilities.language == "wgsl" else render

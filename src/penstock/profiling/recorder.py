@@ -207,12 +207,10 @@ class DeviceRecorder:
     # The lock is held from here on.
 
     def _kernel(self, kernel: Kernel) -> Total:
-        total = self._totals.get(("kernel", kernel.name, "device", ""))
-        if total is None:
-            total = self._total("kernel", kernel.name, "device")
-            if total.name != OTHER:
-                total.cost = kernel.cost
-                total.detail = kernel.cost.shapes if kernel.cost else ""
+        detail = kernel.cost.shapes if kernel.cost else ""  # one kernel may serve several shapes
+        total = self._total("kernel", kernel.name, "device", detail)
+        if total.calls == 0 and total.name != OTHER:
+            total.cost = kernel.cost
         return total
 
     def _total(self, kind: Kind, name: str, where: Where, detail: str = "") -> Total:
@@ -220,7 +218,7 @@ class DeviceRecorder:
         total = self._totals.get(key)
         if total is None:
             if len(self._totals) >= _MAX_NAMES and name != OTHER:
-                return self._total(kind, OTHER, where, detail)
+                return self._total(kind, OTHER, where)
             total = self._totals[key] = Total(kind, name, where, detail)
         return total
 

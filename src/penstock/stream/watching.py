@@ -60,11 +60,16 @@ class Watching:
         if len(self._pending) > _MOST:
             self.look()
 
-    def start(self, but: Sequence[Looking] = ()) -> list[Looking]:
-        """Begin to read what was written, in its present state; but not what was read just now."""
+    def start(self, but: Sequence[Looking] = (), early: bool = True) -> list[Looking]:
+        """Begin to read what was written, in its present state; but not what was read just now.
+
+        `early`: there is another look later, which is soon enough for what the host sees anyway.
+        """
         found = []
         seen = {looking.watched for looking in but}
         for watched in list(self._pending):
+            if early and watched.buffer.memory.host is not None:
+                continue
             if watched not in seen and self._is_done(watched.first):
                 watched.first = None
                 last = watched.last
@@ -88,7 +93,7 @@ class Watching:
     def look(self, but: Sequence[Looking] = ()) -> None:
         """Judge what is there now; but not what was read just now."""
         if self._pending:
-            self.finish(self.start(but))
+            self.finish(self.start(but, early=False))
 
     def clear(self) -> None:
         """Watch nothing any more."""

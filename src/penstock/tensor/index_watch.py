@@ -47,7 +47,9 @@ class IndexWatch:
     def _nothing(self, shape: Shape) -> Node:
         """The worst of no index."""
         dtype = self._verdict.dtype
-        return leaf(self._device.upload(np.zeros(shape, dtype)), shape, dtype)
+        values = np.zeros(shape, dtype)
+        buffer = self._device.upload(values, into=self._device.visible(values.nbytes))
+        return leaf(buffer, shape, dtype)
 
 
 def watched_indices(wanted: Sequence[Node], device: Device) -> list[IndexWatch]:

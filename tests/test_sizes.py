@@ -1,0 +1,282 @@
+"""Kernels whose sizes are arguments: few are compiled for many shapes, and they give the same bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_random_graphs import check
+from test_random_graphs import make as make_device
+
+import penstock as ps
+from penstock import Device, nn
+from penstock.device.driver import Driver
+from penstock.device.opencl import OpenCLDriver
+from penstock.kernels.lone import Launch
+from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes
+from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource
+from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
+
+# Texts
+
+
+def source(text: str, name: str = "add_1f", scalars: tuple[str, ...] = ("float32",)) -> KernelSource:
+    head = f"KERNEL {name}(GLOBAL float *out0, int out0_place, float c0) {{\n"
+    return KernelSource(name, f"{head}{text}\n}}\n", ("float32",), scalars, (1,), (1,))
+
+
+def launched(sizes: Sizes, *texts: str) -> list[Launch]:
+    """Texts one after the other, of which the first have their sizes in them."""
+    return [
+        sizes.launch(Launch(source(text, f"add_{number}"), (0,)), varied=number >= MOST_WRITTEN_OUT)
+        for number, text in enumerate(texts)
+    ]
+
+
+def test_what_differs_becomes_an_argument_and_the_rest_stays() -> None:
+    text = "for (int i = 0; i < {0}; i += 8) out0[i * {1} + {0}] = c0;"
+    found = launched(Sizes("opencl"), *(text.format(n, 3 * n) for n in (10, 20, 30, 40)))
+    assert [one.scalars for one in found] == [(), (), (30, 90), (40, 120)]
+    assert found[2].source.text == found[3].source.text
+    assert found[2].source.name == found[3].source.name
+    assert "int out0_place, int size0, int size1, float c0" in found[2].source.text
+    assert "i < size0; i += 8) out0[i * size1 + size0] = c0;" in found[2].source.text
+    assert found[2].source.signature == ("float32*", "int32", "int32", "int32", "float32")
+    assert [one.source.name for one in found[:2]] == ["add_0", "add_1"]
+
+
+def test_integers_that_were_equal_by_chance_are_told_apart_later() -> None:
+    text = "out0[{}] = {};"
+    found = launched(Sizes("opencl"), *(text.format(a, b) for a, b in ((1, 1), (2, 2), (3, 3), (4, 5))))
+    assert found[2].scalars == (3,)
+    assert found[3].scalars == (4, 5)
+    assert found[2].source.name != found[3].source.name
+
+
+def test_the_same_text_for_another_shape_is_the_same_kernel() -> None:
+    first, second = launched(Sizes("opencl"), "out0[GROUP(0)] = c0;", "out0[GROUP(0)] = c0;")
+    assert first.source == second.source
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "float sums[{}];",
+        "LOCAL float8 panel[{}], other[{}];",
+        "#pragma unroll {}",
+        'asm("mov {}, {};" : : );',
+        "float x = {}.0f;",
+        "float x = 1e{};",
+        "uint x = 0x{};",
+        "float x{} = 0;",
+        "switch (i) {{ case {}: break; }}",
+        "long x = 99999999999{};",
+    ],
+)
+def test_what_cannot_be_an_argument_stays(text: str) -> None:
+    found = launched(Sizes("opencl"), *(text.format(n, n) for n in (4, 5, 6, 7)))
+    assert all(not one.scalars for one in found)
+    assert [one.source.name for one in found] == ["add_0", "add_1", "add_2", "add_3"]
+
+
+def test_suffixes_stay_types() -> None:
+    found = launched(Sizes("opencl"), *(f"x = {n}u + {n}L + {n}UL;" for n in (4, 5, 6)))
+    assert "x = ((uint)size0) + ((long)size0) + ((ulong)size0);" in found[2].source.text
+
+
+def test_more_parameters_than_a_device_takes_stay_in_the_text() -> None:
+    texts = ["".join(f"x = {n * k};\n" for k in range(1, 300)) for n in (4, 5, 6)]
+    assert not launched(Sizes("opencl"), *texts)[2].scalars
+
+
+# Devices
+
+
+def all_as_arguments(
+    sizes: Sizes, source: KernelSource, varied: bool
+) -> tuple[KernelSource, tuple[int, ...]]:
+    """Stands in for `Sizes._with_arguments`: all integers become arguments, whether they differ or not."""
+    parted = sizes._parted(source)
+    values = list(dict.fromkeys(parted.values)) if parted is not None else []
+    if parted is None or not values or len(source.signature) * 8 + len(values) * 4 > MOST_PARAMETER_BYTES:
+        return source, ()
+    text = sizes._joined(source, parted, [values.index(value) for value in parted.values], len(values))
+    scalars = ("int32",) * len(values) + source.scalars
+    return replace(source, text=text, scalars=scalars, sizes=len(values)), tuple(values)
+
+
+make = make_device  # a fixture
+
+
+@pytest.mark.parametrize("kind", ["opencl-device", "opencl-threads", *CUDA_KINDS, *WEBGPU_KINDS])
+def test_every_integer_that_may_be_an_argument_can_be_one(
+    make: Callable[[str], Device], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sizes, "_with_arguments", all_as_arguments)
+    for seed in range(2000, 2003):
+        check(make(kind), seed, 60)
+
+
+KINDS = ["opencl", "opencl-threads", *CUDA_KINDS, *WEBGPU_KINDS]
+
+
+def _driver(kind: str) -> Driver:
+    if kind in DRIVERS:
+        return DRIVERS[kind]()
+    driver = OpenCLDriver(NATIVE, kind)
+    if kind == "opencl-threads":  # as a GPU computes: many threads in a group, and no vectors
+        driver.capabilities = replace(driver.capabilities, vector_width=1)
+    return driver
+
+
+@pytest.fixture
+def fresh(request: pytest.FixtureRequest) -> Iterator[Callable[[], Device]]:
+    """Opens the device of a test's kind anew, so that no shape was seen there before."""
+    opened: list[Device] = []
+
+    def device() -> Device:
+        opened.append(Device.over(_driver(request.param)))
+        return opened[-1]
+
+    yield device
+    for one in opened:
+        one.close()
+
+
+def compiled_on(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels, as they are compiled on a device."""
+    names: list[str] = []
+    driver = device.driver
+    compile_, own = type(driver).compile, driver
+
+    def noted(self: Driver, text: object, signatures: dict[str, tuple[str, ...]]) -> object:
+        if self is own:
+            names.extend(signatures)
+        return compile_(self, text, signatures)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(driver), "compile", noted)
+    return names
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+EXPRESSIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
+    "elementwise": lambda x: F.gelu(x) * x + 1,
+    "rows": lambda x: F.softmax(x) + x.sum(axis=1, keepdims=True),
+    "columns": lambda x: x.sum(axis=0) * ps.mean(x),
+    "moves": lambda x: ps.concat([x.T[::2], -x.T], axis=0)[1:] + x[0, 0],
+    "product": lambda x: F.relu(x @ x.T) @ x,
+    "thin product": lambda x: x.T @ x[:, :2],
+    "cumulative": lambda x: ps.cumulative_sum(x, axis=1),
+    "sorted": lambda x: ps.sort(x, axis=0) + ps.argmax(x, axis=0),
+    "halves": lambda x: (x.astype(ps.float16) * 3).sum(axis=0),
+    "gathered": lambda x: ps.take(x, ps.argsort(x[:, 0]), axis=0),
+    "gradient": ps.grad(lambda x: F.cross_entropy(x, ps.zeros((len(x),), dtype=ps.int32, device=x.device))),
+}
+
+
+@pytest.mark.parametrize("fresh", KINDS, indirect=True)
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_later_shapes_give_the_bits_of_first_shapes(fresh: Callable[[], Device], name: str) -> None:
+    shared = fresh()
+    function = ps.jit(EXPRESSIONS[name])
+    for shape in [(9, 5), (40, 33), (13, 70), (64, 8), (37, 41), (130, 12)]:
+        array = drawn(*shape)
+        found = function(ps.asarray(array, device=shared)).numpy()
+        own = EXPRESSIONS[name]
+        alone = ps.jit(lambda x, own=own: own(x))(ps.asarray(array, device=fresh())).numpy()
+        assert found.tobytes() == alone.tobytes(), shape
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(*[st.integers(1, 200)] * 3), min_size=4, max_size=6), st.integers(0, 3))
+def test_products_of_any_sizes_give_the_same_bits(sizes: list[tuple[int, int, int]], how: int) -> None:
+    def function(x: ps.Tensor, y: ps.Tensor) -> ps.Tensor:
+        left = x.T if how & 1 else x
+        right = y.T if how & 2 else y
+        return left @ right + 1
+
+    shared = Device.over(_driver("opencl"))
+    try:
+        jitted = ps.jit(function)
+        for rows, inner, columns in sizes:
+            left = drawn(inner, rows) if how & 1 else drawn(rows, inner)
+            right = drawn(columns, inner) if how & 2 else drawn(inner, columns)
+            found = jitted(*(ps.asarray(one, device=shared) for one in (left, right))).numpy()
+            exact = (left.T if how & 1 else left) @ (right.T if how & 2 else right) + 1
+            np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-4)
+            alone = Device.over(_driver("opencl"))
+            one = ps.jit(lambda x, y: function(x, y))(
+                ps.asarray(left, device=alone), ps.asarray(right, device=alone)
+            )
+            assert one.numpy().tobytes() == found.tobytes()
+            alone.close()
+    finally:
+        shared.close()
+
+
+@pytest.mark.parametrize("fresh", KINDS, indirect=True)
+def test_new_batch_sizes_of_a_network_compile_little(
+    fresh: Callable[[], Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = fresh()
+    names = compiled_on(device, monkeypatch)
+    model = nn.Sequential(nn.Linear(16, 32, device=device), nn.GELU(), nn.Linear(32, 4, device=device))
+    optimizer = ps.optim.AdamW(model.parameters(), lr=1e-3)
+
+    @ps.jit
+    def step(x: ps.Tensor, y: ps.Tensor) -> ps.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def run(rows: int) -> int:
+        before = len(names)
+        y = np.arange(rows, dtype=np.int32) % 4
+        loss = step(ps.asarray(drawn(rows, 16), device=device), ps.asarray(y, device=device)).item()
+        assert 0 < loss < 10
+        return len(names) - before
+
+    batches = list(range(130, 170))
+    random.Random(0).shuffle(batches)
+    new = [run(rows) for rows in batches]
+    assert new[0] > 0
+    assert sum(count > 0 for count in new[10:]) <= 2, new
+
+
+@pytest.mark.parametrize("fresh", KINDS, indirect=True)
+def test_every_row_of_a_tensor_is_read_by_few_kernels(
+    fresh: Callable[[], Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = fresh()
+    names = compiled_on(device, monkeypatch)
+    array = drawn(40, 3000)
+    x = ps.asarray(array, device=device)
+    for row in range(40):
+        np.testing.assert_array_equal((x[row] * 2).numpy(), array[row] * 2)
+    assert len(names) <= 6
+
+
+@pytest.mark.parametrize("fresh", KINDS[:1], indirect=True)
+def test_a_profile_tells_shapes_of_one_kernel_apart(fresh: Callable[[], Device]) -> None:
+    device = fresh()
+    function = ps.jit(lambda x: ps.exp(x) + 1)
+    inputs = [ps.asarray(drawn(rows, 500), device=device) for rows in (900, 1000, 1100, 1200)]
+    for x in inputs:
+        function(x).numpy()
+    with ps.profile(device=device) as profile:
+        for x in inputs:
+            function(x).numpy()
+    found = [one for one in profile.kernels() if "exp" in one.name]
+    assert len(found) == 4
+    assert len({one.name for one in found}) == 3
+    assert sorted(one.read_bytes for one in found) == [4 * 500 * rows for rows in (900, 1000, 1100, 1200)]
