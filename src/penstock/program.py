@@ -247,7 +247,13 @@ class Program:
                 continue
             calls: list[Call] = []
             for one in part:
-                calls += side_by_side(one, lies, limits) if isinstance(one, list) else [one]
+                if isinstance(one, Call):
+                    calls.append(one)
+                    continue
+                joined = side_by_side(one, lies, limits)
+                if any(call.source.sizes for call in one):
+                    joined = [call if call in one else self._cache.for_more_sizes(call) for call in joined]
+                calls += joined
             parts.append(calls if self._gpu else chained(calls, arenas))
         sources = [call.source for part in parts if isinstance(part, list) for call in part]
         kernels = iter(self._cache.kernels(sources, self._functions))

@@ -14,6 +14,7 @@ from penstock.device.driver import Kernel
 from penstock.errors import CompileError
 from penstock.fusion.groups import Group
 from penstock.kernels.attention import ATTENTION_PRELUDE
+from penstock.kernels.chaining import Call
 from penstock.kernels.philox import PHILOX
 from penstock.kernels.raw_source import refused
 from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes
@@ -66,6 +67,11 @@ class KernelCache:
             self._sizes.learn(compared.launches[0].source)
         launches = tuple(self._sizes.launch(launch, varied) for launch in written.launches)
         return replace(written, launches=launches)
+
+    def for_more_sizes(self, call: Call) -> Call:
+        """A call of kernels side by side, of which some take sizes: as one that takes more of them."""
+        source, sizes = self._sizes.with_arguments(call.source, varied=True)
+        return replace(call, source=source, scalars=(*sizes, *call.scalars))
 
     def kernels(self, sources: Sequence[KernelSource], functions: Mapping[str, Any]) -> list[Kernel]:
         """The kernels of sources, in order; those that `functions` names are compiled from the function."""

@@ -97,7 +97,7 @@ class Sizes:
 
     def launch(self, launch: Launch, varied: bool) -> Launch:
         """A launch; if shapes are `varied`, of a kernel with sizes as arguments, where those are known."""
-        source, sizes = self._with_arguments(launch.source, varied)
+        source, sizes = self.with_arguments(launch.source, varied)
         return replace(launch, source=source, scalars=(*sizes, *launch.scalars))
 
     def learn(self, source: KernelSource) -> None:
@@ -105,7 +105,7 @@ class Sizes:
         if (parted := self._parted(source)) is not None:
             self._family(source, parted).known.append(parted.values)
 
-    def _with_arguments(self, source: KernelSource, varied: bool) -> tuple[KernelSource, tuple[int, ...]]:
+    def with_arguments(self, source: KernelSource, varied: bool) -> tuple[KernelSource, tuple[int, ...]]:
         """A kernel that takes sizes as its first scalars, and those; none where all stay in its text."""
         parted = self._parted(source)
         if parted is None:
