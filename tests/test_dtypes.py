@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, SMALL, WEBGPU_KINDS
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, SMALL, WEBGPU_KINDS
 
 import penstock as ps
 from penstock import Device
+from penstock.device.opencl import OpenCLDriver
 from penstock.graph.dtypes import ALL, HALVES, DType
 from penstock.kernels.source import KernelSource
 
@@ -390,3 +392,28 @@ def test_bfloat16_has_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     x = ps.ones((64, 64), dtype=ps.bfloat16, device="opencl:0")
     steps = ps.explain(ps.sum(ps.exp(x.realize()) * 2, axis=1), x @ x)
     assert "host [" not in steps
+
+
+def test_halves_that_may_lie_anywhere_are_read_and_written_by_their_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PoCL from 3.1 on crashes where vload_half8 is given an address that is no multiple of 16."""
+    texts: list[str] = []
+    build = OpenCLDriver._build
+
+    def noted(self: OpenCLDriver, text: str) -> Any:
+        texts.append(text)
+        return build(self, text)
+
+    monkeypatch.setattr(OpenCLDriver, "_build", noted)
+    device = Device.over(OpenCLDriver(NATIVE, "opencl"))
+    x = ps.asarray(np.ones((40, 40), np.float16), device=device)
+    ps.jit(lambda x: (x @ x, x[:, 1:] * 2, ps.sum(x, axis=1)))(x)[0].numpy()
+    device.close()
+    text = "\n".join(texts)
+    assert "from_halves_8(*" in text
+    assert "= to_halves_8(" in text
+    assert re.findall(r"v(?:load|store)_half8\([^;]*;", text) == [
+        "vload_half8(0, (half *)&u);",
+        "vstore_half8(x, 0, (half *)&u);",
+    ] * len(texts)

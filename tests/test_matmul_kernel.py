@@ -43,7 +43,7 @@ def way_of(driver: OpenCLDriver, way: str) -> Capabilities:
 
 def launch(driver: OpenCLDriver, source: KernelSource, arrays: list[np.ndarray]) -> list[np.ndarray]:
     """Run the kernel on copies of `arrays` and give them back; each has its value after a guard zone."""
-    halves = HALVES_PRELUDE if "BFLOAT16" in source.text else ""
+    halves = HALVES_PRELUDE if "BFLOAT16" in source.text or "_halves_" in source.text else ""
     text = OPENCL_PRELUDE + VECTOR_PRELUDE + halves + source.text
     kernel = driver.compile(text, {source.name: source.signature})[source.name]
     memories = [driver.allocate(array.nbytes) for array in arrays]

@@ -343,7 +343,7 @@ class Writer:
         start, step = self.choice.randint(0, 2), self.choice.choice([1, 2, -1])
         mask = self.leaf("bool", shape)
         at = self.choice.randrange(-shape[0], shape[0])
-        ids = f"ps.remainder({self.leaf('uint8', (7,))}, {shape[0]})"
+        ids = f"ps.remainder({self.leaf('uint8', (7,))}, {min(shape[0], 255)})"
         key = self.choice.choice([f"{start}::{step}", f"..., ::{step}", f"{at}", f"{mask}", ids])
         self.make(f"{x}[{key}]")
 

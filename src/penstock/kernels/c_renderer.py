@@ -106,7 +106,9 @@ def _load(one: Load) -> str:
     if lanes == 1:
         return _item(one, one.index)
     if one.stored == "float16":
-        return f"vload_half{lanes}(0, {one.buffer} + {one.index})"
+        return (
+            f"from_halves_{lanes}(*({_space(one.buffer)} loose_ushort{lanes} *)({one.buffer} + {one.index}))"
+        )
     value = f"*({_space(one.buffer)} loose_{C_TYPES[one.stored]}{lanes} *)({one.buffer} + {one.index})"
     if one.stored == "bfloat16":
         return f"FROM_BFLOAT16_{lanes}({value})"
@@ -128,7 +130,8 @@ def _store(one: Store) -> str:
         return (
             f"vstore_half({one.value}, {one.index}, {one.buffer});"
             if lanes == 1
-            else f"vstore_half{lanes}({one.value}, 0, {one.buffer} + {one.index});"
+            else f"*({_space(one.buffer)} loose_ushort{lanes} *)({one.buffer} + {one.index}) "
+            f"= to_halves_{lanes}({one.value});"
         )
     value = one.value
     if one.stored == "bfloat16":

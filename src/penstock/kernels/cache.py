@@ -155,6 +155,7 @@ def whole_text(sources: Sequence[KernelSource], language: str) -> str:
         "loose_": VECTOR_PRELUDE,
         "BFLOAT16": halves,
         "round_half": halves,
+        "_halves_": halves,
         "philox(": PHILOX,
         **dict.fromkeys(THREAD_WORDS, THREAD_PRELUDES.get(language, "")),
         "attention_": ATTENTION_PRELUDE,

@@ -398,7 +398,7 @@ def _pointer(name: str, operand: Operand, place: str) -> str:
 
 def _vector(operand: Operand, pointer: str, place: str) -> str:
     if operand.dtype == "float16":
-        return f"vload_half{_LANES}(0, {pointer} + {place})"
+        return f"from_halves_{_LANES}(*(GLOBAL const loose_ushort{_LANES} *)({pointer} + {place}))"
     return f"*(GLOBAL const loose_float8 *)({pointer} + {place})"
 
 

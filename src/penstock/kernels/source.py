@@ -112,6 +112,7 @@ static __device__ inline ushort TO_BFLOAT16(float x) {
 #define FROM_BFLOAT16(u) BITS_FLOAT((uint)(u) << 16)
 """
 # A float as the nearest bfloat16, of two the even one; a NaN stays one. The values are names.
+# PoCL from 3.1 on crashes where vload_half8 is given halves that are not aligned to 16 bytes: it gets variables.
 HALVES_PRELUDE = """
 #define BFLOAT16_OF(x, u) (((x) != (x) ? (u) | 0x400000 : (u) + 0x7fff + ((u) >> 16 & 1)) >> 16)
 #define TO_BFLOAT16(x) ((ushort)BFLOAT16_OF(x, FLOAT_BITS(x)))
@@ -123,10 +124,16 @@ static inline float round_half(float x) {
     vstore_half(x, 0, (half *)&u);
     return vload_half(0, (half *)&u);
 }
+static inline float8 from_halves_8(ushort8 u) {
+    return vload_half8(0, (half *)&u);
+}
+static inline ushort8 to_halves_8(float8 x) {
+    ushort8 u;
+    vstore_half8(x, 0, (half *)&u);
+    return u;
+}
 static inline float8 round_half8(float8 x) {
-    ushort u[8];
-    vstore_half8(x, 0, (half *)u);
-    return vload_half8(0, (half *)u);
+    return from_halves_8(to_halves_8(x));
 }
 """
 # Vectors in memory that is aligned for their items only. PoCL calls vload8 and convert_int8 as functions,
