@@ -837,7 +837,7 @@ def test_arguments_of_raw_kernels_that_cannot_be_are_refused(opencl: Device) -> 
         line(threads=lambda x, y, alpha: 0)(x, y, 1.0)
     with pytest.raises(KernelError, match=r"the shape of out cannot be \(-1,\)"):
         line(outputs={"out": ((-1,), "float32")})(x, y, 1.0)
-    with pytest.raises(TypeError, match=r"grid has to be whole numbers, and is 1\.5"):
+    with pytest.raises(TypeError, match=r"grid has to be integers, and is 1\.5"):
         line(grid=1.5)(x, y, 1.0)
     other = Device.over(DRIVERS["opencl-device"]())
     with pytest.raises(ValueError, match="use to_device first"):

@@ -91,7 +91,7 @@ def _elementwise(device: Device) -> None:
     _same("an expression", found, np.tanh(x) * y + np.exp(-x * x) / (1 + np.abs(y)), 1e-5)
     whole = np.random.default_rng(2).integers(-(2**31), 2**31, 1003).astype(np.int32)
     found = _run(device, lambda n: ps.where(n > 0, n * 7 + 3, n // 5), whole)
-    _same("whole numbers", found, np.where(whole > 0, whole * np.int32(7) + np.int32(3), whole // 5))
+    _same("integers", found, np.where(whole > 0, whole * np.int32(7) + np.int32(3), whole // 5))
 
 
 def _reductions(device: Device) -> None:

@@ -106,7 +106,7 @@ def _parse(variable: str, name: str, text: str) -> object:
         return parse_bytes(text)
     except (ValueError, KeyError) as error:
         kinds = {"pool_seconds": "a number of seconds", **dict.fromkeys(_FLAGS, "0 or 1")}
-        wanted = kinds.get(name, "a whole number")
+        wanted = kinds.get(name, "an integer")
         if isinstance(error, SettingError):
             wanted = "a size such as 4096, 64KiB or 2G"
         raise SettingError(f"{variable}={text!r} cannot be used: {wanted} is wanted") from None

@@ -60,7 +60,7 @@ def changing_shapes(evidence: Evidence) -> Iterator[Finding]:
 
 
 def wide_dtypes(evidence: Evidence) -> Iterator[Finding]:
-    """NumPy's fractions are float64 unless told otherwise, and take twice the memory, or have no kernel."""
+    """NumPy's default is float64, which takes twice the memory of float32, or has no kernel."""
     by_host = [run for run in evidence.runs if any(name.endswith(WIDE) for name in run.host_steps)]
     spent = saved = sum(_waited(run, evidence) for run in by_host)
     for kernel in evidence.kernels:

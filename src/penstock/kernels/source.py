@@ -112,7 +112,7 @@ static __device__ inline ushort TO_BFLOAT16(float x) {
 #define FROM_BFLOAT16(u) BITS_FLOAT((uint)(u) << 16)
 """
 # A float as the nearest bfloat16, of two the even one; a NaN stays one. The values are names.
-# PoCL from 3.1 on crashes where vload_half8 is given halves that are not aligned to 16 bytes: it gets variables.
+# PoCL from 3.1 on crashes where vload_half8 reads halves that are not aligned to 16 bytes: it gets variables.
 HALVES_PRELUDE = """
 #define BFLOAT16_OF(x, u) (((x) != (x) ? (u) | 0x400000 : (u) + 0x7fff + ((u) >> 16 & 1)) >> 16)
 #define TO_BFLOAT16(x) ((ushort)BFLOAT16_OF(x, FLOAT_BITS(x)))

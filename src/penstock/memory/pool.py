@@ -128,7 +128,9 @@ class BufferPool:
     @capacity.setter
     def capacity(self, capacity: int) -> None:
         if isinstance(capacity, float):
-            raise SettingError(f"the pool's capacity is a whole number of blocks, and {capacity} was given")
+            raise SettingError(
+                f"the pool's capacity is an integer number of blocks, and {capacity} was given"
+            )
         with self._lock:
             self._capacity = int(_at_least_0("capacity", capacity))
             self._collect()

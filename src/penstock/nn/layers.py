@@ -36,7 +36,7 @@ class Linear(Module):
 
 
 class Embedding(Module):
-    """A row of the weight for each whole number."""
+    """A row of the weight for each integer."""
 
     def __init__(self, count: int, width: int, device: Where = None) -> None:
         if count < 1 or width < 1:

@@ -151,7 +151,7 @@ class Module:
         return self.train(False)
 
     def to(self, target: Device | str | Any) -> Module:
-        """Move all tensors to a device, or its fractions to a dtype; the module itself."""
+        """Move all tensors to a device, or those of floating point to a dtype; the module itself."""
         from penstock.tensor.dtypes import KINDS, checked
         from penstock.tensor.manipulation import astype
 
@@ -164,7 +164,9 @@ class Module:
                 elif tensor._node.dtype.kind == "f":
                     dtype = checked(target)
                     if dtype not in KINDS["real floating"]:
-                        raise TypeError(f"the tensors of a module are fractions, and {target} was given")
+                        raise TypeError(
+                            f"the parameters of a module are floating-point, and {target} was given"
+                        )
                     moved = astype(tensor, dtype)
                 else:
                     continue

@@ -24,7 +24,7 @@ def _check(name: str, kinds: str, *tensors: Tensor) -> None:
             raise TypeError(f"{name} does not take {tensor.dtype}")
 
 
-def _to_fraction(x: Tensor) -> Tensor:
+def _to_floating(x: Tensor) -> Tensor:
     return record(elementwise.cast(x._node, dtypes.float32), x)
 
 
@@ -34,7 +34,7 @@ def _unary(name: str, apply: Callable[[Node], Node], kinds: str, doc: str) -> Ca
             given = type(x).__name__
             raise TypeError(f"{name} takes a tensor, and {given} was given; ps.asarray makes one of it")
         if kinds == _FRACTION and x.dtype.kind in "biu":
-            x = _to_fraction(x)
+            x = _to_floating(x)
         _check(name, kinds, x)
         return record(apply(x._node), x)
 
@@ -49,7 +49,7 @@ def _binary(
     def function(x1: Any, x2: Any, /) -> Tensor:
         a, b = operands(x1, x2, name=name)
         if kinds == _FRACTION and a.dtype.kind in "biu":
-            a, b = _to_fraction(a), _to_fraction(b)
+            a, b = _to_floating(a), _to_floating(b)
         _check(name, kinds, a, b)
         return record(apply(a._node, b._node), a, b)
 
@@ -83,8 +83,8 @@ def _unchanged(x: Node) -> Node:
     return x
 
 
-def _for_fractions(apply: Callable[[Node], Node]) -> Callable[[Node], Node]:
-    """Rounding leaves whole numbers as they are."""
+def _for_floating(apply: Callable[[Node], Node]) -> Callable[[Node], Node]:
+    """Rounding leaves integers as they are."""
     return lambda x: x if x.dtype.kind in "iu" else apply(x)
 
 
@@ -106,13 +106,13 @@ asinh = _unary("asinh", elementwise.asinh, _FRACTION, "The inverse of the hyperb
 atan = _unary("atan", elementwise.atan, _FRACTION, "The inverse of the tangent.")
 atanh = _unary("atanh", elementwise.atanh, _FRACTION, "The inverse of the hyperbolic tangent.")
 bitwise_invert = _unary("bitwise_invert", elementwise.bitwise_invert, _BOOL + _INTEGER, "Every bit inverted.")
-ceil = _unary("ceil", _for_fractions(elementwise.ceil), _REAL, "Rounded up.")
+ceil = _unary("ceil", _for_floating(elementwise.ceil), _REAL, "Rounded up.")
 conj = _unary("conj", _for_complex(elementwise.conj), _NUMBER, "The complex conjugate.")
 cos = _unary("cos", elementwise.cos, _FRACTION, "The cosine.")
 cosh = _unary("cosh", elementwise.cosh, _FRACTION, "The hyperbolic cosine.")
 exp = _unary("exp", elementwise.exp, _FRACTION, "The exponential.")
 expm1 = _unary("expm1", elementwise.expm1, _FRACTION, "The exponential less 1, exact near 0.")
-floor = _unary("floor", _for_fractions(elementwise.floor), _REAL, "Rounded down.")
+floor = _unary("floor", _for_floating(elementwise.floor), _REAL, "Rounded down.")
 imag = _unary("imag", elementwise.imag, "c", "The imaginary part.")
 isfinite = _unary("isfinite", _never(elementwise.isfinite, True), _NUMBER, "Whether it is finite.")
 isinf = _unary("isinf", _never(elementwise.isinf, False), _NUMBER, "Whether it is infinite.")
@@ -128,9 +128,7 @@ real = _unary("real", _for_complex(elementwise.real), _NUMBER, "The real part.")
 reciprocal = _unary(
     "reciprocal", lambda x: elementwise.divide(elementwise.like(x, 1), x), _FRACTION, "1 over it."
 )
-round = _unary(
-    "round", _for_fractions(elementwise.round_), _NUMBER, "The nearest whole number; halves to even."
-)
+round = _unary("round", _for_floating(elementwise.round_), _NUMBER, "The nearest integer; halves to even.")
 sign = _unary("sign", elementwise.sign, _NUMBER, "-1, 0 or 1; of a complex number, its direction.")
 signbit = _unary("signbit", elementwise.signbit, "f", "Whether the sign bit is set.")
 sin = _unary("sin", elementwise.sin, _FRACTION, "The sine.")
@@ -139,7 +137,7 @@ sqrt = _unary("sqrt", elementwise.sqrt, _FRACTION, "The square root.")
 square = _unary("square", lambda x: elementwise.multiply(x, x), _NUMBER, "Times itself.")
 tan = _unary("tan", elementwise.tan, _FRACTION, "The tangent.")
 tanh = _unary("tanh", elementwise.tanh, _FRACTION, "The hyperbolic tangent.")
-trunc = _unary("trunc", _for_fractions(elementwise.trunc), _REAL, "Rounded towards 0.")
+trunc = _unary("trunc", _for_floating(elementwise.trunc), _REAL, "Rounded towards 0.")
 
 add = _binary("add", elementwise.add, _ANY, "The sum.")
 atan2 = _binary("atan2", elementwise.atan2, _FRACTION, "The angle of the point (x2, x1).")

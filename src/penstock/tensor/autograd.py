@@ -25,7 +25,9 @@ def value_and_grad(
         for position in positions:
             given = inputs[position]
             if not isinstance(given, Tensor) or given.dtype.kind != "f":
-                raise TypeError(f"argument {position} must be a tensor of fractions, and {given!r} was given")
+                raise TypeError(
+                    f"argument {position} must be a floating-point tensor, and {given!r} was given"
+                )
             # A node of its own, so that the gradient ends here whatever else the tensor is used for.
             own = elementwise.positive(given._node)
             own.tracked = True

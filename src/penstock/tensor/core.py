@@ -346,7 +346,7 @@ class Tensor:
 
     def __index__(self) -> int:
         if self.dtype.kind not in "iu":
-            raise TypeError(f"only whole numbers can be an index, and the dtype is {self.dtype}")
+            raise TypeError(f"only integers can be an index, and the dtype is {self.dtype}")
         return int(self._single("an index"))
 
     def _single(self, what: str) -> Any:

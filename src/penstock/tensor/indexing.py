@@ -1,4 +1,4 @@
-"""Items of tensors: basic slices, arrays of whole numbers, masks; reading, and replacing."""
+"""Items of tensors: basic slices, arrays of integers, masks; reading, and replacing."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _check_arrays(x: Tensor, keys: list[Any], operation: str) -> tuple[Any, ...]
 
 
 def _expanded(x: Tensor, key: Any) -> list[Any]:
-    """The parts of a key, one for each axis and one for each new axis; masks become whole numbers."""
+    """The parts of a key, one for each axis and one for each new axis; masks become integers."""
     parts = list(key) if isinstance(key, tuple) else [key]
     parts = [_as_array(part) for part in parts]
     taken = sum(_axes_taken(part) for part in parts)
@@ -161,10 +161,10 @@ def _as_array(part: Any) -> Any:
     if isinstance(part, (list, np.ndarray, bool, np.bool_)):
         array = np.asarray(part)
         if array.dtype.kind not in "iub" and array.size:
-            raise IndexError(f"an index has whole numbers or truth values, and {array.dtype} was given")
+            raise IndexError(f"an index has integers or booleans, and {array.dtype} was given")
         return array if array.size or array.dtype == bool else array.astype(np.int64)
     if isinstance(part, Tensor) and part.dtype.kind not in "iub":
-        raise IndexError(f"an index has whole numbers or truth values, and {part.dtype} was given")
+        raise IndexError(f"an index has integers or booleans, and {part.dtype} was given")
     return part
 
 
@@ -175,7 +175,7 @@ def _axes_taken(part: Any) -> int:
 
 
 def _from_mask(x: Tensor, mask: Tensor, axis: int) -> list[Tensor]:
-    """A mask as the whole numbers where it is true; how many those are, only its values tell."""
+    """A mask as the integers where it is true; how many those are, only its values tell."""
     if mask.shape != x.shape[axis : axis + mask.ndim]:
         raise IndexError(f"a mask of shape {mask.shape} does not fit shape {x.shape} at axis {axis}")
     if not mask.ndim:
@@ -221,7 +221,7 @@ def _checked_index(key: Any, axis: int, shape: Shape, operation: str = "x[index]
 
 
 def _get_by_arrays(x: Tensor, keys: list[Any], operation: str) -> Tensor:
-    """Arrays of whole numbers, by NumPy's rules: together they make axes, in place if they are adjacent."""
+    """Arrays of integers, by NumPy's rules: together they make axes, in place if they are adjacent."""
     if any(isinstance(key, Tensor) and key.dtype == dtypes.bool_ for key in keys):
         index = from_numpy(_places(x, keys, operation), x.device)
         return record(gather(shaping.reshape(x._node, (x.size,)), index._node), x)

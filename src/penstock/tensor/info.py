@@ -16,7 +16,7 @@ from penstock.tensor.core import Tensor
 
 @dataclass(frozen=True)
 class FloatInfo:
-    """The limits of a type of fractions."""
+    """The limits of a floating-point type."""
 
     bits: int
     eps: float
@@ -28,7 +28,7 @@ class FloatInfo:
 
 @dataclass(frozen=True)
 class IntegerInfo:
-    """The limits of a type of whole numbers."""
+    """The limits of an integer type."""
 
     bits: int
     max: int
@@ -41,10 +41,10 @@ def _dtype(type: Any) -> DType:
 
 
 def finfo(type: Any, /) -> FloatInfo:
-    """The limits of a type of fractions, or of a tensor's."""
+    """The limits of a floating-point type, or of a tensor's."""
     dtype = _dtype(type)
     if dtype.kind not in "fc":
-        raise ValueError(f"finfo is for fractions, and {dtype} was given")
+        raise ValueError(f"finfo is for floating-point dtypes, and {dtype} was given")
     found = dtypes.limits(dtype)
     return FloatInfo(
         bits=found.bits,
@@ -57,10 +57,10 @@ def finfo(type: Any, /) -> FloatInfo:
 
 
 def iinfo(type: Any, /) -> IntegerInfo:
-    """The limits of a type of whole numbers, or of a tensor's."""
+    """The limits of an integer type, or of a tensor's."""
     dtype = _dtype(type)
     if dtype.kind not in "iu":
-        raise ValueError(f"iinfo is for whole numbers, and {dtype} was given")
+        raise ValueError(f"iinfo is for integer dtypes, and {dtype} was given")
     found = np.iinfo(dtype)
     return IntegerInfo(found.bits, int(found.max), int(found.min), dtype)
 

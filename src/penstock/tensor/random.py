@@ -1,6 +1,6 @@
 """Random tensors. A seed gives the same bits on every device and under jit, whatever else is drawn elsewhere.
 
-Equal to the last bit: whole numbers, truth values, permutations, and `uniform` from 0 to any number. Other
+Equal to the last bit: integers, booleans, permutations, and `uniform` from 0 to any number. Other
 bounds of `uniform` may differ in the last bit, where a device rounds once for a product and a sum, and
 `normal` in the last bits, by the logarithm and the cosine of the device, or of NumPy, which draws few numbers
 outside of jit.
@@ -70,7 +70,7 @@ class Generator:
         self, shape: int | Sequence[int], low: float = 0.0, high: float = 1.0, dtype: DType = dtypes.float32
     ) -> Tensor:
         """Fractions in [low, high), all as likely."""
-        found = _fractions("uniform", dtype)
+        found = _floating("uniform", dtype)
         start, stop = _rounded(found, low, high)
         with np.errstate(all="ignore"):
             span = stop - start
@@ -93,7 +93,7 @@ class Generator:
         self, shape: int | Sequence[int], mean: float = 0.0, std: float = 1.0, dtype: DType = dtypes.float32
     ) -> Tensor:
         """Fractions around `mean` with the standard deviation `std`."""
-        found = _fractions("normal", dtype)
+        found = _floating("normal", dtype)
         centre, spread = _rounded(found, mean, std)
         if not (np.isfinite(centre) and np.isfinite(spread) and spread >= 0):
             raise ValueError(
@@ -219,13 +219,13 @@ def _whole(name: str, value: Any, start: int, stop: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} is a whole number, and {value!r} was given") from None
+        raise TypeError(f"{name} is an integer, and {value!r} was given") from None
     if not start <= number < stop:
         raise ValueError(f"{name} is from {start} to {stop - 1}, and {number} was given")
     return number
 
 
-def _fractions(name: str, dtype: Any) -> DType:
+def _floating(name: str, dtype: Any) -> DType:
     found = dtypes.checked(dtype)
     if found not in dtypes.KINDS["real floating"]:
         raise TypeError(f"{name} does not make {found}")

@@ -200,7 +200,7 @@ class RawKernel:
             lengths = tuple(map(operator.index, given if isinstance(given, Sequence) else (given,)))
         except TypeError:
             raise TypeError(
-                f"kernel {self.__name__!r}: {what} has to be whole numbers, and is {given!r}"
+                f"kernel {self.__name__!r}: {what} has to be integers, and is {given!r}"
             ) from None
         most = 1 if what == "threads" else 3 if what in ("grid", "group") else 64
         if len(lengths) > most or any(length < least for length in lengths):
