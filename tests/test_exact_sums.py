@@ -194,3 +194,22 @@ def test_sums_with_infinities_and_nan_stay_what_they_are(device: Device) -> None
         np.testing.assert_array_equal(got, [np.inf, np.nan, np.nan])
     for got in at_each_call(lambda x: ps.sum(x, axis=0), ps.asarray(x.T.copy(), device=device)):
         np.testing.assert_array_equal(got, [np.inf, np.nan, np.nan])
+
+
+@pytest.mark.parametrize(("count", "rows", "width"), [(1 << 20, 3, 1), (1 << 18, 7, 5), (1 << 17, 300, 70)])
+@pytest.mark.parametrize("often", [0.9, 0.1])
+def test_rows_that_are_added_up_by_index(
+    device: Device, count: int, rows: int, width: int, often: float
+) -> None:
+    """The gradient of an embedding, in which one row gets most, or none of them does."""
+    count = long(device, count)
+    rng = np.random.default_rng(0)
+    ids = np.where(rng.random(count) < often, 1, rng.integers(0, rows, count)).astype(np.int32)
+    index, table = ps.asarray(ids, device=device), ps.zeros((rows, width), device=device)
+    upstream, exact = filled(device, (count, width))
+    wanted = np.stack([np.bincount(ids, column, minlength=rows) for column in exact.T], axis=1)
+    gradient = ps.grad(lambda table, upstream: ps.sum(ps.take(table, index, axis=0) * upstream))
+    results = at_each_call(lambda table, upstream: gradient(table, upstream), table, upstream)
+    for got in results:
+        check(got, wanted, wanted, count)
+    assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()

@@ -9,8 +9,10 @@ often there, or all where the places are too many for the group's memory, is loo
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 from penstock.device.driver import Capabilities
+from penstock.graph.contraction import LEVEL
 from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Node
 from penstock.kernels.c_expressions import c_type, combine
@@ -40,6 +42,7 @@ def add_rows(node: Node, index: Node, capabilities: Capabilities) -> KernelSourc
     groups = min(length, max(2 * capabilities.compute_units, -(-length // (_MOST_ROWS // less))))
     rows = -(-length // groups)
     sums = _Sums(node, rest, threads)
+    levels = Levels(sums, -(-count // tiles) if sums.type in ("float", "double") else 0)
     # A key is a row of the group and a place, which sort as one number.
     wide = rows * (1 << count.bit_length()) > 1 << 31
     key, listed = ("ulong", _LISTED // less // 2) if wide else ("uint", _LISTED // less)
@@ -119,12 +122,13 @@ def add_rows(node: Node, index: Node, capabilities: Capabilities) -> KernelSourc
         int end = begin + (int)((long)size * (tile + 1) / {tiles});
         for (int start = 0; start < {rest}; start += {tile * sums.lanes}) {{
             int column = start + rank * {sums.lanes};
-            {sums.start()}
+            {sums.start()} {levels.start()}
             for (int i = first; i < (column < {rest} ? end : 0); i++) {{
                 int place = sorted ? (int)(keys[i] & {(1 << place_bits) - 1}) : i;
                 if (!sorted && index[i] != target) continue;
-                {sums.more()}
+                {sums.more()} {levels.more()}
             }}
+            {levels.end()}
             {sums.across()}
             BARRIER;
             for (int sum = THREAD; sum < {tile * sums.lanes}; sum += {threads}) {{
@@ -147,6 +151,57 @@ def add_rows(node: Node, index: Node, capabilities: Capabilities) -> KernelSourc
     return KernelSource("add_rows", text, (dtype, dtype, index_dtype), (), (groups,), (threads,))
 
 
+class Levels:
+    """Long sums in levels, as text in C or WGSL: what so many items gave is added to the sums above."""
+
+    def __init__(self, sums: LevelSums, most: int) -> None:
+        """`most`: items that there may be."""
+        self._sums, self._count = sums, 0
+        while most > LEVEL:
+            most, self._count = -(-most // LEVEL), self._count + 1
+
+    def start(self) -> str:
+        """Declare the sums of all levels above the first, and how many items each level has taken in."""
+        return " ".join(
+            f"{self._sums.integer} taken{level} = 0; {self._sums.declared(level + 1)}"
+            for level in range(self._count)
+        )
+
+    def more(self, level: int = 0) -> str:
+        """The sums of the first level have taken in one item more."""
+        if level == self._count:
+            return ""
+        clear = " ".join(f"{name} = {self._sums.zero};" for name in self._sums.names(level))
+        full = f"{self._added(level)} {clear} taken{level} = 0; {self.more(level + 1)}"
+        return f"taken{level} += 1; if (taken{level} == {LEVEL}) {{ {full} }}"
+
+    def end(self) -> str:
+        """Have everything in the sums of the first level."""
+        both = zip(self._sums.names(0), self._sums.names(self._count), strict=True)
+        back = [f"{first} = {last};" for first, last in both] if self._count else []
+        return " ".join([*(self._added(level) for level in range(self._count)), *back])
+
+    def _added(self, level: int) -> str:
+        both = zip(self._sums.names(level), self._sums.names(level + 1), strict=True)
+        return " ".join(f"{above} = {self._sums.combined(above, one)};" for one, above in both)
+
+
+class LevelSums(Protocol):
+    """The sums of a thread, as text; those of the levels above the first are like them."""
+
+    integer: str  # how a count is declared
+    zero: str
+
+    def declared(self, level: int) -> str:
+        """What declares the sums of a level."""
+
+    def names(self, level: int) -> list[str]:
+        """The sums of a level, one by one."""
+
+    def combined(self, one: str, other: str) -> str:
+        """The sum of two."""
+
+
 class _Sums:
     """The sums of neighbouring columns in a thread, as text."""
 
@@ -164,6 +219,18 @@ class _Sums:
     def _text(self, *statements: Statement) -> list[str]:
         lines = thread_statements([Variable("sums", self._kind, "sum"), *statements])
         return [line.strip() for line in lines]
+
+    integer, zero = "int", "0"
+
+    def declared(self, level: int) -> str:
+        """What declares the sums of a level."""
+        (line,) = thread_statements([Variable(f"sums_{level}", self._kind, "sum")])
+        return line.strip()
+
+    def names(self, level: int) -> list[str]:
+        """The sums of a level, one by one."""
+        name = f"sums_{level}" if level else "sums"
+        return [f"{name}[{lane}]" for lane in range(self.lanes)] if self.lanes > 1 else [name]
 
     def start(self) -> str:
         """The sums before anything is added."""

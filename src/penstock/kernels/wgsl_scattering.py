@@ -9,6 +9,7 @@ from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Node
 from penstock.kernels.lone import Launch, Lone, group_size
 from penstock.kernels.loops import Load, Store, Type, Update, Variable
+from penstock.kernels.scattering_gpu import Levels
 from penstock.kernels.source import KernelSource
 from penstock.kernels.wgsl_expressions import wgsl_combine
 from penstock.kernels.wgsl_memory import WORD, Words, from_shared, shared_type, to_shared
@@ -48,6 +49,7 @@ def wgsl_scatter(node: Node, capabilities: Capabilities) -> Lone | None:
     groups = min(length, max(2 * capabilities.compute_units, -(-length // most_rows)))
     rows = -(-length // groups)
     words = sums.words
+    levels = Levels(sums, -(-count // tiles) if sums.dtype == "float32" else 0)
     index = words.index("indices", index_dtype, "i", length)
     place = f"i32(keys[i] & {(1 << place_bits) - 1:#x}u)"
     text = f"""\
@@ -150,12 +152,13 @@ var<workgroup> across: array<{shared_type(sums.dtype)}, {threads * sums.count}>;
         let end = first + size / {tiles} + select(0, 1, tile < size % {tiles});
         for (var start = 0; start < {rest}; start += {sums.span}) {{
             let column = start + rank * {sums.lanes};
-            {sums.start()}
+            {sums.start()} {levels.start()}
             for (var i = first; i < end; i++) {{
                 var place = i;
                 if (is_listed) {{ place = {place}; }} else if ({index} != goal) {{ continue; }}
-                {sums.more()}
+                {sums.more()} {levels.more()}
             }}
+            {levels.end()}
             {sums.across()}
             workgroupBarrier();
             for (var sum = THREAD; sum < {tile * sums.count}; sum += {threads}) {{
@@ -217,10 +220,31 @@ class _Sums:
     def _place(self, row: str, step: int) -> str:
         return f"({row} * {self._rest} + column + {step})"
 
+    integer, zero = "var", "0.0"
+
     def start(self) -> str:
         """The sums before anything is added."""
-        variables = [Variable(f"sums{k}", self._kind, "sum") for k in range(len(self._steps))]
-        return self._lines(self._thread.statements(variables))
+        return self.declared(0)
+
+    def declared(self, level: int) -> str:
+        """What declares the sums of a level."""
+        names = [self._name(k, level) for k in range(len(self._steps))]
+        return self._lines(self._thread.statements([Variable(name, self._kind, "sum") for name in names]))
+
+    def _name(self, part: int, level: int) -> str:
+        return f"sums{part}_{level}" if level else f"sums{part}"
+
+    def names(self, level: int) -> list[str]:
+        """The sums of a level, one by one."""
+        return [
+            self._thread.lane(self._name(k, level), lane)
+            for k in range(len(self._steps))
+            for lane in range(self.lanes)
+        ]
+
+    def combined(self, one: str, other: str) -> str:
+        """The sum of two."""
+        return wgsl_combine("sum", self.dtype, one, other)
 
     def more(self) -> str:
         """Add what is at `place`."""
@@ -243,10 +267,7 @@ class _Sums:
 
     def _shared(self) -> list[tuple[str, str]]:
         """The names of the sums, and where they lie in the group's memory."""
-        names = [
-            self._thread.lane(f"sums{k}", lane) for k in range(len(self._steps)) for lane in range(self.lanes)
-        ]
-        return [(name, f"across[THREAD + {at * self._threads}]") for at, name in enumerate(names)]
+        return [(name, f"across[THREAD + {at * self._threads}]") for at, name in enumerate(self.names(0))]
 
     def across(self) -> str:
         """Put the sums into the group's memory."""
