@@ -319,7 +319,7 @@ def test_errors_name_what_was_given() -> None:
         (ValueError, "twice", lambda: ps.sum(x, axis=(0, -2))),
         (IndexError, "index 2 is out of range for axis 0", lambda: x[2]),
         (IndexError, "index -3 is out of range for axis 0", lambda: x[[0, -3]]),
-        (IndexError, "whole numbers or truth values", lambda: x[[0.5]]),
+        (IndexError, "integers or booleans", lambda: x[[0.5]]),
         (IndexError, "too many", lambda: x[0, 0, 0]),
         (IndexError, "does not fit shape", lambda: x[ps.asarray([True])]),
         (TypeError, "no dtype of Penstock", lambda: ps.zeros(2, dtype="U3")),
