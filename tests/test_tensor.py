@@ -337,3 +337,41 @@ def test_errors_name_what_was_given() -> None:
         with pytest.raises(error, match=message):
             call()
     assert x.numpy().shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x, device: x.to_device(device),
+        lambda x, device: ps.asarray(x, device=device),
+        lambda x, device: ps.astype(x, ps.float64, device=device),
+        lambda x, device: (x * 2).to_device(device),
+    ],
+)
+def test_a_gradient_is_not_lost_between_devices(move: Callable[[ps.Tensor, Device], ps.Tensor]) -> None:
+    far = Device.over(DRIVERS["host"]())
+    x = ps.asarray([1.0, 2.0]).requires_grad_()
+    w = ps.asarray([3.0, 4.0], device=far).requires_grad_()
+    moved = move(x, far)
+    loss = ps.sum(moved * w) + ps.sum(w)
+    with pytest.raises(TypeError, match=r"to_device: gradients do not pass from .* back to"):
+        loss.backward()
+    assert x.grad is None
+    assert w.grad is None
+    # What has no part in it, or was taken out, is as ever.
+    for outside in (move(x.detach(), far), move(x, far).detach(), move(x, far).requires_grad_()):
+        ps.sum(outside * w).backward()
+    with ps.no_grad():
+        outside = move(x, far)
+    ps.sum(outside * w).backward()
+    assert w.grad is not None
+    np.testing.assert_allclose(w.grad.numpy(), 4 * moved.detach().numpy())
+
+
+def test_a_module_moves_with_its_gradients() -> None:
+    far = Device.over(DRIVERS["host"]())
+    model = ps.nn.Linear(3, 2)
+    model.to(far)
+    ps.sum(model(ps.ones((4, 3), device=far))).backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.device is far

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.graph import elementwise, reducing, shaping
+from penstock.graph.custom import refusing
 from penstock.graph.gradient import gradients
 from penstock.graph.node import DType, Node, Shape, leaf, topological
 from penstock.realize import explain as explain_nodes
@@ -369,11 +370,23 @@ class Tensor:
     # Where it is
 
     def to_device(self, device: Device | str, /, *, stream: Any = None) -> Tensor:
-        """The same values on another device."""
+        """The same values on another device. Gradients do not pass back from there: `backward` refuses."""
         if stream is not None:
             raise ValueError("a stream cannot be chosen")
         target = resolve(device)
-        return self if target is self.device else from_numpy(self.numpy(), target)
+        if target is self.device:
+            return self
+        moved = from_numpy(self.numpy(), target)
+        if not (self.requires_grad and recording()):
+            return moved
+        why = (
+            f"to_device: gradients do not pass from {target.name} back to {self.device.name}; move the tensors "
+            f"that require one before anything is computed from them, or move x.detach()"
+        )
+        kind = {"shape": moved.shape, "dtype": moved.dtype}
+        node = Node(refusing(why), (), kind, moved._node.value)
+        node.tracked = True
+        return Tensor(node, target, True)
 
     # Gradients
 
