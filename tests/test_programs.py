@@ -193,6 +193,7 @@ def test_temporaries_share_one_arena(device: Device) -> None:
 
 def test_tables_are_bounded(host: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(realize, "_MAX_PROGRAMS", 3)
+    monkeypatch.setattr(realize, "_MAX_SEEN", 4)
     for _ in range(2):
         for length in range(1, 8):
             x = ps.asarray(np.ones(length, np.float32), device=host)
@@ -200,7 +201,6 @@ def test_tables_are_bounded(host: Device, monkeypatch: pytest.MonkeyPatch) -> No
             assert count(host) <= 3
     monkeypatch.setattr(realize, "MIN_ITEMS", 1 << 20)
     monkeypatch.setattr(realize, "LARGE_ITEMS", 1 << 20)
-    monkeypatch.setattr(realize, "_MAX_SEEN", 4)
     for length in range(1, 8):
         assert (ps.asarray(np.ones(length, np.float32), device=host) * 5).numpy().tolist() == [5.0] * length
         assert len(realize.programs(host)._seen) <= 4

@@ -6,7 +6,6 @@ sees the memory of all its inputs. What lies in memory of the device's own is co
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from time import perf_counter
@@ -24,6 +23,7 @@ from penstock.graph.random import RANDOM_BITS
 from penstock.graph.rounding import is_exact
 from penstock.graph.shaping import RESHAPE
 from penstock.graph.simplify import simplify
+from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.lane import Run
@@ -137,8 +137,8 @@ class Programs:
 
         self.kernels = KernelCache(device)
         self._forced = device.settings.force_kernels
-        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._programs = LRU[Hashable, "Program"](_MAX_PROGRAMS)
+        self._seen = LRU[Hashable, None](_MAX_SEEN)
         self.build_seconds = 0.0  # in all
 
     def seen(self, structure: Structure) -> bool:
@@ -156,17 +156,12 @@ class Programs:
     def known(self, structure: Structure) -> Program | None:
         """The program of a structure; None as long as building one would not pay."""
         key = structure.key
-        program = self._programs.get(key)
+        program = self._programs.use(key)
         if program is None:
             if self.waits_for_no_compiler(structure):
                 self._seen[key] = None
-                if len(self._seen) > _MAX_SEEN:
-                    self._seen.popitem(last=False)
                 return None
             program = self._programs[key] = self.build(structure, structure.wanted)
-            if len(self._programs) > _MAX_PROGRAMS:
-                self._programs.popitem(last=False)
-        self._programs.move_to_end(key)
         return program
 
     def build(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import linecache
 import threading
-from collections import OrderedDict
 from typing import Any
 
 import pyopencl as cl
+
+from penstock.lru import LRU
 
 _MAX_KERNELS = 1024
 
@@ -22,7 +23,7 @@ class InvokerCache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._code: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._code = LRU[tuple[Any, ...], Any](_MAX_KERNELS)
 
     def __getitem__(self, key: tuple[Any, ...]) -> Any:
         with self._lock:
@@ -32,9 +33,8 @@ class InvokerCache:
     def store_if_not_present(self, key: tuple[Any, ...], code: Any) -> None:
         """Keep the code of a kernel: a module, and the name of a function in it."""
         with self._lock:
-            self._code.setdefault(key, code)
-            if len(self._code) > _MAX_KERNELS:
-                self._code.popitem(last=False)
+            if key not in self._code:
+                self._code[key] = code
         module, name = code
         linecache.cache.pop(
             module.mod_globals[name].__code__.co_filename, None

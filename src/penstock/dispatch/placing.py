@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -25,6 +25,7 @@ from penstock.graph.node import Node, Primitive, leaf, topological
 from penstock.graph.simplify import simplify
 from penstock.kernels.choices import Choices
 from penstock.kernels.source import digest
+from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
 from penstock.plan.banks import Banks
 from penstock.profiling.settled import settled
@@ -60,8 +61,8 @@ class Dispatcher:
         self.build_seconds = 0.0  # in all
         self._rates: dict[Device, Rates] | None = None
         self._choices: Choices | None = None
-        self._placed: OrderedDict[Hashable, Placed] = OrderedDict()
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._placed = LRU[Hashable, "Placed"](_MAX_PLACED)
+        self._seen = LRU[Hashable, None](_MAX_SEEN)
         self._everything: weakref.WeakSet[Placed] = weakref.WeakSet()  # also what jitted functions hold
         self._predictions = Predictions()
         self._measured_again = False
@@ -180,19 +181,13 @@ class Dispatcher:
     def _known(self, structure: Structure) -> Placed | None:
         """What is known of a structure; None as long as building a program would not pay."""
         key = structure.key
-        placed = self._placed.get(key)
+        placed = self._placed.use(key)
         if placed is None:
             forced = self._forced or self.dictate is not None
             if not forced and structure.waits_for_no_compiler(key in self._seen):
                 self._seen[key] = None
-                if len(self._seen) > _MAX_SEEN:
-                    self._seen.popitem(last=False)
                 return None
             placed = self._placed[key] = self.build(structure, structure.wanted)
-            if len(self._placed) > _MAX_PLACED:
-                self._placed.popitem(last=False)
-        else:
-            self._placed.move_to_end(key)
         return placed
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,6 +31,7 @@ from penstock.kernels.source import (
 from penstock.kernels.thread_prelude import THREAD_PRELUDES, THREAD_WORDS
 from penstock.kernels.wgsl_prelude import functions_for
 from penstock.kernels.writer import Written, structure, structure_of_any_shape, write
+from penstock.lru import LRU
 from penstock.runtime import Device
 
 _MAX_KERNELS = 512
@@ -44,16 +44,15 @@ class KernelCache:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._sizes = Sizes(device.capabilities.language)
-        self._written: OrderedDict[Hashable, Written | None] = OrderedDict()
-        self._kernels: OrderedDict[str, Kernel] = OrderedDict()  # by names, which end in a digest
+        self._written = LRU[Hashable, Written | None](_MAX_KERNELS)
+        self._kernels = LRU[str, Kernel](_MAX_KERNELS)  # by names, which end in a digest
 
     def written(self, group: Group) -> Written | None:
         """The source of a group; None where the device has no kernel for it."""
         key = structure(group)
         if key not in self._written:
             self._written[key] = self._write(group, key)
-        _touch(self._written, key)
-        return self._written[key]
+        return self._written.use(key)
 
     def _write(self, group: Group, key: Hashable) -> Written | None:
         can, before = self._device.capabilities, self._sizes.shapes_before(structure_of_any_shape(group), key)
@@ -89,9 +88,7 @@ class KernelCache:
                 found |= self._by_itself(source)
         if together := [source for source in written if not source.complete]:
             found |= self._compiled(together)
-        for name, kernel in found.items():
-            self._kernels[name] = kernel
-            _touch(self._kernels, name)
+        self._kernels.update(found)
         return [found[source.name] for source in sources]
 
     def _by_itself(self, source: KernelSource) -> dict[str, Kernel]:
@@ -173,9 +170,3 @@ def _text(source: KernelSource, language: str) -> str:
     numbers = [math.prod(source.group), *([source.resident] if source.resident > 1 else ())]
     bounds = f"KERNEL __launch_bounds__({', '.join(map(str, numbers))}) {source.name}("
     return source.text.replace(f"KERNEL {source.name}(", bounds)
-
-
-def _touch(table: OrderedDict[Any, Any], key: Hashable) -> None:
-    table.move_to_end(key)
-    if len(table) > _MAX_KERNELS:
-        table.popitem(last=False)

@@ -10,15 +10,12 @@ are the same, bit for bit.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from penstock.kernels.lone import Launch
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest
-
-T = TypeVar("T")
+from penstock.lru import LRU
 
 MOST_WRITTEN_OUT = 2  # shapes of one group of operations that get kernels of their own
 _MOST_FAMILIES = 1024
@@ -85,12 +82,14 @@ class Sizes:
 
     def __init__(self, language: str) -> None:
         self._wgsl = language == "wgsl"
-        self._families: OrderedDict[Hashable, _Family] = OrderedDict()
-        self._shapes: OrderedDict[Hashable, list[Hashable]] = OrderedDict()
+        self._families = LRU[Hashable, _Family](_MOST_FAMILIES)
+        self._shapes = LRU[Hashable, list[Hashable]](_MOST_FAMILIES)
 
     def shapes_before(self, structure: Hashable, key: Hashable) -> int:
         """How many shapes of a structure came before this one, by their keys; no more than matter."""
-        shapes = _kept(self._shapes, structure, list[Hashable])
+        shapes = self._shapes.use(structure)
+        if shapes is None:
+            shapes = self._shapes[structure] = []
         if key not in shapes and len(shapes) < MOST_WRITTEN_OUT:
             shapes.append(key)
         return shapes.index(key) if key in shapes else MOST_WRITTEN_OUT
@@ -152,7 +151,10 @@ class Sizes:
     def _family(self, source: KernelSource, parted: _Parted) -> _Family:
         text = "0".join((parted.before, *parted.pieces)).replace(source.name, "")
         key = digest(text), parted.suffixes, source.signature, source.group, source.resident
-        return _kept(self._families, key, _Family)
+        family = self._families.use(key)
+        if family is None:
+            family = self._families[key] = _Family()
+        return family
 
     def _joined(
         self, source: KernelSource, parted: _Parted, argument: Sequence[int | None], count: int
@@ -173,15 +175,6 @@ class Sizes:
     @property
     def _word(self) -> str:
         return "kernel" if self._wgsl else "KERNEL"
-
-
-def _kept(table: OrderedDict[Hashable, T], key: Hashable, new: Callable[[], T]) -> T:
-    """What a bounded table has for a key."""
-    found = table.setdefault(key, new())
-    table.move_to_end(key)
-    if len(table) > _MOST_FAMILIES:
-        table.popitem(last=False)
-    return found
 
 
 def _parameter_bytes(signature: Sequence[str]) -> int:

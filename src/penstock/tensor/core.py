@@ -380,7 +380,7 @@ class Tensor:
         if not (self.requires_grad and recording()):
             return moved
         why = (
-            f"to_device: gradients do not pass from {target.name} back to {self.device.name}; move the tensors "
+            f"to_device: gradients do not pass from {target.name} back to {self.device.name}; move tensors "
             f"that require one before anything is computed from them, or move x.detach()"
         )
         kind = {"shape": moved.shape, "dtype": moved.dtype}

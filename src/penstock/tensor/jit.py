@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import struct
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from penstock.errors import CaptureError
+from penstock.lru import LRU
 from penstock.tensor.capture import Tracing
 from penstock.tensor.core import Tensor, capture, captured_by, leaf_of, recording
 from penstock.tensor.jit_program import SLOT, captured_program
@@ -67,7 +67,7 @@ class _Jitted:
         self._lock = threading.Lock()  # held while the function is captured
         # For each key the captures that differ in what they found outside, the latest first. A tuple is
         # replaced as a whole, so that other threads can go through it meanwhile.
-        self._captured: OrderedDict[Hashable, tuple[Captured, ...]] = OrderedDict()
+        self._captured = LRU[Hashable, tuple[Captured, ...]](_MAX_CAPTURES)
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -122,8 +122,6 @@ class _Jitted:
     def _remember(self, key: Hashable, captured: Captured) -> None:
         captured.device.release_idle()
         self._captured[key] = (captured, *self._captured.get(key, ()))[:_MAX_VARIANTS]
-        if len(self._captured) > _MAX_CAPTURES:
-            self._captured.popitem(last=False)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Captured:
         first: list[Tensor] = []
