@@ -187,6 +187,14 @@ if not WEBGPU_KINDS:
     collect_ignore.append("test_webgpu.py")
 
 
+# Files that take a minute or more begin first, so that no process has one of them left at the end.
+LONG = ("test_webgpu", "test_machines", "test_tallies", "test_windows", "test_train", "test_side_by_side")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _collections_see_one_file() -> Iterator[None]:
     """Late in a run, a collection of all objects takes 0.15 s, and many tests ask for hundreds."""
