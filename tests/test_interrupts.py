@@ -257,6 +257,7 @@ print("ready", flush=True)
 count = 0
 while True:
     try:
+        print("goes on", flush=True)  # here, where the next interrupt is caught
         while True:
             y = ps.sum(x * 2.0 + float(count % 7))
             assert float(y) == 64 * 64 * (2 + count % 7), float(y)
@@ -279,10 +280,11 @@ def test_a_script_survives_many_interrupts_and_ends_after_the_last() -> None:
         assert process.stdout.readline() == "ready\n"
         rng = random.Random(0)
         for _ in range(60):
-            time.sleep(rng.random() * 0.01)
-            process.send_signal(signal.SIGINT)
             watchdog = threading.Timer(PATIENCE, process.kill)
             watchdog.start()
+            assert process.stdout.readline() == "goes on\n"
+            time.sleep(rng.random() * 0.01)
+            process.send_signal(signal.SIGINT)
             assert process.stdout.readline() == "interrupted\n"
             watchdog.cancel()
     finally:
