@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import NATIVE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.device.driver import Capabilities
-from penstock.device.opencl import OpenCLDriver, find_devices
+from penstock.device.opencl import OpenCLDriver, find_devices, opencl_capabilities
 from penstock.graph.dtypes import checked
 from penstock.kernels import matmul_gpu
+from penstock.kernels.matmul_cpu import cpu_body
 from penstock.kernels.matmul_kernel import matmul_body
 from penstock.kernels.matmul_problem import Finish, Operand, Problem
 from penstock.kernels.source import HALVES_PRELUDE, OPENCL_PRELUDE, UNIT, VECTOR_PRELUDE, KernelSource, head
@@ -279,3 +282,27 @@ def test_a_product_comes_out_the_same_every_time(driver: OpenCLDriver, way: str)
     empty = guarded(np.zeros((150, 150), np.float32))
     first, second = (launch(driver, source, [empty, a, b])[0] for _ in range(2))
     np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3, 5, 7), (100, 200, 300), (2048, 384, 1536), (700, 3000, 900), (64, 20000, 64)]
+)
+@pytest.mark.parametrize("local_bytes", [1 << 15, 1 << 18, 1 << 20])
+def test_kernels_for_many_sizes_take_no_more_memory_than_there_is(
+    sizes: tuple[int, int, int], local_bytes: int
+) -> None:
+    rows, inner, columns = sizes
+    capabilities = replace(opencl_capabilities(NATIVE), local_bytes=local_bytes)
+    for left, right in ((1, 1), (0, 0)):  # contiguous, and transposed
+        problem = Problem(
+            1,
+            rows,
+            columns,
+            inner,
+            Operand("in0", "float32", "0", *((inner, 1) if left else (1, rows))),
+            Operand("in1", "float32", "0", *((columns, 1) if right else (1, inner))),
+            varied=True,
+        )
+        text, _, _ = cpu_body(problem, capabilities, lambda *_: [])
+        lengths = [int(one) for one in re.findall(r"LOCAL float8 \w+\[(\d+)\];", text)]
+        assert 32 * sum(lengths) <= local_bytes

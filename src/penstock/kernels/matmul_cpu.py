@@ -36,6 +36,7 @@ class _Plan:
     pack_right: bool
     chunk: int  # how many times `rows` are packed at once
     span: int  # blocks of K that are added up one after the other, and then to what all before gave
+    floats: int  # of memory for all of it
 
     @property
     def tiles(self) -> int:
@@ -116,7 +117,9 @@ def _plan_with(
             choices.append((rounds * tile, row_tiles, column_tiles))
     _, row_tiles, column_tiles = min(choices)
     chunk = max(1, min(8, left_steps // depth))
-    return _Plan(rows, vectors, row_tiles, column_tiles, depth_blocks, pack_left, pack_right, chunk, span)
+    return _Plan(
+        rows, vectors, row_tiles, column_tiles, depth_blocks, pack_left, pack_right, chunk, span, floats
+    )
 
 
 def _register_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
@@ -202,23 +205,27 @@ class _CpuWriter:
         exact = size % block == 0 and not self.problem.varied
         return place if exact else f"min({place}, {size - block})"
 
-    def _room(self, items: int) -> int:
-        """The length of an array that holds so many items, for others too where sizes vary."""
-        return 1 << (items - 1).bit_length() if self.problem.varied else items
+    def _room(self, vectors: int, floats: int) -> int:
+        """The length of an array of so many vectors; where sizes vary, with room for more, up to a bound."""
+        if not self.problem.varied:
+            return vectors
+        return max(vectors, min(1 << (vectors - 1).bit_length(), floats // _LANES))
 
     def _declarations(self) -> Iterator[str]:
         problem, plan = self.problem, self.plan
         block = plan.rows * plan.vectors
         tile_rows = ceil(self.row_units / plan.row_tiles)
         kept = block * tile_rows * self.tile_columns if plan.depth_blocks > 1 else block
-        yield f"LOCAL float8 mm_sums[{self._room(kept)}];"
+        sums = self._room(kept, plan.floats * 3 // 8 // (2 if self.has_spans else 1))
+        yield f"LOCAL float8 mm_sums[{sums}];"
         if self.has_spans:
-            yield f"LOCAL float8 mm_span_sums[{self._room(kept)}];"
+            yield f"LOCAL float8 mm_span_sums[{sums}];"
         if plan.pack_right:
-            yield f"LOCAL float8 mm_panels[{self._room(self.tile_columns * self.depth * plan.vectors)}];"
+            panels = self.tile_columns * self.depth * plan.vectors
+            yield f"LOCAL float8 mm_panels[{self._room(panels, plan.floats // 2)}];"
         if plan.pack_left:
             floats = plan.chunk * self._left_packing()[1]
-            yield f"LOCAL float8 mm_slivers[{self._room(ceil(floats / _LANES))}];"
+            yield f"LOCAL float8 mm_slivers[{self._room(ceil(floats / _LANES), plan.floats // 10)}];"
         yield f"const int batch = GROUP(0) / {plan.tiles};"
         for axis, tile, tiles, units, unit, size, begin, end in (
             ("row", f"GROUP(0) / {plan.column_tiles} % {plan.row_tiles}", plan.row_tiles, self.row_units,
