@@ -14,13 +14,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 import penstock as ps
-from measuring import Report
+from measuring import Report, classifier
 from penstock.bench.steps import Gpt
 from penstock.config import Settings
 
@@ -49,20 +48,7 @@ def gpt(device: ps.Device, sizes: Gpt) -> Steps:
 
 
 def mlp(device: ps.Device) -> Steps:
-    layers = (784, 256, 128, 10)
-    parts: list[ps.nn.Module] = []
-    for inputs, outputs in pairwise(layers):
-        parts += [ps.nn.Linear(inputs, outputs, device=device), ps.nn.ReLU()]
-    model = ps.nn.Sequential(*parts[:-1])
-    optimizer = ps.optim.Adam(model.parameters(), lr=1e-3)
-
-    @ps.jit
-    def step(x: ps.Tensor, y: ps.Tensor) -> ps.Tensor:
-        loss = ps.nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = classifier(device, (784, 256, 128, 10), ps.nn.ReLU, ps.optim.Adam)
     rng = np.random.default_rng(0)
     x = ps.asarray(rng.standard_normal((128, 784)).astype(np.float32), device=device)
     y = rng.integers(0, 10, 128, np.int32)

@@ -8,12 +8,14 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import penstock as ps
 
+Step = Callable[[ps.Tensor, ps.Tensor], ps.Tensor]
 Sides = dict[str, Callable[[], object]]
 _PAUSE = 0.02  # seconds, in which the threads of the side before stop waiting for more
 
@@ -33,6 +35,29 @@ def best_of(sides: Sides, rounds: int = 15, repeat: int = 1) -> dict[str, float]
             best[name] = min(best[name], (time.perf_counter() - start) / repeat)
     gc.enable()
     return best
+
+
+def classifier(
+    device: ps.Device,
+    layers: Sequence[int],
+    activation: Callable[[], ps.nn.Module],
+    optimizer: Callable[..., ps.optim.Optimizer],
+) -> Step:
+    """A training step, jitted, of a network with layers of these sizes: of rows and the classes they have."""
+    parts: list[ps.nn.Module] = []
+    for inputs, outputs in pairwise(layers):
+        parts += [ps.nn.Linear(inputs, outputs, device=device), activation()]
+    model = ps.nn.Sequential(*parts[:-1])
+    updates = optimizer(model.parameters(), lr=1e-3)
+
+    @ps.jit
+    def step(x: ps.Tensor, y: ps.Tensor) -> ps.Tensor:
+        loss = ps.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        updates.step()
+        return loss
+
+    return step
 
 
 class Report:

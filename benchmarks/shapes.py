@@ -17,13 +17,12 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 import penstock as ps
-from measuring import Report
+from measuring import Report, classifier
 from penstock.config import Settings
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 
@@ -37,18 +36,7 @@ def drawn(*shape: int) -> np.ndarray:
 
 def network(device: ps.Device, sizes: tuple[int, ...]) -> Callable[[int], ps.Tensor]:
     """A training step of a network with these layers, for a batch of a size that is given."""
-    parts: list[ps.nn.Module] = []
-    for inputs, outputs in pairwise(sizes):
-        parts += [ps.nn.Linear(inputs, outputs, device=device), ps.nn.GELU()]
-    model = ps.nn.Sequential(*parts[:-1])
-    optimizer = ps.optim.AdamW(model.parameters(), lr=1e-3)
-
-    @ps.jit
-    def step(x: ps.Tensor, y: ps.Tensor) -> ps.Tensor:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
+    step = classifier(device, sizes, ps.nn.GELU, ps.optim.AdamW)
 
     def run(rows: int) -> ps.Tensor:
         y = np.arange(rows, dtype=np.int32) % sizes[-1]
@@ -68,8 +56,8 @@ def new_shapes(report: Report, device: ps.Device, count: int) -> None:
         if number == 9:
             before = resident_bytes()
     grown = (resident_bytes() - before) / 2**20
-    median, late = statistics.median(seconds), sum(one > GOAL_SECONDS for one in seconds)
-    detail = f"{sum(seconds):.0f} s in all; {late} of {count} took more than {GOAL_SECONDS} s"
+    median, slow = statistics.median(seconds), sum(taken > GOAL_SECONDS for taken in seconds)
+    detail = f"{sum(seconds):.0f} s in all; {slow} of {count} took more than {GOAL_SECONDS} s"
     goal = f"<= {GOAL_SECONDS} s"
     report.add("a new shape, CPU time, median", median, "s", goal, median <= GOAL_SECONDS, detail)
     if before:

@@ -96,6 +96,7 @@ class GraphingHost(HostDriver):
     """A host driver that makes one launch of many, as CUDA does."""
 
     graphs = True
+    reaches_pinned = True
     _random = random.Random(0)
 
     def capture(self, bound: Sequence[Any], after: Sequence[Sequence[int]]) -> Any:

@@ -101,7 +101,7 @@ def test_more_parameters_than_a_device_takes_stay_in_the_text() -> None:
 def all_as_arguments(
     sizes: Sizes, source: KernelSource, varied: bool
 ) -> tuple[KernelSource, tuple[int, ...]]:
-    """Stands in for `Sizes.with_arguments`: all integers become arguments, whether they differ or not."""
+    """Stands in for `Sizes._with_arguments`: all integers become arguments, whether they differ or not."""
     parted = sizes._parted(source)
     values = list(dict.fromkeys(parted.values)) if parted is not None else []
     if parted is None or not values or len(source.signature) * 8 + len(values) * 4 > MOST_PARAMETER_BYTES:
@@ -118,7 +118,7 @@ make = make_device  # a fixture
 def test_every_integer_that_may_be_an_argument_can_be_one(
     make: Callable[[str], Device], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Sizes, "with_arguments", all_as_arguments)
+    monkeypatch.setattr(Sizes, "_with_arguments", all_as_arguments)
     for seed in range(2000, 2003):
         check(make(kind), seed, 60)
 

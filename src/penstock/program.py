@@ -252,7 +252,8 @@ class Program:
                     continue
                 joined = side_by_side(one, lies, limits)
                 if any(call.source.sizes for call in one):
-                    joined = [call if call in one else self._cache.for_more_sizes(call) for call in joined]
+                    sizes = self._cache.sizes
+                    joined = [call if call in one else sizes.launch(call, varied=True) for call in joined]
                 calls += joined
             parts.append(calls if self._gpu else chained(calls, arenas))
         sources = [call.source for part in parts if isinstance(part, list) for call in part]

@@ -6,10 +6,10 @@ import numpy as np
 
 from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Array, DType, Node, Primitive, Shape
+from penstock.graph.reducing import BLOCK
 from penstock.graph.shaping import permute
 
 _PART = 4096  # products that NumPy adds up in one go
-LEVEL = 128  # rows of one index that are added up one after the other, before what they give is
 
 
 def _matmul_rule(x: Node, y: Node) -> tuple[Shape, DType]:
@@ -37,12 +37,12 @@ def _scatter_meaning(values: Array, index: Array, length: int) -> Array:
 def _added_rows(values: Array, index: Array, length: int) -> Array:
     """Sums of rows by index. A row that is there often is added up in levels, so that no sum is long."""
     result = np.zeros((length, *values.shape[1:]), values.dtype)
-    if values.dtype.kind in "fc" and index.size > LEVEL:
+    if values.dtype.kind in "fc" and index.size > BLOCK:
         counts = np.bincount(index, minlength=length)
-        if counts.max() > LEVEL:
+        if counts.max() > BLOCK:
             order = np.argsort(index, kind="stable")
             rows = index[order]
-            begins = (np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]) % LEVEL == 0
+            begins = (np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]) % BLOCK == 0
             parts = _added_rows(values[order], np.cumsum(begins) - 1, int(begins.sum()))
             return _added_rows(parts, rows[begins], length)
     np.add.at(result, index, values)

@@ -34,3 +34,10 @@ def refusing(why: str) -> Primitive:
         raise TypeError(why)
 
     return Primitive("refused", _given_rule, refuse, refuse, refuses=why)
+
+
+def refused(primitive: Primitive, value: Any, shape: Shape, dtype: DType, *inputs: Node) -> Node:
+    """A value of such a primitive, which was computed from these inputs."""
+    node = Node(primitive, inputs, {"shape": shape, "dtype": dtype}, value)
+    node.tracked = True
+    return node

@@ -15,7 +15,7 @@ from penstock.graph.shaping import concat, permute, reshape, slice_
 
 INDEX = int64
 Axes = tuple[int, ...]
-_BLOCK = 128  # items that NumPy adds up one after the other
+BLOCK = 128  # values that are added up one after the other, everywhere, before a sum gets another level
 REDUCTIONS: set[Primitive] = set()  # those that drop axes
 
 
@@ -74,8 +74,8 @@ def pairwise_sum(x: Array, axis: Axes) -> Array:
         rows = x.reshape(*x.shape[: min(axis)], math.prod(x.shape[min(axis) :]))
         return np.asarray(np.sum(rows, axis=-1, dtype=x.dtype))
     for along in sorted(axis, reverse=True):
-        while x.shape[along] > _BLOCK:
-            x = np.add.reduceat(x, np.arange(0, x.shape[along], _BLOCK), axis=along)
+        while x.shape[along] > BLOCK:
+            x = np.add.reduceat(x, np.arange(0, x.shape[along], BLOCK), axis=along)
         x = np.sum(x, axis=along, dtype=x.dtype)
     return x
 

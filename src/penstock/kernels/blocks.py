@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from penstock.graph.reducing import BLOCK
 from penstock.kernels.loops import Count, Loop, Pick, Statement, Type, Update, Variable, When
-
-BLOCK = 128  # values
 
 # Gives what starts the accumulators of the present level, and what adds them to those of the next.
 NextLevel = Callable[[], tuple[list[Statement], list[Statement]]]

@@ -13,7 +13,6 @@ from penstock.device.driver import Kernel
 from penstock.errors import CompileError
 from penstock.fusion.groups import Group
 from penstock.kernels.attention import ATTENTION_PRELUDE
-from penstock.kernels.chaining import Call
 from penstock.kernels.philox import PHILOX
 from penstock.kernels.raw_source import refused
 from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes
@@ -30,7 +29,7 @@ from penstock.kernels.source import (
 )
 from penstock.kernels.thread_prelude import THREAD_PRELUDES, THREAD_WORDS
 from penstock.kernels.wgsl_prelude import functions_for
-from penstock.kernels.writer import Written, structure, structure_of_any_shape, write
+from penstock.kernels.writer import Written, structure, without_sizes, write
 from penstock.lru import LRU
 from penstock.runtime import Device
 
@@ -43,7 +42,7 @@ class KernelCache:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._sizes = Sizes(device.capabilities.language)
+        self.sizes = Sizes(device.capabilities.language)
         self._written = LRU[Hashable, Written | None](_MAX_KERNELS)
         self._kernels = LRU[str, Kernel](_MAX_KERNELS)  # by names, which end in a digest
 
@@ -54,8 +53,8 @@ class KernelCache:
             self._written[key] = self._write(group, key)
         return self._written.use(key)
 
-    def _write(self, group: Group, key: Hashable) -> Written | None:
-        can, before = self._device.capabilities, self._sizes.shapes_before(structure_of_any_shape(group), key)
+    def _write(self, group: Group, key: tuple[Any, ...]) -> Written | None:
+        can, before = self._device.capabilities, self.sizes.shapes_before(without_sizes(key), key)
         varied = before >= MOST_WRITTEN_OUT
         written = write(group, can, digest(repr((key, varied))), varied)
         if written is None or written.function is not None or group.kind == "attention":
@@ -63,14 +62,9 @@ class KernelCache:
         if group.kind == "matmul" and before == MOST_WRITTEN_OUT - 1:
             compared = write(group, can, digest(repr((key, True))), varied=True)  # with the next shape
             assert compared is not None
-            self._sizes.learn(compared.launches[0].source)
-        launches = tuple(self._sizes.launch(launch, varied) for launch in written.launches)
+            self.sizes.learn(compared.launches[0].source)
+        launches = tuple(self.sizes.launch(launch, varied) for launch in written.launches)
         return replace(written, launches=launches)
-
-    def for_more_sizes(self, call: Call) -> Call:
-        """A call of kernels side by side, of which some take sizes: as one that takes more of them."""
-        source, sizes = self._sizes.with_arguments(call.source, varied=True)
-        return replace(call, source=source, scalars=(*sizes, *call.scalars))
 
     def kernels(self, sources: Sequence[KernelSource], functions: Mapping[str, Any]) -> list[Kernel]:
         """The kernels of sources, in order; those that `functions` names are compiled from the function."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.device.driver import Cost
 from penstock.kernels.costing import merged
@@ -65,45 +65,45 @@ def _is_small(call: Call) -> bool:
 def _has_room(calls: Sequence[Call], call: Call) -> bool:
     """Whether a chain takes one more call: with sizes as arguments, it has only so many parameters."""
     together = [*calls, call]
-    if len(together) > _MAX_CALLS or not _takes_sizes(together):
+    if not _takes_sizes(together):
         return len(together) <= _MAX_CALLS
     slots = {slot for one in together for slot, _ in one.places}
     numbers = {number for one in together for number in one.numbers}
     sizes = sum(1 + len(one.places) + len(one.scalars) for one in together)
-    return 12 * len(slots) + 8 * len(numbers) + 4 * sizes <= MOST_PARAMETER_BYTES
+    fits = 12 * len(slots) + 8 * len(numbers) + 4 * sizes <= MOST_PARAMETER_BYTES
+    return fits and len(together) <= _MAX_CALLS
 
 
 def _takes_sizes(calls: Sequence[Call]) -> bool:
     return any(call.source.sizes for call in calls)
 
 
-class _Sizes:
-    """The integers in the text of a chain, or where kernels in it take sizes, its arguments for them."""
+@dataclass
+class _Integers:
+    """The integers in the text of a chain: numbers, or where kernels in it take sizes, arguments."""
 
-    def __init__(self, calls: Sequence[Call], arenas: Container[int]) -> None:
-        self._are_arguments = _takes_sizes(calls)
-        self._arenas = arenas
-        self.values: list[int] = []
-        groups = [self._text(math.prod(call.source.grid)) for call in calls]
-        places = [
-            [self._text(unit) if slot in arenas else str(unit) for slot, unit in call.places]
-            for call in calls
-        ]
-        scalars = [[self._text(value) for value in call.scalars] for call in calls]
-        self.texts = list(zip(groups, places, scalars, strict=True))
+    as_arguments: bool
+    values: list[int] = field(default_factory=list)  # of the arguments
 
-    def _text(self, value: int) -> str:
-        if not self._are_arguments:
+    def text(self, value: int) -> str:
+        """How the text says one."""
+        if not self.as_arguments:
             return str(value)
         self.values.append(value)
         return f"size{len(self.values) - 1}"
 
+    def of(self, call: Call, arenas: Container[int]) -> tuple[str, list[str], list[str]]:
+        """Those of a call: how many groups it has, the places of its buffers, and its scalars."""
+        places = [self.text(unit) if slot in arenas else str(unit) for slot, unit in call.places]
+        return self.text(math.prod(call.source.grid)), places, [self.text(one) for one in call.scalars]
+
 
 def _chain(calls: Sequence[Call], arenas: Container[int]) -> Call:
-    sizes = _Sizes(calls, arenas)
+    integers = _Integers(_takes_sizes(calls))
+    texts = [integers.of(call, arenas) for call in calls]
     said = [
         (call.source.name, [slot for slot, _ in call.places], text, call.numbers)
-        for call, text in zip(calls, sizes.texts, strict=True)
+        for call, text in zip(calls, texts, strict=True)
     ]
     name = f"chain_{digest(repr(said))}"
     slots = sorted({slot for call in calls for slot, _ in call.places})
@@ -113,11 +113,10 @@ def _chain(calls: Sequence[Call], arenas: Container[int]) -> Call:
         numbers.update(zip(call.numbers, dtypes, strict=True))
     functions = {call.source.name: _function(call.source, f"{name}_{call.source.name}") for call in calls}
     buffers = [("uint8", f"b{slot}") for slot in slots]
-    constants = [("int32", f"size{number}") for number in range(len(sizes.values))]
+    constants = [("int32", f"size{number}") for number in range(len(integers.values))]
     constants += [(dtype, f"c{number}") for number, dtype in numbers.items()]
     body = [
-        _called(call, f"{name}_{call.source.name}", *text)
-        for call, text in zip(calls, sizes.texts, strict=True)
+        _called(call, f"{name}_{call.source.name}", *text) for call, text in zip(calls, texts, strict=True)
     ]
     # A thread by itself needs no memory of its group, and runs the groups of a call one after the other.
     text = [
@@ -125,12 +124,12 @@ def _chain(calls: Sequence[Call], arenas: Container[int]) -> Call:
         *functions.values(),
         head(name, buffers, [], constants) + "\n".join(body) + "\n}\n",
     ]
-    scalars = ("int32",) * len(sizes.values) + tuple(numbers.values())
+    scalars = ("int32",) * len(integers.values) + tuple(numbers.values())
     source = KernelSource(name, "\n".join(text), ("uint8",) * len(slots), scalars, (1,), (1,))
     places = tuple((slot, 0) for slot in slots)
     work = sum(call.work for call in calls)
     touched, cost = together(calls), total_cost(calls)
-    return Call(source, places, tuple(sizes.values), tuple(numbers), work, touched, cost=cost)
+    return Call(source, places, tuple(integers.values), tuple(numbers), work, touched, cost=cost)
 
 
 def _function(source: KernelSource, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.device.driver import Capabilities
 from penstock.graph.node import Node
-from penstock.kernels.blocks import BLOCK
+from penstock.graph.reducing import BLOCK
 from penstock.kernels.lone import (
     CPU_SHARES,
     SHORT_ROW,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from penstock.device.driver import Capabilities
-from penstock.graph.contraction import LEVEL
 from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Node
+from penstock.graph.reducing import BLOCK
 from penstock.kernels.lone import Launch, Lone, combined, is_cpu, least
 from penstock.kernels.scattering_gpu import add_rows
 from penstock.kernels.source import C_TYPES, KernelSource, head
@@ -25,47 +25,62 @@ def scatter(node: Node, capabilities: Capabilities) -> Lone | None:
     if node.dtype in HALVES:
         return None
     if (length + index.size) * rest < _LOOK_UP * index.size:
-        source = _add_narrow_rows(node, index, length, rest)
-        return Lone((Launch(source, (0, 3, 4, 5, 1, 2)),), (4 * length, node.nbytes, node.nbytes))
+        scratch = (4 * length, node.nbytes, node.nbytes) if _has_levels(node) else ()
+        buffers = (0, *range(3, 3 + len(scratch)), 1, 2)
+        return Lone((Launch(_add_narrow_rows(node, index, length, rest), buffers),), scratch)
     places = Launch(_find_places(index, length), (3, 4, 2))
     sums = Launch(_add_rows(node, length, rest, capabilities), (0, 1, 3, 4))
     return Lone((places, sums), (4 * length, 4 * index.size))
 
 
+def _has_levels(node: Node) -> bool:
+    """Whether long sums are rounded, and so are added up in levels."""
+    return node.dtype.kind == "f"
+
+
 def _add_narrow_rows(node: Node, index: Node, length: int, rest: int) -> KernelSource:
-    """For a CPU: one thread adds everything up in the order of the index, and counts what each row takes."""
+    """For a CPU: one thread adds everything up in the order of the index.
+
+    It counts what each row took in: a full block of sums in `y` goes to `sums1`, and a block of those to
+    `sums2`.
+    """
     dtype, index_dtype = str(node.dtype), str(index.dtype)
-    outputs = [(dtype, "y"), ("int32", "taken"), (dtype, "more"), (dtype, "most")]
-    levels = f"""\
-        int now = ++taken[r];
-        if (now % {LEVEL} == 0)
-            for (int j = 0; j < {rest}; j++) {{
-                more[r * {rest} + j] += to[j];
-                to[j] = 0;
-                if (now % {LEVEL * LEVEL} == 0) {{
-                    most[r * {rest} + j] += more[r * {rest} + j];
-                    more[r * {rest} + j] = 0;
-                }}
-            }}
+    outputs, inputs = [(dtype, "y")], [(dtype, "x"), (index_dtype, "index")]
+    start = block = end = ""
+    if _has_levels(node):
+        outputs += [("int32", "counts"), (dtype, "sums1"), (dtype, "sums2")]
+        start = f"""\
+    for (int i = 0; i < {length * rest}; i++) sums1[i] = sums2[i] = 0;
+    for (int r = 0; r < {length}; r++) counts[r] = 0;
 """
-    end = f"    for (int i = 0; i < {length * rest}; i++) y[i] = most[i] + (more[i] + y[i]);\n"
-    has_levels = dtype.startswith("float")
+        block = f"""\
+        int count = ++counts[r];
+        for (int j = (int)r * {rest}, last = count % {BLOCK} ? j : j + {rest}; j < last; j++) {{
+            sums1[j] += y[j];
+            y[j] = 0;
+            if (count % {BLOCK * BLOCK} == 0) {{
+                sums2[j] += sums1[j];
+                sums1[j] = 0;
+            }}
+        }}
+"""
+        end = f"    for (int i = 0; i < {length * rest}; i++) y[i] = sums2[i] + (sums1[i] + y[i]);\n"
     text = f"""\
-{head("add_rows", outputs, [(dtype, "x"), (index_dtype, "index")])}\
-    for (int i = 0; i < {length * rest}; i++) y[i] = more[i] = most[i] = 0;
-    for (int r = 0; r < {length}; r++) taken[r] = 0;
+{head("add_rows", outputs, inputs)}\
+    for (int i = 0; i < {length * rest}; i++) y[i] = 0;
+{start}\
     for (int i = 0; i < {index.size}; i++) {{
         {C_TYPES[index_dtype]} r = index[i];
         if (r < 0 || r >= {length}) continue;
-        GLOBAL {C_TYPES[dtype]} *RESTRICT to = y + (size_t)r * {rest};
-        GLOBAL const {C_TYPES[dtype]} *RESTRICT from = x + (size_t)i * {rest};
+        GLOBAL {C_TYPES[dtype]} *to = y + (size_t)r * {rest};
+        GLOBAL const {C_TYPES[dtype]} *from = x + (size_t)i * {rest};
         for (int j = 0; j < {rest}; j++) to[j] = {combined(dtype, "+", "to[j]", "from[j]")};
-{levels if has_levels else ""}\
+{block}\
     }}
-{end if has_levels else ""}\
+{end}\
 }}
 """
-    buffers = (dtype, "int32", dtype, dtype, dtype, index_dtype)
+    buffers = tuple(dtype for dtype, _ in outputs + inputs)
     return KernelSource("add_rows", text, buffers, (), (1,), (1,))
 
 
@@ -109,7 +124,7 @@ def _add_rows(node: Node, length: int, rest: int, capabilities: Capabilities) ->
         int begin = r > 0 ? ends[r - 1] : 0, end = ends[r];
         GLOBAL {C_TYPES[dtype]} *RESTRICT to = y + (size_t)r * {rest} + start;
         for (int j = 0; j < width; j++) to[j] = 0;
-{_often(dtype, rest) if dtype.startswith("float") else ""}\
+{_often(dtype, rest) if _has_levels(node) else ""}\
         for (int i = begin; i < end; i++) {{
             GLOBAL const {C_TYPES[dtype]} *RESTRICT from = x + (size_t)places[i] * {rest} + start;
             for (int j = 0; j < width; j++) to[j] = {combined(dtype, "+", "to[j]", "from[j]")};
@@ -121,18 +136,18 @@ def _add_rows(node: Node, length: int, rest: int, capabilities: Capabilities) ->
 
 
 def _often(dtype: str, rest: int) -> str:
-    """A row that is there more often than a level takes in: its sums in levels."""
+    """A row that is there more often than a block has values: its sums in levels."""
     kind = C_TYPES[dtype]
     return f"""\
-        for (int near = 0; near < (end - begin > {LEVEL} ? width : 0); near += {_TOGETHER}) {{
+        for (int near = 0; near < (end - begin > {BLOCK} ? width : 0); near += {_TOGETHER}) {{
             int far = {least(f"near + {_TOGETHER}", "width")};
-            for (int most = begin; most < end; most += {LEVEL * LEVEL}) {{
+            for (int most = begin; most < end; most += {BLOCK * BLOCK}) {{
                 {kind} sums[{_TOGETHER}];
-                int most_end = {least(f"most + {LEVEL * LEVEL}", "end")};
+                int most_end = {least(f"most + {BLOCK * BLOCK}", "end")};
                 for (int j = near; j < far; j++) sums[j - near] = 0;
-                for (int more = most; more < most_end; more += {LEVEL}) {{
+                for (int more = most; more < most_end; more += {BLOCK}) {{
                     {kind} parts[{_TOGETHER}];
-                    int more_end = {least(f"more + {LEVEL}", "most_end")};
+                    int more_end = {least(f"more + {BLOCK}", "most_end")};
                     for (int j = near; j < far; j++) parts[j - near] = 0;
                     for (int i = more; i < more_end; i++) {{
                         GLOBAL const {kind} *RESTRICT from = x + (size_t)places[i] * {rest} + start;
@@ -143,5 +158,5 @@ def _often(dtype: str, rest: int) -> str:
                 for (int j = near; j < far; j++) to[j] += sums[j - near];
             }}
         }}
-        if (end - begin > {LEVEL}) continue;
+        if (end - begin > {BLOCK}) continue;
 """

@@ -12,9 +12,9 @@ import math
 from typing import Protocol
 
 from penstock.device.driver import Capabilities
-from penstock.graph.contraction import LEVEL
 from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Node
+from penstock.graph.reducing import BLOCK
 from penstock.kernels.c_expressions import c_type, combine
 from penstock.kernels.c_threads import thread_statements
 from penstock.kernels.lone import group_size
@@ -157,8 +157,8 @@ class Levels:
     def __init__(self, sums: LevelSums, most: int) -> None:
         """`most`: items that there may be."""
         self._sums, self._count = sums, 0
-        while most > LEVEL:
-            most, self._count = -(-most // LEVEL), self._count + 1
+        while most > BLOCK:
+            most, self._count = -(-most // BLOCK), self._count + 1
 
     def start(self) -> str:
         """Declare the sums of all levels above the first, and how many items each level has taken in."""
@@ -173,7 +173,7 @@ class Levels:
             return ""
         clear = " ".join(f"{name} = {self._sums.zero};" for name in self._sums.names(level))
         full = f"{self._added(level)} {clear} taken{level} = 0; {self.more(level + 1)}"
-        return f"taken{level} += 1; if (taken{level} == {LEVEL}) {{ {full} }}"
+        return f"taken{level} += 1; if (taken{level} == {BLOCK}) {{ {full} }}"
 
     def end(self) -> str:
         """Have everything in the sums of the first level."""

@@ -12,10 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+from penstock.kernels.chaining import Call
 from penstock.kernels.lone import Launch
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest
 from penstock.lru import LRU
+
+L = TypeVar("L", bound=Launch | Call)
 
 MOST_WRITTEN_OUT = 2  # shapes of one group of operations that get kernels of their own
 _MOST_FAMILIES = 1024
@@ -94,17 +98,17 @@ class Sizes:
             shapes.append(key)
         return shapes.index(key) if key in shapes else MOST_WRITTEN_OUT
 
-    def launch(self, launch: Launch, varied: bool) -> Launch:
+    def launch(self, launch: L, varied: bool) -> L:
         """A launch; if shapes are `varied`, of a kernel with sizes as arguments, where those are known."""
-        source, sizes = self.with_arguments(launch.source, varied)
-        return replace(launch, source=source, scalars=(*sizes, *launch.scalars))
+        source, leading = self._with_arguments(launch.source, varied)
+        return replace(launch, source=source, scalars=(*leading, *launch.scalars))
 
     def learn(self, source: KernelSource) -> None:
         """Take in a text that nobody asked for, so that the next of its family shows what differs."""
         if (parted := self._parted(source)) is not None:
             self._family(source, parted).known.append(parted.values)
 
-    def with_arguments(self, source: KernelSource, varied: bool) -> tuple[KernelSource, tuple[int, ...]]:
+    def _with_arguments(self, source: KernelSource, varied: bool) -> tuple[KernelSource, tuple[int, ...]]:
         """A kernel that takes sizes as its first scalars, and those; none where all stay in its text."""
         parted = self._parted(source)
         if parted is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.device.driver import Capabilities
 from penstock.graph.node import Node
-from penstock.kernels.blocks import BLOCK
+from penstock.graph.reducing import BLOCK
 from penstock.kernels.lone import GPU_THREADS, SHORT_ROW, Launch, Lone, along, group_size
 from penstock.kernels.source import KernelSource
 from penstock.kernels.wgsl_expressions import number, wgsl_expression

@@ -69,15 +69,15 @@ def structure(group: Group) -> tuple[Any, ...]:
     return group.kind, leaves, inside, tuple(number[node] for node in group.outputs)
 
 
-def structure_of_any_shape(group: Group) -> tuple[Any, ...]:
-    """The same without sizes: equal for groups that differ in them only."""
-    number = {node: position for position, node in enumerate((*group.inputs, *group.nodes))}
-    leaves = tuple((node.ndim, str(node.dtype)) for node in group.inputs)
-    inside = tuple(
-        (node.primitive.name, tuple(number[parent] for parent in node.inputs), node.ndim, str(node.dtype))
-        for node in group.nodes
+def without_sizes(structure: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A structure with the number of axes for shapes: equal for groups that differ in their sizes only."""
+    kind, leaves, inside, outputs = structure
+    return (
+        kind,
+        tuple((len(shape), dtype) for shape, dtype in leaves),
+        tuple((name, parents, len(shape), dtype) for name, parents, shape, dtype, _ in inside),
+        outputs,
     )
-    return group.kind, leaves, inside, tuple(number[node] for node in group.outputs)
 
 
 def constants(group: Group) -> list[tuple[Node, str]]:

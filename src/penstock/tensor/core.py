@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.graph import elementwise, reducing, shaping
-from penstock.graph.custom import refusing
+from penstock.graph.custom import refused, refusing
 from penstock.graph.gradient import gradients
 from penstock.graph.node import DType, Node, Shape, leaf, topological
 from penstock.realize import explain as explain_nodes
@@ -383,10 +383,7 @@ class Tensor:
             f"to_device: gradients do not pass from {target.name} back to {self.device.name}; move tensors "
             f"that require one before anything is computed from them, or move x.detach()"
         )
-        kind = {"shape": moved.shape, "dtype": moved.dtype}
-        node = Node(refusing(why), (), kind, moved._node.value)
-        node.tracked = True
-        return Tensor(node, target, True)
+        return Tensor(refused(refusing(why), moved._node.value, moved.shape, moved.dtype), target, True)
 
     # Gradients
 

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import DamagedTensor
+from penstock.graph.custom import refused
 from penstock.graph.node import LEAF, DType, Node, Primitive, Shape, leaf
 from penstock.interrupts import held_back
 from penstock.memory.buffer import Buffer
@@ -283,7 +284,8 @@ class Captured:
             if history is None:
                 outcome.values.append((tensor, leaf(buffers[place], *self.kinds[place]), False))
             else:
-                outcome.values.append((tensor, self._refused(history, place, buffers[place], ()), True))
+                node = refused(history, buffers[place], *self.kinds[place])
+                outcome.values.append((tensor, node, True))
         for origin, there in self.changes.grads:
             gradient = None
             if isinstance(there, Origin):
@@ -299,18 +301,12 @@ class Captured:
     def _result(self, at: int, buffer: Buffer, read: tuple[Node, ...]) -> Tensor:
         gradient = self.gradients[at]
         if isinstance(gradient, Primitive):
-            return Tensor(self._refused(gradient, at, buffer, read), self.device, True)
+            return Tensor(refused(gradient, buffer, *self.kinds[at], *read), self.device, True)
         node = leaf(buffer, *self.kinds[at])
         if gradient is None:
             return Tensor(node, self.device)
         assert self.differentiable is not None
         return Tensor(self.differentiable.node(at, node, read), self.device, True)
-
-    def _refused(self, primitive: Primitive, place: int, buffer: Buffer, read: tuple[Node, ...]) -> Node:
-        shape, dtype = self.kinds[place]
-        made = Node(primitive, read, {"shape": shape, "dtype": dtype}, buffer)
-        made.tracked = True
-        return made
 
     @staticmethod
     def _node(source: Source, arguments: Sequence[Tensor]) -> Node:
