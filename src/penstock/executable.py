@@ -30,7 +30,7 @@ from penstock.kernels.chaining import Call
 from penstock.kernels.source import UNIT
 from penstock.kernels.writer import constants
 from penstock.memory.buffer import Buffer
-from penstock.plan.banks import Banks
+from penstock.plan.arenas import ArenaPlan
 from penstock.runtime import Device
 from penstock.stream.stream import Program as Launches
 
@@ -63,7 +63,7 @@ class Executable:
         ]
 
     @property
-    def plan(self) -> Banks:
+    def plan(self) -> ArenaPlan:
         """The memory plan, with its certificate."""
         return self.schedule.plan
 

@@ -26,7 +26,7 @@ from penstock.kernels.choices import Choices
 from penstock.kernels.source import digest
 from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
-from penstock.plan.banks import Banks
+from penstock.plan.arenas import ArenaPlan
 from penstock.profiling.settled import settled
 from penstock.realize import (
     Structure,
@@ -245,7 +245,7 @@ class Placed:
             return self._program(self._favourite().placement).programs
 
     @property
-    def plan(self) -> Banks:
+    def plan(self) -> ArenaPlan:
         """The memory plan of that placement, of a cut the larger one."""
         return max((program.plan for program in self.current), key=lambda plan: plan.arena_bytes)
 
