@@ -1,8 +1,8 @@
 """One arena, or several where a device gives no memory so large.
 
 Each value goes into the first arena that has room for it during its lifetime; then each arena is planned by
-itself. A value that is larger than an arena should be lies at the start of one, alone while it lives. It shares
-that arena only with values that exceed the limit by the same factor.
+itself. A value that is larger than an arena should be lies at the start of one, alone while it lives. It
+shares that arena only with values that exceed the limit by the same factor.
 """
 
 from __future__ import annotations
