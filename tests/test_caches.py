@@ -20,11 +20,11 @@ import penstock as ps
 from penstock import cache, cli, files
 from penstock.cache import CacheFolder
 from penstock.data import ByteTokenizer, CharTokenizer, DataError, TokenStore
-from penstock.device.binaries import Binaries
-from penstock.device.host import HostDriver, host_capabilities
 from penstock.dispatch import machine
 from penstock.dispatch.placements import Placement
 from penstock.dispatch.predictions import Predictions
+from penstock.drivers.binaries import Binaries
+from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import PenstockWarning, SettingError
 from penstock.files import atomic_file, remove_leftovers
 from penstock.kernels.choices import Choices

@@ -19,10 +19,10 @@ from cuda.bindings import driver as cu
 
 import penstock as ps
 from penstock import Device, nn, optim
-from penstock.device import cuda
-from penstock.device.binaries import Binaries
-from penstock.device.cuda import CudaDriver
-from penstock.device.host import HostDriver
+from penstock.drivers import cuda
+from penstock.drivers.binaries import Binaries
+from penstock.drivers.cuda import CudaDriver
+from penstock.drivers.host import HostDriver
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory, PenstockWarning
 
 
@@ -221,7 +221,7 @@ def test_times_are_told_where_they_were_asked_for() -> None:
 
 
 def test_events_are_used_again_and_few_are_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_MAX_IDLE_EVENTS", 16)
+    monkeypatch.setattr(cuda.driver, "_MAX_IDLE_EVENTS", 16)
     kernels = compiled(device)
     driver = device.driver
     assert isinstance(driver, CudaDriver)

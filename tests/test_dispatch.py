@@ -20,13 +20,13 @@ from test_random_graphs import compare, grown, meaning
 
 import penstock as ps
 from penstock import registry
-from penstock.device.host import HostDriver, host_capabilities
 from penstock.dispatch import AutoDevice, machine, placing, running
 from penstock.dispatch.cutting import cut, operations
 from penstock.dispatch.device import _usable
 from penstock.dispatch.machine import Rates, at, plausible
 from penstock.dispatch.placements import Placement
 from penstock.dispatch.placing import Placed
+from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import DeviceUnavailable, OutOfDeviceMemory, PenstockWarning
 from penstock.graph.node import leaf
 from penstock.profiling import settled

@@ -23,8 +23,8 @@ from test_graph import at
 import penstock as ps
 from penstock import Device, realize
 from penstock.config import Settings
-from penstock.device.driver import Capabilities
-from penstock.device.host import HostDriver, host_capabilities
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import PenstockWarning
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.products import Matrix, batch_stride, by_library, laid_out

@@ -27,8 +27,8 @@ from conftest import DRIVERS, SMALL, GraphingHost, compiled
 
 import penstock as ps
 from penstock import Device, realize
-from penstock.device.driver import Kernel
-from penstock.device.host import HostDriver
+from penstock.drivers.driver import Kernel
+from penstock.drivers.host import HostDriver
 from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.kernels import choices
 from penstock.memory.snapshots import UNTRACED

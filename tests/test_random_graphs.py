@@ -13,8 +13,8 @@ import pytest
 from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
 
 from penstock import Device, program, realize
-from penstock.device.driver import Capabilities, Driver
-from penstock.device.opencl import OpenCLDriver, opencl_capabilities
+from penstock.drivers.driver import Capabilities, Driver
+from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
 from penstock.graph import contraction, creating, elementwise, reducing, shaping
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.random import random_bits

@@ -14,8 +14,8 @@ from test_random_graphs import compare, grown, meaning, overwriting, poison
 
 import penstock as ps
 from penstock import Device, nn, optim, program, realize
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver, opencl_capabilities
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
 from penstock.graph.node import Node, leaf
 from penstock.kernels import side_by_side
 from penstock.kernels.chaining import Call

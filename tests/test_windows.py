@@ -19,8 +19,8 @@ from test_random_graphs import check, poison
 
 import penstock as ps
 from penstock import Device, nn, optim, realize
-from penstock.device.driver import Kernel
-from penstock.device.wgsl import module_text, parse
+from penstock.drivers.driver import Kernel
+from penstock.drivers.webgpu.wgsl import module_text, parse
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 from penstock.graph import contraction, reducing
 from penstock.graph.node import leaf
@@ -31,7 +31,7 @@ from penstock.program import Program
 if not WEBGPU_KINDS:
     pytest.skip("there is no adapter", allow_module_level=True)
 
-from penstock.device.webgpu import WebGpuDriver, find_devices
+from penstock.drivers.webgpu import WebGpuDriver, find_devices
 
 ADAPTER = find_devices()[0]
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config import format_bytes
-from penstock.device.driver import Kernel
+from penstock.drivers.driver import Kernel
 from penstock.errors import OutOfDeviceMemory
 from penstock.fusion.bounding import bounded
 from penstock.fusion.costs import COSTLY

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from penstock.config import Settings
-from penstock.device.driver import Capabilities, Driver
-from penstock.device.host import HostDriver, host_capabilities
+from penstock.drivers.driver import Capabilities, Driver
+from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import DeviceError, DeviceNotFound, DeviceUnavailable, PenstockWarning
 from penstock.runtime import Device, forked, in_use, refuse
 
@@ -143,7 +143,7 @@ def _numbered(
 
 def _cuda_devices() -> list[Device]:
     try:
-        from penstock.device import cuda
+        from penstock.drivers import cuda
     except ImportError as error:
         _missing.append(f"cuda, which could not be loaded ({error}); pip install 'penstock[cuda]' brings it")
         return []
@@ -157,7 +157,7 @@ def _cuda_devices() -> list[Device]:
 
 def _opencl_devices() -> list[Device]:
     try:
-        from penstock.device import opencl  # imported late: a quarter of the time that the package takes
+        from penstock.drivers import opencl  # imported late: a quarter of the time that the package takes
     except (ImportError, OSError) as error:  # no PyOpenCL, or no library that finds OpenCL's devices
         _missing.append(f"opencl, which could not be loaded ({error})")
         return []
@@ -175,7 +175,7 @@ def _opencl_devices() -> list[Device]:
 
 def _webgpu_devices() -> list[Device]:
     try:
-        from penstock.device import webgpu  # imported late: it reads a header of two thousand lines
+        from penstock.drivers import webgpu  # imported late: it reads a header of two thousand lines
     except (ImportError, OSError, RuntimeError) as error:  # the last where its library is not there
         _missing.append(f"webgpu, which could not be loaded ({error})")
         return []

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import Settings, format_bytes, parse_bytes
-from penstock.device.driver import Capabilities, Driver, Kernel, Source
+from penstock.drivers.driver import Capabilities, Driver, Kernel, Source
 from penstock.errors import DeviceUnavailable, OutOfDeviceMemory
 from penstock.memory.buffer import Buffer
 from penstock.memory.ledger import DeviceMemory, register, unregister

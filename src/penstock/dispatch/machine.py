@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.errors import PenstockError
 from penstock.kernels.choices import Choices
 from penstock.profiling.ceilings import best_seconds, measuring

@@ -11,8 +11,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from penstock.device.driver import Memory
 from penstock.dispatch.machine import Rates, at
+from penstock.drivers.driver import Memory
 from penstock.graph.node import Node
 from penstock.kernels.source import UNIT
 from penstock.memory.buffer import Buffer

@@ -18,7 +18,7 @@ import numpy as np
 from cuda.bindings import driver as cuda
 from nvmath.bindings import cublasLt
 
-from penstock.device.driver import Driver
+from penstock.drivers.driver import Driver
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 from penstock.fusion.products import Matrix
 from penstock.graph.dtypes import checked as dtype_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.errors import PenstockError
 from penstock.graph.dtypes import bfloat16, float16, float32, float64
 from penstock.kernels.choices import Choices

@@ -16,7 +16,7 @@ from typing import Any
 
 from wgpu.backends.wgpu_native import ffi, lib
 
-from penstock.device.webgpu_adapters import (
+from penstock.drivers.webgpu.adapters import (
     FLOAT16,
     IMMEDIATES,
     INT64,

@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.device.wgsl_windows import window_name, windowed
+from penstock.drivers.webgpu.windows import window_name, windowed
 from penstock.errors import CompileError
 
 PLACE_UNIT = 256  # bytes of one step of a place

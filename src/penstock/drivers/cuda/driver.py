@@ -25,8 +25,8 @@ import numpy as np
 from cuda.bindings import driver as cu
 from cuda.bindings import nvrtc
 
-from penstock.device.binaries import Binaries
-from penstock.device.driver import (
+from penstock.drivers.binaries import Binaries
+from penstock.drivers.driver import (
     Bytes,
     Capabilities,
     Driver,

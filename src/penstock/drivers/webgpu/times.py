@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from wgpu.backends.wgpu_native import ffi, lib
 
-from penstock.device.webgpu_native import COPY_SRC, NativeDevice, Owned
+from penstock.drivers.webgpu.native import COPY_SRC, NativeDevice, Owned
 
 Moments = npt.NDArray[np.uint64]  # in ticks of the device's clock
 

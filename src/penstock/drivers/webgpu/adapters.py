@@ -12,8 +12,8 @@ from typing import Any, Literal
 import psutil
 from wgpu.backends.wgpu_native import ffi, lib
 
-from penstock.device.driver import Capabilities
-from penstock.device.wgsl import PLACE_UNIT
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.webgpu.wgsl import PLACE_UNIT
 
 BUFFER_UNIT = 16  # bytes, of which every buffer is a multiple: the largest item that an array can have
 # Features of wgpu.h and backends that cffi cannot take from a header.

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from wgpu.backends.wgpu_native import ffi, lib
 
-from penstock.device.driver import (
+from penstock.drivers.driver import (
     Bytes,
     Driver,
     Event,
@@ -34,7 +34,7 @@ from penstock.device.driver import (
     Source,
     parameter_dtypes,
 )
-from penstock.device.webgpu_adapters import (
+from penstock.drivers.webgpu.adapters import (
     BUFFER_UNIT,
     IMMEDIATES,
     TIMES,
@@ -43,7 +43,7 @@ from penstock.device.webgpu_adapters import (
     find_devices,
     webgpu_capabilities,
 )
-from penstock.device.webgpu_native import (
+from penstock.drivers.webgpu.native import (
     COPY_DST,
     COPY_SRC,
     MAP_READ,
@@ -53,8 +53,8 @@ from penstock.device.webgpu_native import (
     NativeDevice,
     Owned,
 )
-from penstock.device.webgpu_times import Clock, Moments, Queries
-from penstock.device.wgsl import PLACE_UNIT, SCALARS, KernelText, module_text, parse
+from penstock.drivers.webgpu.times import Clock, Moments, Queries
+from penstock.drivers.webgpu.wgsl import PLACE_UNIT, SCALARS, KernelText, module_text, parse
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
 __all__ = ["Adapter", "WebGpuDriver", "find_devices", "webgpu_capabilities"]
