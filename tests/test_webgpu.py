@@ -154,12 +154,10 @@ def test_a_bad_text_is_refused_with_the_kernels_name_and_the_reason(
 def test_a_pipeline_that_webgpu_refuses_is_told_with_the_kernels_name(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver, fill, out = device.driver, compiled(device)["fill"], device.empty(16)
-    real = driver._pipeline_layout
+    layouts, fill, out = device.driver._layouts, compiled(device)["fill"], device.empty(16)
+    real = layouts.pipeline
     with monkeypatch.context() as patched:
-        patched.setattr(
-            driver, "_pipeline_layout", lambda _, nbytes: real(0, nbytes)
-        )  # no place for a buffer
+        patched.setattr(layouts, "pipeline", lambda _, nbytes: real(0, nbytes))  # no place for a buffer
         with pytest.raises(DeviceError, match=r"kernel 'fill', grid \(1,\).*(?s:.)*binding"):
             device.stream.launch(fill, (1,), (1,), (out, 1, 4))
         with pytest.raises(DeviceError, match=r"kernel 'fill', grid \(1,\)"):
@@ -227,7 +225,7 @@ def test_parts_of_one_memory_go_to_a_kernel_as_one_binding(either: Device) -> No
     expected[0] = 2 * expected[2]
     expected[1] *= 2
     assert np.array_equal(either.download(whole, np.uint32, (4, 64)).wait(), expected)
-    assert {len(parts) for parts in either.driver._groups} == {1}
+    assert {len(parts) for parts in either.driver._groups.known} == {1}
 
 
 def test_a_memory_given_twice_without_places_and_views_of_it(either: Device) -> None:
@@ -501,7 +499,7 @@ def test_what_was_read_before_is_there_when_a_later_read_is_done() -> None:
 
 def test_uploads_that_nobody_submits_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """wgpu#9354: WebGPU holds a copy of what is written until it is submitted."""
-    monkeypatch.setattr(webgpu.driver, "_MAX_STAGED", 1 << 20)
+    monkeypatch.setattr(webgpu.recorder, "_MAX_STAGED", 1 << 20)
     driver = WebGpuDriver(ADAPTER, "webgpu")
     memory, source = driver.allocate(1 << 18), np.ones(1 << 18, np.uint8)
     for _ in range(20):
@@ -516,7 +514,7 @@ def test_uploads_that_nobody_submits_do_not_pile_up(monkeypatch: pytest.MonkeyPa
 def test_buffers_for_reading_back_are_used_again_bounded_and_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(webgpu.driver, "_IDLE_READ_BYTES", 1 << 16)
+    monkeypatch.setattr(webgpu.memory, "_IDLE_READ_BYTES", 1 << 16)
     device = opened()
     buffer = device.upload(np.arange(100_000, dtype=np.uint8))
     device.download(buffer, np.uint8, (1000,)).wait()
@@ -527,10 +525,10 @@ def test_buffers_for_reading_back_are_used_again_bounded_and_given_back(
     assert native_counts()["buffers"] == before
     for size in (8_000, 30_000, 60_000, 100_000):
         device.download(buffer, np.uint8, (size,)).wait()
-    assert 0 < device.driver._idle_read_bytes <= 1 << 16
+    assert 0 < device.driver._read_buffers.idle_bytes <= 1 << 16
     del buffer
     device.cleanup()
-    assert device.driver._idle_read_bytes == 0
+    assert device.driver._read_buffers.idle_bytes == 0
     device.close()
 
 
@@ -571,23 +569,23 @@ def test_launches_with_changing_sizes_leave_the_native_counts_flat(device: Devic
     some(500)
     device.cleanup()
     assert native_counts() == before
-    assert not device.driver._groups
-    assert not device.driver._groups_of
+    assert not device.driver._groups.known
+    assert not device.driver._groups.by_memory
 
 
 def test_bind_groups_of_launches_are_bounded(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webgpu.driver, "_MAX_GROUPS", 8)
+    monkeypatch.setattr(device.driver._groups.known, "_most", 8)
     fill = compiled(device)["fill"]
     buffers = [device.empty(1000) for _ in range(30)]
     for value in range(2):
         for buffer in buffers:
             device.stream.launch(fill, (1,), (16,), (buffer, value, 250))
-        assert len(device.driver._groups) == 8
+        assert len(device.driver._groups.known) == 8
     assert all(np.all(ints(device, buffer) == 1) for buffer in buffers)
 
 
 def test_pipelines_of_a_kernel_are_bounded(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webgpu.driver, "_MAX_PIPELINES", 3)
+    monkeypatch.setattr(webgpu.pipelines, "_MAX_PIPELINES", 3)
     fill, out = compiled(device)["fill"], device.empty(64)
     for size in (1, 2, 3, 4, 5, 1, 2):
         device.stream.launch(fill, (1,), (size,), (out, size, 16))
