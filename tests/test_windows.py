@@ -535,7 +535,7 @@ def test_a_program_takes_no_more_of_an_arena_than_it_has_planned(by_kernels: lis
     jitted = ps.jit(twice)
     for value in (small, large, small, large):
         close(jitted(ps.asarray(value, device=device)), np.cumsum(np.cumsum(value, axis=0), axis=0))
-    assert any(one.nbytes > 4096 for one in device._open().scratch)
+    assert any(one.nbytes > 4096 for one in device.layers().scratch)
     assert not by_kernels
     device.close()
 

@@ -16,12 +16,13 @@ from penstock.config import Settings
 from penstock.drivers.driver import Capabilities, Driver
 from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import DeviceError, DeviceNotFound, DeviceUnavailable, PenstockWarning
-from penstock.runtime import Device, forked, in_use, refuse
+from penstock.runtime import Device, forked, in_use, refuse, unpickle_with
 
 _registry_lock = threading.RLock()
 _devices: list[Device] | None = None
 _default: Device | None = None
 _auto: Device | None = None  # the one that stands for several, once somebody asked for it
+_open_auto: Callable[[], Device]
 _missing: list[str] = []  # why a driver is not there
 _unusable: dict[str, str] = {}  # by driver, why a device of it that is there cannot be used
 
@@ -89,13 +90,17 @@ def find(name: str) -> Device:
     raise DeviceNotFound(f"there is no device {name!r}; there are {there}, and auto{why}")
 
 
+def provide_auto(open_auto: Callable[[], Device]) -> None:
+    """Say how the device `auto` is made, which is built on much that is built on this module."""
+    global _open_auto
+    _open_auto = open_auto
+
+
 def _auto_device() -> Device:
     global _auto
     with _registry_lock:
         if _auto is None:
-            from penstock.dispatch import auto_device  # imported late: it is built on all that is above
-
-            _auto = auto_device()
+            _auto = _open_auto()
         return _auto
 
 
@@ -216,6 +221,7 @@ def _after_fork_device(device: Device) -> Device:
     return Device(device.name, device.capabilities, HostDriver if host else refuse(forked(device.name)))
 
 
+unpickle_with(find)
 atexit.register(_close_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
