@@ -23,7 +23,7 @@ def evaluate(node: Node) -> np.ndarray:
             if one.value is not None:
                 values[one] = one.value
             else:
-                values[one] = np.asarray(one.primitive.numpy(*inputs, **one.attributes))
+                values[one] = np.asarray(one.primitive.reference(*inputs, **one.attributes))
             assert values[one].shape == one.shape
             assert values[one].dtype == one.dtype
     return values[node]

@@ -18,8 +18,8 @@ from penstock.device.driver import Capabilities
 from penstock.device.opencl import OpenCLDriver
 from penstock.graph import contraction, reducing
 from penstock.graph.dtypes import HALVES
-from penstock.graph.meaning import computed
 from penstock.graph.node import Node
+from penstock.graph.reference import computed
 from penstock.kernels.cache import whole_text
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.source import UNIT
@@ -100,7 +100,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 def meaning(node: Node) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return node.primitive.numpy(*(parent.value for parent in node.inputs), **node.attributes)
+        return node.primitive.reference(*(parent.value for parent in node.inputs), **node.attributes)
 
 
 def items(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:

@@ -20,8 +20,8 @@ from penstock import Device, nn, optim, realize
 from penstock.device.driver import Capabilities, Driver
 from penstock.fusion.groups import Group
 from penstock.graph import contraction, elementwise, reducing, shaping
-from penstock.graph.meaning import computed
 from penstock.graph.node import Node
+from penstock.graph.reference import computed
 from penstock.kernels.cache import whole_text
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.source import UNIT, KernelSource

@@ -20,14 +20,13 @@ from penstock.config import format_bytes
 from penstock.device.driver import Kernel
 from penstock.errors import OutOfDeviceMemory
 from penstock.fusion.bounding import bounded
-from penstock.fusion.costs import COSTLY
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.products import by_library
 from penstock.fusion.tallies import units_with_tallies
-from penstock.fusion.views import FREE, base
+from penstock.fusion.views import base
 from penstock.graph.contraction import MATMUL
-from penstock.graph.meaning import Constant, computed, number_key
 from penstock.graph.node import Array, Node
+from penstock.graph.reference import Constant, computed, number_key
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.chaining import Call, chained
 from penstock.kernels.costing import costs
@@ -604,7 +603,7 @@ def _work(group: Group) -> int:
     for node in group.nodes:
         if node.primitive is MATMUL:
             total += node.size * node.inputs[0].shape[-1] // 8  # in vectors
-        elif node.primitive not in FREE:
+        elif not node.primitive.is_free:
             source = max((node, *node.inputs), key=lambda one: one.size)
-            total += source.size * (8 if node.primitive in COSTLY or group.kind == "lone" else 1)
+            total += source.size * (8 if node.primitive.costly or group.kind == "lone" else 1)
     return total

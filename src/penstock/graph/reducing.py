@@ -10,13 +10,12 @@ import numpy as np
 
 from penstock.graph.dtypes import int64
 from penstock.graph.elementwise import BOOL, add, cast, divide, equal, full, multiply, where
-from penstock.graph.node import Array, DType, Gradient, Node, Primitive, Shape, same
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Rounding, Shape, Vjp, same
 from penstock.graph.shaping import concat, permute, reshape, slice_
 
 INDEX = int64
 Axes = tuple[int, ...]
 BLOCK = 128  # values that are added up one after the other, everywhere, before a sum gets another level
-REDUCTIONS: set[Primitive] = set()  # those that drop axes
 
 
 def _reduced(x: Node, *, axes: Axes) -> tuple[Shape, DType]:
@@ -31,7 +30,7 @@ def _ordered_index(x: Node, *, axis: int, descending: bool) -> tuple[Shape, DTyp
     return x.shape, INDEX
 
 
-def _expand_rule(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
+def _expand_shape(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
     return shape, x.dtype
 
 
@@ -52,17 +51,22 @@ def _expand_gradient(g: Node, n: Node) -> tuple[Node]:
     return (reshape(sum_(g, axes), x.shape),)
 
 
-EXPAND = Primitive("expand", _expand_rule, lambda x, shape: np.broadcast_to(x, shape), _expand_gradient)
+EXPAND = Primitive(
+    "expand", Kind.VIEW, _expand_shape, lambda x, shape: np.broadcast_to(x, shape), _expand_gradient
+)
 
 
 def _reduction(
-    name: str, numpy: Callable[..., Any], gradient: Gradient | None = None
+    name: str,
+    combine: str,
+    numpy: Callable[..., Any],
+    vjp: Vjp | None = None,
+    rounding: Rounding = Rounding.VARIES,
 ) -> Callable[[Node, Axes], Node]:
-    def meaning(x: Array, axes: Axes) -> Array:
+    def reference(x: Array, axes: Axes) -> Array:
         return np.asarray(numpy(x, axis=axes, dtype=x.dtype) if name == "prod" else numpy(x, axis=axes))
 
-    primitive = Primitive(name, _reduced, meaning, gradient)
-    REDUCTIONS.add(primitive)
+    primitive = Primitive(name, Kind.REDUCTION, _reduced, reference, vjp, combine=combine, rounding=rounding)
     return lambda x, axes: Node(primitive, (x,), {"axes": axes}) if axes else x
 
 
@@ -80,13 +84,16 @@ def pairwise_sum(x: Array, axis: Axes) -> Array:
     return x
 
 
-def _wide_sum_rule(x: Node, *, axes: Axes, dtype: DType) -> tuple[Shape, DType]:
+def _wide_sum_shape(x: Node, *, axes: Axes, dtype: DType) -> tuple[Shape, DType]:
     return _reduced(x, axes=axes)[0], dtype
 
 
 # Where NumPy adds up integers as wider ones: they are not written out before.
 WIDE_SUM = Primitive(
-    "wide_sum", _wide_sum_rule, lambda x, axes, dtype: np.asarray(np.sum(x, axis=axes, dtype=np.dtype(dtype)))
+    "wide_sum",
+    Kind.HOST,
+    _wide_sum_shape,
+    lambda x, axes, dtype: np.asarray(np.sum(x, axis=axes, dtype=np.dtype(dtype))),
 )
 
 
@@ -129,15 +136,19 @@ def reverse(x: Node, axis: int) -> Node:
     return slice_(x, tuple(slices)) if x.shape[axis] else x
 
 
-sum_ = _reduction("sum", pairwise_sum, lambda g, n: (restore(g, n.inputs[0], n.attributes["axes"]),))
-prod = _reduction("prod", np.prod, _prod_gradient)
-max_ = _reduction("max", np.max, _extreme_gradient)
-min_ = _reduction("min", np.min, _extreme_gradient)
-any_ = _reduction("any", np.any)
-all_ = _reduction("all", np.all)
+sum_ = _reduction("sum", "add", pairwise_sum, lambda g, n: (restore(g, n.inputs[0], n.attributes["axes"]),))
+prod = _reduction("prod", "multiply", np.prod, _prod_gradient)
+max_ = _reduction("max", "maximum", np.max, _extreme_gradient, Rounding.EXACT)
+min_ = _reduction("min", "minimum", np.min, _extreme_gradient, Rounding.EXACT)
+any_ = _reduction("any", "logical_or", np.any)
+all_ = _reduction("all", "logical_and", np.all)
 
-ARGMAX = Primitive("argmax", _reduced_to_index, lambda x, axis: np.asarray(np.argmax(x, axis)))
-ARGMIN = Primitive("argmin", _reduced_to_index, lambda x, axis: np.asarray(np.argmin(x, axis)))
+ARGMAX = Primitive(
+    "argmax", Kind.ARG_REDUCTION, _reduced_to_index, lambda x, axis: np.asarray(np.argmax(x, axis)), weight=1
+)
+ARGMIN = Primitive(
+    "argmin", Kind.ARG_REDUCTION, _reduced_to_index, lambda x, axis: np.asarray(np.argmin(x, axis)), weight=1
+)
 
 
 def argmax(x: Node, axis: int) -> Node:
@@ -150,22 +161,28 @@ def argmin(x: Node, axis: int) -> Node:
     return Node(ARGMIN, (x,), {"axis": axis})
 
 
-def _cumulative_sum_meaning(x: Array, axis: int) -> Array:
+def _cumulative_sum_reference(x: Array, axis: int) -> Array:
     wide = np.float64 if x.dtype == np.float32 else x.dtype  # NumPy adds one item after the other
     return np.asarray(np.cumsum(x, axis, dtype=wide).astype(x.dtype, copy=False))
 
 
 CUMULATIVE_SUM = Primitive(
     "cumulative_sum",
+    Kind.SCAN,
     same,
-    _cumulative_sum_meaning,
+    _cumulative_sum_reference,
     lambda g, n: (_reversed_sum(g, n.attributes["axis"]),),
+    weight=1,
+    combine="add",
 )
 CUMULATIVE_PROD = Primitive(
     "cumulative_prod",
+    Kind.SCAN,
     same,
     lambda x, axis: np.cumprod(x, axis, dtype=x.dtype),
     lambda g, n: (_cumulative_prod_gradient(g, n.inputs[0], n.attributes["axis"]),),
+    weight=1,
+    combine="multiply",
 )
 
 
@@ -203,7 +220,7 @@ def _reversed_sum(g: Node, axis: int) -> Node:
     return reverse(cumulative_sum(reverse(g, axis), axis), axis)
 
 
-def _argsort_meaning(x: Array, axis: int, descending: bool) -> Array:
+def _argsort_reference(x: Array, axis: int, descending: bool) -> Array:
     if not descending:
         return np.argsort(x, axis, kind="stable")
     # Stable from the other side: reversed, sorted, and reversed again, equal items keep their order.
@@ -211,7 +228,7 @@ def _argsort_meaning(x: Array, axis: int, descending: bool) -> Array:
     return np.flip(last - np.argsort(np.flip(x, axis), axis, kind="stable"), axis)
 
 
-ARGSORT = Primitive("argsort", _ordered_index, _argsort_meaning)
+ARGSORT = Primitive("argsort", Kind.SORT, _ordered_index, _argsort_reference, weight=16)
 
 
 def argsort(x: Node, axis: int, descending: bool) -> Node:
