@@ -121,6 +121,31 @@ def check(bench: Bench, variant: str, node: Node) -> None:
     np.testing.assert_array_equal(bench.run(node, variant), meaning(node))
 
 
+SHAPES = [((7, 200), 1), ((1, 5000), 1), ((70, 2, 37), 0), ((3, 9, 20), 1), ((1,), 0)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("shape", "axis"), SHAPES)
+def test_scans_from_the_end(bench: Bench, variant: str, shape: tuple[int, ...], axis: int) -> None:
+    whole = at(items("int32", shape))
+    check(bench, variant, reducing.cumulative_sum(whole, axis, reverse=True))
+    check(bench, variant, reducing.cumulative_prod(whole, axis, reverse=True))
+    check(bench, variant, reducing.cumulative_sum(at(items("float32", shape)), axis, reverse=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("shape", "axis"), SHAPES)
+def test_linear_recurrences(
+    bench: Bench, variant: str, shape: tuple[int, ...], axis: int, reverse: bool
+) -> None:
+    rng = np.random.default_rng(1)
+    # Small integers, so that every order of operations gives the same bits.
+    x, factor = rng.integers(-9, 9, shape), rng.integers(-1, 2, shape)
+    nodes = (at(array.astype(np.float32)) for array in (x, factor))
+    check(bench, variant, reducing.linear_recurrence(*nodes, axis, reverse))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("make", "dtype", "shape", "axis"),

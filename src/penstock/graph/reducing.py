@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from penstock.graph.dtypes import int64
-from penstock.graph.elementwise import BOOL, add, cast, divide, equal, full, multiply, where
+from penstock.graph.elementwise import BOOL, cast, divide, equal, full, multiply, where
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Rounding, Shape, Vjp, same
 from penstock.graph.shaping import concat, permute, reshape, slice_
 
@@ -112,21 +113,12 @@ def _prod_gradient(g: Node, n: Node) -> tuple[Node]:
     order = (*others, *axes)
     kept = tuple(x.shape[axis] for axis in others)
     rows = reshape(permute(x, order), (*kept, int(np.prod([x.shape[axis] for axis in axes]))))
-    product = multiply(_product_before(rows), reverse(_product_before(reverse(rows, -1)), -1))
+    last = rows.ndim - 1
+    product = multiply(_products_before(rows, last), _products_before(rows, last, reverse=True))
     back = permute(
         reshape(product, tuple(x.shape[axis] for axis in order)), tuple(int(i) for i in np.argsort(order))
     )
     return (multiply(restore(g, x, axes), back),)
-
-
-def _product_before(rows: Node) -> Node:
-    """The product of the items before each one, along the last axis."""
-    length = rows.shape[-1]
-    if length == 0:
-        return rows
-    before = slice_(rows, tuple((0, n, 1) for n in (*rows.shape[:-1], length - 1)))
-    one = full((*rows.shape[:-1], 1), rows.dtype, 1)
-    return cumulative_prod(concat([one, before], rows.ndim - 1), rows.ndim - 1)
 
 
 def reverse(x: Node, axis: int) -> Node:
@@ -161,9 +153,68 @@ def argmin(x: Node, axis: int) -> Node:
     return Node(ARGMIN, (x,), {"axis": axis})
 
 
-def _cumulative_sum_reference(x: Array, axis: int) -> Array:
+def _cumulative_sum_reference(x: Array, axis: int, reverse: bool) -> Array:
     wide = np.float64 if x.dtype == np.float32 else x.dtype  # NumPy adds one item after the other
-    return np.asarray(np.cumsum(x, axis, dtype=wide).astype(x.dtype, copy=False))
+    return _from_end(x, axis, reverse, lambda x: np.cumsum(x, axis, dtype=wide).astype(x.dtype, copy=False))
+
+
+def _cumulative_prod_reference(x: Array, axis: int, reverse: bool) -> Array:
+    return _from_end(x, axis, reverse, lambda x: np.cumprod(x, axis, dtype=x.dtype))
+
+
+def _recurrence_reference(x: Array, factor: Array, axis: int, reverse: bool) -> Array:
+    result = np.moveaxis(x.copy(), axis, 0)
+    factors = np.moveaxis(factor, axis, 0)
+    order = range(len(result))
+    for before, place in pairwise(reversed(order) if reverse else order):
+        result[place] += factors[place] * result[before]
+    return np.moveaxis(result, 0, axis)
+
+
+def _from_end(x: Array, axis: int, reverse: bool, scan: Callable[[Array], Array]) -> Array:
+    return np.asarray(np.flip(scan(np.flip(x, axis)), axis) if reverse else scan(x))
+
+
+def _recurrence_shape(x: Node, factor: Node, **_: Any) -> tuple[Shape, DType]:
+    assert x.dtype.kind == "f"
+    return same(x, factor)
+
+
+def _cumulative_sum_gradient(g: Node, n: Node) -> tuple[Node]:
+    return (cumulative_sum(g, n.attributes["axis"], not n.attributes["reverse"]),)
+
+
+def _cumulative_prod_gradient(g: Node, n: Node) -> tuple[Node]:
+    """The product of what comes before an item, times what follows it: no division that a zero would spoil.
+
+    What follows is a polynomial in the items, evaluated from the end by Horner's rule.
+    """
+    x, axis, reverse = n.inputs[0], n.attributes["axis"], n.attributes["reverse"]
+    following = linear_recurrence(g, _shifted(x, axis, not reverse, 1), axis, not reverse)
+    return (multiply(_products_before(x, axis, reverse), following),)
+
+
+def _recurrence_gradient(g: Node, n: Node) -> tuple[Node, Node]:
+    factor, axis, reverse = n.inputs[1], n.attributes["axis"], n.attributes["reverse"]
+    to_x = linear_recurrence(g, _shifted(factor, axis, not reverse, 1), axis, not reverse)
+    return to_x, multiply(to_x, _shifted(n, axis, reverse, 0))
+
+
+def _products_before(x: Node, axis: int, reverse: bool = False) -> Node:
+    """The product of the items before each one along an axis; of those after it, where reversed."""
+    return cumulative_prod(_shifted(x, axis, reverse, 1), axis, reverse)
+
+
+def _shifted(x: Node, axis: int, reverse: bool, fill: int) -> Node:
+    """Each item one place later along an axis, or one earlier; `fill` where none comes from."""
+    length = x.shape[axis]
+    if not length:
+        return x
+    slices = [(0, count, 1) for count in x.shape]
+    slices[axis] = (int(reverse), length - 1, 1)
+    shape = tuple(1 if at == axis else count for at, count in enumerate(x.shape))
+    parts = [full(shape, x.dtype, fill), slice_(x, tuple(slices))]
+    return concat(parts[::-1] if reverse else parts, axis)
 
 
 CUMULATIVE_SUM = Primitive(
@@ -171,7 +222,7 @@ CUMULATIVE_SUM = Primitive(
     Kind.SCAN,
     same,
     _cumulative_sum_reference,
-    lambda g, n: (_reversed_sum(g, n.attributes["axis"]),),
+    _cumulative_sum_gradient,
     weight=1,
     combine="add",
 )
@@ -179,45 +230,34 @@ CUMULATIVE_PROD = Primitive(
     "cumulative_prod",
     Kind.SCAN,
     same,
-    lambda x, axis: np.cumprod(x, axis, dtype=x.dtype),
-    lambda g, n: (_cumulative_prod_gradient(g, n.inputs[0], n.attributes["axis"]),),
+    _cumulative_prod_reference,
+    _cumulative_prod_gradient,
     weight=1,
     combine="multiply",
 )
+LINEAR_RECURRENCE = Primitive(
+    "linear_recurrence",
+    Kind.SCAN,
+    _recurrence_shape,
+    _recurrence_reference,
+    _recurrence_gradient,
+    weight=1,
+)
 
 
-def cumulative_sum(x: Node, axis: int) -> Node:
-    """The sums of the items up to each one."""
-    return Node(CUMULATIVE_SUM, (x,), {"axis": axis})
+def cumulative_sum(x: Node, axis: int, reverse: bool = False) -> Node:
+    """The sums of the items up to each one; from each one to the end, where reversed."""
+    return Node(CUMULATIVE_SUM, (x,), {"axis": axis, "reverse": reverse})
 
 
-def cumulative_prod(x: Node, axis: int) -> Node:
-    """The products of the items up to each one."""
-    return Node(CUMULATIVE_PROD, (x,), {"axis": axis})
+def cumulative_prod(x: Node, axis: int, reverse: bool = False) -> Node:
+    """The products of the items up to each one; from each one to the end, where reversed."""
+    return Node(CUMULATIVE_PROD, (x,), {"axis": axis, "reverse": reverse})
 
 
-def _cumulative_prod_gradient(g: Node, x: Node, axis: int) -> Node:
-    """What follows each item, by Horner's rule from the end, times what is before it: zeros do no harm."""
-    if not x.shape[axis]:
-        return g
-    order = (*(a for a in range(x.ndim) if a != axis), axis)
-    rows, weights = permute(x, order), permute(g, order)
-    after = part = _column(weights, -1)
-    for place in range(x.shape[axis] - 2, -1, -1):
-        part = add(_column(weights, place), multiply(_column(rows, place + 1), part))
-        after = concat([part, after], x.ndim - 1)
-    product = multiply(_product_before(rows), after)
-    return permute(product, tuple(int(i) for i in np.argsort(order)))
-
-
-def _column(rows: Node, place: int) -> Node:
-    whole = [(0, length, 1) for length in rows.shape]
-    whole[-1] = (place % rows.shape[-1], 1, 1)
-    return slice_(rows, tuple(whole))
-
-
-def _reversed_sum(g: Node, axis: int) -> Node:
-    return reverse(cumulative_sum(reverse(g, axis), axis), axis)
+def linear_recurrence(x: Node, factor: Node, axis: int, reverse: bool = False) -> Node:
+    """y[k] = x[k] + factor[k] * y[k - 1] along an axis, from y[0] = x[0]; from the end, where reversed."""
+    return Node(LINEAR_RECURRENCE, (x, factor), {"axis": axis, "reverse": reverse})
 
 
 def _argsort_reference(x: Array, axis: int, descending: bool) -> Array:
