@@ -29,7 +29,7 @@ from penstock.kernels.source import (
 )
 from penstock.kernels.thread_prelude import THREAD_PRELUDES, THREAD_WORDS
 from penstock.kernels.wgsl_prelude import functions_for
-from penstock.kernels.writer import Written, structure, without_sizes, write
+from penstock.kernels.writer import Written, without_sizes, write
 from penstock.lru import LRU
 from penstock.runtime import Device
 
@@ -48,7 +48,7 @@ class KernelCache:
 
     def written(self, group: Group) -> Written | None:
         """The source of a group; None where the device has no kernel for it."""
-        key = structure(group)
+        key = group.structure
         if key not in self._written:
             self._written[key] = self._write(group, key)
         return self._written.use(key)
