@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from penstock.graph.bounds import unchecked, worst
+from penstock.graph.decompose import decompose
 from penstock.graph.node import Array, Kind, Node, topological
 from penstock.graph.reference import Constant, computed, number_key
 from penstock.graph.rounding import is_exact
@@ -202,8 +203,9 @@ def _realize(nodes: Sequence[Node], device: Device) -> None:
     wanted = [node for node in dict.fromkeys(nodes) if node.value is None and not _alias(node)]
     if not wanted:
         return
-    structure = Structure(wanted)
-    buffers = (_told if device.stream.recorders else _computed)(structure, wanted, device)[0]
+    parts = decompose(wanted, device.capabilities)
+    structure = Structure(parts)
+    buffers = (_told if device.stream.recorders else _computed)(structure, parts, device)[0]
     for node, buffer in zip(wanted, buffers, strict=False):
         node.settle(buffer)
     structure.watch(buffers[len(wanted) :], device)
@@ -239,9 +241,8 @@ def _told(
 
 def waits_for_a_compiler(node: Node, device: Device) -> bool:
     """Whether computing a node now would first build a program."""
-    if not to_compute([node]):
-        return False
-    return programs(device).builds(Structure(to_compute([node])))
+    wanted = to_compute([node])
+    return bool(wanted) and programs(device).builds(Structure(decompose(wanted, device.capabilities)))
 
 
 def _alias(node: Node) -> bool:
@@ -275,7 +276,7 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
     if not wanted:
         return "computed already"
     with device.running:
-        own, structure = programs(device), Structure(wanted)
+        own, structure = programs(device), Structure(decompose(wanted, device.capabilities))
         if not own.waits_for_no_compiler(structure):
             program = own.known(structure)
             assert program is not None

@@ -21,6 +21,7 @@ from penstock.dispatch.running import InTwo, OnOne, Wants, seconds_of
 from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.executable import Executable
 from penstock.files import parse_json
+from penstock.graph.decompose import decompose
 from penstock.graph.node import Node, Primitive, topological
 from penstock.kernels.choices import Choices
 from penstock.kernels.source import digest
@@ -142,7 +143,7 @@ class Dispatcher:
         if not wanted:
             holders = dict.fromkeys(self.places.holder(source(node).value).name for node in nodes)
             return f"computed already, on {' and '.join(holders)}"
-        structure = Structure(wanted)
+        structure = Structure(decompose(wanted, self.device.capabilities))
         member = self._staying(structure)
         if member is not None:
             there = programs(member).known(structure)

@@ -13,6 +13,7 @@ from typing import Any
 from penstock.graph import elementwise
 from penstock.graph.checkpoint import copied
 from penstock.graph.custom_vjp import custom_vjp
+from penstock.graph.decompose import decompose
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, leaf, topological
 from penstock.memory.buffer import Buffer
@@ -119,14 +120,15 @@ class Differentiable:
         with captured_by(tracing):  # rules make tensors, which must not be computed
             found = self._parts(at)
         pending = [node for node in dict.fromkeys(found) if node is not None and node.value is None]
-        structure = Structure(pending, checked=False)  # the call has checked what it read
+        wanted = decompose(pending, self._device.capabilities)
+        structure = Structure(wanted, checked=False)  # the call has checked what it read
         number = {node: at for at, node in enumerate(self._inputs)} | {self._seeds[at]: -1}
         inputs: list[int | Origin | Node] = []
         for node in structure.inputs:
             outside = tracing.of_node(node)
             inputs.append(number.get(node, node) if outside is None else outside.origin)
         places = {node: place for place, node in enumerate(pending)}
-        program = programs(self._device).build(structure, pending) if pending else None
+        program = programs(self._device).build(structure, wanted) if pending else None
         parts = [None if node is None else places.get(node, node) for node in found]
         return _Program(program, structure.constants(), inputs, parts)
 

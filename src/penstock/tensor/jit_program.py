@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.errors import CaptureError
 from penstock.graph.custom_vjp import refusing
+from penstock.graph.decompose import decompose
 from penstock.graph.node import Node, Primitive, leaf, topological
 from penstock.memory.buffer import Buffer
 from penstock.realize import Structure, programs
@@ -34,9 +35,10 @@ def captured_program(
     wanted = [tensor._node for tensor in (*outputs, *(found.tensor for found in stand_ins), *assigned)]
     pending = list(dict.fromkeys(node for node in wanted if node.value is None))
     place = {node: at for at, node in enumerate(pending)}
-    structure = Structure(pending, checked=False)
+    parts = decompose(pending, device.capabilities)
+    structure = Structure(parts, checked=False)
     over = _replaced_inputs(stand_ins, place, structure.inputs)
-    program = programs(device).build(structure, pending, over) if pending else None
+    program = programs(device).build(structure, parts, over) if pending else None
     gradients, reads = _gradients(name, tracing, outputs, donated)
     return Captured(
         name=name,
