@@ -16,7 +16,7 @@ from penstock.kernels.dialects import DIALECTS, dialect_of
 from penstock.kernels.raw_source import refused
 from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes
 from penstock.kernels.source import KernelSource, digest
-from penstock.kernels.writer import Written, structure, without_sizes, write
+from penstock.kernels.writer import Written, without_sizes, write
 from penstock.lru import LRU
 from penstock.runtime import Device
 
@@ -35,7 +35,7 @@ class KernelCache:
 
     def written(self, group: Group) -> Written | None:
         """The source of a group; None where the device has no kernel for it."""
-        key = structure(group)
+        key = group.structure
         if key not in self._written:
             self._written[key] = self._write(group, key)
         return self._written.use(key)

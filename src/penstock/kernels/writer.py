@@ -48,23 +48,6 @@ class Written:
     function: Callable[..., None] | None = None  # instead of text: on the host, or of a library
 
 
-def structure(group: Group) -> tuple[Any, ...]:
-    """What the source depends on: equal for groups that differ in their values and constants only."""
-    number = {node: position for position, node in enumerate((*group.inputs, *group.nodes))}
-    leaves = tuple((node.shape, str(node.dtype)) for node in group.inputs)
-    inside = tuple(
-        (
-            node.primitive.name,
-            tuple(number[parent] for parent in node.inputs),
-            node.shape,
-            str(node.dtype),
-            tuple(value for name, value in node.attributes.items() if name not in node.primitive.constants),
-        )
-        for node in group.nodes
-    )
-    return group.kind, leaves, inside, tuple(number[node] for node in group.outputs)
-
-
 def without_sizes(structure: tuple[Any, ...]) -> tuple[Any, ...]:
     """A structure with the number of axes for shapes: equal for groups that differ in their sizes only."""
     kind, leaves, inside, outputs = structure
