@@ -37,6 +37,7 @@ __all__ = [
     "cosh",
     "divide",
     "equal",
+    "erf",
     "exp",
     "expm1",
     "floor",
@@ -181,6 +182,7 @@ ceil = _unary("ceil", _for_floating(elementwise.ceil), _REAL, "Rounded up.")
 conj = _unary("conj", _for_complex(elementwise.conj), _NUMBER, "The complex conjugate.")
 cos = _unary("cos", elementwise.cos, _FRACTION, "The cosine.")
 cosh = _unary("cosh", elementwise.cosh, _FRACTION, "The hyperbolic cosine.")
+erf = _unary("erf", elementwise.erf, "f", "The error function.")
 exp = _unary("exp", elementwise.exp, _FRACTION, "The exponential.")
 expm1 = _unary("expm1", elementwise.expm1, _FRACTION, "The exponential less 1, exact near 0.")
 floor = _unary("floor", _for_floating(elementwise.floor), _REAL, "Rounded down.")
