@@ -20,12 +20,12 @@ from penstock.drivers.cuda import compile_text
 from penstock.drivers.driver import Event, Grid, Kernel, Queue, Source
 from penstock.drivers.host import HostDriver
 from penstock.errors import CompileError, PenstockWarning
+from penstock.executable import Executable
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.dtypes import bfloat16
 from penstock.graph.node import Node, leaf
 from penstock.kernels.cache import KernelCache, whole_text
 from penstock.kernels.source import KernelSource
-from penstock.program import Program
 from penstock.realize import Structure, programs
 
 BOOL = np.dtype(bool)
@@ -78,7 +78,7 @@ class Gathering(KernelCache):
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(realize, "MIN_ITEMS", 1)
     monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
-    monkeypatch.setattr(Program, "_on_host", lambda *_: None)  # it would read what was not computed
+    monkeypatch.setattr(Executable, "_on_host", lambda *_: None)  # it would read what was not computed
     made = Device.over(Imagined())
     programs(made).kernels = Gathering(made)
     yield made

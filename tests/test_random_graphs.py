@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
 
-from penstock import Device, program, realize
+from penstock import Device, realize
+from penstock.compiler import passes
 from penstock.drivers.driver import Capabilities, Driver
 from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
+from penstock.executable import Executable
 from penstock.graph import contraction, creating, elementwise, reducing, shaping
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.random import random_bits
@@ -469,7 +471,7 @@ def check(device: Device, seed: int, size: int) -> None:
     assert len(programs._programs) == built + 1, "one structure, one program"
 
 
-def overwriting(found: program.Program, results: int, inputs: int, choice: random.Random) -> dict[int, int]:
+def overwriting(found: Executable, results: int, inputs: int, choice: random.Random) -> dict[int, int]:
     """Results that are written over inputs, as many as may be; none over the same input as another."""
     over: dict[int, int] = {}
     for at in choice.sample(range(results), results):
@@ -543,7 +545,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Device]]:
             def fusible(node: Node, capabilities: Capabilities) -> bool:
                 return writer.fusible(node, CPU)
 
-            monkeypatch.setattr(program, "fusible", fusible)
+            monkeypatch.setattr(passes, "fusible", fusible)
         if kind == "opencl-launches":  # every kernel by itself, however small
             monkeypatch.setattr(chaining, "_SMALL", 0)
         others = {"host-groups": DRIVERS["host"], "opencl-launches": DRIVERS["opencl-device"]}

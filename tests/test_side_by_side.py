@@ -13,15 +13,17 @@ from conftest import CUDA_KINDS, DRIVERS, NATIVE
 from test_random_graphs import compare, grown, meaning, overwriting, poison
 
 import penstock as ps
-from penstock import Device, nn, optim, program, realize
+from penstock import Device, executable, nn, optim, realize
+from penstock.compiler import launches as launching
+from penstock.compiler import passes
 from penstock.drivers.driver import Driver
 from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
+from penstock.executable import Executable
 from penstock.graph.node import Node, leaf
 from penstock.kernels import side_by_side
 from penstock.kernels.chaining import Call
 from penstock.kernels.hazards import Touched
 from penstock.kernels.source import KernelSource, head
-from penstock.program import Program
 
 Make = Callable[[], Device]
 
@@ -53,26 +55,28 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
 
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, every kernel is a launch."""
-    monkeypatch.setattr(program, "kind", lambda *_: None)
+    for module in (passes, launching):
+        monkeypatch.setattr(module, "kind", lambda *_: None)
 
 
-def program_of(jitted: Any) -> Program:
+def program_of(jitted: Any) -> Executable:
     ((captured,),) = jitted._captured.values()
     assert captured.program is not None
     return captured.program
 
 
-def launches(found: Program) -> list[str]:
+def launches(found: Executable) -> list[str]:
     """The names of the kernels that are launched, in order."""
     (segments,) = found._segments.values()
-    parts = [one._bound for one in segments if isinstance(one, program._Segment)]
+    parts = [one._bound for one in segments if isinstance(one, executable._Segment)]
     return [command[0].name for part in parts if part is not None for command in part.commands]
 
 
-def bundle_of(found: Program, *outputs: int) -> set[int]:
+def bundle_of(found: Executable, *outputs: int) -> set[int]:
     """The turns in which the wanted values with these numbers are computed."""
-    nodes = {found._wanted[at] for at in outputs}
-    return {step.bundle for step in found.steps if nodes.intersection(step.group.outputs)}
+    wanted = {found.schedule.results[at] for at in outputs}
+    steps = found.schedule.groups
+    return {step.turn for step in steps if wanted.intersection(buffer for buffer, _, _ in step.writes)}
 
 
 # Training
@@ -115,12 +119,14 @@ def train_xor(device: Device, steps: int = 6) -> tuple[list[np.ndarray], Any, op
 def test_the_updates_of_all_parameters_are_one_launch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     together, step, optimizer = train_xor(make())
     found = program_of(step)
-    changed = [at for at, node in enumerate(found._wanted) if node.shape]  # the others are loss and powers
+    changed = [
+        at for at, node in enumerate(found.schedule.results) if found.schedule.buffers[node].nbytes > 4
+    ]  # the others are loss and powers
     assert len(changed) == 3 * len(optimizer.parameters)
     assert len(bundle_of(found, *changed)) == 1
     names = launches(found)
     assert names[-1].startswith("side_by_side"), "which is the last"
-    assert len(names) == 1 + found.steps[-1].bundle <= len(found.steps) - 4
+    assert len(names) == found.schedule.turns <= len(found.schedule.steps) - 4
     alone(monkeypatch)
     apart, step, _ = train_xor(make())
     assert not any(name.startswith("side_by_side") for name in launches(program_of(step)))
@@ -201,7 +207,7 @@ def test_random_graphs_in_poisoned_memory(seed: int, make: Make, monkeypatch: py
     wanted = [node for _, nodes in graphs for node in nodes]
     structure = realize.Structure(wanted)
     found = realize.programs(device).build(structure, wanted)
-    assert 1 + found.steps[-1].bundle < len(found.steps), "some are together"
+    assert found.schedule.turns < len(found.schedule.steps), "some are together"
     inputs = [node.value for node in structure.inputs]
     for turn in range(2):
         over = overwriting(found, len(wanted), len(inputs), random.Random(seed)) if turn else None
@@ -213,7 +219,7 @@ def test_random_graphs_in_poisoned_memory(seed: int, make: Make, monkeypatch: py
 # Bounds
 
 
-def built(device: Device, wanted: list[ps.Tensor]) -> tuple[Program, list[Any], list[Any]]:
+def built(device: Device, wanted: list[ps.Tensor]) -> tuple[Executable, list[Any], list[Any]]:
     """A program with its inputs and constants."""
     nodes = [one._node for one in wanted]
     structure = realize.Structure(nodes)
@@ -225,7 +231,7 @@ def numbers(count: int, device: Device) -> list[ps.Tensor]:
     return [ps.asarray(np.full(40, at, np.float32), device=device) for at in range(count)]
 
 
-def parameter_bytes(found: Program) -> list[int]:
+def parameter_bytes(found: Executable) -> list[int]:
     kernels = [found._cache._kernels[name] for name in launches(found)]
     return [sum(8 if kind.endswith("*") else 4 for kind in kernel.signature) for kernel in kernels]
 
@@ -236,7 +242,7 @@ def test_no_kernel_takes_more_parameters_than_every_device_has(make: Make) -> No
     found, inputs, constants = built(device, [ps.sqrt(one) for one in numbers(130, device)])
     for at, result in enumerate(found.run(inputs, constants)):
         np.testing.assert_array_equal(device.download(result, np.float32).wait(), np.sqrt(np.float32(at)))
-    assert len(found.steps) == 130
+    assert len(found.schedule.steps) == 130
     assert len(launches(found)) == 4
     assert max(parameter_bytes(found)) <= 1024
     # What many others have written is in the memory of temporaries, and so one parameter.
@@ -245,7 +251,7 @@ def test_no_kernel_takes_more_parameters_than_every_device_has(make: Make) -> No
     )
     (result,) = found.run(inputs, constants)
     np.testing.assert_array_equal(device.download(result, np.float32).wait(), 1 + 40 * np.arange(130))
-    assert len(found.steps) == 131
+    assert len(found.schedule.steps) == 131
     assert max(parameter_bytes(found)) <= 64
 
 
@@ -264,7 +270,7 @@ def test_buffers_may_lie_anywhere_and_a_program_is_not_written_again_and_again(m
         for at, result in enumerate(found.run(given, constants)):
             array = device.download(result, np.float32).wait()
             np.testing.assert_array_equal(array, np.sqrt(np.float32(at + turn)))
-    assert len(found._segments) == 1 + program._MAX_LAYOUTS
+    assert len(found._segments) == 1 + executable._MAX_ARRANGEMENTS
 
 
 def call(source: KernelSource, unit: int) -> Call:

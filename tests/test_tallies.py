@@ -149,7 +149,7 @@ def kept(device: Device, *tensors: ps.Tensor) -> int:
     """How many tallies the program of some tensors has."""
     nodes = [tensor._node for tensor in tensors]
     program = programs(device).build(Structure(nodes), nodes)
-    return sum(count for _, count in with_tallies([step.group for step in program.steps]))
+    return sum(count for _, count in with_tallies([step.group for step in program.schedule.groups]))
 
 
 def norm(x: Any, g: Any, of: Any) -> tuple[Any, ...]:

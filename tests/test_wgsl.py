@@ -18,6 +18,7 @@ from test_random_graphs import grown
 import penstock as ps
 from penstock import Device, nn, optim, realize
 from penstock.drivers.driver import Capabilities, Driver
+from penstock.executable import Executable
 from penstock.fusion.groups import Group
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.meaning import computed
@@ -26,7 +27,6 @@ from penstock.kernels.cache import whole_text
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.source import UNIT, KernelSource
 from penstock.kernels.writer import fusible, write
-from penstock.program import Program
 from penstock.realize import programs
 
 BOOL = np.dtype(bool)
@@ -62,7 +62,7 @@ def webgpu() -> Iterator[Driver]:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(realize, "MIN_ITEMS", 1)
     monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
-    monkeypatch.setattr(Program, "_on_host", lambda *_: None)  # it would read what was not computed
+    monkeypatch.setattr(Executable, "_on_host", lambda *_: None)  # it would read what was not computed
     made = Device.over(ImaginedWgsl(request.param))
     programs(made).kernels = Gathering(made)
     yield made

@@ -19,14 +19,15 @@ from test_random_graphs import check, poison
 
 import penstock as ps
 from penstock import Device, nn, optim, realize
+from penstock.compiler.schedule import Step
 from penstock.drivers.driver import Kernel
 from penstock.drivers.webgpu.wgsl import module_text, parse
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
+from penstock.executable import Executable
 from penstock.graph import contraction, reducing
 from penstock.graph.node import leaf
 from penstock.kernels import lowering
 from penstock.memory import pool
-from penstock.program import Program
 
 if not WEBGPU_KINDS:
     pytest.skip("there is no adapter", allow_module_level=True)
@@ -77,13 +78,13 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Everything is computed by kernels at the first sight; the names of what NumPy computes all the same."""
     monkeypatch.setattr(realize, "MIN_ITEMS", 1)
     monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
-    on_host, names = Program._on_host, []
+    on_host, names = Executable._on_host, []
 
-    def noted(self: Program, group: Any, *rest: Any) -> None:
-        names.append(group.nodes[0].primitive.name)
-        on_host(self, group, *rest)
+    def noted(self: Executable, step: Step, *rest: Any) -> None:
+        names.append(step.group.nodes[0].primitive.name)
+        on_host(self, step, *rest)
 
-    monkeypatch.setattr(Program, "_on_host", noted)
+    monkeypatch.setattr(Executable, "_on_host", noted)
     return names
 
 

@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from penstock.config import format_bytes
 from penstock.fusion.views import FREE
 from penstock.graph.bounds import unchecked, worst
 from penstock.graph.contraction import GATHER
-from penstock.graph.meaning import computed, number_key
-from penstock.graph.node import Array, Node, leaf, topological
+from penstock.graph.meaning import Constant, computed, number_key
+from penstock.graph.node import Array, Node, topological
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.rounding import is_exact
 from penstock.graph.shaping import RESHAPE
-from penstock.graph.simplify import simplify
 from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
@@ -30,19 +28,12 @@ from penstock.stream.lane import Run
 from penstock.stream.watching import Watched
 
 if TYPE_CHECKING:
-    from penstock.program import Program
+    from penstock.executable import Executable
 
 MIN_ITEMS = 1 << 15  # what has less in every value is computed sooner by the host than kernels are launched
 LARGE_ITEMS = 1 << 24  # what has more in all values is compiled at the first sight
 _MAX_PROGRAMS = 256
 _MAX_SEEN = 4096
-
-
-class Input:
-    """Stands for the value of an input in a program."""
-
-
-INPUT = Input()
 
 
 class Structure:
@@ -137,7 +128,7 @@ class Programs:
 
         self.kernels = KernelCache(device)
         self._forced = device.settings.force_kernels
-        self._programs = LRU[Hashable, "Program"](_MAX_PROGRAMS)
+        self._programs = LRU[Hashable, "Executable"](_MAX_PROGRAMS)
         self._seen = LRU[Hashable, None](_MAX_SEEN)
         self.build_seconds = 0.0  # in all
 
@@ -153,7 +144,7 @@ class Programs:
         """Whether computing it now would first build a program."""
         return structure.key not in self._programs and not self.waits_for_no_compiler(structure)
 
-    def known(self, structure: Structure) -> Program | None:
+    def known(self, structure: Structure) -> Executable | None:
         """The program of a structure; None as long as building one would not pay."""
         key = structure.key
         program = self._programs.use(key)
@@ -165,18 +156,32 @@ class Programs:
         return program
 
     def build(
-        self, structure: Structure, wanted: Sequence[Node], replaced: Mapping[int, int] | None = None
-    ) -> Program:
-        """A new program. `replaced` names wanted nodes that should be written over inputs, by numbers."""
-        from penstock.fusion.splitting import split
-        from penstock.program import Program
+        self, structure: Structure, wanted: Sequence[Node], aliases: Mapping[int, int] | None = None
+    ) -> Executable:
+        """A new executable. `aliases` names wanted nodes that should be written over inputs, by numbers."""
+        from penstock.compiler.pipeline import prepare
 
         start = perf_counter()
-        # A program must keep no value, so it has leaves of its own.
-        leaves = {node: leaf(INPUT, node.shape, node.dtype) for node in structure.inputs}
-        nodes = split(simplify(wanted, leaves), self._device.capabilities)
-        inputs = list(leaves.values())
-        built = Program(self._device, self.kernels, nodes, inputs, structure.numbers, replaced)
+        nodes, inputs = prepare(wanted, structure.inputs)
+        self.build_seconds += perf_counter() - start
+        return self.compile(nodes, inputs, structure.numbers, aliases)
+
+    def compile(
+        self,
+        nodes: Sequence[Node],
+        inputs: Sequence[Node],
+        constants: Mapping[Constant, int],
+        aliases: Mapping[int, int] | None = None,
+    ) -> Executable:
+        """The executable of a prepared graph; see `compile_graph`."""
+        from penstock.compiler.pipeline import compile_graph
+        from penstock.compiler.target import Target
+        from penstock.executable import Executable
+
+        start = perf_counter()
+        target = Target(self._device.name, self._device.capabilities, self.kernels.written)
+        schedule = compile_graph(nodes, inputs, constants, target, aliases)
+        built = Executable(schedule, self._device, self.kernels)
         self.build_seconds += perf_counter() - start
         return built
 
@@ -209,10 +214,10 @@ def _realize(nodes: Sequence[Node], device: Device) -> None:
 
 def _computed(
     structure: Structure, wanted: Sequence[Node], device: Device
-) -> tuple[list[Buffer], Program | None]:
+) -> tuple[list[Buffer], Executable | None]:
     """The values, and the program that computed them, if it was one."""
     if device.dispatcher is not None:
-        found: tuple[list[Buffer], Program | None] = device.dispatcher.computed(structure, wanted)
+        found: tuple[list[Buffer], Executable | None] = device.dispatcher.computed(structure, wanted)
         return found
     program = programs(device).known(structure)
     if program is None:
@@ -222,7 +227,7 @@ def _computed(
 
 def _told(
     structure: Structure, wanted: Sequence[Node], device: Device
-) -> tuple[list[Buffer], Program | None]:
+) -> tuple[list[Buffer], Executable | None]:
     """The same, and profiles are told of it."""
     own = programs(device)
     fresh, built, start = not own.seen(structure), own.build_seconds, perf_counter()
@@ -277,8 +282,8 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
         if not own.waits_for_no_compiler(structure):
             program = own.known(structure)
             assert program is not None
-            return steps_text(program)
-        steps = steps_text(own.build(structure, structure.wanted))
+            return str(program.schedule)
+        steps = own.build(structure, structure.wanted).schedule
         return f"{numpy_text(structure, wanted)}; in a jitted function:\n{steps}"
 
 
@@ -289,28 +294,6 @@ def numpy_text(structure: Structure, wanted: Sequence[Node]) -> str:
     small = structure.largest < MIN_ITEMS
     why += f" and no step has {MIN_ITEMS} items" if small else " and it was not computed before"
     return f"NumPy computes [{names}] on the host, as {why}"
-
-
-def steps_text(program: Program) -> str:
-    """The steps of a program, one in a line."""
-    lines, moved = [], 0
-    for number, step in enumerate(program.steps, start=1):
-        group = step.group
-        read = sum(node.nbytes for node in group.inputs)
-        written = sum(node.nbytes for node in group.outputs)
-        moved += read + written
-        names = " ".join(node.primitive.name for node in group.nodes)
-        outputs = ", ".join(f"{node.dtype}{list(node.shape)}" for node in group.outputs)
-        where = group.kind if step.written else "host"
-        traffic = f"{format_bytes(read)} read, {format_bytes(written)} written"
-        lines.append(f"{number}. {where} [{names}] -> {outputs}: {traffic}")
-    plan = program.plan
-    arena = f"arena of {format_bytes(plan.arena_bytes)}, {100 * plan.gap:.1f}% over the least possible"
-    steps = f"{len(lines)} steps"
-    turns = 1 + program.steps[-1].bundle if program.steps else 0
-    if turns < len(lines):
-        steps += f" in {turns} turns, as some run side by side"
-    return "\n".join([*lines, f"{steps}, {format_bytes(moved)} moved; {arena}"])
 
 
 def by_numpy(wanted: Sequence[Node], device: Device) -> list[Buffer]:

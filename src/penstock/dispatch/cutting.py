@@ -8,8 +8,7 @@ from itertools import accumulate
 
 from penstock.dispatch.pricing import Price
 from penstock.fusion.views import FREE
-from penstock.graph.node import Node, leaf, topological
-from penstock.realize import INPUT
+from penstock.graph.node import Node, placeholder, topological
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def cut(nodes: Sequence[Node], place: int) -> Parts | None:
     tails = [node for node in dict.fromkeys(nodes) if node not in first]
     if not heads or not any(node.value is None for node in tails):
         return None
-    leaves = {node: leaf(INPUT, node.shape, node.dtype) for node in crossing}
+    leaves = {node: placeholder(node.shape, node.dtype) for node in crossing}
     return Parts(heads, list(crossing), list(leaves.values()), _rebuilt(tails, leaves))
 
 

@@ -8,9 +8,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from time import perf_counter
 from typing import Any
 
+from penstock.compiler.pipeline import prepare
 from penstock.dispatch.cutting import best_place, cut
 from penstock.dispatch.moving import Places, move_seconds
 from penstock.dispatch.placements import Candidate, Placement
@@ -18,25 +18,21 @@ from penstock.dispatch.predictions import Predictions
 from penstock.dispatch.pricing import price
 from penstock.dispatch.running import InTwo, OnOne, Wants, seconds_of
 from penstock.errors import DeviceError, DeviceUnavailable
+from penstock.executable import Executable
 from penstock.files import parse_json
-from penstock.fusion.splitting import split
-from penstock.graph.node import Node, Primitive, leaf, topological
-from penstock.graph.simplify import simplify
+from penstock.graph.node import Node, Primitive, topological
 from penstock.kernels.source import digest
 from penstock.lru import LRU
 from penstock.measuring.quiet import measure_quietly
 from penstock.measuring.rates import Rates, machine_rates, placement_cache
 from penstock.memory.buffer import Buffer
-from penstock.plan.banks import Banks
-from penstock.program import Program
+from penstock.plan.arenas import ArenaPlan
 from penstock.realize import (
-    INPUT,
     Structure,
     by_numpy,
     numpy_text,
     programs,
     source,
-    steps_text,
     to_compute,
 )
 from penstock.runtime import Device
@@ -114,7 +110,9 @@ class Dispatcher:
         numpy = not forced and structure.waits_for_no_compiler(self.seen(structure))
         return structure.key not in self._placed and not numpy
 
-    def computed(self, structure: Structure, wanted: Sequence[Node]) -> tuple[list[Buffer], Program | None]:
+    def computed(
+        self, structure: Structure, wanted: Sequence[Node]
+    ) -> tuple[list[Buffer], Executable | None]:
         """The values of nodes, and a program that computed them, if NumPy did not."""
         numbers = structure.constants()
         member = self._staying(structure)
@@ -130,12 +128,11 @@ class Dispatcher:
         return program.run(inputs, numbers), program.programs[-1]
 
     def build(
-        self, structure: Structure, wanted: Sequence[Node], replaced: Mapping[int, int] | None = None
+        self, structure: Structure, wanted: Sequence[Node], aliases: Mapping[int, int] | None = None
     ) -> Placed:
         """A graph for any of the members; see `Programs.build`."""
-        leaves = {node: leaf(INPUT, node.shape, node.dtype) for node in structure.inputs}
-        nodes = simplify(wanted, leaves)
-        placed = Placed(self, nodes, list(leaves.values()), structure, replaced or {})
+        nodes, inputs = prepare(wanted, structure.inputs)
+        placed = Placed(self, nodes, inputs, structure, aliases or {})
         self._everything.add(placed)
         return placed
 
@@ -150,7 +147,7 @@ class Dispatcher:
         if member is not None:
             there = programs(member).known(structure)
             assert there is not None
-            return f"on {member.name}, which holds the inputs:\n{steps_text(there)}"
+            return f"on {member.name}, which holds the inputs:\n{there.schedule}"
         placed = self._placed.get(structure.key) or self.build(structure, structure.wanted)
         text = placed.explained(structure.inputs)
         if structure.key not in self._placed and structure.waits_for_no_compiler(self.seen(structure)):
@@ -200,14 +197,14 @@ class Placed:
         nodes: Sequence[Node],
         inputs: Sequence[Node],
         structure: Structure,
-        replaced: Mapping[int, int],
+        aliases: Mapping[int, int],
     ) -> None:
         self.nodes = nodes
         self.inputs = inputs
         self._dispatcher = dispatcher
         self._numbers = structure.numbers
-        self._replaced = replaced
-        self._key = _digest(structure, replaced)
+        self._aliases = aliases
+        self._key = _digest(structure, aliases)
         self._programs: dict[Placement, OnOne | InTwo] = {}
         self._candidates: list[Candidate] = []
         self._why = "which takes the least time"
@@ -242,13 +239,13 @@ class Placed:
         return self._candidates
 
     @property
-    def current(self) -> tuple[Program, ...]:
+    def current(self) -> tuple[Executable, ...]:
         """The programs of the placement that looks best so far: one, or two of a cut."""
         with self._dispatcher.device.running:
             return self._program(self._favourite().placement).programs
 
     @property
-    def plan(self) -> Banks:
+    def plan(self) -> ArenaPlan:
         """The memory plan of that placement, of a cut the larger one."""
         return max((program.plan for program in self.current), key=lambda plan: plan.arena_bytes)
 
@@ -437,7 +434,7 @@ class Placed:
         places = self._dispatcher.places
         parts = None if placement.second is None else cut(self.nodes, placement.place)
         if parts is None or placement.second is None:
-            return OnOne(places, self._on(placement.first, self.nodes, self.inputs, self._replaced))
+            return OnOne(places, self._on(placement.first, self.nodes, self.inputs, self._aliases))
         wants = self._wants(placement)
         before, after = ([self.inputs[at] for at in numbers] for _, numbers in wants)
         first = self._on(placement.first, parts.heads, before)
@@ -449,23 +446,22 @@ class Placed:
         device: Device,
         nodes: Sequence[Node],
         inputs: Sequence[Node],
-        replaced: Mapping[int, int] | None = None,
-    ) -> Program:
+        aliases: Mapping[int, int] | None = None,
+    ) -> Executable:
         """A program of a part of the graph."""
-        start = perf_counter()
-        kernels = programs(device).kernels
-        nodes = split(nodes, device.capabilities)
-        built = Program(device, kernels, nodes, inputs, self._numbers, replaced)
-        self._dispatcher.build_seconds += perf_counter() - start
+        there = programs(device)
+        before = there.build_seconds
+        built = there.compile(nodes, inputs, self._numbers, aliases)
+        self._dispatcher.build_seconds += there.build_seconds - before
         return built
 
 
-def _digest(structure: Structure, replaced: Mapping[int, int]) -> str | None:
+def _digest(structure: Structure, aliases: Mapping[int, int]) -> str | None:
     """A name for what is computed that every process gives it; None where there is none."""
     key: Any = structure.key
     # A part of the key is a primitive with its attributes, or the shape and dtype of an input.
     named = [(part[0].name, *part[1:]) if isinstance(part[0], Primitive) else part for part in key[0]]
-    text = repr((named, key[1], sorted(replaced.items())))
+    text = repr((named, key[1], sorted(aliases.items())))
     return None if " at 0x" in text else f"placed {digest(text)}"
 
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.compiler.passes import fused
 from penstock.fusion.clusters import ATTENTIONS
 from penstock.fusion.costs import LONG
-from penstock.fusion.groups import Group, partition
-from penstock.fusion.products import by_library
+from penstock.fusion.groups import Group
 from penstock.fusion.views import VIEWS
 from penstock.graph.contraction import GATHER, MATMUL, SCATTER_ADD
 from penstock.graph.dtypes import HALVES, float32, float64
@@ -17,7 +17,6 @@ from penstock.graph.elementwise import FULL
 from penstock.graph.node import Node, topological
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.reducing import ARGMAX, ARGMIN, ARGSORT, CUMULATIVE_PROD, CUMULATIVE_SUM
-from penstock.kernels.writer import fusible
 from penstock.measuring.rates import Rates
 from penstock.realize import programs
 from penstock.runtime import Device
@@ -45,7 +44,7 @@ def price(nodes: Sequence[Node], device: Device, rates: Rates, host: Rates) -> P
     limits = device.capabilities
     if any(node.primitive.compiled for node in topological(nodes)) and limits.language == "numpy":
         return None
-    groups = partition(nodes, lambda node: fusible(node, limits), lambda product: by_library(product, limits))
+    groups = fused(nodes, limits)
     priced = tuple((group, _seconds(group, device, rates, host)) for group in groups)
     return Price(rates.program + sum(seconds for _, seconds in priced), priced)
 

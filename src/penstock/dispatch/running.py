@@ -11,10 +11,9 @@ from typing import Any
 from penstock.dispatch.cutting import Parts
 from penstock.dispatch.moving import Places
 from penstock.errors import OutOfDeviceMemory
+from penstock.executable import Executable
 from penstock.graph.node import Node
 from penstock.memory.buffer import Buffer
-from penstock.program import Program
-from penstock.realize import steps_text
 from penstock.runtime import Device
 
 _ROUNDS = 4  # in which programs take turns, unless that takes too long
@@ -31,7 +30,7 @@ Wants = list[tuple[Device, list[int]]]  # devices, and the numbers of the inputs
 class OnOne:
     """A program on one device, which sees to it that no stale copy of a value is left."""
 
-    def __init__(self, places: Places, program: Program) -> None:
+    def __init__(self, places: Places, program: Executable) -> None:
         self._places = places
         self.programs = (program,)
         self._run = program.run
@@ -47,14 +46,14 @@ class OnOne:
         return [self._places.copied(node.value, self.devices[0]) for node in held]
 
     def run(self, inputs: Sequence[Buffer], numbers: Sequence[Any], over: Over = None) -> list[Buffer]:
-        """See `Program.run`."""
+        """See `Executable.run`."""
         if over and self._places.kept:
             self._places.forget([inputs[at] for at in over.values()])
         return self._run(inputs, numbers, over)
 
     def explained(self) -> str:
         """Its steps."""
-        return steps_text(self.programs[0])
+        return str(self.programs[0].schedule)
 
 
 class InTwo:
@@ -63,8 +62,8 @@ class InTwo:
     def __init__(
         self,
         places: Places,
-        first: Program,
-        second: Program,
+        first: Executable,
+        second: Executable,
         parts: Parts,
         nodes: Sequence[Node],
         wants: Wants,
@@ -95,11 +94,11 @@ class InTwo:
         ]
 
     def may_overwrite(self, output: int, number: int) -> bool:
-        """See `Program.may_overwrite`."""
+        """See `Executable.may_overwrite`."""
         return False
 
     def run(self, inputs: Sequence[Buffer], numbers: Sequence[Any], over: Over = None) -> list[Buffer]:
-        """Both parts; see `Program.run`."""
+        """Both parts; see `Executable.run`."""
         first, second = self.programs
         count = len(self._wants[0][1])
         heads = first.run(inputs[:count], numbers)
@@ -109,7 +108,7 @@ class InTwo:
 
     def explained(self) -> str:
         """The steps of both parts."""
-        parts = [f"on {program.device.name}:\n{steps_text(program)}" for program in self.programs]
+        parts = [f"on {program.device.name}:\n{program.schedule}" for program in self.programs]
         return "\n".join(parts)
 
 

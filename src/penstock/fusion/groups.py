@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from penstock.fusion.clusters import ATTENTIONS, Cluster, Clustering, Kind
 from penstock.fusion.storing import Storing
@@ -34,6 +36,25 @@ class Group:
     inputs: tuple[Node, ...]
     nodes: tuple[Node, ...]
     columns: int = 1  # of a row group: the items of one row
+
+    @cached_property
+    def structure(self) -> tuple[Any, ...]:
+        """What kernels depend on: equal for groups that differ in their values and constants only."""
+        number = {node: position for position, node in enumerate((*self.inputs, *self.nodes))}
+        leaves = tuple((node.shape, str(node.dtype)) for node in self.inputs)
+        inside = tuple(
+            (
+                node.primitive.name,
+                tuple(number[parent] for parent in node.inputs),
+                node.shape,
+                str(node.dtype),
+                tuple(
+                    value for name, value in node.attributes.items() if name not in node.primitive.constants
+                ),
+            )
+            for node in self.nodes
+        )
+        return self.kind, leaves, inside, tuple(number[node] for node in self.outputs)
 
 
 def partition(

@@ -137,6 +137,18 @@ def leaf(value: Any, shape: Shape, dtype: DType) -> Node:
     return Node(LEAF, (), {"shape": shape, "dtype": checked(dtype)}, value)
 
 
+class _Placeholder:
+    """The value of a leaf that stands for the input of a program."""
+
+
+_PLACEHOLDER = _Placeholder()
+
+
+def placeholder(shape: Shape, dtype: DType) -> Node:
+    """A leaf that stands for an input, whatever its value is."""
+    return leaf(_PLACEHOLDER, shape, dtype)
+
+
 def same(*inputs: Node, **_: Any) -> tuple[Shape, DType]:
     """The shape rule of elementwise primitives: all inputs agree, and so does the result."""
     first = inputs[0]

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.callsite import user_call
+from penstock.executable import Executable
 from penstock.fusion.views import FREE, base
 from penstock.graph.contraction import MATMUL
 from penstock.graph.elementwise import PRIMITIVES
@@ -23,7 +24,6 @@ from penstock.graph.node import Node
 from penstock.graph.reducing import REDUCTIONS
 from penstock.kernels.costing import costs, operations_of
 from penstock.profiling.records import OTHER
-from penstock.program import Program
 from penstock.stream.lane import Run
 
 _MAX_LINES = 1000
@@ -134,7 +134,7 @@ class LineLog:
         self._transfers: dict[tuple[str, str], Transfers] = {}
         self._handovers: dict[tuple[str, str], Handover] = {}
         self._called: dict[str, str] = {}
-        self._facts: weakref.WeakKeyDictionary[Program, _Facts] = weakref.WeakKeyDictionary()
+        self._facts: weakref.WeakKeyDictionary[Executable, _Facts] = weakref.WeakKeyDictionary()
         self._done: weakref.WeakKeyDictionary[Node, str] = weakref.WeakKeyDictionary()  # computed, not kept
         self._asked: weakref.WeakKeyDictionary[Node, str] = weakref.WeakKeyDictionary()  # by realize()
         self._fetched: deque[_Fetched] = deque(maxlen=_FETCHED)
@@ -296,7 +296,7 @@ class LineLog:
         self._handovers[key].count += 1
         self._handovers[key].nbytes += nbytes
 
-    def _count(self, found: Runs, program: Program) -> None:
+    def _count(self, found: Runs, program: Executable) -> None:
         facts = self._facts.get(program)
         if facts is None:
             facts = self._facts[program] = _facts(program)
@@ -336,17 +336,17 @@ class LineLog:
         return False
 
 
-def _facts(program: Program) -> _Facts:
+def _facts(program: Executable) -> _Facts:
     operations, moved, products = 0, 0, Counter[str]()
     host: Counter[str] = Counter()
     raw_bytes, names = 0, []
-    kinds = {base(node): step.group.kind for step in program.steps for node in step.group.outputs}
+    kinds = {base(node): step.group.kind for step in program.schedule.groups for node in step.group.outputs}
     wanted_by: dict[Node, list[str]] = {}
-    for step in program.steps:
+    for step in program.schedule.groups:
         for node in step.group.inputs:
             wanted_by.setdefault(base(node), []).append(step.group.kind)
     wide_bytes = 0
-    for step in program.steps:
+    for step in program.schedule.groups:
         group = step.group
         wide_bytes += sum(one.nbytes for one in (*group.inputs, *group.outputs) if str(one.dtype) in WIDE)
         if step.written is None:
@@ -377,7 +377,7 @@ def _facts(program: Program) -> _Facts:
         raw_bytes=raw_bytes,
         raw_names=", ".join(dict.fromkeys(names)),
         arena_bytes=program.plan.arena_bytes,
-        kept_bytes=program.kept_bytes(),
+        kept_bytes=program.schedule.kept_bytes(),
     )
 
 

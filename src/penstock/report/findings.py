@@ -15,7 +15,7 @@ from penstock.files import MOST_OF_A_TRACE, parse_json, read_text
 from penstock.profiling.records import CopyRecord, DeviceRecord, KernelRecord, OwnerRecord, WaitRecord
 
 if TYPE_CHECKING:
-    from penstock.plan.banks import Banks
+    from penstock.plan.arenas import ArenaPlan
     from penstock.profiling.profiles import Profile
 
 FILE = "profile.json"  # inside the folder of a run
@@ -36,7 +36,7 @@ class Certificate:
     arenas: int
 
     @classmethod
-    def of(cls, plan: Banks) -> Certificate:
+    def of(cls, plan: ArenaPlan) -> Certificate:
         """The certificate of a plan."""
         return cls(plan.arena_bytes, plan.lower_bound, len(plan.plans))
 

@@ -28,7 +28,7 @@ from penstock.tensor.index_watch import IndexWatch
 from penstock.tensor.jit_gradients import Differentiable
 
 if TYPE_CHECKING:
-    from penstock.program import Program
+    from penstock.executable import Executable
 
 Source = Origin | Node  # a tensor that is there before the call, or a constant
 
@@ -84,7 +84,7 @@ class Captured:
 
     name: str
     device: Device
-    program: Program | None
+    program: Executable | None
     numbers: list[Any]
     inputs: list[Source]
     wanted: list[int | Source]  # the results, then the values that tensors get, then their gradients

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from penstock.plan import bundles
-from penstock.plan.bundles import bundled
+from penstock.plan import turns
 from penstock.plan.order import Work, ordered
+from penstock.plan.turns import in_turns
 
 SIZE = 1000
 
@@ -17,7 +17,7 @@ def together(
     steps: list[Work], alike: list[str | None], kept: set[int] | frozenset[int] = frozenset(), most: int = 64
 ) -> list[list[int]]:
     count = 1 + max(value for step in steps for value in (*step.reads, *step.writes))
-    return bundled(steps, alike, [SIZE] * count, frozenset(kept), most)
+    return in_turns(steps, alike, [SIZE] * count, frozenset(kept), most)
 
 
 def test_independent_steps_that_are_alike_run_together() -> None:
@@ -25,7 +25,7 @@ def test_independent_steps_that_are_alike_run_together() -> None:
     assert together(steps, ["map", "row", "map", "map"]) == [[1], [0, 2], [3]]
     assert together(steps, [None] * 4) == [[0], [1], [2], [3]]
     assert together(steps, ["map"] * 4, most=2) == [[0], [1, 2], [3]]
-    assert bundled([], [], [], frozenset(), 2) == []
+    assert in_turns([], [], [], frozenset(), 2) == []
 
 
 def test_partial_sums_of_many_values_take_two_turns() -> None:
@@ -48,14 +48,14 @@ def test_what_waits_for_others_takes_little_more_memory(monkeypatch: pytest.Monk
     outputs = set(range(parts, 2 * parts))
     alike: list[str | None] = [None, "map"] * parts
     assert together(updates(parts), alike, outputs)[-1] == list(range(1, 2 * parts, 2)), "all at the end"
-    monkeypatch.setattr(bundles, "_LITTLE", 3 * SIZE)
+    monkeypatch.setattr(turns, "_LITTLE", 3 * SIZE)
     found = together(updates(parts), alike, outputs)
     assert max(map(len, found)) == 4, "one gradient is live anyway, and three more may be"
     assert len(found) == parts + parts // 4
 
 
 def test_where_there_is_room_beside_activations_more_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundles, "_LITTLE", 0)
+    monkeypatch.setattr(turns, "_LITTLE", 0)
     parts = 8
     activations = range(2 * parts, 4 * parts)
     forward = [Work((), (at,)) for at in activations]
@@ -70,7 +70,7 @@ def test_where_there_is_room_beside_activations_more_waits(monkeypatch: pytest.M
 
 def test_what_is_large_does_not_wait_until_it_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     alike: list[str | None] = [None, "map"] * 4
-    monkeypatch.setattr(bundles, "_HOT", SIZE - 1)
+    monkeypatch.setattr(turns, "_HOT", SIZE - 1)
     assert together(updates(4), alike, {4, 5, 6, 7}) == [[at] for at in range(8)]
     # With nothing between them it does not get cold.
     steps = [*updates(4)[::2], *updates(4)[1::2]]
@@ -90,7 +90,7 @@ def test_random_programs_stay_right_and_within_their_memory(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choice = random.Random(seed)
-    monkeypatch.setattr(bundles, "_LITTLE", choice.choice((0, 2000, 1 << 30)))
+    monkeypatch.setattr(turns, "_LITTLE", choice.choice((0, 2000, 1 << 30)))
     given = choice.randint(1, 4)
     nbytes = [choice.randint(0, 900) for _ in range(given)]
     steps, alike, left = [], [], list(range(given))
@@ -102,7 +102,7 @@ def test_random_programs_stay_right_and_within_their_memory(
         steps.append(Work(reads, writes, replaces))
         alike.append(choice.choice((None, "map", "row")))
     kept = frozenset(range(given)) | set(choice.sample(range(len(nbytes)), len(nbytes) // 5))
-    found = bundled(steps, alike, nbytes, kept, 7)
+    found = in_turns(steps, alike, nbytes, kept, 7)
     assert sorted(step for bundle in found for step in bundle) == list(range(len(steps)))
     turn = {step: number for number, bundle in enumerate(found) for step in bundle}
     for bundle in found:
@@ -119,7 +119,7 @@ def test_random_programs_stay_right_and_within_their_memory(
                     "read after it is gone"
                 )
     before = peak([[number] for number in range(len(steps))], steps, nbytes, kept)
-    assert peak(found, steps, nbytes, kept) <= before + max(before // 16, bundles._LITTLE)
+    assert peak(found, steps, nbytes, kept) <= before + max(before // 16, turns._LITTLE)
 
 
 def peak(turns: list[list[int]], steps: list[Work], nbytes: list[int], kept: frozenset[int]) -> int:

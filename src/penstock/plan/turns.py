@@ -1,8 +1,8 @@
-"""Steps that run side by side: alike, and none needs what another of them writes.
+"""Turns: which steps run at the same time. Steps of a turn are of one kind and independent of one another.
 
-Steps move to later ones of their kind. What they read then has to stay longer, so they move only as far as
-little more memory is needed for it. They never move to earlier ones: what the updates and norms of a network
-read comes one after another, so that only the last place has it all.
+A step may move to a later step of its kind. What it reads then has to stay longer, so it moves only as far as
+that takes little more memory. Steps never move forward: what the updates and norms of a network read is
+computed one after another, so that only the last of them can have it all.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ import numpy.typing as npt
 
 from penstock.plan.order import Work
 
-# By how much the most bytes that are live at one step may grow. Where all updates of parameters wait for the
-# last gradient, that is all gradients, beside hardly any activations: mostly less than is live in the middle.
+# By how much the peak of live bytes may grow. Where all updates of parameters wait for the last gradient, all
+# gradients are live beside hardly any activations: mostly less than in the middle of the step.
 _MORE = 1 / 16
-_LITTLE = 4 << 20  # bytes; less than that is not looked at
-# Bytes. A step that reads more of what others wrote does not wait until as much more was read and written,
-# which drives it out of the cache: to fetch it again would take longer than to launch a kernel.
+_LITTLE = 4 << 20  # bytes, by which the peak may always grow
+# Bytes. A step that reads more than this of what others wrote does not wait while as much again is read and
+# written, since that would drive its inputs out of the cache: reading them anew takes longer than a launch.
 _HOT = 8 << 20
 
 
-def bundled(
+def in_turns(
     steps: Sequence[Work],
-    alike: Sequence[Hashable | None],
+    kinds: Sequence[Hashable | None],
     nbytes: Sequence[int],
     kept: frozenset[int],
     most: int,
 ) -> list[list[int]]:
-    """The steps in order, in bundles of at most `most` steps that are alike and independent.
+    """The steps in order, in turns of at most `most` steps.
 
-    Steps of one bundle are equal in `alike`; None goes with no other. What is in `kept` is never freed.
+    Steps of one turn are equal in `kinds`; None goes with no other. What is in `kept` is never freed.
     """
-    bundling = _Bundling(steps, nbytes, kept)
+    turns = _Turns(steps, nbytes, kept)
     for number in range(len(steps) - 1, -1, -1):
-        bundling.place(number, alike[number], most)
-    return bundling.result()
+        turns.place(number, kinds[number], most)
+    return turns.result()
 
 
-class _Bundling:
-    """Steps are placed from the last to the first, each in its own place or in a bundle after it."""
+class _Turns:
+    """Steps are placed from the last to the first, each in a turn of its own or in a later one."""
 
     def __init__(self, steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) -> None:
         self._steps = steps
         self._nbytes = nbytes
         self._kept = kept
         self._end = len(steps)
-        self._at = list(range(len(steps)))  # where each step runs: the place of the last step of its bundle
-        self._bundles: dict[int, list[int]] = {}  # by place; the first one was added last
-        self._places: dict[Hashable, list[int]] = {}  # of the bundles of each kind, the last first
+        self._at = list(range(len(steps)))  # where each step runs: the number of the last step of its turn
+        self._members: dict[int, list[int]] = {}  # by the number of their last step; the first was added last
+        self._places: dict[Hashable, list[int]] = {}  # of the turns of each kind, the last first
         self._readers: dict[int, list[int]] = {}
         self._replacer: dict[int, int] = {}
         for number, step in enumerate(steps):
@@ -74,19 +74,19 @@ class _Bundling:
         return change[:-1].cumsum()
 
     def place(self, number: int, kind: Hashable | None, most: int) -> None:
-        """Put a step into the last bundle that it can join, or begin one."""
+        """Put a step into the last turn that it can join, or begin one."""
         if kind is not None:
             places = self._places.setdefault(kind, [])
             before = self._needed_at(number)
-            free = [place for place in places if place < before and len(self._bundles[place]) < most]
+            free = [place for place in places if place < before and len(self._members[place]) < most]
             if free and self._touched(number, self._kept) > _HOT:
                 end = self._cold_at()
                 free = [place for place in free if place <= end]
             if free and self._moved(number, free):
-                self._bundles[self._at[number]].append(number)
+                self._members[self._at[number]].append(number)
                 return
             places.append(number)
-        self._bundles[number] = [number]
+        self._members[number] = [number]
 
     def _touched(self, number: int, without: frozenset[int] = frozenset()) -> int:
         """The bytes that a step reads and writes, but for some values."""
@@ -96,8 +96,8 @@ class _Bundling:
     def _cold_at(self) -> int:
         """The place until which little is read and written, of all that comes next."""
         touched = 0
-        for place in reversed(self._bundles):
-            touched += sum(self._touched(number) for number in self._bundles[place])
+        for place in reversed(self._members):
+            touched += sum(self._touched(number) for number in self._members[place])
             if touched > _HOT:
                 return place
         return self._end
@@ -132,5 +132,5 @@ class _Bundling:
         return False
 
     def result(self) -> list[list[int]]:
-        """The bundles in the order in which they run."""
-        return [sorted(self._bundles[place]) for place in sorted(self._bundles)]
+        """The turns in the order in which they run."""
+        return [sorted(self._members[place]) for place in sorted(self._members)]

@@ -16,7 +16,7 @@ from penstock import Device, nn, optim
 from penstock.drivers.opencl import OpenCLDriver, find_devices
 from penstock.errors import OutOfDeviceMemory
 from penstock.plan.arena import Value, plan
-from penstock.plan.banks import banks
+from penstock.plan.arenas import plan_arenas
 
 UNIT = 16
 lives = st.builds(
@@ -29,11 +29,11 @@ lives = st.builds(
 
 @given(st.lists(lives, min_size=1, max_size=40), st.integers(400, 2000))
 def test_no_two_values_share_a_byte_while_both_live(values: list[Value], most: int) -> None:
-    found = banks(values, UNIT, most)
+    found = plan_arenas(values, UNIT, most)
     assert all(one.arena_bytes <= most for one in found.plans)
     for one, other in combinations(range(len(values)), 2):
         a, b = values[one], values[other]
-        if found.bank_of[one] != found.bank_of[other] or a.dies < b.born or b.dies < a.born:
+        if found.arena_of[one] != found.arena_of[other] or a.dies < b.born or b.dies < a.born:
             continue
         start, end = found.offsets[one], found.offsets[one] + a.nbytes
         assert end <= found.offsets[other] or found.offsets[other] + b.nbytes <= start
@@ -41,7 +41,7 @@ def test_no_two_values_share_a_byte_while_both_live(values: list[Value], most: i
 
 @given(st.lists(lives, min_size=1, max_size=40))
 def test_what_fits_into_one_arena_stays_there(values: list[Value]) -> None:
-    found, whole = banks(values, UNIT, 1 << 20), plan(values, UNIT)
+    found, whole = plan_arenas(values, UNIT, 1 << 20), plan(values, UNIT)
     assert found.plans == (whole,)
     assert found.offsets == whole.offsets
 
@@ -53,7 +53,7 @@ def test_several_arenas_take_little_more_than_one() -> None:
         Value(int(random.integers(1, 1 << 16)), born, born + int(random.integers(0, 60))) for born in births
     ]
     whole = plan(values, 256)
-    found = banks(values, 256, whole.arena_bytes // 6)
+    found = plan_arenas(values, 256, whole.arena_bytes // 6)
     assert len(found.plans) <= 8
     assert found.gap < 0.2
 
@@ -62,30 +62,30 @@ def test_several_arenas_take_little_more_than_one() -> None:
 def test_a_value_larger_than_an_arena_has_one_to_itself_while_it_lives(
     values: list[Value], most: int
 ) -> None:
-    found = banks(values, UNIT, most * UNIT, 400)
+    found = plan_arenas(values, UNIT, most * UNIT, 400)
     for one, other in combinations(range(len(values)), 2):
         a, b = values[one], values[other]
-        if found.bank_of[one] == found.bank_of[other] and a.dies >= b.born and b.dies >= a.born:
+        if found.arena_of[one] == found.arena_of[other] and a.dies >= b.born and b.dies >= a.born:
             start, end = found.offsets[one], found.offsets[one] + a.nbytes
             assert end <= found.offsets[other] or found.offsets[other] + b.nbytes <= start
     for bank, one in enumerate(found.plans):
-        inside = [value for value, of in zip(values, found.bank_of, strict=True) if of == bank]
+        inside = [value for value, of in zip(values, found.arena_of, strict=True) if of == bank]
         times = {-(-value.nbytes // (most * UNIT)) for value in inside}
         assert one.arena_bytes <= most * UNIT or (len(times) == 1 and one.arena_bytes <= 400)
 
 
 def test_large_values_take_turns_and_take_places() -> None:
     lives = [Value(300, 0, 2), Value(290, 2, 4, (0,)), Value(280, 3, 6), Value(300, 5, 7), Value(900, 8, 9)]
-    found = banks(lives, UNIT, 160, 1000)
-    assert found.bank_of[0] == found.bank_of[1] == found.bank_of[3] != found.bank_of[2]
-    assert found.bank_of[4] not in found.bank_of[:4], "others would be as large as it"
+    found = plan_arenas(lives, UNIT, 160, 1000)
+    assert found.arena_of[0] == found.arena_of[1] == found.arena_of[3] != found.arena_of[2]
+    assert found.arena_of[4] not in found.arena_of[:4], "others would be as large as it"
     assert found.offsets == (0,) * 5
     assert [one.arena_bytes for one in found.plans] == [0, 300, 280, 900]
 
 
 def test_a_value_larger_than_any_arena_is_named() -> None:
     with pytest.raises(ValueError, match="1008 bytes"):
-        banks([Value(1000, 0, 1)], UNIT, 512)
+        plan_arenas([Value(1000, 0, 1)], UNIT, 512)
 
 
 @pytest.mark.parametrize("kind", ["host-far", "opencl-threads"])

@@ -1,0 +1,141 @@
+"""The last pass: steps whose arguments are locations, and the schedule of all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Literal
+
+from penstock.compiler.compilation import Compilation
+from penstock.compiler.schedule import BufferSpec, Location, Schedule, Step
+from penstock.compiler.target import Target
+from penstock.fusion.costs import COSTLY
+from penstock.fusion.groups import Group
+from penstock.fusion.views import FREE, base
+from penstock.graph.contraction import MATMUL
+from penstock.graph.meaning import number_key
+from penstock.graph.node import Node
+from penstock.kernels.chaining import Call
+from penstock.kernels.costing import costs
+from penstock.kernels.cublaslt import LibraryLaunch
+from penstock.kernels.hazards import Range, Touched
+from penstock.kernels.source import UNIT
+from penstock.kernels.writer import Written, constants
+
+
+def emit(state: Compilation, target: Target) -> Compilation:
+    """The schedule."""
+    layout, plan = state.layout, state.plan
+    assert layout is not None
+    assert plan is not None
+    steps = _Steps(state)
+    wanted = [base(node) for node in state.wanted]
+    counts = Counter(wanted)
+    arenas = [BufferSpec("arena", max(arena.arena_bytes, 1)) for arena in plan.plans]
+    inputs = [BufferSpec("input", node.nbytes) for node in state.inputs]
+    outputs = [BufferSpec("output", node.nbytes) for node in layout.outputs]
+    schedule = Schedule(
+        steps=tuple(
+            steps.step(number, turn) for turn, numbers in enumerate(state.turns) for number in numbers
+        ),
+        buffers=(*arenas[:1], *inputs, *outputs, *arenas[1:]),
+        results=tuple(layout.buffers[node] for node in wanted),
+        shared=tuple(node not in layout.outputs or counts[node] > 1 for node in wanted),
+        lifetimes=tuple(layout.lifetimes),
+        plan=plan,
+        input_uses=layout.input_uses,
+        output_writes=layout.output_writes,
+    )
+    return replace(state, schedule=schedule)
+
+
+class _Steps:
+    """Makes steps of groups."""
+
+    def __init__(self, state: Compilation) -> None:
+        assert state.layout is not None
+        assert state.plan is not None
+        self._state, self._layout, self._plan = state, state.layout, state.plan
+        self._first_of_more = 1 + len(state.inputs) + len(state.layout.outputs)  # arenas after the first
+
+    def step(self, number: int, turn: int) -> Step:
+        """The step of a group."""
+        group, written = self._state.groups[number], self._state.lowered[number]
+        scratch = self._layout.scratch[number]
+        places = [self._location(base(node)) for node in (*group.outputs, *group.inputs)]
+        places += [self._temporary(value) for value in scratch]
+        reads = tuple(self._range(node) for node in dict.fromkeys(map(base, group.inputs)))
+        writes = tuple(self._range(node) for node in group.outputs)
+        # Kernels of scans, sorts and the like have no constants of their own.
+        takes_constants = group.kind != "lone" or written is None or written.function is not None
+        named = constants(group) if takes_constants else []
+        numbers = tuple(self._state.constants[number_key(node, name)] for node, name in named)
+        calls: tuple[Call, ...] = ()
+        if written is not None:
+            calls = tuple(
+                Call(
+                    source=launch.source,
+                    places=tuple(places[at] for at in launch.buffers),
+                    scalars=launch.scalars,
+                    numbers=numbers,
+                    work=_work(group),
+                    touched=Touched(reads, writes),
+                    scratch=tuple(self._span(value) for value in scratch),
+                    cost=cost,
+                )
+                for launch, cost in zip(written.launches, costs(group, written), strict=True)
+            )
+        return Step(
+            kind=_kind(written),
+            turn=turn,
+            locations=tuple(places),
+            reads=reads,
+            writes=writes,
+            constants=numbers,
+            calls=calls,
+            structure=group.structure,
+            group=group,
+            written=written,
+        )
+
+    def _location(self, node: Node) -> Location:
+        if node in self._layout.temporaries:
+            return self._temporary(self._layout.temporaries[node])
+        return self._layout.buffers[node], 0
+
+    def _temporary(self, value: int) -> Location:
+        return self._arena(value), self._plan.offsets[value] // UNIT
+
+    def _arena(self, value: int) -> int:
+        """The buffer that a temporary lies in."""
+        arena = self._plan.arena_of[value]
+        return self._first_of_more + arena - 1 if arena else 0
+
+    def _range(self, node: Node) -> Range:
+        """The bytes that hold a value."""
+        if node in self._layout.temporaries:
+            return self._span(self._layout.temporaries[node])
+        return self._layout.buffers[node], 0, node.nbytes
+
+    def _span(self, value: int) -> Range:
+        """The bytes of a temporary."""
+        start = self._plan.offsets[value]
+        return self._arena(value), start, start + self._layout.lifetimes[value].nbytes
+
+
+def _kind(written: Written | None) -> Literal["kernel", "library", "host"]:
+    if written is None:
+        return "host"
+    return "library" if isinstance(written.function, LibraryLaunch) else "kernel"
+
+
+def _work(group: Group) -> int:
+    """About how many items times operations a group takes."""
+    total = 0
+    for node in group.nodes:
+        if node.primitive is MATMUL:
+            total += node.size * node.inputs[0].shape[-1] // 8  # in vectors
+        elif node.primitive not in FREE:
+            source = max((node, *node.inputs), key=lambda value: value.size)
+            total += source.size * (8 if node.primitive in COSTLY or group.kind == "lone" else 1)
+    return total

@@ -1,0 +1,120 @@
+"""The launches of a schedule, for one arrangement of its buffers in allocations.
+
+On a GPU, the kernels of one turn become one launch (horizontal fusion). On a CPU, small kernels that follow
+one another do (concatenation). Horizontally fused kernels take whole allocations as their arguments, since a
+launch takes few. So their text depends on which buffers share an allocation, which the first run tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from penstock.compiler.schedule import Copy, Schedule, Step
+from penstock.drivers.driver import Capabilities
+from penstock.kernels.chaining import Call, chained
+from penstock.kernels.hazards import Range, Touched, orderings
+from penstock.kernels.side_by_side import joins, kind, side_by_side
+from penstock.kernels.sizes import Sizes
+
+# For each buffer of a horizontally fused launch: the number of its allocation, and its offset there in
+# multiples of the alignment.
+Arrangement = tuple[tuple[int, int], ...]
+# Calls in order, and lists of calls that are fused horizontally; between them copies and host steps.
+Part = list[Call | list[Call]] | Step | Copy
+# Bytes. A launch that touches more fills a GPU by itself, and beside others would only drive them out of the
+# cache. So all of these follow one another: each is said to write to a range that is no memory's.
+_LARGE = 24 << 20
+_DEVICE: tuple[Range, ...] = ((-1, 0, 1),)
+
+
+def launch_parts(schedule: Schedule, capabilities: Capabilities) -> list[Part]:
+    """The calls of the steps, those of a turn in one list where they are to be fused."""
+    parts: list[Part] = []
+    for _, turn in groupby(schedule.steps, lambda step: step.turn):
+        steps = list(turn)
+        kernels = [step for step in steps if isinstance(step, Step) and step.calls]
+        parts += [step for step in steps if isinstance(step, Copy) or not step.calls]
+        calls = [call for step in kernels for call in step.calls]
+        if not calls:
+            continue
+        if not parts or not isinstance(parts[-1], list):
+            parts.append([])
+        run = parts[-1]
+        assert isinstance(run, list)
+        run += [calls] if _fuses(kernels[0], capabilities) and joins(calls) else calls
+    return parts
+
+
+def _fuses(step: Step, capabilities: Capabilities) -> bool:
+    """Whether the kernels of a step may be fused horizontally with those of its turn."""
+    return capabilities.vector_width == 1 and kind(step.group, step.written, capabilities) is not None
+
+
+def fused_buffers(parts: Sequence[Part]) -> list[int]:
+    """The buffers of calls that are fused horizontally."""
+    runs = [run for run in parts if isinstance(run, list)]
+    fused = [call for run in runs for calls in run if isinstance(calls, list) for call in calls]
+    return sorted({buffer for call in fused for buffer, _ in call.places})
+
+
+def arranged(
+    parts: Sequence[Part],
+    schedule: Schedule,
+    capabilities: Capabilities,
+    arrangement: Arrangement | None,
+    sizes: Sizes,
+) -> list[list[Call] | Step | Copy]:
+    """Calls as they are launched; the allocations that fused ones take are numbered after the buffers.
+
+    Without an arrangement, every buffer is an argument of its own.
+    """
+    buffers = fused_buffers(parts)
+    within = {buffer: (buffer, 0) for buffer in buffers}
+    if arrangement is not None:
+        first = len(schedule.buffers)
+        within = {
+            buffer: (first + allocation, offset)
+            for buffer, (allocation, offset) in zip(buffers, arrangement, strict=True)
+        }
+    result: list[list[Call] | Step | Copy] = []
+    for part in parts:
+        if not isinstance(part, list):
+            result.append(part)
+            continue
+        calls: list[Call] = []
+        for item in part:
+            calls += [item] if isinstance(item, Call) else _fused(item, within, capabilities, sizes)
+        gpu = capabilities.vector_width == 1
+        result.append(calls if gpu else chained(calls, schedule.arenas))
+    return result
+
+
+def _fused(
+    calls: Sequence[Call], within: Mapping[int, tuple[int, int]], capabilities: Capabilities, sizes: Sizes
+) -> list[Call]:
+    launches = side_by_side(calls, within, capabilities)
+    if not any(call.source.sizes for call in calls):
+        return launches
+    return [launch if launch in calls else sizes.launch(launch, varied=True) for launch in launches]
+
+
+def dependencies(schedule: Schedule, calls: Sequence[Call], functions: Mapping[str, Any]) -> list[list[int]]:
+    """For each call the earlier ones that must have ended before it starts.
+
+    `functions`: what computes instead of a kernel's text, by name, once it is compiled.
+    """
+    aliases = {
+        output: [given for given in schedule.input_uses if schedule.may_alias(output, given)]
+        for output in schedule.output_writes
+    }
+    touched = []
+    for call in calls:
+        # Only a library call that is compiled tells whether it writes to its workspace.
+        workspace = getattr(functions.get(call.source.name), "workspace", 1)
+        reads, writes = call.touched.reads, call.touched.writes
+        large = sum(end - start for _, start, end in reads + writes) > _LARGE
+        writes += call.scratch if workspace else ()
+        touched.append(Touched(reads, writes + _DEVICE if large else writes))
+    return orderings(touched, aliases)

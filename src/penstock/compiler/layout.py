@@ -1,0 +1,124 @@
+"""Where every value lies: buffers for inputs and outputs, lifetimes and arenas for everything between."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.compiler.compilation import Compilation, Layout
+from penstock.compiler.schedule import InputUse, OutputWrite
+from penstock.compiler.target import Target
+from penstock.config import format_bytes
+from penstock.errors import OutOfDeviceMemory
+from penstock.fusion.groups import Group
+from penstock.fusion.views import base
+from penstock.graph.node import Node
+from penstock.kernels.source import UNIT
+from penstock.kernels.writer import Written
+from penstock.plan.arena import Value
+from penstock.plan.arenas import plan_arenas
+
+
+def lay_out(state: Compilation, target: Target) -> Compilation:
+    """Number the buffers of a run, and find the lifetime of every temporary, in turns."""
+    wanted = [base(node) for node in state.wanted]
+    own = [
+        node
+        for group, written in zip(state.groups, state.lowered, strict=True)
+        for node in _in_own_buffers(group, written)
+    ]
+    outputs = [node for node in dict.fromkeys([*wanted, *own]) if node.value is None]
+    buffers = {node: 1 + at for at, node in enumerate(state.inputs)}
+    buffers |= {node: 1 + len(state.inputs) + at for at, node in enumerate(outputs)}
+    return replace(state, layout=_Lifetimes(state, buffers, wanted).layout(outputs))
+
+
+def _in_own_buffers(group: Group, written: Written | None) -> list[Node]:
+    """What cannot lie in an arena, as a kernel takes no offsets for it."""
+    offsets = written is None or all(launch.source.placed for launch in written.launches)
+    return [] if offsets else [base(node) for node in (*group.outputs, *group.inputs)]
+
+
+class _Lifetimes:
+    """Follows the values through the turns. All steps of a turn may run at the same time."""
+
+    def __init__(self, state: Compilation, buffers: dict[Node, int], wanted: Sequence[Node]) -> None:
+        self._state, self._buffers = state, buffers
+        self._reads = [
+            [base(node) for number in turn for node in dict.fromkeys(state.groups[number].inputs)]
+            for turn in state.turns
+        ]
+        self._last_turn = {node: turn for turn, nodes in enumerate(self._reads) for node in nodes}
+        kept = set(wanted)
+        self._input_uses = {
+            1 + at: InputUse(node.nbytes, self._last_turn.get(node, -1))
+            for at, node in enumerate(state.inputs)
+            if node not in kept
+        }
+        self._output_writes: dict[int, OutputWrite] = {}
+        self._temporaries: dict[Node, int] = {}
+        self._values: list[Value] = []
+        self._scratch: list[tuple[int, ...]] = [()] * len(state.groups)
+
+    def layout(self, outputs: Sequence[Node]) -> Layout:
+        """Go through all turns."""
+        for turn, numbers in enumerate(self._state.turns):
+            readers = Counter(self._reads[turn])
+            for number in numbers:
+                self._write(turn, number, readers if len(numbers) > 1 else Counter())
+        return Layout(
+            self._buffers,
+            outputs,
+            self._temporaries,
+            self._scratch,
+            self._values,
+            self._input_uses,
+            self._output_writes,
+        )
+
+    def _write(self, turn: int, number: int, readers: Counter[Node]) -> None:
+        """The outputs and the scratch of a group; `readers` counts those of each value beside others."""
+        group, written = self._state.groups[number], self._state.lowered[number]
+        for at, node in enumerate(group.outputs):
+            # Where several steps of a turn read a value, nobody knows which of them does so first.
+            in_place = [base(group.inputs[k]) for k in written.over[at]] if written else []
+            in_place = [given for given in in_place if readers[given] <= 1]
+            if node in self._buffers:
+                given = frozenset(self._buffers[one] for one in in_place if one in self._buffers)
+                self._output_writes[self._buffers[node]] = OutputWrite(node.nbytes, turn, given)
+                continue
+            dead = [
+                self._temporaries[given]
+                for given in in_place
+                if given in self._temporaries and self._last_turn[given] == turn
+            ]
+            self._temporaries[node] = len(self._values)
+            self._values.append(Value(node.nbytes, turn, self._last_turn.get(node, turn), tuple(dead)))
+        scratch = written.scratch if written else ()
+        first = len(self._values)
+        self._values += [Value(nbytes, turn, turn) for nbytes in scratch]
+        self._scratch[number] = tuple(range(first, first + len(scratch)))
+
+
+def plan(state: Compilation, target: Target) -> Compilation:
+    """Give every temporary its offset in an arena, or refuse what no device memory can hold."""
+    layout, can = state.layout, target.capabilities
+    assert layout is not None
+    most = can.max_allocation_bytes
+    largest = max((*layout.outputs, *layout.temporaries), key=lambda node: node.nbytes, default=None)
+    if largest is not None and largest.nbytes > most:
+        raise OutOfDeviceMemory(
+            f"{target.name} has no memory of more than {format_bytes(most)}, and a result"
+            f"{'' if largest in layout.outputs else ' on the way'}, {largest.dtype}{list(largest.shape)}, "
+            f"takes {format_bytes(largest.nbytes)}; compute it in parts",
+            asked=largest.nbytes,
+        )
+    planned = plan_arenas(layout.lifetimes, UNIT, can.bank_bytes, most)
+    if target.budget is not None and planned.arena_bytes > target.budget:
+        raise OutOfDeviceMemory(
+            f"the temporaries of this graph take {format_bytes(planned.arena_bytes)} on {target.name}, and "
+            f"the budget for them is {format_bytes(target.budget)}",
+            asked=planned.arena_bytes,
+        )
+    return replace(state, plan=planned)

@@ -1,0 +1,83 @@
+"""The passes from a graph to kernels in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.compiler.compilation import Compilation
+from penstock.compiler.target import Target
+from penstock.drivers.driver import Capabilities
+from penstock.fusion.bounding import bounded
+from penstock.fusion.groups import Group, partition
+from penstock.fusion.products import by_library
+from penstock.fusion.splitting import split
+from penstock.fusion.tallies import units_with_tallies
+from penstock.fusion.views import base
+from penstock.graph.node import Node
+from penstock.kernels.side_by_side import MOST_CALLS, kind
+from penstock.kernels.writer import fusible
+from penstock.plan.order import Work, ordered
+from penstock.plan.turns import in_turns
+
+
+def split_long(state: Compilation, target: Target) -> Compilation:
+    """Long reductions and products in parts."""
+    return replace(state, wanted=split(state.wanted, target.capabilities))
+
+
+def fuse(state: Compilation, target: Target) -> Compilation:
+    """Nodes into groups, each of which one kernel computes."""
+    columns = units_with_tallies(target.capabilities)
+    return replace(state, groups=fused(state.wanted, target.capabilities, columns))
+
+
+def fused(wanted: Sequence[Node], capabilities: Capabilities, column_units: int = 0) -> list[Group]:
+    """The groups of a graph on a device; `column_units`: see `partition`."""
+    return partition(
+        wanted,
+        lambda node: fusible(node, capabilities),
+        lambda product: by_library(product, capabilities),
+        column_units,
+    )
+
+
+def limit_buffers(state: Compilation, target: Target) -> Compilation:
+    """Divide groups that take more buffers than a kernel may."""
+    can = target.capabilities
+    return replace(
+        state, groups=bounded(state.groups, can.max_buffers, lambda node: can.bindings(node.nbytes))
+    )
+
+
+def lower(state: Compilation, target: Target) -> Compilation:
+    """Write the kernels of each group."""
+    return replace(state, lowered=[target.lower(group) for group in state.groups])
+
+
+def order(state: Compilation, target: Target) -> Compilation:
+    """Order the groups so that little memory is live; on a GPU, run kernels of one kind in one turn."""
+    numbers: dict[Node, int] = {}
+    for group in state.groups:
+        for node in (*map(base, group.inputs), *group.outputs):
+            numbers.setdefault(node, len(numbers))
+    replaces = {base(state.wanted[at]): state.inputs[given] for at, given in state.aliases.items()}
+    steps = [
+        Work(
+            tuple(numbers[base(node)] for node in group.inputs),
+            tuple(numbers[node] for node in group.outputs),
+            tuple(numbers[replaces[node]] for node in group.outputs if replaces.get(node) in numbers),
+        )
+        for group in state.groups
+    ]
+    # What the caller gives and gets is there whatever the order.
+    kept = frozenset(numbers[node] for node in numbers if node.value is not None)
+    kept |= {numbers[base(node)] for node in state.wanted if base(node) in numbers}
+    nbytes = [node.nbytes for node in numbers]
+    sequence = ordered(steps, nbytes, kept)
+    kinds = [
+        kind(state.groups[number], state.lowered[number], target.capabilities) if target.gpu else None
+        for number in sequence
+    ]
+    turns = in_turns([steps[number] for number in sequence], kinds, nbytes, kept, MOST_CALLS)
+    return replace(state, turns=[[sequence[at] for at in turn] for turn in turns])

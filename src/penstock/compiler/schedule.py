@@ -1,0 +1,159 @@
+"""A schedule: what runs, in which order, and where every value lies. Plain data, made without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from penstock.config import format_bytes
+from penstock.fusion.groups import Group
+from penstock.kernels.chaining import Call
+from penstock.kernels.hazards import Range
+from penstock.kernels.writer import Written
+from penstock.plan.arena import Value
+from penstock.plan.arenas import ArenaPlan
+
+# A buffer of a run by its number, and an offset there in multiples of the alignment.
+Location = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """A buffer that a run takes: an arena for temporaries, an input, or an output."""
+
+    role: Literal["arena", "input", "output"]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A group, computed by kernels of its own, by a library or by NumPy on the host.
+
+    `locations` are those of the group's outputs, then of its inputs, then of its scratch.
+    """
+
+    kind: Literal["kernel", "library", "host"]
+    turn: int  # steps of one turn do not depend on one another
+    locations: tuple[Location, ...]
+    reads: tuple[Range, ...]
+    writes: tuple[Range, ...]
+    constants: tuple[int, ...]  # numbers of the run's constants, in the order of the group's
+    calls: tuple[Call, ...]
+    structure: Hashable  # of the group: what it computes, apart from values
+    group: Group = field(compare=False)
+    written: Written | None = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bytes from one location to another, by the device's copy engine."""
+
+    turn: int
+    target: Location
+    source: Location
+    nbytes: int
+
+
+class InputUse(NamedTuple):
+    """When an input is read for the last time; -1 where nothing reads it."""
+
+    nbytes: int
+    last_turn: int
+
+
+class OutputWrite(NamedTuple):
+    """When an output is written, and the inputs that its step may read while it writes over them."""
+
+    nbytes: int
+    turn: int
+    in_place: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps in order, the buffers of a run, and the memory plan with its certificate."""
+
+    steps: tuple[Step | Copy, ...]
+    buffers: tuple[BufferSpec, ...]  # the first arena, the inputs, the outputs, more arenas
+    results: tuple[int, ...]  # for each wanted value: the buffer that holds it
+    shared: tuple[bool, ...]  # for each wanted value: whether its buffer holds another one, or is an input
+    lifetimes: tuple[Value, ...]  # of the temporaries, in turns
+    plan: ArenaPlan
+    input_uses: Mapping[int, InputUse]  # by buffer: inputs that an output may be written over
+    output_writes: Mapping[int, OutputWrite]  # by buffer
+
+    @property
+    def inputs(self) -> range:
+        """The numbers of the input buffers."""
+        return range(1, 1 + sum(buffer.role == "input" for buffer in self.buffers))
+
+    @property
+    def outputs(self) -> range:
+        """The numbers of the output buffers."""
+        first = self.inputs.stop
+        return range(first, first + sum(buffer.role == "output" for buffer in self.buffers))
+
+    @property
+    def arenas(self) -> tuple[int, ...]:
+        """The numbers of the arenas."""
+        return 0, *range(self.outputs.stop, len(self.buffers))
+
+    @property
+    def groups(self) -> list[Step]:
+        """The steps that compute something."""
+        return [step for step in self.steps if isinstance(step, Step)]
+
+    @property
+    def turns(self) -> int:
+        """How many turns a run has."""
+        return 1 + self.steps[-1].turn if self.steps else 0
+
+    def may_alias(self, output: int, given: int) -> bool:
+        """Whether an output buffer may be an input buffer: nothing reads the input once it is written."""
+        if output not in self.output_writes or given not in self.input_uses:
+            return False
+        nbytes, turn, in_place = self.output_writes[output]
+        available, last_turn = self.input_uses[given]
+        return nbytes == available and (last_turn < turn or (last_turn == turn and given in in_place))
+
+    def kept_bytes(self) -> int:
+        """The most bytes, at any turn, of temporaries that live for more than half of all turns.
+
+        In a training step these are the activations that wait for their gradients.
+        """
+        last = self.turns - 1
+        kept = [value for value in self.lifetimes if 2 * (value.dies - value.born) > last]
+        return max(
+            (
+                sum(value.nbytes for value in kept if value.born <= turn <= value.dies)
+                for turn in range(last + 1)
+            ),
+            default=0,
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{number}. {_line(step)}" for number, step in enumerate(self.steps, start=1)]
+        moved = sum(sum(_traffic(step)) for step in self.steps)
+        arena = f"arena of {format_bytes(self.plan.arena_bytes)}, {100 * self.plan.gap:.1f}% over"
+        steps = f"{len(lines)} steps"
+        if self.turns < len(lines):
+            steps += f" in {self.turns} turns, as some run side by side"
+        return "\n".join([*lines, f"{steps}, {format_bytes(moved)} moved; {arena} the least possible"])
+
+
+def _traffic(step: Step | Copy) -> tuple[int, int]:
+    """The bytes that a step reads and writes."""
+    if isinstance(step, Copy):
+        return step.nbytes, step.nbytes
+    return sum(node.nbytes for node in step.group.inputs), sum(node.nbytes for node in step.group.outputs)
+
+
+def _line(step: Step | Copy) -> str:
+    read, written = map(format_bytes, _traffic(step))
+    if isinstance(step, Copy):
+        return f"copy of {read}"
+    names = " ".join(node.primitive.name for node in step.group.nodes)
+    outputs = ", ".join(f"{node.dtype}{list(node.shape)}" for node in step.group.outputs)
+    where = "host" if step.kind == "host" else step.group.kind
+    return f"{where} [{names}] -> {outputs}: {read} read, {written} written"

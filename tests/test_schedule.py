@@ -1,0 +1,148 @@
+"""Schedules as plain data: made, compared, printed and simulated without a device."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import DRIVERS
+from test_products import GPU as CUDA
+from test_random_graphs import grown, meaning
+
+from penstock import Device
+from penstock.compiler.pipeline import compile_graph, prepare
+from penstock.compiler.schedule import BufferSpec, Copy, Schedule
+from penstock.compiler.simulate import simulate
+from penstock.compiler.target import Target
+from penstock.drivers.driver import Capabilities
+from penstock.errors import OutOfDeviceMemory
+from penstock.executable import Executable
+from penstock.graph import elementwise
+from penstock.graph.node import Node, leaf
+from penstock.realize import Structure, programs
+
+CPU = replace(CUDA, kind="cpu", language="opencl", vector_width=8, compute_units=4, matmul_library=False)
+GPU = replace(CPU, kind="gpu", vector_width=1, compute_units=16)
+WEB = replace(GPU, language="wgsl", int64=False, float64=False, max_buffers=8, local_bytes=16 << 10)
+TARGETS = {"cpu": CPU, "gpu": GPU, "cuda": CUDA, "webgpu": WEB, "numpy": replace(CPU, language="numpy")}
+
+
+def compiled(wanted: list[Node], capabilities: Capabilities) -> tuple[Schedule, Structure]:
+    structure = Structure(wanted, checked=False)
+    nodes, inputs = prepare(wanted, structure.inputs)
+    return compile_graph(nodes, inputs, structure.numbers, Target.of(capabilities)), structure
+
+
+def plain(array: np.ndarray) -> Node:
+    return leaf(array, array.shape, array.dtype)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_schedule_of_a_random_graph_computes_what_numpy_does(seed: int, target: str) -> None:
+    grower, wanted = grown(seed, 60, 0, plain)
+    expected = meaning(wanted)
+    schedule, structure = compiled(wanted, TARGETS[target])
+    arrays = [node.value for node in structure.inputs]
+    choice = random.Random(seed)
+    aliases: dict[int, int] = {}
+    for at in range(len(wanted)):
+        result = schedule.results[at]
+        unused = [k for k in range(len(arrays)) if k not in aliases.values()]
+        free = [k for k in unused if schedule.may_alias(result, 1 + k)]
+        if free and not schedule.shared[at]:
+            aliases[at] = choice.choice(free)
+    for over in (None, aliases):
+        results = simulate(schedule, arrays, structure.constants(), over)
+        for node, right, stored in zip(wanted, expected, results, strict=True):
+            found = stored.view(node.dtype).reshape(node.shape)
+            if grower.error[node] == 0:
+                np.testing.assert_array_equal(found, right)
+            else:
+                tolerance = grower.error[node]
+                wide = np.complex128 if found.dtype.kind == "c" else np.float64
+                np.testing.assert_allclose(found.astype(wide), right.astype(wide), rtol=0, atol=tolerance)
+
+
+def test_the_same_graph_gives_equal_schedules_and_another_one_does_not() -> None:
+    first, _ = compiled(grown(5, 60, 0, plain)[1], CPU)
+    second, _ = compiled(grown(5, 60, 1, plain)[1], CPU)  # with other values
+    other, _ = compiled(grown(6, 60, 0, plain)[1], CPU)
+    assert first == second
+    assert str(first) == str(second)
+    assert first != other
+    assert first != compiled(grown(5, 60, 0, plain)[1], GPU)[0]
+
+
+def test_a_printed_schedule_names_the_steps_and_the_certificate() -> None:
+    schedule, _ = compiled(grown(5, 60, 0, plain)[1], CPU)
+    *lines, last = str(schedule).splitlines()
+    assert len(lines) == len(schedule.steps)
+    assert lines[0].startswith("1. ")
+    assert "% over the least possible" in last
+    assert schedule.plan.arena_bytes >= schedule.plan.lower_bound
+
+
+def test_no_step_reads_what_a_later_one_writes() -> None:
+    for capabilities in TARGETS.values():
+        schedule, _ = compiled(grown(7, 80, 0, plain)[1], capabilities)
+        written = set(schedule.inputs)
+        for step in schedule.groups:
+            assert all(read[0] in written or read[0] in schedule.arenas for read in step.reads)
+            written.update(buffer for buffer, _, _ in step.writes)
+
+
+def test_a_budget_for_temporaries_is_kept_or_refused() -> None:
+    _, wanted = grown(5, 60, 0, plain)
+    structure = Structure(wanted, checked=False)
+    nodes, inputs = prepare(wanted, structure.inputs)
+    needed = compile_graph(nodes, inputs, structure.numbers, Target.of(CPU)).plan.arena_bytes
+    assert needed > 0
+    compile_graph(nodes, inputs, structure.numbers, Target.of(CPU, needed))
+    with pytest.raises(OutOfDeviceMemory, match="the budget for them is") as raised:
+        compile_graph(nodes, inputs, structure.numbers, Target.of(CPU, needed - 1))
+    assert raised.value.asked == needed
+
+
+def with_a_copy(schedule: Schedule) -> Schedule:
+    """The input of the only step is copied into memory of its own, from where the step reads it."""
+    (step,) = schedule.groups
+    spare = len(schedule.buffers)
+    (call,) = step.calls
+    output, source = step.locations
+    moved = replace(call, places=(output, (spare, 2)))
+    return replace(
+        schedule,
+        steps=(
+            Copy(0, (spare, 2), source, 256),
+            replace(step, turn=1, locations=(output, (spare, 2)), calls=(moved,)),
+        ),
+        buffers=(*schedule.buffers, BufferSpec("arena", 4096)),
+    )
+
+
+def test_a_copy_is_a_step_like_others() -> None:
+    x = np.arange(64, dtype=np.float32)
+    schedule, structure = compiled([elementwise.exp(plain(x))], CPU)
+    moved = with_a_copy(schedule)
+    assert "1. copy of 256 B" in str(moved)
+    (result,) = simulate(moved, [node.value for node in structure.inputs], structure.constants())
+    np.testing.assert_array_equal(result.view(np.float32), np.exp(x))
+
+
+@pytest.mark.parametrize("kind", ["host", "host-far", "opencl-device"])
+def test_an_executable_copies_too(kind: str) -> None:
+    device = Device.over(DRIVERS[kind]())
+    x = np.arange(64, dtype=np.float32)
+    structure = Structure([elementwise.exp(leaf(device.upload(x), x.shape, x.dtype))], checked=False)
+    kernels = programs(device).kernels
+    nodes, inputs = prepare(structure.wanted, structure.inputs)
+    target = Target(device.name, device.capabilities, kernels.written)
+    schedule = with_a_copy(compile_graph(nodes, inputs, structure.numbers, target))
+    executable = Executable(schedule, device, kernels)
+    for _ in range(3):
+        (result,) = executable.run([node.value for node in structure.inputs], structure.constants())
+        np.testing.assert_allclose(device.download(result, np.float32).wait(), np.exp(x), rtol=1e-6)
+    device.close()
