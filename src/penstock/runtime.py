@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config import Settings, format_bytes, parse_bytes
+from penstock.config import Settings, parse_bytes
 from penstock.drivers.driver import Capabilities, Driver, Kernel, Source
 from penstock.errors import DeviceUnavailable, OutOfDeviceMemory
+from penstock.formatting import format_bytes
 from penstock.memory.buffer import Buffer
 from penstock.memory.ledger import DeviceMemory, register, unregister
 from penstock.memory.pool import BufferPool

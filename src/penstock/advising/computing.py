@@ -13,10 +13,10 @@ from penstock.advising.measures import (
     of_time,
     users_own,
 )
-from penstock.config import format_bytes
+from penstock.formatting import format_bytes, format_seconds
 from penstock.profiling.evidence import Evidence
 from penstock.profiling.lines import WIDE, Runs
-from penstock.profiling.words import in_time, short_place
+from penstock.profiling.words import short_place
 
 _FEW_SHAPES = 4  # lengths to which inputs may be padded, for less than 20% more work on average
 _CHANGING = 0.3  # of the runs; in a loop over a few lengths, nearly all are known after the first round
@@ -50,7 +50,7 @@ def changing_shapes(evidence: Evidence) -> Iterator[Finding]:
                 "changing-shapes",
                 "Shapes change from run to run, so nothing is used twice",
                 f"{fresh} of {count} runs were the first of their shapes; {built} programs were built, and "
-                f"{in_time(spent)} went into building and first runs",
+                f"{format_seconds(spent)} went into building and first runs",
                 where,
                 f"pad inputs to a few lengths (powers of two, say): {_FEW_SHAPES} shapes need "
                 f"{_FEW_SHAPES} programs",
@@ -78,7 +78,8 @@ def wide_dtypes(evidence: Evidence) -> Iterator[Finding]:
     yield finding(
         "wide-dtype",
         "Numbers of 64 bits where 32 would do",
-        f"float64 or complex128 took {in_time(spent)}, in kernels or because there is none for it{sent}",
+        f"float64 or complex128 took {format_seconds(spent)}, in kernels or because there is none for "
+        f"it{sent}",
         where,
         "array.astype(np.float32), or dtype=ps.float32, where 7 digits are enough",
         of_time(saved, evidence.working_seconds),
@@ -99,11 +100,12 @@ def host_operations(evidence: Evidence) -> Iterator[Finding]:
             yield finding(
                 "host-operation",
                 "An operation has no kernel on this device",
-                f"{', '.join(sorted(steps))}: {times} times the device waited for NumPy, {in_time(spent)}",
+                f"{', '.join(sorted(steps))}: {times} times the device waited for NumPy, "
+                f"{format_seconds(spent)}",
                 run.where,
                 "use an operation or a dtype that has one (nearly all do on float32 and int32), or compute "
                 "it once, outside of the loop; ps.explain shows it as a step of the host",
-                f"at most {in_time(spent)} of {in_time(evidence.working_seconds)}",
+                f"at most {format_seconds(spent)} of {format_seconds(evidence.working_seconds)}",
                 spent,
             )
 
@@ -159,8 +161,8 @@ def raw_kernels(evidence: Evidence) -> Iterator[Finding]:
             yield finding(
                 "raw-kernel",
                 "A raw kernel stands between operations that it could be one kernel with",
-                f"{run.raw_names}: {in_time(own)}, and {format_bytes(run.raw_bytes)} in {run.runs} runs were "
-                f"stored for it or by it, for elementwise operations beside it",
+                f"{run.raw_names}: {format_seconds(own)}, and {format_bytes(run.raw_bytes)} in {run.runs} "
+                f"runs were stored for it or by it, for elementwise operations beside it",
                 run.where,
                 "write it as a formula with ps.kernel, which joins what is around it",
                 of_time(saved, evidence.working_seconds),
@@ -190,8 +192,8 @@ def small_operations(evidence: Evidence) -> Iterator[Finding]:
             yield finding(
                 "small-operations",
                 "Many operations that are too small for the device",
-                f"{run.runs} times, {run.items // run.runs} items each, computed {how}: {in_time(cost)} for "
-                f"{in_time(work)} of work",
+                f"{run.runs} times, {run.items // run.runs} items each, computed {how}: "
+                f"{format_seconds(cost)} for {format_seconds(work)} of work",
                 run.where,
                 "compute all of them at once, with one more axis instead of a loop (ps.matmul_batch for "
                 "products of several shapes), or the whole loop in one @ps.jit",
@@ -218,7 +220,7 @@ def unjitted_steps(evidence: Evidence) -> Iterator[Finding]:
             "unjitted-step",
             "The same step is recorded again at every run",
             f"{count} runs of {nodes // count} operations each were recorded one by one, at "
-            f"{in_time(1 / recorded)} for each; most of them were computed at this line",
+            f"{format_seconds(1 / recorded)} for each; most of them were computed at this line",
             longest.where,
             "put the step (forward, backward and the optimizer's) into a function under @ps.jit",
             of_time(saved, evidence.working_seconds),
@@ -256,7 +258,8 @@ def small_batches(evidence: Evidence) -> Iterator[Finding]:
                 "small-batches",
                 "Batches are too small for the device",
                 f"{run.runs} steps of {run.launches / run.runs:.0f} launches: at the device's best their "
-                f"work takes {in_time(work / run.runs)} a step, and launching it {in_time(cost / run.runs)}",
+                f"work takes {format_seconds(work / run.runs)} a step, and launching it "
+                f"{format_seconds(cost / run.runs)}",
                 run.where,
                 f"a batch of {_LARGER} times as many samples takes about as long for each step",
                 f"{of_time(saved, evidence.working_seconds)}, for as many samples in steps of {_LARGER} "
@@ -277,9 +280,9 @@ def half_precision(evidence: Evidence) -> Iterator[Finding]:
     run = max(evidence.runs, key=lambda run: run.products.get("float32", 0), default=None)
     yield finding(
         "half-precision",
-        "Products in float32, on a device that is faster with halves",
-        f"products of float32 took {in_time(spent)}; this device computes {half / single:.1f} times as many "
-        f"operations a second in bfloat16",
+        "Products in float32, on a device that is faster in half precision",
+        f"products of float32 took {format_seconds(spent)}; this device computes {half / single:.1f} times "
+        f"as many operations a second in bfloat16",
         run.where if run else "",
         "dtype=ps.bfloat16 for the model (optimizers keep float32 masters), or PENSTOCK_TF32=1 for about 3 "
         "digits in products and nothing else changed",

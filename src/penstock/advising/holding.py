@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.advising.measures import LEAST_MEMORY, LEAST_TIME, Finding, finding, of_time, users_own
-from penstock.config import format_bytes
+from penstock.formatting import format_bytes, format_seconds
 from penstock.profiling.evidence import Evidence
-from penstock.profiling.words import in_time
 
 _HITS = 0.6  # of the requests; a loop that uses the same sizes again has nearly all
 _REQUESTS = 100  # that went to the driver: what is allocated once cannot be found in the pool
@@ -47,7 +46,7 @@ def pool_misses(evidence: Evidence) -> Iterator[Finding]:
         "pool-misses",
         "Memory is taken from the driver again and again",
         f"{evidence.pool_hits / requests:.0%} of {requests} requests were served from the pool; this line's "
-        f"{worst.count} others took {in_time(worst.seconds)}, as {cause}",
+        f"{worst.count} others took {format_seconds(worst.seconds)}, as {cause}",
         worst.where,
         change,
         of_time(spent, evidence.working_seconds),
@@ -97,7 +96,7 @@ def idle_memory(evidence: Evidence) -> Iterator[Finding]:
         f'device.limit_bytes = "{-(-evidence.peak_bytes // (1 << 20))}MiB", or ps.memory.trim() between the '
         f"phases of the program",
         f"{format_bytes(saved)} of {format_bytes(evidence.taken_bytes)}, for {evidence.tight_misses} more "
-        f"allocations ({in_time(cost)})",
+        f"allocations ({format_seconds(cost)})",
         nbytes=saved,
     )
 
@@ -112,7 +111,7 @@ def tight_memory(evidence: Evidence) -> Iterator[Finding]:
     if saved < LEAST_MEMORY * evidence.peak_bytes:
         return
     again = (evidence.busy_seconds or 0.0) * _FORWARD
-    cost = f", for about {in_time(again)} more of kernels" if again else ""
+    cost = f", for about {format_seconds(again)} more of kernels" if again else ""
     yield finding(
         "tight-memory",
         "The memory is nearly used up by what waits for its gradient",

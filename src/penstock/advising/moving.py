@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.advising.measures import LEAST_TIME, OFTEN, Finding, finding, of_time, users_own
-from penstock.config import format_bytes
+from penstock.formatting import format_bytes, format_seconds
 from penstock.profiling.evidence import Evidence
-from penstock.profiling.words import in_time, short_place
+from penstock.profiling.words import short_place
 
 _READS = ("download", "view", "sync")  # waits that a line asks for; the others are the device's own pace
 _WORTH_A_THREAD = 1e-3  # seconds for a batch: threads of Python take turns, and less is lost in handing over
@@ -24,7 +24,7 @@ def round_trips(evidence: Evidence) -> Iterator[Finding]:
                 "Values go to the host and come back",
                 f"{one.returned} times, values that were read here became a tensor again at "
                 f"{short_place(one.where)}, {format_bytes(nbytes)} in all; the device waited "
-                f"{in_time(saved)}",
+                f"{format_seconds(saved)}",
                 one.source,
                 "do on the device what NumPy does in between (ps.clip, ps.where, ps.sort ... have its names)",
                 of_time(saved, evidence.working_seconds),
@@ -65,8 +65,8 @@ def hidden_waits(evidence: Evidence) -> Iterator[Finding]:
                 "hidden-wait",
                 "The host waits for the device, and then the device for the host",
                 f"{wait.count} waits ({wait.why}, by {wait.called.rpartition(':')[2]}) took "
-                f"{in_time(wait.seconds)}; after them the device had nothing to do for "
-                f"{in_time(wait.idle_seconds)}",
+                f"{format_seconds(wait.seconds)}; after them the device had nothing to do for "
+                f"{format_seconds(wait.idle_seconds)}",
                 wait.where,
                 "read results later or less often: keep the tensors and read them after the loop, or every "
                 "hundredth; numpy_async() asks for values without waiting",
@@ -93,9 +93,10 @@ def late_data(evidence: Evidence) -> Iterator[Finding]:
             yield finding(
                 "late-data",
                 "Batches are made and sent between the steps, and not beside them",
-                f"making and sending {one.calls} arrays ({format_bytes(one.nbytes)}) took {in_time(spent)} "
+                f"making and sending {one.calls} arrays ({format_bytes(one.nbytes)}) took "
+                f"{format_seconds(spent)} "
                 f"of the thread that also runs the steps; the device had nothing to do for "
-                f"{in_time(whole - busy)}",
+                f"{format_seconds(whole - busy)}",
                 one.where,
                 "let ps.data.Prefetch(batches) make and send them ahead, in a thread of its own",
                 of_time(saved, whole),

@@ -16,10 +16,11 @@ from penstock.bench.peer import Torch
 from penstock.bench.results import DeviceResults, Hardware, Measured, Results, load, versions
 from penstock.bench.sampling import FULL, QUICK, Effort, measure
 from penstock.bench.steps import steps
-from penstock.bench.view import note, open_console, progress, show_comparison, show_results
+from penstock.bench.view import open_console, progress, show_comparison, show_results
 from penstock.errors import DeviceNotFound
 from penstock.registry import default_device, find, use
 from penstock.runtime import Device
+from penstock.terminal import say
 
 
 def cases_for(device: Device) -> list[Case]:
@@ -69,9 +70,9 @@ def bench(
     wanted = [*only] if only or before is None else _still_there(before.only, chosen, str(base))
     results = Results(versions(peers[0]), wanted, [])
     console = open_console()
-    note(console, _listed(results.versions))
+    say(console, _listed(results.versions))
     if before is not None and before.versions != results.versions:
-        note(console, f"{base}: {_listed(before.versions)}")
+        say(console, f"{base}: {_listed(before.versions)}")
     effort = QUICK if quick else FULL
     slower = 0
     for device, peer in zip(chosen, peers, strict=True):
@@ -89,7 +90,7 @@ def bench(
             slower += len(comparison.slower)
     if save is not None:
         results.save(save)
-        note(console, f"\nkept in {save}; penstock bench --compare {save} measures against it")
+        say(console, f"\nkept in {save}; penstock bench --compare {save} measures against it")
     return not slower
 
 

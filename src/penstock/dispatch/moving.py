@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from penstock.drivers.driver import Memory
 from penstock.graph.node import Node
 from penstock.kernels.source import UNIT
+from penstock.lru import LRU
 from penstock.measuring.rates import Rates, at
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
@@ -30,7 +30,7 @@ class Places:
         self._members = members
         self._step = math.lcm(UNIT, *(member.capabilities.offset_alignment for member in members))
         # Copies at places that values were moved from, by the buffers that they are in now.
-        self.kept: OrderedDict[int, _Kept] = OrderedDict()
+        self.kept = LRU[int, _Kept](_KEPT)
         # How often a value would have been of use elsewhere: one that is used again and again is moved.
         self._missed: weakref.WeakKeyDictionary[Node, int] = weakref.WeakKeyDictionary()
 
@@ -120,7 +120,7 @@ class Places:
         table[key] = _Kept(weakref.ref(new, lambda _: table.pop(key, None)), copies)
         sizes = [sum(copy.nbytes for copy in one.copies) for one in list(table.values())]
         total = sum(sizes)
-        while table and (total > _KEPT_BYTES or len(table) > _KEPT):
+        while table and total > _KEPT_BYTES:  # finalisers take values out meanwhile
             _, oldest = table.popitem(last=False)
             total -= sum(copy.nbytes for copy in oldest.copies)
 

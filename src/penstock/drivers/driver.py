@@ -103,9 +103,7 @@ class Memory:
         self.nbytes = nbytes
         self.host = host  # the same bytes as an array, where the host can always see them
         self.pinned = pinned  # memory of the host that the device can reach by itself
-        self.parts: dict[
-            tuple[int, int], Any
-        ] = {}  # native objects for parts of it, where a driver keeps any
+        self.parts: Any = None  # native objects for parts of it, where a driver keeps any
         # The pool's notes: how much was asked for, since when nobody holds it, and who used it last.
         self.asked = nbytes
         self.idle_since = 0.0

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 import penstock as ps
-from penstock.config import format_bytes
 from penstock.data import (
     ByteTokenizer,
     CharTokenizer,
@@ -34,6 +33,7 @@ from penstock.data import (
 )
 from penstock.data.files import written_whole
 from penstock.errors import CheckpointError, PenstockError
+from penstock.formatting import format_bytes
 from penstock.nn import GPT
 from penstock.optim import AdamW, cosine
 from penstock.optim.optimizers import LEAST_SCALE
