@@ -24,7 +24,7 @@ from penstock.memory.resource import Limit, Raw
 from penstock.memory.trace import Block, Log, Trace
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
-from penstock.stream.lane import FlushPolicy
+from penstock.stream.queue import FlushPolicy
 from penstock.stream.stream import Stream
 from penstock.stream.transfer import Transfers
 from penstock.stream.watching import Watched

@@ -28,7 +28,7 @@ class Usage:
     @property
     def in_order(self) -> bool:
         """Whether the next kernel comes after the last use without waiting: that is a kernel, too."""
-        return self.event is None or (self.batch is not None and self.batch.lane.runs_kernels)
+        return self.event is None or (self.batch is not None and self.batch.queue.runs_kernels)
 
     @property
     def own_event(self) -> Event | None:

@@ -24,7 +24,7 @@ from penstock.graph.node import Node
 from penstock.graph.reducing import REDUCTIONS
 from penstock.kernels.costing import costs, operations_of
 from penstock.profiling.records import OTHER
-from penstock.stream.lane import Run
+from penstock.stream.recorder import Run
 
 _MAX_LINES = 1000
 _LARGE = 1 << 15  # items; what is computed twice, or stored in between, matters from here on

@@ -14,7 +14,7 @@ from penstock.profiling.lines import LineLog
 from penstock.profiling.memory_log import MemoryLog
 from penstock.profiling.records import OTHER
 from penstock.runtime import Device
-from penstock.stream.lane import Ran, Run
+from penstock.stream.recorder import Ran, Run
 from penstock.stream.stream import PROFILE
 
 KEPT = 1 << 16  # single events, and as many actions on memory: about 20 MB in all
