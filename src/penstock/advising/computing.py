@@ -30,7 +30,7 @@ _MANY = 100  # runs that make a loop of an operation
 _PARTS = ("nn/", "optim/")  # send rates and tokens of their own, which are no batches
 _SMALL = 0.1  # of what a launch costs: work below it is nearly free, so ten times as much would be too
 _LARGER = 8  # times a batch, of which the device would hardly notice
-_FASTER = 1.5  # times, by measurement, from which on halves are worth their lost digits
+_FASTER = 1.5  # times, by measurement, from which on half precision is worth its lost digits
 
 
 def changing_shapes(evidence: Evidence) -> Iterator[Finding]:
@@ -70,8 +70,8 @@ def wide_dtypes(evidence: Evidence) -> Iterator[Finding]:
             spent, saved = spent + kernel.seconds, saved + kernel.seconds * (1 - min(share, 1.0))
     if saved < LEAST_TIME * evidence.working_seconds or not saved:
         return
-    wide = [one for one in evidence.transfers if one.dtype in WIDE]
-    source = max(wide, key=lambda one: one.nbytes, default=None)
+    wide = [transfer for transfer in evidence.transfers if transfer.dtype in WIDE]
+    source = max(wide, key=lambda transfer: transfer.nbytes, default=None)
     user = max(evidence.runs, key=lambda run: run.wide_bytes, default=None)
     sent = f"; {format_bytes(source.nbytes)} of {source.dtype} were sent from this line" if source else ""
     where = source.where if source else user.where if user else ""
@@ -132,17 +132,17 @@ def forced_realization(evidence: Evidence) -> Iterator[Finding]:
     """`realize()` in a chain ends a kernel there: what it stores is read again by the next one."""
     bandwidth, launches = evidence.rate("bytes"), evidence.rate("launches")
     fuses = evidence.kind != "host"  # where NumPy computes, every operation stores its result
-    for one in evidence.handovers if fuses and bandwidth and launches else ():
+    for handover in evidence.handovers if fuses and bandwidth and launches else ():
         assert bandwidth
         assert launches
-        saved = min(2 * one.nbytes / bandwidth + one.count / launches, evidence.working_seconds)
-        if one.count >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
+        saved = min(2 * handover.nbytes / bandwidth + handover.count / launches, evidence.working_seconds)
+        if handover.count >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
             yield finding(
                 "forced-realization",
                 "A chain of operations is cut by realize()",
-                f"{one.count} times, {format_bytes(one.nbytes)} in all were stored because this line asked "
-                f"for them, and read again at {short_place(one.into)}",
-                one.where,
+                f"{handover.count} times, {format_bytes(handover.nbytes)} in all were stored because this "
+                f"line asked for them, and read again at {short_place(handover.into)}",
+                handover.where,
                 "leave realize() out: what follows joins the same kernel, and nothing is stored in between",
                 of_time(saved, evidence.working_seconds),
                 saved,
@@ -155,7 +155,11 @@ def raw_kernels(evidence: Evidence) -> Iterator[Finding]:
     for run in evidence.runs if bandwidth else ():
         assert bandwidth
         names = tuple(f"{name}_" for name in run.raw_names.split(", ")) if run.raw_names else ()
-        own = sum(one.seconds for one in evidence.kernels if one.name.startswith(names)) if names else 0.0
+        own = (
+            sum(kernel.seconds for kernel in evidence.kernels if kernel.name.startswith(names))
+            if names
+            else 0.0
+        )
         saved = min(own + run.raw_bytes / bandwidth, evidence.working_seconds)
         if run.runs >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
             yield finding(
@@ -226,16 +230,24 @@ def unjitted_steps(evidence: Evidence) -> Iterator[Finding]:
             of_time(saved, evidence.working_seconds),
             saved,
             # What is pending holds what it will be computed from, so memory grows with it.
-            also=(*(run.where for run in steps), *(one.where for one in evidence.transfers)),
+            also=(*(run.where for run in steps), *(transfer.where for transfer in evidence.transfers)),
         )
 
 
 def small_batches(evidence: Evidence) -> Iterator[Finding]:
     """A step whose work takes less than a tenth of its launch does more samples in the same time."""
     launches = evidence.rate("launches")
-    fed = sum(one.calls - one.repeated for one in evidence.transfers if not one.called.startswith(_PARTS))
+    fed = sum(
+        transfer.calls - transfer.repeated
+        for transfer in evidence.transfers
+        if not transfer.called.startswith(_PARTS)
+    )
     least = min(
-        (one.least_seconds for one in evidence.kernels if one.where == "device" and one.least_seconds),
+        (
+            kernel.least_seconds
+            for kernel in evidence.kernels
+            if kernel.where == "device" and kernel.least_seconds
+        ),
         default=0.0,
     )
     for run in evidence.runs if launches else ():
@@ -251,7 +263,9 @@ def small_batches(evidence: Evidence) -> Iterator[Finding]:
         if work is None or work > _SMALL * cost:
             continue
         # What a step costs however small it is: its launches, and the sending of what it is fed.
-        spent = max(cost, run.seconds - run.costly_seconds) + sum(one.seconds for one in evidence.transfers)
+        spent = max(cost, run.seconds - run.costly_seconds) + sum(
+            transfer.seconds for transfer in evidence.transfers
+        )
         saved = min(spent, evidence.working_seconds) * (1 - 1 / _LARGER)
         if saved >= LEAST_TIME * evidence.working_seconds:
             yield finding(
@@ -269,9 +283,9 @@ def small_batches(evidence: Evidence) -> Iterator[Finding]:
 
 
 def half_precision(evidence: Evidence) -> Iterator[Finding]:
-    """Products of halves are faster where the device has units for them, by its own measurement."""
+    """Products of float16 or bfloat16 are measured to be faster, on a device that has units for them."""
     single, half = evidence.rate("float32"), evidence.rate("bfloat16")
-    if not evidence.fast_halves or not single or not half or half < _FASTER * single:
+    if not evidence.fast_float16 or not single or not half or half < _FASTER * single:
         return
     spent = sum(kernel.seconds for kernel in evidence.kernels if kernel.product == "float32")
     saved = spent * (1 - single / half)

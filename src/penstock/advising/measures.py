@@ -44,7 +44,7 @@ def finding(
     """A finding about a line; `also` names others that it explains."""
     line = "" if where.startswith("(") else where  # a thread, or many lines
     advice = Advice(flaw, title, evidence, line, change, gain, seconds, nbytes)
-    return Finding(advice, frozenset(one for one in (where, *also) if one))
+    return Finding(advice, frozenset(place for place in (where, *also) if place))
 
 
 def users_own(where: str, called: str) -> bool:

@@ -49,27 +49,31 @@ def show_results(console: Console, results: DeviceResults) -> None:
         f"matmul, {format_bandwidth(ceilings.uploaded)} up, {format_bandwidth(ceilings.downloaded)} down",
     )
     rows = _table(">time", f">{_SURE}", ">GFLOP/s", ">GB/s", ">of ceiling")
-    for one in results.measured:
-        seconds = one.time.middle
-        least = ceilings.least_seconds(one.flops, one.nbytes, one.way)
-        share = f"{_share(least / seconds)} {ceilings.bound(one.flops, one.nbytes, one.way)}"
+    for case in results.measured:
+        seconds = case.time.middle
+        least = ceilings.least_seconds(case.flops, case.nbytes, case.way)
+        share = f"{_share(least / seconds)} {ceilings.bound(case.flops, case.nbytes, case.way)}"
         rows.add_row(
-            cell(one.label), *_times(one.time), _rate(one.flops, seconds), _rate(one.nbytes, seconds), share
+            cell(case.label),
+            *_times(case.time),
+            _rate(case.flops, seconds),
+            _rate(case.nbytes, seconds),
+            share,
         )
     console.print(rows)
-    for case in results.left_out:
-        say(console, f"left out: {case}")
-    if any(one.torch_seconds for one in results.measured):
+    for left_out in results.left_out:
+        say(console, f"left out: {left_out}")
+    if any(case.torch_seconds for case in results.measured):
         _show_peer(console, results)
 
 
 def _show_peer(console: Console, results: DeviceResults) -> None:
     say(console, "\nagainst PyTorch; above 1, Penstock is faster")
     rows = _table(">penstock", ">torch", ">ratio", f">{_SURE}")
-    for one in results.measured:
-        ratio = ratio_in_turn(one.torch_seconds, one.seconds)
-        times = (_times(one)[0] for one in (one.time, median_interval(one.torch_seconds)))
-        rows.add_row(cell(one.label), *times, *_ratios(ratio))
+    for case in results.measured:
+        ratio = ratio_in_turn(case.torch_seconds, case.seconds)
+        times = (_times(time)[0] for time in (case.time, median_interval(case.torch_seconds)))
+        rows.add_row(cell(case.label), *times, *_ratios(ratio))
     console.print(rows)
 
 
@@ -78,7 +82,7 @@ def show_comparison(console: Console, comparison: Comparison, source: str) -> No
     say(console, f"\nagainst {source}")
     rows = _table(">before", ">now", ">ratio", f">{_SURE}", "")
     for change in comparison.changes:
-        times = [_times(one)[0] for one in (change.before, change.now)]
+        times = [_times(time)[0] for time in (change.before, change.now)]
         said = "" if change.verdict == "same" else change.verdict
         rows.add_row(cell(change.label), *times, *_ratios(change.ratio), said, style=_STYLES[change.verdict])
     console.print(rows)

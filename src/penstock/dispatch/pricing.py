@@ -70,7 +70,7 @@ def _work(group: Group, rates: Rates, numpy: bool) -> float:
         if node.primitive is MATMUL or node.primitive in ATTENTIONS:
             seconds = max(seconds, _product_seconds(node, rates, numpy))
         elif node.primitive in _WEIGHTS:
-            items = max(one.size for one in (node, *node.inputs))
+            items = max(operand.size for operand in (node, *node.inputs))
             items = node.size if node.primitive in (GATHER, RANDOM_BITS) else items
             seconds += _WEIGHTS[node.primitive] * items * rates.exponential
     return seconds

@@ -41,9 +41,9 @@ class _Section:
 def render(title: str, run: Run | None, findings: Findings | None) -> str:
     """The page of a run, of a profile, or of a run with the profile of some of its steps."""
     shown = list(_sections(run, findings))
-    links = "".join(f'<a href="#{one.key}">{one.name}{_badge(one.count)}</a>' for one in shown)
+    links = "".join(f'<a href="#{tab.key}">{tab.name}{_badge(tab.count)}</a>' for tab in shown)
     panels = "".join(
-        f'<section class="panel" id="{one.key}"><h2>{one.name}</h2>{one.content}</section>' for one in shown
+        f'<section class="panel" id="{tab.key}"><h2>{tab.name}</h2>{tab.content}</section>' for tab in shown
     )
     return f"""<!DOCTYPE html>
 <html lang="en">

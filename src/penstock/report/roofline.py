@@ -70,7 +70,7 @@ def roofline(title: str, found: Sequence[Dot], ceilings: Mapping[str, float]) ->
     lines, labels = _roof(roofs, bandwidth, x_scale, y_scale, places)
     parts = [*_grid(x_scale, y_scale), *lines]
     placed = zip(found, places, strict=True)
-    for dot, (x, y) in sorted(placed, key=lambda one: -one[0].part):  # small ones lie above large ones
+    for dot, (x, y) in sorted(placed, key=lambda pair: -pair[0].part):  # small ones lie above large ones
         radius = _LEAST_DOT + (_LARGEST_DOT - _LEAST_DOT) * math.sqrt(min(dot.part, 1.0))
         said = escape(told(dot.kernel, dot.part))
         parts.append(

@@ -87,10 +87,10 @@ def in_short(findings: Findings | None) -> str:
         gap = findings.certificate.gap
         over = f"{gap:.2%} over the least possible" if gap else "the least possible"
         said.append(f'The <a href="#memory">memory plan</a> of a step is {over}.')
-    titles = [escape(one.title) for one in findings.advice[:_TEASERS]]
+    titles = [escape(advice.title) for advice in findings.advice[:_TEASERS]]
     if len(findings.advice) > _TEASERS:
         titles.append(f"and {len(findings.advice) - _TEASERS} more")
-    items = "".join(f"<li>{one}</li>" for one in said)
+    items = "".join(f"<li>{sentence}</li>" for sentence in said)
     if not titles:
         return card("In short", f"<ul>{items}<li>{_NO_ADVICE}</li></ul>")
     better = "".join(f"<li>{title}</li>" for title in titles)

@@ -274,7 +274,7 @@ class Stream:
     def remove_recorder(self, recorder: Recorder) -> None:
         """Tell it of what is pending, once that is done, and then of nothing more."""
         with self.lock:
-            others = tuple(one for one in self.recorders if one is not recorder)
+            others = tuple(other for other in self.recorders if other is not recorder)
             try:
                 if not self.unavailable:  # a closed device has told everything
                     self.drain(PROFILE)

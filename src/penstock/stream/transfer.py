@@ -240,7 +240,7 @@ class Transfers:
         def finish() -> npt.NDArray[Any]:
             with self._stream.lock:
                 for slot in slots:
-                    ring.settle(slot)
+                    ring.finish(slot)
                 ring.retire()
             self._checked(result, (before, *(slot.event for slot in slots)))
             if not ordered:

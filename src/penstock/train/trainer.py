@@ -317,7 +317,7 @@ class Trainer:
         self.model.eval()
         losses = [self._loss_of(tokens).numpy_async() for tokens in self._validation]
         self.model.train()
-        loss = float(np.mean([float(one.wait()) for one in losses]))
+        loss = float(np.mean([float(future.wait()) for future in losses]))
         self._check(loss, "validation loss", self.step)
         return loss
 
