@@ -297,7 +297,7 @@ def nothing(**changes: Any) -> Evidence:
         description="",
         kind="gpu",
         units=100,
-        fast_halves=False,
+        fast_float16=False,
         seconds=1.0,
         busy_seconds=0.5,
         peak_bytes=1 << 30,
@@ -340,11 +340,11 @@ def test_halves_are_advised_where_the_device_has_them_and_measures_faster() -> N
     kernel = KernelTime("matmul_1", "float32[8, 8]", "device", 10, 0.4, 0.01, "float32")
     run = Runs("a.py:1", "tensor/jit.py:__call__", "jit", runs=10, products={"float32": 10**9})
     fast = RATES | {"bfloat16": 8e11}
-    found = nothing(kernels=[kernel], runs=[run], fast_halves=True, rates=fast)
+    found = nothing(kernels=[kernel], runs=[run], fast_float16=True, rates=fast)
     (one,) = findings(found)
     assert (one.advice.flaw, one.advice.where) == ("half-precision", "a.py:1")
     assert one.advice.seconds == pytest.approx(0.3)
-    assert names(replace(found, fast_halves=False)) == []
+    assert names(replace(found, fast_float16=False)) == []
     assert names(replace(found, rates=RATES | {"bfloat16": 2.5e11})) == []
     assert names(replace(found, kernels=[replace(kernel, seconds=0.1)])) == []
 

@@ -31,8 +31,8 @@ LAYERS = [
     "memory",
     "drivers",
     "cache",
-    "files config",
-    "callsite errors interrupts lru printable",
+    "files config terminal",
+    "callsite errors formatting interrupts lru printable",
 ]
 LEVELS = {part: level for level, parts in enumerate(reversed(LAYERS)) for part in parts.split()}
 

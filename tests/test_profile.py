@@ -132,7 +132,7 @@ def test_nothing_is_timed_after_a_profile(device: Device, kernels: Kernels) -> N
     driver.wait(event)
     assert driver.ran(event) is None
     assert device.stream.recorders == ()
-    assert device.stream.compute.queue is driver.compute
+    assert device.stream.compute.native is driver.compute
 
 
 @pytest.mark.parametrize("kind", DRIVERS)

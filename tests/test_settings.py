@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 import penstock as ps
 from penstock import registry as found
 from penstock.cli import app
-from penstock.config import Settings, format_bytes, parse_bytes
+from penstock.config import Settings, parse_bytes
 from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import DeviceNotFound, SettingError
+from penstock.formatting import format_bytes
 from penstock.runtime import refuse
 
 

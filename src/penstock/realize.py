@@ -19,7 +19,7 @@ from penstock.graph.shaping import RESHAPE
 from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
-from penstock.stream.lane import Run
+from penstock.stream.recorder import Run
 from penstock.structure import MIN_ITEMS, Structure
 
 if TYPE_CHECKING:

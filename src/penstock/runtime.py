@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config import Settings, format_bytes, parse_bytes
+from penstock.config import Settings, parse_bytes
 from penstock.drivers.driver import Capabilities, Driver, Kernel, Source
 from penstock.errors import DeviceUnavailable, OutOfDeviceMemory
+from penstock.formatting import format_bytes
 from penstock.memory.buffer import Buffer
 from penstock.memory.ledger import DeviceMemory, register, unregister
 from penstock.memory.pool import BufferPool
@@ -23,7 +24,7 @@ from penstock.memory.resource import Limit, Raw
 from penstock.memory.trace import Block, Log, Trace
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
-from penstock.stream.lane import FlushPolicy
+from penstock.stream.queue import FlushPolicy
 from penstock.stream.stream import Stream
 from penstock.stream.transfer import Transfers
 from penstock.stream.watching import Watched
@@ -181,7 +182,7 @@ class Device:
                 source.give(buffer, nbytes, unused)
             except OutOfDeviceMemory as error:
                 raise self._out_of_memory(opened, nbytes, error) from None
-        return buffer.settle()
+        return buffer.attach()
 
     def visible(self, nbytes: int) -> Buffer:
         """A small buffer that the host can look into without a command, where the device has such memory."""
@@ -191,14 +192,14 @@ class Device:
         opened.stream.check_available()
         buffer = Buffer(opened.driver, nbytes, opened.visible)
         opened.visible.give(buffer, nbytes)
-        return buffer.settle()
+        return buffer.attach()
 
     def scratch(self, sizes: Sequence[int]) -> list[Buffer]:
         """Memories for the temporaries of programs. They run one after another, and so share them."""
         opened = self.layers()
         there = opened.scratch
-        if len(there) < len(sizes) or any(one.nbytes < nbytes for one, nbytes in zip(there, sizes)):  # noqa: B905
-            had = [one.nbytes for one in there]
+        if len(there) < len(sizes) or any(arena.nbytes < nbytes for arena, nbytes in zip(there, sizes)):  # noqa: B905
+            had = [arena.nbytes for arena in there]
             there.clear()  # first, so that a limit need not hold both
             for at, nbytes in enumerate(sizes):
                 there.append(self.empty(max([nbytes, *had[at : at + 1]])))
@@ -281,7 +282,7 @@ class Device:
         """End what `log_memory` began."""
         opened = self.layers()
         with self._lock:
-            opened.tell_of_memory(tuple(one for one in opened.trace.logs if one is not log))
+            opened.tell_of_memory(tuple(other for other in opened.trace.logs if other is not log))
 
     # Kernels and copies
 

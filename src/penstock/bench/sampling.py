@@ -115,10 +115,10 @@ def measure(
     for number in range(effort.rounds):
         tell(f"round {number + 1} of {effort.rounds}")
         with _without_collector():
-            for one in running:
-                if one.goes_on:
-                    one.take()
-    return [one.measured() for one in running], left_out
+            for sampled in running:
+                if sampled.goes_on:
+                    sampled.take()
+    return [sampled.measured() for sampled in running], left_out
 
 
 def _sides(case: Case, device: Device, peer: Torch | None, seconds: float) -> list[Side]:

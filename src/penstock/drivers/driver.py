@@ -44,21 +44,21 @@ class Capabilities:
     compute_units: int
     max_group_size: int
     local_bytes: int  # memory that the threads of one group share
-    # float32 lanes of one thread's vector unit, and which kernels a device gets: with more than 1 those for a
-    # CPU, where few threads do much; with 1 those for a GPU. By the device's type, whatever it says itself.
+    # How many float32 values a vector of one thread holds. It also tells which kernels a device gets: more
+    # than 1 means those for a CPU, where few threads do much; 1 means those for a GPU.
     vector_width: int
     float16: bool
     float64: bool
     matmul_library: bool = False  # `compile` takes matrix products as launches of a library
     tensor_cores: bool = False  # kernels may have CUDA's instructions for tiles of float16 and bfloat16
-    int64: bool = True  # kernels may have whole numbers of 64 bits
+    int64: bool = True  # kernels may have integers of 64 bits
     max_buffers: int = 1 << 16  # that one kernel may take
     binding_bytes: int = 1 << 62  # that each of them may have; a larger memory takes several
     tf32: bool = False  # that library may round float32 to 10 bits of fraction before it multiplies
 
     @property
     def bank_bytes(self) -> int:
-        """The largest memory that one buffer of a kernel can be: reading others costs a choice each time."""
+        """The largest memory that takes one binding: in larger ones, every access chooses a binding."""
         return min(self.max_allocation_bytes, self.binding_bytes)
 
     def bindings(self, nbytes: int) -> int:
@@ -103,9 +103,7 @@ class Memory:
         self.nbytes = nbytes
         self.host = host  # the same bytes as an array, where the host can always see them
         self.pinned = pinned  # memory of the host that the device can reach by itself
-        self.parts: dict[
-            tuple[int, int], Any
-        ] = {}  # native objects for parts of it, where a driver keeps any
+        self.parts: Any = None  # native objects for parts of it, where a driver keeps any
         # The pool's notes: how much was asked for, since when nobody holds it, and who used it last.
         self.asked = nbytes
         self.idle_since = 0.0

@@ -119,7 +119,7 @@ def suggestions(launch: LibraryLaunch, handle: int, count: int = _SUGGESTIONS) -
             return []
     finally:
         cublasLt.matmul_preference_destroy(preference)
-    return [one["algo"]["data_"].copy() for one in found[: number[0]] if one["state"] == 0]
+    return [heuristic["algo"]["data_"].copy() for heuristic in found[: number[0]] if heuristic["state"] == 0]
 
 
 def _read(choice: str | None) -> Array | None:

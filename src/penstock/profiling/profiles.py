@@ -96,7 +96,7 @@ class Profile:
         if measuring.get():
             return
         with self._lock:
-            if self._state == "on" and all(one.device is not device for one in self._recorders):
+            if self._state == "on" and all(recorder.device is not device for recorder in self._recorders):
                 recorder = DeviceRecorder(device, self._kept)
                 recorder.begin()
                 self._recorders.append(recorder)
@@ -179,7 +179,7 @@ class Profile:
 
     def memory_samples(self) -> dict[str, list[tuple[float, int, int]]]:
         """Seconds from the beginning, live and pooled bytes, as often as a device finished something."""
-        return {one.device.name: self._samples(one) for one in self._recorders}
+        return {recorder.device.name: self._samples(recorder) for recorder in self._recorders}
 
     def evidence(self, measure: bool = True) -> list[Evidence]:
         """What `ps.advise` judges by, of every device. `measure`: whether rates may be found out."""

@@ -184,7 +184,7 @@ def claim(stream: Stream, buffer: Buffer, writable: bool, claimant: Claimant) ->
                 claimant.claimed = True
                 return
             if usage.batch is not None:
-                usage.batch.lane.submit()
+                usage.batch.queue.submit()
         stream.wait(event, "view")
 
 

@@ -252,7 +252,7 @@ class CudaDriver(Driver):
         (code,) = cu.cuEventQuery(event.native)
         if code == _NOT_READY:
             return False
-        self._settle(event, code)
+        self._complete(event, code)
         return True
 
     def wait(self, event: Event) -> None:
@@ -260,7 +260,7 @@ class CudaDriver(Driver):
             self.flush(event.queue)
         if not event.done:
             self._enter()
-            self._settle(event, cu.cuEventSynchronize(event.native)[0])
+            self._complete(event, cu.cuEventSynchronize(event.native)[0])
 
     def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
         return [
@@ -320,7 +320,7 @@ class CudaDriver(Driver):
             self._refuse(error)
             event.done, event.error = True, self._dead
 
-    def _settle(self, event: Event, code: Any) -> None:
+    def _complete(self, event: Event, code: Any) -> None:
         if code:
             self._end(code)
             event.error = self._dead

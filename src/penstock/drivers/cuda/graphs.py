@@ -26,15 +26,15 @@ class Graph:
         self._changes: list[Bound] = []
         self._build()
         alive.found.add(id(self))
-        for one in bound:
-            one.changes = self._changes
+        for launch in bound:
+            launch.changes = self._changes
 
     def _build(self) -> None:
         graph = checked(cu.cuGraphCreate(0))
         nodes: dict[Bound, Any] = {}
         try:
             for number in _soonest(self._after):
-                before = [nodes[self._bound[one]] for one in self._after[number]]
+                before = [nodes[self._bound[earlier]] for earlier in self._after[number]]
                 nodes[self._bound[number]] = self._bound[number].add_to(graph, before, self._queue)
             native = checked(cu.cuGraphInstantiate(graph, 0))
         except BaseException:
@@ -50,8 +50,8 @@ class Graph:
 
     def _update(self) -> None:
         try:
-            for one in dict.fromkeys(self._changes):
-                one.update(self._native, self._nodes[one], self._queue)
+            for launch in dict.fromkeys(self._changes):
+                launch.update(self._native, self._nodes[launch], self._queue)
         except CudaError as error:
             if error.code in FATAL:
                 raise
@@ -68,9 +68,9 @@ class Graph:
         cu.cuGraphExecDestroy(self._native)
         cu.cuGraphDestroy(self._graph)
         self._alive.found.discard(id(self))
-        for one in self._bound:
-            if one.changes is self._changes:
-                one.changes = None
+        for launch in self._bound:
+            if launch.changes is self._changes:
+                launch.changes = None
 
 
 def _soonest(after: Sequence[Sequence[int]]) -> list[int]:
@@ -80,8 +80,8 @@ def _soonest(after: Sequence[Sequence[int]]) -> list[int]:
     """
     start, rest = [0] * len(after), [0] * len(after)
     for number, before in enumerate(after):
-        start[number] = max((1 + start[one] for one in before), default=0)
+        start[number] = max((1 + start[earlier] for earlier in before), default=0)
     for number in range(len(after) - 1, -1, -1):
-        for one in after[number]:
-            rest[one] = max(rest[one], 1 + rest[number])
+        for earlier in after[number]:
+            rest[earlier] = max(rest[earlier], 1 + rest[number])
     return sorted(range(len(after)), key=lambda number: (start[number], -rest[number]))

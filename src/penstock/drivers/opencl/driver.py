@@ -37,6 +37,7 @@ from penstock.drivers.driver import (
 )
 from penstock.drivers.opencl import invokers, pocl
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
+from penstock.lru import LRU
 
 MemoryKind = Literal["svm", "mapped", "device"]
 
@@ -158,7 +159,7 @@ class OpenCLDriver(Driver):
             self._allocated -= memory.nbytes
         host, memory.host = memory.host, None
         native, memory.native = memory.native, None
-        memory.parts.clear()
+        memory.parts = None
         if memory.pinned and self._memory_kind != "svm":
             assert host is not None
             host.base.release(self._maps).wait()  # type: ignore[union-attr]  # unmaps
@@ -170,12 +171,12 @@ class OpenCLDriver(Driver):
             return cl.SVM(memory.host[offset : offset + nbytes])
         # Sub-buffers stay with their memory: NVIDIA's driver may crash when one is released that a command
         # has just used, and making them costs more than a launch.
-        parts, key = memory.parts, (offset, nbytes)
-        if key not in parts:
-            if len(parts) >= _MAX_PARTS:
-                del parts[next(iter(parts))]
-            parts[key] = memory.native.get_sub_region(offset, nbytes)
-        return parts[key]
+        if memory.parts is None:
+            memory.parts = LRU(_MAX_PARTS)
+        part = memory.parts.use((offset, nbytes))
+        if part is None:
+            part = memory.parts[offset, nbytes] = memory.native.get_sub_region(offset, nbytes)
+        return part
 
     @property
     def allocated_bytes(self) -> int:

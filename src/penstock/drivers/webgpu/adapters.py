@@ -112,7 +112,7 @@ def best_adapters(found: Sequence[Adapter]) -> list[Adapter]:
     apis, sorts = list(_APIS.values()), list(_SORTS.values())
     usable = [adapter for adapter in found if adapter.api in apis]
     best: dict[tuple[int, int], str] = {}
-    for adapter in sorted(usable, key=lambda one: apis.index(one.api)):
+    for adapter in sorted(usable, key=lambda adapter: apis.index(adapter.api)):
         best.setdefault(adapter.hardware, adapter.api)
     once = [adapter for adapter in usable if best[adapter.hardware] == adapter.api]
     return sorted(once, key=lambda adapter: sorts.index(adapter.sort))

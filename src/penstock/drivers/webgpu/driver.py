@@ -29,7 +29,7 @@ from penstock.drivers.webgpu.launches import Binder, BindGroups, Launch
 from penstock.drivers.webgpu.memory import MEMORY_USAGE, WORD, Range, ReadBuffers, rounded
 from penstock.drivers.webgpu.native import NativeDevice
 from penstock.drivers.webgpu.pipelines import Layouts, Pipelines
-from penstock.drivers.webgpu.queues import Batch, CommandEvent, CommandQueue, Read
+from penstock.drivers.webgpu.queues import Batch, CommandEvent, EncoderQueue, Read
 from penstock.drivers.webgpu.recorder import Recorder
 from penstock.drivers.webgpu.times import Timing
 from penstock.errors import DeviceError, OutOfDeviceMemory
@@ -44,7 +44,7 @@ class WebGpuDriver(Driver):
         self.name = name
         self.capabilities = can = webgpu_capabilities(adapter)
         has_immediates = immediates and IMMEDIATES in adapter.features
-        self.compute, self.incoming, self.outgoing = self._queues = [CommandQueue() for _ in range(3)]
+        self.compute, self.incoming, self.outgoing = self._queues = [EncoderQueue() for _ in range(3)]
         self.times = TIMES in adapter.features
         self._lock = threading.RLock()
         self._allocations: set[Memory] = set()
@@ -191,7 +191,7 @@ class WebGpuDriver(Driver):
 
     def _copy_bytes(
         self,
-        queue: CommandQueue,
+        queue: EncoderQueue,
         target: Range,
         target_offset: int,
         source: Range,

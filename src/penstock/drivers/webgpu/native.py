@@ -98,8 +98,8 @@ class NativeDevice:
         key = next(_keys)
         _devices[key] = self
         user = ffi.cast("void *", key)
-        features = [one for one in _FEATURES if one in adapter.features]
-        wanted = ffi.new("WGPUFeatureName[]", [ffi.cast("WGPUFeatureName", one) for one in features])
+        features = [feature for feature in _FEATURES if feature in adapter.features]
+        wanted = ffi.new("WGPUFeatureName[]", [ffi.cast("WGPUFeatureName", feature) for feature in features])
         limits = ffi.new("WGPULimits *", adapter.limits)
         descriptor = ffi.new("WGPUDeviceDescriptor *")
         descriptor.requiredFeatureCount, descriptor.requiredFeatures = len(features), wanted

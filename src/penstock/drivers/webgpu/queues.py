@@ -14,7 +14,7 @@ from penstock.drivers.webgpu.times import Moments, Queries
 RING_BYTES = 1 << 18  # of a queue's uniform buffer, in which each launch has its own scalars
 
 
-class CommandQueue:
+class EncoderQueue:
     """What is recorded and not submitted, and what is submitted and not known to be done."""
 
     __slots__ = (
@@ -44,7 +44,7 @@ class Batch:
         "temporary", "waiting",
     )  # fmt: skip
 
-    def __init__(self, queue: CommandQueue, queries: Queries | None = None) -> None:
+    def __init__(self, queue: EncoderQueue, queries: Queries | None = None) -> None:
         self.queue = queue
         self.events: list[CommandEvent] = []
         self.reads: list[Read] = []

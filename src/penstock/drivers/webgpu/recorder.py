@@ -17,7 +17,7 @@ from penstock.drivers.webgpu.launches import Dispatch
 from penstock.drivers.webgpu.memory import ReadBuffers, rounded
 from penstock.drivers.webgpu.native import COPY_DST, UNIFORM, NativeBuffer, NativeDevice, Owned
 from penstock.drivers.webgpu.pipelines import MAX_SCALAR_BYTES, Layouts
-from penstock.drivers.webgpu.queues import RING_BYTES, Batch, CommandEvent, CommandQueue, Read
+from penstock.drivers.webgpu.queues import RING_BYTES, Batch, CommandEvent, EncoderQueue, Read
 from penstock.drivers.webgpu.times import Queries, Timing
 
 _RING_STEP = 256  # bytes; where the scalars of a launch may begin in a uniform buffer
@@ -43,7 +43,7 @@ class Recorder:
 
     # Launches
 
-    def launch(self, queue: CommandQueue, dispatch: Dispatch) -> CommandEvent:
+    def launch(self, queue: EncoderQueue, dispatch: Dispatch) -> CommandEvent:
         """Record a dispatch."""
         pipeline, group, scalars, nbytes, uniform, x, y, z = dispatch
         if uniform and queue.ring_used + nbytes > RING_BYTES:
@@ -68,7 +68,7 @@ class Recorder:
             self.end_pass(queue)  # each dispatch is a pass of its own, which knows its times
         return event
 
-    def _put_scalars(self, queue: CommandQueue, scalars: Any, nbytes: int) -> None:
+    def _put_scalars(self, queue: EncoderQueue, scalars: Any, nbytes: int) -> None:
         """Let the next dispatch find its scalars in the queue's uniform buffer."""
         if queue.ring is None:
             buffer = self._native.buffer(RING_BYTES + MAX_SCALAR_BYTES, UNIFORM | COPY_DST)
@@ -81,7 +81,7 @@ class Recorder:
 
     # Copies
 
-    def write(self, queue: CommandQueue, buffer: NativeBuffer, offset: int, source: Bytes) -> None:
+    def write(self, queue: EncoderQueue, buffer: NativeBuffer, offset: int, source: Bytes) -> None:
         """Write bytes of the host to a buffer."""
         # WebGPU copies the bytes at once into memory of its own, which it holds until they were submitted and
         # have arrived: the caller bounds how many are submitted, and here it is bounded how many are not.
@@ -93,7 +93,7 @@ class Recorder:
 
     def copy(
         self,
-        queue: CommandQueue,
+        queue: EncoderQueue,
         target: NativeBuffer,
         target_offset: int,
         source: NativeBuffer,
@@ -118,20 +118,20 @@ class Recorder:
 
     # Batches, encoders and passes
 
-    def event(self, queue: CommandQueue, dispatch: Dispatch | None = None, moment: int = -1) -> CommandEvent:
+    def event(self, queue: EncoderQueue, dispatch: Dispatch | None = None, moment: int = -1) -> CommandEvent:
         """The event of the command that was just recorded."""
         batch = self.batch(queue)
         event = CommandEvent(batch, dispatch, moment)
         batch.events.append(event)
         return event
 
-    def batch(self, queue: CommandQueue) -> Batch:
+    def batch(self, queue: EncoderQueue) -> Batch:
         """The batch that commands of a queue are recorded into."""
         if queue.batch is None:
             queue.batch = Batch(queue, self._timing.queries())
         return queue.batch
 
-    def begin_pass(self, queue: CommandQueue) -> Any:
+    def begin_pass(self, queue: EncoderQueue) -> Any:
         """Begin a compute pass, which is timed where commands are."""
         queue.pipeline = queue.group = None
         queries = None if self._timing.clock is None else self.batch(queue).queries
@@ -139,13 +139,13 @@ class Recorder:
         queue.native_pass = lib.wgpuCommandEncoderBeginComputePass(self._encoder(queue), how)
         return queue.native_pass
 
-    def end_pass(self, queue: CommandQueue) -> None:
+    def end_pass(self, queue: EncoderQueue) -> None:
         """End the compute pass."""
         lib.wgpuComputePassEncoderEnd(queue.native_pass)
         lib.wgpuComputePassEncoderRelease(queue.native_pass)
         queue.native_pass = None
 
-    def _encoder(self, queue: CommandQueue) -> Any:
+    def _encoder(self, queue: EncoderQueue) -> Any:
         """The encoder of a queue, between passes."""
         if queue.encoder is None:
             queue.encoder = self._native.encoder()
@@ -153,7 +153,7 @@ class Recorder:
             self.end_pass(queue)
         return queue.encoder
 
-    def _make_room(self, queue: CommandQueue) -> None:
+    def _make_room(self, queue: EncoderQueue) -> None:
         """Submit what is recorded where there is no room for the moments of one more command."""
         queries = self.batch(queue).queries
         if queries is not None and queries.full:
@@ -161,7 +161,7 @@ class Recorder:
 
     # Submission
 
-    def submit(self, queue: CommandQueue) -> None:
+    def submit(self, queue: EncoderQueue) -> None:
         """Give what was recorded to the device."""
         batch, queue.batch, queue.staged = self.batch(queue), None, 0
         if batch.queries is not None and batch.queries.used:
@@ -182,14 +182,14 @@ class Recorder:
         else:
             self._start(batch, commands)
 
-    def _read_moments(self, queue: CommandQueue, batch: Batch, queries: Queries) -> None:
+    def _read_moments(self, queue: EncoderQueue, batch: Batch, queries: Queries) -> None:
         """Read the moments back with everything else that a batch reads."""
         buffer = self._read_buffers.take(queries.nbytes)
         queries.resolve(self._encoder(queue), buffer.native)
         batch.moments = np.zeros(queries.used, np.uint64)
         batch.reads.append(Read(buffer, queries.nbytes, 0, batch.moments.view(np.uint8)))
 
-    def _finish(self, queue: CommandQueue) -> tuple[list[Owned], list[tuple[int, str]]]:
+    def _finish(self, queue: EncoderQueue) -> tuple[list[Owned], list[tuple[int, str]]]:
         """The commands in a queue's encoder, ready to be submitted, and what WebGPU has against them."""
         if queue.encoder is None:
             return [], self._native.take_errors()
@@ -197,7 +197,7 @@ class Recorder:
         command, errors = self._native.finish(encoder)
         return [command], errors
 
-    def _finish_apart(self, queue: CommandQueue, batch: Batch, words: str) -> list[Owned]:
+    def _finish_apart(self, queue: EncoderQueue, batch: Batch, words: str) -> list[Owned]:
         """The same, launch by launch, where WebGPU refused all together: only those to blame fail."""
         commands: list[Owned] = []
         events, batch.events, queue.ring_used = batch.events, [], 0

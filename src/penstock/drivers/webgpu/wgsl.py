@@ -66,21 +66,21 @@ class KernelText:
     @property
     def buffers(self) -> tuple[Parameter, ...]:
         """The parameters that are buffers."""
-        return tuple(one for one in self.parameters if one.is_buffer)
+        return tuple(parameter for parameter in self.parameters if parameter.is_buffer)
 
     @property
     def scalars(self) -> tuple[Parameter, ...]:
         """The parameters that are numbers."""
-        return tuple(one for one in self.parameters if not one.is_buffer)
+        return tuple(parameter for parameter in self.parameters if not parameter.is_buffer)
 
     def scalar_bytes(self, folded: bool) -> int:
         """The size of all scalars, and of what a folded grid adds to them."""
-        words = sum(SCALARS[one.type][2] for one in self.scalars)
+        words = sum(SCALARS[scalar.type][2] for scalar in self.scalars)
         return 4 * (words + (len(_FOLD) if folded else 0))
 
     def scalar_format(self, folded: bool) -> str:
         """All scalars as `struct` writes them."""
-        return "<" + "".join(SCALARS[one.type][1] for one in self.scalars) + ("4i" if folded else "")
+        return "<" + "".join(SCALARS[scalar.type][1] for scalar in self.scalars) + ("4i" if folded else "")
 
 
 def parse(source: str) -> dict[str, KernelText]:
@@ -139,17 +139,7 @@ def module_text(
         texts, functions = windowed((body, around), large, window_bytes)
         body, around = texts
         declared.append(functions)
-    fields, values = [], []
-    for scalar in kernel.scalars:
-        name = f"_{scalar.name}"
-        if scalar.type in ("i64", "u64"):  # as two words, because structures of 64-bit items are not portable
-            fields += [f"{name}_lo: u32", f"{name}_hi: u32"]
-            # By way of u64: i64 of a u32 that is 2^31 or more comes out negative on Vulkan.
-            words = f"(u64(_scalars.{name}_hi) << 32u) | u64(_scalars.{name}_lo)"
-            values.append(f"let {scalar.name} = {scalar.type}({words});")
-        else:
-            fields.append(f"{name}: {scalar.type}")
-            values.append(f"let {scalar.name} = _scalars.{name};")
+    fields, values = _scalars(kernel)
     if folded:
         fields += [f"_{name}: i32" for name in _FOLD]
     if fields:
@@ -172,6 +162,22 @@ def module_text(
         "}",
     ]
     return "\n".join(lines)
+
+
+def _scalars(kernel: KernelText) -> tuple[list[str], list[str]]:
+    """The fields of the structure that holds a kernel's scalars, and the statements that read them."""
+    fields, values = [], []
+    for scalar in kernel.scalars:
+        name = f"_{scalar.name}"
+        if scalar.type in ("i64", "u64"):  # as two words, because structures of 64-bit items are not portable
+            fields += [f"{name}_lo: u32", f"{name}_hi: u32"]
+            # By way of u64: i64 of a u32 that is 2^31 or more comes out negative on Vulkan.
+            words = f"(u64(_scalars.{name}_hi) << 32u) | u64(_scalars.{name}_lo)"
+            values.append(f"let {scalar.name} = {scalar.type}({words});")
+        else:
+            fields.append(f"{name}: {scalar.type}")
+            values.append(f"let {scalar.name} = _scalars.{name};")
+    return fields, values
 
 
 def _groups(folded: bool, counted: bool) -> list[str]:

@@ -137,7 +137,7 @@ def _function(name: str, verb: str, kind: str, windows: int, window_bytes: int) 
 
 
 def _chosen(first: int, end: int, items: int, used: Callable[[int], str]) -> str:
-    """The statements that find the window of item `i` among some, by halves."""
+    """The statements that find the window of item `i` among some, by bisection."""
     if end - first == 1:
         return used(first)
     middle = (first + end) // 2

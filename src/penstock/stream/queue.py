@@ -1,4 +1,4 @@
-"""A lane: the commands of one queue, gathered into batches, submitted, and retired when the device is done.
+"""The commands of one queue: gathered into batches, submitted, and retired when the device is done.
 
 A command holds no buffers. It is noted as the last use of the memory that it touches, and whoever touches it
 next, perhaps in another buffer, comes after it.
@@ -9,65 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
-from penstock.drivers.driver import Driver, Event, Grid, Kernel, Queue
+from penstock.drivers.driver import Driver, Event, Kernel, Queue
 from penstock.errors import DeviceError
 from penstock.memory.buffer import Buffer
+from penstock.stream.recorder import Command, Ran, Recorder
 
-# What is remembered of a command, cheap to make: kernel or verb, grid or bytes, group, arguments. Of buffers
-# only the sizes are remembered, since a command must not keep memory from its next use.
-Launch = tuple[Kernel, Grid, Grid, Sequence[Any]]
-Command = Launch | tuple[str, int, None, Sequence[Any]]
-_MARK = 256  # bytes of a copy that marks a place in a queue
-Ran = tuple[Command, tuple[float, float] | None]  # with its begin and end, where those are known
-
-
-class Run(NamedTuple):
-    """Something that was computed, as a recorder is told of it."""
-
-    how: Literal["jit", "program", "numpy"]  # the last: by the host, node by node
-    program: Any  # what was run; None where the host computed
-    fresh: bool  # whether this device computed nothing of that structure before
-    build_seconds: float  # the part of the time in which programs were built
-    start: float
-    end: float
-    nodes: Sequence[Any]  # what was recorded for it, its inputs too; empty for a jitted function
-    wanted: Sequence[Any]  # those of them that were asked for
-
-
-class Recorder(Protocol):
-    """Who is told, while a profile is on, what was done. Seconds are those of `perf_counter`."""
-
-    def finished(self, queue: str, commands: Sequence[Ran]) -> None:
-        """Commands of a queue are done."""
-        ...
-
-    def waited(self, where: str, why: str, start: float, end: float) -> None:
-        """The host waited for the device, because of a line of the user's code."""
-        ...
-
-    def copied_by_host(self, verb: str, nbytes: int, start: float, end: float) -> None:
-        """The host copied something itself, in memory that it shares with the device."""
-        ...
-
-    def computed_by_host(self, what: str, start: float, end: float) -> None:
-        """The host computed something itself, for which a kernel would not have paid, or there is none."""
-        ...
-
-    def computed(self, run: Run) -> None:
-        """A line of the user's code had something computed."""
-        ...
-
-    def sent(self, array: Any, start: float, end: float) -> None:
-        """A line of the user's code made a tensor of an array."""
-        ...
-
-    def fetched(self, array: Any) -> None:
-        """A line of the user's code has got the values of a tensor."""
-        ...
+_MARKER_BYTES = 256  # of a copy that marks a point in a queue
 
 
 @dataclass
@@ -90,29 +41,29 @@ class BufferSizes(tuple[int, ...]):
 class Batch:
     """Commands that are submitted together, and the bytes of the distinct memories that they touch."""
 
-    __slots__ = ("commands", "events", "lane", "nbytes")
+    __slots__ = ("commands", "events", "nbytes", "queue")
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
+    def __init__(self, queue: CommandQueue) -> None:
+        self.queue = queue
         self.events: list[Event] = []
         self.commands: list[Command] = []
         self.nbytes = 0
 
 
-class Lane:
-    """One queue's commands. The caller holds the stream's lock."""
+class CommandQueue:
+    """One queue of the driver, and what was recorded on it. The caller holds the stream's lock."""
 
     def __init__(
         self,
         name: str,
         driver: Driver,
-        queue: Queue,
+        native: Queue,
         policy: FlushPolicy,
         wait: Callable[[Event, str], None],
     ) -> None:
         self.name = name
         self.runs_kernels = name == "compute"
-        self.queue = queue
+        self.native = native
         self.recorders: tuple[Recorder, ...] = ()
         self._driver = driver
         self._policy = policy
@@ -138,7 +89,7 @@ class Lane:
         return self._in_flight[-1].events[-1] if self._in_flight else None
 
     def dependencies(self, buffers: Sequence[Buffer], reads_only: bool = False) -> list[Event] | None:
-        """What a new command on these buffers must wait for: their last uses outside this lane."""
+        """What a new command on these buffers must wait for: their last uses on other queues."""
         batch = self._open
         for buffer in buffers:
             if buffer.usage.batch is not batch:
@@ -154,10 +105,10 @@ class Lane:
             buffer.refuse_if_viewed(reads_only)
             if usage.batch is not self._open:
                 self._open.nbytes += buffer.memory.nbytes
-            lane = usage.batch.lane if usage.batch else None
-            if lane is not self and usage.event is not None and not self._driver.is_done(usage.event):
-                if lane is not None:
-                    lane.submit()  # nothing may wait for what is not certain to run
+            queue = usage.batch.queue if usage.batch else None
+            if queue is not self and usage.event is not None and not self._driver.is_done(usage.event):
+                if queue is not None:
+                    queue.submit()  # nothing may wait for what is not certain to run
                 waits.append(usage.event)
         return waits or None
 
@@ -186,7 +137,7 @@ class Lane:
         """End the batch; wait for the oldest one if too many are in flight."""
         if not self._open.events:
             return
-        self._driver.flush(self.queue)
+        self._driver.flush(self.native)
         fresh = Batch(self)
         self._in_flight += (self._open,)
         self._open = fresh
@@ -200,11 +151,14 @@ class Lane:
 
         The queue runs in order, so it is through when a copy is done that comes after everything.
         """
-        source, target = self._driver.allocate(_MARK, pinned=True), self._driver.allocate(_MARK)
+        source, target = (
+            self._driver.allocate(_MARKER_BYTES, pinned=True),
+            self._driver.allocate(_MARKER_BYTES),
+        )
         assert source.host is not None
         try:
-            event = self._driver.write(self.queue, target, 0, source.host, None)
-            self._driver.flush(self.queue)
+            event = self._driver.write(self.native, target, 0, source.host, None)
+            self._driver.flush(self.native)
             self._driver.wait(event)
         finally:
             self._driver.free(source)
@@ -238,7 +192,7 @@ class Lane:
             recorder.finished(self.name, ran)
 
     def explain(self, event: Event) -> DeviceError | None:
-        """The error of one command of this lane that failed, as long as the lane remembers it."""
+        """The error of one command of this queue that failed, as long as it is remembered."""
         for batch in (self._open, *self._in_flight):
             if event in batch.events:
                 command = batch.commands[batch.events.index(event)]
