@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -188,12 +189,36 @@ if not WEBGPU_KINDS:
     collect_ignore.append("test_webgpu.py")
 
 
-# Files that take a minute or more begin first, so that no process has one of them left at the end.
-LONG = ("test_webgpu", "test_machines", "test_tallies", "test_windows", "test_train", "test_side_by_side")
+# The quick set and the whole suite. docs/testing.md says what differs.
+
+UNOPTIMIZED = "-cl-opt-disable"
+hypothesis.settings.register_profile("quick", derandomize=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONG)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow", action="store_true", help="every test, every example, and kernels that PoCL optimizes"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--slow"):
+        hypothesis.settings.load_profile("quick")
+        os.environ.setdefault("POCL_EXTRA_BUILD_FLAGS", UNOPTIMIZED)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the slow tests, unless they are asked for."""
+    if config.getoption("--slow"):
+        return
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture
+def optimized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PoCL optimizes the kernels of drivers that are opened from here on, as it does for users."""
+    monkeypatch.delenv("POCL_EXTRA_BUILD_FLAGS", raising=False)
 
 
 @pytest.fixture(autouse=True, scope="module")
