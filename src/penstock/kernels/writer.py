@@ -26,19 +26,15 @@ from penstock.graph.raw import RawPrimitive
 from penstock.graph.reducing import REDUCTIONS
 from penstock.graph.shaping import CONCAT, PAD
 from penstock.kernels.attention import attention_kernels, holds_attention
-from penstock.kernels.c_expressions import expression
-from penstock.kernels.c_renderer import render
 from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, library_problem
+from penstock.kernels.dialects import dialect_of
 from penstock.kernels.lone import Launch
 from penstock.kernels.lone_kernels import lone_kernels
-from penstock.kernels.loops import Type
 from penstock.kernels.lowering import lower
 from penstock.kernels.matmul_group import matmul_group
 from penstock.kernels.raw_source import raw_source
 from penstock.kernels.scopes import computed_dtype
 from penstock.kernels.source import C_TYPES, UNIT, KernelSource
-from penstock.kernels.wgsl_expressions import wgsl_expression
-from penstock.kernels.wgsl_renderer import render_wgsl
 from penstock.kernels.wgsl_steps import has_short_loops
 
 
@@ -100,10 +96,7 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     if node.dtype in HALVES and primitive.name == "nextafter":
         return False  # the neighbour in float32 is another
     result, of = computed_dtype(node), computed_dtype(node.inputs[-1])
-    names = ("a", "b", "c")[: len(node.inputs)]
-    if capabilities.language == "wgsl":
-        return wgsl_expression(primitive.name, result, of, names) is not None
-    return expression(primitive.name, Type(result), Type(of), names) is not None
+    return dialect_of(capabilities).has_operation(primitive.name, result, of, len(node.inputs))
 
 
 def _has(dtype: str, capabilities: Capabilities) -> bool:
@@ -137,8 +130,7 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
         source, over = matmul_group(group, capabilities, name, varied)
     else:
         lowered = lower(group, capabilities)
-        write_text = render_wgsl if capabilities.language == "wgsl" else render
-        source, over = write_text(lowered.form, name), lowered.over
+        source, over = dialect_of(capabilities).render(lowered.form, name), lowered.over
     return Written((Launch(source, buffers),), (), over)
 
 

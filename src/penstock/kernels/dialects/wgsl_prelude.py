@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from penstock.kernels.wgsl_expressions import SUFFIXES
+from penstock.kernels.dialects.wgsl_expressions import SUFFIXES
 
 _TEXT = """
 // Of constants too, which WGSL itself refuses where they are not finite.

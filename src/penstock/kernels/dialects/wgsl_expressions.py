@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.kernels.c_expressions import COMBINE
+from penstock.kernels.dialects.c_expressions import COMBINE
 
 _TYPES = {
     "bool": "bool",

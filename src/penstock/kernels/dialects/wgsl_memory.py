@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.kernels.dialects.wgsl_expressions import wgsl_type
 from penstock.kernels.source import UNIT
-from penstock.kernels.wgsl_expressions import wgsl_type
 
 WORD = 4  # bytes
 _SCALARS = {"bool": "uint32", "int8": "int32", "int16": "int32", "uint8": "uint32", "uint16": "uint32"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from penstock.kernels.loops import Type
+from penstock.kernels.ir import Type
 from penstock.kernels.source import C_TYPES
 
 # {0}, {1} and {2} are the inputs, {T} their type, {U} the same without a sign.
@@ -48,16 +48,16 @@ _FLOAT_VECTOR = {
     "sin": "sin_8({0})",
     "cos": "cos_8({0})",
     "tan": "tan_8({0})",
-    "abs": "as_{T}(as_int{lanes}({0}) & 0x7fffffff)",
+    "abs": "as_{T}(as_int{width}({0}) & 0x7fffffff)",
     "sign": "({0} > 0 ? ({T})(1) : {0} < 0 ? ({T})(-1) : {0} != {0} ? {0} : ({T})(0))",
     "maximum": "(({0} > {1}) | ({0} != {0}) ? {0} : {1})",
     "minimum": "(({0} < {1}) | ({0} != {0}) ? {0} : {1})",
     "isnan": "({0} != {0})",
-    "isinf": "((as_int{lanes}({0}) & 0x7fffffff) == 0x7f800000)",
-    "isfinite": "((as_int{lanes}({0}) & 0x7f800000) != 0x7f800000)",
-    "signbit": "(as_int{lanes}({0}) < 0)",
-    "round_bfloat16": "FROM_BFLOAT16_{lanes}(TO_BFLOAT16_{lanes}({0}))",
-    "round_float16": "round_half{lanes}({0})",
+    "isinf": "((as_int{width}({0}) & 0x7fffffff) == 0x7f800000)",
+    "isfinite": "((as_int{width}({0}) & 0x7f800000) != 0x7f800000)",
+    "signbit": "(as_int{width}({0}) < 0)",
+    "round_bfloat16": "FROM_BFLOAT16_{width}(TO_BFLOAT16_{width}({0}))",
+    "round_float16": "round_half{width}({0})",
 }
 # For a GPU: in fewer instructions than the compiler would need; see `thread_prelude.py`.
 Patterns = Mapping[str, str]
@@ -133,7 +133,7 @@ COMBINE = {
 def c_type(given: Type) -> str:
     """The C type of a value."""
     name = "int" if given.dtype == "bool" else C_TYPES[given.dtype]
-    return name if given.lanes == 1 else f"{name}{given.lanes}"
+    return name if given.width == 1 else f"{name}{given.width}"
 
 
 def has_vectors(dtype: str) -> bool:
@@ -157,10 +157,10 @@ def expression(
         pattern = patterns.get(operation, pattern)
     if pattern is None:
         return None
-    unsigned = c_type(Type(of.dtype.replace("int", "uint"), of.lanes)) if of.dtype[0] == "i" else c_type(of)
+    unsigned = c_type(Type(of.dtype.replace("int", "uint"), of.width)) if of.dtype[0] == "i" else c_type(of)
     bits = 8 * np.dtype(of.dtype).itemsize
     return pattern.format(
-        *inputs, T=c_type(of), U=unsigned, lanes=of.lanes, bits=bits, limit=_TANH_LIMIT.get(of.dtype)
+        *inputs, T=c_type(of), U=unsigned, width=of.width, bits=bits, limit=_TANH_LIMIT.get(of.dtype)
     )
 
 
@@ -185,13 +185,13 @@ def neutral(reduction: str, type: Type) -> str:
         number = (
             f"{limits.max}{suffix}" if reduction == "min" else f"(-{limits.max} - 1)" if limits.min else "0"
         )
-    if type.dtype == "bool" and type.lanes > 1 and number == "1":
+    if type.dtype == "bool" and type.width > 1 and number == "1":
         number = "-1"
-    return number if type.lanes == 1 else f"({c_type(type)})({number})"
+    return number if type.width == 1 else f"({c_type(type)})({number})"
 
 
 def _pattern(operation: str, of: Type) -> str | None:
-    vector, kind = of.lanes > 1, "b" if of.dtype == "bool" else of.dtype[0]
+    vector, kind = of.width > 1, "b" if of.dtype == "bool" else of.dtype[0]
     if operation in _SAME:
         return _SAME[operation]
     if kind == "b":
@@ -222,8 +222,8 @@ def _wrapping(pattern: str, vector: bool) -> str:
 
 def _truth(comparison: str, of: Type) -> str:
     """A comparison as a truth value: vectors' comparisons have the width of what they compare."""
-    wide = of.lanes > 1 and np.dtype(of.dtype).itemsize != 4
-    return f"__builtin_convertvector({comparison}, int{of.lanes})" if wide else comparison
+    wide = of.width > 1 and np.dtype(of.dtype).itemsize != 4
+    return f"__builtin_convertvector({comparison}, int{of.width})" if wide else comparison
 
 
 def _cast(result: Type, of: Type, value: str) -> str | None:
@@ -231,7 +231,7 @@ def _cast(result: Type, of: Type, value: str) -> str | None:
         return _truth(f"({value} != 0)", of) if of.dtype != "bool" else value
     if of.dtype[0] == "f" and result.dtype[0] != "f":
         return None  # C leaves open what becomes of numbers out of range
-    if result.lanes == 1:
+    if result.width == 1:
         return f"({c_type(result)})({value})"
     value = f"({value} & 1)" if of.dtype == "bool" else value
     return f"__builtin_convertvector({value}, {c_type(result)})"
@@ -239,10 +239,10 @@ def _cast(result: Type, of: Type, value: str) -> str | None:
 
 def _where(result: Type, inputs: tuple[str, ...]) -> str:
     condition, yes, no = inputs
-    if result.lanes == 1:
+    if result.width == 1:
         return f"({condition} ? {yes} : {no})"
     if result.dtype == "bool":
         return f"(({condition} & {yes}) | (~{condition} & {no}))"
     if np.dtype(result.dtype).itemsize == 8:
-        condition = f"__builtin_convertvector({condition}, long{result.lanes})"
+        condition = f"__builtin_convertvector({condition}, long{result.width})"
     return f"({condition} ? {yes} : {no})"
