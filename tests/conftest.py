@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import hypothesis
 import numpy as np
 import pytest
 
@@ -147,6 +146,10 @@ if best_memory_kind(NATIVE) != "svm":
     del DRIVERS["opencl-svm"]
 
 
+# The values that kernels compute do not depend on the kind of memory: the quick set has one OpenCL driver.
+one_opencl = pytest.mark.slow("opencl-mapped", "opencl-device" if "opencl-svm" in DRIVERS else "")
+
+
 def _cuda_devices() -> list[int]:
     with suppress(ImportError, DeviceError):  # neither the library nor a device need be there
         from penstock.device import cuda
@@ -191,8 +194,13 @@ if not WEBGPU_KINDS:
 
 # The quick set and the whole suite. docs/testing.md says what differs.
 
-UNOPTIMIZED = "-cl-opt-disable"
-hypothesis.settings.register_profile("quick", derandomize=True)
+
+whole = False  # whether all of the suite runs
+
+
+def examples(in_whole: int, quick: int) -> int:
+    """How many examples Hypothesis makes, where each of them compiles kernels."""
+    return in_whole if whole else quick
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -202,17 +210,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.getoption("--slow"):
-        hypothesis.settings.load_profile("quick")
-        os.environ.setdefault("POCL_EXTRA_BUILD_FLAGS", UNOPTIMIZED)
+    global whole
+    whole = config.getoption("--slow")
+    if whole:
+        return
+    import hypothesis  # not above: many tests start processes that import this file, and need none
+
+    hypothesis.settings.register_profile("quick", derandomize=True)
+    hypothesis.settings.load_profile("quick")
+    os.environ.setdefault("POCL_EXTRA_BUILD_FLAGS", "-cl-opt-disable")  # compiles in a quarter of the time
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the slow tests, unless they are asked for."""
-    if config.getoption("--slow"):
-        return
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
-    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if not config.getoption("--slow"):
+        config.hook.pytest_deselected(items=[item for item in items if is_slow(item)])
+        items[:] = [item for item in items if not is_slow(item)]
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Marked with `slow`; or with `slow(value, ...)`, and one of its parameters has such a value."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    given = set(map(str, parameters))
+    return any(not marker.args or given.intersection(marker.args) for marker in item.iter_markers("slow"))
 
 
 @pytest.fixture

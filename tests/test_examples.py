@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, WEBGPU_KINDS
+from conftest import CUDA_KINDS, DRIVERS, WEBGPU_KINDS, one_opencl
 
 import penstock as ps
 from penstock import Device
+
+pytestmark = one_opencl
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import classifier

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, one_opencl
 
 import penstock as ps
 from penstock import Device, realize
@@ -20,6 +20,8 @@ from penstock.config import Settings
 from penstock.device.driver import Driver
 from penstock.device.opencl import OpenCLDriver
 from penstock.errors import CompileError, OutOfDeviceMemory
+
+pytestmark = one_opencl
 
 
 def _threads() -> Driver:

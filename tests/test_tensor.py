@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, SMALL
+from conftest import DRIVERS, SMALL, examples, one_opencl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -16,10 +16,14 @@ from hypothesis.extra import numpy as hnp
 import penstock as ps
 from penstock import Device
 
+pytestmark = one_opencl
+
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 DTYPES = ["bool", *INTEGERS, "float16", "float32", "float64", "complex64", "complex128"]
 VERBS = ["sum", "flip", "add", "tanh", "index", "write", "permute", "where", "+="]
-relaxed = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(
+    max_examples=examples(12, quick=5), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 # A kernel for every expression, which "opencl-device" needs, takes PoCL long: see test_device_resident.
