@@ -15,14 +15,13 @@ from conftest import CUDA_KINDS, DRIVERS, WEBGPU_KINDS, one_opencl
 import penstock as ps
 from penstock import Device
 
-pytestmark = one_opencl
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import classifier
 import gpt
 import sine
 import xor
 
+pytestmark = one_opencl
 OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))
 IN_FLIGHT_BYTES = 256 << 10  # losses of steps that the device has not finished, a block for each
 SLACK_BYTES = 2 << 20  # what the resident size may drift by
