@@ -61,6 +61,8 @@ ceilings._measured = lambda *_: 1e11
 
 # Programs of their own for kernels that differ; whatever is wrong in one of them shows.
 MAPS = """
+import sys
+sys.modules["wgpu"] = None  # not looked for: it takes as long to load as all the rest
 import numpy as np
 import penstock as ps
 device = ps.use("opencl")
