@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from penstock.config import Settings
-from penstock.device.driver import Driver, Event, Kernel, Queue, Source
-from penstock.device.host import HostDriver
-from penstock.device.opencl import OpenCLDriver, best_memory_kind, find_devices
+from penstock.drivers.driver import Driver, Event, Kernel, Queue, Source
+from penstock.drivers.host import HostDriver
+from penstock.drivers.opencl import OpenCLDriver, best_memory_kind, find_devices
 from penstock.errors import DeviceError
 from penstock.runtime import Device
 
@@ -152,14 +152,14 @@ one_opencl = pytest.mark.slow("opencl-mapped", "opencl-device" if "opencl-svm" i
 
 def _cuda_devices() -> list[int]:
     with suppress(ImportError, DeviceError):  # neither the library nor a device need be there
-        from penstock.device import cuda
+        from penstock.drivers import cuda
 
         return cuda.find_devices()
     return []
 
 
 def _cuda() -> Driver:
-    from penstock.device.cuda import CudaDriver
+    from penstock.drivers.cuda import CudaDriver
 
     return CudaDriver(_cuda_devices()[0], "cuda")
 
@@ -171,7 +171,7 @@ collect_ignore = [] if CUDA_KINDS else ["test_cuda.py"]
 
 
 def _adapters() -> list[Any]:
-    from penstock.device import webgpu
+    from penstock.drivers import webgpu
 
     found = webgpu.find_devices()
     if not found and os.environ.get("PENSTOCK_REQUIRE_WEBGPU"):
@@ -180,7 +180,7 @@ def _adapters() -> list[Any]:
 
 
 def _webgpu() -> Driver:
-    from penstock.device.webgpu import WebGpuDriver
+    from penstock.drivers.webgpu import WebGpuDriver
 
     return WebGpuDriver(_adapters()[0], "webgpu")
 

@@ -16,15 +16,15 @@ from conftest import DRIVERS, WEBGPU_KINDS
 from typer.testing import CliRunner
 
 import penstock as ps
-from penstock import Device, cli, nn, optim
+from penstock import Device, cli, nn, optim, tuning_cache
 from penstock.advising import computing, holding, judging, moving
 from penstock.advising.judging import advice, findings
 from penstock.advising.text import rendered
 from penstock.callsite import user_call
 from penstock.errors import NoEvidence, SettingError
-from penstock.kernels import choices
+from penstock.measuring import ceilings
 from penstock.memory.trace import Action, Block
-from penstock.profiling import ceilings, lines
+from penstock.profiling import lines
 from penstock.profiling.evidence import (
     Evidence,
     Keeping,
@@ -72,7 +72,7 @@ TRIES = 3  # others may take the machine away for a while, and then some times a
 def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rates that need no measuring, and are not those of a machine that others use too."""
     monkeypatch.setattr(ceilings, "_measured", lambda device, what: RATES[what])
-    monkeypatch.setattr(choices, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(tuning_cache, "cache_folder", lambda: tmp_path / "cache")
 
 
 def profiled(flaw: Flaw, side: str, kind: str) -> tuple[ps.profiling.profiles.Profile, Evidence]:

@@ -12,8 +12,8 @@ from conftest import DRIVERS, SMALL, Lazy
 
 import penstock as ps
 from penstock.config import Settings
-from penstock.device.host import HostDriver
 from penstock.dispatch.device import AutoDevice
+from penstock.drivers.host import HostDriver
 from penstock.errors import BadIndex
 from penstock.graph.contraction import GATHER
 from penstock.graph.node import topological

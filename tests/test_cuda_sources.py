@@ -16,10 +16,10 @@ from test_random_graphs import grown
 
 import penstock as ps
 from penstock import Device, nn, optim, realize
-from penstock.device.binaries import Binaries
-from penstock.device.cuda import compile_text
-from penstock.device.driver import Event, Grid, Kernel, Queue, Source
-from penstock.device.host import HostDriver
+from penstock.drivers.binaries import Binaries
+from penstock.drivers.cuda import compile_text
+from penstock.drivers.driver import Event, Grid, Kernel, Queue, Source
+from penstock.drivers.host import HostDriver
 from penstock.errors import CompileError, PenstockWarning
 from penstock.executable import Executable
 from penstock.graph import contraction, elementwise, reducing, shaping

@@ -152,7 +152,7 @@ def test_shared_memory_is_read_where_it_lies(kind: str, monkeypatch: pytest.Monk
     x, v, ids = arrays(300)
     tensors = [ps.asarray(array, device=device) for array in (x, v, ids)]
     monkeypatch.setattr(
-        device._open().transfers, "download", lambda *_: pytest.fail("a copy of what the host sees")
+        device.layers().transfers, "download", lambda *_: pytest.fail("a copy of what the host sees")
     )
     for name in ("row", "item", "embedding", "block"):
         compute, expected = OPERATIONS[name]

@@ -20,16 +20,17 @@ from test_random_graphs import compare, grown, meaning
 
 import penstock as ps
 from penstock import registry
-from penstock.device.host import HostDriver, host_capabilities
-from penstock.dispatch import AutoDevice, machine, placing, running
+from penstock.dispatch import AutoDevice, placing, running
 from penstock.dispatch.cutting import cut, operations
 from penstock.dispatch.device import _usable
-from penstock.dispatch.machine import Rates, at, plausible
 from penstock.dispatch.placements import Placement
 from penstock.dispatch.placing import Placed
+from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import DeviceUnavailable, OutOfDeviceMemory, PenstockWarning
 from penstock.graph.node import leaf
-from penstock.profiling import settled
+from penstock.measuring import quiet
+from penstock.measuring import rates as machine
+from penstock.measuring.rates import Rates, at, plausible
 from penstock.realize import realize
 from penstock.runtime import Device
 from penstock.tensor.jit import plans
@@ -457,7 +458,7 @@ def test_programs_are_timed_without_a_trace(auto: AutoDevice, monkeypatch: pytes
         return timed[-1]
 
     monkeypatch.setattr(placing, "seconds_of", watched)
-    monkeypatch.setattr(settled.Watch, "busy", lambda watch: False)
+    monkeypatch.setattr(quiet.Watch, "busy", lambda watch: False)
 
     @ps.jit
     def step(x: ps.Tensor) -> None:
@@ -735,7 +736,7 @@ def test_another_version_or_machine_is_measured_again(
     machine.machine_rates(hosts())
     devices = hosts()
     if changed == "version":
-        monkeypatch.setattr(machine, "version", lambda _: "99.0")
+        monkeypatch.setattr(quiet, "version", lambda _: "99.0")
     else:
         other = replace(host_capabilities(), description="another processor")
         devices = [Device("host", other, HostDriver)]

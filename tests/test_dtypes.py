@@ -15,7 +15,7 @@ from conftest import CUDA_KINDS, DRIVERS, NATIVE, SMALL, WEBGPU_KINDS
 
 import penstock as ps
 from penstock import Device
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.graph.dtypes import ALL, HALVES, DType
 from penstock.kernels.source import KernelSource
 

@@ -12,8 +12,8 @@ from conftest import DRIVERS, NATIVE, SMALL
 
 import penstock as ps
 from penstock import Device, nn
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver, best_memory_kind
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver, best_memory_kind
 
 EPS = 2.0**-23  # of float32
 

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from conftest import DRIVERS, SIGNATURES, SMALL, Lazy, compiled, source_for
 
-from penstock.device.driver import Driver, Kernel
-from penstock.device.host import HostDriver, host_capabilities
+from penstock.drivers.driver import Driver, Kernel
+from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import DeviceUnavailable
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from test_graph import at
 
 from penstock import Device
-from penstock.device.driver import Capabilities
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.graph import contraction, reducing
 from penstock.graph.dtypes import HALVES
 from penstock.graph.meaning import computed

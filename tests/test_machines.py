@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.device import pocl
-from penstock.device.opencl import find_devices
+from penstock.drivers.opencl import find_devices, pocl
 
 POCL = any(native.platform.name == pocl.PLATFORM for native in find_devices())
 WEBGPU = any(device.name.startswith("webgpu") for device in ps.devices())
@@ -259,7 +258,7 @@ def test_processes_side_by_side_do_not_disturb_each_other(tmp_path: Path) -> Non
 @needs_pocl
 def test_the_cache_is_bounded(tmp_path: Path) -> None:
     bounds = (
-        "from penstock.device import binaries, pocl\n"
+        "from penstock.drivers import binaries\nfrom penstock.drivers.opencl import pocl\n"
         "pocl._MAX_PROGRAMS, pocl._FIRST_SAVE_SECONDS = 2, 0.0\n"
         "pocl._MAX_BYTES = 150_000\n"
     )
@@ -287,7 +286,7 @@ def test_child_processes_have_the_cache_that_the_user_chose(tmp_path: Path) -> N
     assert python(text, tmp_path).stdout == "None\n"
     assert python(text, tmp_path, POCL_CACHE_DIR=str(tmp_path)).stdout == f"{tmp_path}\n"
     forked = (
-        "import os, sys\nfrom penstock.device import pocl\nimport penstock as ps\nps.devices()\n"
+        "import os, sys\nfrom penstock.drivers.opencl import pocl\nimport penstock as ps\nps.devices()\n"
         "child = os.fork()\nif child == 0: sys.exit(0)\nos.waitpid(child, 0)\n"
         "assert pocl.cache().folder.is_dir()\n"
     )
@@ -296,7 +295,7 @@ def test_child_processes_have_the_cache_that_the_user_chose(tmp_path: Path) -> N
 
 def test_pyopencl_keeps_nothing_on_disk_and_little_in_memory(tmp_path: Path) -> None:
     text = (
-        "import linecache\nfrom penstock.device import invokers\ninvokers._MAX_KERNELS = 3\n"
+        "import linecache\nfrom penstock.drivers.opencl import invokers\ninvokers._MAX_KERNELS = 3\n"
         + MAPS
         + "from pyopencl import invoker\n"
         "assert len(invoker.invoker_cache._code) == 3\n"

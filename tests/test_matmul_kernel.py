@@ -12,8 +12,8 @@ from conftest import NATIVE, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.device.driver import Capabilities
-from penstock.device.opencl import OpenCLDriver, find_devices, opencl_capabilities
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.opencl import OpenCLDriver, find_devices, opencl_capabilities
 from penstock.graph.dtypes import checked
 from penstock.kernels import matmul_gpu
 from penstock.kernels.cache import whole_text

@@ -17,8 +17,8 @@ from test_programs import KINDS as DRIVERS
 
 import penstock as ps
 from penstock import Device
-from penstock.device.cuda import compile_text
-from penstock.device.driver import Kernel, Source
+from penstock.drivers.cuda import compile_text
+from penstock.drivers.driver import Kernel, Source
 from penstock.errors import CompileError, KernelError
 from penstock.testing import assert_fused_equal
 

@@ -26,13 +26,12 @@ import pytest
 from conftest import DRIVERS, SMALL, GraphingHost, compiled
 
 import penstock as ps
-from penstock import Device, realize
-from penstock.device.driver import Kernel
-from penstock.device.host import HostDriver
+from penstock import Device, realize, tuning_cache
+from penstock.drivers.driver import Kernel
+from penstock.drivers.host import HostDriver
 from penstock.errors import DeviceError, DeviceUnavailable
-from penstock.kernels import choices
+from penstock.measuring import ceilings, quiet, workloads
 from penstock.memory.snapshots import UNTRACED
-from penstock.profiling import ceilings
 from penstock.profiling.memory_log import BEFORE
 from penstock.profiling.profiles import Profile
 from penstock.runtime import when_opened
@@ -53,7 +52,7 @@ def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return RATES[what]
 
     monkeypatch.setattr(ceilings, "_measured", measured)
-    monkeypatch.setattr(choices, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(tuning_cache, "cache_folder", lambda: tmp_path / "cache")
     return asked
 
 
@@ -600,7 +599,7 @@ def test_ceilings_are_measured_once_and_kept(
     again = ceilings.Ceilings(device)
     assert again.bandwidth(measure=False) == RATES["bytes"]
     assert rates == ["float32", "bytes"]
-    monkeypatch.setattr(ceilings, "version", lambda name: "another")
+    monkeypatch.setattr(quiet, "version", lambda name: "another")
     assert ceilings.Ceilings(device).bandwidth(measure=False) is None
     for file in (tmp_path / "cache").iterdir():
         file.write_text(json.dumps({"bytes": "many", "float32": "-1"}))
@@ -626,9 +625,9 @@ def test_nothing_is_measured_inside_the_block(rates: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["host", "opencl-mapped"])
 def test_rates_are_measured_on_a_device_of_their_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "_MOVED", dict.fromkeys(("cpu", "gpu"), 1 << 20))
-    monkeypatch.setattr(ceilings, "_LENGTH", 64)
-    monkeypatch.setattr(ceilings, "_LONG", 0.0)
+    monkeypatch.setattr(workloads, "_MOVED", dict.fromkeys(("cpu", "gpu"), 1 << 20))
+    monkeypatch.setattr(workloads, "_LENGTH", 64)
+    monkeypatch.setattr(workloads, "_LONG", 0.0)
     driver = DRIVERS[kind]()
     opened = []
 

@@ -17,8 +17,8 @@ from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, one_opencl
 import penstock as ps
 from penstock import Device, realize
 from penstock.config import Settings
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.errors import CompileError, OutOfDeviceMemory
 
 pytestmark = one_opencl

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock import Device
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.graph import random as graph
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.random import RANDOM_BITS, philox, random_bits

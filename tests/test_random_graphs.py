@@ -14,8 +14,8 @@ from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
 
 from penstock import Device, realize
 from penstock.compiler import passes
-from penstock.device.driver import Capabilities, Driver
-from penstock.device.opencl import OpenCLDriver, opencl_capabilities
+from penstock.drivers.driver import Capabilities, Driver
+from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
 from penstock.executable import Executable
 from penstock.graph import contraction, creating, elementwise, reducing, shaping
 from penstock.graph.node import Node, leaf, topological

@@ -22,7 +22,7 @@ import penstock as ps
 from penstock.advising import Advice
 from penstock.cli import app
 from penstock.errors import DeviceError, ReportError, SettingError
-from penstock.profiling import ceilings
+from penstock.measuring import ceilings
 from penstock.profiling.records import CopyRecord, DeviceRecord, KernelRecord, OwnerRecord, WaitRecord
 from penstock.profiling.words import short_place
 from penstock.report import Certificate, Findings, Run, charts, findings, render, roofline, words

@@ -16,7 +16,7 @@ from penstock.compiler.pipeline import compile_graph, prepare
 from penstock.compiler.schedule import BufferSpec, Copy, Schedule
 from penstock.compiler.simulate import simulate
 from penstock.compiler.target import Target
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.errors import OutOfDeviceMemory
 from penstock.executable import Executable
 from penstock.graph import elementwise

@@ -16,8 +16,8 @@ import penstock as ps
 from penstock import Device, executable, nn, optim, realize
 from penstock.compiler import launches as launching
 from penstock.compiler import passes
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver, opencl_capabilities
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
 from penstock.executable import Executable
 from penstock.graph.node import Node, leaf
 from penstock.kernels import side_by_side

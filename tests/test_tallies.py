@@ -16,8 +16,8 @@ from test_graph import at
 
 import penstock as ps
 from penstock import Device, nn, realize
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver, opencl_capabilities
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
 from penstock.fusion import splitting
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.splitting import split

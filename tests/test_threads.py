@@ -19,8 +19,8 @@ from test_graph import at
 
 import penstock as ps
 from penstock import Device, realize
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.node import Node
 from penstock.kernels import lowering

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 import penstock as ps
 from penstock.errors import CheckpointError, SettingError
-from penstock.profiling import ceilings
+from penstock.measuring import ceilings
 from penstock.train import Checkpoint, Config, Metrics, Trainer, TrainingError, load, load_last, load_model
 from penstock.train import checkpoint as checkpoints
 from penstock.train.loading import stream_text

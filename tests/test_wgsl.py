@@ -17,7 +17,7 @@ from test_random_graphs import grown
 
 import penstock as ps
 from penstock import Device, nn, optim, realize
-from penstock.device.driver import Capabilities, Driver
+from penstock.drivers.driver import Capabilities, Driver
 from penstock.executable import Executable
 from penstock.fusion.groups import Group
 from penstock.graph import contraction, elementwise, reducing, shaping

@@ -20,8 +20,8 @@ from test_random_graphs import check, poison
 import penstock as ps
 from penstock import Device, nn, optim, realize
 from penstock.compiler.schedule import Step
-from penstock.device.driver import Kernel
-from penstock.device.wgsl import module_text, parse
+from penstock.drivers.driver import Kernel
+from penstock.drivers.webgpu.wgsl import module_text, parse
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 from penstock.executable import Executable
 from penstock.graph import contraction, reducing
@@ -32,7 +32,7 @@ from penstock.memory import pool
 if not WEBGPU_KINDS:
     pytest.skip("there is no adapter", allow_module_level=True)
 
-from penstock.device.webgpu import WebGpuDriver, find_devices
+from penstock.drivers.webgpu import WebGpuDriver, find_devices
 
 ADAPTER = find_devices()[0]
 
@@ -254,7 +254,7 @@ def test_a_small_part_of_a_large_memory_is_one_binding(device: Device) -> None:
     whole = device.upload(np.arange(64 * 100, dtype=np.uint32))
     parts = [whole.view(256 * start, 256) for start in (90, 3, 41)]
     device.stream.launch(kernel, (1,), (64,), (*parts, 0, 0, 0, 64))
-    (bound,) = device.driver._groups
+    (bound,) = device.driver._groups.known
     assert [(offset, size) for _, offset, size in bound] == [(256 * start, 256) for start in (90, 3, 41)]
     (made_for,) = kernel.native.pipelines
     assert made_for[-1] == (), "no window has to be chosen"
@@ -537,7 +537,7 @@ def test_a_program_takes_no_more_of_an_arena_than_it_has_planned(by_kernels: lis
     jitted = ps.jit(twice)
     for value in (small, large, small, large):
         close(jitted(ps.asarray(value, device=device)), np.cumsum(np.cumsum(value, axis=0), axis=0))
-    assert any(one.nbytes > 4096 for one in device._open().scratch)
+    assert any(one.nbytes > 4096 for one in device.layers().scratch)
     assert not by_kernels
     device.close()
 

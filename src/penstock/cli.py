@@ -75,12 +75,12 @@ def list_devices(
 
 def _measure(devices: Sequence[penstock.Device], console: Console) -> None:
     """Measure devices again, and print what they reach."""
-    from penstock.dispatch.machine import machine_rates
-    from penstock.kernels.choices import forget_choices
-    from penstock.profiling.ceilings import Ceilings
-    from penstock.profiling.settled import Watch
+    from penstock.measuring.ceilings import Ceilings
+    from penstock.measuring.quiet import Watch
+    from penstock.measuring.rates import machine_rates
+    from penstock.tuning_cache import forget_everything
 
-    forget_choices()
+    forget_everything()
     watch = Watch()
     rates = machine_rates(devices, again=True)
     for device in devices:

@@ -22,7 +22,7 @@ from penstock.compiler.launches import (
     launch_parts,
 )
 from penstock.compiler.schedule import Copy, Location, Schedule, Step
-from penstock.device.driver import Kernel
+from penstock.drivers.driver import Kernel
 from penstock.graph.meaning import computed
 from penstock.graph.node import Array, Node
 from penstock.kernels.cache import KernelCache

@@ -7,6 +7,7 @@ import math
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -113,10 +114,8 @@ class Results:
 
 def versions(peer: Torch | None = None) -> dict[str, str]:
     """Of what the times depend on, besides the device."""
-    import penstock
-
     found = {
-        "penstock": penstock.__version__,
+        "penstock": version("penstock"),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "system": platform.platform(),

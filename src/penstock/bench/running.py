@@ -11,10 +11,10 @@ from penstock.bench.case import Case, sizes_for
 from penstock.bench.ceilings import measure_ceilings
 from penstock.bench.comparing import compare
 from penstock.bench.errors import BenchmarkError
-from penstock.bench.measuring import FULL, QUICK, Effort, measure
 from penstock.bench.operations import operations
 from penstock.bench.peer import Torch
 from penstock.bench.results import DeviceResults, Hardware, Measured, Results, load, versions
+from penstock.bench.sampling import FULL, QUICK, Effort, measure
 from penstock.bench.steps import steps
 from penstock.bench.view import note, open_console, progress, show_comparison, show_results
 from penstock.errors import DeviceNotFound

@@ -16,7 +16,7 @@ from penstock.errors import PenstockError
 from penstock.memory.buffer import Buffer
 from penstock.memory.ledger import DeviceMemory
 from penstock.registry import devices
-from penstock.runtime import Device, _Opened, refuse
+from penstock.runtime import Device, Layers, refuse
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
 from penstock.stream.watching import Watched
@@ -78,8 +78,9 @@ class AutoDevice(Device):
         """The member that a buffer is on."""
         return self.dispatcher.places.holder(buffer)
 
-    def _open(self) -> _Opened:
-        return self._members[0]._open()
+    def layers(self) -> Layers:
+        """Those of the first member."""
+        return self._members[0].layers()
 
     def watch(self, watched: Watched) -> None:
         """See Device."""

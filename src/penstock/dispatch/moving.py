@@ -11,10 +11,10 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from penstock.device.driver import Memory
-from penstock.dispatch.machine import Rates, at
+from penstock.drivers.driver import Memory
 from penstock.graph.node import Node
 from penstock.kernels.source import UNIT
+from penstock.measuring.rates import Rates, at
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from penstock.compiler.pipeline import prepare
 from penstock.dispatch.cutting import best_place, cut
-from penstock.dispatch.machine import Rates, choices_of, machine_rates
 from penstock.dispatch.moving import Places, move_seconds
 from penstock.dispatch.placements import Candidate, Placement
 from penstock.dispatch.predictions import Predictions
@@ -22,12 +21,12 @@ from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.executable import Executable
 from penstock.files import parse_json
 from penstock.graph.node import Node, Primitive, topological
-from penstock.kernels.choices import Choices
 from penstock.kernels.source import digest
 from penstock.lru import LRU
+from penstock.measuring.quiet import measure_quietly
+from penstock.measuring.rates import Rates, machine_rates, placement_cache
 from penstock.memory.buffer import Buffer
 from penstock.plan.arenas import ArenaPlan
-from penstock.profiling.settled import settled
 from penstock.realize import (
     Structure,
     by_numpy,
@@ -37,6 +36,7 @@ from penstock.realize import (
     to_compute,
 )
 from penstock.runtime import Device
+from penstock.tuning_cache import TuningCache
 
 _CLOSE = 3.0  # prices that differ by less are no reason to choose: the programs are timed
 _CUT_GAIN = 0.9  # a cut has to take less than this part of the best whole
@@ -56,7 +56,7 @@ class Dispatcher:
         self.dictate: Callable[[Placed], Placement] | None = None
         self.build_seconds = 0.0  # in all
         self._rates: dict[Device, Rates] | None = None
-        self._choices: Choices | None = None
+        self._choices: TuningCache | None = None
         self._placed = LRU[Hashable, "Placed"](_MAX_PLACED)
         self._seen = LRU[Hashable, None](_MAX_SEEN)
         self._everything: weakref.WeakSet[Placed] = weakref.WeakSet()  # also what jitted functions hold
@@ -74,10 +74,10 @@ class Dispatcher:
         return self._rates
 
     @property
-    def choices(self) -> Choices:
+    def choices(self) -> TuningCache:
         """The placements that were found by timing."""
         if self._choices is None:
-            self._choices = choices_of(self.members)
+            self._choices = placement_cache(self.members)
         return self._choices
 
     def compare(self, timed: Sequence[Candidate]) -> None:
@@ -334,7 +334,7 @@ class Placed:
             return
         ways = [self._program(one.placement) for one in near]
         measure = partial(seconds_of, ways, held, numbers, self._dispatcher.members)
-        times, _ = settled(measure, lambda first, second: list(map(min, first, second)))
+        times, _ = measure_quietly(measure, lambda first, second: list(map(min, first, second)))
         for one, seconds in zip(near, times, strict=True):
             one.measured = seconds
         self._why = "which took the least time when it was tried"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.compiler.passes import fused
-from penstock.dispatch.machine import Rates
 from penstock.fusion.clusters import ATTENTIONS
 from penstock.fusion.costs import LONG
 from penstock.fusion.groups import Group
@@ -18,6 +17,7 @@ from penstock.graph.elementwise import FULL
 from penstock.graph.node import Node, topological
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.reducing import ARGMAX, ARGMIN, ARGSORT, CUMULATIVE_PROD, CUMULATIVE_SUM
+from penstock.measuring.rates import Rates
 from penstock.realize import programs
 from penstock.runtime import Device
 

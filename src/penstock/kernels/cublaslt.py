@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.device.driver import Capabilities, Driver
+from penstock.drivers.driver import Capabilities, Driver
 from penstock.fusion.groups import Group
 from penstock.fusion.products import Matrix, bias_vector, library_operand
 from penstock.graph.dtypes import checked, float32

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion import costs
 from penstock.fusion.clusters import ATTENTIONS
 from penstock.fusion.groups import Group

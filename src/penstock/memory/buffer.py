@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.device.driver import Driver, Event, Memory
+from penstock.drivers.driver import Driver, Event, Memory
 from penstock.errors import BufferInUse
 from penstock.memory.resource import Resource
 

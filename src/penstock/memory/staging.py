@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from penstock.device.driver import Bytes, Driver, Event, Memory
+from penstock.drivers.driver import Bytes, Driver, Event, Memory
 from penstock.memory.pool import BufferPool
 
 _ALIGNMENT = 256  # bytes; where slots begin

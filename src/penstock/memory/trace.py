@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from penstock.callsite import user_line
-from penstock.device.driver import Memory
+from penstock.drivers.driver import Memory
 from penstock.memory.pool import BufferPool, Owner
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.errors import DeviceNotFound
+from penstock.measuring.ceilings import Ceilings
 from penstock.memory.trace import Action
-from penstock.profiling.ceilings import Ceilings
 from penstock.profiling.lines import Handover, Runs, Transfers
 from penstock.profiling.recorder import DeviceRecorder
 from penstock.registry import find

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.device.driver import Memory
+from penstock.drivers.driver import Memory
 from penstock.memory.pool import BufferPool
 from penstock.memory.snapshots import History
 from penstock.memory.trace import Action, Block

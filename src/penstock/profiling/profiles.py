@@ -10,9 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from penstock.measuring.ceilings import Ceilings
+from penstock.measuring.workloads import measuring
 from penstock.memory import snapshots
 from penstock.profiling import trace
-from penstock.profiling.ceilings import Ceilings, measuring
 from penstock.profiling.evidence import Evidence, gathered
 from penstock.profiling.recorder import KEPT, DeviceRecorder, Event, Total
 from penstock.profiling.records import (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
-from penstock.device.driver import Cost, Kernel
+from penstock.drivers.driver import Cost, Kernel
 from penstock.memory.pool import PoolStatistics
 from penstock.profiling.lines import LineLog
 from penstock.profiling.memory_log import MemoryLog

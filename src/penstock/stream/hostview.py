@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.device.driver import Bytes, Event
+from penstock.drivers.driver import Bytes, Event
 from penstock.memory.buffer import Buffer
 from penstock.stream.future import Future
 from penstock.stream.stream import Stream

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from penstock.device.driver import Driver, Event, Grid, Kernel, Queue
+from penstock.drivers.driver import Driver, Event, Grid, Kernel, Queue
 from penstock.errors import DeviceError
 from penstock.memory.buffer import Buffer
 

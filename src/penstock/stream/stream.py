@@ -9,7 +9,7 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
-from penstock.device.driver import Driver, Event, Grid, Kernel
+from penstock.drivers.driver import Driver, Event, Grid, Kernel
 from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.memory.buffer import Buffer
 from penstock.memory.pool import BufferPool

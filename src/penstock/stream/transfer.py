@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.device.driver import Bytes, Driver, Event, Queue
+from penstock.drivers.driver import Bytes, Driver, Event, Queue
 from penstock.errors import DeviceError
 from penstock.memory.buffer import Buffer
 from penstock.memory.pool import BufferPool

@@ -1,7 +1,8 @@
-"""What was found by measuring, kept for the next time: a file for each device and version of a library."""
+"""The tuning cache: what was found by measuring, in a file for each device and version of a library."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from contextlib import suppress
@@ -9,26 +10,26 @@ from contextlib import suppress
 from penstock.cache import CacheFolder
 from penstock.config import cache_folder
 from penstock.files import parse_json
-from penstock.kernels.source import digest
 
-_MAX_CHOICES = 2048  # in a file; of more, the oldest go
+_MAX_ENTRIES = 2048  # in a file; of more, the oldest go
 _VERSION = 1  # of what is measured and how: what an older Penstock chose is not looked at
 
 
-def forget_choices() -> None:
+def forget_everything() -> None:
     """Remove all that was kept, of every device: it is measured again when it is needed."""
     with suppress(OSError):
         for path in cache_folder().glob("choices-*.json"):
             path.unlink()
 
 
-class Choices:
-    """Choices by problem, in memory and on disk. A file that cannot be read or written is none."""
+class TuningCache:
+    """Choices by problem, in memory and on disk. A file that cannot be read or written counts as empty."""
 
     def __init__(self, where: str) -> None:
         """`where` names the device and the library, with their versions."""
         self._folder = CacheFolder(cache_folder())
-        self._name = f"choices-{digest(f'{_VERSION} {where}')}.json"
+        key = hashlib.sha256(f"{_VERSION} {where}".encode()).hexdigest()[:12]
+        self._name = f"choices-{key}.json"
         self._known: dict[str, str] | None = None
         self._lock = threading.Lock()
 
@@ -45,7 +46,7 @@ class Choices:
             known = self._read() | (self._known or {})  # another process may have added some
             known.pop(problem, None)
             known[problem] = choice
-            self._known = dict(list(known.items())[-_MAX_CHOICES:])
+            self._known = dict(list(known.items())[-_MAX_ENTRIES:])
             self._write(self._known)
 
     def _read(self) -> dict[str, str]:

@@ -10,19 +10,21 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from penstock.device.driver import Capabilities
 from penstock.errors import PenstockError
-from penstock.kernels.choices import Choices
-from penstock.profiling.ceilings import best_seconds, measuring
-from penstock.profiling.settled import Kept, settled
+from penstock.measuring.quiet import Record, device_key, measure_quietly
+from penstock.measuring.workloads import best_seconds, device_for_measuring
 from penstock.runtime import Device
+from penstock.tensor.arithmetic import add, exp
+from penstock.tensor.creation import asarray
+from penstock.tensor.jit import jit
+from penstock.tensor.linear import matmul
+from penstock.tuning_cache import TuningCache
 
 Points = tuple[tuple[float, float], ...]  # sizes, each with its seconds
 
@@ -97,7 +99,9 @@ def machine_rates(devices: Sequence[Device], again: bool = False) -> dict[Device
 
     With `again`, all are measured anew.
     """
-    kept = {device: Kept(Choices(_described(device.capabilities)), _RATES) for device in devices}
+    kept = {
+        device: Record(TuningCache(device_key("dispatch", device.capabilities)), _RATES) for device in devices
+    }
     found: dict[Device, Rates] = {}
     missing = []
     for device, record in kept.items():
@@ -115,7 +119,7 @@ def machine_rates(devices: Sequence[Device], again: bool = False) -> dict[Device
         # In a context of its own: this may be asked for while a function is captured.
         try:
             seconds = (end - perf_counter()) / (len(missing) - at)
-            new, quiet = settled(partial(Context().run, measured, device, seconds), Rates.best)
+            new, quiet = measure_quietly(partial(Context().run, measured, device, seconds), Rates.best)
         except PenstockError:
             continue
         found[device] = new if again or device not in found else new.best(found[device])
@@ -123,22 +127,16 @@ def machine_rates(devices: Sequence[Device], again: bool = False) -> dict[Device
     return {device: found[device] for device in devices if device in found}
 
 
-def choices_of(devices: Sequence[Device]) -> Choices:
+def placement_cache(devices: Sequence[Device]) -> TuningCache:
     """Where placements on these devices are kept."""
-    return Choices(" and ".join(_described(device.capabilities) for device in devices))
+    return TuningCache(" and ".join(device_key("dispatch", device.capabilities) for device in devices))
 
 
 def measured(device: Device, seconds: float) -> Rates:
     """The rates of a device, measured in about so many seconds on a driver that is opened for it alone."""
-    measuring.set(True)
     end = perf_counter() + seconds
-    own = Device(f"{device.name} (measured)", device.capabilities, device.another_driver)
-    if own.driver is device.driver:  # it was given, and there is no other
-        return _Measurement(device, end).rates()
-    try:
+    with device_for_measuring(device) as own:
         return _Measurement(own, end).rates()
-    finally:
-        own.close()
 
 
 class _Measurement:
@@ -148,9 +146,6 @@ class _Measurement:
         self._program = 0.0
 
     def rates(self) -> Rates:
-        from penstock.tensor.arithmetic import add, exp
-        from penstock.tensor.linear import matmul
-
         self._program = self._seconds(add, (16,))
         chain: Callable[..., Any] = partial(_chained, matmul)
         product = self._seconds(matmul, (8, 8))
@@ -181,9 +176,6 @@ class _Measurement:
 
     def _seconds(self, function: Callable[..., Any], shape: tuple[int, ...], operands: int = 2) -> float:
         """A jitted function of equal tensors of ones."""
-        from penstock.tensor.creation import asarray
-        from penstock.tensor.jit import jit
-
         x = asarray(np.ones(shape, np.float32), device=self._device)
         return best_seconds(self._device, partial(jit(function), *[x] * operands), _TRY_SECONDS)
 
@@ -237,13 +229,6 @@ def _chained(product: Callable[..., Any], x: Any, y: Any) -> Any:
 
 def _downloaded(device: Device, buffer: Any) -> None:
     device.download(buffer).wait()
-
-
-def _described(capabilities: Capabilities) -> str:
-    """What rates depend on: they are measured again where one of it is another."""
-    about = (capabilities.description, capabilities.vendor, capabilities.api, capabilities.compute_units)
-    more = (capabilities.vector_width, capabilities.matmul_library, capabilities.tf32, np.__version__)
-    return f"dispatch {about} {more} penstock {version('penstock')}"
 
 
 def _time(value: Any) -> float:

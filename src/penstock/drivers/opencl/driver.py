@@ -24,8 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import pyopencl as cl
 
-from penstock.device import invokers, pocl
-from penstock.device.driver import (
+from penstock.drivers.driver import (
     Bytes,
     Capabilities,
     Driver,
@@ -37,6 +36,7 @@ from penstock.device.driver import (
     Source,
     parameter_dtypes,
 )
+from penstock.drivers.opencl import invokers, pocl
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
 MemoryKind = Literal["svm", "mapped", "device"]

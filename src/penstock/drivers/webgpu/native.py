@@ -16,7 +16,7 @@ from typing import Any
 
 from wgpu.backends.wgpu_native import ffi, lib
 
-from penstock.device.webgpu_adapters import (
+from penstock.drivers.webgpu.adapters import (
     FLOAT16,
     IMMEDIATES,
     INT64,
@@ -24,6 +24,7 @@ from penstock.device.webgpu_adapters import (
     TIMES_BETWEEN_PASSES,
     Adapter,
     text_of,
+    webgpu_capabilities,
 )
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
@@ -86,6 +87,7 @@ class NativeDevice:
 
     def __init__(self, adapter: Adapter, name: str) -> None:
         self.name = name
+        self.max_buffer_bytes = webgpu_capabilities(adapter).max_allocation_bytes
         self.life = Life()
         self.dead = ""  # why every call fails
         self.errors: dict[int, list[tuple[int, str]]] = {}  # by thread: what its last calls were told
@@ -133,6 +135,12 @@ class NativeDevice:
 
     def buffer(self, nbytes: int, usage: int) -> NativeBuffer:
         """A new buffer. Raises OutOfDeviceMemory."""
+        largest = self.max_buffer_bytes
+        if nbytes > largest:
+            raise OutOfDeviceMemory(
+                f"{self.name} has no {nbytes} bytes; one allocation may have {largest} bytes there",
+                asked=nbytes,
+            )
         what = f"allocation of {nbytes} bytes"
         self.require_alive(what)
         descriptor = ffi.new("WGPUBufferDescriptor *")

@@ -26,7 +26,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from penstock.config import cache_folder
-from penstock.device.binaries import Binaries
+from penstock.drivers.binaries import Binaries
 
 try:
     import fcntl

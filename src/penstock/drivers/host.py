@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from penstock.device.driver import (
+from penstock.drivers.driver import (
     Bytes,
     Capabilities,
     Driver,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from wgpu.backends.wgpu_native import ffi, lib
 
-from penstock.device.webgpu_native import COPY_SRC, NativeDevice, Owned
+from penstock.drivers.webgpu.native import COPY_SRC, NativeDevice, Owned
 
 Moments = npt.NDArray[np.uint64]  # in ticks of the device's clock
 
@@ -86,3 +87,32 @@ class Clock:
     def on_host(self, tick: int) -> float:
         """A moment of the device in seconds of the host."""
         return tick * self._seconds + (self._offset or 0.0)
+
+
+class Timing:
+    """Whether commands are timed, with what, and the idle queries for the next batches."""
+
+    def __init__(self, native: NativeDevice, copies: bool) -> None:
+        self._native = native
+        self.copies = copies  # whether copies can be timed, too
+        self.clock: Clock | None = None  # while commands are timed
+        self._idle: list[Queries] = []
+
+    def switch(self, on: bool) -> None:
+        """Start or stop to time commands; none is recorded and not submitted."""
+        self.clock = Clock(self._native) if on else None
+        self._idle.clear()
+
+    def queries(self) -> Queries | None:
+        """Room for the moments of one batch; None where commands are not timed."""
+        if self.clock is None:
+            return None
+        return self._idle.pop() if self._idle else Queries(self._native)
+
+    def learn(self, queries: Queries | None, moments: Moments, submitted: float) -> None:
+        """Take notice of a batch that is done, and keep its queries for another one."""
+        if self.clock is not None:
+            self.clock.learn(moments, submitted, perf_counter())
+            if queries is not None:
+                queries.used = 0
+                self._idle.append(queries)

@@ -18,10 +18,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.device.wgsl_windows import window_name, windowed
+from penstock.drivers.webgpu.windows import window_name, windowed
 from penstock.errors import CompileError
 
-PLACE_UNIT = 256  # bytes of one step of a place
+OFFSET_ALIGNMENT = 256  # bytes; offsets of buffers are counted in steps of it
 _KERNEL = re.compile(r"\bkernel\s+(\w+)\s*\(")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 # NumPy's word for a scalar, how `struct` writes it, and how many words it takes.

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import version
 from time import perf_counter, time
 from typing import Any, TypeVar
 
+import numpy as np
 import psutil
 
+from penstock.drivers.driver import Capabilities
 from penstock.files import parse_json
-from penstock.kernels.choices import Choices
+from penstock.tuning_cache import TuningCache
 
 T = TypeVar("T")
 
@@ -38,7 +41,7 @@ class Watch:
         return _others_seconds() - self._others > _BUSY * seconds * (psutil.cpu_count() or 1)
 
 
-def settled(measure: Callable[[], T], best: Callable[[T, T], T]) -> tuple[T, bool]:
+def measure_quietly(measure: Callable[[], T], best: Callable[[T, T], T]) -> tuple[T, bool]:
     """Measure until the machine is quiet meanwhile, but not for ever; the best, and whether it was quiet.
 
     `best` makes one result of two.
@@ -53,10 +56,10 @@ def settled(measure: Callable[[], T], best: Callable[[T, T], T]) -> tuple[T, boo
     return result, not watch.busy()
 
 
-class Kept:
-    """One measurement in a file of choices, with the time of it and whether the machine was quiet then."""
+class Record:
+    """One measurement in the tuning cache, with the time of it and whether the machine was quiet then."""
 
-    def __init__(self, file: Choices, name: str) -> None:
+    def __init__(self, file: TuningCache, name: str) -> None:
         self._file, self._name = file, name
 
     def get(self) -> tuple[Any, bool]:
@@ -70,6 +73,13 @@ class Kept:
     def put(self, value: Any, quiet: bool) -> None:
         """Keep it."""
         self._file.put(self._name, json.dumps({"value": value, "quiet": quiet, "time": time()}))
+
+
+def device_key(purpose: str, capabilities: Capabilities) -> str:
+    """What measurements depend on: they are made again where any of it has changed."""
+    about = (capabilities.description, capabilities.vendor, capabilities.api, capabilities.compute_units)
+    more = (capabilities.vector_width, capabilities.matmul_library, capabilities.tf32, np.__version__)
+    return f"{purpose} {about} {more} penstock {version('penstock')}"
 
 
 def _others_seconds() -> float:

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import psutil
 from wgpu.backends.wgpu_native import ffi, lib
 
-from penstock.device.driver import Capabilities
-from penstock.device.wgsl import PLACE_UNIT
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.webgpu.wgsl import OFFSET_ALIGNMENT
 
-BUFFER_UNIT = 16  # bytes, of which every buffer is a multiple: the largest item that an array can have
+BUFFER_ALIGNMENT = 16  # bytes, of which every buffer is a multiple: the largest item that an array can have
 # Features of wgpu.h and backends that cffi cannot take from a header.
 IMMEDIATES, INT64, TIMES_BETWEEN_PASSES = 0x30001, 0x30026, 0x30024
 FLOAT16 = lib.WGPUFeatureName_ShaderF16
@@ -145,7 +145,7 @@ def _adapter(native: Any) -> Adapter:
 def webgpu_capabilities(adapter: Adapter) -> Capabilities:
     """What an adapter can do, without opening it."""
     limits, cpu = adapter.limits, adapter.sort == "cpu"
-    largest = min(limits["maxBufferSize"], _MOST_BYTES) // BUFFER_UNIT * BUFFER_UNIT
+    largest = min(limits["maxBufferSize"], _MOST_BYTES) // BUFFER_ALIGNMENT * BUFFER_ALIGNMENT
     return Capabilities(
         description=adapter.name,
         vendor=adapter.vendor,
@@ -154,7 +154,7 @@ def webgpu_capabilities(adapter: Adapter) -> Capabilities:
         language="wgsl",
         total_bytes=_GPU_BYTES if adapter.sort == "discrete" else psutil.virtual_memory().total,
         max_allocation_bytes=largest,
-        offset_alignment=PLACE_UNIT,
+        offset_alignment=OFFSET_ALIGNMENT,
         shared_memory=False,
         compute_units=(os.cpu_count() or 1) if cpu else _GPU_UNITS,
         max_group_size=limits["maxComputeInvocationsPerWorkgroup"],
@@ -164,7 +164,7 @@ def webgpu_capabilities(adapter: Adapter) -> Capabilities:
         float64=False,
         int64=INT64 in adapter.features,
         max_buffers=limits["maxStorageBuffersPerShaderStage"],
-        binding_bytes=limits["maxStorageBufferBindingSize"] // PLACE_UNIT * PLACE_UNIT,
+        binding_bytes=limits["maxStorageBufferBindingSize"] // OFFSET_ALIGNMENT * OFFSET_ALIGNMENT,
     )
 
 
