@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import examples, one_opencl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cuda_sources import Imagined
@@ -20,6 +21,8 @@ from penstock.drivers.cuda import compile_text
 from penstock.drivers.driver import Kernel, Source
 from penstock.errors import CompileError, KernelError
 from penstock.testing import assert_fused_equal
+
+pytestmark = one_opencl
 
 SWISH = "x / (1 + exp(-x * beta))"
 SOFTMAX = "exp(x - max(x)) / sum(exp(x - max(x)))"
@@ -269,7 +272,7 @@ _NUMPY: dict[str, Any] = {
 _NUMPY |= {name: getattr(np, name) for name in ("sin", "cos", "tanh", "exp", "sqrt", "square", "where")}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, quick=8), deadline=None)
 @given(st.recursive(_LEAVES.map(lambda leaf: (leaf, leaf)), _grown, max_leaves=6), st.integers(0, 3))
 def test_random_formulas_agree_with_numpy_and_unfused(texts: tuple[str, str], seed: int) -> None:
     x, y = array(6, 8, seed=seed), array(8, seed=seed + 10)
