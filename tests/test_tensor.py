@@ -65,6 +65,7 @@ def test_values_of_every_dtype_come_back(on: Device, dtype: str) -> None:
     assert x.tolist() == array.tolist()
 
 
+@pytest.mark.slow("uint8", "int16", "uint16", "uint32", "int64")
 @pytest.mark.parametrize("dtype", DTYPES)
 @relaxed
 @given(data=st.data())
