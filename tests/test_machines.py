@@ -229,6 +229,8 @@ def test_what_was_compiled_is_not_compiled_again(tmp_path: Path) -> None:
         f"import os\nfrom penstock import devices; devices()\nos.environ['PATH'] = {str(tmp_path)!r}\n{MAPS}"
     )
     assert python(text, tmp_path).stdout == "right\n"
+    python(MAPS, tmp_path, POCL_EXTRA_BUILD_FLAGS="-cl-mad-enable")
+    assert len(list(kept.iterdir())) == 2 * len(before), "what PoCL compiles with other flags is other code"
 
 
 @needs_pocl
