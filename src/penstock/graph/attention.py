@@ -127,8 +127,7 @@ def has_kernel(node: Node, capabilities: Capabilities) -> bool:
     query, key = node.inputs[:2]
     queries, keys, width = query.shape[1], key.shape[1], query.shape[-1]
     return (
-        capabilities.language == "cuda"
-        and capabilities.tensor_cores
+        capabilities.tensor_cores
         and query.dtype in HALVES
         and width % 16 == 0
         and 16 <= width <= 128
