@@ -12,7 +12,7 @@ import pytest
 from test_graph import at, check_gradient, evaluate, sample
 
 import penstock as ps
-from penstock import Device, realize
+from penstock import Device
 from penstock.drivers.driver import Capabilities
 from penstock.drivers.host import HostDriver
 from penstock.errors import DeviceError
@@ -20,8 +20,8 @@ from penstock.fusion.groups import Group, partition
 from penstock.graph import dtypes, shaping
 from penstock.graph.attention import ATTENTION, ATTENTION_GRADIENT, attention, packed_attention
 from penstock.graph.gradient import gradients
-from penstock.graph.meaning import computed
 from penstock.graph.node import Node, leaf, topological
+from penstock.graph.reference import computed
 from penstock.graph.simplify import simplify
 from penstock.kernels.attention import attention_kernels
 from penstock.kernels.cache import whole_text
@@ -303,8 +303,8 @@ def distance(found: np.ndarray, wanted: np.ndarray) -> float:
 def test_cuda_computes_it(
     gpu: Device, shape: tuple[int, ...], causal: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
     batch, queries, keys, heads, width = shape
     random = np.random.default_rng(queries)
     lengths = (queries, keys, keys, queries)

@@ -14,7 +14,7 @@ import pytest
 from test_random_graphs import grown
 
 import penstock as ps
-from penstock import Device, nn, optim, realize
+from penstock import Device, nn, optim
 from penstock.drivers.binaries import Binaries
 from penstock.drivers.cuda import compile_text
 from penstock.drivers.driver import Event, Grid, Kernel, Queue, Source
@@ -26,7 +26,8 @@ from penstock.graph.dtypes import bfloat16
 from penstock.graph.node import Node, leaf
 from penstock.kernels.cache import KernelCache, whole_text
 from penstock.kernels.source import KernelSource
-from penstock.realize import Structure, programs
+from penstock.realize import programs
+from penstock.structure import Structure
 
 BOOL = np.dtype(bool)
 WHOLE = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -76,8 +77,8 @@ class Gathering(KernelCache):
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(Executable, "_on_host", lambda *_: None)  # it would read what was not computed
     made = Device.over(Imagined())
     programs(made).kernels = Gathering(made)
@@ -103,7 +104,7 @@ def given(device: Device) -> Given:
 def build(device: Device, wanted: Sequence[Node]) -> None:
     """The program of some nodes, run on a device that computes nothing: the first run writes its kernels."""
     structure = Structure(wanted)
-    built = programs(device).build(structure, wanted)
+    built = programs(device).build(structure)
     built.run([node.value for node in structure.inputs], structure.constants())
 
 
@@ -128,7 +129,7 @@ def applied(given: Given, primitive: Any, dtype: np.dtype[Any]) -> Node | None:
             inputs[0] = given((5, 70), BOOL)
         try:
             with np.errstate(all="ignore"):
-                primitive.numpy(*(np.ones(one.shape, one.dtype) for one in inputs))
+                primitive.reference(*(np.ones(one.shape, one.dtype) for one in inputs))
             return Node(primitive, tuple(inputs), {})
         except (TypeError, ValueError):
             continue
@@ -171,7 +172,11 @@ def test_kernels_of_single_nodes(device: Device, given: Given) -> None:
             x = given(shape, dtype)
             build(device, [reducing.argmax(x, axis), reducing.argmin(x, axis)])
             build(device, [reducing.argsort(x, axis, False), reducing.argsort(x, axis, True)])
-            build(device, [reducing.cumulative_sum(x, axis), reducing.cumulative_prod(x, axis)])
+            for reverse in (False, True):
+                sums, products = (reducing.cumulative_sum, reducing.cumulative_prod)
+                build(device, [sums(x, axis, reverse), products(x, axis, reverse)])
+                if x.dtype.kind == "f":
+                    build(device, [reducing.linear_recurrence(x, x, axis, reverse)])
         index = given((40,), np.dtype(np.int32))
         build(device, [contraction.scatter_add(given((40, 3), dtype), index, 11)])
     check(device, 150)

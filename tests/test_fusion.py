@@ -505,8 +505,8 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Device]:
 @pytest.fixture
 def device(shared: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device that computes everything by kernels, at the first sight."""
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(lowering, "_BUSY", 0)  # threads of a GPU have several items, even of small values
     return shared
 
@@ -593,7 +593,7 @@ def test_every_function_agrees_with_numpy(device: Device, monkeypatch: pytest.Mo
 
 def _binary(name: str) -> Any:
     # Where NumPy is not the standard: see the meaning of the primitive.
-    return elementwise.PRIMITIVES[name].numpy if name == "floor_divide" else numpy_name(name)
+    return elementwise.PRIMITIVES[name].reference if name == "floor_divide" else numpy_name(name)
 
 
 def test_signs_of_zeros_and_extremes(device: Device) -> None:
@@ -755,7 +755,7 @@ def test_padding(device: Device) -> None:
     nodes = [shaping.pad(twice, slices, shape) for slices, shape in cases]
     nodes += [reducing.sum_(shaping.pad(twice, *cases[2]), (1,)), reducing.max_(nodes[3], (0,))]
     realize.realize(nodes, device)
-    expected = [shaping.PAD.numpy(a * 2, *case) for case in cases]
+    expected = [shaping.PAD.reference(a * 2, *case) for case in cases]
     expected += [expected[2].sum(1), expected[3].max(0)]
     for node, right in zip(nodes, expected, strict=True):
         found = device.download(node.value, node.dtype, node.shape).wait()
@@ -858,7 +858,7 @@ def test_explain_names_the_steps_and_the_plan(device: Device) -> None:
 
 def test_kernels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_MAX_KERNELS", 2)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
     device = Device.over(DRIVERS["host"]())
     kernels = realize.programs(device).kernels
     tables = [table for table in vars(kernels).values() if isinstance(table, OrderedDict)]

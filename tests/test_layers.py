@@ -21,7 +21,7 @@ LAYERS = [
     "measuring",
     "tensor",
     "realize",
-    "executable",
+    "structure executable",
     "compiler",
     "kernels",
     "plan fusion",

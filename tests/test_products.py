@@ -21,7 +21,7 @@ from numpy.lib.stride_tricks import as_strided
 from test_graph import at
 
 import penstock as ps
-from penstock import Device, realize, tuning_cache
+from penstock import Device, tuning_cache
 from penstock.config import Settings
 from penstock.drivers.driver import Capabilities
 from penstock.drivers.host import HostDriver, host_capabilities
@@ -31,8 +31,8 @@ from penstock.fusion.products import Matrix, batch_stride, by_library, laid_out
 from penstock.fusion.views import base
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.contraction import MATMUL
-from penstock.graph.meaning import computed
 from penstock.graph.node import Node
+from penstock.graph.reference import computed
 from penstock.graph.simplify import simplify
 from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, Product, library_problem
 from penstock.kernels.writer import fusible, write
@@ -224,7 +224,7 @@ def computed_graph(node: Node) -> np.ndarray:
     inputs = [computed_graph(parent) for parent in node.inputs]
     if node.value is not None:
         return np.asarray(node.value).astype(np.float64)
-    return np.asarray(node.primitive.numpy(*inputs, **node.attributes))
+    return np.asarray(node.primitive.reference(*inputs, **node.attributes))
 
 
 # Groups
@@ -445,8 +445,8 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Device]:
     if request.param not in DRIVERS:
         pytest.skip("no such device")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(realize, "MIN_ITEMS", 1)
-        patch.setattr(realize, "LARGE_ITEMS", 1)
+        patch.setattr("penstock.structure.MIN_ITEMS", 1)
+        patch.setattr("penstock.structure.LARGE_ITEMS", 1)
         device = Device.over(DRIVERS[request.param]())
         yield device
         device.close()

@@ -26,7 +26,7 @@ import pytest
 from conftest import DRIVERS, SMALL, GraphingHost, compiled
 
 import penstock as ps
-from penstock import Device, realize, tuning_cache
+from penstock import Device, tuning_cache
 from penstock.drivers.driver import Kernel
 from penstock.drivers.host import HostDriver
 from penstock.errors import DeviceError, DeviceUnavailable
@@ -193,8 +193,8 @@ def test_what_numpy_computes_instead_is_shown(monkeypatch: pytest.MonkeyPatch) -
         (x + x * 3).numpy()
     (kernel,) = p.kernels()
     assert (kernel.name, kernel.where, kernel.calls) == ("numpy multiply add", "host", 1)
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
     with ps.profile(device=device) as p:
         (x + x * 3).numpy()
     assert {kernel.where for kernel in p.kernels()} == {"device"}

@@ -21,6 +21,7 @@ from penstock.graph import contraction, creating, elementwise, reducing, shaping
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.random import random_bits
 from penstock.kernels import chaining, lowering, writer
+from penstock.structure import Structure
 
 FLOATS = ("float32", "float32", "float32", "float16", "float64")
 WHOLES = ("int32", "int32", "int64", "uint32", "uint64", "int8", "uint8", "int16", "uint16")
@@ -392,8 +393,11 @@ class Grower:
         if not x.ndim:
             return
         axis = self.choice.randrange(x.ndim)
-        result = self.choice.choice((reducing.cumulative_sum, reducing.cumulative_prod))(x, axis)
+        reverse = self.choice.random() < 0.5
+        result = self.choice.choice((reducing.cumulative_sum, reducing.cumulative_prod))(x, axis, reverse)
         if x.dtype.kind == "f":
+            if self.choice.random() < 0.3:
+                result = reducing.linear_recurrence(x, x, axis, reverse)
             self.after(self.scaled(result, 1 / x.shape[axis]), x)
         else:
             self.same(result)
@@ -457,7 +461,7 @@ def check(device: Device, seed: int, size: int) -> None:
         grower, wanted = grown(
             seed, size, values, lambda array: leaf(device.upload(array), array.shape, array.dtype)
         )
-        structure = realize.Structure(wanted)
+        structure = Structure(wanted)
         found = programs.known(structure)
         assert found is not None
         inputs = [node.value for node in structure.inputs]
@@ -533,8 +537,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Device]]:
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(lowering, "_BUSY", 0)  # threads of a GPU have several items, even of small values
     poison(monkeypatch)
     made: list[Device] = []

@@ -25,7 +25,8 @@ from penstock.fusion.tallies import is_tally, units_with_tallies
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.node import Node
 from penstock.kernels.writer import fusible
-from penstock.realize import Structure, programs
+from penstock.realize import programs
+from penstock.structure import Structure
 
 GPU = replace(opencl_capabilities(NATIVE), vector_width=1, compute_units=4)
 
@@ -137,8 +138,8 @@ def _threads() -> Driver:
 @pytest.fixture(scope="module", params=["opencl-threads", *CUDA_KINDS])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(realize, "MIN_ITEMS", 1)
-        patch.setattr(realize, "LARGE_ITEMS", 1)
+        patch.setattr("penstock.structure.MIN_ITEMS", 1)
+        patch.setattr("penstock.structure.LARGE_ITEMS", 1)
         patch.setattr(splitting, "_LARGE", 1)
         made = Device.over({"opencl-threads": _threads, **DRIVERS}[request.param]())
         yield made
@@ -148,7 +149,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 def kept(device: Device, *tensors: ps.Tensor) -> int:
     """How many tallies the program of some tensors has."""
     nodes = [tensor._node for tensor in tensors]
-    program = programs(device).build(Structure(nodes), nodes)
+    program = programs(device).build(Structure(nodes))
     return sum(count for _, count in with_tallies([step.group for step in program.schedule.groups]))
 
 

@@ -51,8 +51,8 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Device]:
 @pytest.fixture
 def device(shared: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device that computes everything by kernels, with as many lanes as there can be."""
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(lowering, "_BUSY", 0)
     return shared
 

@@ -76,8 +76,8 @@ def exact_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Everything is computed by kernels at the first sight; the names of what NumPy computes all the same."""
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
     on_host, names = Executable._on_host, []
 
     def noted(self: Executable, step: Step, *rest: Any) -> None:
@@ -408,8 +408,8 @@ def test_any_shape(
     limits: tuple[int, int], name: str, dtype: str, rows: int, columns: int, seed: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(realize, "MIN_ITEMS", 1)
-        patch.setattr(realize, "LARGE_ITEMS", 1)
+        patch.setattr("penstock.structure.MIN_ITEMS", 1)
+        patch.setattr("penstock.structure.LARGE_ITEMS", 1)
         kind = "float32" if name in FLOATS else "int32" if name in WHOLE and dtype[0] == "f" else dtype
         compare(shared(*limits), (FLOATS | ANY | WHOLE)[name], kind, (rows, columns), seed)
 
@@ -427,8 +427,8 @@ def test_random_numbers_are_those_of_any_device(by_kernels: list[str]) -> None:
 @pytest.mark.parametrize("binding", [256, 512, 2048])
 @pytest.mark.parametrize("buffers", [8, 32])
 def test_random_graphs(monkeypatch: pytest.MonkeyPatch, binding: int, buffers: int) -> None:
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(lowering, "_BUSY", 0)
     device = opened(binding, buffers)
     poison(monkeypatch)

@@ -28,7 +28,6 @@ from penstock.measuring.rates import Rates, machine_rates, placement_cache
 from penstock.memory.buffer import Buffer
 from penstock.plan.arenas import ArenaPlan
 from penstock.realize import (
-    Structure,
     by_numpy,
     numpy_text,
     programs,
@@ -36,6 +35,7 @@ from penstock.realize import (
     to_compute,
 )
 from penstock.runtime import Device
+from penstock.structure import Structure
 from penstock.tuning_cache import TuningCache
 
 _CLOSE = 3.0  # prices that differ by less are no reason to choose: the programs are timed
@@ -110,9 +110,7 @@ class Dispatcher:
         numpy = not forced and structure.waits_for_no_compiler(self.seen(structure))
         return structure.key not in self._placed and not numpy
 
-    def computed(
-        self, structure: Structure, wanted: Sequence[Node]
-    ) -> tuple[list[Buffer], Executable | None]:
+    def computed(self, structure: Structure) -> tuple[list[Buffer], Executable | None]:
         """The values of nodes, and a program that computed them, if NumPy did not."""
         numbers = structure.constants()
         member = self._staying(structure)
@@ -122,16 +120,14 @@ class Dispatcher:
             return there.run(self.places.bring(structure.inputs, member), numbers), there
         placed = self._known(structure)
         if placed is None:
-            return by_numpy(wanted, self._sharing(structure.inputs)), None
+            return by_numpy(structure.nodes, self._sharing(structure.inputs)), None
         inputs = [node.value for node in structure.inputs]
         program, inputs = placed.chosen(inputs, lambda: structure.inputs, numbers)
         return program.run(inputs, numbers), program.programs[-1]
 
-    def build(
-        self, structure: Structure, wanted: Sequence[Node], aliases: Mapping[int, int] | None = None
-    ) -> Placed:
+    def build(self, structure: Structure, aliases: Mapping[int, int] | None = None) -> Placed:
         """A graph for any of the members; see `Programs.build`."""
-        nodes, inputs = prepare(wanted, structure.inputs)
+        nodes, inputs = prepare(structure.wanted, structure.inputs)
         placed = Placed(self, nodes, inputs, structure, aliases or {})
         self._everything.add(placed)
         return placed
@@ -142,16 +138,16 @@ class Dispatcher:
         if not wanted:
             holders = dict.fromkeys(self.places.holder(source(node).value).name for node in nodes)
             return f"computed already, on {' and '.join(holders)}"
-        structure = Structure(wanted)
+        structure = Structure(wanted, self.device.capabilities)
         member = self._staying(structure)
         if member is not None:
             there = programs(member).known(structure)
             assert there is not None
             return f"on {member.name}, which holds the inputs:\n{there.schedule}"
-        placed = self._placed.get(structure.key) or self.build(structure, structure.wanted)
+        placed = self._placed.get(structure.key) or self.build(structure)
         text = placed.explained(structure.inputs)
         if structure.key not in self._placed and structure.waits_for_no_compiler(self.seen(structure)):
-            return f"{numpy_text(structure, wanted)}; in a jitted function:\n{text}"
+            return f"{numpy_text(structure)}; in a jitted function:\n{text}"
         return text
 
     def _staying(self, structure: Structure) -> Device | None:
@@ -184,7 +180,7 @@ class Dispatcher:
             if not forced and structure.waits_for_no_compiler(key in self._seen):
                 self._seen[key] = None
                 return None
-            placed = self._placed[key] = self.build(structure, structure.wanted)
+            placed = self._placed[key] = self.build(structure)
         return placed
 
 
