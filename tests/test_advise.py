@@ -69,7 +69,7 @@ TRIES = 3  # others may take the machine away for a while, and then some times a
 
 
 @pytest.fixture(autouse=True)
-def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def rates(optimized: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rates that need no measuring, and are not those of a machine that others use too."""
     monkeypatch.setattr(ceilings, "_measured", lambda device, what: RATES[what])
     monkeypatch.setattr(tuning_cache, "cache_folder", lambda: tmp_path / "cache")

@@ -568,6 +568,7 @@ def test_a_comparison_says_what_got_slower() -> None:
 @pytest.fixture
 def _in_folder(_small_ceilings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("penstock.bench.running.QUICK", SHORT)  # as many rounds, in less time
     default = ps.default_device()
     yield
     assert ps.default_device() is default  # which a run borrows

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from test_graph import at
 
+import penstock as ps
 from penstock.drivers.driver import Capabilities
 from penstock.drivers.host import HostDriver
 from penstock.graph import contraction, elementwise, shaping
@@ -37,3 +40,33 @@ def test_products_of_bfloat16_are_in_float32_where_there_is_no_library() -> None
     assert names(product, PLAIN) == ["cast", "cast", "cast", "permute", "matmul", "cast"]
     (found,) = decompose([elementwise.negative(product)], PLAIN)
     assert found.inputs[0].inputs[0].dtype == float32
+
+
+def test_the_error_function_is_made_of_others() -> None:
+    x = at(np.linspace(-3, 3, 9))
+    assert "erf" not in names(elementwise.erf(x), PLAIN)
+    assert "erf" not in names(elementwise.erf(elementwise.cast(x, bfloat16)), PLAIN)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_error_function(device: ps.Device, dtype: type) -> None:
+    spread = np.logspace(math.log10(np.finfo(dtype).tiny), 1, 500)
+    x = np.concatenate([np.linspace(-7, 7, 5001), spread, -spread]).astype(dtype)
+    expected = np.array([math.erf(float(value)) for value in x])
+    for function in (ps.erf, ps.jit(ps.erf)):
+        found = function(ps.asarray(x, device=device)).numpy().astype(np.float64)
+        steps = np.abs(found - expected) / np.spacing(np.abs(expected).astype(dtype)).astype(np.float64)
+        assert steps.max() <= 3
+
+
+def test_the_error_function_of_special_values(device: ps.Device) -> None:
+    x = np.array([0.0, -0.0, math.inf, -math.inf, math.nan, 30, -30], np.float32)
+    found = ps.jit(ps.erf)(ps.asarray(x, device=device)).numpy()
+    np.testing.assert_array_equal(found, np.array([0, -0.0, 1, -1, math.nan, 1, -1], np.float32))
+    assert np.signbit(found[:2]).tolist() == [False, True]
+
+
+def test_the_gradient_of_the_error_function(device: ps.Device) -> None:
+    x = np.linspace(-4, 4, 101).astype(np.float32)
+    found = ps.grad(lambda x: ps.sum(ps.erf(x)))(ps.asarray(x, device=device)).numpy()
+    np.testing.assert_allclose(found, 2 / math.sqrt(math.pi) * np.exp(-(x.astype(np.float64) ** 2)), 1e-5)

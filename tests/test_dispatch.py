@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, SMALL
+from conftest import DRIVERS, SMALL, examples, one_opencl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_lifecycle import assert_quiet_success
@@ -34,6 +34,8 @@ from penstock.measuring.rates import Rates, at, plausible
 from penstock.realize import realize
 from penstock.runtime import Device
 from penstock.tensor.jit import plans
+
+pytestmark = one_opencl
 
 KINDS = [kind for kind in DRIVERS if kind != "host"]  # each as the first of two, NumPy the second
 PRODUCTS = ((32.0, 1e-5), (1024.0, 1e-2))
@@ -103,7 +105,7 @@ def expected_chain(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, quick=8), deadline=None)
 @given(seed=st.integers(0, 1 << 20), size=st.integers(8, 60))
 @example(seed=488, size=46)  # a product's ending in float64
 @example(seed=244, size=44)  # a sum of integers that NumPy computes

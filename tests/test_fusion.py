@@ -633,6 +633,7 @@ def test_vectors_have_tails(device: Device, length: int) -> None:
         np.testing.assert_allclose(one, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow("uint8", "int16", "uint16", "uint32", "int64")
 @pytest.mark.parametrize("dtype", DTYPES.split())
 def test_dtypes(device: Device, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     sources = compiled(device, monkeypatch)

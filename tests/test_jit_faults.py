@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS
+from conftest import DRIVERS, one_opencl
 
 import penstock as ps
 from penstock import Device, optim
 from penstock.errors import DamagedTensor, DeviceError, OutOfDeviceMemory
 from penstock.memory.buffer import Buffer
 from penstock.tensor import replay
+
+pytestmark = one_opencl
 
 KINDS = [
     kind for kind in ("opencl-svm", "opencl-device", "host-late", "host-far", "webgpu") if kind in DRIVERS

@@ -331,6 +331,7 @@ def assert_quiet_success(*parts: str) -> None:
 # Forks
 
 
+@pytest.mark.slow("opencl-mapped", "opencl-device")
 @pytest.mark.parametrize("kind", NATIVE_KINDS)
 def test_a_forked_child_is_refused_the_device_that_it_inherited_and_the_parent_goes_on(kind: str) -> None:
     assert_quiet_success(

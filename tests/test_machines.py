@@ -50,8 +50,18 @@ if "platforms" in os.environ["WITHOUT"]:
     os.environ["PYOPENCL_HOME"] = os.environ["OCL_ICD_VENDORS"] = os.environ["HERE"]
 """
 
+# The end of a run of training in short: a small sample, and no rates of the device are measured.
+SHORT = """
+from penstock import cli
+from penstock.profiling import ceilings
+cli._SAMPLE = 8
+ceilings._measured = lambda *_: 1e11
+"""
+
 # Programs of their own for kernels that differ; whatever is wrong in one of them shows.
 MAPS = """
+import sys
+sys.modules["wgpu"] = None  # not looked for: it takes as long to load as all the rest
 import numpy as np
 import penstock as ps
 device = ps.use("opencl")
@@ -95,7 +105,8 @@ def training(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("without", "default", "trains"),
     [
-        ("pyopencl", "webgpu:0", True),
+        ("pyopencl", "webgpu:0", False),
+        pytest.param("pyopencl", "webgpu:0", True, marks=pytest.mark.slow),
         ("platforms", "webgpu:0", False),
         ("pyopencl wgpu", "host", False),
         ("platforms wgpu", "host", True),
@@ -117,7 +128,7 @@ def test_what_is_not_installed_is_done_without(
     assert refused.returncode == 1
     assert f"there is no device '{asked}'" in refused.stderr
     if trains:
-        python(WITHOUT + command(training(tmp_path)), tmp_path, **missing)
+        python(WITHOUT + SHORT + command(training(tmp_path)), tmp_path, **missing)
         assert (tmp_path / "run" / "report.html").exists()
 
 
@@ -130,7 +141,7 @@ def test_without_a_linker_another_device_is_the_default(tmp_path: Path) -> None:
     listed = python(command(["devices"]), tmp_path, **paths)
     assert "opencl" not in listed.stdout
     assert "apt install binutils" in listed.stderr
-    done = python(command([*training(tmp_path), "--device", "host"]), tmp_path, **paths)
+    done = python(SHORT + command([*training(tmp_path), "--device", "host"]), tmp_path, **paths)
     assert "binutils" not in done.stderr, "who names a device need not hear of another"
     for name in ("opencl", "opencl:0"):
         refused = python(command(["devices", name]), tmp_path, check=False, **paths)
@@ -143,6 +154,7 @@ def test_without_a_linker_another_device_is_the_default(tmp_path: Path) -> None:
 
 
 @needs_pocl
+@pytest.mark.slow("x86_64-unknown-linux-gnu-ld")
 @pytest.mark.parametrize("linker", ["ld", "x86_64-unknown-linux-gnu-ld"])
 def test_pocl_finds_the_linkers_that_are_looked_for(tmp_path: Path, linker: str) -> None:
     found = shutil.which("ld")
@@ -177,6 +189,7 @@ def damage(path: Path, kind: str) -> None:
 
 
 @needs_pocl
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("own", [True, False], ids=["own folder", "POCL_CACHE_DIR"])
 def test_damaged_kernels_are_compiled_again(tmp_path: Path, own: bool) -> None:
     settings = {} if own else {"POCL_CACHE_DIR": str(tmp_path / "given")}
@@ -216,6 +229,8 @@ def test_what_was_compiled_is_not_compiled_again(tmp_path: Path) -> None:
         f"import os\nfrom penstock import devices; devices()\nos.environ['PATH'] = {str(tmp_path)!r}\n{MAPS}"
     )
     assert python(text, tmp_path).stdout == "right\n"
+    python(MAPS, tmp_path, POCL_EXTRA_BUILD_FLAGS="-cl-mad-enable")
+    assert len(list(kept.iterdir())) == 2 * len(before), "what PoCL compiles with other flags is other code"
 
 
 @needs_pocl

@@ -766,6 +766,7 @@ def perfetto(path: Path, *queries: str) -> list[list[dict[str, Any]]]:
     return rows
 
 
+@pytest.mark.slow("opencl-mapped", "opencl-device", "host-late", "host-far")
 def test_perfetto_reads_a_trace(device: Device, kernels: Kernels, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with ps.profile(path, device=device) as p:

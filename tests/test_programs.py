@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, one_opencl
 
 import penstock as ps
 from penstock import Device, realize
@@ -21,6 +21,8 @@ from penstock.drivers.driver import Driver
 from penstock.drivers.opencl import OpenCLDriver
 from penstock.errors import CompileError, OutOfDeviceMemory
 from penstock.structure import Structure
+
+pytestmark = one_opencl
 
 
 def _threads() -> Driver:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, NATIVE, SMALL
+from conftest import DRIVERS, NATIVE, SMALL, one_opencl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +22,8 @@ from penstock.graph.random import RANDOM_BITS, philox, random_bits
 from penstock.kernels.philox import PHILOX
 from penstock.tensor import random
 from penstock.tensor.random import Generator
+
+pytestmark = one_opencl
 
 # The known answers of the authors of Philox: counter, key, block.
 KNOWN = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fusion import holds
@@ -171,7 +171,7 @@ COLUMNS = st.one_of(st.integers(2, 70), st.sampled_from([96, 128, 384, 520, 1000
 
 
 @given(function=st.sampled_from([norm, slope]), stretches=st.integers(2, 9), columns=COLUMNS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, quick=8), deadline=None)
 def test_sums_on_the_way_are_those_of_numpy(
     device: Device, function: Callable[..., Any], stretches: int, columns: int
 ) -> None:

@@ -232,6 +232,7 @@ def test_accumulated_batches_are_like_one_large_batch(tmp_path: Path, config: Co
 
 
 @pytest.mark.usefixtures("default_device")
+@pytest.mark.slow("bfloat16")
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_half_precision_trains_and_resumes(tmp_path: Path, config: Config, precision: str) -> None:
     config = config.changed({"model": {"precision": precision}, "run": {"steps": 20}})

@@ -504,6 +504,7 @@ def test_a_table_larger_than_a_binding_is_trained(binding: int, buffers: int) ->
     plain.close()
 
 
+@pytest.mark.slow
 def test_a_gpt_is_trained_with_windows() -> None:
     losses = []
     for binding in (8192, 1 << 27):

@@ -31,7 +31,7 @@ _ALIKE = 0.95  # correlation of ranks from which on one array was made of anothe
 _FETCHED = 4  # arrays that are remembered, to see whether they come back
 _SENT = 64  # samples that are remembered, of one line
 _THREADS = 256
-WIDE = ("float64", "complex128")  # dtypes whose numbers have 64 bits each
+WIDE = ("float64", "complex128")  # dtypes that take 64 bits for each number
 _JOINS = (Kind.ELEMENTWISE, Kind.REDUCTION)  # what would be one kernel with what it reads
 Sample = npt.NDArray[np.float64]
 

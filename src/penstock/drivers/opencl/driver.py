@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 import threading
 import warnings
@@ -108,7 +109,8 @@ class OpenCLDriver(Driver):
         if device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT:
             self._options.append("-cl-fp32-correctly-rounded-divide-sqrt")
         version = (device.platform.name, device.version, device.driver_version, device.name)
-        self._built_for = "\n".join((*version, *self._options))
+        extra = os.environ.get("POCL_EXTRA_BUILD_FLAGS", "")  # which PoCL adds to the options by itself
+        self._built_for = "\n".join((*version, *self._options, extra))
         self._cache = pocl.cache() if device.platform.name == pocl.PLATFORM else None
         self._lock = threading.Lock()
         self._allocations: set[Memory] = set()
