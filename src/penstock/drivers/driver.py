@@ -71,7 +71,7 @@ class Capabilities:
 
 
 class LibraryLaunch(Protocol):
-    """Work of a library in a kernel's place: a function of native arguments that a driver enqueues itself."""
+    """Work of a library in place of a kernel: it enqueues itself, given native arguments."""
 
     def prepare(self, driver: Driver) -> None:
         """Called once, when it is compiled: it may allocate, measure and free."""
@@ -221,9 +221,9 @@ class Driver(ABC):
         """
 
     def capture(self, bound: Sequence[Any], after: Sequence[Sequence[int]]) -> Any:
-        """Bound launches, each replayed before, as one for `replay`. What `rebind` changes, changes in it.
+        """A graph of bound launches, each replayed before, for `replay`. `rebind` of a launch changes it.
 
-        Each starts when those have ended that `after` names by number; others may run at the same time.
+        `after` lists, for each launch, those that must have ended; others may run at the same time.
         """
         raise NotImplementedError(f"{self.name} has no graphs")
 
@@ -272,9 +272,9 @@ class Driver(ABC):
     # Times
 
     def time_commands(self, on: bool) -> None:
-        """Note when commands run, from here on, or stop it; nothing is pending.
+        """Start to note when commands run, or stop it. Nothing is pending.
 
-        The queues may be others afterwards. The commands of a graph are not told apart.
+        The queues may be new objects afterwards. The commands of a graph have no times of their own.
         """
         if on:
             raise NotImplementedError(f"{self.name} does not tell when commands ran")

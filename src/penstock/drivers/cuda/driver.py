@@ -247,7 +247,7 @@ class CudaDriver(Driver):
         ]
 
     def _enter(self) -> None:
-        """Let CUDA's calls on this thread mean this device, whatever other libraries have set."""
+        """Make this device current on this thread, whatever other libraries have set."""
         cu.cuCtxSetCurrent(self._context)
 
     def _begin(self, queue: Queue, waits: Waits) -> None:
@@ -258,7 +258,7 @@ class CudaDriver(Driver):
                     checked(cu.cuStreamWaitEvent(queue, event.native, 0))
 
     def _refuse(self, error: CudaError) -> None:
-        """Raise what CUDA has against a command, unless that is the failure of another one."""
+        """Raise the error of a command that CUDA refused; one that ends the device is kept for the events."""
         if error.code not in FATAL:
             raise DeviceError(str(error)) from None
         self._end(error.code)
@@ -272,7 +272,7 @@ class CudaDriver(Driver):
         )
 
     def _event(self, queue: Queue) -> Event:
-        """The event of what was recorded last: one for all until the next flush, because each takes time."""
+        """The event of the last command. All commands until the next flush share one, to save time."""
         event = self._open.get(queue)
         if event is None:
             event = self._open[queue] = CudaEvent(queue, self._events.idle)
@@ -290,7 +290,7 @@ class CudaDriver(Driver):
         return event
 
     def _record(self, event: Event) -> None:
-        """Give an event its place on its queue."""
+        """Record a native event for an event."""
         try:
             event.native = self._events.mark(event.queue, event.idle)
         except CudaError as error:
