@@ -19,7 +19,7 @@ from penstock import Device, nn
 from penstock.device.driver import Driver
 from penstock.device.opencl import OpenCLDriver
 from penstock.kernels.lone import Launch
-from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes
+from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes, _with_arguments
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 
@@ -101,14 +101,15 @@ def test_more_parameters_than_a_device_takes_stay_in_the_text() -> None:
 def all_as_arguments(
     sizes: Sizes, source: KernelSource, varied: bool
 ) -> tuple[KernelSource, tuple[int, ...]]:
-    """Stands in for `Sizes._with_arguments`: all integers become arguments, whether they differ or not."""
-    parted = sizes._parted(source)
-    values = list(dict.fromkeys(parted.values)) if parted is not None else []
-    if parted is None or not values or len(source.signature) * 8 + len(values) * 4 > MOST_PARAMETER_BYTES:
+    """Stands in for `Sizes._varied`: all integers become arguments, whether they differ or not."""
+    integers = sizes._integers(source)
+    values = list(dict.fromkeys(integers.values)) if integers is not None else []
+    if integers is None or not values or len(source.signature) * 8 + len(values) * 4 > MOST_PARAMETER_BYTES:
         return source, ()
-    text = sizes._joined(source, parted, [values.index(value) for value in parted.values], len(values))
+    argument = [values.index(value) for value in integers.values]
+    body = _with_arguments(source, integers, argument, source.name)
     scalars = ("int32",) * len(values) + source.scalars
-    return replace(source, text=text, scalars=scalars, sizes=len(values)), tuple(values)
+    return replace(source, body=body, scalars=scalars, sizes=len(values)), tuple(values)
 
 
 make = make_device  # a fixture
@@ -118,7 +119,7 @@ make = make_device  # a fixture
 def test_every_integer_that_may_be_an_argument_can_be_one(
     make: Callable[[str], Device], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Sizes, "_with_arguments", all_as_arguments)
+    monkeypatch.setattr(Sizes, "_varied", all_as_arguments)
     for seed in range(2000, 2003):
         check(make(kind), seed, 60)
 

@@ -389,7 +389,7 @@ class RowLoops(LoopNest):
             array = scopes.name("threads")
             stored = "int32" if dtype == "bool" else dtype
             scopes.form.arrays.append(LocalArray(array, stored, scopes.form.group[0]))
-        threads = self._threads if self.gpu else 1
+        threads = Const(self._threads if self.gpu else 1)
         total = Var(name, Type(dtype, lanes))
         scopes.bodies[0].append(BlockReduce(result, operation, total, array, threads))
         scopes.given[node] = Value(Var(result, Type(dtype)), 0)

@@ -398,5 +398,5 @@ class Scopes:
             raise LanesImpossible
         length = source.shape[0]
         # An index out of range must not read what is not there.
-        row = self.integer(Clamp(found.var, length), found.depth, length)
+        row = self.integer(Clamp(found.var, Const(length), Const(length - 1)), found.depth, length)
         return self.value(source, (row, *place[index.ndim :]))

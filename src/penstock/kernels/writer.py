@@ -158,8 +158,10 @@ def _named(launches: tuple[Launch, ...], ending: str) -> tuple[Launch, ...]:
     for launch in launches:
         source = launch.source
         name = f"{source.name}_{ending}"
-        text = re.sub(rf"\b(kernel|KERNEL) {source.name}\(", rf"\1 {name}(", source.text)
-        result.append(replace(launch, source=replace(source, name=name, text=text)))
+        body = source.body
+        if isinstance(body, str):
+            body = re.sub(rf"\b(kernel|KERNEL) {source.name}\(", rf"\1 {name}(", body)
+        result.append(replace(launch, source=replace(source, name=name, body=body)))
     return tuple(result)
 
 
