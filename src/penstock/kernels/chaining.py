@@ -9,7 +9,7 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from penstock.device.driver import Capabilities, Cost
+from penstock.drivers.driver import Capabilities, Cost
 from penstock.kernels.costing import merged
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import Dialect

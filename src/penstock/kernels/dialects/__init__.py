@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.dialects.cuda import Cuda
 from penstock.kernels.dialects.dialect import Dialect
 from penstock.kernels.dialects.opencl import OpenCL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.dialects.dialect import MANY_STEPS, Dialect, RawKernel
 from penstock.kernels.dialects.wgsl_expressions import wgsl_expression
 from penstock.kernels.dialects.wgsl_memory import Words, scalar_dtypes
