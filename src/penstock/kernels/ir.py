@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.fusion.index import Index
-
 _INTEGERS = ("int32", "uint32")  # that operators compute without a thought of wrapping around
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 _OPERATIONS = {
@@ -591,16 +589,6 @@ def constant(value: Operand, like: Expr) -> Expr:
 def integer(value: Operand) -> Expr:
     """An integer of 32 bits, or an expression, as an expression."""
     return value if isinstance(value, Expr) else Const(value)
-
-
-def affine(index: Index) -> Expr:
-    """An index as an expression."""
-    if not index.terms:
-        return Const(index.constant)
-    if len(index.terms) == 1 and index.terms[0][1] == 1 and not index.constant:
-        return Var(index.terms[0][0])
-    terms = tuple((Var(name), None if factor == 1 else Const(factor)) for name, factor in index.terms)
-    return Affine(terms, Const(index.constant) if index.constant else None)
 
 
 def is_buffer(name: str) -> bool:

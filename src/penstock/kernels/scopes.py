@@ -21,6 +21,7 @@ from penstock.kernels.ir import (
     BOOL,
     INT,
     TRUE,
+    Affine,
     Broadcast,
     Call,
     Clamp,
@@ -34,9 +35,18 @@ from penstock.kernels.ir import (
     Statement,
     Type,
     Var,
-    affine,
     all_of,
 )
+
+
+def affine(index: Index) -> Expr:
+    """An index as an expression."""
+    if not index.terms:
+        return Const(index.constant)
+    if len(index.terms) == 1 and index.terms[0][1] == 1 and not index.constant:
+        return Var(index.terms[0][0])
+    terms = tuple((Var(name), None if factor == 1 else Const(factor)) for name, factor in index.terms)
+    return Affine(terms, Const(index.constant) if index.constant else None)
 
 
 class LanesImpossible(Exception):
