@@ -18,7 +18,7 @@ from penstock.kernels.ir import CallFunction, Const, Expr, For, Function, Kernel
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest
 
 _SMALL = 100_000  # items times operations; about as long as two launches
-_MAX_CALLS = 64  # in one chain, whose text a compiler has to take
+_MAX_CALLS = 64  # in one kernel, which a compiler has to take
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Call:
 
 def together(calls: Sequence[Call]) -> Touched:
     """What several calls touch."""
-    reads = dict.fromkeys(one for call in calls for one in call.touched.reads)
-    return Touched(tuple(reads), tuple(one for call in calls for one in call.touched.writes))
+    reads = dict.fromkeys(part for call in calls for part in call.touched.reads)
+    return Touched(tuple(reads), tuple(part for call in calls for part in call.touched.writes))
 
 
 def total_cost(calls: Sequence[Call]) -> Cost | None:
@@ -67,13 +67,13 @@ def _is_small(call: Call) -> bool:
 
 
 def _has_room(calls: Sequence[Call], call: Call) -> bool:
-    """Whether a chain takes one more call: with sizes as arguments, it has only so many parameters."""
+    """Whether a kernel takes one more call: with sizes as arguments, it has only so many parameters."""
     together = [*calls, call]
     if not _takes_sizes(together):
         return len(together) <= _MAX_CALLS
-    slots = {slot for one in together for slot, _ in one.places}
-    numbers = {number for one in together for number in one.numbers}
-    sizes = sum(1 + len(one.places) + len(one.scalars) for one in together)
+    slots = {slot for call in together for slot, _ in call.places}
+    numbers = {number for call in together for number in call.numbers}
+    sizes = sum(1 + len(call.places) + len(call.scalars) for call in together)
     fits = 12 * len(slots) + 8 * len(numbers) + 4 * sizes <= MOST_PARAMETER_BYTES
     return fits and len(together) <= _MAX_CALLS
 

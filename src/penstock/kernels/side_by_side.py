@@ -45,8 +45,8 @@ from penstock.kernels.writer import Written
 MOST_CALLS = 1024  # in one launch
 _MOST_PIECES = 48  # calls in the kernel, which a compiler lays out
 _MOST_STATEMENTS = 1500  # of functions
-# Pieces, beyond which a compiler for a GPU need not write all of them into one another: NVRTC takes 10 s for
-# the first weights of a GPT where it has to, and half a second where each stays a function.
+# Pieces, beyond which functions are called and not inlined: NVRTC takes 10 s for the kernel that draws the
+# first weights of a GPT where it inlines all of them, and half a second where it does not.
 _FEW_PIECES = 8
 _BUFFER_BYTES, _NUMBER_BYTES = 12, 8  # of a parameter: an address with its place, and a number
 _MANY_BUFFERS = 64  # from which on a kernel takes them as memories, even where it is by itself
@@ -184,11 +184,11 @@ class _Launch:
                 rows.append([first, *(unit for _, unit in call.places)])
                 first += call.source.grid[0]
             body: list[Statement] = []
-            found = _Rows(f"table{number}", rows)
+            differing = _Rows(f"table{number}", rows)
             if len(rows) > 1:
-                kernel.tables.append(Table(found.table, tuple(unit for row in rows for unit in row)))
-                body += found.search()
-            branches.append((first > _GROUP, [*body, self._called(piece[0], found)]))
+                kernel.tables.append(Table(differing.table, tuple(unit for row in rows for unit in row)))
+                body += differing.search()
+            branches.append((first > _GROUP, [*body, self._called(piece[0], differing)]))
         kernel.grid = (first,)
         kernel.body = [Let(_GROUP.name, WORKGROUP), *_by_branch(branches)]
         slots = tuple((slot, 0) for slot in sorted(self._slots))
