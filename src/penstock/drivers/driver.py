@@ -61,6 +61,11 @@ class Capabilities:
     tf32: bool = False  # that library may round float32 to 10 bits of fraction before it multiplies
 
     @property
+    def compiles(self) -> bool:
+        """Whether the device runs kernels that are compiled from text; else it runs functions of NumPy."""
+        return self.language != "numpy"
+
+    @property
     def bank_bytes(self) -> int:
         """The largest memory that takes one binding: in larger ones, every access chooses a binding."""
         return min(self.max_allocation_bytes, self.binding_bytes)
