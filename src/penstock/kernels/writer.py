@@ -27,7 +27,7 @@ from penstock.graph.reducing import REDUCTIONS
 from penstock.graph.shaping import CONCAT, PAD
 from penstock.kernels.attention import attention_kernels, holds_attention
 from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, library_problem
-from penstock.kernels.dialects import dialect_of
+from penstock.kernels.dialects import dialect_of, has_dialect
 from penstock.kernels.lone import Launch
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.lowering import lower
@@ -72,14 +72,14 @@ def constant(node: Node, name: str) -> Any:
 
 def fusible(node: Node, capabilities: Capabilities) -> bool:
     """Whether a kernel on a device with these capabilities can hold the node beside others."""
-    if capabilities.language == "numpy":
+    if not has_dialect(capabilities):
         return False
     if isinstance(node.primitive, RawPrimitive):
         return True  # for itself, with the other outputs of its kernel
     values = (node, *node.inputs)
     if not all(_has(str(one.dtype), capabilities) and 0 < one.size < costs.MOST_ITEMS for one in values):
         return False
-    if capabilities.language == "wgsl" and not has_short_loops(node, capabilities):
+    if not has_short_loops(node, capabilities):
         return False
     primitive = node.primitive
     if primitive in VIEWS or primitive in (FULL, *SEQUENCES, PAD, CONCAT, GATHER, RANDOM_BITS):
@@ -111,7 +111,7 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
     `varied`: there are groups of many shapes that are otherwise equal, which the kernels should serve too.
     """
     name = f"{_name(group)}_{ending}"
-    if capabilities.language == "numpy":
+    if not has_dialect(capabilities):
         return _host(group, name)
     buffers = tuple(range(len(group.outputs) + len(group.inputs)))
     if group.kind == "lone":
