@@ -10,8 +10,8 @@ import pytest
 from test_graph import at
 
 import penstock as ps
-from penstock.device.driver import Capabilities
-from penstock.device.host import HostDriver
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.host import HostDriver
 from penstock.graph import contraction, elementwise, shaping
 from penstock.graph.decompose import decompose
 from penstock.graph.dtypes import bfloat16, float32

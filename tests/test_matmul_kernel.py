@@ -8,18 +8,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import NATIVE
+from conftest import NATIVE, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.device.driver import Capabilities
-from penstock.device.opencl import OpenCLDriver, find_devices, opencl_capabilities
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.opencl import OpenCLDriver, find_devices, opencl_capabilities
 from penstock.graph.dtypes import checked
 from penstock.kernels import matmul_gpu
+from penstock.kernels.cache import whole_text
 from penstock.kernels.matmul_cpu import cpu_body
 from penstock.kernels.matmul_kernel import matmul_body
 from penstock.kernels.matmul_problem import Finish, Operand, Problem
-from penstock.kernels.source import HALVES_PRELUDE, OPENCL_PRELUDE, UNIT, VECTOR_PRELUDE, KernelSource, head
+from penstock.kernels.source import UNIT, KernelSource, head
 
 GUARD = 128  # items before and after every matrix
 CPU = next(device for device in reversed(find_devices()))  # CPUs come last
@@ -46,9 +47,7 @@ def way_of(driver: OpenCLDriver, way: str) -> Capabilities:
 
 def launch(driver: OpenCLDriver, source: KernelSource, arrays: list[np.ndarray]) -> list[np.ndarray]:
     """Run the kernel on copies of `arrays` and give them back; each has its value after a guard zone."""
-    halves = HALVES_PRELUDE if "BFLOAT16" in source.text or "_halves_" in source.text else ""
-    text = OPENCL_PRELUDE + VECTOR_PRELUDE + halves + source.text
-    kernel = driver.compile(text, {source.name: source.signature})[source.name]
+    kernel = driver.compile(whole_text([source], "opencl"), {source.name: source.signature})[source.name]
     memories = [driver.allocate(array.nbytes) for array in arrays]
     queue = driver.compute
     for memory, array in zip(memories, arrays, strict=True):
@@ -188,7 +187,7 @@ SIZE = st.one_of(st.integers(1, 40), st.integers(41, 270))
 LAYOUT = st.sampled_from(["rows", "columns", "apart", "padded"])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20, quick=8), deadline=None)
 @given(
     way=st.sampled_from(["cpu", "cpu", "gpu", "gpu-few"]),
     sizes=st.tuples(st.integers(1, 3), SIZE, SIZE, SIZE),

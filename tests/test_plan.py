@@ -40,7 +40,7 @@ def check(values: list[Value], alignment: int, made: Plan) -> None:
         if both_live and max(places[one].start, places[other].start) < min(
             places[one].stop, places[other].stop
         ):
-            assert dead in values[heir].over
+            assert dead in values[heir].may_alias
             assert values[dead].dies == values[heir].born
             assert places[dead].start == places[heir].start
             assert len(places[heir]) <= len(places[dead])
@@ -79,7 +79,7 @@ def lifetimes(draw: st.DrawFn) -> list[Value]:
         candidates = [k for k in dying.get(value.born, []) if k != i]
         if candidates:
             over = draw(st.lists(st.sampled_from(candidates), unique=True, max_size=4))
-            values[i] = value._replace(over=tuple(over))
+            values[i] = value._replace(may_alias=tuple(over))
     return values
 
 
@@ -171,7 +171,7 @@ def test_an_heir_of_this_step_is_not_taken_over() -> None:
 
 def test_takeovers_lower_the_bound() -> None:
     values = graphs.gpt_values(2)
-    kept = [value._replace(over=()) for value in values]
+    kept = [value._replace(may_alias=()) for value in values]
     assert plan(values, UNIT).lower_bound < plan(kept, UNIT).lower_bound
 
 

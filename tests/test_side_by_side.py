@@ -16,14 +16,15 @@ import penstock as ps
 from penstock import Device, executable, nn, optim, realize
 from penstock.compiler import launches as launching
 from penstock.compiler import passes
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver, opencl_capabilities
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
 from penstock.executable import Executable
 from penstock.graph.node import Node, leaf
 from penstock.kernels import side_by_side
 from penstock.kernels.chaining import Call
 from penstock.kernels.hazards import Touched
 from penstock.kernels.source import KernelSource, head
+from penstock.structure import Structure
 
 Make = Callable[[], Device]
 
@@ -169,6 +170,7 @@ def train_gpt(device: Device, dtype: Any = ps.float32) -> list[float]:
 
 
 @on_every_gpu
+@pytest.mark.slow("float16")
 @pytest.mark.parametrize("dtype", [ps.float32, ps.float16], ids=str)
 def test_a_gpt_learns_the_same(dtype: Any, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     together = train_gpt(make(), dtype)
@@ -183,8 +185,8 @@ def test_a_gpt_learns_the_same(dtype: Any, make: Make, monkeypatch: pytest.Monke
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is computed by a program, at the first sight and however small."""
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
 
 
 @on_every_gpu
@@ -205,8 +207,8 @@ def test_random_graphs_in_poisoned_memory(seed: int, make: Make, monkeypatch: py
     ]
     graphs = [grown(2000 + seed, 30, at, to_device) for at in copies]
     wanted = [node for _, nodes in graphs for node in nodes]
-    structure = realize.Structure(wanted)
-    found = realize.programs(device).build(structure, wanted)
+    structure = Structure(wanted)
+    found = realize.programs(device).build(structure)
     assert found.schedule.turns < len(found.schedule.steps), "some are together"
     inputs = [node.value for node in structure.inputs]
     for turn in range(2):
@@ -222,8 +224,8 @@ def test_random_graphs_in_poisoned_memory(seed: int, make: Make, monkeypatch: py
 def built(device: Device, wanted: list[ps.Tensor]) -> tuple[Executable, list[Any], list[Any]]:
     """A program with its inputs and constants."""
     nodes = [one._node for one in wanted]
-    structure = realize.Structure(nodes)
-    found = realize.programs(device).build(structure, nodes)
+    structure = Structure(nodes)
+    found = realize.programs(device).build(structure)
     return found, [node.value for node in structure.inputs], structure.constants()
 
 

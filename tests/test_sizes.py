@@ -16,8 +16,8 @@ from test_random_graphs import make as make_device
 
 import penstock as ps
 from penstock import Device, nn
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.kernels.lone import Launch
 from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource

@@ -19,12 +19,12 @@ from test_graph import at
 
 import penstock as ps
 from penstock import Device, realize
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.node import Node
 from penstock.kernels import lowering
-from penstock.kernels.loops import Barrier, Count, Load, Registers, Statement, Store
+from penstock.kernels.ir import INT, Barrier, Let, Load, RegisterArray, Statement, Store
 from penstock.kernels.lowering import lower
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 
@@ -51,8 +51,8 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Device]:
 @pytest.fixture
 def device(shared: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device that computes everything by kernels, with as many lanes as there can be."""
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(lowering, "_BUSY", 0)
     return shared
 
@@ -68,6 +68,12 @@ def statements(body: list[Statement]) -> Iterator[Statement]:
     for one in body:
         yield one
         yield from statements(getattr(one, "body", []))
+
+
+def values(body: list[Statement], kind: type[Any]) -> list[Any]:
+    """The values of a kind that statements name."""
+    lets = [one for one in statements(body) if isinstance(one, Let)]
+    return [one.value for one in lets if isinstance(one.value, kind)]
 
 
 def same(found: np.ndarray, right: np.ndarray, tolerance: float = 0.0) -> None:
@@ -134,9 +140,9 @@ def test_halves_are_rounded_as_numpy_does(device: Device, dtype: np.dtype[Any]) 
 def test_parts_are_read_only_where_they_are_needed() -> None:
     x, y = x_(4, 8), x_(4, 8)
     group = only(shaping.concat([elementwise.add(x, y), x], 0))
-    loads = [one for one in statements(lower(group, GPU).form.body) if isinstance(one, Load)]
+    loads = values(lower(group, GPU).form.body, Load)
     assert loads
-    assert all(one.condition for one in loads)
+    assert all(load.mask for load in loads)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float32)], ids=str)
@@ -196,7 +202,8 @@ def test_neighbouring_threads_read_neighbours(device: Device, dtype: np.dtype[An
 def test_threads_follow_what_is_read_most() -> None:
     def order(node: Node) -> list[str]:
         body = lower(only(node), GPU).form.body
-        return [one.name for one in statements(body) if isinstance(one, Count) and one.name != "item"]
+        lets = [one for one in statements(body) if isinstance(one, Let) and one.type == INT]
+        return [one.name for one in lets if one.name != "item"]
 
     x, y = x_(64, 96), x_(96, 64)
     assert order(elementwise.exp(shaping.permute(y, (1, 0)))) == ["a0_", "a1_"]
@@ -264,13 +271,13 @@ def test_what_a_later_pass_needs_stays_in_registers() -> None:
     x = x_(8, 256)
     e = elementwise.exp(elementwise.subtract(x, reducing.restore(reducing.max_(x, (1,)), x, (1,))))
     group = only(elementwise.divide(e, reducing.restore(reducing.sum_(e, (1,)), e, (1,))))
-    found = list(statements(lower(group, GPU).form.body))
-    assert sum(isinstance(one, Load) and one.buffer == "in0" for one in found) == 1
-    assert sum(isinstance(one, Registers) for one in found) == 2
+    body = lower(group, GPU).form.body
+    assert sum(load.buffer == "in0" for load in values(body, Load)) == 1
+    assert sum(isinstance(one, RegisterArray) for one in statements(body)) == 2
     long = x_(2, 1 << 16)
     group = only(elementwise.add(long, reducing.restore(reducing.sum_(long, (1,)), long, (1,))))
-    found = list(statements(lower(group, GPU).form.body))
-    assert sum(isinstance(one, Load) and one.buffer == "in0" for one in found) == 2
+    body = lower(group, GPU).form.body
+    assert sum(load.buffer == "in0" for load in values(body, Load)) == 2
 
 
 def test_all_threads_of_a_row_have_read_what_its_result_is_written_over() -> None:
@@ -334,7 +341,7 @@ def lanes(node: Node, change: Callable[..., None]) -> set[int]:
     """The lanes that a group stores."""
     change(lowering, "_BUSY", 0)
     group = only(node)
-    return {one.type.lanes for one in statements(lower(group, GPU).form.body) if isinstance(one, Store)}
+    return {one.type.width for one in statements(lower(group, GPU).form.body) if isinstance(one, Store)}
 
 
 def test_lanes_are_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,4 +361,4 @@ def test_lanes_are_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     change(lowering, "_BUSY", 1 << 20)
     few = lower(only(elementwise.add(x, x)), GPU)
     assert few.form.grid == (1,)
-    assert {one.type.lanes for one in statements(few.form.body) if isinstance(one, Store)} == {1}
+    assert {one.type.width for one in statements(few.form.body) if isinstance(one, Store)} == {1}

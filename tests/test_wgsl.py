@@ -17,7 +17,7 @@ from test_random_graphs import grown
 
 import penstock as ps
 from penstock import Device, nn, optim, realize
-from penstock.device.driver import Capabilities, Driver
+from penstock.drivers.driver import Capabilities, Driver
 from penstock.executable import Executable
 from penstock.fusion.groups import Group
 from penstock.graph import contraction, elementwise, reducing, shaping
@@ -60,8 +60,8 @@ def webgpu() -> Iterator[Driver]:
 
 @pytest.fixture(params=[LITTLE, PLENTY], ids=["little", "plenty"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(Executable, "_on_host", lambda *_: None)  # it would read what was not computed
     made = Device.over(ImaginedWgsl(request.param))
     programs(made).kernels = Gathering(made)
@@ -203,8 +203,8 @@ def opened() -> Iterator[Device]:
 @pytest.fixture
 def real(opened: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """A WebGPU device that computes everything by kernels, at the first sight."""
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
     return opened
 
 

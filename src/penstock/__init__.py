@@ -11,6 +11,7 @@ from penstock.advising import Advice, advise
 from penstock.memory.buffer import Buffer
 from penstock.profiling import profile
 from penstock.registry import cleanup, commit, default_device, devices, sync, use
+from penstock.registry import provide_auto as _provide_auto
 from penstock.runtime import Device
 from penstock.stream.future import Future, FutureState
 from penstock.tensor import arithmetic as _arithmetic
@@ -111,6 +112,15 @@ from penstock.tensor.searching import (
 __version__ = _version("penstock")
 __array_api_version__ = "2024.12"
 newaxis = None
+
+
+def _auto_device() -> Device:
+    from penstock.dispatch import auto_device  # imported late: few programs use it, and it takes its time
+
+    return auto_device()
+
+
+_provide_auto(_auto_device)
 
 __all__ = [
     "Advice",

@@ -22,7 +22,7 @@ from penstock.compiler.launches import (
     launch_parts,
 )
 from penstock.compiler.schedule import Copy, Location, Schedule, Step
-from penstock.device.driver import Kernel
+from penstock.drivers.driver import Kernel
 from penstock.graph.node import Array, Node
 from penstock.graph.reference import computed
 from penstock.kernels.cache import KernelCache
@@ -30,7 +30,7 @@ from penstock.kernels.chaining import Call
 from penstock.kernels.source import UNIT
 from penstock.kernels.writer import constants
 from penstock.memory.buffer import Buffer
-from penstock.plan.banks import Banks
+from penstock.plan.arenas import ArenaPlan
 from penstock.runtime import Device
 from penstock.stream.stream import Program as Launches
 
@@ -63,7 +63,7 @@ class Executable:
         ]
 
     @property
-    def plan(self) -> Banks:
+    def plan(self) -> ArenaPlan:
         """The memory plan, with its certificate."""
         return self.schedule.plan
 

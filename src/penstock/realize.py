@@ -9,112 +9,24 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from penstock.graph.bounds import unchecked, worst
-from penstock.graph.decompose import decompose
-from penstock.graph.node import Array, Kind, Node, topological
-from penstock.graph.reference import Constant, computed, number_key
-from penstock.graph.rounding import is_exact
+from penstock.graph.node import Array, Node, topological
+from penstock.graph.reference import Constant, computed
 from penstock.graph.shaping import RESHAPE
 from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
-from penstock.stream.lane import Run
-from penstock.stream.watching import Watched
+from penstock.stream.recorder import Run
+from penstock.structure import MIN_ITEMS, Structure
 
 if TYPE_CHECKING:
     from penstock.executable import Executable
 
-MIN_ITEMS = 1 << 15  # what has less in every value is computed sooner by the host than kernels are launched
-LARGE_ITEMS = 1 << 24  # what has more in all values is compiled at the first sight
 _MAX_PROGRAMS = 256
 _MAX_SEEN = 4096
-
-
-class Structure:
-    """What a graph computes, apart from the values of its inputs and constants."""
-
-    def __init__(self, wanted: Sequence[Node], checked: bool = True) -> None:
-        """`checked`: with what tells whether its indices are in range."""
-        self.inputs: list[Node] = []
-        self.numbers: dict[tuple[str, Any], int] = {}
-        order = topological(wanted)
-        self._wanted = wanted
-        self.unchecked = unchecked(order) if checked else []  # indices that may be out of range
-        self.worst = worst(self.unchecked)  # what tells whether they are
-        place: dict[Node, int] = {}
-        parts: list[Any] = []
-        self.items = 0  # of all values, and of inputs that are read whole
-        self.largest = 0  # the most items that one operation reads or writes
-        self.far = False  # whether an input lies in memory that the host does not see
-        self.compiled = False  # whether it holds what NumPy cannot compute
-        self.drawn = False  # whether it draws random numbers
-        for node in order:
-            if node.value is None and node.primitive.is_identity:
-                place[node] = place[node.inputs[0]]
-                continue
-            place[node] = len(parts)
-            if node.value is not None:
-                self.inputs.append(node)
-                self.far = self.far or (node.size > 0 and not _seen_by_host(node.value))
-                parts.append((node.shape, node.dtype))
-                continue
-            size = _touched_items(node)
-            self.compiled = self.compiled or node.primitive.kind is Kind.OPAQUE
-            self.drawn = self.drawn or node.primitive.kind is Kind.RANDOM
-            self.items += size
-            self.largest = max(self.largest, size)
-            names = node.primitive.constants
-            numbers = [self.numbers.setdefault(number_key(node, n), len(self.numbers)) for n in names]
-            rest = tuple(value for name, value in node.attributes.items() if name not in names)
-            parts.append((node.primitive, tuple(place[one] for one in node.inputs), rest, *numbers))
-        ends = [*wanted, None, *self.unchecked] if self.unchecked else wanted
-        self.key: Hashable = (tuple(parts), tuple(node and place[node] for node in ends))
-
-    @property
-    def wanted(self) -> list[Node]:
-        """The results of a program: what is wanted, and then what tells whether indices are in range."""
-        return [*self._wanted, *(found.node for found in self.worst)]
-
-    def waits_for_no_compiler(self, seen: bool) -> bool:
-        """Whether NumPy computes it: the host sees all inputs, and it is small or was not `seen` before."""
-        return not self.far and self.small(seen)
-
-    def small(self, seen: bool) -> bool:
-        """Whether computing takes less than building a program, or so little that no choice of device pays.
-
-        The same expression gives the same bits at the first call as at the next. So it depends on `seen` only
-        where NumPy's bits are those of kernels.
-        """
-        if self.compiled or self.items >= LARGE_ITEMS:
-            return False
-        return self.largest < MIN_ITEMS or not (seen or self.drawn or not is_exact(topological(self.wanted)))
-
-    def watch(self, buffers: Sequence[Buffer], device: Device) -> None:
-        """Have indices looked at when the host next reads, by the worst of them; NumPy has looked at them."""
-        for found, buffer in zip(self.worst, buffers, strict=bool(buffers)):
-            device.watch(Watched(buffer, found.verdict.dtype, found.verdict.judge))
-        for node in self.unchecked:
-            node.attributes["bound"].checked = True
-
-    def constants(self) -> list[Any]:
-        """The numbers, as arguments."""
-        return [np.frombuffer(bits, dtype)[0].item() for dtype, bits in self.numbers]
-
-
-def _seen_by_host(buffer: Any) -> bool:
-    """Whether the host can read a value where it lies. What no buffer holds, it cannot."""
-    return isinstance(buffer, Buffer) and buffer.driver.capabilities.shared_memory
-
-
-def _touched_items(node: Node) -> int:
-    """The items that an operation writes, or reads if these are more (views and look-ups do not read all)."""
-    if node.primitive.is_free or node.primitive.kind is Kind.GATHER:
-        return node.size
-    return max((node.size, *(parent.size for parent in node.inputs)))
 
 
 class Programs:
@@ -150,17 +62,15 @@ class Programs:
             if self.waits_for_no_compiler(structure):
                 self._seen[key] = None
                 return None
-            program = self._programs[key] = self.build(structure, structure.wanted)
+            program = self._programs[key] = self.build(structure)
         return program
 
-    def build(
-        self, structure: Structure, wanted: Sequence[Node], aliases: Mapping[int, int] | None = None
-    ) -> Executable:
+    def build(self, structure: Structure, aliases: Mapping[int, int] | None = None) -> Executable:
         """A new executable. `aliases` names wanted nodes that should be written over inputs, by numbers."""
         from penstock.compiler.pipeline import prepare
 
         start = perf_counter()
-        nodes, inputs = prepare(wanted, structure.inputs)
+        nodes, inputs = prepare(structure.wanted, structure.inputs)
         self.build_seconds += perf_counter() - start
         return self.compile(nodes, inputs, structure.numbers, aliases)
 
@@ -203,34 +113,30 @@ def _realize(nodes: Sequence[Node], device: Device) -> None:
     wanted = [node for node in dict.fromkeys(nodes) if node.value is None and not _alias(node)]
     if not wanted:
         return
-    parts = decompose(wanted, device.capabilities)
-    structure = Structure(parts)
-    buffers = (_told if device.stream.recorders else _computed)(structure, parts, device)[0]
+    structure = Structure(wanted, device.capabilities)
+    buffers = (_told if device.stream.recorders else _computed)(structure, device)[0]
     for node, buffer in zip(wanted, buffers, strict=False):
         node.settle(buffer)
     structure.watch(buffers[len(wanted) :], device)
 
 
-def _computed(
-    structure: Structure, wanted: Sequence[Node], device: Device
-) -> tuple[list[Buffer], Executable | None]:
+def _computed(structure: Structure, device: Device) -> tuple[list[Buffer], Executable | None]:
     """The values, and the program that computed them, if it was one."""
     if device.dispatcher is not None:
-        found: tuple[list[Buffer], Executable | None] = device.dispatcher.computed(structure, wanted)
+        found: tuple[list[Buffer], Executable | None] = device.dispatcher.computed(structure)
         return found
     program = programs(device).known(structure)
     if program is None:
-        return by_numpy(wanted, device), None
+        return by_numpy(structure.nodes, device), None
     return program.run([node.value for node in structure.inputs], structure.constants()), program
 
 
-def _told(
-    structure: Structure, wanted: Sequence[Node], device: Device
-) -> tuple[list[Buffer], Executable | None]:
+def _told(structure: Structure, device: Device) -> tuple[list[Buffer], Executable | None]:
     """The same, and profiles are told of it."""
     own = programs(device)
     fresh, built, start = not own.seen(structure), own.build_seconds, perf_counter()
-    buffers, program = _computed(structure, wanted, device)
+    buffers, program = _computed(structure, device)
+    wanted = structure.nodes
     spent = own.build_seconds - built
     how: Literal["program", "numpy"] = "numpy" if program is None else "program"
     run = Run(how, program, fresh, spent, start, perf_counter(), topological(wanted), wanted)
@@ -242,7 +148,7 @@ def _told(
 def waits_for_a_compiler(node: Node, device: Device) -> bool:
     """Whether computing a node now would first build a program."""
     wanted = to_compute([node])
-    return bool(wanted) and programs(device).builds(Structure(decompose(wanted, device.capabilities)))
+    return bool(wanted) and programs(device).builds(Structure(wanted, device.capabilities))
 
 
 def _alias(node: Node) -> bool:
@@ -276,18 +182,18 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
     if not wanted:
         return "computed already"
     with device.running:
-        own, structure = programs(device), Structure(decompose(wanted, device.capabilities))
+        own, structure = programs(device), Structure(wanted, device.capabilities)
         if not own.waits_for_no_compiler(structure):
             program = own.known(structure)
             assert program is not None
             return str(program.schedule)
-        steps = own.build(structure, structure.wanted).schedule
-        return f"{numpy_text(structure, wanted)}; in a jitted function:\n{steps}"
+        steps = own.build(structure).schedule
+        return f"{numpy_text(structure)}; in a jitted function:\n{steps}"
 
 
-def numpy_text(structure: Structure, wanted: Sequence[Node]) -> str:
+def numpy_text(structure: Structure) -> str:
     """What NumPy computes, and why."""
-    names = " ".join(_names(topological(wanted)))
+    names = " ".join(_names(topological(structure.nodes)))
     why = "the host sees all inputs" if structure.inputs else "there are no inputs"
     small = structure.largest < MIN_ITEMS
     why += f" and no step has {MIN_ITEMS} items" if small else " and it was not computed before"

@@ -11,7 +11,7 @@ from penstock.graph.node import Node
 from penstock.graph.reference import Constant
 from penstock.kernels.writer import Written
 from penstock.plan.arena import Value
-from penstock.plan.banks import Banks
+from penstock.plan.arenas import ArenaPlan
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,5 @@ class Compilation:
     lowered: Sequence[Written | None] = ()  # for each group
     turns: Sequence[Sequence[int]] = ()  # numbers of groups, in the order in which they run
     layout: Layout | None = None
-    plan: Banks | None = None
+    plan: ArenaPlan | None = None
     schedule: Schedule | None = None

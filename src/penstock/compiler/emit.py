@@ -106,7 +106,7 @@ class _Steps:
 
     def _arena(self, value: int) -> int:
         """The buffer that a temporary lies in."""
-        arena = self._plan.bank_of[value]
+        arena = self._plan.arena_of[value]
         return self._first_of_more + arena - 1 if arena else 0
 
     def _range(self, node: Node) -> Range:

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from penstock.compiler.schedule import Copy, Schedule, Step
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.chaining import Call, chained
 from penstock.kernels.hazards import Range, Touched, orderings
 from penstock.kernels.side_by_side import joins, kind, side_by_side

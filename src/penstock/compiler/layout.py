@@ -9,15 +9,15 @@ from dataclasses import replace
 from penstock.compiler.compilation import Compilation, Layout
 from penstock.compiler.schedule import InputUse, OutputWrite
 from penstock.compiler.target import Target
-from penstock.config import format_bytes
 from penstock.errors import OutOfDeviceMemory
+from penstock.formatting import format_bytes
 from penstock.fusion.groups import Group
 from penstock.fusion.views import base
 from penstock.graph.node import Node
 from penstock.kernels.source import UNIT
 from penstock.kernels.writer import Written
 from penstock.plan.arena import Value
-from penstock.plan.banks import banks
+from penstock.plan.arenas import plan_arenas
 
 
 def lay_out(state: Compilation, target: Target) -> Compilation:
@@ -114,7 +114,7 @@ def plan(state: Compilation, target: Target) -> Compilation:
             f"takes {format_bytes(largest.nbytes)}; compute it in parts",
             asked=largest.nbytes,
         )
-    planned = banks(layout.lifetimes, UNIT, can.bank_bytes, most)
+    planned = plan_arenas(layout.lifetimes, UNIT, can.bank_bytes, most)
     if target.budget is not None and planned.arena_bytes > target.budget:
         raise OutOfDeviceMemory(
             f"the temporaries of this graph take {format_bytes(planned.arena_bytes)} on {target.name}, and "

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.target import Target
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.bounding import bounded
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.products import by_library
@@ -17,8 +17,8 @@ from penstock.fusion.views import base
 from penstock.graph.node import Node
 from penstock.kernels.side_by_side import MOST_CALLS, kind
 from penstock.kernels.writer import fusible
-from penstock.plan.bundles import bundled
 from penstock.plan.order import Work, ordered
+from penstock.plan.turns import in_turns
 
 
 def split_long(state: Compilation, target: Target) -> Compilation:
@@ -79,5 +79,5 @@ def order(state: Compilation, target: Target) -> Compilation:
         kind(state.groups[number], state.lowered[number], target.capabilities) if target.gpu else None
         for number in sequence
     ]
-    turns = bundled([steps[number] for number in sequence], kinds, nbytes, kept, MOST_CALLS)
+    turns = in_turns([steps[number] for number in sequence], kinds, nbytes, kept, MOST_CALLS)
     return replace(state, turns=[[sequence[at] for at in turn] for turn in turns])

@@ -6,13 +6,13 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from penstock.config import format_bytes
+from penstock.formatting import format_bytes
 from penstock.fusion.groups import Group
 from penstock.kernels.chaining import Call
 from penstock.kernels.hazards import Range
 from penstock.kernels.writer import Written
 from penstock.plan.arena import Value
-from penstock.plan.banks import Banks
+from penstock.plan.arenas import ArenaPlan
 
 # A buffer of a run by its number, and an offset there in multiples of the alignment.
 Location = tuple[int, int]
@@ -79,7 +79,7 @@ class Schedule:
     results: tuple[int, ...]  # for each wanted value: the buffer that holds it
     shared: tuple[bool, ...]  # for each wanted value: whether its buffer holds another one, or is an input
     lifetimes: tuple[Value, ...]  # of the temporaries, in turns
-    plan: Banks
+    plan: ArenaPlan
     input_uses: Mapping[int, InputUse]  # by buffer: inputs that an output may be written over
     output_writes: Mapping[int, OutputWrite]  # by buffer
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.compiler.passes import fused
-from penstock.dispatch.machine import Rates
 from penstock.fusion.groups import Group
 from penstock.graph.dtypes import HALVES, float32, float64
 from penstock.graph.node import Kind, Node, topological
+from penstock.measuring.rates import Rates
 from penstock.realize import programs
 from penstock.runtime import Device
 

@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.graph.checkpoint import checkpoint
 from penstock.graph.contraction import matmul
 from penstock.graph.creating import sequence
@@ -127,8 +127,7 @@ def has_kernel(node: Node, capabilities: Capabilities) -> bool:
     query, key = node.inputs[:2]
     queries, keys, width = query.shape[1], key.shape[1], query.shape[-1]
     return (
-        capabilities.language == "cuda"
-        and capabilities.tensor_cores
+        capabilities.tensor_cores
         and query.dtype in HALVES
         and width % 16 == 0
         and 16 <= width <= 128

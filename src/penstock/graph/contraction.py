@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.graph.dtypes import HALVES, bfloat16, float32
 from penstock.graph.elementwise import cast
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape

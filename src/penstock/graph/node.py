@@ -21,7 +21,7 @@ from penstock.graph.dtypes import DType as DType
 from penstock.graph.dtypes import checked
 
 if TYPE_CHECKING:
-    from penstock.device.driver import Capabilities
+    from penstock.drivers.driver import Capabilities
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]

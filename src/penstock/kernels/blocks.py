@@ -10,7 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.graph.reducing import BLOCK
-from penstock.kernels.loops import Count, Loop, Pick, Statement, Type, Update, Variable, When
+from penstock.kernels.ir import (
+    INT,
+    Accumulate,
+    Const,
+    Declare,
+    Expr,
+    For,
+    Identity,
+    If,
+    Let,
+    Select,
+    Statement,
+    Type,
+    Var,
+)
 
 # Gives what starts the accumulators of the present level, and what adds them to those of the next.
 NextLevel = Callable[[], tuple[list[Statement], list[Statement]]]
@@ -21,29 +35,29 @@ def is_inexact(operation: str, dtype: str) -> bool:
     return operation == "sum" and dtype.startswith("float")
 
 
-def in_blocks(loop: Loop, each: int, next_level: NextLevel) -> tuple[Loop, int]:
+def in_blocks(loop: For, each: int, next_level: NextLevel) -> tuple[For, int]:
     """A loop whose every turn adds `each` values: in blocks, and how many values its last level takes in."""
-    if each * loop.turns > BLOCK and 2 * each > BLOCK:
+    if each * loop.trips > BLOCK and 2 * each > BLOCK:
         before, after = next_level()
         loop, each = replace(loop, body=[*before, *loop.body, *after]), 1
-    while each * loop.turns > BLOCK:
+    while each * loop.trips > BLOCK:
         before, after = next_level()
         loop, each = _cut(loop, BLOCK // each, before, after), 1
-    return loop, each * loop.turns
+    return loop, each * loop.trips
 
 
-def _cut(loop: Loop, turns: int, before: list[Statement], after: list[Statement]) -> Loop:
+def _cut(loop: For, turns: int, before: list[Statement], after: list[Statement]) -> For:
     """A loop over blocks of so many turns of another."""
-    size, blocks = turns * int(loop.step), -(-loop.turns // turns)
+    assert isinstance(loop.step, Const)
+    size, blocks = turns * int(loop.step.value), -(-loop.trips // turns)
     block, begin, end = (f"{loop.name}_{word}" for word in ("block", "begin", "end"))
-    if loop.start == "0" and loop.stop == str(blocks * size):
-        last: Count | Pick = Count(end, f"{begin} + {size}")
-    else:
-        last = Pick(end, f"{loop.stop} - {begin} < {size}", loop.stop, f"{begin} + {size}")
-    part = replace(loop, start=begin, stop=end, turns=turns)
-    start = f"{block} * {size}" if loop.start == "0" else f"{loop.start} + {block} * {size}"
-    body = [Count(begin, start), last, *before, part, *after]
-    return Loop(block, "0", str(blocks), "1", body, turns=blocks)
+    full: Expr = Var(begin) + size
+    if loop.start != Const(0) or loop.stop != Const(blocks * size):
+        full = Select(INT, loop.stop - Var(begin) < size, loop.stop, full)
+    part = replace(loop, start=Var(begin), stop=Var(end), trips=turns)
+    start = Var(block) * size if loop.start == Const(0) else loop.start + Var(block) * size
+    body = [Let(begin, start), Let(end, full), *before, part, *after]
+    return For(block, Const(0), Const(blocks), Const(1), body, trips=blocks)
 
 
 class Sums:
@@ -62,11 +76,11 @@ class Sums:
         """The name of a variable's last level."""
         return self._names[name]
 
-    def variable(self, name: str) -> Variable:
+    def variable(self, name: str) -> Declare:
         """What starts the last level of a variable."""
-        return Variable(self._names[name], *self._kinds[name])
+        return Declare(self._names[name], Identity(*self._kinds[name]))
 
-    def blocked(self, loop: Loop, each: int = 1) -> tuple[Loop, int]:
+    def blocked(self, loop: For, each: int = 1) -> tuple[For, int]:
         """`in_blocks` for a loop that changes some of the variables."""
         changed = _changed(loop.body)
         kinds = {name: (operation, kind.dtype) for name, (kind, operation) in self._kinds.items()}
@@ -79,12 +93,13 @@ class Sums:
         for name in names:
             (kind, operation), part = self._kinds[name], self._names[name]
             total = self._names[name] = self._new_name("total")
-            before.append(Variable(part, kind, operation))
-            after.append(Update(total, kind, operation, part))
+            before.append(Declare(part, Identity(kind, operation)))
+            after.append(Accumulate(Var(total, kind), operation, Var(part, kind), kind))
         return before, after
 
 
 def _changed(body: Sequence[Statement]) -> set[str]:
     """The variables that statements change."""
-    names = {one.target for one in body if isinstance(one, Update)}
-    return names.union(*(_changed(one.body) for one in body if isinstance(one, Loop | When)))
+    names = {statement.target.name for statement in body if isinstance(statement, Accumulate)}
+    inner = [statement.body for statement in body if isinstance(statement, For | If)]
+    return names.union(*map(_changed, inner))

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from penstock.device.driver import Kernel
+from penstock.drivers.driver import Kernel
 from penstock.errors import CompileError
 from penstock.fusion.groups import Group
 from penstock.kernels.attention import ATTENTION_PRELUDE
-from penstock.kernels.philox import PHILOX
+from penstock.kernels.dialects import DIALECTS, dialect_of
 from penstock.kernels.raw_source import refused
 from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes
-from penstock.kernels.source import (
-    ANGLES_PRELUDE,
-    CUDA_HALVES_PRELUDE,
-    CUDA_PRELUDE,
-    FUNCTIONS_PRELUDE,
-    HALVES_PRELUDE,
-    OPENCL_PRELUDE,
-    VECTOR_PRELUDE,
-    KernelSource,
-    digest,
-)
-from penstock.kernels.thread_prelude import THREAD_PRELUDES, THREAD_WORDS
-from penstock.kernels.wgsl_prelude import functions_for
+from penstock.kernels.source import KernelSource, digest
 from penstock.kernels.writer import Written, without_sizes, write
 from penstock.lru import LRU
 from penstock.runtime import Device
@@ -94,16 +81,16 @@ class KernelCache:
 
     def _compiled(self, sources: Sequence[KernelSource]) -> dict[str, Kernel]:
         """Kernels from text. A compiler takes longer to start than for a kernel, so many are one text."""
-        language = self._device.capabilities.language
-        if language == "wgsl":  # whose modules are made one by one, by what each kernel is launched with
-            texts = [whole_text([source], language) for source in sources]
+        dialect = dialect_of(self._device.capabilities)
+        if dialect.one_kernel_modules:
+            texts = [whole_text([source], dialect.name) for source in sources]
             found = [
                 self._device.compile(text, _signatures([source]))
                 for text, source in zip(texts, sources, strict=True)
             ]
             return {name: kernel for kernels in found for name, kernel in kernels.items()}
-        parts = _parts(sources) if language == "cuda" else [sources]
-        texts = [whole_text(part, language) for part in parts]
+        parts = _parts(sources) if dialect.compiles_side_by_side else [sources]
+        texts = [whole_text(part, dialect.name) for part in parts]
         if len(parts) == 1:
             return self._device.compile(texts[0], _signatures(sources))
         with ThreadPoolExecutor(len(parts)) as threads:
@@ -129,38 +116,4 @@ def _signatures(sources: Sequence[KernelSource]) -> dict[str, tuple[str, ...]]:
 
 def whole_text(sources: Sequence[KernelSource], language: str) -> str:
     """The texts of kernels after the words that they use."""
-    if language == "wgsl":
-        text = "\n".join(source.text for source in sources)
-        return f"{functions_for(text)}\n{text}"
-    # Chains change words of the prelude, so they come last.
-    texts = sorted((_text(source, language) for source in sources), key=lambda text: "chain_group" in text)
-    text = "\n".join(texts)
-    cuda = language == "cuda"
-    halves = CUDA_HALVES_PRELUDE if cuda else HALVES_PRELUDE
-    optional = {
-        "exp_8(": FUNCTIONS_PRELUDE,
-        "tanh_8(": FUNCTIONS_PRELUDE,
-        "sin_8(": ANGLES_PRELUDE,
-        "cos_8(": ANGLES_PRELUDE,
-        "tan_8(": ANGLES_PRELUDE,
-        "loose_": VECTOR_PRELUDE,
-        "BFLOAT16": halves,
-        "round_half": halves,
-        "_halves_": halves,
-        "philox(": PHILOX,
-        **dict.fromkeys(THREAD_WORDS, THREAD_PRELUDES.get(language, "")),
-        "attention_": ATTENTION_PRELUDE,
-    }
-    if cuda:
-        optional["half *"] = halves
-    used = dict.fromkeys(part for word, part in optional.items() if word in text)
-    return "\n".join([CUDA_PRELUDE if cuda else OPENCL_PRELUDE, *used, text])
-
-
-def _text(source: KernelSource, language: str) -> str:
-    """A kernel's text. CUDA has to be told how many threads a group has, or gives each too many registers."""
-    if language != "cuda":
-        return source.text
-    numbers = [math.prod(source.group), *([source.resident] if source.resident > 1 else ())]
-    bounds = f"KERNEL __launch_bounds__({', '.join(map(str, numbers))}) {source.name}("
-    return source.text.replace(f"KERNEL {source.name}(", bounds)
+    return DIALECTS[language].whole_text(sources, {"attention_": ATTENTION_PRELUDE})

@@ -9,7 +9,7 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from penstock.device.driver import Cost
+from penstock.drivers.driver import Cost
 from penstock.kernels.costing import merged
 from penstock.kernels.hazards import Range, Touched
 from penstock.kernels.source import C_TYPES, MOST_PARAMETER_BYTES, KernelSource, digest, head

@@ -7,21 +7,27 @@ from collections.abc import Callable
 from penstock.fusion.index import Index, flat, unflatten, variable
 from penstock.graph.node import Kind, Node
 from penstock.kernels.blocks import Sums, in_blocks, is_inexact
-from penstock.kernels.loop_nest import GROUP_THREADS, LoopNest, Lowered
-from penstock.kernels.loops import (
-    Across,
-    Array,
+from penstock.kernels.ir import (
+    INT,
+    THREAD,
+    WORKGROUP,
+    Accumulate,
     Barrier,
-    Count,
-    Loop,
-    Pick,
+    Const,
+    Declare,
+    For,
+    Identity,
+    If,
+    Let,
+    LocalArray,
+    Select,
     Statement,
     Store,
+    StridedReduce,
     Type,
-    Update,
-    Variable,
-    When,
+    Var,
 )
+from penstock.kernels.loop_nest import GROUP_THREADS, LoopNest, Lowered, at_most
 from penstock.kernels.scopes import Merge, Value, computed_dtype
 
 _BLOCK = 256  # columns that a thread of a CPU reduces at a time
@@ -65,7 +71,7 @@ class ColumnLoops(LoopNest):
         scopes, form = self.scopes, self.scopes.form
         size = self.count(kept)
         form.grid, form.group = (size,), (1,)
-        form.body = [Count("item", "GROUP(0) * 1 + THREAD")]
+        form.body = [Let("item", WORKGROUP * 1 + THREAD)]
         inside = self.unpack("item", kept, 0)
         sums = Sums(scopes.name)
         names = {node: scopes.name("sum") for node in self._reductions}
@@ -74,21 +80,22 @@ class ColumnLoops(LoopNest):
             scopes.depth_of[name] = 1
         for node, name in names.items():
             value = scopes.value(node.inputs[0], self._place)
-            scopes.bodies[1].append(Update(name, value.type, node.primitive.name, value.name))
+            target = Var(name, value.type)
+            scopes.bodies[1].append(Accumulate(target, node.primitive.name, value.var, value.type))
             sums.add(name, Type(computed_dtype(node)), node.primitive.name)
         before, scopes.bodies[0] = scopes.bodies[0], []
         loops, each = scopes.leave(), 1
         for name in reversed(around):
             turns = self.count([name])
-            loop, each = sums.blocked(Loop(name, "0", str(turns), "1", loops, turns=turns), each)
+            loop, each = sums.blocked(For(name, Const(0), Const(turns), Const(1), loops, trips=turns), each)
             loops = [loop]
         scopes.stage = 1
         for node, name in names.items():
-            scopes.given[node] = Value(sums.last(name), Type(computed_dtype(node)), 0)
+            scopes.given[node] = Value(Var(sums.last(name), Type(computed_dtype(node))), 0)
         variables = [sums.variable(name) for name in names.values()]
         self._results()
         whole = [*inside, *before, *variables, *loops, *scopes.bodies[0], *scopes.leave()]
-        form.body.append(Loop("once", "item", str(size), str(size), whole))
+        form.body.append(For("once", Var("item"), Const(size), Const(size), whole))
         return self.lowered()
 
     def _by_threads(self, kept: list[str]) -> Lowered:
@@ -103,8 +110,9 @@ class ColumnLoops(LoopNest):
         form.grid, form.group = (-(-size // (abreast * lanes)),), (threads,)
         last = size - lanes
         form.body = [
-            Count("begin", f"(GROUP(0) * {abreast} + THREAD % {abreast}) * {lanes}"),
-            Pick("item", f"begin < {last}", "begin", str(last)),  # all threads of a group work together
+            Let("begin", (WORKGROUP * abreast + THREAD % abreast) * lanes),
+            # All threads of a group work together.
+            Let("item", Select(INT, Var("begin") < last, Var("begin"), Const(last))),
         ]
         inside = self.unpack("item", kept, 0)
         names = {node: scopes.name("sum") for node in self._reductions}
@@ -113,11 +121,11 @@ class ColumnLoops(LoopNest):
         for node, name in names.items():
             kind = Type(computed_dtype(node), lanes)
             value = scopes.value(node.inputs[0], self._place)
-            scopes.bodies[1].append(Update(name, kind, node.primitive.name, value.name))
+            scopes.bodies[1].append(Accumulate(Var(name, kind), node.primitive.name, value.var, kind))
             sums.add(name, kind, node.primitive.name)
         before, scopes.bodies[0] = scopes.bodies[0], []
-        start, turns = f"THREAD / {abreast}", -(-rows // parts)
-        loop = Loop("part", start, str(rows), str(parts), [*around, *scopes.leave()], _READS, turns)
+        start, turns, statements = THREAD // abreast, -(-rows // parts), [*around, *scopes.leave()]
+        loop = For("part", start, Const(rows), Const(parts), statements, _READS, turns)
         loop, _ = sums.blocked(loop)
         form.body += [*inside, *before, *(sums.variable(name) for name in names.values()), loop]
         names = {node: sums.last(name) for node, name in names.items()}
@@ -125,10 +133,10 @@ class ColumnLoops(LoopNest):
             form.body += self._across(names, abreast, threads)
         scopes.stage = 1
         for node, name in names.items():
-            scopes.given[node] = Value(name, Type(computed_dtype(node), lanes), 0)
+            scopes.given[node] = Value(Var(name, Type(computed_dtype(node), lanes)), 0)
         self._results()
         results = [*scopes.bodies[0], *scopes.leave()]
-        form.body.append(When(f"THREAD < {abreast} && begin < {size}", results))
+        form.body.append(If((abreast > THREAD) & (Var("begin") < size), results))
         return self.lowered()
 
     @staticmethod
@@ -148,9 +156,10 @@ class ColumnLoops(LoopNest):
                 result.append(Barrier())
             else:
                 arrays[stored] = self.scopes.name("across")
-                self.scopes.form.arrays.append(Array(arrays[stored], stored, threads * self.lanes))
+                self.scopes.form.arrays.append(LocalArray(arrays[stored], stored, threads * self.lanes))
             kind = Type(dtype, self.lanes)
-            result.append(Across(name, kind, node.primitive.name, arrays[stored], abreast, threads))
+            target = Var(name, kind)
+            result.append(StridedReduce(target, node.primitive.name, arrays[stored], abreast, threads))
         return result
 
     def _by_blocks(self, kept: list[str]) -> Lowered:
@@ -163,9 +172,9 @@ class ColumnLoops(LoopNest):
         self._new_arrays()
         form.grid = (rows * blocks,)
         form.body = [
-            Count("begin", f"GROUP(0) % {blocks} * {self._width}"),
-            Pick("end", f"{length} - begin < {self._width}", str(length), f"begin + {self._width}"),
-            Count("row", f"GROUP(0) / {blocks}"),
+            Let("begin", WORKGROUP % blocks * self._width),
+            Let("end", at_most(Var("begin"), self._width, Const(length))),
+            Let("row", WORKGROUP // blocks),
         ]
         form.body += self.unpack("row", outer, 0)
         scopes.depth_of["begin"], scopes.variables.lengths["begin"] = 0, length
@@ -177,7 +186,7 @@ class ColumnLoops(LoopNest):
         inexact = any(is_inexact(node.primitive.name, computed_dtype(node)) for node in self._reductions)
         for name in reversed(around):
             turns = self.count([name])
-            loop = Loop(name, "0", str(turns), "1", loops, turns=turns)
+            loop = For(name, Const(0), Const(turns), Const(1), loops, trips=turns)
             if inexact:
                 loop, each = in_blocks(loop, each, self._next_level)
             loops = [loop]
@@ -190,12 +199,12 @@ class ColumnLoops(LoopNest):
         """Memory for a block of each reduction's results."""
         self._arrays = {node: self.scopes.name("sums") for node in self._reductions}
         self.scopes.form.arrays += [
-            Array(name, computed_dtype(node), self._width) for node, name in self._arrays.items()
+            LocalArray(name, computed_dtype(node), self._width) for node, name in self._arrays.items()
         ]
 
     def _each_column(self, body: Callable[[], None]) -> list[Statement]:
         exact = self.count([self._last]) % self.lanes == 0
-        return [*self.vector_loops(self._last, "begin", "end", exact, body)]
+        return [*self.vector_loops(self._last, Var("begin"), Var("end"), exact, body)]
 
     def _next_level(self) -> tuple[list[Statement], list[Statement]]:
         """What starts the present arrays, and what adds them to new ones."""
@@ -214,8 +223,8 @@ class ColumnLoops(LoopNest):
     def _put_neutral(self) -> None:
         for node, name in self._arrays.items():
             kind, zero = Type(computed_dtype(node), self.scopes.lanes), self.scopes.name()
-            self.scopes.bodies[1].append(Variable(zero, kind, node.primitive.name))
-            self._put(name, node, Value(zero, kind, 1))
+            self.scopes.bodies[1].append(Declare(zero, Identity(kind, node.primitive.name)))
+            self._put(name, node, Value(Var(zero, kind), 1))
 
     def _add(self) -> None:
         scopes = self.scopes
@@ -236,5 +245,5 @@ class ColumnLoops(LoopNest):
         return self.scopes.item(array, node, self._at())
 
     def _put(self, array: str, node: Node, value: Value) -> None:
-        text, _, _ = self.scopes.text(self._at())
-        self.scopes.bodies[1].append(Store(value.name, value.type, array, computed_dtype(node), text))
+        place, _, _ = self.scopes.index(self._at())
+        self.scopes.bodies[1].append(Store(value.var, array, computed_dtype(node), place))

@@ -6,11 +6,25 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Index, Variables, variable
 from penstock.graph.dtypes import HALVES
-from penstock.kernels.loops import Count, Loop, LoopForm, Pick, Statement, Store, Type
+from penstock.kernels.ir import (
+    INT,
+    WORKGROUP,
+    Const,
+    Expr,
+    For,
+    KernelIR,
+    Let,
+    Operand,
+    Select,
+    Statement,
+    Store,
+    Var,
+    integer,
+)
 from penstock.kernels.scopes import LanesImpossible, Merge, Scopes, Value
 
 GROUP_THREADS = 256  # of a work-group on a GPU
@@ -23,7 +37,7 @@ _KEPT_BYTES = 1 << 15  # of one row, which is to stay in a CPU's nearest cache
 class Lowered:
     """A group's loop form, and which inputs each output may be written over."""
 
-    form: LoopForm
+    form: KernelIR
     over: tuple[tuple[int, ...], ...]  # for each output: numbers of inputs
 
 
@@ -136,8 +150,8 @@ class LoopNest:
         stride = 1
         for at, name in reversed(list(enumerate(names))):
             length = self._lengths[name]
-            text = number if stride == 1 else f"{number} / {stride}"
-            result.append(Count(name, text if at == 0 else f"{text} % {length}"))
+            value: Expr = Var(number) if stride == 1 else Var(number) // stride
+            result.append(Let(name, value if at == 0 else value % length))
             self.scopes.depth_of[name] = depth
             stride *= length
         return result
@@ -158,24 +172,25 @@ class LoopNest:
         return max(1, min(count, self.units * _TASKS, items // _MIN_TASK))
 
     def vector_loops(
-        self, name: str, start: str, stop: str, exact: bool, body: Callable[[], None]
-    ) -> list[Loop]:
+        self, name: str, first: Operand, last: Operand, exact: bool, body: Callable[[], None]
+    ) -> list[For]:
         """A loop over vectors of neighbouring items, and where they are not `exact`, one over the rest."""
         scopes, lanes = self.scopes, self.lanes
         scopes.depth_of[name] = 1
-        result: list[Loop] = []
-        turns = int(stop) if stop.isdigit() else 1
+        result: list[For] = []
+        turns = last if isinstance(last, int) else 1
+        start, stop = integer(first), integer(last)
         if lanes > 1:
             scopes.lanes, scopes.lane_steps = lanes, {name: 1}
             body()
-            end = stop if exact else f"{stop} - {lanes - 1}"
-            result.append(Loop(name, start, end, str(lanes), scopes.leave(), turns=turns // lanes))
+            end = stop if exact else stop - (lanes - 1)
+            result.append(For(name, start, end, Const(lanes), scopes.leave(), trips=turns // lanes))
             if exact:
                 return result
-            start, turns = f"{start} + ({stop} - {start}) / {lanes} * {lanes}", turns % lanes
+            start, turns = start + (stop - start) // lanes * lanes, turns % lanes
         scopes.lanes, scopes.lane_steps = 1, {}
         body()
-        result.append(Loop(name, start, stop, "1", scopes.leave(), turns=turns))
+        result.append(For(name, start, stop, Const(1), scopes.leave(), trips=turns))
         return result
 
     def chunk(self, count: int, tasks: int, multiple: int = 1) -> list[Statement]:
@@ -183,8 +198,8 @@ class LoopNest:
         size = -(-count // (tasks * multiple)) * multiple
         self.scopes.form.grid = (-(-count // size),)
         return [
-            Count("begin", f"GROUP(0) * {size}"),
-            Pick("end", f"{count} - begin < {size}", str(count), f"begin + {size}"),
+            Let("begin", WORKGROUP * size),
+            Let("end", at_most(Var("begin"), size, Const(count))),
         ]
 
     # Results
@@ -193,14 +208,13 @@ class LoopNest:
         """Write values to outputs; last of all in a body, so that nothing is read after it was written."""
         scopes = self.scopes
         for number, value, index in results:
-            text, depth, step = scopes.text(index)
+            place, depth, step = scopes.index(index)
             lanes = scopes.lanes if step else 1
             wide = scopes.widened(value, lanes)
-            kind = Type(wide.type.dtype, lanes)
             stored = str(self.group.outputs[number].dtype)
             aligned = scopes.aligned(index) if self.gpu and step == 1 else 1
             scopes.bodies[max(depth, wide.depth)].append(
-                Store(wide.name, kind, f"out{number}", stored, text, aligned)
+                Store(wide.var, f"out{number}", stored, place, aligned, lanes)
             )
             self.note_store(number, index)
 
@@ -215,6 +229,11 @@ class LoopNest:
     def lowered(self) -> Lowered:
         """The result, once everything is written."""
         return Lowered(self.scopes.form, self.over())
+
+
+def at_most(begin: Expr, size: int, limit: Expr) -> Expr:
+    """The end of a part of so many items, or the limit where that comes before."""
+    return Select(INT, limit - begin < size, limit, begin + size)
 
 
 def _of_halves(group: Group) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import SplitNeeded
-from penstock.kernels.c_expressions import has_vectors
 from penstock.kernels.column_loops import ColumnLoops
+from penstock.kernels.dialects import dialect_of
+from penstock.kernels.dialects.c_expressions import has_vectors
 from penstock.kernels.loop_nest import LoopNest, Lowered
 from penstock.kernels.map_loops import MapLoops
 from penstock.kernels.row_loops import RowLoops
@@ -48,7 +49,7 @@ def _thread_lanes(group: Group, capabilities: Capabilities) -> int:
     values = (*group.outputs, *group.inputs)
     size = max(node.size for node in values)
     large = [node for node in values if 2 * node.size > size]
-    if capabilities.language == "wgsl":
+    if dialect_of(capabilities).word_access:
         # A word at a time, so that neighbouring threads have neighbouring words, and no word is in two.
         return max(1, *(_WORD // node.dtype.itemsize for node in (*large, *group.outputs)))
     narrow = sum(node.nbytes for node in large if node.dtype.itemsize <= 2)

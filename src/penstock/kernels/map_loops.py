@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.fusion.index import flat, unflatten
+from penstock.kernels.ir import THREAD, WORKGROUP, Const, Expr, For, If, Let, Statement, Type, Var
 from penstock.kernels.loop_nest import GROUP_THREADS, LoopNest, Lowered
-from penstock.kernels.loops import Count, Loop, Statement, When
 from penstock.kernels.scopes import Merge
 
 _SECTOR = 32  # bytes that a GPU reads or writes, even of one item
@@ -46,13 +46,15 @@ class MapLoops(LoopNest):
             return self.lowered()
         if rows == 1:
             form.body = self.chunk(length, self.tasks(length, size), 8)
-            loops = self.vector_loops(inner[0], "begin", "end", length % self.lanes == 0, self._body)
+            loops = self.vector_loops(
+                inner[0], Var("begin"), Var("end"), length % self.lanes == 0, self._body
+            )
             form.body += [*scopes.bodies[0], *loops]
             return self.lowered()
         form.body = self.chunk(rows, self.tasks(rows, size))
         inside = self.unpack("row", outer, 0)
-        loops = self.vector_loops(inner[0], "0", str(length), length % self.lanes == 0, self._body)
-        form.body.append(Loop("row", "begin", "end", "1", [*inside, *scopes.bodies[0], *loops]))
+        loops = self.vector_loops(inner[0], 0, length, length % self.lanes == 0, self._body)
+        form.body.append(For("row", Var("begin"), Var("end"), Const(1), [*inside, *scopes.bodies[0], *loops]))
         return self.lowered()
 
     def _by_threads(self, names: list[str]) -> Lowered:
@@ -60,12 +62,13 @@ class MapLoops(LoopNest):
         size = self.count(names) // self.lanes
         self.take_lanes(names)
         form.grid, form.group = (-(-size // GROUP_THREADS),), (GROUP_THREADS,)
-        form.body = [Count("item", f"GROUP(0) * {GROUP_THREADS} + THREAD")]
+        form.body = [Let("item", WORKGROUP * GROUP_THREADS + THREAD)]
         scopes.depth_of.update(dict.fromkeys(names, 1))
         self._body()
         body = [*self._places(self._order(names)), *scopes.bodies[0], *scopes.leave()]
         # Without a sign, because the last group may reach beyond what an int can hold.
-        form.body += [When(f"(uint)item < {size}u", body)] if size % GROUP_THREADS else body
+        inside = Var("item").cast("uint32") < Const(size, Type("uint32"))
+        form.body += [If(inside, body)] if size % GROUP_THREADS else body
         return self.lowered()
 
     def _places(self, order: list[str]) -> list[Statement]:
@@ -75,9 +78,9 @@ class MapLoops(LoopNest):
         for name in reversed(order):
             wide = self.scopes.lane_steps.get(name, 0) * self.lanes or 1
             length = self.count([name]) // wide
-            text = "item" if stride == 1 else f"item / {stride}"
-            text = text if name == order[0] else f"{text} % {length}"
-            result.append(Count(name, text if wide == 1 else f"{text} * {wide}"))
+            value: Expr = Var("item") if stride == 1 else Var("item") // stride
+            value = value if name == order[0] else value % length
+            result.append(Let(name, value if wide == 1 else value * wide))
             stride *= length
         return result
 

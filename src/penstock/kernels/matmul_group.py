@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import Index, Variables, flat, unflatten, variable
 from penstock.fusion.views import base, operand_index
 from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Node
-from penstock.kernels.c_renderer import statements
+from penstock.kernels.dialects import dialect_of
+from penstock.kernels.dialects.c_vectors import VectorPrinter
+from penstock.kernels.dialects.wgsl_memory import WORD, Words, item_size, scalar_dtypes
+from penstock.kernels.dialects.wgsl_printer import WgslPrinter, writes_parts
+from penstock.kernels.ir import KernelIR, Let, Opaque, Statement, Store, Type, Var
 from penstock.kernels.loop_nest import overwritable
-from penstock.kernels.loops import Count, LoopForm, Statement, Store, Type
 from penstock.kernels.matmul_kernel import matmul_body
 from penstock.kernels.matmul_problem import Operand, Problem
 from penstock.kernels.scopes import LanesImpossible, Scopes, Value
 from penstock.kernels.source import KernelSource, head
 from penstock.kernels.wgsl_matmul import finished_lanes, wgsl_body
-from penstock.kernels.wgsl_memory import WORD, Words, item_size, scalar_dtypes
-from penstock.kernels.wgsl_renderer import Thread, writes_parts
 
 
 def matmul_group(
@@ -41,9 +42,9 @@ def matmul_group(
         right=sides[1][1],
         varied=varied,
     )
-    ending = _Ending(group, product, vectors=capabilities.language != "wgsl")
-    write = _in_wgsl if capabilities.language == "wgsl" else _in_c
-    source = write(problem, capabilities, ending, name)
+    in_words = dialect_of(capabilities).word_access
+    ending = _Ending(group, product, vectors=not in_words)
+    source = (_in_wgsl if in_words else _in_c)(problem, capabilities, ending, name)
     operands = {group.inputs.index(node) for node, _ in sides}
     over = overwritable(group, ending.loads, ending.stores)
     return source, tuple(tuple(at for at in found if at not in operands) for found in over)
@@ -52,12 +53,7 @@ def matmul_group(
 def _in_c(problem: Problem, capabilities: Capabilities, ending: _Ending, name: str) -> KernelSource:
     text, grid, threads = matmul_body(problem, capabilities, ending.finish)
     form = ending.form
-    opening = head(
-        name,
-        [(dtype, f"out{k}") for k, dtype in enumerate(form.outputs)],
-        [(dtype, f"in{k}") for k, dtype in enumerate(form.inputs)],
-        [(dtype, f"c{k}") for k, dtype in enumerate(form.scalars)],
-    )
+    opening = head(name, *form.parameters)
     stored = tuple("uint8" if dtype == "bool" else dtype for dtype in form.scalars)
     return KernelSource(name, f"{opening}{text}\n}}\n", (*form.outputs, *form.inputs), stored, grid, threads)
 
@@ -74,13 +70,11 @@ def _in_wgsl(problem: Problem, capabilities: Capabilities, ending: _Ending, name
     words = Words(writes_parts(trial))
 
     def finish(row: str, column: str, value: str, lanes: int) -> list[str]:
-        thread = Thread(words, wide=(value,) if lanes > 1 else ())
-        return ["{", *thread.statements(ending.body(row, column, value, lanes)), "}"]
+        return ["{", *WgslPrinter(words).statements(ending.body(row, column, value, lanes)), "}"]
 
     body = wgsl_body(problem, capabilities, finish, lanes, words)
-    buffers = [f"out{k}" for k in range(len(form.outputs))] + [f"in{k}" for k in range(len(form.inputs))]
-    scalars = [(dtype, f"c{k}") for k, dtype in enumerate(form.scalars)]
-    opening = words.opening(name, buffers, scalars).rstrip()
+    outputs, inputs, scalars = form.parameters
+    opening = words.opening(name, [buffer for _, buffer in (*outputs, *inputs)], scalars).rstrip()
     lines = [*body.declared, opening, *(f"    {line}" for line in body.lines), "}"]
     text, passed = "\n".join(lines) + "\n", scalar_dtypes(form.scalars)
     return KernelSource(name, text, (*form.outputs, *form.inputs), passed, body.grid, body.group)
@@ -117,7 +111,7 @@ class _Ending:
         self._group = group
         self._product = product
         self._vectors = vectors
-        self.form: LoopForm = Scopes(group, Variables({})).form
+        self.form: KernelIR = Scopes(group, Variables({})).form
         self.loads: dict[int, set[tuple[int, Index]]] = {}
         self.stores: dict[int, tuple[int, Index]] = {}
 
@@ -127,7 +121,7 @@ class _Ending:
             bodies = [self.body(row, column, value, lanes)]
         except LanesImpossible:
             bodies = [self.body(row, f"{column} + {k}", f"{value}.s{k:x}", 1) for k in range(lanes)]
-        return [line for body in bodies for line in ("{", *statements(body, 1), "}")]
+        return [line for body in bodies for line in ("{", *VectorPrinter().statements(body), "}")]
 
     def body(self, row: str, column: str, value: str, lanes: int) -> list[Statement]:
         """The statements for `lanes` neighbouring items."""
@@ -137,22 +131,21 @@ class _Ending:
         scopes = Scopes(self._group, variables, self._vectors)
         scopes.depth_of = dict.fromkeys(names, 1)
         scopes.lanes, scopes.lane_steps = lanes, {"j": 1} if lanes > 1 else {}
-        scopes.given[self._product] = Value(value, Type("float32", lanes), 1)
-        counts: list[Statement] = [Count("i", row), Count("j", column)]
+        scopes.given[self._product] = Value(Var(value, Type("float32", lanes)), 1)
+        counts: list[Statement] = [Let("i", Opaque(row)), Let("j", Opaque(column))]
         for axis, length in enumerate(shape[:-2]):
-            counts.append(Count(f"b{axis}", f"batch / {math.prod(shape[axis + 1 : -2])} % {length}"))
+            counts.append(Let(f"b{axis}", Var("batch") // math.prod(shape[axis + 1 : -2]) % length))
         place = tuple(variable(name) for name in names)
         number = flat(place, shape)
         values = []
         for node in self._group.outputs:
             at = place if node.shape == shape else unflatten(number, node.shape, variables)
             values.append(scopes.widened(scopes.value(node, at), lanes))
-        text, _, _ = scopes.text(number)
+        index, _, _ = scopes.index(number)
         aligned = 1 if self._vectors else scopes.aligned(number)
         body = [*scopes.bodies[0], *scopes.bodies[1]]
         for k, (node, one) in enumerate(zip(self._group.outputs, values, strict=True)):
-            kind = Type(one.type.dtype, lanes)
-            body.append(Store(one.name, kind, f"out{k}", str(node.dtype), text, aligned))
+            body.append(Store(one.var, f"out{k}", str(node.dtype), index, aligned, lanes))
             self.stores[k] = (0, number)
         for at_input, found in scopes.loads.items():
             self.loads.setdefault(at_input, set()).update(found)

@@ -11,23 +11,29 @@ from penstock.graph.dtypes import HALVES
 from penstock.graph.elementwise import PRIMITIVES
 from penstock.graph.node import Kind, Node, Primitive
 from penstock.kernels.blocks import Sums
-from penstock.kernels.loop_nest import LoopNest, Lowered
-from penstock.kernels.loops import (
-    Array,
+from penstock.kernels.ir import (
+    THREAD,
+    WORKGROUP,
+    Accumulate,
     Barrier,
-    Count,
-    Fold,
+    BlockReduce,
+    Const,
+    Declare,
+    Expr,
+    For,
     Forget,
+    Identity,
+    If,
+    Let,
     Load,
-    Loop,
-    Registers,
+    LocalArray,
+    RegisterArray,
     Statement,
     Store,
     Type,
-    Update,
-    Variable,
-    When,
+    Var,
 )
+from penstock.kernels.loop_nest import LoopNest, Lowered
 from penstock.kernels.scopes import Merge, Value, computed_dtype
 
 # Of a GPU. A thread has so many items of a row, if there are enough threads, and can keep them in registers.
@@ -94,8 +100,8 @@ class RowLoops(LoopNest):
             form.grid, form.group = (rows // stretch,), (self._threads * together,)
             if self._threads > _FEW_THREADS:
                 form.resident = max(1, _RESIDENT // self._threads)
-            ahead = f"GROUP(0) * {stretch} + again" if stretch > together else f"GROUP(0) * {together}"
-            scopes.bodies[0] = [Count("row", f"{ahead} + THREAD / {self._threads}")]
+            ahead = WORKGROUP * stretch + Var("again") if stretch > together else WORKGROUP * together
+            scopes.bodies[0] = [Let("row", ahead + THREAD // self._threads)]
             self._sums = {at: scopes.name("tally") for at in self._tallies}
         scopes.bodies[0] += self.unpack("row", outer, 0)
         passes = 1 + max(level - self._folds(node) for node, level in self._levels.items())
@@ -117,10 +123,10 @@ class RowLoops(LoopNest):
                 form.body[before:] = self._by_one(form.body[before:], [at for at, _, _ in reduced])
             if self._tallies:
                 form.body = self._with_tallies(form.body, stretch, together)
-            form.body.insert(0, Count("rank", f"THREAD % {self._threads}"))
+            form.body.insert(0, Let("rank", THREAD % self._threads))
         else:
             part = self.chunk(rows, self.tasks(rows, rows * columns))
-            form.body = [*part, Loop("row", "begin", "end", "1", scopes.bodies[0])]
+            form.body = [*part, For("row", Var("begin"), Var("end"), Const(1), scopes.bodies[0])]
         return self.lowered()
 
     def _levels_in_all(self) -> int:
@@ -137,11 +143,11 @@ class RowLoops(LoopNest):
         result: list[Statement] = []
         for at, node in self._tallies.items():
             kind = Type(computed_dtype(node), length)
-            result.append(Variable(self._sums[at], kind, node.primitive.name))
+            result.append(Declare(self._sums[at], Identity(kind, node.primitive.name)))
         if stretch > together:
             # Threads that share a row speak to each other in memory that the next row uses again.
             waiting = [Barrier()] if any(map(self._folds, self.group.nodes)) else []
-            body = [Loop("again", "0", str(stretch), str(together), [*body, *waiting], 1)]
+            body = [For("again", Const(0), Const(stretch), Const(together), [*body, *waiting], 1)]
         result += body
         return result + (self._alone() if together == 1 else self._across(together))
 
@@ -150,12 +156,12 @@ class RowLoops(LoopNest):
         stores: list[Statement] = []
         for at, name in self._sums.items():
             part, kind = self.scopes.name(), Type("float32", self.lanes)
-            place = f"GROUP(0) * {self.group.columns} + column"
+            place = WORKGROUP * self.group.columns + Var("column")
             stores += [
-                Load(part, kind, name, kind.dtype, "slot", int(self.lanes > 1)),
-                Store(part, kind, f"out{at}", kind.dtype, place, self.lanes),
+                Let(part, Load(kind, name, kind.dtype, Var("slot"), int(self.lanes > 1))),
+                Store(Var(part, kind), f"out{at}", kind.dtype, place, self.lanes),
             ]
-        return [self._turns_loop(f"rank * {self.lanes}", self._turns(), stores)]
+        return [self._turns_loop(Var("rank") * self.lanes, self._turns(), stores)]
 
     def _across(self, together: int) -> list[Statement]:
         """Tallies of a group that has several rows at a time: those of all rows, through its memory."""
@@ -164,30 +170,30 @@ class RowLoops(LoopNest):
         result: list[Statement] = []
         sums: list[Statement] = []
         # Item `slot` of thread THREAD is number `slot * group + THREAD`, so that neighbours write neighbours.
-        spot = f"spot / {threads} * {group} + spot % {threads}"
-        column = f"spot % {threads} * {lanes} + spot / {threads * lanes} * {threads * lanes}"
-        column += f" + spot / {threads} % {lanes}"
+        number, column, slot = Var("spot"), Var("column"), Var("slot")
+        spot = number // threads * group + number % threads
+        first = number % threads * lanes + number // (threads * lanes) * (threads * lanes)
         for at, name in self._sums.items():
             array, item, total, one = (scopes.name(kind) for kind in ("across", "item", "sum", "part"))
             operation, kind = self._tallies[at].primitive.name, Type("float32")
-            scopes.form.arrays.append(Array(array, "float32", length * group))
+            scopes.form.arrays.append(LocalArray(array, "float32", length * group))
             shared: list[Statement] = [
-                Load(item, kind, name, "float32", "slot", 0),
-                Store(item, kind, array, "float32", f"slot * {group} + THREAD"),
+                Let(item, Load(kind, name, "float32", slot)),
+                Store(Var(item, kind), array, "float32", slot * group + THREAD),
             ]
-            result.append(Loop("slot", "0", str(length), "1", shared, length))
+            result.append(For("slot", Const(0), Const(length), Const(1), shared, length))
             added: list[Statement] = [
-                Load(one, kind, array, "float32", f"{spot} + other * {threads}", 0),
-                Update(total, kind, operation, one),
+                Let(one, Load(kind, array, "float32", spot + Var("other") * threads)),
+                Accumulate(Var(total, kind), operation, Var(one, kind), kind),
             ]
-            store = Store(total, kind, f"out{at}", "float32", f"GROUP(0) * {columns} + column")
+            store = Store(Var(total, kind), f"out{at}", "float32", WORKGROUP * columns + column)
             sums += [
-                Variable(total, kind, operation),
-                Loop("other", "0", str(together), "1", added, together),
-                When(f"column < {columns}", [store]) if columns % (threads * length) else store,
+                Declare(total, Identity(kind, operation)),
+                For("other", Const(0), Const(together), Const(1), added, together),
+                If(column < columns, [store]) if columns % (threads * length) else store,
             ]
-        whole = [Count("column", column), *sums]
-        return [*result, Barrier(), Loop("spot", "THREAD", str(length * threads), str(group), whole)]
+        whole = [Let("column", first + number // threads % lanes), *sums]
+        return [*result, Barrier(), For("spot", THREAD, Const(length * threads), Const(group), whole)]
 
     def _share(self, rows: int) -> tuple[int, int]:
         """How many threads share a row, and how many rows a group has."""
@@ -224,7 +230,7 @@ class RowLoops(LoopNest):
         over = self.over()
         # Where such a value is written over another, all threads must have read that.
         waiting: list[Statement] = [Barrier(device_memory=True)] if any(over[at] for at in outputs) else []
-        return [*waiting, When("rank == 0", stores)]
+        return [*waiting, If(Var("rank").eq(0), stores)]
 
     def _reduced_value(self, node: Node) -> Value:
         return self.scopes.value(node, unflatten(self._row, node.shape, self.scopes.variables))
@@ -324,9 +330,9 @@ class RowLoops(LoopNest):
         for node, name in arrays.items():
             if self.gpu:
                 length = self._turns() * self.lanes
-                scopes.bodies[0].append(Registers(name, self._kept_dtype(node), length))
+                scopes.bodies[0].append(RegisterArray(name, self._kept_dtype(node), length))
             else:
-                scopes.form.arrays.append(Array(name, computed_dtype(node), self.group.columns))
+                scopes.form.arrays.append(LocalArray(name, computed_dtype(node), self.group.columns))
 
         def body() -> None:
             results = []
@@ -336,28 +342,26 @@ class RowLoops(LoopNest):
                 wide = scopes.widened(value, scopes.lanes)
                 known = {lanes: name for name, lanes in lanes_of[node]}
                 name = known.get(scopes.lanes) or scopes.name("sum")
-                kind = Type(wide.type.dtype, scopes.lanes)
                 if scopes.lanes not in known:
                     lanes_of[node].append((name, scopes.lanes))
                     sums.add(name, Type(computed_dtype(node), scopes.lanes), node.primitive.name)
-                scopes.bodies[1].append(Update(name, kind, node.primitive.name, wide.name))
+                kind = Type(wide.type.dtype, scopes.lanes)
+                scopes.bodies[1].append(Accumulate(Var(name, kind), node.primitive.name, wide.var, kind))
             for at, node in tallies:
                 source = node.inputs[0]
                 value = scopes.value(source, unflatten(self._number, source.shape, scopes.variables))
                 kind = Type(value.type.dtype, scopes.lanes)
-                scopes.bodies[1].append(
-                    Update(self._sums[at], kind, node.primitive.name, value.name, first="slot")
-                )
+                target, operation = Var(self._sums[at], kind), node.primitive.name
+                scopes.bodies[1].append(Accumulate(target, operation, value.var, kind, Var("slot")))
                 self.note_store(at, _NOWHERE)
             for at, node in outputs:
                 whole = unflatten(self._number, node.shape, scopes.variables)
                 results.append((at, scopes.value(node, whole), self._number))
             for key, value in scopes.computed(keep):
                 wide = scopes.widened(value, scopes.lanes)
-                kind = Type(wide.type.dtype, scopes.lanes)
-                text, _, _ = scopes.text(place)
+                spot, _, _ = scopes.index(place)
                 stored = self._kept_dtype(key[0])
-                scopes.bodies[1].append(Store(wide.name, kind, arrays[key[0]], stored, text))
+                scopes.bodies[1].append(Store(wide.var, arrays[key[0]], stored, spot, width=scopes.lanes))
                 kept[key] = (arrays[key[0]], place, stored)
             self.store(results)
 
@@ -374,16 +378,19 @@ class RowLoops(LoopNest):
         *vectors, (name, lanes) = parts
         for other, wide in vectors:
             part = scopes.name()
-            scopes.bodies[0].append(Fold(part, Type(dtype, wide), operation, other, None))
-            scopes.bodies[0].append(Update(name, Type(dtype), operation, part))
+            scopes.bodies[0] += [
+                BlockReduce(part, operation, Var(other, Type(dtype, wide)), None),
+                Accumulate(Var(name, Type(dtype)), operation, Var(part, Type(dtype)), Type(dtype)),
+            ]
         result, array = scopes.name(), None
         if self.gpu:
             array = scopes.name("threads")
             stored = "int32" if dtype == "bool" else dtype
-            scopes.form.arrays.append(Array(array, stored, scopes.form.group[0]))
+            scopes.form.arrays.append(LocalArray(array, stored, scopes.form.group[0]))
         threads = self._threads if self.gpu else 1
-        scopes.bodies[0].append(Fold(result, Type(dtype, lanes), operation, name, array, threads))
-        scopes.given[node] = Value(result, Type(dtype), 0)
+        total = Var(name, Type(dtype, lanes))
+        scopes.bodies[0].append(BlockReduce(result, operation, total, array, threads))
+        scopes.given[node] = Value(Var(result, Type(dtype)), 0)
 
     def _loops(self, body: Callable[[], None], sums: Sums) -> list[Statement]:
         scopes = self.scopes
@@ -398,15 +405,15 @@ class RowLoops(LoopNest):
         for name in around:
             scopes.depth_of[name] = 1
         length = self.count([last])
-        parts = self.vector_loops(last, "0", str(length), length % self.lanes == 0, body)
+        parts = self.vector_loops(last, 0, length, length % self.lanes == 0, body)
         blocked = [sums.blocked(part) for part in parts]
         for name in reversed(around):
             turns = self.count([name])
-            loop = Loop(name, "0", str(turns), "1", [part for part, _ in blocked], turns=turns)
+            loop = For(name, Const(0), Const(turns), Const(1), [part for part, _ in blocked], trips=turns)
             blocked = [sums.blocked(loop, max(each for _, each in blocked))]
         return [loop for loop, _ in blocked]
 
-    def _loops_of_threads(self, body: Callable[[], None]) -> list[Loop]:
+    def _loops_of_threads(self, body: Callable[[], None]) -> list[For]:
         scopes, columns, lanes = self.scopes, self.group.columns, self.lanes
         inside = self.unpack("column", self._inner, 1)
         scopes.depth_of["slot"], scopes.variables.lengths["slot"] = 1, columns
@@ -414,36 +421,35 @@ class RowLoops(LoopNest):
         body()
         step = self._threads * lanes
         if self._in_registers():
-            return [self._turns_loop(f"rank * {lanes}", self._turns(), [*inside, *scopes.leave()])]
+            return [self._turns_loop(Var("rank") * lanes, self._turns(), [*inside, *scopes.leave()])]
         read = scopes.computed([node for node in self.group.inputs if node.size >= columns])
         statements = [*inside, *scopes.leave()]
-        start = f"rank * {lanes}"
-        if not any(isinstance(one, Store) for one in statements):
-            return [Loop("column", start, str(columns), str(step), statements, _READS, self._turns())]
+        start = Var("rank") * lanes
+        if not any(isinstance(statement, Store) for statement in statements):
+            trips = self._turns()
+            return [For("column", start, Const(columns), Const(step), statements, _READS, trips)]
         # No compiler reads before a write that might be to the same place, so what is written comes last.
         arrays = {key: (scopes.name("read"), variable("slot"), self._kept_dtype(key[0])) for key, _ in read}
-        registers = [Registers(name, dtype, _READS * lanes) for name, _, dtype in arrays.values()]
+        registers = [RegisterArray(name, dtype, _READS * lanes) for name, _, dtype in arrays.values()]
         for key, (name, _, dtype) in arrays.items():
             value = scopes.value(*key)
-            scopes.bodies[1].append(
-                Store(
-                    value.name, Type(value.type.dtype, lanes), name, dtype, scopes.text(variable("slot"))[0]
-                )
-            )
-        reads = self._turns_loop("start", _READS, [*inside, *scopes.leave()])
+            place, _, _ = scopes.index(variable("slot"))
+            scopes.bodies[1].append(Store(value.var, name, dtype, place, width=lanes))
+        reads = self._turns_loop(Var("start"), _READS, [*inside, *scopes.leave()])
         scopes.kept.update(arrays)
         body()
-        rest = self._turns_loop("start", _READS, [*inside, *scopes.leave()])
+        rest = self._turns_loop(Var("start"), _READS, [*inside, *scopes.leave()])
         for key in arrays:
             del scopes.kept[key]
         parts: list[Statement] = [*registers, reads, rest]
         turns = -(-self._turns() // _READS)
-        return [Loop("start", start, str(columns), str(step * _READS), parts, 1, turns)]
+        return [For("start", start, Const(columns), Const(step * _READS), parts, 1, turns)]
 
-    def _turns_loop(self, start: str, turns: int, statements: list[Statement]) -> Loop:
+    def _turns_loop(self, start: Expr, turns: int, statements: list[Statement]) -> For:
         """So many parts of a row one after the other, laid out."""
         columns, step = self.group.columns, self._threads * self.lanes
         if columns % (turns * step):
-            statements = [When(f"column < {columns}", statements)]
-        counts = [Count("column", f"{start} + turn * {step}"), Count("slot", f"turn * {self.lanes}")]
-        return Loop("turn", "0", str(turns), "1", [*counts, *statements], turns)
+            statements = [If(Var("column") < columns, statements)]
+        turn = Var("turn")
+        counts = [Let("column", start + turn * step), Let("slot", turn * self.lanes)]
+        return For("turn", Const(0), Const(turns), Const(1), [*counts, *statements], turns)

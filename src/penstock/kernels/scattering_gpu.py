@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Node
 from penstock.graph.reducing import BLOCK
-from penstock.kernels.c_expressions import c_type, combine
-from penstock.kernels.c_threads import thread_statements
+from penstock.kernels.dialects.c_expressions import c_type, combine
+from penstock.kernels.dialects.c_threads import ThreadPrinter
+from penstock.kernels.ir import Accumulate, Declare, Identity, Let, Load, Opaque, Statement, Store, Type, Var
 from penstock.kernels.lone import group_size
-from penstock.kernels.loops import Load, Statement, Store, Type, Update, Variable
 from penstock.kernels.source import C_TYPES, KernelSource, head
 
 _THREADS = 512  # of a group
@@ -217,14 +217,17 @@ class _Sums:
         self._each = f"EACH_LANE({self.lanes}) " if self.lanes > 1 else ""
 
     def _text(self, *statements: Statement) -> list[str]:
-        lines = thread_statements([Variable("sums", self._kind, "sum"), *statements])
+        lines = ThreadPrinter().statements([self._declare("sums"), *statements])
         return [line.strip() for line in lines]
+
+    def _declare(self, name: str) -> Declare:
+        return Declare(name, Identity(self._kind, "sum"))
 
     integer, zero = "int", "0"
 
     def declared(self, level: int) -> str:
         """What declares the sums of a level."""
-        (line,) = thread_statements([Variable(f"sums_{level}", self._kind, "sum")])
+        (line,) = ThreadPrinter().statements([self._declare(f"sums_{level}")])
         return line.strip()
 
     def names(self, level: int) -> list[str]:
@@ -238,12 +241,15 @@ class _Sums:
 
     def more(self) -> str:
         """Add what is at `place`."""
-        load = Load("more", self._kind, "in0", self._stored, self._index % "place", 1, self.lanes)
-        return " ".join(self._text(load, Update("sums", self._kind, "sum", "more"))[1:])
+        index = Opaque(self._index % "place")
+        load = Let("more", Load(self._kind, "in0", self._stored, index, 1, self.lanes))
+        sums, more = Var("sums", self._kind), Var("more", self._kind)
+        return " ".join(self._text(load, Accumulate(sums, "sum", more, self._kind))[1:])
 
     def stored(self) -> str:
         """Store the sums at row `target`."""
-        store = Store("sums", self._kind, "out0", self._stored, self._index % "target", self.lanes)
+        index, sums = Opaque(self._index % "target"), Var("sums", self._kind)
+        store = Store(sums, "out0", self._stored, index, self.lanes)
         return " ".join(self._text(store)[1:])
 
     def across(self) -> str:

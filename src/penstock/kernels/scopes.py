@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Index, Place, Variables, flat, source_place, variable
@@ -16,20 +16,26 @@ from penstock.graph.elementwise import CAST, FULL
 from penstock.graph.node import Kind, Node
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.shaping import CONCAT, PAD
-from penstock.kernels.c_expressions import COMBINE, expression
-from penstock.kernels.loops import (
-    Choose,
-    Clip,
-    Count,
+from penstock.kernels.dialects.c_expressions import COMBINE, expression
+from penstock.kernels.ir import (
+    BOOL,
+    INT,
+    TRUE,
+    Broadcast,
+    Call,
+    Clamp,
+    Const,
+    Expr,
+    KernelIR,
     Let,
     Load,
-    LoopForm,
-    Pick,
     Random,
-    Splat,
+    Select,
     Statement,
-    Truth,
     Type,
+    Var,
+    affine,
+    all_of,
 )
 
 
@@ -39,11 +45,15 @@ class LanesImpossible(Exception):
 
 @dataclass(frozen=True)
 class Value:
-    """A value in a kernel: its name, its type, and the scope that it is computed in."""
+    """A value in a kernel: its name with its type, and the scope that it is computed in."""
 
-    name: str
-    type: Type
+    var: Expr
     depth: int
+
+    @property
+    def type(self) -> Type:
+        """That of the value."""
+        return self.var.type
 
 
 def computed_dtype(node: Node) -> str:
@@ -76,7 +86,7 @@ class Scopes:
     def __init__(self, group: Group, variables: Variables, vectors: bool = True) -> None:
         self.group = group
         self.variables = variables
-        self.form = LoopForm(
+        self.form = KernelIR(
             outputs=[str(node.dtype) for node in group.outputs],
             inputs=[str(node.dtype) for node in group.inputs],
             vectors=vectors,
@@ -92,9 +102,9 @@ class Scopes:
         self.loads: dict[int, set[tuple[int, Index]]] = {}  # of each input: the stages, and where
         self.stage = 0
         self._vectors = vectors
-        self._conditions: dict[str, int] = {}  # under which what is read now is needed; their scopes
+        self._conditions: dict[Expr, int] = {}  # under which what is read now is needed; their scopes
         self._values: dict[tuple[Node, Place], Value] = {}
-        self._names: dict[Statement, Value] = {}
+        self._names: dict[Expr, Value] = {}
         self._count = 0
         self._scalars: dict[Node, list[str]] = {}
         for node in group.nodes:
@@ -121,8 +131,8 @@ class Scopes:
 
     # Whole numbers
 
-    def text(self, index: Index) -> tuple[str, int, int]:
-        """An index as text, the scope in which it is known, and its step from lane to lane."""
+    def index(self, index: Index) -> tuple[Expr, int, int]:
+        """An index as an expression, the scope in which it is known, and its step from lane to lane."""
         depth = step = 0
         self.used.add(index)
         for merge in self.merged:
@@ -131,21 +141,22 @@ class Scopes:
             self._define(name)
             depth = max(depth, self.depth_of[name])
             step += factor * self.lane_steps.get(name, 0)
-        return str(index), depth, step
+        return affine(index), depth, step
 
     def _define(self, name: str) -> None:
         """Compute a quotient or remainder before its first use."""
         if name in self.depth_of:
             return
         whole, operation, divisor = self.variables.computed[name]
-        text, depth, step = self.text(whole)
+        number, depth, step = self.index(whole)
         if step:
             # Lanes that begin at a multiple of their number stay in one part of as many.
             if self._vectors or step != 1 or divisor % self.lanes or self.aligned(whole) != self.lanes:
                 raise LanesImpossible
             if operation == "%":
                 self.lane_steps[name] = 1
-        self.bodies[depth].append(Count(name, f"{text} {operation} {divisor}"))
+        quotient = number // divisor if operation == "/" else number % divisor
+        self.bodies[depth].append(Let(name, quotient))
         self.depth_of[name] = depth
 
     def aligned(self, index: Index) -> int:
@@ -155,10 +166,10 @@ class Scopes:
         others = (factor for name, factor in index.terms if not self.lane_steps.get(name))
         return math.gcd(self.lanes, index.constant, *others)
 
-    def count(self, whole: Count | Truth | Pick | Clip, depth: int, length: int, step: int = 0) -> Index:
-        """A new variable for a whole number, which is named by it."""
+    def integer(self, value: Expr, depth: int, length: int, step: int = 0) -> Index:
+        """A new variable for an integer, which is named by it."""
         name = self.name("k")
-        self.bodies[depth].append(replace(whole, name=name))
+        self.bodies[depth].append(Let(name, value))
         self.variables.lengths[name] = length
         self.depth_of[name] = depth
         if step:
@@ -191,7 +202,7 @@ class Scopes:
             return self._load(f"in{number}", computed_dtype(node), str(node.dtype), index)
         primitive = node.primitive
         if primitive is FULL:
-            return Value(self._scalars[node][0], Type(computed_dtype(node)), 0)
+            return Value(Var(self._scalars[node][0], Type(computed_dtype(node))), 0)
         if primitive is POSITIONS:
             return self.number(place[0], computed_dtype(node))
         if primitive is SEQUENCE:
@@ -210,60 +221,64 @@ class Scopes:
 
     def apply(self, node: Node, values: Sequence[Value]) -> Value:
         """A primitive on values."""
-        lanes = max((value.type.lanes for value in values), default=1)
+        lanes = max((value.type.width for value in values), default=1)
         wide = [self.widened(value, lanes) for value in values]
         depth = max(value.depth for value in wide)
         result, of = Type(computed_dtype(node), lanes), wide[-1].type
         operation = node.primitive.name
-        inputs = tuple(value.name for value in wide)
-        if lanes > 1 and self._vectors and expression(operation, result, of, inputs) is None:
+        inputs = tuple(value.var for value in wide)
+        names = tuple("x" for _ in inputs)
+        if lanes > 1 and self._vectors and expression(operation, result, of, names) is None:
             raise LanesImpossible
         if node.primitive is CAST and result.dtype == of.dtype:
             value = wide[0]  # between halves and floats, which are the same inside a kernel
         else:
-            value = self.let(Let("", result, operation, inputs, of), depth)
+            value = self.let(Call(result, operation, inputs, of), depth)
         if node.primitive is CAST and node.dtype in HALVES:  # whoever asks for a half wants it rounded
-            value = self.let(Let("", result, f"round_{node.dtype}", (value.name,), result), depth)
+            value = self.let(Call(result, f"round_{node.dtype}", (value.var,), result), depth)
         return value
 
-    def let(self, statement: Let | Load | Splat | Random, depth: int) -> Value:
-        """Enter a statement that names a value, unless an equal one is there."""
-        if statement not in self._names:
-            name = self.name()
-            self.bodies[depth].append(replace(statement, name=name))
-            self._names[statement] = Value(name, statement.type, depth)
-        return self._names[statement]
+    def let(self, value: Expr, depth: int) -> Value:
+        """Name a value, unless an equal one has a name."""
+        if value not in self._names:
+            self._names[value] = self._new(value, depth)
+        return self._names[value]
+
+    def _new(self, value: Expr, depth: int) -> Value:
+        """Name a value."""
+        name = self.name()
+        self.bodies[depth].append(Let(name, value))
+        return Value(Var(name, value.type), depth)
 
     def widened(self, value: Value, lanes: int) -> Value:
         """The same in every lane of a vector."""
-        if value.type.lanes == lanes or not self._vectors:
+        if value.type.width == lanes or not self._vectors:
             return value
-        return self.let(Splat("", Type(value.type.dtype, lanes), value.name), value.depth)
+        return self.let(Broadcast(Type(value.type.dtype, lanes), value.var), value.depth)
 
     def _load(self, buffer: str, dtype: str, stored: str, index: Index) -> Value:
-        text, depth, step = self.text(index)
+        place, depth, step = self.index(index)
         if self._vectors:
             lanes = self.lanes if step else 1
-            return self.let(Load("", Type(dtype, lanes), buffer, stored, text, step), depth)
+            return self.let(Load(Type(dtype, lanes), buffer, stored, place, step), depth)
         kind = Type(dtype, self.lanes if step else 1)
         aligned = self.aligned(index) if step == 1 else 1
-        condition = " && ".join(self._conditions)
+        mask = all_of([*self._conditions]) if self._conditions else None
         depth = max(depth, *self._conditions.values(), 0)
-        return self.let(Load("", kind, buffer, stored, text, step, aligned, condition), depth)
+        return self.let(Load(kind, buffer, stored, place, step, aligned, mask), depth)
 
     def item(self, array: str, node: Node, index: Index) -> Value:
         """An item of memory of the group, which changes: it is read anew each time."""
-        text, depth, step = self.text(index)
+        place, depth, step = self.index(index)
         dtype = computed_dtype(node)
-        name, kind = self.name(), Type(dtype, self.lanes if step else 1)
-        self.bodies[depth].append(Load(name, kind, array, dtype, text, step))
-        return Value(name, kind, depth)
+        kind = Type(dtype, self.lanes if step else 1)
+        return self._new(Load(kind, array, dtype, place, step), depth)
 
     def combined(self, reduction: Node, one: Value, other: Value) -> Value:
         """A reduction of two values."""
         operation = COMBINE[reduction.primitive.name]
         depth = max(one.depth, other.depth)
-        return self.let(Let("", one.type, operation, (one.name, other.name), one.type), depth)
+        return self.let(Call(one.type, operation, (one.var, other.var), one.type), depth)
 
     def computed(self, nodes: Sequence[Node]) -> list[tuple[tuple[Node, Place], Value]]:
         """The values of nodes that the inner scope has computed, each at its one place."""
@@ -272,53 +287,48 @@ class Scopes:
         return [one for one in found if sum(other[0][0] is one[0][0] for other in found) == 1]
 
     def _sequence(self, node: Node, place: Place) -> Value:
-        start, step = (Value(name, Type(computed_dtype(node)), 0) for name in self._scalars[node])
+        start, step = (Value(Var(name, Type(computed_dtype(node))), 0) for name in self._scalars[node])
         position = self.number(place[0] if node.ndim else ZERO, start.type.dtype)
-        lanes = position.type.lanes
-        scaled = self.let(
-            Let(
-                "", position.type, "multiply", (position.name, self.widened(step, lanes).name), position.type
-            ),
-            position.depth,
-        )
+        lanes = position.type.width
+        factors = (position.var, self.widened(step, lanes).var)
+        scaled = self.let(Call(position.type, "multiply", factors, position.type), position.depth)
         first = self.widened(start, lanes)
-        return self.let(
-            Let("", position.type, "add", (first.name, scaled.name), position.type), position.depth
-        )
+        return self.let(Call(position.type, "add", (first.var, scaled.var), position.type), position.depth)
 
     def number(self, index: Index, dtype: str) -> Value:
         """An index as a value."""
-        text, depth, step = self.text(index)
+        number, depth, step = self.index(index)
         lanes = self.lanes if step else 1
-        return self.let(Splat("", Type(dtype, lanes), text, step), depth)
+        return self.let(Broadcast(Type(dtype, lanes), number, step), depth)
 
     def _random(self, node: Node, place: Place) -> Value:
-        text, depth, step = self.text(flat(place, node.shape))
+        number, depth, step = self.index(flat(place, node.shape))
         if step and self._vectors:
             raise LanesImpossible
         words = [self.value(node.inputs[0], (Index((), word),)) for word in range(4)]
-        kind, names = Type("uint32", self.lanes if step else 1), tuple(word.name for word in words)
-        return self.let(Random("", kind, names, text, step), max(depth, *(word.depth for word in words)))
+        kind, state = Type("uint32", self.lanes if step else 1), tuple(word.var for word in words)
+        return self.let(Random(kind, state, number, step), max(depth, *(word.depth for word in words)))
 
-    def _inside(self, index: Index, start: int, count: int) -> tuple[str, Index, int]:
+    def _inside(self, index: Index, start: int, count: int) -> tuple[Expr, Index, int]:
         """Whether an index lies in a range of an axis, its number there, and the scope; 0 if it does not."""
         moved = index + Index((), -start)
         low, high = self.variables.bounds(moved)
         if low >= 0 and high < count:
-            return "1", moved, 0
-        text, depth, step = self.text(moved)
+            return TRUE, moved, 0
+        number, depth, step = self.index(moved)
         if step:
             others = [factor for name, factor in index.terms if not self.lane_steps.get(name)]
             whole = step == 1 and all(n % self.lanes == 0 for n in (start, count, index.constant, *others))
             if not whole:
                 raise LanesImpossible  # a vector could be half inside
-        condition = str(self.count(Truth("", f"({text} >= 0 && {text} < {count})"), depth, 2))
-        return condition, self.count(Pick("", condition, text, "0"), depth, count, step), depth
+        inside = self.integer((number >= 0) & (number < count), depth, 2)
+        condition = Var(inside.terms[0][0], BOOL)
+        return condition, self.integer(Select(INT, condition, number, Const(0)), depth, count, step), depth
 
     @contextmanager
-    def _under(self, *conditions: tuple[str, int]) -> Iterator[None]:
+    def _under(self, *conditions: tuple[Expr, int]) -> Iterator[None]:
         """Let a GPU read memory only where conditions hold. (A vector is read sooner than one is asked.)"""
-        real = {condition: depth for condition, depth in conditions if condition != "1"}
+        real = {condition: depth for condition, depth in conditions if condition != TRUE}
         if self._vectors or not real:
             yield
             return
@@ -330,33 +340,33 @@ class Scopes:
 
     def _pad(self, node: Node, place: Place) -> Value:
         source, inside, depth = node.inputs[0], [], 0
-        conditions: list[tuple[str, int]] = []
+        conditions: list[tuple[Expr, int]] = []
         for index, (start, count, step) in zip(place, node.attributes["slices"], strict=True):
             first = start if step > 0 else start + (count - 1) * step
             extent = (count - 1) * abs(step) + 1
             condition, moved, scope = self._inside(index, first, extent)
             if abs(step) > 1:
                 on, moved = self._on_step(moved, abs(step))
-                scope = max(scope, self.text(moved)[1])
+                scope = max(scope, self.index(moved)[1])
                 conditions.append((on, scope))
             conditions.append((condition, scope))
             depth = max(depth, scope)
             inside.append(moved if step > 0 else moved * -1 + Index((), count - 1))
         with self._under(*conditions):
             value = self.value(source, tuple(inside))
-        real = [condition for condition, _ in conditions if condition != "1"]
+        real = [condition for condition, _ in conditions if condition != TRUE]
         if not real:
             return value
-        zero = self.let(Splat("", value.type, "0"), 0)
-        return self._choose(" && ".join(real), depth, value, zero)
+        zero = self.let(Broadcast(value.type, Const(0)), 0)
+        return self._select(all_of(real), depth, value, zero)
 
-    def _on_step(self, index: Index, step: int) -> tuple[str, Index]:
+    def _on_step(self, index: Index, step: int) -> tuple[Expr, Index]:
         """Whether a number is a multiple of a step, and its part."""
-        text, depth, lane_step = self.text(index)
+        number, depth, lane_step = self.index(index)
         if lane_step:
             raise LanesImpossible
         length = self.variables.bounds(index)[1] // step + 1
-        return f"{text} % {step} == 0", self.count(Count("", f"{text} / {step}"), depth, length)
+        return (number % step).eq(0), self.integer(number // step, depth, length)
 
     def _concat(self, node: Node, place: Place) -> Value:
         axis, start, result = node.attributes["axis"], 0, None
@@ -367,28 +377,26 @@ class Scopes:
             condition, moved, depth = self._inside(place[axis], start, length)
             with self._under((condition, depth)):
                 value = self.value(part, (*place[:axis], moved, *place[axis + 1 :]))
-            if result is None or condition == "1":
+            if result is None or condition == TRUE:
                 result = value
             else:
-                result = self._choose(condition, depth, value, result)
+                result = self._select(condition, depth, value, result)
             start += length
         assert result is not None
         return result
 
-    def _choose(self, condition: str, depth: int, yes: Value, no: Value) -> Value:
-        lanes = max(yes.type.lanes, no.type.lanes)
+    def _select(self, condition: Expr, depth: int, yes: Value, no: Value) -> Value:
+        lanes = max(yes.type.width, no.type.width)
         yes, no = self.widened(yes, lanes), self.widened(no, lanes)
-        depth = max(depth, yes.depth, no.depth)
-        name, kind = self.name(), Type(yes.type.dtype, lanes)
-        self.bodies[depth].append(Choose(name, kind, condition, yes.name, no.name))
-        return Value(name, kind, depth)
+        kind = Type(yes.type.dtype, lanes)
+        return self._new(Select(kind, condition, yes.var, no.var), max(depth, yes.depth, no.depth))
 
     def _gather(self, node: Node, place: Place) -> Value:
         source, index = node.inputs
         found = self.value(index, place[: index.ndim])
-        if found.type.lanes > 1:
+        if found.type.width > 1:
             raise LanesImpossible
         length = source.shape[0]
         # An index out of range must not read what is not there.
-        row = self.count(Clip("", found.name, found.type.dtype, length), found.depth, length)
+        row = self.integer(Clamp(found.var, length), found.depth, length)
         return self.value(source, (row, *place[index.ndim :]))

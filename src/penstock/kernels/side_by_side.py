@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.kernels.chaining import Call, together, total_cost
+from penstock.kernels.dialects import dialect_of
 from penstock.kernels.source import C_TYPES, MOST_PARAMETER_BYTES, KernelSource, declared, digest, head
 from penstock.kernels.writer import Written
 
@@ -33,7 +34,7 @@ def kind(group: Group, written: Written | None, capabilities: Capabilities) -> H
     """What groups have in common whose kernels may run side by side; None for those that run alone."""
     if written is None or written.function is not None or group.kind not in _KINDS:
         return None
-    if capabilities.language == "wgsl":  # which has no pointers, and few buffers for a kernel
+    if not dialect_of(capabilities).pointers:
         return None
     source = written.launches[0].source
     if source.arrays:  # which take room from all the groups of a launch
@@ -42,11 +43,8 @@ def kind(group: Group, written: Written | None, capabilities: Capabilities) -> H
 
 
 def _may_branch(source: KernelSource, capabilities: Capabilities) -> bool:
-    """Whether a kernel may be one of several, of which each group runs another.
-
-    PoCL's compiler fails where barriers stand in several branches, even if all threads take the same one.
-    """
-    return not source.arrays or capabilities.language == "cuda"
+    """Whether a kernel may be one of several, of which each group runs another."""
+    return not source.arrays or dialect_of(capabilities).barriers_in_branches
 
 
 def joins(calls: Sequence[Call]) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.graph.reducing import BLOCK
+from penstock.kernels.dialects.wgsl_expressions import number, wgsl_expression
+from penstock.kernels.dialects.wgsl_memory import WORD, Words, from_shared, item_size, shared_type, to_shared
 from penstock.kernels.lone import GPU_THREADS, SHORT_ROW, Launch, Lone, along, group_size
 from penstock.kernels.source import KernelSource
-from penstock.kernels.wgsl_expressions import number, wgsl_expression
-from penstock.kernels.wgsl_memory import WORD, Words, from_shared, item_size, shared_type, to_shared
 from penstock.kernels.wgsl_steps import UNROLLED, most_steps
 
 _ITEMS = 4  # of one thread in a group's step

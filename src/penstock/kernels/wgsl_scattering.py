@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Node
+from penstock.kernels.dialects.wgsl_expressions import wgsl_combine
+from penstock.kernels.dialects.wgsl_memory import WORD, Words, from_shared, shared_type, to_shared
+from penstock.kernels.dialects.wgsl_printer import WgslPrinter
+from penstock.kernels.ir import Accumulate, Declare, Identity, Let, Load, Opaque, Store, Type, Var
 from penstock.kernels.lone import Launch, Lone, group_size
-from penstock.kernels.loops import Load, Store, Type, Update, Variable
 from penstock.kernels.scattering_gpu import Levels
 from penstock.kernels.source import KernelSource
-from penstock.kernels.wgsl_expressions import wgsl_combine
-from penstock.kernels.wgsl_memory import WORD, Words, from_shared, shared_type, to_shared
-from penstock.kernels.wgsl_renderer import Thread
 from penstock.kernels.wgsl_steps import most_steps
 
 _THREADS = 512  # of a group
@@ -208,7 +208,7 @@ class _Sums:
         self._rest, self._threads = rest, threads
         self._steps = [part * tile * self.lanes for part in range(parts)]
         self._kind = Type(self.dtype, self.lanes)
-        self._thread = Thread(self.words)
+        self._thread = WgslPrinter(self.words)
 
     def _lines(self, lines: list[str]) -> str:
         return " ".join(line.strip() for line in lines)
@@ -229,7 +229,8 @@ class _Sums:
     def declared(self, level: int) -> str:
         """What declares the sums of a level."""
         names = [self._name(k, level) for k in range(len(self._steps))]
-        return self._lines(self._thread.statements([Variable(name, self._kind, "sum") for name in names]))
+        sums = [Declare(name, Identity(self._kind, "sum")) for name in names]
+        return self._lines(self._thread.statements(sums))
 
     def _name(self, part: int, level: int) -> str:
         return f"sums{part}_{level}" if level else f"sums{part}"
@@ -237,7 +238,7 @@ class _Sums:
     def names(self, level: int) -> list[str]:
         """The sums of a level, one by one."""
         return [
-            self._thread.lane(self._name(k, level), lane)
+            self._thread.expr(Var(self._name(k, level), self._kind), lane)
             for k in range(len(self._steps))
             for lane in range(self.lanes)
         ]
@@ -251,15 +252,19 @@ class _Sums:
         lines = []
         for k, step in enumerate(self._steps):
             place, inside = self._place("place", step), self._inside(step)
-            load = Load(f"more{k}", self._kind, "in0", self._stored, place, 1, self.lanes, inside)
-            lines += self._thread.statements([load, Update(f"sums{k}", self._kind, "sum", f"more{k}")])
+            mask = Opaque(inside) if inside else None
+            load = Load(self._kind, "in0", self._stored, Opaque(place), 1, self.lanes, mask)
+            sums, more = Var(f"sums{k}", self._kind), Var(f"more{k}", self._kind)
+            added = Accumulate(sums, "sum", more, self._kind)
+            lines += self._thread.statements([Let(more.name, load), added])
         return self._lines(lines)
 
     def stored(self) -> str:
         """Store the sums at row `goal`."""
         lines = []
         for k, step in enumerate(self._steps):
-            store = Store(f"sums{k}", self._kind, "out0", self._stored, self._place("goal", step), self.lanes)
+            place, sums = Opaque(self._place("goal", step)), Var(f"sums{k}", self._kind)
+            store = Store(sums, "out0", self._stored, place, self.lanes)
             written = self._thread.statements([store])
             inside = self._inside(step)
             lines += [f"if ({inside}) {{", *written, "}"] if inside else written

@@ -5,13 +5,13 @@ A pair in memory is a word or two of its key, the low one first, and its place.
 
 from __future__ import annotations
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
+from penstock.kernels.dialects.wgsl_memory import WORD, Words
 from penstock.kernels.lone import GPU_THREADS, Launch, Lone, along, group_size
 from penstock.kernels.sorting import DIGITS
 from penstock.kernels.source import KernelSource
 from penstock.kernels.wgsl_along import group_scan
-from penstock.kernels.wgsl_memory import WORD, Words
 
 _BLOCK = 2048  # items that one group counts and places
 _INSERTED = 16  # items of the longest row that is sorted by insertion

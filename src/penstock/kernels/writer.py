@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion import costs
 from penstock.fusion.groups import Group
 from penstock.fusion.products import LIBRARY_DTYPES, by_library
@@ -19,19 +19,15 @@ from penstock.graph.elementwise import FULL
 from penstock.graph.node import Array, Kind, Node
 from penstock.graph.reference import computed
 from penstock.kernels.attention import attention_kernels
-from penstock.kernels.c_expressions import expression
-from penstock.kernels.c_renderer import render
 from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, library_problem
+from penstock.kernels.dialects import dialect_of, has_dialect
 from penstock.kernels.lone import Launch
 from penstock.kernels.lone_kernels import lone_kernels
-from penstock.kernels.loops import Type
 from penstock.kernels.lowering import lower
 from penstock.kernels.matmul_group import matmul_group
 from penstock.kernels.raw_source import raw_source
 from penstock.kernels.scopes import computed_dtype
 from penstock.kernels.source import C_TYPES, UNIT, KernelSource
-from penstock.kernels.wgsl_expressions import wgsl_expression
-from penstock.kernels.wgsl_renderer import render_wgsl
 from penstock.kernels.wgsl_steps import has_short_loops
 
 
@@ -69,7 +65,7 @@ def constant(node: Node, name: str) -> Any:
 
 def fusible(node: Node, capabilities: Capabilities) -> bool:
     """Whether a kernel on a device with these capabilities can hold the node beside others."""
-    if capabilities.language == "numpy":
+    if not has_dialect(capabilities):
         return False
     primitive, kind = node.primitive, node.primitive.kind
     if kind is Kind.OPAQUE:
@@ -77,7 +73,7 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     values = (node, *node.inputs)
     if not all(_has(str(one.dtype), capabilities) and 0 < one.size < costs.MOST_ITEMS for one in values):
         return False
-    if capabilities.language == "wgsl" and not has_short_loops(node, capabilities):
+    if not has_short_loops(node, capabilities):
         return False
     if primitive.is_free or primitive.reads_elsewhere or kind is Kind.REDUCTION:
         return True
@@ -89,10 +85,7 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     if kind is not Kind.ELEMENTWISE or node.dtype in primitive.no_kernel:
         return False
     result, of = computed_dtype(node), computed_dtype(node.inputs[-1])
-    names = ("a", "b", "c")[: len(node.inputs)]
-    if capabilities.language == "wgsl":
-        return wgsl_expression(primitive.name, result, of, names) is not None
-    return expression(primitive.name, Type(result), Type(of), names) is not None
+    return dialect_of(capabilities).has_operation(primitive.name, result, of, len(node.inputs))
 
 
 def _has(dtype: str, capabilities: Capabilities) -> bool:
@@ -107,7 +100,7 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
     `varied`: there are groups of many shapes that are otherwise equal, which the kernels should serve too.
     """
     name = f"{_name(group)}_{ending}"
-    if capabilities.language == "numpy":
+    if not has_dialect(capabilities):
         return _host(group, name)
     buffers = tuple(range(len(group.outputs) + len(group.inputs)))
     if group.kind == "lone":
@@ -126,8 +119,7 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
         source, over = matmul_group(group, capabilities, name, varied)
     else:
         lowered = lower(group, capabilities)
-        write_text = render_wgsl if capabilities.language == "wgsl" else render
-        source, over = write_text(lowered.form, name), lowered.over
+        source, over = dialect_of(capabilities).render(lowered.form, name), lowered.over
     return Written((Launch(source, buffers),), (), over)
 
 

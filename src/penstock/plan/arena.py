@@ -39,7 +39,7 @@ class Value(NamedTuple):
     nbytes: int
     born: int  # the step that writes it
     dies: int  # the last step that uses it, `born` or later
-    over: tuple[int, ...] = ()  # indices of values that it may be written over at birth; they die there
+    may_alias: tuple[int, ...] = ()  # values that die at its birth, over which it may be written
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,13 @@ def _take_over(values: Sequence[Value], every: _Blocks) -> tuple[Ints, int]:
     held = live.copy()  # blocks keep their first size, so a smaller successor holds more than it needs
     heads = list(range(len(values)))
     taken: set[int] = set()
-    for i in sorted((i for i, value in enumerate(values) if value.over and size[i]), key=born.__getitem__):
+    for i in sorted(
+        (i for i, value in enumerate(values) if value.may_alias and size[i]), key=born.__getitem__
+    ):
         # One that is born at this step too is never taken: its own predecessor might still be live.
         choices = [
             (size[heads[k]], k)
-            for k in values[i].over
+            for k in values[i].may_alias
             if k not in taken and size[k] >= size[i] and values[k].born < values[i].born == values[k].dies
         ]
         if not choices:

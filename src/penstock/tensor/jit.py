@@ -25,7 +25,7 @@ from penstock.tensor.jit_program import SLOT, captured_program
 from penstock.tensor.replay import Captured, replaced
 
 if TYPE_CHECKING:
-    from penstock.plan.banks import Banks
+    from penstock.plan.arenas import ArenaPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MAX_CAPTURES = 32  # of one function; the one that was not used for longest is forgotten
@@ -51,7 +51,7 @@ def jit(function: Any = None, *, donate: int | Sequence[int] = ()) -> Any:
     return functools.wraps(function)(_Jitted(function, positions))
 
 
-def plans(function: Callable[..., Any]) -> list[Banks]:
+def plans(function: Callable[..., Any]) -> list[ArenaPlan]:
     """The memory plans of what a jitted function has captured so far, the largest first."""
     if not isinstance(function, _Jitted):
         raise TypeError(f"a function under @ps.jit has plans, and {function!r} was given")
@@ -96,7 +96,7 @@ class _Jitted:
             return found.told_replay(tensors, start)
         return found.replay(tensors)
 
-    def plans(self) -> list[Banks]:
+    def plans(self) -> list[ArenaPlan]:
         """See the function of that name."""
         with self._lock:
             captures = [found for kept in self._captured.values() for found in kept]

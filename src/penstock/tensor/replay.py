@@ -21,7 +21,7 @@ from penstock.interrupts import held_back
 from penstock.memory.buffer import Buffer
 from penstock.realize import realize
 from penstock.runtime import Device
-from penstock.stream.lane import Run
+from penstock.stream.recorder import Run
 from penstock.tensor.capture import NoValue, Origin, ends_in
 from penstock.tensor.core import Tensor
 from penstock.tensor.index_watch import IndexWatch

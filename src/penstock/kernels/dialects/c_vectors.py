@@ -1,0 +1,76 @@
+"""Statements in OpenCL C for the threads of a CPU, whose values with a width are vectors."""
+
+from __future__ import annotations
+
+from penstock.kernels.dialects.c import CPrinter
+from penstock.kernels.dialects.c_expressions import c_type, combine
+from penstock.kernels.ir import BlockReduce, Broadcast, Load, Statement, Store, Type, is_buffer
+from penstock.kernels.source import C_TYPES
+
+
+class VectorPrinter(CPrinter):
+    """Prints single values and vectors."""
+
+    def lines(self, statement: Statement) -> list[str]:
+        return self._reduce(statement) if isinstance(statement, BlockReduce) else super().lines(statement)
+
+    def broadcast(self, expr: Broadcast) -> str:
+        value = self.expr(expr.value)
+        if expr.type.width == 1:
+            return value
+        value = f"-({value})" if expr.type.dtype == "bool" else value
+        whole = f"({c_type(expr.type)})({value})"
+        if not expr.step:
+            return whole
+        steps = ", ".join(str(lane * expr.step) for lane in range(expr.type.width))
+        return f"{whole} + ({c_type(expr.type)})({steps})"
+
+    def load(self, expr: Load, index: str) -> str:
+        width = expr.type.width
+        if width == 1:
+            return super().load(expr, index)
+        if expr.step != 1:
+            items = [self._item(expr, f"{index} + {lane * expr.step}") for lane in range(width)]
+            return f"({c_type(expr.type)})({', '.join(items)})"
+        if expr.stored == "float16":
+            return f"from_halves_{width}({_vector(expr, index)})"
+        value = _vector(expr, index)
+        if expr.stored == "bfloat16":
+            return f"FROM_BFLOAT16_{width}({value})"
+        return f"(__builtin_convertvector({value}, int{width}) != 0)" if expr.type.dtype == "bool" else value
+
+    def _item(self, expr: Load, index: str) -> str:
+        value = super().load(expr, index)
+        return f"-({value} != 0)" if expr.type.dtype == "bool" else value
+
+    def store(self, statement: Store, index: str, value: str) -> str:
+        width = statement.type.width
+        if width == 1:
+            return super().store(statement, index, value)
+        if statement.stored == "float16":
+            value = f"to_halves_{width}({value})"
+        elif statement.stored == "bfloat16":
+            value = f"TO_BFLOAT16_{width}({value})"
+        elif statement.type.dtype == "bool":
+            value = f"__builtin_convertvector({value} & 1, uchar{width})"
+        return f"{_vector(statement, index)} = {value};"
+
+    def _reduce(self, statement: BlockReduce) -> list[str]:
+        type, name = statement.variable.type, statement.name
+        width, value, lines = type.width, statement.variable.name, []
+        while width > 1:
+            width //= 2
+            half = Type(type.dtype, width)
+            parts = (f"{value}.lo", f"{value}.hi")
+            value = f"{name}_{width}"
+            lines.append(f"{c_type(half)} {value} = {combine(statement.operation, half, *parts)};")
+        if type.width > 1 and type.dtype == "bool":
+            value = f"({value} & 1)"
+        return [*lines, f"{c_type(Type(type.dtype))} {name} = {value};"]
+
+
+def _vector(access: Load | Store, index: str) -> str:
+    """A vector in memory that is aligned for its items only."""
+    item = "ushort" if access.stored == "float16" else C_TYPES[access.stored]
+    space = "GLOBAL" if is_buffer(access.buffer) else "LOCAL"
+    return f"*({space} loose_{item}{access.type.width} *)({access.buffer} + {index})"

@@ -1,0 +1,207 @@
+"""CUDA C, which NVRTC compiles without any header."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from penstock.kernels.dialects.c_dialect import CDialect
+from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
+from penstock.kernels.source import C_TYPES, KernelSource
+
+# What OpenCL has and CUDA has not, without a header: NVRTC comes with none. OpenCL's `long` has 64 bits, and
+# CUDA's has 32 on Windows; its `char` has a sign, which C leaves open. A half is bits in memory only.
+_PRELUDE = """
+#ifdef _WIN32
+#define long long long
+#endif
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+#define char signed char
+#define KERNEL extern "C" __global__ void
+#define GLOBAL
+#define LOCAL __shared__
+#define LOCAL_AT
+#define CONSTANT static __constant__
+#define DEVICE static __device__ __forceinline__
+#define CALLED static __device__ __noinline__
+#define RESTRICT __restrict__
+#define BARRIER __syncthreads()
+#define DEVICE_BARRIER __syncthreads()
+#define GROUP(axis) ((int)GROUP_##axis)
+#define GROUP_0 blockIdx.x
+#define GROUP_1 blockIdx.y
+#define GROUP_2 blockIdx.z
+#define THREAD ((int)threadIdx.x)
+#define THREADS ((int)blockDim.x)
+#define FLOAT_BITS(x) __float_as_uint(x)
+#define BITS_FLOAT(u) __uint_as_float(u)
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fc00000)
+"""
+_HALVES = """
+struct half { ushort bits; };
+static __device__ inline float vload_half(size_t index, const half *from) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(from[index].bits));
+    return x;
+}
+static __device__ inline void vstore_half(float x, size_t index, half *to) {
+    ushort bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    to[index].bits = bits;
+}
+static __device__ inline float round_half(float x) {
+    half y;
+    vstore_half(x, 0, &y);
+    return vload_half(0, &y);
+}
+static __device__ inline ushort TO_BFLOAT16(float x) {
+#if __CUDA_ARCH__ >= 800
+    ushort bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+#else
+    uint u = FLOAT_BITS(x);
+    return (x != x ? u | 0x400000 : u + 0x7fff + (u >> 16 & 1)) >> 16;
+#endif
+}
+#define FROM_BFLOAT16(u) BITS_FLOAT((uint)(u) << 16)
+"""
+# The threads of a warp exchange numbers, all in the same order, so that all have the same result.
+_THREADS = """
+#define BITS_DOUBLE(u) __longlong_as_double(u)
+#define DOUBLE_BITS(x) ((ulong)__double_as_longlong(x))
+#define FLOAT16_PAIR(a, b) TWO_SHORTS(float_half(a), float_half(b))
+#define LOCAL_NEXT(counter) atomicAdd(&counter, 1)
+#define LOCAL_ADD(counter, more) atomicAdd(&counter, more)
+#define FORGET(word) asm volatile("" : "+r"(word))
+#define FOLD_THREADS(type, x, combined, array, threads) \\
+    _Pragma("unroll") for (int half_ = (threads < 32 ? threads : 32) / 2; half_ > 0; half_ /= 2) { \\
+        type other_ = __shfl_xor_sync(0xffffffff, x, half_); \\
+        x = combined; \\
+    } \\
+    if (threads > 32) { \\
+        if (THREAD % 32 == 0) array[THREAD / 32] = x; \\
+        BARRIER; \\
+        x = array[THREAD / threads * (threads / 32) + THREAD % (threads / 32)]; \\
+        _Pragma("unroll") for (int half_ = threads / 64; half_ > 0; half_ /= 2) { \\
+            type other_ = __shfl_xor_sync(0xffffffff, x, half_); \\
+            x = combined; \\
+        } \\
+    }
+// The compiler must not see what is negated: widened, the smallest number would lose its sign.
+DEVICE char NEGATE_INT8(char x) {
+    int y = -x;
+    asm("" : "+r"(y));
+    return (char)y;
+}
+DEVICE short NEGATE_INT16(short x) {
+    int y = -x;
+    asm("" : "+r"(y));
+    return (short)y;
+}
+DEVICE float QUICK_EXP(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+    return y;
+}
+DEVICE float QUICK_EXP_LESS(float x, float less) {  // of the difference; the product is made once for a row
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, 1.44269504f, -1.44269504f * less)));
+    return y;
+}
+DEVICE float QUICK_DIVIDE(float a, float b) {  // to 2 units in the last place, of bfloat16's smallest, too
+    float y;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+DEVICE float RECIPROCAL(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float MAXIMUM(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+#else
+    return a != a || b != b ? a + b : fmaxf(a, b);
+#endif
+}
+DEVICE float MINIMUM(float a, float b) { return -MAXIMUM(-a, -b); }
+DEVICE uint BFLOAT16_PAIR(float a, float b) {
+    uint pair;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+#else
+    uint u = FLOAT_BITS(a), v = FLOAT_BITS(b);
+    pair = (a != a ? u | 0x400000 : u + 0x7fff + (u >> 16 & 1)) >> 16;
+    pair |= (b != b ? v | 0x400000 : v + 0x7fff + (v >> 16 & 1)) & 0xffff0000;
+#endif
+    return pair;
+}
+DEVICE float half_float(ushort u) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(u));
+    return x;
+}
+DEVICE ushort float_half(float x) {
+    ushort u;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(u) : "f"(x));
+    return u;
+}
+"""
+
+# What users' own kernels may name.
+_RAW_WORDS = """\
+#define GROUP_0 ((int)blockIdx.x)
+#define GROUP_1 ((int)blockIdx.y)
+#define GROUP_2 ((int)blockIdx.z)
+#define GROUPS_0 ((int)gridDim.x)
+#define THREAD ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)))
+#define LOCAL __shared__
+#define BARRIER __syncthreads()
+"""
+_PLAIN_TYPES = {
+    "char": "signed char",
+    "uchar": "unsigned char",
+    "ushort": "unsigned short",
+    "uint": "unsigned int",
+    "long": "long long",
+    "ulong": "unsigned long long",
+    "half": "unsigned short",
+}
+
+
+class Cuda(CDialect):
+    """CUDA C."""
+
+    name = "cuda"
+    label = "CUDA C"
+    barriers_in_branches = True
+    compiles_side_by_side = True
+    inline_assembly = True
+    raw_types: Mapping[str, str] = {dtype: _PLAIN_TYPES.get(word, word) for dtype, word in C_TYPES.items()}
+    raw_words = _RAW_WORDS
+    raw_global = ""
+    raw_restrict = "__restrict__"
+    raw_opening = 'extern "C" __global__ void __launch_bounds__({})'
+    prelude = _PRELUDE
+    optional_preludes: Mapping[str, str] = {
+        "BFLOAT16": _HALVES,
+        "round_half": _HALVES,
+        "_halves_": _HALVES,
+        **CDialect.optional_preludes,
+        **dict.fromkeys(THREAD_NAMES, THREAD_WORDS + _THREADS + TANH),
+        "half *": _HALVES,
+    }
+
+    def text(self, source: KernelSource) -> str:
+        """A kernel's text: told how many threads a group has, or NVRTC gives each too many registers."""
+        numbers = [math.prod(source.group), *([source.resident] if source.resident > 1 else ())]
+        bounds = f"KERNEL __launch_bounds__({', '.join(map(str, numbers))}) {source.name}("
+        return source.text.replace(f"KERNEL {source.name}(", bounds)

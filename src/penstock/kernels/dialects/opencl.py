@@ -1,0 +1,180 @@
+"""OpenCL C: for GPUs, and for CPUs, whose threads have vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.kernels.dialects.c_dialect import CDialect
+from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
+from penstock.kernels.source import C_TYPES
+
+_PRELUDE = """
+#define KERNEL __kernel void
+#define GLOBAL __global
+#define LOCAL __local
+#define LOCAL_AT __local
+#define CONSTANT __constant
+#define DEVICE static inline
+#define CALLED static inline
+#define RESTRICT restrict
+#define BARRIER barrier(CLK_LOCAL_MEM_FENCE)
+#define DEVICE_BARRIER barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)
+#define GROUP(axis) ((int)get_group_id(axis))
+#define THREAD ((int)get_local_id(0))
+#define THREADS ((int)get_local_size(0))
+#define FLOAT_BITS(x) as_uint(x)
+#define BITS_FLOAT(u) as_float(u)
+"""
+# A float as the nearest bfloat16, of two the even one; a NaN stays one. The values are names.
+# PoCL from 3.1 on crashes where vload_half8 reads halves that are not aligned to 16 bytes: it gets variables.
+_HALVES = """
+#define BFLOAT16_OF(x, u) (((x) != (x) ? (u) | 0x400000 : (u) + 0x7fff + ((u) >> 16 & 1)) >> 16)
+#define TO_BFLOAT16(x) ((ushort)BFLOAT16_OF(x, FLOAT_BITS(x)))
+#define FROM_BFLOAT16(u) BITS_FLOAT((uint)(u) << 16)
+#define TO_BFLOAT16_8(x) __builtin_convertvector(BFLOAT16_OF(x, as_uint8(x)), ushort8)
+#define FROM_BFLOAT16_8(u) as_float8(__builtin_convertvector(u, uint8) << 16)
+static inline float round_half(float x) {
+    ushort u;
+    vstore_half(x, 0, (half *)&u);
+    return vload_half(0, (half *)&u);
+}
+static inline float8 from_halves_8(ushort8 u) {
+    return vload_half8(0, (half *)&u);
+}
+static inline ushort8 to_halves_8(float8 x) {
+    ushort8 u;
+    vstore_half8(x, 0, (half *)&u);
+    return u;
+}
+static inline float8 round_half8(float8 x) {
+    return from_halves_8(to_halves_8(x));
+}
+"""
+# Vectors in memory that is aligned for their items only. PoCL calls vload8 and convert_int8 as functions,
+# which costs more than they do; these are plain instructions.
+_ITEM_BYTES = {"float": 4, "int": 4, "uint": 4, "long": 8, "ulong": 8, "short": 2, "ushort": 2}
+_ITEM_BYTES |= {"char": 1, "uchar": 1}
+_LOOSE = [
+    f"typedef {c_type}8 loose_{c_type}8 __attribute__((aligned({size})));"
+    for c_type, size in _ITEM_BYTES.items()
+]
+_LOOSE += ["#ifdef cl_khr_fp64", "typedef double8 loose_double8 __attribute__((aligned(8)));", "#endif"]
+_VECTORS = "\n".join(_LOOSE) + "\n"
+
+
+# Functions of vectors that take less time than PoCL's, to 1 and 3 units in the last
+# place. exp: x is n log(2)
+# plus a rest; n comes from the low bits of a sum that rounds, and goes into the exponent; what would be
+# subnormal is 0. tanh: a polynomial where exp would cancel. The coefficients are Chebyshev fits.
+_FUNCTIONS = """
+static inline float8 exp_8(float8 x) {
+    float8 c = x > 88.7228394f ? (float8)(88.7228394f) : x < -87.3365479f ? (float8)(-87.3365479f) : x;
+    float8 t = c * 1.44269504f + 12582912.0f;
+    float8 n = t - 12582912.0f;
+    float8 r = c - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    float8 p = 4.166644833e-2f + r * (8.364383390e-3f + r * 1.393545454e-3f);
+    p = 1.0f + (r + r * r * (5.000000015e-1f + r * (1.666656960e-1f + r * p)));
+    float8 y = as_float8(as_int8(p) + (as_int8(t) << 23));
+    return x > 88.7228394f ? (float8)(INFINITY) : x < -87.3365479f ? (float8)(0.0f) : x != x ? x : y;
+}
+static inline float8 tanh_8(float8 x) {
+    float8 z = x * x;
+    float8 p = -5.370970716e-2f + z * (2.055340632e-2f - z * 5.617152728e-3f);
+    p = x * (9.999999957e-1f + z * (-3.333325488e-1f + z * (1.333099022e-1f + z * p)));
+    return z < 0.390625f ? p : 1.0f - 2.0f / (exp_8(x + x) + 1.0f);
+}
+"""
+# sin, cos and tan of PoCL are wrong in all lanes of a vector in which one is 2^23 or more, infinite or NaN.
+# There, and from 2^22 on, each lane is computed by itself.
+_ANGLES = """
+#define EACH_BY_ITSELF(name, x) (float8)( \\
+    name(x.s0), name(x.s1), name(x.s2), name(x.s3), name(x.s4), name(x.s5), name(x.s6), name(x.s7))
+#define HAS_LARGE(x) any((as_int8(x) & 0x7fffffff) >= 0x4a800000)
+static inline float8 sin_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(sin, x) : sin(x); }
+static inline float8 cos_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(cos, x) : cos(x); }
+static inline float8 tan_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(tan, x) : tan(x); }
+"""
+# Without an extension, C has pointers to halves only; through those to memory of a thread, PoCL loses what is
+# written after barriers.
+_THREADS = """
+#define BITS_DOUBLE(u) as_double(u)
+#define DOUBLE_BITS(x) as_ulong(x)
+#define BFLOAT16_PAIR(a, b) TWO_SHORTS(TO_BFLOAT16(a), TO_BFLOAT16(b))
+#define FLOAT16_PAIR(a, b) TWO_SHORTS(float_half(a), float_half(b))
+#define LOCAL_NEXT(counter) atomic_inc(&counter)
+#define LOCAL_ADD(counter, more) atomic_add(&counter, more)
+#define FORGET(word)
+#define NEGATE_INT8(x) ((char)(0 - (uchar)(x)))
+#define NEGATE_INT16(x) ((short)(0 - (ushort)(x)))
+#define MAXIMUM(a, b) (((a) > (b)) | ((a) != (a)) ? (a) : (b))
+#define MINIMUM(a, b) (((a) < (b)) | ((a) != (a)) ? (a) : (b))
+#define QUICK_EXP(x) exp(x)
+#define QUICK_EXP_LESS(x, less) exp((x) - (less))
+#define RECIPROCAL(x) (1 / (x))
+#define QUICK_DIVIDE(a, b) ((a) / (b))
+#define FOLD_THREADS(type, x, combined, array, threads) \\
+    array[THREAD] = x; \\
+    for (int half_ = threads / 2; half_ > 0; half_ /= 2) { \\
+        BARRIER; \\
+        if (THREAD % threads < half_) { \\
+            type other_ = array[THREAD + half_]; \\
+            array[THREAD] = x = combined; \\
+        } \\
+    } \\
+    BARRIER; \\
+    x = array[THREAD / threads * threads];
+DEVICE float half_float(ushort u) {
+    uint size = u & 0x7fff;
+    float x = size < 0x400 ? size * 5.9604644775390625e-8f  // 2 to the power of -24
+                           : BITS_FLOAT((size << 13) + (size < 0x7c00 ? 0x38000000 : 0x70000000));
+    return u & 0x8000 ? -x : x;
+}
+DEVICE ushort float_half(float x) {
+    uint u = FLOAT_BITS(x), sign = u >> 16 & 0x8000, size = u & 0x7fffffff;
+    if (size > 0x7f800000) return sign | 0x7e00;
+    if (size >= 0x477ff000) return sign | 0x7c00;
+    if (size < 0x38800000) return sign | (uint)rint(BITS_FLOAT(size) * 16777216.0f);
+    return sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13;
+}
+"""
+
+# What users' own kernels may name.
+_RAW_WORDS = """\
+#define GROUP_0 ((int)get_group_id(0))
+#define GROUP_1 ((int)get_group_id(1))
+#define GROUP_2 ((int)get_group_id(2))
+#define GROUPS_0 ((int)get_num_groups(0))
+#define THREAD \\
+    ((int)(get_local_id(0) + get_local_size(0) * (get_local_id(1) + get_local_size(1) * get_local_id(2))))
+#define LOCAL __local
+#define BARRIER barrier(CLK_LOCAL_MEM_FENCE)
+"""
+
+
+class OpenCL(CDialect):
+    """OpenCL C."""
+
+    name = "opencl"
+    label = "OpenCL C"
+    # PoCL's compiler fails where barriers stand in several branches, even if all threads take the same one.
+    barriers_in_branches = False
+    raw_types = C_TYPES
+    raw_words = _RAW_WORDS
+    raw_global = "__global "
+    raw_restrict = "restrict"
+    raw_opening = "__kernel void"
+    prelude = _PRELUDE
+    optional_preludes: Mapping[str, str] = {
+        "exp_8(": _FUNCTIONS,
+        "tanh_8(": _FUNCTIONS,
+        "sin_8(": _ANGLES,
+        "cos_8(": _ANGLES,
+        "tan_8(": _ANGLES,
+        "loose_": _VECTORS,
+        "BFLOAT16": _HALVES,
+        "round_half": _HALVES,
+        "_halves_": _HALVES,
+        **CDialect.optional_preludes,
+        **dict.fromkeys(THREAD_NAMES, THREAD_WORDS + _THREADS + TANH),
+    }

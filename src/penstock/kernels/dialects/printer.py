@@ -1,0 +1,115 @@
+"""What printing the IR has in common in all languages: expressions with their parentheses, and names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from penstock.kernels.ir import (
+    Affine,
+    Binary,
+    Const,
+    Expr,
+    Opaque,
+    Select,
+    Statement,
+    ThreadId,
+    Type,
+    Unary,
+    Var,
+    WorkgroupId,
+)
+
+# How tightly operators bind. Those of bits stand in parentheses beside any other, as WGSL demands.
+_LEVELS = {"||": 1, "&&": 1, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}
+_LEVELS |= dict.fromkeys(("<", "<=", ">", ">=", "==", "!="), 2)
+_BITS = ("&", "|", "^", "<<", ">>")
+
+
+class Printer(ABC):
+    """Prints the statements of one kernel."""
+
+    def statements(self, body: Sequence[Statement], depth: int = 1) -> list[str]:
+        """The lines of statements, set in by `depth` steps."""
+        return ["    " * depth + line for statement in body for line in self.lines(statement)]
+
+    @abstractmethod
+    def lines(self, statement: Statement) -> list[str]:
+        """The lines of one statement."""
+
+    @abstractmethod
+    def value(self, expr: Expr, lane: int) -> str:
+        """An expression of a kind that languages write differently."""
+
+    @abstractmethod
+    def workgroup(self, axis: int) -> str:
+        """The number of the workgroup."""
+
+    @abstractmethod
+    def constant(self, value: float, type: Type) -> str:
+        """A number."""
+
+    def expr(self, expr: Expr, lane: int = 0) -> str:
+        """The text of an expression; of one with a width, that of one lane where lanes are apart."""
+        match expr:
+            case Const():
+                return self.constant(expr.value, expr.type)
+            case Var():
+                return self.name(expr, lane)
+            case Opaque():
+                return expr.text
+            case ThreadId():
+                return "THREAD"
+            case WorkgroupId():
+                return self.workgroup(expr.axis)
+            case Affine():
+                return self._affine(expr)
+            case Unary():
+                return f"{expr.operator}{self.operand(expr.operand, lane)}"
+            case Binary():
+                left = self._side(expr, expr.left, lane, is_left=True)
+                return f"{left} {expr.operator} {self._side(expr, expr.right, lane, is_left=False)}"
+            case _:
+                return self.value(expr, lane)
+
+    def name(self, var: Var, lane: int) -> str:
+        """A variable."""
+        return var.name
+
+    def operand(self, expr: Expr, lane: int = 0) -> str:
+        """An expression as it can stand beside any operator."""
+        text = self.expr(expr, lane)
+        return f"({text})" if isinstance(expr, Binary | Select | Unary) else text
+
+    def addend(self, expr: Expr) -> str:
+        """An expression as it can stand in a sum."""
+        arithmetic = isinstance(expr, Binary) and _LEVELS.get(expr.operator, 0) >= _LEVELS["+"]
+        return self.expr(expr) if arithmetic else self.operand(expr)
+
+    def named(self, expr: Expr) -> str:
+        """An expression after an equals sign."""
+        text = self.expr(expr)
+        return f"({text})" if isinstance(expr, Binary) and expr.operator == "&&" else text
+
+    def _affine(self, expr: Affine) -> str:
+        one, zero = Const(1), Const(0)
+        parts = [
+            self.expr(term) if factor == one else f"{self.expr(term)} * {self.expr(factor)}"
+            for term, factor in expr.terms
+        ]
+        if expr.constant != zero:
+            parts.append(self.expr(expr.constant))
+        return f"({' + '.join(parts)})"
+
+    def _side(self, parent: Binary, child: Expr, lane: int, is_left: bool) -> str:
+        """An operand of a binary operator."""
+        if isinstance(child, Binary):
+            text = self.expr(child, lane)
+            if parent.operator in _BITS or child.operator in _BITS:
+                return f"({text})"
+            outer, inner = _LEVELS[parent.operator], _LEVELS[child.operator]
+            chained = inner in (3, 4) or child.operator == parent.operator == "&&"
+            return text if inner > outer or (is_left and inner == outer and chained) else f"({text})"
+        if isinstance(child, Unary):
+            return self.expr(child, lane)
+        return self.operand(child, lane)

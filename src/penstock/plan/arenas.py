@@ -1,0 +1,131 @@
+"""One arena, or several where a device gives no memory so large.
+
+Each value goes into the first arena that has room for it during its lifetime; then each arena is planned by
+itself. A value that is larger than an arena should be lies at the start of one, alone while it lives. It
+shares that arena only with values that exceed the limit by the same factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.plan.arena import Plan, Value, plan
+
+_FULL = (0.95, 0.9, 0.8, 0.6)  # shares of an arena that live values may take: a plan needs some more
+
+
+@dataclass(frozen=True)
+class ArenaPlan:
+    """Where each value lies, and the plan of every arena."""
+
+    arena_of: tuple[int, ...]  # the number of its arena, for each value in the given order
+    offsets: tuple[int, ...]  # bytes in that arena
+    plans: tuple[Plan, ...]
+    lower_bound: int  # the most bytes that are live at one step
+
+    @property
+    def arena_bytes(self) -> int:
+        """The bytes of all arenas."""
+        return sum(arena.arena_bytes for arena in self.plans)
+
+    @property
+    def gap(self) -> float:
+        """The share by which the arenas exceed the lower bound."""
+        return (self.arena_bytes - self.lower_bound) / max(self.lower_bound, 1)
+
+
+def plan_arenas(values: Sequence[Value], alignment: int, most: int, largest: int | None = None) -> ArenaPlan:
+    """Plans for arenas of at most `most` bytes, unless a single value has more.
+
+    Raises ValueError where one has more than `largest` bytes, which is `most` if it is not given.
+    """
+    whole = plan(values, alignment)
+    if whole.arena_bytes <= most:
+        return ArenaPlan((0,) * len(values), whole.offsets, (whole,), whole.lower_bound)
+    sizes = [-(-value.nbytes // alignment) * alignment for value in values]
+    if max(sizes) > most and max(value.nbytes for value in values) > (largest or 0):
+        raise ValueError(f"a value has {max(sizes)} bytes, and an arena may have {largest or most}")
+    small = [at for at, size in enumerate(sizes) if size <= most]
+    arena_of, offsets = [0] * len(values), [0] * len(values)
+    plans = [Plan((), 0, 0)]
+    if small:
+        numbers, plans = _plan_small(_renumbered(values, small), alignment, most)
+        placed = [0] * len(plans)
+        for at, arena in zip(small, numbers, strict=True):
+            arena_of[at], offsets[at] = arena, plans[arena].offsets[placed[arena]]
+            placed[arena] += 1
+    for sharing in _one_at_a_time(values, sizes, most):
+        for at in sharing:
+            arena_of[at] = len(plans)
+        nbytes = max(values[at].nbytes for at in sharing)
+        plans.append(Plan((0,) * len(sharing), nbytes, nbytes))
+    return ArenaPlan(tuple(arena_of), tuple(offsets), tuple(plans), whole.lower_bound)
+
+
+def _plan_small(values: Sequence[Value], alignment: int, most: int) -> tuple[list[int], list[Plan]]:
+    """The arena of each value, of which none is too large, and the plans of the arenas."""
+    largest = max(-(-value.nbytes // alignment) * alignment for value in values)
+    for share in _FULL:
+        arena_of = _split(values, alignment, max(int(most * share), largest))
+        plans = [_plan(values, arena_of, arena, alignment) for arena in range(max(arena_of) + 1)]
+        if all(arena.arena_bytes <= most for arena in plans):
+            return arena_of, plans
+    arena_of = list(range(len(values)))  # an arena for each value
+    return arena_of, [_plan(values, arena_of, arena, alignment) for arena in arena_of]
+
+
+def _one_at_a_time(values: Sequence[Value], sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Values that are too large, by number, for each arena of theirs."""
+    result: list[list[int]] = []
+    for at in sorted(range(len(values)), key=lambda number: values[number].born):
+        value, times = values[at], -(-sizes[at] // most)
+        if times <= 1:
+            continue
+        for arena in result:
+            last = arena[-1]
+            free = values[last].dies < value.born
+            aliased = last in value.may_alias and sizes[last] >= sizes[at] and values[last].born < value.born
+            if -(-sizes[last] // most) == times and (free or aliased):
+                arena.append(at)
+                break
+        else:
+            result.append([at])
+    return result
+
+
+def _split(values: Sequence[Value], alignment: int, room: int) -> list[int]:
+    """The arena of each value, so that no more than `room` bytes are live in one; in order of birth."""
+    steps = 1 + max(value.dies for value in values)
+    loads: list[npt.NDArray[np.int64]] = []
+    result = [0] * len(values)
+    for at in sorted(range(len(values)), key=lambda number: values[number].born):
+        value = values[at]
+        size = -(-value.nbytes // alignment) * alignment
+        life = slice(value.born, value.dies + 1)
+        # Where it may be written over another value, that should be in the same arena.
+        first = [result[number] for number in value.may_alias]
+        fitting = (arena for arena in (*first, *range(len(loads))) if loads[arena][life].max() + size <= room)
+        arena = next(fitting, len(loads))
+        if arena == len(loads):
+            loads.append(np.zeros(steps, np.int64))
+        loads[arena][life] += size
+        result[at] = arena
+    return result
+
+
+def _plan(values: Sequence[Value], arena_of: Sequence[int], arena: int, alignment: int) -> Plan:
+    """The plan of one arena's values."""
+    return plan(_renumbered(values, [at for at, other in enumerate(arena_of) if other == arena]), alignment)
+
+
+def _renumbered(values: Sequence[Value], some: Sequence[int]) -> list[Value]:
+    """Some of the values, by themselves."""
+    number = {at: new for new, at in enumerate(some)}
+    return [
+        values[at]._replace(may_alias=tuple(number[old] for old in values[at].may_alias if old in number))
+        for at in some
+    ]
