@@ -336,8 +336,8 @@ def distance(found: np.ndarray, wanted: np.ndarray) -> float:
 def test_cuda_computes_it(
     gpu: Device, shape: tuple[int, ...], causal: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
-    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     batch, queries, keys, heads, width = shape
     random = np.random.default_rng(queries)
     lengths = (queries, keys, keys, queries)

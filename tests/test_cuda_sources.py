@@ -21,14 +21,14 @@ from penstock.drivers.cuda import compile_text
 from penstock.drivers.driver import Event, Grid, Kernel, Queue, Source
 from penstock.drivers.host import HostDriver
 from penstock.errors import CompileError, PenstockWarning
-from penstock.executable import Executable
+from penstock.execution.executable import Executable
+from penstock.execution.realize import programs
+from penstock.execution.structure import Structure
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.dtypes import bfloat16
 from penstock.graph.node import Node, leaf
 from penstock.kernels.cache import KernelCache, whole_text
 from penstock.kernels.source import KernelSource
-from penstock.realize import programs
-from penstock.structure import Structure
 
 BOOL = np.dtype(bool)
 WHOLE = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -78,8 +78,8 @@ class Gathering(KernelCache):
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
-    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(Executable, "_on_host", lambda *_: None)  # it would read what was not computed
     made = Device.over(Imagined())
     programs(made).kernels = Gathering(made)

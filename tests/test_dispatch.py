@@ -27,11 +27,11 @@ from penstock.dispatch.placements import Placement
 from penstock.dispatch.placing import Placed
 from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import DeviceUnavailable, OutOfDeviceMemory, PenstockWarning
+from penstock.execution.realize import realize
 from penstock.graph.node import leaf
 from penstock.measuring import quiet
 from penstock.measuring import rates as machine
 from penstock.measuring.rates import Rates, at, plausible
-from penstock.realize import realize
 from penstock.runtime import Device
 from penstock.tensor.jit import plans
 
@@ -252,7 +252,7 @@ def test_stacked_products_are_one_launch(plain: AutoDevice) -> None:
 
 
 def _recorded(x: ps.Tensor) -> tuple[Any, list[Any]]:
-    from penstock.realize import Structure
+    from penstock.execution.realize import Structure
 
     return Structure([x._node]), [x._node]
 

@@ -37,8 +37,8 @@ def on(request: pytest.FixtureRequest) -> Iterator[Device]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """NumPy node by node, or programs from the first sight on: both mean the same."""
     least = 1 if request.param == "programs" else 1 << 60
-    monkeypatch.setattr("penstock.structure.MIN_ITEMS", least)
-    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", least)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", least)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", least)
     return str(request.param)
 
 

@@ -297,8 +297,8 @@ def test_a_handler_of_the_users_own_is_left_alone() -> None:
 def test_an_eager_step_that_fails_changes_nothing(
     device: Device, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
-    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     training, other = Training(device, jit=False), Training(device, jit=False)
     other.step()
     position = 1

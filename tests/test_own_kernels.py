@@ -305,7 +305,7 @@ def test_a_formula_and_its_neighbours_are_one_group(opencl: Device) -> None:
 
 
 def test_a_number_that_changes_compiles_nothing(opencl: Device) -> None:
-    from penstock.realize import programs
+    from penstock.execution.realize import programs
 
     swish = ps.kernel(SWISH)
     (x,) = at(opencl, array(256, 256))
@@ -659,7 +659,7 @@ def test_every_dtype_of_c(opencl: Device) -> None:
 
 
 def test_scalars_have_their_own_dtypes_and_compile_nothing(compiling: Device) -> None:
-    from penstock.realize import programs
+    from penstock.execution.realize import programs
 
     text = "out[i] = x[i] + f32_cast(big) + f32_cast(small) * 0.5f;"
     sources = {

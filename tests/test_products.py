@@ -26,6 +26,7 @@ from penstock.config import Settings
 from penstock.drivers.driver import Capabilities
 from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import PenstockWarning
+from penstock.execution.realize import explain
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.products import Matrix, batch_stride, by_library, laid_out
 from penstock.fusion.views import base
@@ -37,7 +38,6 @@ from penstock.graph.simplify import simplify
 from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, Product, library_problem
 from penstock.kernels.writer import fusible, write
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
-from penstock.realize import explain
 from penstock.tensor import dtypes
 from penstock.tuning_cache import TuningCache
 
@@ -445,8 +445,8 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Device]:
     if request.param not in DRIVERS:
         pytest.skip("no such device")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.structure.MIN_ITEMS", 1)
-        patch.setattr("penstock.structure.LARGE_ITEMS", 1)
+        patch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+        patch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
         device = Device.over(DRIVERS[request.param]())
         yield device
         device.close()

@@ -193,8 +193,8 @@ def test_what_numpy_computes_instead_is_shown(monkeypatch: pytest.MonkeyPatch) -
         (x + x * 3).numpy()
     (kernel,) = p.kernels()
     assert (kernel.name, kernel.where, kernel.calls) == ("numpy multiply add", "host", 1)
-    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
-    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     with ps.profile(device=device) as p:
         (x + x * 3).numpy()
     assert {kernel.where for kernel in p.kernels()} == {"device"}

@@ -15,12 +15,13 @@ import pytest
 from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, one_opencl
 
 import penstock as ps
-from penstock import Device, realize
+from penstock import Device
 from penstock.config import Settings
 from penstock.drivers.driver import Driver
 from penstock.drivers.opencl import OpenCLDriver
 from penstock.errors import CompileError, OutOfDeviceMemory
-from penstock.structure import Structure
+from penstock.execution import realize
+from penstock.execution.structure import Structure
 
 pytestmark = one_opencl
 
@@ -38,8 +39,8 @@ KINDS: dict[str, Callable[[], Driver]] = {**DRIVERS, "opencl-threads": _threads}
 @pytest.fixture(autouse=True)
 def _programs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is computed by a program, at the first sight and however small."""
-    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
-    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
 
 
 @pytest.fixture(params=KINDS)
@@ -202,8 +203,8 @@ def test_tables_are_bounded(host: Device, monkeypatch: pytest.MonkeyPatch) -> No
             x = ps.asarray(np.ones(length, np.float32), device=host)
             assert (x * 2 + 1).numpy().tolist() == [3.0] * length
             assert count(host) <= 3
-    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1 << 20)
-    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1 << 20)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1 << 20)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1 << 20)
     for length in range(1, 8):
         assert (ps.asarray(np.ones(length, np.float32), device=host) * 5).numpy().tolist() == [5.0] * length
         assert len(realize.programs(host)._seen) <= 4
@@ -239,8 +240,8 @@ def test_a_device_that_is_dropped_is_let_go() -> None:
 
 
 def test_small_expressions_wait_for_no_compiler(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 100)
-    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 10_000)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 100)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 10_000)
     far = not device.capabilities.shared_memory  # there everything is a program
     for turn in range(3):
         small = ps.asarray(array(99, seed=turn), device=device)

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
 
-from penstock import Device, realize
+from penstock import Device
 from penstock.compiler import passes
 from penstock.drivers.driver import Capabilities, Driver
 from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
-from penstock.executable import Executable
+from penstock.execution import realize
+from penstock.execution.executable import Executable
+from penstock.execution.structure import Structure
 from penstock.graph import contraction, creating, elementwise, reducing, shaping
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.random import random_bits
 from penstock.kernels import chaining, lowering, writer
-from penstock.structure import Structure
 
 FLOATS = ("float32", "float32", "float32", "float16", "float64")
 WHOLES = ("int32", "int32", "int64", "uint32", "uint64", "int8", "uint8", "int16", "uint16")
@@ -537,8 +538,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Device]]:
-    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
-    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(lowering, "_BUSY", 0)  # threads of a GPU have several items, even of small values
     poison(monkeypatch)
     made: list[Device] = []

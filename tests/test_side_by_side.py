@@ -13,18 +13,19 @@ from conftest import CUDA_KINDS, DRIVERS, NATIVE
 from test_random_graphs import compare, grown, meaning, overwriting, poison
 
 import penstock as ps
-from penstock import Device, executable, nn, optim, realize
+from penstock import Device, nn, optim
 from penstock.compiler import launches as launching
 from penstock.compiler import passes
 from penstock.drivers.driver import Driver
 from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
-from penstock.executable import Executable
+from penstock.execution import executable, realize
+from penstock.execution.executable import Executable
+from penstock.execution.structure import Structure
 from penstock.graph.node import Node, leaf
 from penstock.kernels import side_by_side
 from penstock.kernels.chaining import Call
 from penstock.kernels.hazards import Touched
 from penstock.kernels.source import KernelSource, head
-from penstock.structure import Structure
 
 Make = Callable[[], Device]
 
@@ -185,8 +186,8 @@ def test_a_gpt_learns_the_same(dtype: Any, make: Make, monkeypatch: pytest.Monke
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is computed by a program, at the first sight and however small."""
-    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
-    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
 
 
 @on_every_gpu

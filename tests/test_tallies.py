@@ -15,9 +15,12 @@ from test_fusion import holds
 from test_graph import at
 
 import penstock as ps
-from penstock import Device, nn, realize
+from penstock import Device, nn
 from penstock.drivers.driver import Driver
 from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
+from penstock.execution import realize
+from penstock.execution.realize import programs
+from penstock.execution.structure import Structure
 from penstock.fusion import splitting
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.splitting import split
@@ -25,8 +28,6 @@ from penstock.fusion.tallies import is_tally, units_with_tallies
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.node import Node
 from penstock.kernels.writer import fusible
-from penstock.realize import programs
-from penstock.structure import Structure
 
 GPU = replace(opencl_capabilities(NATIVE), vector_width=1, compute_units=4)
 
@@ -138,8 +139,8 @@ def _threads() -> Driver:
 @pytest.fixture(scope="module", params=["opencl-threads", *CUDA_KINDS])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.structure.MIN_ITEMS", 1)
-        patch.setattr("penstock.structure.LARGE_ITEMS", 1)
+        patch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+        patch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
         patch.setattr(splitting, "_LARGE", 1)
         made = Device.over({"opencl-threads": _threads, **DRIVERS}[request.param]())
         yield made

@@ -18,12 +18,13 @@ from test_lone_kernels import meaning as single
 from test_random_graphs import check, poison
 
 import penstock as ps
-from penstock import Device, nn, optim, realize
+from penstock import Device, nn, optim
 from penstock.compiler.schedule import Step
 from penstock.drivers.driver import Kernel
 from penstock.drivers.webgpu.wgsl import module_text, parse
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
-from penstock.executable import Executable
+from penstock.execution import realize
+from penstock.execution.executable import Executable
 from penstock.graph import contraction, reducing
 from penstock.graph.node import leaf
 from penstock.kernels import lowering
@@ -76,8 +77,8 @@ def exact_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Everything is computed by kernels at the first sight; the names of what NumPy computes all the same."""
-    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
-    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     on_host, names = Executable._on_host, []
 
     def noted(self: Executable, step: Step, *rest: Any) -> None:
@@ -408,8 +409,8 @@ def test_any_shape(
     limits: tuple[int, int], name: str, dtype: str, rows: int, columns: int, seed: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.structure.MIN_ITEMS", 1)
-        patch.setattr("penstock.structure.LARGE_ITEMS", 1)
+        patch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+        patch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
         kind = "float32" if name in FLOATS else "int32" if name in WHOLE and dtype[0] == "f" else dtype
         compare(shared(*limits), (FLOATS | ANY | WHOLE)[name], kind, (rows, columns), seed)
 
@@ -427,8 +428,8 @@ def test_random_numbers_are_those_of_any_device(by_kernels: list[str]) -> None:
 @pytest.mark.parametrize("binding", [256, 512, 2048])
 @pytest.mark.parametrize("buffers", [8, 32])
 def test_random_graphs(monkeypatch: pytest.MonkeyPatch, binding: int, buffers: int) -> None:
-    monkeypatch.setattr("penstock.structure.MIN_ITEMS", 1)
-    monkeypatch.setattr("penstock.structure.LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(lowering, "_BUSY", 0)
     device = opened(binding, buffers)
     poison(monkeypatch)

@@ -18,7 +18,15 @@ from penstock.dispatch.predictions import Predictions
 from penstock.dispatch.pricing import price
 from penstock.dispatch.running import InTwo, OnOne, Wants, seconds_of
 from penstock.errors import DeviceError, DeviceUnavailable
-from penstock.executable import Executable
+from penstock.execution.executable import Executable
+from penstock.execution.realize import (
+    by_numpy,
+    numpy_text,
+    programs,
+    source,
+    to_compute,
+)
+from penstock.execution.structure import Structure
 from penstock.files import parse_json
 from penstock.graph.node import Node, Primitive, topological
 from penstock.kernels.source import digest
@@ -27,15 +35,7 @@ from penstock.measuring.quiet import measure_quietly
 from penstock.measuring.rates import Rates, machine_rates, placement_cache
 from penstock.memory.buffer import Buffer
 from penstock.plan.arenas import ArenaPlan
-from penstock.realize import (
-    by_numpy,
-    numpy_text,
-    programs,
-    source,
-    to_compute,
-)
 from penstock.runtime import Device
-from penstock.structure import Structure
 from penstock.tuning_cache import TuningCache
 
 _CLOSE = 3.0  # prices that differ by less are no reason to choose: the programs are timed
@@ -95,7 +95,7 @@ class Dispatcher:
                 placed.keep()
             self._rates = {**self.rates, **machine_rates(far_off, again=True)}
 
-    # What `penstock.realize` asks for
+    # What `penstock.execution.realize` asks for
 
     def seen(self, structure: Structure) -> bool:
         """Whether the same was computed before, as far as it is remembered."""

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.compiler.passes import fused
+from penstock.execution.realize import programs
 from penstock.fusion.groups import Group
 from penstock.graph.dtypes import HALVES, float32, float64
 from penstock.graph.node import Kind, Node, topological
 from penstock.measuring.rates import Rates
-from penstock.realize import programs
 from penstock.runtime import Device
 
 _SLOW_PRODUCT = 32  # times the library's time, for dtypes that it has not: NumPy's own loop

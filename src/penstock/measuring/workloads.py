@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from penstock.execution.structure import Structure
 from penstock.graph.dtypes import bfloat16, float16, float32, float64
 from penstock.runtime import Device
-from penstock.structure import Structure
 from penstock.tensor.creation import asarray
 from penstock.tensor.jit import jit
 from penstock.tensor.linear import matmul

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.callsite import user_call
-from penstock.executable import Executable
+from penstock.execution.executable import Executable
 from penstock.fusion.views import base
 from penstock.graph.node import Kind, Node
 from penstock.kernels.costing import costs

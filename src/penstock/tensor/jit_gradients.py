@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.execution.realize import programs, realize
+from penstock.execution.structure import Structure
 from penstock.graph import elementwise
 from penstock.graph.checkpoint import copied
 from penstock.graph.custom_vjp import custom_vjp
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, leaf, topological
 from penstock.memory.buffer import Buffer
-from penstock.realize import programs, realize
 from penstock.runtime import Device
-from penstock.structure import Structure
 from penstock.tensor.capture import UNKNOWN, Origin, Tracing
 from penstock.tensor.core import Tensor, capture, captured_by
 

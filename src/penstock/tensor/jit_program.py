@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.errors import CaptureError
+from penstock.execution.realize import programs
+from penstock.execution.structure import Structure
 from penstock.graph.custom_vjp import refusing
 from penstock.graph.node import Node, Primitive, leaf, topological
 from penstock.memory.buffer import Buffer
-from penstock.realize import programs
 from penstock.runtime import Device
-from penstock.structure import Structure
 from penstock.tensor.capture import Origin, StandIn, Tracing
 from penstock.tensor.core import Tensor, leaf_of
 from penstock.tensor.index_watch import watched_indices

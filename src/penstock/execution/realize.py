@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.node import Array, Node, topological
 from penstock.graph.reference import Constant, computed
 from penstock.graph.shaping import RESHAPE
@@ -20,10 +21,9 @@ from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.recorder import Run
-from penstock.structure import MIN_ITEMS, Structure
 
 if TYPE_CHECKING:
-    from penstock.executable import Executable
+    from penstock.execution.executable import Executable
 
 _MAX_PROGRAMS = 256
 _MAX_SEEN = 4096
@@ -84,7 +84,7 @@ class Programs:
         """The executable of a prepared graph; see `compile_graph`."""
         from penstock.compiler.pipeline import compile_graph
         from penstock.compiler.target import Target
-        from penstock.executable import Executable
+        from penstock.execution.executable import Executable
 
         start = perf_counter()
         target = Target(self._device.name, self._device.capabilities, self.kernels.written)
