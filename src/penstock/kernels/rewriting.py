@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
 from typing import Any
 
 from penstock.kernels.ir import Const, Expr, For, Function, KernelIR, Statement, Type, Var
 
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
 _LARGEST = 2**31 - 1  # what an argument can be; larger integers stay constants
+_FIELDS: dict[type, tuple[str, ...]] = {}  # of each kind of node
 _NOT_PRINTED: dict[type, tuple[str, ...]] = {For: ("trips",), KernelIR: ("grid", "group", "resident")}
 
 
@@ -83,9 +83,10 @@ def _is_integer(tree: Any) -> bool:
     return isinstance(tree, Const) and tree.type.dtype in _INTEGERS and -_LARGEST <= tree.value <= _LARGEST
 
 
-@cache
-def _fields(kind: Any) -> tuple[str, ...]:
+def _fields(kind: type) -> tuple[str, ...]:
     """The fields of a node that its text depends on; none of what has no parts."""
-    if not is_dataclass(kind) or kind is Type:
-        return ()
-    return tuple(field.name for field in fields(kind) if field.name not in _NOT_PRINTED.get(kind, ()))
+    if kind not in _FIELDS:
+        node: Any = kind if is_dataclass(kind) and kind is not Type else None
+        names = [field.name for field in fields(node)] if node is not None else []
+        _FIELDS[kind] = tuple(name for name in names if name not in _NOT_PRINTED.get(kind, ()))
+    return _FIELDS[kind]
