@@ -104,10 +104,70 @@ def test_one_body_runs_in_every_language(device: Device, dtype: str) -> None:
     np.testing.assert_array_equal(places, np.broadcast_to(np.arange(149, -1, -1) + 5, (3, 150)))
 
 
+def scaled_rows(dtype: str, rows: int, width: int, capabilities: Capabilities) -> KernelSource:
+    """Rows by an index, four items at a time, times their number; the sums of indices; and -1 - index."""
+    k = KernelBuilder("scaled_rows", capabilities, [dtype, "int32", "int64"], [dtype, "int64"])
+    (x, index), (out, sums, negated) = k.inputs, k.outputs
+    told = k.shared("told", "int32", 1)
+    with k.when(k.thread.eq(THREADS - 1)):
+        k.store(told, 0, width // 4)
+    steps = k.uniform("steps", told)
+    row = k.let("row", k.load_index(index, k.group() * THREADS + k.thread, rows))
+    place = k.let("place", k.group() * THREADS + k.thread)
+    k.store(negated, place, -1 - row)
+    total = k.variable("total", k.select(row >= 0, row, 0))
+    if capabilities.vector_width == 1:
+        total = k.block_reduce("whole", "sum", total, THREADS, THREADS)
+    with k.when(k.thread.eq(0)):
+        k.store(sums, k.group(), total)
+    source = k.pointer("source", x, row * width) if capabilities.vector_width > 1 else None
+    with k.when(row >= 0), k.loop("step", 0, steps) as step:
+        # A width of four in all languages; a CPU has vectors of eight only.
+        if source is not None:
+            for k4 in range(4):
+                k.store(
+                    out, place * width + step * 4 + k4, k.load(source, step * 4 + k4) * row.cast("float32")
+                )
+        else:
+            four = k.let("four", k.load_vector(x, row * width + step * 4, 4, aligned=4))
+            product = k.let("product", four * k.broadcast(row.cast("float32"), 4))
+            total4 = k.variable("total4", k.identity("sum", "float32", 4))
+            k.assign(total4, k.combine("sum", total4, product))
+            k.store(out, place * width + step * 4, total4, aligned=4)
+    return k.source((2,), (THREADS,))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_vectors_indices_and_sums_of_threads(device: Device, dtype: str) -> None:
+    rng = np.random.default_rng(2)
+    x = rng.integers(-4, 4, (9, 12)).astype(numpy_dtype(dtype))
+    index = rng.integers(-3, 12, 2 * THREADS)
+    index[3] = 1 << 40
+    if device.capabilities.vector_width > 1:
+        index %= 9
+    source = scaled_rows(dtype, 9, 12, device.capabilities)
+    text = whole_text([source], device.capabilities.language)
+    kernel = device.compile(text, {source.name: source.signature})[source.name]
+    results = [np.zeros((len(index), 12), x.dtype), np.zeros(2, np.int32), np.zeros(len(index), np.int64)]
+    buffers = [device.upload(value.reshape(-1).view(np.uint8)) for value in (*results, x, index)]
+    device.stream.launch(kernel, source.grid, source.group, (*buffers, 0, 0, 0, 0, 0))
+    out, sums, negated = (
+        device.download(buffer).wait()[: value.nbytes].view(value.dtype).reshape(value.shape)
+        for buffer, value in zip(buffers, results, strict=False)
+    )
+    inside = (index >= 0) & (index < 9)
+    rows = np.where(inside, index, 0)
+    np.testing.assert_array_equal(out, np.where(inside[:, None], x[rows] * rows[:, None], 0).astype(x.dtype))
+    np.testing.assert_array_equal(negated, np.where(inside, -1 - index, 0))
+    if device.capabilities.vector_width == 1:
+        np.testing.assert_array_equal(sums, rows.reshape(2, THREADS).sum(1))
+
+
 def test_nvrtc_takes_it() -> None:
     capabilities = replace(DRIVERS["host"]().capabilities, language="cuda", vector_width=1)
-    for dtype in DTYPES:
-        source = maximum_and_count(dtype, 150, capabilities)
+    sources = [maximum_and_count(dtype, 150, capabilities) for dtype in DTYPES]
+    sources += [scaled_rows(dtype, 9, 12, capabilities) for dtype in ("float32", "float16", "bfloat16")]
+    for source in sources:
         assert compile_text(whole_text([source], "cuda"), "sm_80").startswith(b"\x7fELF")
 
 

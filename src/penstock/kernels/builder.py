@@ -23,21 +23,28 @@ from penstock.kernels.ir import (
     Assign,
     AtomicAdd,
     Barrier,
+    BlockReduce,
+    Broadcast,
+    Combine,
     Const,
     Declare,
     Expr,
     For,
+    Identity,
     If,
     KernelIR,
     Let,
     Load,
+    LoadIndex,
     LocalArray,
     Operand,
+    Pointer,
     RegisterArray,
     Select,
     Statement,
     Store,
     Type,
+    UniformLoad,
     Var,
     While,
     WorkgroupId,
@@ -116,10 +123,29 @@ class KernelBuilder:
         """An item; 0 where the mask does not hold. A read from memory that changes should get a name."""
         return Load(memory.type, memory.name, memory.dtype, integer(index), mask=mask)
 
-    def store(self, memory: Memory, index: Operand, value: Operand) -> None:
-        """Write an item."""
+    def load_index(self, memory: Memory, index: Operand, length: int) -> Expr:
+        """An integer of any size from 0 to before `length`; -1 if it is none of them."""
+        return LoadIndex(memory.name, memory.dtype, integer(index), length)
+
+    def load_vector(self, memory: Memory, index: Operand, width: int, aligned: int = 1) -> Expr:
+        """Neighbouring items; the index is a multiple of `aligned`. On a GPU it should get a name at once."""
+        type_ = Type(memory.type.dtype, width)
+        return Load(type_, memory.name, memory.dtype, integer(index), 1, aligned)
+
+    def uniform(self, name: str, memory: Memory, index: Operand = 0) -> Var:
+        """An item of shared memory after a barrier, which all threads know to be the same for all."""
+        self._add(UniformLoad(name, memory.name, integer(index)))
+        return Var(name)
+
+    def pointer(self, name: str, buffer: Memory, offset: Operand) -> Memory:
+        """A buffer from an offset on, on a CPU; its items overlap nothing that is reached in another way."""
+        self._add(Pointer(name, buffer.name, buffer.dtype, integer(offset)))
+        return Memory(name, buffer.dtype)
+
+    def store(self, memory: Memory, index: Operand, value: Operand, aligned: int = 1) -> None:
+        """Write an item, or the items of a vector; an integer of 32 bits may go into memory of int64."""
         item = value if isinstance(value, Expr) else Const(value, memory.type)
-        self._add(Store(item, memory.name, memory.dtype, integer(index)))
+        self._add(Store(item, memory.name, memory.dtype, integer(index), aligned))
 
     def shared(self, name: str, dtype: str, length: int, atomic: bool = False) -> Memory:
         """Memory of the workgroup; `atomic` where `atomic_add` changes it."""
@@ -136,6 +162,16 @@ class KernelBuilder:
         self._add(AtomicAdd(memory.name, integer(index), integer(value), name))
         return Var(name, memory.type)
 
+    def block_reduce(self, name: str, operation: str, variable: Var, group: int, threads: int) -> Var:
+        """The reduction of a variable over `threads` neighbours in a workgroup of `group` threads of a GPU.
+
+        All of them have the result. `operation` is the name of a reduction: sum, max, ...
+        """
+        dtype, array = variable.type.dtype, self.fresh("threads")
+        self._kernel.arrays.append(LocalArray(array, "int32" if dtype == "bool" else dtype, group))
+        self._add(BlockReduce(name, operation, variable, array, threads))
+        return Var(name, Type(dtype))
+
     def barrier(self, device_memory: bool = False) -> None:
         """All threads of the workgroup come here before any goes on."""
         self._add(Barrier(device_memory))
@@ -145,6 +181,18 @@ class KernelBuilder:
     def call(self, operation: str, *inputs: Operand, dtype: str = "") -> Expr:
         """A primitive operation by its name, as fused groups compute it."""
         return call(operation, *inputs, dtype=dtype)
+
+    def combine(self, reduction: str, left: Expr, right: Expr) -> Expr:
+        """One value from two, for a reduction by its name, whose order is free."""
+        return Combine(left.type, reduction, left, right)
+
+    def identity(self, reduction: str, dtype: str, width: int = 1) -> Expr:
+        """What a reduction starts from."""
+        return Identity(Type(dtype, width), reduction)
+
+    def broadcast(self, value: Expr, width: int) -> Expr:
+        """A vector with a value in every item."""
+        return Broadcast(Type(value.type.dtype, width), value)
 
     def select(self, condition: Expr, yes: Operand, no: Operand) -> Expr:
         """One of two values."""

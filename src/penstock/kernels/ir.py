@@ -299,6 +299,17 @@ class Load(Expr):
 
 
 @dataclass(frozen=True)
+class LoadIndex(Expr):
+    """An item of integers of any size as one from 0 to before `length`; -1 if it is none of them."""
+
+    buffer: str
+    stored: str
+    index: Expr
+    length: int
+    type: Type = INT
+
+
+@dataclass(frozen=True)
 class Let:
     """A name for a value."""
 
@@ -413,6 +424,28 @@ class StridedReduce:
 
 
 @dataclass(frozen=True)
+class Pointer:
+    """A name for a buffer from an offset on, for dialects that have pointers.
+
+    What is read and written through it overlaps nothing else.
+    """
+
+    name: str
+    buffer: str
+    stored: str
+    offset: Expr
+
+
+@dataclass(frozen=True)
+class UniformLoad:
+    """`name` is an item of a local array, read after a barrier: all threads have the same value."""
+
+    name: str
+    array: str
+    index: Expr
+
+
+@dataclass(frozen=True)
 class AtomicAdd:
     """An item of a local array of int32 grows; `name` is what it was before, if anybody asks."""
 
@@ -469,6 +502,8 @@ Statement = (
     | Accumulate
     | BlockReduce
     | StridedReduce
+    | Pointer
+    | UniformLoad
     | AtomicAdd
     | For
     | While

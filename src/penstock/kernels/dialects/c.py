@@ -24,14 +24,18 @@ from penstock.kernels.ir import (
     If,
     Let,
     Load,
+    LoadIndex,
+    Pointer,
     Random,
     RegisterArray,
     Select,
     Statement,
     Store,
     Type,
+    UniformLoad,
     While,
 )
+from penstock.kernels.source import C_TYPES
 
 _SUFFIXES = {"uint32": "u", "int64": "l", "uint64": "ul", "float32": "f"}
 
@@ -74,7 +78,11 @@ class CPrinter(Printer):
             case Random():
                 return self.random(expr)
             case Load():
-                return self.load(expr, self.expr(expr.index))
+                return self.load(expr, self.addend(expr.index))
+            case LoadIndex():
+                item = f"{expr.buffer}[{self.expr(expr.index)}]"
+                unsigned = "ulong" if expr.stored.endswith("64") else "uint"
+                return f"(({unsigned}){item} < {expr.length} ? (int){item} : -1)"
             case _:
                 raise AssertionError(f"{expr} has no text in C")
 
@@ -100,7 +108,10 @@ class CPrinter(Printer):
 
     def random(self, expr: Random) -> str:
         """A word of random bits."""
-        index = self.expr(expr.index)
+        return self.philox(expr, self.operand(expr.index))
+
+    def philox(self, expr: Random, index: str) -> str:
+        """The word of random bits with a number."""
         low, high, first, second = (self.expr(word) for word in expr.state)
         block = f"((((ulong){second} << 32) | {first}) + (ulong)({index} / 4))"
         return f"philox({low}, {high}, (uint){block}, (uint)({block} >> 32), {index} % 4)"
@@ -128,13 +139,20 @@ class CPrinter(Printer):
             case Assign():
                 return [f"{statement.name} = {self.expr(statement.value)};"]
             case Store():
-                return [self.store(statement, self.expr(statement.index), self.expr(statement.value))]
+                return [self.store(statement, self.addend(statement.index), self.expr(statement.value))]
             case Accumulate():
                 target, value = self.expr(statement.target), self.expr(statement.value)
                 text = combine(statement.operation, statement.type, target, value, self.patterns)
                 return [f"{target} = {text};"]
             case RegisterArray():
                 return [f"{c_type(Type(statement.dtype))} {statement.name}[{statement.length}];"]
+            case Pointer():
+                const = "const " if statement.buffer.startswith("in") else ""
+                target = f"GLOBAL {const}{C_TYPES[statement.stored]} *RESTRICT {statement.name}"
+                return [f"{target} = {statement.buffer} + {self.addend(statement.offset)};"]
+            case UniformLoad():
+                item = f"{statement.array}[{self.expr(statement.index)}]"
+                return ["BARRIER;", f"int {statement.name} = {item};"]
             case AtomicAdd():
                 return [self._atomic(statement)]
             case For():

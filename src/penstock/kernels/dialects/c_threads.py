@@ -22,6 +22,7 @@ from penstock.kernels.dialects.c_expressions import (
 )
 from penstock.kernels.ir import (
     Accumulate,
+    Assign,
     BlockReduce,
     Broadcast,
     Call,
@@ -64,6 +65,9 @@ class ThreadPrinter(CPrinter):
                 if isinstance(statement.value, Load) and statement.type.width > 1:
                     return self._load(statement.name, statement.value)
                 return [self._named(statement.type, statement.name, self._defined(statement))]
+            case Assign() if statement.value.type.width > 1:
+                item = f"{statement.name}[l_] = {self.expr(statement.value)};"
+                return [f"{_each(statement.value.type)}{item}"]
             case Store():
                 return self._store(statement)
             case RegisterArray() if statement.dtype in HALVES:
@@ -122,14 +126,12 @@ class ThreadPrinter(CPrinter):
         return super().value(expr, lane)
 
     def broadcast(self, expr: Broadcast) -> str:
-        return _moved(self.expr(expr.value), expr.step)
+        return _moved(self.addend(expr.value), expr.step)
 
     def random(self, expr: Random) -> str:
-        index = self.expr(expr.index)
-        index = f"({_moved(index, expr.step)})" if expr.type.width > 1 else index
-        low, high, first, second = (self.expr(word) for word in expr.state)
-        block = f"((((ulong){second} << 32) | {first}) + (ulong)({index} / 4))"
-        return f"philox({low}, {high}, (uint){block}, (uint)({block} >> 32), {index} % 4)"
+        if expr.type.width == 1:
+            return super().random(expr)
+        return self.philox(expr, f"({_moved(self.addend(expr.index), expr.step)})")
 
     def _named(self, kind: Type, name: str, text: str) -> str:
         """A name for a value, or for the values of all lanes."""
@@ -145,7 +147,7 @@ class ThreadPrinter(CPrinter):
 
     def _load(self, name: str, load: Load) -> list[str]:
         """Several items, at once where they lie side by side."""
-        index = self.expr(load.index)
+        index = self.addend(load.index)
         accesses = _accesses(load)
         if not accesses:
             return [self._named(load.type, name, self.load(load, index))]
@@ -159,7 +161,7 @@ class ThreadPrinter(CPrinter):
         return [f"uint {words}[{count}]; {loads}", self._named(load.type, name, value)]
 
     def _store(self, store: Store) -> list[str]:
-        index, width, value = self.expr(store.index), store.type.width, store.value
+        index, width, value = self.addend(store.index), store.type.width, store.value
         if isinstance(value, Var):  # storing rounds, too
             value = self._rounded.get((value.name, store.stored), value)
             store = replace(store, value=value, width=width)
@@ -167,7 +169,7 @@ class ThreadPrinter(CPrinter):
         if store.buffer in self._packed:
             words = self._words.get((name, store.stored))
             word = self._word(store) if words is None else f"{words}[l_]"
-            return [f"EACH_LANE({width // 2}) {store.buffer}[{index} / 2 + l_] = {word};"]
+            return [f"EACH_LANE({width // 2}) {store.buffer}[{self.operand(store.index)} / 2 + l_] = {word};"]
         accesses = _accesses(store)
         if not accesses:
             place = _moved(index, int(width > 1))

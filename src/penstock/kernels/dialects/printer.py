@@ -79,7 +79,12 @@ class Printer(ABC):
     def operand(self, expr: Expr, lane: int = 0) -> str:
         """An expression as it can stand beside any operator."""
         text = self.expr(expr, lane)
-        return f"({text})" if isinstance(expr, Binary | Select | Unary | Opaque) else text
+        return f"({text})" if isinstance(expr, Binary | Select | Unary) else text
+
+    def addend(self, expr: Expr) -> str:
+        """An expression as it can stand in a sum."""
+        arithmetic = isinstance(expr, Binary) and _LEVELS.get(expr.operator, 0) >= _LEVELS["+"]
+        return self.expr(expr) if arithmetic else self.operand(expr)
 
     def named(self, expr: Expr) -> str:
         """An expression after an equals sign."""
@@ -105,6 +110,6 @@ class Printer(ABC):
             outer, inner = _LEVELS[parent.operator], _LEVELS[child.operator]
             chained = inner in (3, 4) or child.operator == parent.operator == "&&"
             return text if inner > outer or (is_left and inner == outer and chained) else f"({text})"
-        if isinstance(child, Unary | Opaque):
+        if isinstance(child, Unary):
             return self.expr(child, lane)
         return self.operand(child, lane)

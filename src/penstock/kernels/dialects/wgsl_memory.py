@@ -66,6 +66,12 @@ class Words:
         low = self.put_word(buffer, f"2 * ({index})", f"u32({value})")
         return f"{low} {self.put_word(buffer, f'2 * ({index}) + 1', '0u')}"
 
+    def put_wide(self, buffer: str, index: str, value: str) -> str:
+        """The statements that write an integer of 32 bits as an item of 64."""
+        low = self.put_word(buffer, f"2 * ({index})", "bitcast<u32>(wide_)")
+        high = self.put_word(buffer, f"2 * ({index}) + 1", "bitcast<u32>(wide_ >> 31u)")
+        return f"{{ let wide_ = {value}; {low} {high} }}"
+
     def index(self, buffer: str, dtype: str, index: str, length: int) -> str:
         """An item of whole numbers as one of 32 bits from 0 to before `length`; -1 if it is none of them."""
         if item_size(dtype) == 8:

@@ -56,7 +56,9 @@ from penstock.kernels.ir import (
     If,
     Let,
     Load,
+    LoadIndex,
     LocalArray,
+    Pointer,
     Random,
     RegisterArray,
     Select,
@@ -65,6 +67,7 @@ from penstock.kernels.ir import (
     StridedReduce,
     Type,
     Unary,
+    UniformLoad,
     Var,
     While,
     is_buffer,
@@ -145,13 +148,17 @@ class WgslPrinter(Printer):
                 return wgsl_combine(expr.reduction, expr.type.dtype, left, right)
             case Identity():
                 return wgsl_neutral(expr.reduction, expr.type.dtype)
+            case Broadcast() if expr.value.type.dtype == expr.type.dtype != "int32":
+                return self.expr(expr.value, lane)
             case Broadcast():
-                return converted(expr.type.dtype, _moved(self.expr(expr.value), expr.step, lane))
+                return converted(expr.type.dtype, _moved(self.addend(expr.value), expr.step, lane))
             case Random():
                 state = ", ".join(self.expr(word) for word in expr.state)
-                return f"philox({state}, {_moved(self.expr(expr.index), expr.step, lane)})"
+                return f"philox({state}, {_moved(self.addend(expr.index), expr.step, lane)})"
             case Load():
                 return self._item(expr, lane)
+            case LoadIndex():
+                return self._words.index(expr.buffer, expr.stored, self.expr(expr.index), expr.length)
             case _:
                 raise AssertionError(f"{expr} has no text in WGSL")
 
@@ -175,17 +182,16 @@ class WgslPrinter(Printer):
 
     def _item(self, load: Load, lane: int) -> str:
         """One item of memory."""
-        index = self.expr(load.index)
         if load.buffer in self._packed:
+            index = self.operand(load.index)
             return part(load.stored, f"{load.buffer}[{index} / 2 + {lane // 2}]", lane % 2)
-        place = _moved(index, load.step, lane)
+        place = _moved(self.addend(load.index), load.step, lane)
         if is_buffer(load.buffer):
             return self._words.item(load.buffer, load.stored, place)
         text = f"{load.buffer}[{place}]"
-        array = self._arrays.get(load.buffer)
+        array = self._share_array(load.buffer)
         if array is None:
             return text
-        self._share(array.name, array.dtype, array.length, array.atomic)
         return f"atomicLoad(&{text})" if array.atomic else from_shared(load.stored, text)
 
     # Statements
@@ -197,7 +203,9 @@ class WgslPrinter(Printer):
             case Declare():
                 return self._named(statement, "var")
             case Assign():
-                return [f"{statement.name} = {self.expr(statement.value)};"]
+                target = Var(statement.name, statement.value.type)
+                lanes = range(target.type.width)
+                return [f"{self.expr(target, at)} = {self.expr(statement.value, at)};" for at in lanes]
             case Store():
                 return self._store(statement)
             case RegisterArray():
@@ -210,6 +218,12 @@ class WgslPrinter(Printer):
                 return self._block_reduce(statement)
             case StridedReduce():
                 return self._strided_reduce(statement)
+            case UniformLoad():
+                self._share_array(statement.array)
+                item = f"{statement.array}[{self.expr(statement.index)}]"
+                return [f"let {statement.name} = workgroupUniformLoad(&{item});"]
+            case Pointer():
+                raise AssertionError("WGSL has no pointers into buffers")
             case AtomicAdd():
                 return [self._atomic(statement)]
             case For():
@@ -292,7 +306,7 @@ class WgslPrinter(Printer):
 
     def _load_words(self, name: str, load: Load) -> list[str]:
         """Lanes that lie side by side in whole words."""
-        each, index = WORD // item_size(load.stored), self.expr(load.index)
+        each, index = WORD // item_size(load.stored), self.operand(load.index)
         places = [f"({index} / {each} + {at})" for at in range(load.type.width // each)]
         words = [self._words.word(load.buffer, place) for place in places]
         names = [f"{name}_word{at}" for at in range(len(words))]
@@ -307,11 +321,12 @@ class WgslPrinter(Printer):
         )
 
     def _store(self, store: Store) -> list[str]:
-        lanes, index = range(store.type.width), self.expr(store.index)
+        lanes, index = range(store.type.width), self.addend(store.index)
         values = [self.expr(store.value, lane) for lane in lanes]
         if store.buffer in self._packed:
             pairs = [packed(store.stored, values[at : at + 2]) for at in lanes[::2]]
-            return [f"{store.buffer}[{index} / 2 + {at}] = {pair};" for at, pair in enumerate(pairs)]
+            first = f"{store.buffer}[{self.operand(store.index)} / 2"
+            return [f"{first} + {at}] = {pair};" for at, pair in enumerate(pairs)]
         if not is_buffer(store.buffer):
             return [self._store_in_array(store, _moved(index, 1, lane), values[lane]) for lane in lanes]
         each = WORD // item_size(store.stored)
@@ -319,29 +334,29 @@ class WgslPrinter(Printer):
             return [
                 self._words.put_word(
                     store.buffer,
-                    f"({index} / {each} + {first // each})",
+                    f"({self.operand(store.index)} / {each} + {first // each})",
                     packed(store.stored, values[first:][:each]),
                 )
                 for first in lanes[::each]
             ]
+        if store.stored == "int64" and store.value.type == INT:  # which needs no integers of 64 bits
+            return [self._words.put_wide(store.buffer, index, values[0])]
         return [
             self._words.put(store.buffer, store.stored, _moved(index, 1, lane), values[lane])
             for lane in lanes
         ]
 
     def _store_in_array(self, store: Store, index: str, value: str) -> str:
-        target, array = f"{store.buffer}[{index}]", self._arrays.get(store.buffer)
+        target, array = f"{store.buffer}[{index}]", self._share_array(store.buffer)
         if array is None:
             return f"{target} = {value};"
-        self._share(array.name, array.dtype, array.length, array.atomic)
         if array.atomic:
             return f"atomicStore(&{target}, {value});"
         return f"{target} = {to_shared(store.stored, value)};"
 
     def _atomic(self, statement: AtomicAdd) -> str:
-        array = self._arrays[statement.array]
-        self._share(array.name, array.dtype, array.length, atomic=True)
-        text = f"atomicAdd(&{array.name}[{self.expr(statement.index)}], {self.expr(statement.value)});"
+        self._share_array(statement.array)
+        text = f"atomicAdd(&{statement.array}[{self.expr(statement.index)}], {self.expr(statement.value)});"
         return f"let {statement.name} = {text}" if statement.name else text
 
     # What threads do together
@@ -400,6 +415,13 @@ class WgslPrinter(Printer):
                 lines.append(f"    {place % 'THREAD'} = {to_shared(dtype, name)};")
             lines.append("}")
         return lines
+
+    def _share_array(self, name: str) -> LocalArray | None:
+        """Memory of the group by its name; None for an array of the thread."""
+        array = self._arrays.get(name)
+        if array is not None:
+            self._share(array.name, array.dtype, array.length, array.atomic)
+        return array
 
     def _share(self, name: str, dtype: str, length: int, atomic: bool = False) -> None:
         _, known = self._shared.get(name, ("", 0))
