@@ -20,8 +20,8 @@ from penstock.fusion.groups import Group, partition
 from penstock.graph import dtypes, shaping
 from penstock.graph.attention import ATTENTION, ATTENTION_GRADIENT, attention, packed_attention
 from penstock.graph.gradient import gradients
-from penstock.graph.meaning import computed
 from penstock.graph.node import Node, leaf, topological
+from penstock.graph.reference import computed
 from penstock.graph.simplify import simplify
 from penstock.kernels.attention import attention_kernels
 from penstock.kernels.cache import whole_text

@@ -128,7 +128,7 @@ def applied(given: Given, primitive: Any, dtype: np.dtype[Any]) -> Node | None:
             inputs[0] = given((5, 70), BOOL)
         try:
             with np.errstate(all="ignore"):
-                primitive.numpy(*(np.ones(one.shape, one.dtype) for one in inputs))
+                primitive.reference(*(np.ones(one.shape, one.dtype) for one in inputs))
             return Node(primitive, tuple(inputs), {})
         except (TypeError, ValueError):
             continue
@@ -171,7 +171,11 @@ def test_kernels_of_single_nodes(device: Device, given: Given) -> None:
             x = given(shape, dtype)
             build(device, [reducing.argmax(x, axis), reducing.argmin(x, axis)])
             build(device, [reducing.argsort(x, axis, False), reducing.argsort(x, axis, True)])
-            build(device, [reducing.cumulative_sum(x, axis), reducing.cumulative_prod(x, axis)])
+            for reverse in (False, True):
+                sums, products = (reducing.cumulative_sum, reducing.cumulative_prod)
+                build(device, [sums(x, axis, reverse), products(x, axis, reverse)])
+                if x.dtype.kind == "f":
+                    build(device, [reducing.linear_recurrence(x, x, axis, reverse)])
         index = given((40,), np.dtype(np.int32))
         build(device, [contraction.scatter_add(given((40, 3), dtype), index, 11)])
     check(device, 150)

@@ -31,8 +31,8 @@ from penstock.fusion.products import Matrix, batch_stride, by_library, laid_out
 from penstock.fusion.views import base
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.contraction import MATMUL
-from penstock.graph.meaning import computed
 from penstock.graph.node import Node
+from penstock.graph.reference import computed
 from penstock.graph.simplify import simplify
 from penstock.kernels import choices
 from penstock.kernels.choices import Choices
@@ -225,7 +225,7 @@ def computed_graph(node: Node) -> np.ndarray:
     inputs = [computed_graph(parent) for parent in node.inputs]
     if node.value is not None:
         return np.asarray(node.value).astype(np.float64)
-    return np.asarray(node.primitive.numpy(*inputs, **node.attributes))
+    return np.asarray(node.primitive.reference(*inputs, **node.attributes))
 
 
 # Groups

@@ -84,7 +84,7 @@ def value(node: Node) -> np.ndarray:
         for one in topological([node]):
             inputs = [values[parent] for parent in one.inputs]
             known = one.value is not None
-            values[one] = one.value if known else one.primitive.numpy(*inputs, **one.attributes)
+            values[one] = one.value if known else one.primitive.reference(*inputs, **one.attributes)
     return values[node]
 
 

@@ -392,8 +392,11 @@ class Grower:
         if not x.ndim:
             return
         axis = self.choice.randrange(x.ndim)
-        result = self.choice.choice((reducing.cumulative_sum, reducing.cumulative_prod))(x, axis)
+        reverse = self.choice.random() < 0.5
+        result = self.choice.choice((reducing.cumulative_sum, reducing.cumulative_prod))(x, axis, reverse)
         if x.dtype.kind == "f":
+            if self.choice.random() < 0.3:
+                result = reducing.linear_recurrence(x, x, axis, reverse)
             self.after(self.scaled(result, 1 / x.shape[axis]), x)
         else:
             self.same(result)

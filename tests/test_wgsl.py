@@ -21,8 +21,8 @@ from penstock.device.driver import Capabilities, Driver
 from penstock.executable import Executable
 from penstock.fusion.groups import Group
 from penstock.graph import contraction, elementwise, reducing, shaping
-from penstock.graph.meaning import computed
 from penstock.graph.node import Node
+from penstock.graph.reference import computed
 from penstock.kernels.cache import whole_text
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.source import UNIT, KernelSource
@@ -133,7 +133,11 @@ def test_kernels_of_single_nodes(device: Device, given: Given, webgpu: Driver) -
             x = given(shape, dtype)
             build(device, [reducing.argmax(x, axis), reducing.argmin(x, axis)])
             build(device, [reducing.argsort(x, axis, False), reducing.argsort(x, axis, True)])
-            build(device, [reducing.cumulative_sum(x, axis), reducing.cumulative_prod(x, axis)])
+            for reverse in (False, True):
+                sums, products = (reducing.cumulative_sum, reducing.cumulative_prod)
+                build(device, [sums(x, axis, reverse), products(x, axis, reverse)])
+                if x.dtype.kind == "f":
+                    build(device, [reducing.linear_recurrence(x, x, axis, reverse)])
         for index_dtype in (np.int32, np.int64, np.uint8):
             index = given((40,), np.dtype(index_dtype))
             build(device, [contraction.scatter_add(given((40, 3), dtype), index, 11)])

@@ -23,8 +23,8 @@ from penstock.compiler.launches import (
 )
 from penstock.compiler.schedule import Copy, Location, Schedule, Step
 from penstock.device.driver import Kernel
-from penstock.graph.meaning import computed
 from penstock.graph.node import Array, Node
+from penstock.graph.reference import computed
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.chaining import Call
 from penstock.kernels.source import UNIT

@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from penstock.fusion.views import FREE
 from penstock.graph.bounds import unchecked, worst
-from penstock.graph.contraction import GATHER
-from penstock.graph.meaning import Constant, computed, number_key
-from penstock.graph.node import Array, Node, topological
-from penstock.graph.random import RANDOM_BITS
+from penstock.graph.node import Array, Kind, Node, topological
+from penstock.graph.reference import Constant, computed, number_key
 from penstock.graph.rounding import is_exact
 from penstock.graph.shaping import RESHAPE
 from penstock.lru import LRU
@@ -55,7 +52,7 @@ class Structure:
         self.compiled = False  # whether it holds what NumPy cannot compute
         self.drawn = False  # whether it draws random numbers
         for node in order:
-            if node.value is None and node.primitive.unchanged:
+            if node.value is None and node.primitive.is_identity:
                 place[node] = place[node.inputs[0]]
                 continue
             place[node] = len(parts)
@@ -65,8 +62,8 @@ class Structure:
                 parts.append((node.shape, node.dtype))
                 continue
             size = _touched_items(node)
-            self.compiled = self.compiled or node.primitive.compiled
-            self.drawn = self.drawn or node.primitive is RANDOM_BITS
+            self.compiled = self.compiled or node.primitive.kind is Kind.OPAQUE
+            self.drawn = self.drawn or node.primitive.kind is Kind.RANDOM
             self.items += size
             self.largest = max(self.largest, size)
             names = node.primitive.constants
@@ -114,7 +111,7 @@ def _seen_by_host(buffer: Any) -> bool:
 
 def _touched_items(node: Node) -> int:
     """The items that an operation writes, or reads if these are more (views and look-ups do not read all)."""
-    if node.primitive in FREE or node.primitive is GATHER:
+    if node.primitive.is_free or node.primitive.kind is Kind.GATHER:
         return node.size
     return max((node.size, *(parent.size for parent in node.inputs)))
 
@@ -259,7 +256,7 @@ def _alias(node: Node) -> bool:
 
 def source(node: Node) -> Node:
     """The node whose value is that of `node` too."""
-    while node.value is None and (node.primitive.unchanged or node.primitive is RESHAPE):
+    while node.value is None and (node.primitive.is_identity or node.primitive is RESHAPE):
         node = node.inputs[0]
     return node
 
@@ -321,5 +318,5 @@ def by_numpy(wanted: Sequence[Node], device: Device) -> list[Buffer]:
 
 def _names(nodes: Sequence[Node]) -> list[str]:
     """What some nodes do, each once."""
-    computed_ones = [node for node in nodes if node.value is None and node.primitive not in FREE]
+    computed_ones = [node for node in nodes if node.value is None and not node.primitive.is_free]
     return list(dict.fromkeys(node.primitive.name for node in computed_ones))

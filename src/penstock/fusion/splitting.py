@@ -12,8 +12,8 @@ from penstock.fusion.views import trailing
 from penstock.graph.contraction import MATMUL, matmul
 from penstock.graph.dtypes import HALVES, float32
 from penstock.graph.elementwise import CAST, add, cast
-from penstock.graph.node import Node, Shape, topological
-from penstock.graph.reducing import REDUCTIONS, WIDE_SUM, sum_
+from penstock.graph.node import Kind, Node, Shape, topological
+from penstock.graph.reducing import WIDE_SUM, sum_
 from penstock.graph.shaping import CONCAT, RESHAPE, permute, reshape, slice_
 
 _MIN_PART = 64  # items of a part; smaller ones cost more than they gain
@@ -36,7 +36,7 @@ def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
             continue
         inputs = tuple(new[parent] for parent in node.inputs)
         same = node if inputs == node.inputs else Node(node.primitive, inputs, node.attributes)
-        if node.primitive in REDUCTIONS:
+        if node.primitive.kind is Kind.REDUCTION:
             same = _wide_sum(same, capabilities) or _in_parts(same, capabilities)
         elif node.primitive is MATMUL:
             same = _product_in_parts(same, capabilities)

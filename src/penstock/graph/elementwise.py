@@ -1,4 +1,4 @@
-"""Elementwise primitives: one row each, with the gradient beside the meaning."""
+"""Elementwise primitives: one row each, with its gradient beside its reference."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from penstock.graph.dtypes import bool_, complex64, float32, float64
-from penstock.graph.node import Array, DType, Gradient, Node, Primitive, Shape, same
+from penstock.graph.dtypes import HALVES, bool_, complex64, float32, float64
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Rounding, Shape, Vjp, same
 
 Apply = Callable[..., Node]
 BOOL = bool_
 PRIMITIVES: dict[str, Primitive] = {}
+_EXACT, _PRODUCT, _SUM = Rounding.EXACT, Rounding.PRODUCT, Rounding.SUM
+# Traits of what takes several instructions, and of what takes longer than reading an item from memory.
+_COSTLY: dict[str, Any] = {"costly": True}
+_SLOW: dict[str, Any] = {"costly": True, "weight": 1}
 
 
 def _truth(*inputs: Node) -> tuple[Shape, DType]:
@@ -26,10 +30,17 @@ def _real(x: Node) -> tuple[Shape, DType]:
 
 
 def _row(
-    name: str, numpy: Callable[..., Array], gradient: Gradient | None = None, rule: Any = same
+    name: str,
+    reference: Callable[..., Array],
+    vjp: Vjp | None = None,
+    shape_rule: Any = same,
+    rounding: Rounding = Rounding.VARIES,
+    **traits: Any,
 ) -> Callable[..., Node]:
     """Enter a primitive in the table; the function that applies it."""
-    primitive = PRIMITIVES[name] = Primitive(name, rule, numpy, gradient)
+    primitive = PRIMITIVES[name] = Primitive(
+        name, Kind.ELEMENTWISE, shape_rule, reference, vjp, rounding=rounding, **traits
+    )
 
     def apply(*inputs: Node) -> Node:
         return Node(primitive, inputs, {})
@@ -37,11 +48,11 @@ def _row(
     return apply
 
 
-def _cast_rule(x: Node, *, dtype: DType) -> tuple[Shape, DType]:
+def _cast_shape(x: Node, *, dtype: DType) -> tuple[Shape, DType]:
     return x.shape, dtype
 
 
-def _full_rule(*, shape: Shape, dtype: DType, number: Any) -> tuple[Shape, DType]:
+def _full_shape(*, shape: Shape, dtype: DType, number: Any) -> tuple[Shape, DType]:
     return shape, dtype
 
 
@@ -75,15 +86,20 @@ def like(x: Node, number: Any) -> Node:
 
 CAST = PRIMITIVES["cast"] = Primitive(
     "cast",
-    _cast_rule,
+    Kind.ELEMENTWISE,
+    _cast_shape,
     lambda x, dtype: x.astype(dtype),
     lambda g, n: (cast(g, n.inputs[0].dtype) if n.inputs[0].dtype.kind in "fc" else None,),
+    operations=lambda n: 0,
+    rounding=_EXACT,
 )
 FULL = PRIMITIVES["full"] = Primitive(
     "full",
-    _full_rule,
+    Kind.CREATION,
+    _full_shape,
     lambda shape, dtype, number: np.broadcast_to(np.asarray(number).astype(dtype), shape),
     constants=("number",),
+    rounding=_EXACT,
 )
 
 # Where NumPy's results at infinity are not the standard's
@@ -121,7 +137,15 @@ def _power(x: Array, y: Array) -> Array:
 
 # One input
 
-PRIMITIVES["stop"] = Primitive("stop", same, lambda x: x, lambda g, n: (None,), stops=True, unchanged=True)
+PRIMITIVES["stop"] = Primitive(
+    "stop",
+    Kind.ELEMENTWISE,
+    same,
+    lambda x: x,
+    lambda g, n: (None,),
+    stop_gradient=True,
+    is_identity=True,
+)
 
 
 def stop(x: Node) -> Node:
@@ -129,7 +153,9 @@ def stop(x: Node) -> Node:
     return Node(PRIMITIVES["stop"], (x,), {})
 
 
-PRIMITIVES["positive"] = Primitive("positive", same, lambda x: x, lambda g, n: (g,), unchanged=True)
+PRIMITIVES["positive"] = Primitive(
+    "positive", Kind.ELEMENTWISE, same, lambda x: x, lambda g, n: (g,), is_identity=True
+)
 
 
 def positive(x: Node) -> Node:
@@ -137,72 +163,89 @@ def positive(x: Node) -> Node:
     return Node(PRIMITIVES["positive"], (x,), {})
 
 
-negative: Apply = _row("negative", np.negative, lambda g, n: (negative(g),))
-abs_: Apply = _row("abs", np.abs, lambda g, n: (multiply(g, sign(n.inputs[0])),), _real)
-sign: Apply = _row("sign", np.sign, lambda g, n: (None,))
-floor: Apply = _row("floor", np.floor, lambda g, n: (None,))
-ceil: Apply = _row("ceil", np.ceil, lambda g, n: (None,))
-trunc: Apply = _row("trunc", np.trunc, lambda g, n: (None,))
-round_: Apply = _row("round", np.round, lambda g, n: (None,))
-exp: Apply = _row("exp", np.exp, lambda g, n: (multiply(g, n),))
-expm1: Apply = _row("expm1", _expm1, lambda g, n: (multiply(g, add(n, like(n, 1))),))
-log: Apply = _row("log", np.log, lambda g, n: (divide(g, n.inputs[0]),))
-log1p: Apply = _row("log1p", np.log1p, lambda g, n: (divide(g, add(n.inputs[0], like(g, 1))),))
-log2: Apply = _row("log2", np.log2, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(2)))),))
-log10: Apply = _row("log10", np.log10, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(10)))),))
-sqrt: Apply = _row("sqrt", np.sqrt, lambda g, n: (divide(multiply(g, like(g, 0.5)), n),))
-sin: Apply = _row("sin", np.sin, lambda g, n: (multiply(g, cos(n.inputs[0])),))
-cos: Apply = _row("cos", np.cos, lambda g, n: (negative(multiply(g, sin(n.inputs[0]))),))
-tan: Apply = _row("tan", np.tan, lambda g, n: (multiply(g, add(multiply(n, n), like(g, 1))),))
-asin: Apply = _row("asin", np.arcsin, lambda g, n: (divide(g, sqrt(_one_minus_square(n.inputs[0]))),))
-acos: Apply = _row(
-    "acos", np.arccos, lambda g, n: (negative(divide(g, sqrt(_one_minus_square(n.inputs[0])))),)
+negative: Apply = _row("negative", np.negative, lambda g, n: (negative(g),), rounding=_EXACT)
+abs_: Apply = _row("abs", np.abs, lambda g, n: (multiply(g, sign(n.inputs[0])),), _real, rounding=_EXACT)
+sign: Apply = _row("sign", np.sign, lambda g, n: (None,), rounding=_EXACT)
+floor: Apply = _row("floor", np.floor, lambda g, n: (None,), rounding=_EXACT)
+ceil: Apply = _row("ceil", np.ceil, lambda g, n: (None,), rounding=_EXACT)
+trunc: Apply = _row("trunc", np.trunc, lambda g, n: (None,), rounding=_EXACT)
+round_: Apply = _row("round", np.round, lambda g, n: (None,), rounding=_EXACT)
+exp: Apply = _row("exp", np.exp, lambda g, n: (multiply(g, n),), **_SLOW)
+expm1: Apply = _row("expm1", _expm1, lambda g, n: (multiply(g, add(n, like(n, 1))),), **_SLOW)
+log: Apply = _row("log", np.log, lambda g, n: (divide(g, n.inputs[0]),), **_SLOW)
+log1p: Apply = _row("log1p", np.log1p, lambda g, n: (divide(g, add(n.inputs[0], like(g, 1))),), **_SLOW)
+log2: Apply = _row(
+    "log2", np.log2, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(2)))),), **_SLOW
 )
-atan: Apply = _row("atan", np.arctan, lambda g, n: (divide(g, _square_plus(n.inputs[0], 1)),))
-sinh: Apply = _row("sinh", np.sinh, lambda g, n: (multiply(g, cosh(n.inputs[0])),))
-cosh: Apply = _row("cosh", np.cosh, lambda g, n: (multiply(g, sinh(n.inputs[0])),))
-tanh: Apply = _row("tanh", _tanh, lambda g, n: (multiply(g, _one_minus_square(n)),))
-asinh: Apply = _row("asinh", np.arcsinh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], 1))),))
-acosh: Apply = _row("acosh", np.arccosh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], -1))),))
-atanh: Apply = _row("atanh", np.arctanh, lambda g, n: (divide(g, _one_minus_square(n.inputs[0])),))
+log10: Apply = _row(
+    "log10", np.log10, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(10)))),), **_SLOW
+)
+sqrt: Apply = _row("sqrt", np.sqrt, lambda g, n: (divide(multiply(g, like(g, 0.5)), n),), **_COSTLY)
+sin: Apply = _row("sin", np.sin, lambda g, n: (multiply(g, cos(n.inputs[0])),), **_SLOW)
+cos: Apply = _row("cos", np.cos, lambda g, n: (negative(multiply(g, sin(n.inputs[0]))),), **_SLOW)
+tan: Apply = _row("tan", np.tan, lambda g, n: (multiply(g, add(multiply(n, n), like(g, 1))),), **_SLOW)
+asin: Apply = _row(
+    "asin", np.arcsin, lambda g, n: (divide(g, sqrt(_one_minus_square(n.inputs[0]))),), **_SLOW
+)
+acos: Apply = _row(
+    "acos", np.arccos, lambda g, n: (negative(divide(g, sqrt(_one_minus_square(n.inputs[0])))),), **_SLOW
+)
+atan: Apply = _row("atan", np.arctan, lambda g, n: (divide(g, _square_plus(n.inputs[0], 1)),), **_SLOW)
+sinh: Apply = _row("sinh", np.sinh, lambda g, n: (multiply(g, cosh(n.inputs[0])),), **_SLOW)
+cosh: Apply = _row("cosh", np.cosh, lambda g, n: (multiply(g, sinh(n.inputs[0])),), **_SLOW)
+tanh: Apply = _row("tanh", _tanh, lambda g, n: (multiply(g, _one_minus_square(n)),), **_SLOW)
+asinh: Apply = _row(
+    "asinh", np.arcsinh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], 1))),), **_SLOW
+)
+acosh: Apply = _row(
+    "acosh", np.arccosh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], -1))),), **_SLOW
+)
+atanh: Apply = _row("atanh", np.arctanh, lambda g, n: (divide(g, _one_minus_square(n.inputs[0])),), **_SLOW)
 logical_not: Apply = _row("logical_not", np.logical_not)
 bitwise_invert: Apply = _row("bitwise_invert", np.invert)
-isnan: Apply = _row("isnan", np.isnan, rule=_truth)
-isinf: Apply = _row("isinf", np.isinf, rule=_truth)
-isfinite: Apply = _row("isfinite", np.isfinite, rule=_truth)
-signbit: Apply = _row("signbit", np.signbit, rule=_truth)
-conj: Apply = _row("conj", np.conj)
-real: Apply = _row("real", np.real, rule=_real)
-imag: Apply = _row("imag", np.imag, rule=_real)
+isnan: Apply = _row("isnan", np.isnan, shape_rule=_truth)
+isinf: Apply = _row("isinf", np.isinf, shape_rule=_truth)
+isfinite: Apply = _row("isfinite", np.isfinite, shape_rule=_truth)
+signbit: Apply = _row("signbit", np.signbit, shape_rule=_truth)
+conj: Apply = _row("conj", np.conj, rounding=_EXACT)
+real: Apply = _row("real", np.real, shape_rule=_real, rounding=_EXACT)
+imag: Apply = _row("imag", np.imag, shape_rule=_real, rounding=_EXACT)
 
 # Two inputs
 
-add: Apply = _row("add", np.add, lambda g, n: (g, g))
-subtract: Apply = _row("subtract", np.subtract, lambda g, n: (g, negative(g)))
+add: Apply = _row("add", np.add, lambda g, n: (g, g), rounding=_SUM)
+subtract: Apply = _row("subtract", np.subtract, lambda g, n: (g, negative(g)), rounding=_SUM)
 multiply: Apply = _row(
-    "multiply", np.multiply, lambda g, n: (multiply(g, n.inputs[1]), multiply(g, n.inputs[0]))
+    "multiply",
+    np.multiply,
+    lambda g, n: (multiply(g, n.inputs[1]), multiply(g, n.inputs[0])),
+    rounding=_PRODUCT,
 )
-divide: Apply = _row("divide", np.divide, lambda g, n: _divide_gradient(g, *n.inputs))
-floor_divide: Apply = _row("floor_divide", _floor_divide, lambda g, n: (None, None))
+divide: Apply = _row("divide", np.divide, lambda g, n: _divide_gradient(g, *n.inputs), **_COSTLY)
+floor_divide: Apply = _row("floor_divide", _floor_divide, lambda g, n: (None, None), **_SLOW)
 remainder: Apply = _row(
-    "remainder", np.remainder, lambda g, n: (g, negative(multiply(g, floor(divide(*n.inputs)))))
+    "remainder", np.remainder, lambda g, n: (g, negative(multiply(g, floor(divide(*n.inputs))))), **_SLOW
 )
-pow_: Apply = _row("pow", _power, lambda g, n: _pow_gradient(g, n, *n.inputs))
-atan2: Apply = _row("atan2", np.arctan2, lambda g, n: _atan2_gradient(g, *n.inputs))
-hypot: Apply = _row("hypot", np.hypot, lambda g, n: [multiply(g, _direction(x, n)) for x in n.inputs])
-copysign: Apply = _row("copysign", np.copysign, lambda g, n: (_copysign_gradient(g, *n.inputs), None))
-nextafter: Apply = _row("nextafter", np.nextafter)
+pow_: Apply = _row("pow", _power, lambda g, n: _pow_gradient(g, n, *n.inputs), **_SLOW)
+atan2: Apply = _row("atan2", np.arctan2, lambda g, n: _atan2_gradient(g, *n.inputs), **_SLOW)
+hypot: Apply = _row(
+    "hypot", np.hypot, lambda g, n: [multiply(g, _direction(x, n)) for x in n.inputs], **_SLOW
+)
+copysign: Apply = _row(
+    "copysign", np.copysign, lambda g, n: (_copysign_gradient(g, *n.inputs), None), rounding=_EXACT
+)
+nextafter: Apply = _row("nextafter", np.nextafter, rounding=_EXACT, as_stored=True, no_kernel=HALVES)
 logaddexp: Apply = _row(
-    "logaddexp", np.logaddexp, lambda g, n: [multiply(g, exp(subtract(x, n))) for x in n.inputs]
+    "logaddexp", np.logaddexp, lambda g, n: [multiply(g, exp(subtract(x, n))) for x in n.inputs], **_SLOW
 )
-maximum: Apply = _row("maximum", np.maximum, lambda g, n: _extreme_gradient(g, n))
-minimum: Apply = _row("minimum", np.minimum, lambda g, n: _extreme_gradient(g, n))
-equal: Apply = _row("equal", np.equal, rule=_truth)
-not_equal: Apply = _row("not_equal", np.not_equal, rule=_truth)
-less: Apply = _row("less", np.less, rule=_truth)
-less_equal: Apply = _row("less_equal", np.less_equal, rule=_truth)
-greater: Apply = _row("greater", np.greater, rule=_truth)
-greater_equal: Apply = _row("greater_equal", np.greater_equal, rule=_truth)
+maximum: Apply = _row("maximum", np.maximum, lambda g, n: _extreme_gradient(g, n), rounding=_EXACT)
+minimum: Apply = _row("minimum", np.minimum, lambda g, n: _extreme_gradient(g, n), rounding=_EXACT)
+equal: Apply = _row("equal", np.equal, shape_rule=_truth)
+not_equal: Apply = _row("not_equal", np.not_equal, shape_rule=_truth)
+less: Apply = _row("less", np.less, shape_rule=_truth)
+less_equal: Apply = _row("less_equal", np.less_equal, shape_rule=_truth)
+greater: Apply = _row("greater", np.greater, shape_rule=_truth)
+greater_equal: Apply = _row("greater_equal", np.greater_equal, shape_rule=_truth)
 logical_and: Apply = _row("logical_and", np.logical_and)
 logical_or: Apply = _row("logical_or", np.logical_or)
 logical_xor: Apply = _row("logical_xor", np.logical_xor)
@@ -215,7 +258,7 @@ bitwise_right_shift: Apply = _row("bitwise_right_shift", np.right_shift)
 # Three inputs
 
 
-def _where_rule(condition: Node, x: Node, y: Node) -> tuple[Shape, DType]:
+def _where_shape(condition: Node, x: Node, y: Node) -> tuple[Shape, DType]:
     assert condition.shape == x.shape
     return same(x, y)
 
@@ -224,7 +267,9 @@ where: Apply = _row(
     "where",
     np.where,
     lambda g, n: (None, where(n.inputs[0], g, like(g, 0)), where(n.inputs[0], like(g, 0), g)),
-    _where_rule,
+    _where_shape,
+    rounding=_EXACT,
+    as_stored=True,
 )
 
 

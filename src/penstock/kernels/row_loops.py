@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.fusion.costs import COSTLY
 from penstock.fusion.index import Index, Place, flat, unflatten, variable
 from penstock.fusion.tallies import is_tally
 from penstock.graph.contraction import GATHER
 from penstock.graph.dtypes import HALVES
 from penstock.graph.elementwise import PRIMITIVES
-from penstock.graph.node import Node, Primitive
-from penstock.graph.reducing import REDUCTIONS
+from penstock.graph.node import Kind, Node, Primitive
 from penstock.kernels.blocks import Sums
 from penstock.kernels.ir import (
     THREAD,
@@ -85,7 +83,7 @@ class RowLoops(LoopNest):
 
     def _folds(self, node: Node) -> bool:
         """Whether a node is a reduction of rows."""
-        return node.primitive in REDUCTIONS and node not in self._tallies.values()
+        return node.primitive.kind is Kind.REDUCTION and node not in self._tallies.values()
 
     def _whole(self, node: Node) -> bool:
         return node.size == self.count(self._rows) * self.group.columns
@@ -259,7 +257,7 @@ class RowLoops(LoopNest):
         inside = {*self.group.nodes, *self.group.inputs}
         while stack:
             node = stack.pop()
-            if node in inside and node not in found and node.primitive not in REDUCTIONS:
+            if node in inside and node not in found and node.primitive.kind is not Kind.REDUCTION:
                 found.add(node)
                 stack += () if node in self.group.inputs else node.inputs
         return found
@@ -275,7 +273,7 @@ class RowLoops(LoopNest):
             node
             for node in self.group.nodes
             if node in needed[stage] & later
-            and node.primitive in COSTLY
+            and node.primitive.costly
             and node not in known
             and self._whole(node)
             and computed_dtype(node) == "float32"
@@ -292,7 +290,7 @@ class RowLoops(LoopNest):
         inside = [
             node
             for node in self.group.nodes
-            if node in again and (node.primitive in self._costly() or node.primitive is GATHER)
+            if node in again and (self._costly(node.primitive) or node.primitive is GATHER)
         ]
         whole = self.count(self._rows) * self.group.columns
         found = [node for node in (*inputs, *inside) if node.size >= whole and node not in known]
@@ -304,9 +302,9 @@ class RowLoops(LoopNest):
         as_read = self.gpu and self.lanes > 1 and node in self.group.inputs
         return str(node.dtype) if as_read and node.dtype in HALVES else computed_dtype(node)
 
-    def _costly(self) -> frozenset[Primitive]:
-        """What takes longer to compute again than registers for it are worth."""
-        return COSTLY - {_EXP} if self.scopes.form.quick else COSTLY
+    def _costly(self, primitive: Primitive) -> bool:
+        """Whether computing again takes longer than registers for the value are worth."""
+        return primitive.costly and not (primitive is _EXP and self.scopes.form.quick)
 
     def _turns(self) -> int:
         """How often a thread comes to a part of its row, in one pass."""

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 
 from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Index, Place, Variables, flat, source_place, variable
-from penstock.fusion.views import VIEWS
 from penstock.graph.contraction import GATHER
 from penstock.graph.creating import POSITIONS, SEQUENCE
 from penstock.graph.dtypes import HALVES
 from penstock.graph.elementwise import CAST, FULL
-from penstock.graph.node import Node
+from penstock.graph.node import Kind, Node
 from penstock.graph.random import RANDOM_BITS
-from penstock.graph.reducing import REDUCTIONS
 from penstock.graph.shaping import CONCAT, PAD
 from penstock.kernels.dialects.c_expressions import COMBINE, expression
 from penstock.kernels.ir import (
@@ -182,7 +180,9 @@ class Scopes:
 
     def value(self, node: Node, place: Place) -> Value:
         """A node's value at a place."""
-        while node.primitive in VIEWS and node not in self.group.inputs:  # a chain of them may be long
+        while (
+            node.primitive.kind is Kind.VIEW and node not in self.group.inputs
+        ):  # a chain of them may be long
             place = source_place(node, place, self.variables)
             node = node.inputs[0]
         if node in self.given:
@@ -215,7 +215,7 @@ class Scopes:
             return self._concat(node, place)
         if primitive is GATHER:
             return self._gather(node, place)
-        assert primitive not in REDUCTIONS, node
+        assert primitive.kind is Kind.ELEMENTWISE, node
         values = [self.value(parent, place) for parent in node.inputs]
         return self.apply(node, values)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from penstock.device.driver import Capabilities
 from penstock.fusion.views import trailing
 from penstock.graph.contraction import MATMUL
-from penstock.graph.node import Node
-from penstock.graph.reducing import REDUCTIONS
+from penstock.graph.node import Kind, Node
 
 _SOFTWARE_STEPS = 60_000
 UNROLLED = 4  # steps that loops along an axis take at a time
@@ -29,7 +28,7 @@ def has_short_loops(node: Node, capabilities: Capabilities) -> bool:
     """Whether a thread of a kernel that holds the node takes no more steps than it may."""
     if capabilities.kind != "cpu":
         return True
-    if node.primitive in REDUCTIONS:
+    if node.primitive.kind is Kind.REDUCTION:
         source = node.inputs[0]
         items = source.size // node.size
         return items <= (_ROW_ITEMS if trailing(source.shape, node.attributes["axes"]) else _COLUMN_ITEMS)

@@ -11,20 +11,12 @@ import numpy as np
 
 from penstock.device.driver import Capabilities
 from penstock.fusion import costs
-from penstock.fusion.clusters import ATTENTIONS
 from penstock.fusion.groups import Group
 from penstock.fusion.products import LIBRARY_DTYPES, by_library
-from penstock.fusion.views import VIEWS
-from penstock.graph.contraction import GATHER, MATMUL
-from penstock.graph.creating import SEQUENCES
-from penstock.graph.dtypes import HALVES, float16, float32
-from penstock.graph.elementwise import CAST, FULL, PRIMITIVES
-from penstock.graph.meaning import computed
-from penstock.graph.node import Array, Node
-from penstock.graph.random import RANDOM_BITS
-from penstock.graph.raw import RawPrimitive
-from penstock.graph.reducing import REDUCTIONS
-from penstock.graph.shaping import CONCAT, PAD
+from penstock.graph.dtypes import float16, float32
+from penstock.graph.elementwise import FULL
+from penstock.graph.node import Array, Kind, Node
+from penstock.graph.reference import computed
 from penstock.kernels.attention import attention_kernels, holds_attention
 from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, library_problem
 from penstock.kernels.dialects import dialect_of
@@ -74,27 +66,23 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     """Whether a kernel on a device with these capabilities can hold the node beside others."""
     if capabilities.language == "numpy":
         return False
-    if isinstance(node.primitive, RawPrimitive):
+    primitive, kind = node.primitive, node.primitive.kind
+    if kind is Kind.OPAQUE:
         return True  # for itself, with the other outputs of its kernel
     values = (node, *node.inputs)
     if not all(_has(str(one.dtype), capabilities) and 0 < one.size < costs.MOST_ITEMS for one in values):
         return False
     if capabilities.language == "wgsl" and not has_short_loops(node, capabilities):
         return False
-    primitive = node.primitive
-    if primitive in VIEWS or primitive in (FULL, *SEQUENCES, PAD, CONCAT, GATHER, RANDOM_BITS):
+    if primitive.is_free or primitive.reads_elsewhere or kind is Kind.REDUCTION:
         return True
-    if primitive in REDUCTIONS:
-        return True
-    if primitive is MATMUL:
+    if kind is Kind.CONTRACTION:
         others = LIBRARY_DTYPES if capabilities.matmul_library else ()
         return node.dtype in (float32, float16, *others)
-    if primitive in ATTENTIONS:
+    if kind is Kind.ATTENTION:
         return holds_attention(node, capabilities)
-    if primitive is not CAST and primitive not in PRIMITIVES.values():
+    if kind is not Kind.ELEMENTWISE or node.dtype in primitive.no_kernel:
         return False
-    if node.dtype in HALVES and primitive.name == "nextafter":
-        return False  # the neighbour in float32 is another
     result, of = computed_dtype(node), computed_dtype(node.inputs[-1])
     return dialect_of(capabilities).has_operation(primitive.name, result, of, len(node.inputs))
 
@@ -124,7 +112,7 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
         several = attention_kernels(group, ending)
         return Written(several.launches, several.scratch, ((),) * len(group.outputs))
     if group.kind == "matmul":
-        product = next(node for node in group.nodes if node.primitive is MATMUL)
+        product = next(node for node in group.nodes if node.primitive.kind is Kind.CONTRACTION)
         if by_library(product, capabilities):
             return _library(group, product, capabilities, name)
         source, over = matmul_group(group, capabilities, name, varied)
@@ -148,7 +136,8 @@ def _library(group: Group, product: Node, capabilities: Capabilities, name: str)
 
 def _name(group: Group) -> str:
     """A name that tells people what the kernel does."""
-    named = [node.primitive.name for node in group.nodes if node.primitive not in VIEWS | {FULL}]
+    silent = (node.primitive.kind is Kind.VIEW or node.primitive is FULL for node in group.nodes)
+    named = [node.primitive.name for node, skip in zip(group.nodes, silent, strict=True) if not skip]
     return "_".join([group.kind, *dict.fromkeys(named)])[:48]
 
 

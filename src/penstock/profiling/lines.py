@@ -17,12 +17,9 @@ import numpy.typing as npt
 
 from penstock.callsite import user_call
 from penstock.executable import Executable
-from penstock.fusion.views import FREE, base
-from penstock.graph.contraction import MATMUL
-from penstock.graph.elementwise import PRIMITIVES
-from penstock.graph.node import Node
-from penstock.graph.reducing import REDUCTIONS
-from penstock.kernels.costing import costs, operations_of
+from penstock.fusion.views import base
+from penstock.graph.node import Kind, Node
+from penstock.kernels.costing import costs
 from penstock.profiling.records import OTHER
 from penstock.stream.lane import Run
 
@@ -35,7 +32,7 @@ _FETCHED = 4  # arrays that are remembered, to see whether they come back
 _SENT = 64  # samples that are remembered, of one line
 _THREADS = 256
 WIDE = ("float64", "complex128")  # dtypes that take 64 bits for a fraction
-_JOINS = frozenset((*PRIMITIVES.values(), *REDUCTIONS))  # what would be one kernel with what it reads
+_JOINS = (Kind.ELEMENTWISE, Kind.REDUCTION)  # what would be one kernel with what it reads
 Sample = npt.NDArray[np.float64]
 
 
@@ -271,14 +268,14 @@ class LineLog:
         found.most = max(found.most, len(pending))
         for node in pending:
             found.items += node.size
-            if node.size < _LARGE or node.primitive in FREE:
+            if node.size < _LARGE or node.primitive.is_free:
                 continue
-            if node in self._done and node.primitive is not PRIMITIVES["stop"]:
-                found.again += operations_of(node)
+            if node in self._done and not node.primitive.stop_gradient:
+                found.again += node.primitive.operations_of(node)
                 found.again_for = self._done[node]
             if node not in wanted:
                 self._done[node] = where
-            for parent in node.inputs if node.primitive in _JOINS else ():
+            for parent in node.inputs if node.primitive.kind in _JOINS else ():
                 source = base(parent)
                 if source.value is not None and source in self._asked:
                     self._hand_over(self._asked[source], where, source.nbytes)
@@ -358,8 +355,8 @@ def _facts(program: Executable) -> _Facts:
             operations += cost.operations
             moved += cost.nbytes
         for node in group.nodes:
-            if node.primitive is MATMUL:
-                products[str(node.inputs[0].dtype)] += operations_of(node)
+            if node.primitive.kind is Kind.CONTRACTION:
+                products[str(node.inputs[0].dtype)] += node.primitive.operations_of(node)
         if group.kind == "raw" and {one.shape for one in group.outputs} <= {
             one.shape for one in group.inputs
         }:

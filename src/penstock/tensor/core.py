@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.graph import elementwise, reducing, shaping
-from penstock.graph.custom import refused, refusing
+from penstock.graph.custom_vjp import refused, refusing
 from penstock.graph.gradient import gradients
 from penstock.graph.node import DType, Node, Shape, leaf, topological
 from penstock.realize import explain as explain_nodes

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.errors import CaptureError
-from penstock.graph.custom import refusing
+from penstock.graph.custom_vjp import refusing
 from penstock.graph.node import Node, Primitive, leaf, topological
 from penstock.memory.buffer import Buffer
 from penstock.realize import Structure, programs

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import DamagedTensor
-from penstock.graph.custom import refused
+from penstock.graph.custom_vjp import refused
 from penstock.graph.node import LEAF, DType, Node, Primitive, Shape, leaf
 from penstock.interrupts import held_back
 from penstock.memory.buffer import Buffer

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from penstock.graph.node import Array, DType, Node, Primitive, Shape
-
-Rule = Callable[[Node, Node], "Sequence[Node | None]"]  # (gradient of the value, the value) -> of each input
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape, Vjp
 
 
-def _first_rule(value: Node, *_: Node) -> tuple[Shape, DType]:
+def _first_shape(value: Node, *_: Node) -> tuple[Shape, DType]:
     return value.shape, value.dtype
 
 
@@ -18,12 +15,14 @@ def _first(value: Array, *_: Array) -> Array:
     return value
 
 
-def custom(name: str, rule: Rule) -> Primitive:
-    """A primitive that is its first input; gradients go to the others, as the rule has them."""
-    return Primitive(name, _first_rule, _first, lambda g, n: [None, *rule(g, n)], unchanged=True)
+def custom_vjp(name: str, vjp: Vjp) -> Primitive:
+    """A primitive whose value is its first input; `vjp` gives the gradients of the other inputs."""
+    return Primitive(
+        name, Kind.IDENTITY, _first_shape, _first, lambda g, n: [None, *vjp(g, n)], is_identity=True
+    )
 
 
-def _given_rule(*_: Node, shape: Shape, dtype: DType) -> tuple[Shape, DType]:
+def _given_shape(*_: Node, shape: Shape, dtype: DType) -> tuple[Shape, DType]:
     return shape, dtype
 
 
@@ -33,7 +32,7 @@ def refusing(why: str) -> Primitive:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise TypeError(why)
 
-    return Primitive("refused", _given_rule, refuse, refuse, refuses=why)
+    return Primitive("refused", Kind.LEAF, _given_shape, refuse, refuse, refuses=why)
 
 
 def refused(primitive: Primitive, value: Any, shape: Shape, dtype: DType, *inputs: Node) -> Node:
