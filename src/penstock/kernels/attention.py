@@ -12,6 +12,7 @@ from penstock.graph.attention import ATTENTION, GRADIENT_PARTS
 from penstock.graph.dtypes import HALVES, DType, float16
 from penstock.graph.node import Node, Shape
 from penstock.kernels.attention_source import ATTENTION_PASSES
+from penstock.kernels.dialects import dialect_of
 from penstock.kernels.lone import Launch, Lone
 from penstock.kernels.source import KernelSource, head
 from penstock.kernels.tensor_tiles import TENSOR_TILES
@@ -25,8 +26,8 @@ def has_attention(
 ) -> bool:
     """Whether a device has kernels for attention between heads of this width."""
     return (
-        capabilities.language == "cuda"
-        and capabilities.tensor_cores
+        capabilities.tensor_cores
+        and dialect_of(capabilities).inline_assembly
         and dtype in HALVES
         and width % 16 == 0
         and 16 <= width <= 128

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from penstock.device.driver import Capabilities
 from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Kind, Node
+from penstock.kernels.dialects import dialect_of
 from penstock.kernels.extremes import extreme
 from penstock.kernels.lone import Lone
 from penstock.kernels.scanning import scan
@@ -38,7 +39,7 @@ def lone_kernels(node: Node, capabilities: Capabilities) -> Lone | None:
 
     All values are contiguous in row-major order. The output may hold anything before.
     """
-    write = (_WGSL_WRITERS if capabilities.language == "wgsl" else _WRITERS).get(node.primitive.kind)
+    write = (_WGSL_WRITERS if dialect_of(capabilities).word_access else _WRITERS).get(node.primitive.kind)
     values = (node, *node.inputs)
     if write is None or not all(0 < value.size < _MOST_ITEMS for value in values):
         return None

@@ -19,7 +19,7 @@ from penstock.graph.node import Array, Kind, Node
 from penstock.graph.reference import computed
 from penstock.kernels.attention import attention_kernels, holds_attention
 from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, library_problem
-from penstock.kernels.dialects import dialect_of
+from penstock.kernels.dialects import dialect_of, has_dialect
 from penstock.kernels.lone import Launch
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.lowering import lower
@@ -64,7 +64,7 @@ def constant(node: Node, name: str) -> Any:
 
 def fusible(node: Node, capabilities: Capabilities) -> bool:
     """Whether a kernel on a device with these capabilities can hold the node beside others."""
-    if capabilities.language == "numpy":
+    if not has_dialect(capabilities):
         return False
     primitive, kind = node.primitive, node.primitive.kind
     if kind is Kind.OPAQUE:
@@ -72,7 +72,7 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     values = (node, *node.inputs)
     if not all(_has(str(one.dtype), capabilities) and 0 < one.size < costs.MOST_ITEMS for one in values):
         return False
-    if capabilities.language == "wgsl" and not has_short_loops(node, capabilities):
+    if not has_short_loops(node, capabilities):
         return False
     if primitive.is_free or primitive.reads_elsewhere or kind is Kind.REDUCTION:
         return True
@@ -99,7 +99,7 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
     `varied`: there are groups of many shapes that are otherwise equal, which the kernels should serve too.
     """
     name = f"{_name(group)}_{ending}"
-    if capabilities.language == "numpy":
+    if not has_dialect(capabilities):
         return _host(group, name)
     buffers = tuple(range(len(group.outputs) + len(group.inputs)))
     if group.kind == "lone":

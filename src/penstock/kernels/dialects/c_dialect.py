@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from penstock.kernels.dialects.c_expressions import expression
 from penstock.kernels.dialects.c_threads import ThreadPrinter
 from penstock.kernels.dialects.c_vectors import VectorPrinter
-from penstock.kernels.dialects.dialect import Dialect
+from penstock.kernels.dialects.dialect import Dialect, RawKernel
 from penstock.kernels.ir import KernelIR, Type
 from penstock.kernels.philox import PHILOX
-from penstock.kernels.source import KernelSource, declared, head
+from penstock.kernels.source import UNIT, KernelSource, declared, head
+
+_MOST_INT = (1 << 31) - 1
 
 
 class CDialect(Dialect):
@@ -40,6 +42,37 @@ class CDialect(Dialect):
             arrays,
             kernel.resident,
         )
+
+    # Of users' own kernels, which need no other prelude.
+    raw_words: str
+    raw_global: str  # before a pointer's type
+    raw_restrict: str
+    raw_opening: str  # with a place for the threads of a workgroup
+
+    def raw_text(self, kernel: RawKernel) -> str:
+        arrays = (*kernel.outputs, *kernel.inputs)
+        constness = [""] * len(kernel.outputs) + ["const "] * len(kernel.inputs)
+        parameters = [
+            f"{self.raw_global}{const}{word} *{self.raw_restrict} {array}"
+            for (array, word, _), const in zip(arrays, constness, strict=True)
+        ]
+        parameters += [f"int {array}_place" for array, _, _ in arrays]
+        parameters += [f"{word} {scalar}" for scalar, word in kernel.scalars]
+        sizes = ", ".join(f"{constant} = {size}" for constant, size in kernel.constants)
+        lines = [
+            self.raw_words,
+            f"#define THREADS {kernel.threads}",
+            f"enum {{ {sizes} }};",
+            *(f"typedef {word} {array}_type;" for array, word, _ in arrays),
+            *([f'#line 1 "header of {kernel.label}"', kernel.header] if kernel.header else []),
+            f"{self.raw_opening.format(kernel.threads)} {kernel.name}({', '.join(parameters)}) {{",
+            *(f"{array} += (size_t){array}_place * {UNIT // size};" for array, _, size in arrays),
+        ]
+        if kernel.count is not None:
+            word = "int" if kernel.count <= _MOST_INT - kernel.threads else self.raw_types["int64"]
+            lines.append(f"const {word} i = ({word})GROUP_0 * THREADS + THREAD;")
+            lines.append(f"if (i >= {kernel.count}) return;")
+        return "\n".join([*lines, f'#line 1 "{kernel.label}"', kernel.body, "}", ""])
 
     def text(self, source: KernelSource) -> str:
         """A kernel's text."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from penstock.kernels.dialects.c_dialect import CDialect
 from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
-from penstock.kernels.source import KernelSource
+from penstock.kernels.source import C_TYPES, KernelSource
 
 # What OpenCL has and CUDA has not, without a header: NVRTC comes with none. OpenCL's `long` has 64 bits, and
 # CUDA's has 32 on Windows; its `char` has a sign, which C leaves open. A half is bits in memory only.
@@ -156,6 +156,26 @@ DEVICE ushort float_half(float x) {
 }
 """
 
+# What users' own kernels may name.
+_RAW_WORDS = """\
+#define GROUP_0 ((int)blockIdx.x)
+#define GROUP_1 ((int)blockIdx.y)
+#define GROUP_2 ((int)blockIdx.z)
+#define GROUPS_0 ((int)gridDim.x)
+#define THREAD ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)))
+#define LOCAL __shared__
+#define BARRIER __syncthreads()
+"""
+_PLAIN_TYPES = {
+    "char": "signed char",
+    "uchar": "unsigned char",
+    "ushort": "unsigned short",
+    "uint": "unsigned int",
+    "long": "long long",
+    "ulong": "unsigned long long",
+    "half": "unsigned short",
+}
+
 
 class Cuda(CDialect):
     """CUDA C."""
@@ -164,6 +184,12 @@ class Cuda(CDialect):
     label = "CUDA C"
     barriers_in_branches = True
     compiles_side_by_side = True
+    inline_assembly = True
+    raw_types: Mapping[str, str] = {dtype: _PLAIN_TYPES.get(word, word) for dtype, word in C_TYPES.items()}
+    raw_words = _RAW_WORDS
+    raw_global = ""
+    raw_restrict = "__restrict__"
+    raw_opening = 'extern "C" __global__ void __launch_bounds__({})'
     prelude = _PRELUDE
     optional_preludes: Mapping[str, str] = {
         "BFLOAT16": _HALVES,

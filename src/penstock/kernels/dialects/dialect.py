@@ -4,9 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from penstock.device.driver import Capabilities
 from penstock.kernels.ir import KernelIR
 from penstock.kernels.source import KernelSource
+
+MANY_STEPS = 1 << 31  # more than any loop has
+
+
+@dataclass(frozen=True)
+class RawKernel:
+    """A kernel whose body a user wrote. Types are words of the language."""
+
+    name: str
+    label: str  # what the user calls it
+    outputs: tuple[tuple[str, str, int], ...]  # of each array: name, type, bytes of an item
+    inputs: tuple[tuple[str, str, int], ...]
+    scalars: tuple[tuple[str, str], ...]  # name, type
+    constants: tuple[tuple[str, int], ...]  # sizes that the body may name
+    threads: int  # of a workgroup
+    count: int | None  # threads that have something to do, where each works by itself
+    header: str
+    body: str
 
 
 class Dialect(ABC):
@@ -17,8 +37,21 @@ class Dialect(ABC):
     pointers = True  # a part of a memory can be a parameter of a function
     barriers_in_branches = True  # each workgroup of a launch may run another piece of a text with barriers
     word_access = False  # memory is words of 4 bytes, so a thread writes whole ones where it can
+    inline_assembly = False  # kernels may have PTX, whatever the device's own code is
     one_kernel_modules = False  # each kernel is a text of its own
     compiles_side_by_side = False  # compilers may run at the same time, each with a part of the kernels
+
+    # Of users' own kernels: the types of array items, by dtype.
+    raw_types: Mapping[str, str]
+    moves_buffers = True  # a kernel takes the place of each buffer; else each is bound where its value begins
+
+    def most_steps(self, capabilities: Capabilities) -> int:
+        """How many steps the loops of one thread may take."""
+        return MANY_STEPS
+
+    @abstractmethod
+    def raw_text(self, kernel: RawKernel) -> str:
+        """The whole text of a user's own kernel."""
 
     @abstractmethod
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from penstock.kernels.dialects.c_dialect import CDialect
 from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
+from penstock.kernels.source import C_TYPES
 
 _PRELUDE = """
 #define KERNEL __kernel void
@@ -138,6 +139,18 @@ DEVICE ushort float_half(float x) {
 }
 """
 
+# What users' own kernels may name.
+_RAW_WORDS = """\
+#define GROUP_0 ((int)get_group_id(0))
+#define GROUP_1 ((int)get_group_id(1))
+#define GROUP_2 ((int)get_group_id(2))
+#define GROUPS_0 ((int)get_num_groups(0))
+#define THREAD \\
+    ((int)(get_local_id(0) + get_local_size(0) * (get_local_id(1) + get_local_size(1) * get_local_id(2))))
+#define LOCAL __local
+#define BARRIER barrier(CLK_LOCAL_MEM_FENCE)
+"""
+
 
 class OpenCL(CDialect):
     """OpenCL C."""
@@ -146,6 +159,11 @@ class OpenCL(CDialect):
     label = "OpenCL C"
     # PoCL's compiler fails where barriers stand in several branches, even if all threads take the same one.
     barriers_in_branches = False
+    raw_types = C_TYPES
+    raw_words = _RAW_WORDS
+    raw_global = "__global "
+    raw_restrict = "restrict"
+    raw_opening = "__kernel void"
     prelude = _PRELUDE
     optional_preludes: Mapping[str, str] = {
         "exp_8(": _FUNCTIONS,

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from penstock.kernels.dialects.dialect import Dialect
+from penstock.device.driver import Capabilities
+from penstock.kernels.dialects.dialect import MANY_STEPS, Dialect, RawKernel
 from penstock.kernels.dialects.wgsl_expressions import wgsl_expression
 from penstock.kernels.dialects.wgsl_memory import Words, scalar_dtypes
 from penstock.kernels.dialects.wgsl_prelude import functions_for
 from penstock.kernels.dialects.wgsl_printer import WgslPrinter, writes_parts
 from penstock.kernels.ir import KernelIR
 from penstock.kernels.source import KernelSource
+
+_SOFTWARE_STEPS = (
+    60_000  # Mesa's software Vulkan ends the loops of a thread after 65535 steps, and says nothing
+)
 
 
 class Wgsl(Dialect):
@@ -21,6 +26,33 @@ class Wgsl(Dialect):
     pointers = False
     word_access = True
     one_kernel_modules = True
+
+    moves_buffers = False  # there are no pointers that could be moved
+    raw_types: Mapping[str, str] = {
+        "int32": "i32",
+        "uint32": "u32",
+        "int64": "i64",
+        "uint64": "u64",
+        "float32": "f32",
+    }
+
+    def most_steps(self, capabilities: Capabilities) -> int:
+        return _SOFTWARE_STEPS if capabilities.kind == "cpu" else MANY_STEPS
+
+    def raw_text(self, kernel: RawKernel) -> str:
+        arrays = (*kernel.outputs, *kernel.inputs)
+        parameters = [f"{array}: array<{word}>" for array, word, _ in arrays]
+        parameters += [f"{scalar}: {word}" for scalar, word in kernel.scalars]
+        lines = [
+            *(f"const {constant} = {size};" for constant, size in kernel.constants),
+            *(f"alias {array}_type = {word};" for array, word, _ in arrays),
+            kernel.header,
+            f"kernel {kernel.name}({', '.join(parameters)}) {{",
+        ]
+        if kernel.count is not None:
+            lines.append("let i = GROUP_0 * THREADS + THREAD;")
+            lines.append(f"if (i >= {kernel.count}) {{ return; }}")
+        return "\n".join([*lines, kernel.body, "}", ""])
 
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
         return wgsl_expression(operation, result, of, ("x",) * inputs) is not None
