@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 
+from penstock.kernels.dialects.dialect import LONG_LOOP
 from penstock.kernels.dialects.printer import Printer
 from penstock.kernels.dialects.wgsl_expressions import (
     SUFFIXES,
@@ -444,7 +445,11 @@ class WgslPrinter(Printer):
         self._constants = known - {loop.name}
         start, stop, step = (self.expr(bound) for bound in (loop.start, loop.stop, loop.step))
         opening = f"for (var {loop.name} = {start}; {loop.name} < {stop}; {loop.name} += {step}) {{"
-        lines = [opening, *self.statements(loop.body), "}"]
+        body = self.statements(loop.body)
+        if loop.long:
+            again = f"    {loop.name} += {step}; if ({loop.name} < {stop}) {{"
+            body = ["    {", *body, "    }", *[again, *body, "    }"] * (LONG_LOOP - 1)]
+        lines = [opening, *body, "}"]
         self._constants = known
         return lines
 
