@@ -1,0 +1,1 @@
+"""Kernels of primitives that do not fuse, built in the kernel IR: one body for every language of GPUs."""
