@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_graph import at
 
 from penstock import Device
-from penstock.device.driver import Capabilities
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.graph import contraction, reducing
 from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Node
@@ -34,7 +34,11 @@ sums, products, largest, smallest = SCANS_AND_EXTREMES = (
     reducing.argmax,
     reducing.argmin,
 )
-few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=examples(8, quick=4),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 class Bench:

@@ -9,19 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, NATIVE, SMALL
+from conftest import DRIVERS, NATIVE, SMALL, one_opencl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
 from penstock import Device
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.graph import random as graph
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.random import RANDOM_BITS, philox, random_bits
 from penstock.kernels.philox import PHILOX
 from penstock.tensor import random
 from penstock.tensor.random import Generator
+
+pytestmark = one_opencl
 
 # The known answers of the authors of Philox: counter, key, block.
 KNOWN = [

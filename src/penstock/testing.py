@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from penstock.execution.realize import realize
 from penstock.graph.node import Array, DType, Kind, Node, leaf, topological
 from penstock.graph.reference import computed
-from penstock.realize import realize
 from penstock.runtime import Device
 from penstock.tensor.autograd import grad
 from penstock.tensor.core import Tensor

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.compiler.passes import fused
-from penstock.dispatch.machine import Rates
+from penstock.execution.realize import programs
 from penstock.fusion.groups import Group
 from penstock.graph.dtypes import HALVES, float32, float64
 from penstock.graph.node import Kind, Node, topological
-from penstock.realize import programs
+from penstock.measuring.rates import Rates
 from penstock.runtime import Device
 
 _SLOW_PRODUCT = 32  # times the library's time, for dtypes that it has not: NumPy's own loop
@@ -32,7 +32,7 @@ def price(nodes: Sequence[Node], device: Device, rates: Rates, host: Rates) -> P
     `host` are the rates of NumPy, which takes over what the device has no kernel for.
     """
     limits = device.capabilities
-    if any(node.primitive.kind is Kind.OPAQUE for node in topological(nodes)) and limits.language == "numpy":
+    if any(node.primitive.kind is Kind.OPAQUE for node in topological(nodes)) and not limits.compiles:
         return None
     groups = fused(nodes, limits)
     priced = tuple((group, _seconds(group, device, rates, host)) for group in groups)
@@ -40,7 +40,7 @@ def price(nodes: Sequence[Node], device: Device, rates: Rates, host: Rates) -> P
 
 
 def _seconds(group: Group, device: Device, rates: Rates, host: Rates) -> float:
-    numpy = device.capabilities.language == "numpy"
+    numpy = not device.capabilities.compiles
     if group.kind == "lone" and not numpy and programs(device).kernels.written(group) is None:
         # NumPy computes it: the device is waited for, and values go there and back.
         read = sum(node.nbytes for node in group.inputs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.clusters import Cluster, Clustering, reaches
 from penstock.fusion.costs import MAX_NODES
 from penstock.graph.dtypes import HALVES, float32

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.graph.dtypes import HALVES
+from penstock.drivers.driver import Capabilities
+from penstock.graph.dtypes import HALVES, bfloat16, float32
+from penstock.graph.elementwise import cast
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 from penstock.graph.reducing import BLOCK
-from penstock.graph.shaping import permute
+from penstock.graph.shaping import PERMUTE, permute
 
 _PART = 4096  # products that NumPy adds up in one go
 
@@ -86,6 +88,20 @@ def _transposed(x: Node) -> Node:
     return permute(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 
+def _in_float32(node: Node, capabilities: Capabilities) -> Node | None:
+    """Products of bfloat16 are for libraries: generated kernels multiply in float32."""
+    if node.dtype is not bfloat16 or capabilities.matmul_library:
+        return None
+    return cast(matmul(*(_widened(operand) for operand in node.inputs)), bfloat16)
+
+
+def _widened(operand: Node) -> Node:
+    """An operand in float32. Transposes come last, so that the gradient shares what forward has widened."""
+    if operand.primitive is PERMUTE and operand.value is None:
+        return permute(_widened(operand.inputs[0]), operand.attributes["axes"])
+    return cast(operand, float32)
+
+
 MATMUL = Primitive(
     "matmul",
     Kind.CONTRACTION,
@@ -93,6 +109,7 @@ MATMUL = Primitive(
     _matmul_reference,
     lambda g, n: (matmul(g, _transposed(n.inputs[1])), matmul(_transposed(n.inputs[0]), g)),
     operations=lambda n: 2 * n.size * n.inputs[0].shape[-1],
+    decompose=_in_float32,
 )
 GATHER = Primitive(
     "gather",

@@ -13,12 +13,15 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from penstock.graph.dtypes import DType as DType
 from penstock.graph.dtypes import checked
+
+if TYPE_CHECKING:
+    from penstock.drivers.driver import Capabilities
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -80,6 +83,8 @@ class Primitive:
     rounding: Rounding | None = None  # None: exact where items are only moved
     as_stored: bool = False  # the reference takes float16 and bfloat16 as they are, not widened to float32
     no_kernel: tuple[DType, ...] = ()  # dtypes for which kernels, which widen them, would give other results
+    # (node, capabilities) -> the same of other primitives, for targets without a kernel of its own; else None
+    decompose: Callable[[Node, Capabilities], Node | None] | None = None
     combine: str = ""  # of reductions and scans: the elementwise primitive that takes in one more item
     refuses: str = ""  # why nothing can be said of its gradient; `backward` raises that if one arrives here
 

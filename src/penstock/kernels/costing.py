@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.device.driver import Cost
+from penstock.drivers.driver import Cost
 from penstock.fusion.groups import Group
 from penstock.fusion.views import base
 from penstock.graph.node import Kind, Node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Kind, Node
 from penstock.kernels.dialects import dialect_of

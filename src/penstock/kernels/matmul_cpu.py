@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.matmul_problem import Body, Finish, Operand, Problem, item
 from penstock.kernels.source import C_TYPES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 from typing import Literal
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.matmul_problem import Body, Finish, Problem, item
 
 _TILE_DEPTH = 16

@@ -5,7 +5,7 @@ Sums are always taken in the same order, so a product comes out the same every t
 
 from __future__ import annotations
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.matmul_cpu import cpu_body
 from penstock.kernels.matmul_gpu import gpu_body
 from penstock.kernels.matmul_problem import Body, Finish, Problem

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil, gcd
 from typing import Literal
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.dialects.wgsl_memory import Words
 from penstock.kernels.matmul_problem import Finish, Problem
 from penstock.kernels.wgsl_steps import UNROLLED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.views import trailing
 from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Kind, Node

@@ -45,6 +45,7 @@ from penstock.kernels.ir import (
     BlockReduce,
     Broadcast,
     Call,
+    CallFunction,
     Cast,
     Clamp,
     Combine,
@@ -159,7 +160,8 @@ class WgslPrinter(Printer):
             case Load():
                 return self._item(expr, lane)
             case LoadIndex():
-                return self._words.index(expr.buffer, expr.stored, self.expr(expr.index), expr.length)
+                length = self.expr(expr.length)
+                return self._words.index(expr.buffer, expr.stored, self.expr(expr.index), length)
             case _:
                 raise AssertionError(f"{expr} has no text in WGSL")
 
@@ -172,14 +174,19 @@ class WgslPrinter(Printer):
         return f"{target}({value})" if text is None else text
 
     def _clamped(self, expr: Clamp) -> str:
-        value, dtype = self.operand(expr.value), expr.value.type.dtype
-        kind, last = wgsl_type(dtype), expr.length - 1
+        value, dtype, last = self.operand(expr.value), expr.value.type.dtype, self.expr(expr.last)
+        kind = wgsl_type(dtype)
         if kind[0] == "u":
-            return f"select(i32({value}), {last}, {value} > {last}{SUFFIXES[kind]})"
+            return f"select(i32({value}), {last}, {value} > {self._typed(expr.last, kind)})"
         # Compared without a sign: Mesa's software Vulkan takes `i64(x) > 15li` for true, whatever `x` is.
         wide = {"i32": "u32", "i64": "u64"}[kind]
-        outside = f"bitcast<{wide}>({value}) > {last}{SUFFIXES[wide]}"
+        outside = f"bitcast<{wide}>({value}) > {self._typed(expr.last, wide)}"
         return f"select(i32({value}), select({last}, 0, {value} < {number(dtype, 0)}), {outside})"
+
+    def _typed(self, expr: Expr, kind: str) -> str:
+        """An integer as one of a type of WGSL."""
+        text = self.expr(expr)
+        return f"{text}{SUFFIXES[kind]}" if isinstance(expr, Const) else f"{kind}({text})"
 
     def _item(self, load: Load, lane: int) -> str:
         """One item of memory."""
@@ -223,7 +230,7 @@ class WgslPrinter(Printer):
                 self._share_array(statement.array)
                 item = f"{statement.array}[{self.expr(statement.index)}]"
                 return [f"let {statement.name} = workgroupUniformLoad(&{item});"]
-            case Pointer():
+            case Pointer() | CallFunction():
                 raise AssertionError("WGSL has no pointers into buffers")
             case AtomicAdd():
                 return [self._atomic(statement)]
@@ -269,7 +276,8 @@ class WgslPrinter(Printer):
             case Unary():
                 return self._is_known(expr.operand)
             case Affine():
-                return all(self._is_known(term) for term, _ in expr.terms)
+                parts = [*(part for term in expr.terms for part in term), expr.constant]
+                return all(part is None or self._is_known(part) for part in parts)
             case _:
                 return False
 
@@ -364,7 +372,7 @@ class WgslPrinter(Printer):
 
     def _block_reduce(self, statement: BlockReduce) -> list[str]:
         variable, operation, name = statement.variable, statement.operation, statement.name
-        dtype, width, threads = variable.type.dtype, variable.type.width, statement.threads
+        dtype, width, threads = variable.type.dtype, variable.type.width, _number(statement.threads)
         lines = []
         while width > 1:
             width //= 2
@@ -384,13 +392,13 @@ class WgslPrinter(Printer):
         return lines
 
     def _strided_reduce(self, statement: StridedReduce) -> list[str]:
-        target, array, threads = statement.target, statement.array, statement.threads
+        target, array = statement.target, statement.array
+        threads, stride = _number(statement.threads), _number(statement.stride)
         lanes, dtype = range(target.type.width), target.type.dtype
         self._share(array, dtype, self._lengths[array])
         names = [self.expr(target, lane) for lane in lanes]
         places = [f"{array}[%s{f' + {lane * threads}' if lane else ''}]" for lane in lanes]
-        count = threads // statement.stride
-        return self._tree(statement.operation, dtype, names, places, statement.stride, count, "")
+        return self._tree(statement.operation, dtype, names, places, stride, threads // stride, "")
 
     def _tree(
         self,
@@ -452,6 +460,12 @@ class WgslPrinter(Printer):
         lines = [opening, *body, "}"]
         self._constants = known
         return lines
+
+
+def _number(expr: Expr) -> int:
+    """A number that the text depends on."""
+    assert isinstance(expr, Const)
+    return int(expr.value)
 
 
 def _lane_names(name: str, kind: Type, text: Callable[[int], str], word: str = "let") -> list[str]:

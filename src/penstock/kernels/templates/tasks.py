@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.ir import Expr
 from penstock.kernels.lone import CPU_SHARES, GPU_THREADS, is_cpu
