@@ -104,6 +104,7 @@ def expected_chain(x: np.ndarray) -> np.ndarray:
 # Values
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(25, quick=8), deadline=None)
 @given(seed=st.integers(0, 1 << 20), size=st.integers(8, 60))
