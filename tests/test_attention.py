@@ -297,6 +297,7 @@ def sources(shape: tuple[int, ...], dtype: Any, causal: bool) -> list[KernelSour
     ]
 
 
+@pytest.mark.slow("48", "80", "sm_90")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_90a"])
 @pytest.mark.parametrize("width", [16, 48, 64, 80, 128])
 def test_the_kernels_compile(width: int, architecture: str) -> None:

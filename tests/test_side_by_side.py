@@ -23,9 +23,10 @@ from penstock.execution.executable import Executable
 from penstock.execution.structure import Structure
 from penstock.graph.node import Node, leaf
 from penstock.kernels import side_by_side
+from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.chaining import Call
 from penstock.kernels.hazards import Touched
-from penstock.kernels.source import KernelSource, head
+from penstock.kernels.source import KernelSource
 
 Make = Callable[[], Device]
 
@@ -280,9 +281,11 @@ def call(source: KernelSource, unit: int) -> Call:
     return Call(source, ((0, unit), (1, 8 * unit)), (), (), 1, Touched())
 
 
-def source(name: str, text: str = "") -> KernelSource:
-    opening = head(name, [("float32", "out0")], [("float32", "in0")])
-    return KernelSource(name, f"{opening}{text}}}\n", ("float32", "float32"), (), (3,), (256,))
+def source(name: str, statements: int = 0) -> KernelSource:
+    k = KernelBuilder(name, opencl_capabilities(NATIVE), ["float32"], ["float32"])
+    for number in range(statements):
+        k.let(f"x{number}", k.load(k.inputs[0], number))
+    return k.source((3,), (256,))
 
 
 def test_texts_and_calls_are_bounded() -> None:
@@ -294,7 +297,7 @@ def test_texts_and_calls_are_bounded() -> None:
     assert same[0].places == ((7, 0), (8, 0))
     others = [call(source(f"k{at}"), at) for at in range(100)]
     assert len(side_by_side.side_by_side(others, lies, capabilities)) == 3
-    long = [call(source(f"k{at}", " " * 50_000), at) for at in range(4)]
+    long = [call(source(f"k{at}", 700), at) for at in range(4)]
     assert len(side_by_side.side_by_side(long, lies, capabilities)) == 2
 
 

@@ -87,7 +87,7 @@ def arranged(
         for item in part:
             calls += [item] if isinstance(item, Call) else _fused(item, within, capabilities, sizes)
         gpu = capabilities.vector_width == 1
-        result.append(calls if gpu else chained(calls, schedule.arenas))
+        result.append(calls if gpu else chained(calls, schedule.arenas, capabilities))
     return result
 
 

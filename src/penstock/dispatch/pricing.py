@@ -20,19 +20,19 @@ _READS_PART = (Kind.VIEW, Kind.GATHER)  # as much of their first input as they w
 
 @dataclass(frozen=True)
 class Price:
-    """What a graph takes on a device, in seconds, and what of it each group takes."""
+    """The seconds that a graph takes on a device, in all and for each group."""
 
     seconds: float
     groups: tuple[tuple[Group, float], ...]
 
 
 def price(nodes: Sequence[Node], device: Device, rates: Rates, host: Rates) -> Price | None:
-    """Of the graph that computes some nodes, with its inputs at hand; None where the device cannot.
+    """The price of computing some nodes, without moving inputs; None where the device cannot do it.
 
     `host` are the rates of NumPy, which takes over what the device has no kernel for.
     """
     limits = device.capabilities
-    if any(node.primitive.kind is Kind.OPAQUE for node in topological(nodes)) and limits.language == "numpy":
+    if any(node.primitive.kind is Kind.OPAQUE for node in topological(nodes)) and not limits.compiles:
         return None
     groups = fused(nodes, limits)
     priced = tuple((group, _seconds(group, device, rates, host)) for group in groups)
@@ -40,7 +40,7 @@ def price(nodes: Sequence[Node], device: Device, rates: Rates, host: Rates) -> P
 
 
 def _seconds(group: Group, device: Device, rates: Rates, host: Rates) -> float:
-    numpy = device.capabilities.language == "numpy"
+    numpy = not device.capabilities.compiles
     if group.kind == "lone" and not numpy and programs(device).kernels.written(group) is None:
         # NumPy computes it: the device is waited for, and values go there and back.
         read = sum(node.nbytes for node in group.inputs)

@@ -155,7 +155,7 @@ def source_place(view: Node, place: Place, variables: Variables) -> Place:
         axes = view.attributes["axes"]
         return tuple(place[axes.index(axis)] for axis in range(source.ndim))
     if view.primitive is EXPAND:
-        return tuple(ZERO if n == 1 else one for one, n in zip(place, source.shape, strict=True))
+        return tuple(ZERO if n == 1 else index for index, n in zip(place, source.shape, strict=True))
     assert view.primitive is SLICE
     parts = zip(place, view.attributes["slices"], strict=True)
     return tuple(index * step + Index((), start) for index, (start, _, step) in parts)

@@ -76,7 +76,7 @@ def _wide_sum(node: Node, capabilities: Capabilities) -> Node | None:
     if node.primitive.name != "sum" or wide.primitive is not CAST or wide.dtype.kind not in "iu":
         return None
     narrow = wide.inputs[0]
-    by_kernel = capabilities.language != "numpy" and wide.size < costs.MOST_ITEMS
+    by_kernel = capabilities.compiles and wide.size < costs.MOST_ITEMS
     by_kernel = by_kernel and (capabilities.int64 or wide.dtype.itemsize < 8)
     if wide.value is not None or by_kernel or narrow.dtype.kind not in "biu":
         return None
@@ -105,7 +105,7 @@ def _product_in_parts(node: Node, capabilities: Capabilities) -> Node:
     """A matrix product with a long inner axis: the sum of products of parts of it."""
     left, right = node.inputs
     inner, most = left.shape[-1], _most_products(node, capabilities)
-    if inner <= most or node.size == 0 or node.dtype.kind != "f" or capabilities.language == "numpy":
+    if inner <= most or node.size == 0 or node.dtype.kind != "f" or not capabilities.compiles:
         return node
     if node.dtype in HALVES:  # parts of a sum are not rounded
         wide = Node(MATMUL, (cast(left, float32), cast(right, float32)), {})

@@ -159,7 +159,8 @@ class ColumnLoops(LoopNest):
                 self.scopes.form.arrays.append(LocalArray(arrays[stored], stored, threads * self.lanes))
             kind = Type(dtype, self.lanes)
             target = Var(name, kind)
-            result.append(StridedReduce(target, node.primitive.name, arrays[stored], abreast, threads))
+            operation, parts = node.primitive.name, (Const(abreast), Const(threads))
+            result.append(StridedReduce(target, operation, arrays[stored], *parts))
         return result
 
     def _by_blocks(self, kept: list[str]) -> Lowered:

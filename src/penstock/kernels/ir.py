@@ -10,10 +10,8 @@ the language's division: of numbers that are not negative, unless both signs wer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-from penstock.fusion.index import Index
 
 _INTEGERS = ("int32", "uint32")  # that operators compute without a thought of wrapping around
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
@@ -46,72 +44,30 @@ class Type:
 INT, BOOL = Type("int32"), Type("bool")
 
 
+def _operator(symbol: str) -> Callable[[Expr, Operand], Expr]:
+    return lambda left, right: _binary(symbol, left, right)
+
+
+def _reflected(symbol: str) -> Callable[[Expr, Operand], Expr]:
+    return lambda right, left: _binary(symbol, constant(left, right), right)
+
+
 class Expr:
     """An expression. Its operators build larger ones; Python's numbers become constants of its dtype."""
 
     type: Type
 
-    def __add__(self, other: Operand) -> Expr:
-        return _binary("+", self, other)
-
-    def __radd__(self, other: Operand) -> Expr:
-        return _binary("+", constant(other, self), self)
-
-    def __sub__(self, other: Operand) -> Expr:
-        return _binary("-", self, other)
-
-    def __rsub__(self, other: Operand) -> Expr:
-        return _binary("-", constant(other, self), self)
-
-    def __mul__(self, other: Operand) -> Expr:
-        return _binary("*", self, other)
-
-    def __rmul__(self, other: Operand) -> Expr:
-        return _binary("*", constant(other, self), self)
-
-    def __floordiv__(self, other: Operand) -> Expr:
-        return _binary("/", self, other)
+    __add__, __radd__ = _operator("+"), _reflected("+")
+    __sub__, __rsub__ = _operator("-"), _reflected("-")
+    __mul__, __rmul__ = _operator("*"), _reflected("*")
+    __floordiv__, __mod__ = _operator("/"), _operator("%")
+    __and__, __or__, __xor__ = _operator("&"), _operator("|"), _operator("^")
+    __lshift__, __rshift__ = _operator("<<"), _operator(">>")
+    __lt__, __le__, __gt__, __ge__ = (_operator(symbol) for symbol in ("<", "<=", ">", ">="))
+    eq, ne = _operator("=="), _operator("!=")
 
     def __truediv__(self, other: Operand) -> Expr:
         return call("divide", self, constant(other, self))
-
-    def __mod__(self, other: Operand) -> Expr:
-        return _binary("%", self, other)
-
-    def __and__(self, other: Operand) -> Expr:
-        return _binary("&&" if self.type.dtype == "bool" else "&", self, other)
-
-    def __or__(self, other: Operand) -> Expr:
-        return _binary("||" if self.type.dtype == "bool" else "|", self, other)
-
-    def __xor__(self, other: Operand) -> Expr:
-        return _binary("^", self, other)
-
-    def __lshift__(self, other: Operand) -> Expr:
-        return _binary("<<", self, other)
-
-    def __rshift__(self, other: Operand) -> Expr:
-        return _binary(">>", self, other)
-
-    def __lt__(self, other: Operand) -> Expr:
-        return _binary("<", self, other)
-
-    def __le__(self, other: Operand) -> Expr:
-        return _binary("<=", self, other)
-
-    def __gt__(self, other: Operand) -> Expr:
-        return _binary(">", self, other)
-
-    def __ge__(self, other: Operand) -> Expr:
-        return _binary(">=", self, other)
-
-    def eq(self, other: Operand) -> Expr:
-        """Whether two values are equal."""
-        return _binary("==", self, other)
-
-    def ne(self, other: Operand) -> Expr:
-        """Whether two values differ."""
-        return _binary("!=", self, other)
 
     def __invert__(self) -> Expr:
         return Unary("!" if self.type.dtype == "bool" else "~", self)
@@ -171,8 +127,8 @@ class Opaque(Expr):
 class Affine(Expr):
     """A sum of integers times constants, and of a constant: an index."""
 
-    terms: tuple[tuple[Expr, Expr], ...]  # factors that are the constant 1 are not printed
-    constant: Expr
+    terms: tuple[tuple[Expr, Expr | None], ...]  # each with its factor; None: 1
+    constant: Expr | None  # None: 0
     type: Type = INT
 
 
@@ -262,7 +218,8 @@ class Clamp(Expr):
     """A value as an integer from 0 to before `length`: the nearest, if it is none of them."""
 
     value: Expr
-    length: int
+    length: Expr
+    last: Expr  # length - 1
     type: Type = INT
 
 
@@ -273,6 +230,31 @@ class Broadcast(Expr):
     type: Type
     value: Expr
     step: int = 0
+
+
+@dataclass(frozen=True)
+class Vector(Expr):
+    """Single values as the items of one with a width."""
+
+    items: tuple[Expr, ...]
+
+    @property
+    def type(self) -> Type:  # type: ignore[override]
+        """That of the items, as many of them."""
+        return Type(self.items[0].type.dtype, len(self.items))
+
+
+@dataclass(frozen=True)
+class Lane(Expr):
+    """One item of a variable with a width."""
+
+    variable: Var
+    number: int
+
+    @property
+    def type(self) -> Type:  # type: ignore[override]
+        """That of the item."""
+        return Type(self.variable.type.dtype)
 
 
 @dataclass(frozen=True)
@@ -305,7 +287,7 @@ class LoadIndex(Expr):
     buffer: str
     stored: str
     index: Expr
-    length: int
+    length: Expr
     type: Type = INT
 
 
@@ -368,6 +350,7 @@ class LocalArray:
     dtype: str
     length: int
     atomic: bool = False  # it is changed by `AtomicAdd`
+    width: int = 1  # items that are always read and written together: in WGSL a vector, which is aligned
 
 
 @dataclass(frozen=True)
@@ -399,6 +382,15 @@ class Accumulate:
 
 
 @dataclass(frozen=True)
+class MultiplyAdd:
+    """A variable of floats grows by a product, which may be rounded before or not: as is fastest."""
+
+    target: Var
+    left: Expr
+    right: Expr
+
+
+@dataclass(frozen=True)
 class BlockReduce:
     """`name` is the reduction of a variable's items, and of the neighbouring threads that share a row."""
 
@@ -406,7 +398,7 @@ class BlockReduce:
     operation: str
     variable: Var
     array: str | None  # memory with an item for each thread of the group; None where a row has one thread
-    threads: int = 1
+    threads: Expr = Const(1)
 
 
 @dataclass(frozen=True)
@@ -419,8 +411,8 @@ class StridedReduce:
     target: Var
     operation: str
     array: str  # memory with an item for each item of each thread
-    stride: int
-    threads: int  # of the group
+    stride: Expr
+    threads: Expr  # of the group
 
 
 @dataclass(frozen=True)
@@ -456,6 +448,17 @@ class AtomicAdd:
 
 
 @dataclass(frozen=True)
+class CallFunction:
+    """A call of one of the kernel's functions, as the workgroup with a number."""
+
+    function: str
+    group: Expr
+    arrays: tuple[tuple[str, int], ...]  # local arrays it takes: dtype, and where in `LOCAL_MEMORY`
+    buffers: tuple[tuple[str, str], ...]  # dtype, and which of the kernel's buffers
+    arguments: tuple[Expr, ...]  # the places of its buffers, and its scalars
+
+
+@dataclass(frozen=True)
 class For:
     """A variable from `start` to before `stop`, in steps."""
 
@@ -466,6 +469,7 @@ class For:
     body: list[Statement]
     unrolled: int = 0  # times that the body is laid out; 0 leaves it to the compiler
     trips: int = 1  # of a loop that reduces: how often its body is run, at most
+    long: bool = False  # a dialect whose loops may have few iterations runs the body several times in each
 
 
 @dataclass(frozen=True)
@@ -500,11 +504,13 @@ Statement = (
     | RegisterArray
     | Forget
     | Accumulate
+    | MultiplyAdd
     | BlockReduce
     | StridedReduce
     | Pointer
     | UniformLoad
     | AtomicAdd
+    | CallFunction
     | For
     | While
     | If
@@ -513,6 +519,25 @@ Statement = (
 
 
 Parameters = list[tuple[str, str]]
+LOCAL_MEMORY = "local_memory"  # of a kernel whose functions take local arrays: items of 8 bytes
+
+
+@dataclass(frozen=True)
+class Function:
+    """A kernel as a function of the number of its workgroup."""
+
+    name: str
+    kernel: KernelIR | str  # or opaque text
+    linkage: str  # DEVICE: laid out wherever it is called; CALLED: not so; static: as the compiler likes
+    private: bool = False  # one thread runs it, so its local arrays are arrays of the thread; else parameters
+
+
+@dataclass(frozen=True)
+class Table:
+    """Integers in constant memory; in the text, the kernel's name comes before that of the table."""
+
+    name: str
+    values: tuple[int, ...]
 
 
 @dataclass
@@ -529,14 +554,20 @@ class KernelIR:
     vectors: bool = True  # whether widths are those of vectors; else each item is computed by itself
     resident: int = 1  # groups that a unit of a GPU should have room for at a time
     quick: bool = False  # whether functions may be as exact as halves only, with some digits to spare
+    functions: list[Function] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    sizes: int = 0  # of this launch, which are parameters before the scalars: size0, size1, ...
 
     @property
     def parameters(self) -> tuple[Parameters, Parameters, Parameters]:
-        """The outputs, inputs and scalars, as (dtype, name)."""
+        """The outputs, inputs, and scalars after sizes, as (dtype, name)."""
         return (
             [(dtype, f"out{k}") for k, dtype in enumerate(self.outputs)],
             [(dtype, f"in{k}") for k, dtype in enumerate(self.inputs)],
-            [(dtype, f"c{k}") for k, dtype in enumerate(self.scalars)],
+            [
+                *(("int32", f"size{k}") for k in range(self.sizes)),
+                *((dtype, f"c{k}") for k, dtype in enumerate(self.scalars)),
+            ],
         )
 
 
@@ -553,16 +584,6 @@ def constant(value: Operand, like: Expr) -> Expr:
 def integer(value: Operand) -> Expr:
     """An integer of 32 bits, or an expression, as an expression."""
     return value if isinstance(value, Expr) else Const(value)
-
-
-def affine(index: Index) -> Expr:
-    """An index as an expression."""
-    if not index.terms:
-        return Const(index.constant)
-    if len(index.terms) == 1 and index.terms[0][1] == 1 and not index.constant:
-        return Var(index.terms[0][0])
-    terms = tuple((Var(name), Const(factor)) for name, factor in index.terms)
-    return Affine(terms, Const(index.constant))
 
 
 def is_buffer(name: str) -> bool:
@@ -598,6 +619,8 @@ _TRUTHS = frozenset(
         "greater_equal",
         "equal",
         "not_equal",
+        "greater_or_nan",
+        "less_or_nan",
         "isnan",
         "isinf",
         "isfinite",
@@ -607,8 +630,9 @@ _TRUTHS = frozenset(
 
 
 def _binary(operator: str, left: Expr, right: Operand) -> Expr:
-    value = constant(right, left)
-    dtype = left.type.dtype
-    if operator in ("&&", "||") or dtype in _INTEGERS or operator in ("/", "%"):
+    value, dtype = constant(right, left), left.type.dtype
+    if dtype == "bool" and operator in ("&", "|"):
+        return Binary(operator * 2, left, value)
+    if dtype in _INTEGERS or operator in ("/", "%"):
         return Binary(operator, left, value)
     return call(_OPERATIONS[operator], left, value)

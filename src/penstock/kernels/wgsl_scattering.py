@@ -50,7 +50,7 @@ def wgsl_scatter(node: Node, capabilities: Capabilities) -> Lone | None:
     rows = -(-length // groups)
     words = sums.words
     levels = Levels(sums, -(-count // tiles) if sums.dtype == "float32" else 0)
-    index = words.index("indices", index_dtype, "i", length)
+    index = words.index("indices", index_dtype, "i", str(length))
     place = f"i32(keys[i] & {(1 << place_bits) - 1:#x}u)"
     text = f"""\
 var<workgroup> keys: array<u32, {listed}>;

@@ -20,7 +20,7 @@ from penstock.graph.node import Array, Kind, Node
 from penstock.graph.reference import computed
 from penstock.kernels.attention import attention_kernels
 from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, library_problem
-from penstock.kernels.dialects import dialect_of, has_dialect
+from penstock.kernels.dialects import dialect_of
 from penstock.kernels.lone import Launch
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.lowering import lower
@@ -65,7 +65,7 @@ def constant(node: Node, name: str) -> Any:
 
 def fusible(node: Node, capabilities: Capabilities) -> bool:
     """Whether a kernel on a device with these capabilities can hold the node beside others."""
-    if not has_dialect(capabilities):
+    if not capabilities.compiles:
         return False
     primitive, kind = node.primitive, node.primitive.kind
     if kind is Kind.OPAQUE:
@@ -100,7 +100,7 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
     `varied`: there are groups of many shapes that are otherwise equal, which the kernels should serve too.
     """
     name = f"{_name(group)}_{ending}"
-    if not has_dialect(capabilities):
+    if not capabilities.compiles:
         return _host(group, name)
     buffers = tuple(range(len(group.outputs) + len(group.inputs)))
     if group.kind == "lone":
@@ -148,8 +148,10 @@ def _named(launches: tuple[Launch, ...], ending: str) -> tuple[Launch, ...]:
     for launch in launches:
         source = launch.source
         name = f"{source.name}_{ending}"
-        text = re.sub(rf"\b(kernel|KERNEL) {source.name}\(", rf"\1 {name}(", source.text)
-        result.append(replace(launch, source=replace(source, name=name, text=text)))
+        body = source.body
+        if isinstance(body, str):
+            body = re.sub(rf"\b(kernel|KERNEL) {source.name}\(", rf"\1 {name}(", body)
+        result.append(replace(launch, source=replace(source, name=name, body=body)))
     return tuple(result)
 
 

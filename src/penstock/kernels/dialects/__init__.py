@@ -11,11 +11,6 @@ from penstock.kernels.dialects.wgsl import Wgsl
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (OpenCL(), Cuda(), Wgsl())}
 
 
-def has_dialect(capabilities: Capabilities) -> bool:
-    """Whether a device compiles text; else it runs functions of NumPy."""
-    return capabilities.language in DIALECTS
-
-
 def dialect_of(capabilities: Capabilities) -> Dialect:
     """The language of a device that compiles text."""
     return DIALECTS[capabilities.language]

@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 
+from penstock.kernels.dialects.dialect import LONG_LOOP
 from penstock.kernels.dialects.printer import Printer
 from penstock.kernels.dialects.wgsl_expressions import (
     SUFFIXES,
@@ -44,6 +45,7 @@ from penstock.kernels.ir import (
     BlockReduce,
     Broadcast,
     Call,
+    CallFunction,
     Cast,
     Clamp,
     Combine,
@@ -54,10 +56,12 @@ from penstock.kernels.ir import (
     Forget,
     Identity,
     If,
+    Lane,
     Let,
     Load,
     LoadIndex,
     LocalArray,
+    MultiplyAdd,
     Pointer,
     Random,
     RegisterArray,
@@ -69,6 +73,7 @@ from penstock.kernels.ir import (
     Unary,
     UniformLoad,
     Var,
+    Vector,
     While,
     is_buffer,
 )
@@ -152,13 +157,18 @@ class WgslPrinter(Printer):
                 return self.expr(expr.value, lane)
             case Broadcast():
                 return converted(expr.type.dtype, _moved(self.addend(expr.value), expr.step, lane))
+            case Vector():
+                return self.expr(expr.items[lane])
+            case Lane():
+                return self.name(expr.variable, expr.number)
             case Random():
                 state = ", ".join(self.expr(word) for word in expr.state)
                 return f"philox({state}, {_moved(self.addend(expr.index), expr.step, lane)})"
             case Load():
                 return self._item(expr, lane)
             case LoadIndex():
-                return self._words.index(expr.buffer, expr.stored, self.expr(expr.index), expr.length)
+                length = self.expr(expr.length)
+                return self._words.index(expr.buffer, expr.stored, self.expr(expr.index), length)
             case _:
                 raise AssertionError(f"{expr} has no text in WGSL")
 
@@ -171,14 +181,19 @@ class WgslPrinter(Printer):
         return f"{target}({value})" if text is None else text
 
     def _clamped(self, expr: Clamp) -> str:
-        value, dtype = self.operand(expr.value), expr.value.type.dtype
-        kind, last = wgsl_type(dtype), expr.length - 1
+        value, dtype, last = self.operand(expr.value), expr.value.type.dtype, self.expr(expr.last)
+        kind = wgsl_type(dtype)
         if kind[0] == "u":
-            return f"select(i32({value}), {last}, {value} > {last}{SUFFIXES[kind]})"
+            return f"select(i32({value}), {last}, {value} > {self._typed(expr.last, kind)})"
         # Compared without a sign: Mesa's software Vulkan takes `i64(x) > 15li` for true, whatever `x` is.
         wide = {"i32": "u32", "i64": "u64"}[kind]
-        outside = f"bitcast<{wide}>({value}) > {last}{SUFFIXES[wide]}"
+        outside = f"bitcast<{wide}>({value}) > {self._typed(expr.last, wide)}"
         return f"select(i32({value}), select({last}, 0, {value} < {number(dtype, 0)}), {outside})"
+
+    def _typed(self, expr: Expr, kind: str) -> str:
+        """An integer as one of a type of WGSL."""
+        text = self.expr(expr)
+        return f"{text}{SUFFIXES[kind]}" if isinstance(expr, Const) else f"{kind}({text})"
 
     def _item(self, load: Load, lane: int) -> str:
         """One item of memory."""
@@ -214,6 +229,12 @@ class WgslPrinter(Printer):
                 return []
             case Accumulate():
                 return self._accumulate(statement)
+            case MultiplyAdd():
+                target, left, right = statement.target, statement.left, statement.right
+                return [
+                    f"{self.expr(target, at)} += {self.operand(left, at)} * {self.operand(right, at)};"
+                    for at in range(target.type.width)
+                ]
             case BlockReduce():
                 return self._block_reduce(statement)
             case StridedReduce():
@@ -222,7 +243,7 @@ class WgslPrinter(Printer):
                 self._share_array(statement.array)
                 item = f"{statement.array}[{self.expr(statement.index)}]"
                 return [f"let {statement.name} = workgroupUniformLoad(&{item});"]
-            case Pointer():
+            case Pointer() | CallFunction():
                 raise AssertionError("WGSL has no pointers into buffers")
             case AtomicAdd():
                 return [self._atomic(statement)]
@@ -249,6 +270,10 @@ class WgslPrinter(Printer):
         value = statement.value
         if isinstance(value, Load) and is_buffer(value.buffer):
             return self._load(statement.name, value)
+        if isinstance(value, Load) and (array := self._vectors(value.buffer)):
+            item = f"{array.name}[{self._vector_index(value.index, array.width)}]"
+            lanes = _lane_names(statement.name, value.type, lambda lane: f"{statement.name}_all[{lane}]")
+            return [f"let {statement.name}_all = {item};", *lanes]
         if statement.type == INT:
             if self._is_known(value):
                 self._constants.add(statement.name)
@@ -268,7 +293,8 @@ class WgslPrinter(Printer):
             case Unary():
                 return self._is_known(expr.operand)
             case Affine():
-                return all(self._is_known(term) for term, _ in expr.terms)
+                parts = [*(part for term in expr.terms for part in term), expr.constant]
+                return all(part is None or self._is_known(part) for part in parts)
             case _:
                 return False
 
@@ -327,6 +353,9 @@ class WgslPrinter(Printer):
             pairs = [packed(store.stored, values[at : at + 2]) for at in lanes[::2]]
             first = f"{store.buffer}[{self.operand(store.index)} / 2"
             return [f"{first} + {at}] = {pair};" for at, pair in enumerate(pairs)]
+        if array := self._vectors(store.buffer):
+            place = self._vector_index(store.index, array.width)
+            return [f"{store.buffer}[{place}] = {_vector_type(array)}({', '.join(values)});"]
         if not is_buffer(store.buffer):
             return [self._store_in_array(store, _moved(index, 1, lane), values[lane]) for lane in lanes]
         each = WORD // item_size(store.stored)
@@ -363,7 +392,7 @@ class WgslPrinter(Printer):
 
     def _block_reduce(self, statement: BlockReduce) -> list[str]:
         variable, operation, name = statement.variable, statement.operation, statement.name
-        dtype, width, threads = variable.type.dtype, variable.type.width, statement.threads
+        dtype, width, threads = variable.type.dtype, variable.type.width, _number(statement.threads)
         lines = []
         while width > 1:
             width //= 2
@@ -383,13 +412,13 @@ class WgslPrinter(Printer):
         return lines
 
     def _strided_reduce(self, statement: StridedReduce) -> list[str]:
-        target, array, threads = statement.target, statement.array, statement.threads
+        target, array = statement.target, statement.array
+        threads, stride = _number(statement.threads), _number(statement.stride)
         lanes, dtype = range(target.type.width), target.type.dtype
         self._share(array, dtype, self._lengths[array])
         names = [self.expr(target, lane) for lane in lanes]
         places = [f"{array}[%s{f' + {lane * threads}' if lane else ''}]" for lane in lanes]
-        count = threads // statement.stride
-        return self._tree(statement.operation, dtype, names, places, statement.stride, count, "")
+        return self._tree(statement.operation, dtype, names, places, stride, threads // stride, "")
 
     def _tree(
         self,
@@ -423,6 +452,20 @@ class WgslPrinter(Printer):
             self._share(array.name, array.dtype, array.length, array.atomic)
         return array
 
+    def _vectors(self, name: str) -> LocalArray | None:
+        """Memory of the group by its name if it is vectors."""
+        array = self._arrays.get(name)
+        if array is None or array.width == 1:
+            return None
+        self._shared[name] = _vector_type(array), array.length // array.width
+        return array
+
+    def _vector_index(self, index: Expr, width: int) -> str:
+        """The number of the vector that an item begins."""
+        if isinstance(index, Binary) and (index.operator, index.right) == ("*", Const(width)):
+            return self.expr(index.left)
+        return f"{self.operand(index)} / {width}"
+
     def _share(self, name: str, dtype: str, length: int, atomic: bool = False) -> None:
         _, known = self._shared.get(name, ("", 0))
         kind = f"atomic<{shared_type(dtype)}>" if atomic else shared_type(dtype)
@@ -443,10 +486,41 @@ class WgslPrinter(Printer):
                 return [line for lines in numbered for line in lines]
         self._constants = known - {loop.name}
         start, stop, step = (self.expr(bound) for bound in (loop.start, loop.stop, loop.step))
-        opening = f"for (var {loop.name} = {start}; {loop.name} < {stop}; {loop.name} += {step}) {{"
-        lines = [opening, *self.statements(loop.body), "}"]
+        body = self.statements(loop.body)
         self._constants = known
-        return lines
+        count = LONG_LOOP if loop.long else min(loop.unrolled, LONG_LOOP)
+        if count > 1 and isinstance(loop.step, Const):
+            first, step = f"{loop.name}_first", str(int(loop.step.value) * count)
+            return [_opening(first, start, stop, step), *_laid_out(loop, first, stop, count, body), "}"]
+        return [_opening(loop.name, start, stop, step), *body, "}"]
+
+
+def _opening(name: str, start: str, stop: str, step: str) -> str:
+    return f"for (var {name} = {start}; {name} < {stop}; {name} += {step}) {{"
+
+
+def _laid_out(loop: For, first: str, stop: str, count: int, body: list[str]) -> list[str]:
+    """The body of a loop so many times, as far as the loop goes."""
+    assert isinstance(loop.step, Const)
+    step, whole = int(loop.step.value), False
+    if isinstance(loop.start, Const) and isinstance(loop.stop, Const):
+        whole = int(loop.stop.value - loop.start.value) % (step * count) == 0
+    lines: list[str] = []
+    for turn in range(count):
+        lines.append(f"{{ let {loop.name} = {_moved(first, step, turn)};")
+        lines += body if whole or turn == 0 else [f"if ({loop.name} < {stop}) {{", *body, "}"]
+        lines.append("}")
+    return lines
+
+
+def _vector_type(array: LocalArray) -> str:
+    return f"vec{array.width}<{shared_type(array.dtype)}>"
+
+
+def _number(expr: Expr) -> int:
+    """A number that the text depends on."""
+    assert isinstance(expr, Const)
+    return int(expr.value)
 
 
 def _lane_names(name: str, kind: Type, text: Callable[[int], str], word: str = "let") -> list[str]:
