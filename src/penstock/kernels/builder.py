@@ -178,12 +178,14 @@ class KernelBuilder:
         return Var(name, memory.type)
 
     def block_reduce(self, name: str, operation: str, variable: Var, group: int, threads: int) -> Var:
-        """The reduction of a variable over `threads` neighbours in a workgroup of `group` threads of a GPU.
+        """The reduction of a variable's items over `threads` neighbours in a workgroup of `group` threads.
 
         All of them have the result. `operation` is the name of a reduction: sum, max, ...
         """
-        dtype, array = variable.type.dtype, self.fresh("threads")
-        self._kernel.arrays.append(LocalArray(array, "int32" if dtype == "bool" else dtype, group))
+        dtype, array = variable.type.dtype, None
+        if threads > 1:
+            array = self.fresh("threads")
+            self._kernel.arrays.append(LocalArray(array, "int32" if dtype == "bool" else dtype, group))
         self._add(BlockReduce(name, operation, variable, array, Const(threads)))
         return Var(name, Type(dtype))
 
@@ -240,12 +242,21 @@ class KernelBuilder:
 
     @contextmanager
     def loop(
-        self, name: str, start: Operand, stop: Operand, step: Operand = 1, unrolled: int = 0
+        self,
+        name: str,
+        start: Operand,
+        stop: Operand,
+        step: Operand = 1,
+        unrolled: int = 0,
+        long: bool = False,
     ) -> Iterator[Var]:
-        """A loop from `start` to before `stop`; `unrolled`: how often its body is laid out."""
+        """A loop from `start` to before `stop`; `unrolled`: how often its body is laid out.
+
+        A loop that is `long` may have `LONG_LOOP` times `Dialect.most_steps` iterations.
+        """
         with self._inside() as body:
             yield Var(name)
-        self._add(For(name, integer(start), integer(stop), integer(step), body, unrolled))
+        self._add(For(name, integer(start), integer(stop), integer(step), body, unrolled, long=long))
 
     @contextmanager
     def repeat(self, condition: Expr) -> Iterator[None]:

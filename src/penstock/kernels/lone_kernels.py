@@ -8,15 +8,13 @@ from penstock.drivers.driver import Capabilities
 from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Kind, Node
 from penstock.kernels.dialects import dialect_of
-from penstock.kernels.extremes import extreme
 from penstock.kernels.lone import Lone
-from penstock.kernels.scanning import scan
 from penstock.kernels.scattering import scatter
-from penstock.kernels.sorting import sort
 from penstock.kernels.source import C_TYPES
-from penstock.kernels.wgsl_along import wgsl_extreme, wgsl_scan
+from penstock.kernels.templates.extreme import extreme
+from penstock.kernels.templates.scan import scan
+from penstock.kernels.templates.sort import sort
 from penstock.kernels.wgsl_scattering import wgsl_scatter
-from penstock.kernels.wgsl_sorting import wgsl_sort
 
 _WRITERS = {
     Kind.SCAN: scan,
@@ -25,9 +23,9 @@ _WRITERS = {
     Kind.SCATTER: scatter,
 }
 _WGSL_WRITERS = {
-    Kind.SCAN: wgsl_scan,
-    Kind.ARG_REDUCTION: wgsl_extreme,
-    Kind.SORT: wgsl_sort,
+    Kind.SCAN: scan,
+    Kind.ARG_REDUCTION: extreme,
+    Kind.SORT: sort,
     Kind.SCATTER: wgsl_scatter,
 }
 _LONG = ("int64", "uint64")
