@@ -53,7 +53,7 @@ if "platforms" in os.environ["WITHOUT"]:
 # The end of a run of training in short: a small sample, and no rates of the device are measured.
 SHORT = """
 from penstock import cli
-from penstock.profiling import ceilings
+from penstock.measuring import ceilings
 cli._SAMPLE = 8
 ceilings._measured = lambda *_: 1e11
 """

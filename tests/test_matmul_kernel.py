@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from penstock.drivers.driver import Capabilities
 from penstock.drivers.opencl import OpenCLDriver, find_devices, opencl_capabilities
 from penstock.graph.dtypes import checked
-from penstock.kernels import matmul_gpu
+from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.cache import whole_text
-from penstock.kernels.matmul_cpu import cpu_body
-from penstock.kernels.matmul_kernel import matmul_body
-from penstock.kernels.matmul_problem import Finish, Operand, Problem
-from penstock.kernels.source import UNIT, KernelSource, head
+from penstock.kernels.ir import Const, Expr, Let, Load, Statement, Store, Var, call
+from penstock.kernels.source import UNIT, KernelSource
+from penstock.kernels.templates import matmul_gpu
+from penstock.kernels.templates.matmul import BATCH, Epilogue, Matrix, Problem
+from penstock.kernels.templates.matmul_cpu import cpu_matmul
 
 GUARD = 128  # items before and after every matrix
 CPU = next(device for device in reversed(find_devices()))  # CPUs come last
@@ -71,8 +72,8 @@ def guarded(values: np.ndarray) -> np.ndarray:
 
 def stored(
     rng: np.random.Generator, name: str, dtype: str, batch: int, rows: int, columns: int, layout: str
-) -> tuple[np.ndarray, np.ndarray, Operand]:
-    """Memory, the matrices in it, and the operand that says so; what lies between the items is NaN."""
+) -> tuple[np.ndarray, np.ndarray, Matrix]:
+    """Memory, the matrices in it, and the record that says so; what lies between the items is NaN."""
     shape = {
         "rows": (batch, rows, columns),
         "columns": (batch, columns, rows),
@@ -92,7 +93,7 @@ def stored(
     last = {"apart": columns * 3 - 2, "padded": columns}.get(layout, shape[2])  # the memory ends with an item
     matrices = np.broadcast_to(picked, (batch, rows, columns))
     _, row_stride, column_stride = (stride // memory.itemsize for stride in matrices.strides)
-    operand = Operand(name, dtype, f"batch * {shape[1] * shape[2]}", row_stride, column_stride)
+    operand = Matrix(Memory(name, dtype), BATCH * (shape[1] * shape[2]), row_stride, column_stride)
     return memory.ravel()[: memory.size - shape[2] + last], matrices.astype(np.float64), operand
 
 
@@ -105,23 +106,23 @@ def check(
 ) -> None:
     batch, rows, columns, inner = sizes
     rng = np.random.default_rng(sum(sizes))
-    left_memory, left, left_operand = stored(rng, "a", dtypes[0], batch, rows, inner, layouts[0])
-    right_memory, right, right_operand = stored(rng, "b", dtypes[1], batch, inner, columns, layouts[1])
+    left_memory, left, left_operand = stored(rng, "in0", dtypes[0], batch, rows, inner, layouts[0])
+    right_memory, right, right_operand = stored(rng, "in1", dtypes[1], batch, inner, columns, layouts[1])
     problem = Problem(batch, rows, columns, inner, left_operand, right_operand)
 
-    def finish(row: str, column: str, value: str, lanes: int) -> list[str]:
-        place = f"(batch * {rows} + {row}) * {columns} + {column}"
-        if lanes == 1:
-            return [f"out[{place}] = {value};", f"seen[{place}] += 1;"]
+    def epilogue(row: Expr, column: Expr, product: Var) -> list[Statement]:
+        place = (BATCH * rows + row) * columns + column
+        seen = Var("seen", product.type)
         return [
-            f"*(GLOBAL loose_float8 *)(out + {place}) = {value};",
-            f"*(GLOBAL loose_float8 *)(seen + {place}) += 1;",
+            Store(product, "out0", "float32", place),
+            Let(seen.name, Load(seen.type, "out1", "float32", place, 1)),
+            Store(seen + 1, "out1", "float32", place, width=seen.type.width),
         ]
 
     outputs = [np.zeros((batch, rows, columns), np.float32) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matmul_gpu, "_SMALL", 1 << 40 if way == "gpu-few" else 0)
-        source = kernel_source(problem, way_of(driver, way), finish, ["out", "seen"])
+        source = kernel_source(problem, way_of(driver, way), epilogue, 2)
     out, seen, *_ = launch(driver, source, [guarded(a) for a in (*outputs, left_memory, right_memory)])
     assert np.isnan([out[:GUARD], out[-GUARD:], seen[:GUARD], seen[-GUARD:]]).all()
     np.testing.assert_array_equal(seen[GUARD:-GUARD], 1)
@@ -131,19 +132,13 @@ def check(
 
 
 def kernel_source(
-    problem: Problem,
-    capabilities: Capabilities,
-    finish: Finish,
-    outputs: list[str],
-    more: tuple[str, ...] = (),
+    problem: Problem, capabilities: Capabilities, epilogue: Epilogue, outputs: int, more: int = 0
 ) -> KernelSource:
-    body, grid, group = matmul_body(problem, capabilities, finish)
-    operands = [(o.dtype, o.name) for o in (problem.left, problem.right)]
-    inputs = [*operands, *(("float32", name) for name in more)]
-    written = [("float32", name) for name in outputs]
-    text = head("product", written, inputs) + body + "}\n"
-    dtypes = tuple(dtype for dtype, _ in (*written, *inputs))
-    return KernelSource("product", text, dtypes, (), grid, group)
+    inputs = [problem.left.memory.dtype, problem.right.memory.dtype, *["float32"] * more]
+    k = KernelBuilder("product", capabilities, ["float32"] * outputs, inputs)
+    if capabilities.vector_width > 1:
+        return cpu_matmul(k, problem, capabilities, epilogue, 8)
+    return matmul_gpu.gpu_matmul(k, problem, capabilities, epilogue)
 
 
 @pytest.mark.parametrize("way", ["cpu", "gpu", "gpu-small", "gpu-few"])
@@ -244,20 +239,21 @@ def test_an_epilogue_and_batches_that_lie_in_another_order(driver: OpenCLDriver,
         12,
         21,
         10,
-        Operand("a", "float32", "(batch / 4) * 480 + (batch % 4) * 10", 40, 1),
-        Operand("b", "float32", "(batch / 4) * 840 + (batch % 4) * 21", 84, 1),
+        Matrix(Memory("in0", "float32"), BATCH // 4 * 480 + BATCH % 4 * 10, 40, 1),
+        Matrix(Memory("in1", "float32"), BATCH // 4 * 840 + BATCH % 4 * 21, 84, 1),
     )
 
-    def finish(row: str, column: str, value: str, lanes: int) -> list[str]:
-        place = f"(batch * 12 + {row}) * 21 + {column}"
-        kind, memory = ("float", "float") if lanes == 1 else ("float8", "loose_float8")
+    def epilogue(row: Expr, column: Expr, product: Var) -> list[Statement]:
+        place = (BATCH * 12 + row) * 21 + column
+        added, biased = Var("added", product.type), Var("biased", product.type)
         return [
-            f"{kind} biased = {value} + *(GLOBAL const {memory} *)(bias + {column});",
-            f"*(GLOBAL {memory} *)(out + {place}) = tanh(biased);",
-            f"*(GLOBAL {memory} *)(kept + {place}) = biased;",
+            Let(added.name, Load(added.type, "in2", "float32", column, 1)),
+            Let(biased.name, product + added),
+            Store(call("tanh", biased), "out0", "float32", place),
+            Store(biased, "out1", "float32", place),
         ]
 
-    source = kernel_source(problem, way_of(driver, way), finish, ["out", "kept"], ("bias",))
+    source = kernel_source(problem, way_of(driver, way), epilogue, 2, 1)
     empty = np.zeros((8, 12, 21), np.float32)
     out, kept, *_ = launch(driver, source, [guarded(array) for array in (empty, empty, left, right, bias)])
     expected = np.einsum("trhk,tkhc->thrc", left.astype(np.float64), right) + bias
@@ -270,14 +266,13 @@ def test_an_epilogue_and_batches_that_lie_in_another_order(driver: OpenCLDriver,
 def test_a_product_comes_out_the_same_every_time(driver: OpenCLDriver, way: str) -> None:
     rng = np.random.default_rng(0)
     a, b = (guarded(rng.standard_normal((150, 150)).astype(np.float32)) for _ in range(2))
-    operands = (Operand("a", "float32", "0", 150, 1), Operand("b", "float32", "0", 150, 1))
+    operands = [Matrix(Memory(name, "float32"), Const(0), 150, 1) for name in ("in0", "in1")]
     problem = Problem(1, 150, 150, 150, *operands)
 
-    def finish(row: str, column: str, value: str, lanes: int) -> list[str]:
-        kind = "float" if lanes == 1 else "loose_float8"
-        return [f"*(GLOBAL {kind} *)(out + {row} * 150 + {column}) = {value};"]
+    def epilogue(row: Expr, column: Expr, product: Var) -> list[Statement]:
+        return [Store(product, "out0", "float32", row * 150 + column)]
 
-    source = kernel_source(problem, way_of(driver, way), finish, ["out"])
+    source = kernel_source(problem, way_of(driver, way), epilogue, 1)
     empty = guarded(np.zeros((150, 150), np.float32))
     first, second = (launch(driver, source, [empty, a, b])[0] for _ in range(2))
     np.testing.assert_array_equal(first, second)
@@ -298,10 +293,11 @@ def test_kernels_for_many_sizes_take_no_more_memory_than_there_is(
             rows,
             columns,
             inner,
-            Operand("in0", "float32", "0", *((inner, 1) if left else (1, rows))),
-            Operand("in1", "float32", "0", *((columns, 1) if right else (1, inner))),
+            Matrix(Memory("in0", "float32"), Const(0), *((inner, 1) if left else (1, rows))),
+            Matrix(Memory("in1", "float32"), Const(0), *((columns, 1) if right else (1, inner))),
             varied=True,
         )
-        text, _, _ = cpu_body(problem, capabilities, lambda *_: [])
+        k = KernelBuilder("product", capabilities, ["float32"], ["float32"] * 2)
+        text = cpu_matmul(k, problem, capabilities, lambda *_: []).text
         lengths = [int(one) for one in re.findall(r"LOCAL float8 \w+\[(\d+)\];", text)]
         assert 32 * sum(lengths) <= local_bytes

@@ -20,6 +20,7 @@ from penstock.drivers.driver import Capabilities
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.ir import (
     THREAD,
+    Accumulate,
     Assign,
     AtomicAdd,
     Barrier,
@@ -33,11 +34,14 @@ from penstock.kernels.ir import (
     Identity,
     If,
     KernelIR,
+    Lane,
     Let,
     Load,
     LoadIndex,
     LocalArray,
+    MultiplyAdd,
     Operand,
+    Parameters,
     Pointer,
     RegisterArray,
     Select,
@@ -46,6 +50,7 @@ from penstock.kernels.ir import (
     Type,
     UniformLoad,
     Var,
+    Vector,
     While,
     WorkgroupId,
     call,
@@ -82,7 +87,7 @@ class KernelBuilder:
         scalars: Sequence[str] = (),
     ) -> None:
         """`outputs`, `inputs` and `scalars` are dtypes."""
-        self._name = name
+        self.name = name
         self._dialect = dialect_of(capabilities)
         vectors = capabilities.vector_width > 1
         self._kernel = KernelIR([*outputs], [*inputs], [*scalars], vectors=vectors)
@@ -92,6 +97,11 @@ class KernelBuilder:
         self.inputs = [Memory(f"in{k}", dtype) for k, dtype in enumerate(inputs)]
         self.scalars = [Var(f"c{k}", Type(dtype)) for k, dtype in enumerate(scalars)]
         self.thread: Expr = THREAD
+
+    @property
+    def parameters(self) -> tuple[Parameters, Parameters, Parameters]:
+        """The outputs, inputs and scalars, as (dtype, name)."""
+        return self._kernel.parameters
 
     def group(self, axis: int = 0) -> Expr:
         """The number of the workgroup."""
@@ -127,10 +137,12 @@ class KernelBuilder:
         """An integer of any size from 0 to before `length`; -1 if it is none of them."""
         return LoadIndex(memory.name, memory.dtype, integer(index), Const(length))
 
-    def load_vector(self, memory: Memory, index: Operand, width: int, aligned: int = 1) -> Expr:
+    def load_vector(
+        self, memory: Memory, index: Operand, width: int, aligned: int = 1, mask: Expr | None = None
+    ) -> Expr:
         """Neighbouring items; the index is a multiple of `aligned`. On a GPU it should get a name at once."""
         type_ = Type(memory.type.dtype, width)
-        return Load(type_, memory.name, memory.dtype, integer(index), 1, aligned)
+        return Load(type_, memory.name, memory.dtype, integer(index), 1, aligned, mask)
 
     def uniform(self, name: str, memory: Memory, index: Operand = 0) -> Var:
         """An item of shared memory after a barrier, which all threads know to be the same for all."""
@@ -147,9 +159,12 @@ class KernelBuilder:
         item = value if isinstance(value, Expr) else Const(value, memory.type)
         self._add(Store(item, memory.name, memory.dtype, integer(index), aligned))
 
-    def shared(self, name: str, dtype: str, length: int, atomic: bool = False) -> Memory:
-        """Memory of the workgroup; `atomic` where `atomic_add` changes it."""
-        self._kernel.arrays.append(LocalArray(name, dtype, length, atomic))
+    def shared(self, name: str, dtype: str, length: int, atomic: bool = False, width: int = 1) -> Memory:
+        """Memory of the workgroup; `atomic` where `atomic_add` changes it.
+
+        `width`: so many items are always read and written together, the first at a multiple of it.
+        """
+        self._kernel.arrays.append(LocalArray(name, dtype, length, atomic, width))
         return Memory(name, dtype)
 
     def registers(self, name: str, dtype: str, length: int) -> Memory:
@@ -196,30 +211,43 @@ class KernelBuilder:
         """A vector with a value in every item."""
         return Broadcast(Type(value.type.dtype, width), value)
 
+    def vector(self, items: Sequence[Expr]) -> Expr:
+        """Single values as one with a width; one by itself stays what it is."""
+        return Vector(tuple(items)) if len(items) > 1 else items[0]
+
+    def lane(self, variable: Var, number: int) -> Expr:
+        """An item of a variable, which may be a single value."""
+        return Lane(variable, number) if variable.type.width > 1 else variable
+
     def select(self, condition: Expr, yes: Operand, no: Operand) -> Expr:
         """One of two values."""
         like = yes if isinstance(yes, Expr) else no if isinstance(no, Expr) else Const(0)
         return Select(like.type, condition, constant(yes, like), constant(no, like))
 
+    # Statements
+
+    def accumulate(self, variable: Var, reduction: str, value: Expr) -> None:
+        """A variable takes in one more value of a reduction by its name, whose order is free."""
+        self._add(Accumulate(variable, reduction, value, variable.type))
+
+    def multiply_add(self, variable: Var, left: Expr, right: Expr) -> None:
+        """Add a product to a variable; of floats only. It may be rounded once or twice."""
+        self._add(MultiplyAdd(variable, left, right))
+
+    def splice(self, statements: Sequence[Statement]) -> None:
+        """Statements that were built elsewhere."""
+        self._bodies[-1].extend(statements)
+
     # Control
 
     @contextmanager
     def loop(
-        self,
-        name: str,
-        start: Operand,
-        stop: Operand,
-        step: Operand = 1,
-        unrolled: int = 0,
-        long: bool = False,
+        self, name: str, start: Operand, stop: Operand, step: Operand = 1, unrolled: int = 0
     ) -> Iterator[Var]:
-        """A loop from `start` to before `stop`; `unrolled`: how often its body is laid out.
-
-        A loop that is `long` may have `LONG_LOOP` times `Dialect.most_steps` iterations.
-        """
+        """A loop from `start` to before `stop`; `unrolled`: how often its body is laid out."""
         with self._inside() as body:
             yield Var(name)
-        self._add(For(name, integer(start), integer(stop), integer(step), body, unrolled, long=long))
+        self._add(For(name, integer(start), integer(stop), integer(step), body, unrolled))
 
     @contextmanager
     def repeat(self, condition: Expr) -> Iterator[None]:
@@ -250,7 +278,7 @@ class KernelBuilder:
         """The kernel in the device's language."""
         kernel = self._kernel
         kernel.grid, kernel.group, kernel.resident, kernel.quick = grid, group, resident, quick
-        return self._dialect.render(kernel, self._name)
+        return self._dialect.render(kernel, self.name)
 
     def _add(self, statement: Statement) -> None:
         self._bodies[-1].append(statement)

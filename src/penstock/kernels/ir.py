@@ -275,6 +275,31 @@ class Broadcast(Expr):
 
 
 @dataclass(frozen=True)
+class Vector(Expr):
+    """Single values as the items of one with a width."""
+
+    items: tuple[Expr, ...]
+
+    @property
+    def type(self) -> Type:  # type: ignore[override]
+        """That of the items, as many of them."""
+        return Type(self.items[0].type.dtype, len(self.items))
+
+
+@dataclass(frozen=True)
+class Lane(Expr):
+    """One item of a variable with a width."""
+
+    variable: Var
+    number: int
+
+    @property
+    def type(self) -> Type:  # type: ignore[override]
+        """That of the item."""
+        return Type(self.variable.type.dtype)
+
+
+@dataclass(frozen=True)
 class Random(Expr):
     """The word of random bits with this number, by a state of four words."""
 
@@ -367,6 +392,7 @@ class LocalArray:
     dtype: str
     length: int
     atomic: bool = False  # it is changed by `AtomicAdd`
+    width: int = 1  # items that are always read and written together: in WGSL a vector, which is aligned
 
 
 @dataclass(frozen=True)
@@ -395,6 +421,15 @@ class Accumulate:
     value: Expr
     type: Type
     first: Expr | None = None  # the first item of the target that takes one, where it has more than the value
+
+
+@dataclass(frozen=True)
+class MultiplyAdd:
+    """A variable of floats grows by a product, which may be rounded before or not: as is fastest."""
+
+    target: Var
+    left: Expr
+    right: Expr
 
 
 @dataclass(frozen=True)
@@ -476,7 +511,6 @@ class For:
     body: list[Statement]
     unrolled: int = 0  # times that the body is laid out; 0 leaves it to the compiler
     trips: int = 1  # of a loop that reduces: how often its body is run, at most
-    long: bool = False  # a dialect whose loops may have few iterations runs the body several times in each
 
 
 @dataclass(frozen=True)
@@ -511,6 +545,7 @@ Statement = (
     | RegisterArray
     | Forget
     | Accumulate
+    | MultiplyAdd
     | BlockReduce
     | StridedReduce
     | Pointer

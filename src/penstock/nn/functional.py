@@ -5,24 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from penstock.graph import attention as graph
 from penstock.runtime import Device
 from penstock.tensor import attention, random
 from penstock.tensor.arithmetic import abs as abs_
 from penstock.tensor.arithmetic import erf, exp, log, sqrt, tanh, where
-from penstock.tensor.autograd import checkpoint, fenced, given_gradient
+from penstock.tensor.autograd import fenced, given_gradient
 from penstock.tensor.core import Tensor, axes_of, record
 from penstock.tensor.creation import arange, zeros, zeros_like
 from penstock.tensor.dtypes import float32, int32, int64
 from penstock.tensor.indexing import in_range, looked_up, table_rows
 from penstock.tensor.info import iinfo
 from penstock.tensor.linear import matmul
-from penstock.tensor.manipulation import astype, concat, permute_dims, reshape
+from penstock.tensor.manipulation import astype, reshape
 from penstock.tensor.reduction import max as max_
 from penstock.tensor.reduction import mean
 from penstock.tensor.reduction import sum as sum_
-
-_ROW_ITEMS = 1 << 24  # logits, or scores, that are held at a time; more are computed twice in training
-
 
 # Activations
 
@@ -102,18 +100,7 @@ def _wide(x: Tensor) -> Tensor:
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """exp(x), made to sum to 1 along an axis."""
     (place,) = axes_of(x, axis, "softmax")
-    if not x.shape[place]:
-        return astype(x, x.dtype)
-    wide = _wide(x)
-    fixed = wide.detach()
-    e = exp(fixed - max_(fixed, axis=axis, keepdims=True))
-    result = e * (1 / sum_(e, axis=axis, keepdims=True))
-
-    def gradient(g: Tensor, y: Tensor, _: Tensor) -> list[Tensor]:
-        scaled = g * y
-        return [scaled - y * sum_(scaled, axis=axis, keepdims=True)]
-
-    return astype(given_gradient(result, [wide], gradient), x.dtype)
+    return record(graph.softmax(x._node, place), x)
 
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -217,35 +204,14 @@ def scaled_dot_product_attention(
     """softmax(query @ key.T * scale) @ value, over the last two axes; a causal one looks at no later key.
 
     The scores of all queries are never there at once: where the device has no kernel for attention, long
-    contexts are done in parts of the queries, and each part again for the gradient. With fewer queries than
-    keys, the last query goes with the last key.
+    contexts are done in parts of the queries, and each part is recomputed for the gradient. With fewer
+    queries than keys, the last query goes with the last key.
     """
     if query.ndim < 2 or query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         shapes = f"{query.shape}, {key.shape} and {value.shape}"
         raise ValueError(f"attention: shapes {shapes} do not fit together")
-    queries, keys = query.shape[-2], key.shape[-2]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    by_kernel = attention.attention(query, key, value, is_causal, factor)
-    if by_kernel is not None:
-        return by_kernel
-    others = math.prod(query.shape[:-2])
-    rows = max(16, _ROW_ITEMS // max(1, others * keys))
-    if rows >= queries:
-        return _attention(query, key, value, keys - queries, is_causal, factor)
-    parts = []
-    for start in range(0, queries, rows):
-        stop = min(start + rows, queries)
-        last = keys - queries + stop if is_causal else keys
-        offset = keys - queries + start
-        parts.append(
-            checkpoint(
-                lambda q, k, v, offset=offset: _attention(q, k, v, offset, is_causal, factor),
-                query[..., start:stop, :],
-                key[..., :last, :],
-                value[..., :last, :],
-            )
-        )
-    return concat(parts, axis=-2)
+    return attention.attention(query, key, value, is_causal, factor)
 
 
 def packed_attention(packed: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
@@ -256,24 +222,7 @@ def packed_attention(packed: Tensor, is_causal: bool = False, scale: float | Non
     if packed.ndim != 5 or packed.shape[2] != 3:
         raise ValueError(f"attention: shape {packed.shape} is not (batch, length, 3, heads, width)")
     factor = packed.shape[-1] ** -0.5 if scale is None else scale
-    by_kernel = attention.packed_attention(packed, is_causal, factor)
-    if by_kernel is not None:
-        return by_kernel
-    query, key, value = (permute_dims(packed[:, :, side], (0, 2, 1, 3)) for side in range(3))
-    return permute_dims(scaled_dot_product_attention(query, key, value, is_causal, factor), (0, 2, 1, 3))
-
-
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, offset: int, is_causal: bool, factor: float
-) -> Tensor:
-    """Attention of queries of which the first goes with the key at `offset`."""
-    scores = matmul(query, key.mT) * factor
-    if is_causal and query.shape[-2] > 1:
-        last = offset + query.shape[-2]
-        rows = reshape(arange(offset, last, dtype=int32, device=query.device), (-1, 1))
-        seen = rows >= arange(key.shape[-2], dtype=int32, device=query.device)
-        scores = where(seen, scores, -math.inf)
-    return matmul(softmax(scores), value)
+    return attention.packed_attention(packed, is_causal, factor)
 
 
 # Losses

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from wgpu.backends.wgpu_native import ffi
 
@@ -36,27 +37,22 @@ class EncoderQueue:
         self.offset = ffi.new("uint32_t *")
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
     """Commands that are submitted together."""
 
-    __slots__ = (
-        "done", "error", "events", "index", "moments", "queries", "queue", "reads", "start", "submitted",
-        "temporary", "waiting",
-    )  # fmt: skip
-
-    def __init__(self, queue: EncoderQueue, queries: Queries | None = None) -> None:
-        self.queue = queue
-        self.events: list[CommandEvent] = []
-        self.reads: list[Read] = []
-        self.temporary: list[NativeBuffer] = []  # needed until the batch is done
-        self.index = 0  # of its submission
-        self.start = 0.0  # when it was submitted
-        self.queries = queries  # where its commands are timed
-        self.moments: Moments | None = None  # the results of these, once the batch is done
-        self.waiting: set[int] = set()  # callbacks to come
-        self.submitted = False
-        self.done = False
-        self.error = ""
+    queue: EncoderQueue
+    queries: Queries | None = None  # where its commands are timed
+    events: list[CommandEvent] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    temporary: list[NativeBuffer] = field(default_factory=list)  # needed until the batch is done
+    index: int = 0  # of its submission
+    start: float = 0.0  # when it was submitted
+    moments: Moments | None = None  # the results of the queries, once the batch is done
+    waiting: set[int] = field(default_factory=set)  # callbacks to come
+    submitted: bool = False
+    done: bool = False
+    error: str = ""
 
     def told(self, expected: int, problem: str) -> None:
         """Take notice of a callback."""
@@ -92,13 +88,10 @@ class CommandEvent:
         self.error = ""
 
 
-class Read:
+class Read(NamedTuple):
     """A buffer to be mapped, and where its bytes go."""
 
-    __slots__ = ("buffer", "nbytes", "skip", "target")
-
-    def __init__(self, buffer: NativeBuffer, nbytes: int, skip: int, target: Bytes) -> None:
-        self.buffer = buffer
-        self.nbytes = nbytes
-        self.skip = skip  # bytes before the first that was asked for
-        self.target = target
+    buffer: NativeBuffer
+    nbytes: int
+    skip: int  # bytes before the first that was asked for
+    target: Bytes

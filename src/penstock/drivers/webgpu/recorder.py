@@ -92,13 +92,7 @@ class Recorder:
         queue.staged += source.nbytes
 
     def copy(
-        self,
-        queue: EncoderQueue,
-        target: NativeBuffer,
-        target_offset: int,
-        source: NativeBuffer,
-        source_offset: int,
-        nbytes: int,
+        self, queue: EncoderQueue, target: NativeBuffer, to: int, source: NativeBuffer, start: int, size: int
     ) -> int:
         """Record a copy between buffers; the index of its first moment, -1 where it is not timed."""
         queries, moment = None, -1
@@ -109,9 +103,7 @@ class Recorder:
         if queries is not None:
             moment = queries.used
             queries.mark(encoder)
-        lib.wgpuCommandEncoderCopyBufferToBuffer(
-            encoder, source.native, source_offset, target.native, target_offset, nbytes
-        )
+        lib.wgpuCommandEncoderCopyBufferToBuffer(encoder, source.native, start, target.native, to, size)
         if queries is not None:
             queries.mark(encoder)
         return moment

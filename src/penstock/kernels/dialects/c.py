@@ -24,9 +24,11 @@ from penstock.kernels.ir import (
     For,
     Identity,
     If,
+    Lane,
     Let,
     Load,
     LoadIndex,
+    MultiplyAdd,
     Pointer,
     Random,
     RegisterArray,
@@ -79,6 +81,8 @@ class CPrinter(Printer):
                 return neutral(expr.reduction, expr.type)
             case Broadcast():
                 return self.broadcast(expr)
+            case Lane():
+                return self.lane(expr)
             case Random():
                 return self.random(expr)
             case Load():
@@ -109,6 +113,10 @@ class CPrinter(Printer):
     def broadcast(self, expr: Broadcast) -> str:
         """A number in every lane."""
         return self.expr(expr.value)
+
+    def lane(self, expr: Lane) -> str:
+        """An item of a variable."""
+        return f"{expr.variable.name}[{expr.number}]"
 
     def random(self, expr: Random) -> str:
         """A word of random bits."""
@@ -149,6 +157,9 @@ class CPrinter(Printer):
                 target, value = self.expr(statement.target), self.expr(statement.value)
                 text = combine(statement.operation, statement.type, target, value, self.patterns)
                 return [f"{target} = {text};"]
+            case MultiplyAdd():
+                left, right = self.operand(statement.left), self.operand(statement.right)
+                return [f"{self.expr(statement.target)} += {left} * {right};"]
             case RegisterArray():
                 return [f"{c_type(Type(statement.dtype))} {statement.name}[{statement.length}];"]
             case Pointer():

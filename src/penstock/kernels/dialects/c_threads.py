@@ -33,6 +33,7 @@ from penstock.kernels.ir import (
     Identity,
     Let,
     Load,
+    MultiplyAdd,
     Random,
     RegisterArray,
     Statement,
@@ -40,6 +41,7 @@ from penstock.kernels.ir import (
     StridedReduce,
     Type,
     Var,
+    Vector,
     is_buffer,
 )
 
@@ -65,6 +67,10 @@ class ThreadPrinter(CPrinter):
             case Let() | Declare():
                 if isinstance(statement.value, Load) and statement.type.width > 1:
                     return self._load(statement.name, statement.value)
+                if isinstance(statement.value, Vector):
+                    items = ", ".join(map(self.expr, statement.value.items))
+                    kind, width = c_type(Type(statement.type.dtype)), statement.type.width
+                    return [f"{kind} {statement.name}[{width}] = {{{items}}};"]
                 return [self._named(statement.type, statement.name, self._defined(statement))]
             case Assign() if statement.value.type.width > 1:
                 item = f"{statement.name}[l_] = {self.expr(statement.value)};"
@@ -85,6 +91,8 @@ class ThreadPrinter(CPrinter):
                 scalar = Type(statement.type.dtype)
                 text = combine(statement.operation, scalar, target, value, self.patterns)
                 return [f"{_each(statement.type)}{target} = {text};"]
+            case MultiplyAdd():
+                return [f"{_each(statement.target.type)}{line}" for line in super().lines(statement)]
             case BlockReduce():
                 return self._block_reduce(statement)
             case StridedReduce():

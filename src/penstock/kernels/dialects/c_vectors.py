@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from penstock.kernels.dialects.c import CPrinter
 from penstock.kernels.dialects.c_expressions import c_type, combine
-from penstock.kernels.ir import BlockReduce, Broadcast, Load, Statement, Store, Type, is_buffer
+from penstock.kernels.ir import (
+    BlockReduce,
+    Broadcast,
+    Expr,
+    Lane,
+    Load,
+    Statement,
+    Store,
+    Type,
+    Vector,
+    is_buffer,
+)
 from penstock.kernels.source import C_TYPES
 
 
@@ -17,6 +28,14 @@ class VectorPrinter(CPrinter):
 
     def lines(self, statement: Statement) -> list[str]:
         return self._reduce(statement) if isinstance(statement, BlockReduce) else super().lines(statement)
+
+    def value(self, expr: Expr, lane: int) -> str:
+        if isinstance(expr, Vector):
+            return f"({c_type(expr.type)})({', '.join(map(self.expr, expr.items))})"
+        return super().value(expr, lane)
+
+    def lane(self, expr: Lane) -> str:
+        return f"{expr.variable.name}.s{expr.number:x}"
 
     def broadcast(self, expr: Broadcast) -> str:
         value = self.expr(expr.value)

@@ -11,7 +11,6 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 
-from penstock.kernels.dialects.dialect import LONG_LOOP
 from penstock.kernels.dialects.printer import Printer
 from penstock.kernels.dialects.wgsl_expressions import (
     SUFFIXES,
@@ -56,10 +55,12 @@ from penstock.kernels.ir import (
     Forget,
     Identity,
     If,
+    Lane,
     Let,
     Load,
     LoadIndex,
     LocalArray,
+    MultiplyAdd,
     Pointer,
     Random,
     RegisterArray,
@@ -71,12 +72,14 @@ from penstock.kernels.ir import (
     Unary,
     UniformLoad,
     Var,
+    Vector,
     While,
     is_buffer,
 )
 
 _HALVES = ("bfloat16", "float16")
 _AT_ONCE = 8  # values that one thread adds up between two barriers
+_UNROLLED = 4  # steps of a loop at a time, where it may be more; Mesa's software Vulkan counts the turns
 _MOST_LINES = 3000  # of a loop that is laid out; compilers take long for more
 
 
@@ -154,6 +157,10 @@ class WgslPrinter(Printer):
                 return self.expr(expr.value, lane)
             case Broadcast():
                 return converted(expr.type.dtype, _moved(self.addend(expr.value), expr.step, lane))
+            case Vector():
+                return self.expr(expr.items[lane])
+            case Lane():
+                return self.name(expr.variable, expr.number)
             case Random():
                 state = ", ".join(self.expr(word) for word in expr.state)
                 return f"philox({state}, {_moved(self.addend(expr.index), expr.step, lane)})"
@@ -222,6 +229,12 @@ class WgslPrinter(Printer):
                 return []
             case Accumulate():
                 return self._accumulate(statement)
+            case MultiplyAdd():
+                target, left, right = statement.target, statement.left, statement.right
+                return [
+                    f"{self.expr(target, at)} += {self.operand(left, at)} * {self.operand(right, at)};"
+                    for at in range(target.type.width)
+                ]
             case BlockReduce():
                 return self._block_reduce(statement)
             case StridedReduce():
@@ -257,6 +270,10 @@ class WgslPrinter(Printer):
         value = statement.value
         if isinstance(value, Load) and is_buffer(value.buffer):
             return self._load(statement.name, value)
+        if isinstance(value, Load) and (array := self._vectors(value.buffer)):
+            item = f"{array.name}[{self._vector_index(value.index, array.width)}]"
+            lanes = _lane_names(statement.name, value.type, lambda lane: f"{statement.name}_all[{lane}]")
+            return [f"let {statement.name}_all = {item};", *lanes]
         if statement.type == INT:
             if self._is_known(value):
                 self._constants.add(statement.name)
@@ -336,6 +353,9 @@ class WgslPrinter(Printer):
             pairs = [packed(store.stored, values[at : at + 2]) for at in lanes[::2]]
             first = f"{store.buffer}[{self.operand(store.index)} / 2"
             return [f"{first} + {at}] = {pair};" for at, pair in enumerate(pairs)]
+        if array := self._vectors(store.buffer):
+            place = self._vector_index(store.index, array.width)
+            return [f"{store.buffer}[{place}] = {_vector_type(array)}({', '.join(values)});"]
         if not is_buffer(store.buffer):
             return [self._store_in_array(store, _moved(index, 1, lane), values[lane]) for lane in lanes]
         each = WORD // item_size(store.stored)
@@ -432,6 +452,20 @@ class WgslPrinter(Printer):
             self._share(array.name, array.dtype, array.length, array.atomic)
         return array
 
+    def _vectors(self, name: str) -> LocalArray | None:
+        """Memory of the group by its name if it is vectors."""
+        array = self._arrays.get(name)
+        if array is None or array.width == 1:
+            return None
+        self._shared[name] = _vector_type(array), array.length // array.width
+        return array
+
+    def _vector_index(self, index: Expr, width: int) -> str:
+        """The number of the vector that an item begins."""
+        if isinstance(index, Binary) and (index.operator, index.right) == ("*", Const(width)):
+            return self.expr(index.left)
+        return f"{self.operand(index)} / {width}"
+
     def _share(self, name: str, dtype: str, length: int, atomic: bool = False) -> None:
         _, known = self._shared.get(name, ("", 0))
         kind = f"atomic<{shared_type(dtype)}>" if atomic else shared_type(dtype)
@@ -452,14 +486,35 @@ class WgslPrinter(Printer):
                 return [line for lines in numbered for line in lines]
         self._constants = known - {loop.name}
         start, stop, step = (self.expr(bound) for bound in (loop.start, loop.stop, loop.step))
-        opening = f"for (var {loop.name} = {start}; {loop.name} < {stop}; {loop.name} += {step}) {{"
         body = self.statements(loop.body)
-        if loop.long:
-            again = f"    {loop.name} += {step}; if ({loop.name} < {stop}) {{"
-            body = ["    {", *body, "    }", *[again, *body, "    }"] * (LONG_LOOP - 1)]
-        lines = [opening, *body, "}"]
         self._constants = known
-        return lines
+        count = min(loop.unrolled, _UNROLLED)
+        if count > 1 and isinstance(loop.step, Const):
+            first, step = f"{loop.name}_first", str(int(loop.step.value) * count)
+            return [_opening(first, start, stop, step), *_laid_out(loop, first, stop, count, body), "}"]
+        return [_opening(loop.name, start, stop, step), *body, "}"]
+
+
+def _opening(name: str, start: str, stop: str, step: str) -> str:
+    return f"for (var {name} = {start}; {name} < {stop}; {name} += {step}) {{"
+
+
+def _laid_out(loop: For, first: str, stop: str, count: int, body: list[str]) -> list[str]:
+    """The body of a loop so many times, as far as the loop goes."""
+    assert isinstance(loop.step, Const)
+    step, whole = int(loop.step.value), False
+    if isinstance(loop.start, Const) and isinstance(loop.stop, Const):
+        whole = int(loop.stop.value - loop.start.value) % (step * count) == 0
+    lines: list[str] = []
+    for turn in range(count):
+        lines.append(f"{{ let {loop.name} = {_moved(first, step, turn)};")
+        lines += body if whole or turn == 0 else [f"if ({loop.name} < {stop}) {{", *body, "}"]
+        lines.append("}")
+    return lines
+
+
+def _vector_type(array: LocalArray) -> str:
+    return f"vec{array.width}<{shared_type(array.dtype)}>"
 
 
 def _number(expr: Expr) -> int:

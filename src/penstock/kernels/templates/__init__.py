@@ -1,1 +1,1 @@
-"""Kernels of primitives that do not fuse, built in the kernel IR: one body for every language of GPUs."""
+"""Templates: kernels of a fixed form, each built once for all languages with `builder.py`."""

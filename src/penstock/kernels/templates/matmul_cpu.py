@@ -5,22 +5,61 @@ What it reads often is copied to where it stays in the cache, in the order in wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
 from penstock.drivers.driver import Capabilities
-from penstock.kernels.matmul_problem import Body, Finish, Operand, Problem, item
-from penstock.kernels.source import C_TYPES
+from penstock.kernels.builder import KernelBuilder
+from penstock.kernels.dialects.c_vectors import VectorPrinter
+from penstock.kernels.ir import Expr, Type, Var
+from penstock.kernels.source import C_TYPES, KernelSource, head
+from penstock.kernels.templates.matmul import Epilogue, Matrix, Problem
+
+Body = tuple[str, tuple[int, ...], tuple[int, ...]]  # statements between a kernel's braces, grid and group
 
 
-def cpu_body(problem: Problem, capabilities: Capabilities, finish: Finish) -> Body:
+def cpu_matmul(
+    k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilogue: Epilogue, width: int = 1
+) -> KernelSource:
+    """The kernel of a product. The epilogue takes `width` neighbours at a time, or one."""
+    text, grid, group = cpu_body(problem, capabilities, epilogue, width)
+    outputs, inputs, scalars = k.parameters
+    stored = tuple("uint8" if dtype == "bool" else dtype for dtype, _ in scalars)
+    buffers = tuple(dtype for dtype, _ in (*outputs, *inputs))
+    opening = head(k.name, outputs, inputs, scalars)
+    return KernelSource(k.name, f"{opening}{text}\n}}\n", buffers, stored, grid, group)
+
+
+def cpu_width(problem: Problem, capabilities: Capabilities, outputs: Sequence[str]) -> int:
+    """How many neighbours of a row an epilogue may take."""
+    return _LANES
+
+
+def cpu_body(problem: Problem, capabilities: Capabilities, epilogue: Epilogue, width: int) -> Body:
     """The statements for threads that have vectors."""
     if _is_thin(problem):
-        return _thin_body(problem, capabilities, finish)
+        return _thin_body(problem, capabilities, epilogue)
     plan = _plan(problem, capabilities)
-    lines = _CpuWriter(problem, plan, finish).lines()
+    lines = _CpuWriter(problem, plan, epilogue, width).lines()
     return "".join(f"    {line}\n" for line in lines), (problem.batch * plan.tiles,), (1,)
+
+
+def _finished(epilogue: Epilogue, width: int) -> Iterator[str]:
+    """The epilogue of `mm_value`, which are so many items."""
+    value = Var("mm_value", Type("float32", width))
+    yield "{"
+    yield from VectorPrinter().statements(epilogue(Var("mm_y"), Var("mm_x"), value))
+    yield "}"
+
+
+def _text(expr: Expr) -> str:
+    return VectorPrinter().expr(expr)
+
+
+def item(operand: Matrix, pointer: str, place: str) -> str:
+    """One item of an operand, in float32."""
+    return f"vload_half({place}, {pointer})" if operand.memory.dtype == "float16" else f"{pointer}[{place}]"
 
 
 @dataclass(frozen=True)
@@ -60,7 +99,7 @@ def _plan(problem: Problem, capabilities: Capabilities) -> _Plan:
     """The plan that takes the fewest cycles, by a rough count of what each costs."""
     left = problem.left
     small = left.row_stride == 1 and problem.rows * problem.inner <= _DIRECT_LEFT
-    pack_left = not (left.dtype == "float32" and (left.column_stride == 1 or small))
+    pack_left = not (left.memory.dtype == "float32" and (left.column_stride == 1 or small))
     blocks = list(_register_blocks(problem))
 
     def best_for(size: Problem) -> _Plan:
@@ -85,7 +124,7 @@ def _plan_with(
     row_units, column_units = ceil(problem.rows / rows), ceil(problem.columns / width)
     pack_right = (
         right.column_stride != 1
-        or right.dtype != "float32"
+        or right.memory.dtype != "float32"
         or problem.columns < width
         or (inner * problem.columns > _DIRECT_RIGHT and row_units > 4)
     )
@@ -160,8 +199,9 @@ class _CpuWriter:
     only the new ones are finished: so it reads nothing outside and needs no code of its own.
     """
 
-    def __init__(self, problem: Problem, plan: _Plan, finish: Finish) -> None:
-        self.problem, self.plan, self.finish = problem, plan, finish
+    def __init__(self, problem: Problem, plan: _Plan, epilogue: Epilogue, epilogue_width: int) -> None:
+        self.problem, self.plan = problem, plan
+        self.epilogue, self.epilogue_width = epilogue, epilogue_width
         self.width = plan.vectors * _LANES
         self.row_units = ceil(problem.rows / plan.rows)
         self.column_units = ceil(problem.columns / self.width)
@@ -237,7 +277,7 @@ class _CpuWriter:
             yield f"const int mm_{begin} = mm_{axis}_tile * {units} / {tiles} * {unit};"
             yield f"const int mm_{end} = min((mm_{axis}_tile + 1) * {units} / {tiles} * {unit}, {size});"
         for side, operand in (("left", problem.left), ("right", problem.right)):
-            yield _pointer(f"mm_{side}", operand, f"({operand.base})")
+            yield _pointer(f"mm_{side}", operand, f"({_text(operand.base)})")
 
     def _pack_right(self) -> Iterator[str]:
         """Copy this block of K, a panel of columns at a time, in the order in which the sums read it."""
@@ -386,25 +426,25 @@ class _CpuWriter:
         yield f"LOCAL const float *mm_values = (LOCAL const float *)mm_slot + mm_r * {self.width} - mm_begin;"
         yield "const int mm_y = mm_first + mm_r;"
         yield "int mm_x = mm_column;"
-        if columns >= _LANES:
+        if columns >= _LANES and self.epilogue_width > 1:
             yield f"for (; mm_x + {_LANES} <= mm_end; mm_x += {_LANES}) {{"
             yield "float8 mm_value = *(LOCAL const loose_float8 *)(mm_values + mm_x);"
-            yield from self.finish("mm_y", "mm_x", "mm_value", _LANES)
+            yield from _finished(self.epilogue, _LANES)
             yield "}"
-        if columns % _LANES:
+        if columns % _LANES or self.epilogue_width == 1:
             yield "for (; mm_x < mm_end; mm_x++) {"
             yield "float mm_value = mm_values[mm_x];"
-            yield from self.finish("mm_y", "mm_x", "mm_value", 1)
+            yield from _finished(self.epilogue, 1)
             yield "}"
         yield "}"
 
 
-def _pointer(name: str, operand: Operand, place: str) -> str:
-    return f"GLOBAL const {C_TYPES[operand.dtype]} *{name} = {operand.name} + {place};"
+def _pointer(name: str, operand: Matrix, place: str) -> str:
+    return f"GLOBAL const {C_TYPES[operand.memory.dtype]} *{name} = {operand.memory.name} + {place};"
 
 
-def _vector(operand: Operand, pointer: str, place: str) -> str:
-    if operand.dtype == "float16":
+def _vector(operand: Matrix, pointer: str, place: str) -> str:
+    if operand.memory.dtype == "float16":
         return f"from_halves_{_LANES}(*(GLOBAL const loose_ushort{_LANES} *)({pointer} + {place}))"
     return f"*(GLOBAL const loose_float8 *)({pointer} + {place})"
 
@@ -428,7 +468,7 @@ def _is_thin(problem: Problem) -> bool:
     return along and min(problem.rows, problem.columns) <= 3 and problem.inner >= _LANES
 
 
-def _thin_body(problem: Problem, capabilities: Capabilities, finish: Finish) -> Body:
+def _thin_body(problem: Problem, capabilities: Capabilities, epilogue: Epilogue) -> Body:
     """Items one by one, those that read the same row or column of the larger side one after the other."""
     left, right, inner = problem.left, problem.right, problem.inner
     items = problem.rows * problem.columns
@@ -463,8 +503,8 @@ def _thin_body(problem: Problem, capabilities: Capabilities, finish: Finish) -> 
         f"const int mm_last = (int)((long)(mm_part + 1) * {items} / {parts});",
         f"for (int mm_item = (int)((long)mm_part * {items} / {parts}); mm_item < mm_last; mm_item++) {{",
         f"const int mm_y = {row}, mm_x = {column};",
-        _pointer("mm_a", left, f"({left.base}) + mm_y * {left.row_stride}"),
-        _pointer("mm_b", right, f"({right.base}) + mm_x * {right.column_stride}"),
+        _pointer("mm_a", left, f"({_text(left.base)}) + mm_y * {left.row_stride}"),
+        _pointer("mm_b", right, f"({_text(right.base)}) + mm_x * {right.column_stride}"),
         f"float8 {', '.join(f'mm_s{i} = 0' for i in range(chains))};",
         "int mm_i = 0;",
         *(spans if inner > span else []),
@@ -479,7 +519,7 @@ def _thin_body(problem: Problem, capabilities: Capabilities, finish: Finish) -> 
         f"float mm_value = {' + '.join(f'mm_s0.s{i:x}' for i in range(_LANES))};",
         f"for (; mm_i < {inner}; mm_i++)",
         f"    mm_value += {item(left, 'mm_a', 'mm_i')} * {item(right, 'mm_b', 'mm_i')};",
-        *finish("mm_y", "mm_x", "mm_value", 1),
+        *_finished(epilogue, 1),
         "}",
     ]
     return "".join(f"    {line}\n" for line in lines), (problem.batch * parts,), (1,)
