@@ -199,7 +199,7 @@ whole = False  # whether all of the suite runs
 
 
 def examples(in_whole: int, quick: int) -> int:
-    """How many examples Hypothesis makes, where each of them compiles kernels."""
+    """How many examples are tried, where each of them compiles kernels or starts a process."""
     return in_whole if whole else quick
 
 

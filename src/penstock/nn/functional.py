@@ -10,7 +10,7 @@ from penstock.runtime import Device
 from penstock.tensor import attention, random
 from penstock.tensor.arithmetic import abs as abs_
 from penstock.tensor.arithmetic import erf, exp, log, sqrt, tanh, where
-from penstock.tensor.autograd import fenced, given_gradient
+from penstock.tensor.autograd import custom_vjp, optimization_barrier
 from penstock.tensor.core import Tensor, axes_of, record
 from penstock.tensor.creation import arange, zeros, zeros_like
 from penstock.tensor.dtypes import float32, int32, int64
@@ -89,7 +89,7 @@ def _with_slope(function: Function, slope: Function, x: Tensor) -> Tensor:
     So it is computed where `x` is at hand, and it alone is kept for the way back.
     """
     y = astype(function(_wide(x)), x.dtype)
-    return given_gradient(y, [x], lambda g, _, x: [g * astype(slope(_wide(x)), x.dtype)])
+    return custom_vjp(y, [x], lambda g, _, x: [g * astype(slope(_wide(x)), x.dtype)])
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def linear_cross_entropy(
         # The weight's gradient is a sum over all rows, in which 0 times NaN would be NaN. The gradient of the
         # rows themselves is 0 already where they are ignored.
         there = where(reshape(kept, (-1, 1)), items.detach(), 0)
-        items = given_gradient(there, [items], lambda g, *_: [g])
+        items = custom_vjp(there, [items], lambda g, *_: [g])
     step = _rows_at_once(x.device, weight.shape[0])
     total = zeros((), device=x.device)
     for start in range(0, items.shape[0], step):
@@ -321,8 +321,8 @@ def _row_losses(logits: Tensor, labels: Tensor, kept: Tensor | None, smoothing: 
     shifted = fixed - most
     total = log(sum_(exp(shifted), axis=-1))
     picked = _wide(looked_up(reshape(stored, (rows * width,)), _places(labels, rows, width)))
-    if logits.device.capabilities.vector_width == 1:
-        picked = fenced(picked)  # looked up before, so that the gradient can take the logits' place
+    # On a GPU looked up by itself, before the gradient takes the place of the logits in memory.
+    picked = optimization_barrier(picked, gpu_only=True)
     loss = total - (picked - reshape(most, (rows,)))
     if smoothing:
         loss = loss * (1 - smoothing) + (total - mean(shifted, axis=-1)) * smoothing
@@ -337,7 +337,7 @@ def _row_losses(logits: Tensor, labels: Tensor, kept: Tensor | None, smoothing: 
         less = less if kept is None else where(reshape(kept, (-1, 1)), less, 0)
         return [astype(less, logits.dtype)]
 
-    result = given_gradient(loss, [logits], gradient)
+    result = custom_vjp(loss, [logits], gradient)
     return result if kept is None else where(kept, result, 0)
 
 

@@ -29,8 +29,7 @@ from penstock.drivers.webgpu.launches import Binder, BindGroups, Launch
 from penstock.drivers.webgpu.memory import MEMORY_USAGE, WORD, Range, ReadBuffers, rounded
 from penstock.drivers.webgpu.native import NativeDevice
 from penstock.drivers.webgpu.pipelines import Layouts, Pipelines
-from penstock.drivers.webgpu.queues import Batch, CommandEvent, EncoderQueue, Read
-from penstock.drivers.webgpu.recorder import Recorder
+from penstock.drivers.webgpu.recorder import Batch, CommandEvent, EncoderQueue, Read, Recorder
 from penstock.drivers.webgpu.times import Timing
 from penstock.errors import DeviceError, OutOfDeviceMemory
 
