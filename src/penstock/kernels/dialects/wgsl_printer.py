@@ -11,7 +11,6 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 
-from penstock.kernels.dialects.dialect import LONG_LOOP
 from penstock.kernels.dialects.printer import Printer
 from penstock.kernels.dialects.wgsl_expressions import (
     SUFFIXES,
