@@ -17,6 +17,7 @@ import penstock as ps
 from penstock import Device, nn
 from penstock.errors import CheckpointError
 from penstock.graph import attention as graph_attention
+from penstock.graph import cross_entropy
 from penstock.nn import functional as F  # noqa: N812
 
 REFERENCE = np.load(Path(__file__).parent / "data" / "reference.npz")
@@ -128,7 +129,7 @@ def test_every_function_is_checked() -> None:
 )
 def test_work_in_parts_gives_the_same(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_attention, "_ROW_ITEMS", 1)  # parts of 16 rows, the last of them shorter
-    monkeypatch.setattr(F, "_rows_at_once", lambda *_: 16)
+    monkeypatch.setattr(cross_entropy, "_rows_at_once", lambda *_: 16)
     check(name, device, ps.jit)
     check(name, device)
 
@@ -159,7 +160,7 @@ def test_parts_never_hold_all_scores_or_logits(training: bool, monkeypatch: pyte
     everything = 4 * 512 * 512
     assert min(parts(training)) >= everything
     monkeypatch.setattr(graph_attention, "_ROW_ITEMS", 512 * 128)
-    monkeypatch.setattr(F, "_rows_at_once", lambda *_: 128)
+    monkeypatch.setattr(cross_entropy, "_rows_at_once", lambda *_: 128)
     assert max(parts(training)) < everything * 0.75
 
 

@@ -242,21 +242,12 @@ class KernelBuilder:
 
     @contextmanager
     def loop(
-        self,
-        name: str,
-        start: Operand,
-        stop: Operand,
-        step: Operand = 1,
-        unrolled: int = 0,
-        long: bool = False,
+        self, name: str, start: Operand, stop: Operand, step: Operand = 1, unrolled: int = 0
     ) -> Iterator[Var]:
-        """A loop from `start` to before `stop`; `unrolled`: how often its body is laid out.
-
-        A loop that is `long` may have `LONG_LOOP` times `Dialect.most_steps` iterations.
-        """
+        """A loop from `start` to before `stop`; `unrolled`: how often its body is laid out."""
         with self._inside() as body:
             yield Var(name)
-        self._add(For(name, integer(start), integer(stop), integer(step), body, unrolled, long=long))
+        self._add(For(name, integer(start), integer(stop), integer(step), body, unrolled))
 
     @contextmanager
     def repeat(self, condition: Expr) -> Iterator[None]:

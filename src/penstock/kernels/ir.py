@@ -469,7 +469,6 @@ class For:
     body: list[Statement]
     unrolled: int = 0  # times that the body is laid out; 0 leaves it to the compiler
     trips: int = 1  # of a loop that reduces: how often its body is run, at most
-    long: bool = False  # a dialect whose loops may have few iterations runs the body several times in each
 
 
 @dataclass(frozen=True)

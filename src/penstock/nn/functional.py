@@ -6,18 +6,19 @@ import math
 from collections.abc import Callable
 
 from penstock.graph import attention as graph
-from penstock.runtime import Device
+from penstock.graph import cross_entropy as graph_losses
 from penstock.tensor import attention, random
 from penstock.tensor.arithmetic import abs as abs_
 from penstock.tensor.arithmetic import erf, exp, log, sqrt, tanh, where
-from penstock.tensor.autograd import custom_vjp, optimization_barrier
+from penstock.tensor.autograd import custom_vjp
 from penstock.tensor.core import Tensor, axes_of, record
-from penstock.tensor.creation import arange, zeros, zeros_like
-from penstock.tensor.dtypes import float32, int32, int64
-from penstock.tensor.indexing import in_range, looked_up, table_rows
+from penstock.tensor.creation import zeros_like
+from penstock.tensor.dtypes import float32, promote
+from penstock.tensor.indexing import in_range, table_rows
 from penstock.tensor.info import iinfo
 from penstock.tensor.linear import matmul
 from penstock.tensor.manipulation import astype, reshape
+from penstock.tensor.operands import device_of
 from penstock.tensor.reduction import max as max_
 from penstock.tensor.reduction import mean
 from penstock.tensor.reduction import sum as sum_
@@ -247,7 +248,9 @@ def cross_entropy(
     target = reshape(target, (-1,))
     kept = _kept(target, ignore_index)
     labels = _labels(target, kept, logits.shape, "cross_entropy")
-    losses = _row_losses(reshape(logits, (-1, logits.shape[-1])), labels, kept, label_smoothing)
+    rows = reshape(logits, (-1, logits.shape[-1]))
+    known = None if kept is None else kept._node
+    losses = record(graph_losses.row_losses(rows._node, labels._node, known, label_smoothing), rows)
     return sum_(losses) / _count(target, kept)
 
 
@@ -256,6 +259,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(x @ weight.T, target)`, of which only part of the logits is there at a time."""
     _check_targets(x.shape[:-1], target, label_smoothing)
+    _check_linear(x, weight)
     items, target = reshape(x, (-1, x.shape[-1])), reshape(target, (-1,))
     kept = _kept(target, ignore_index)
     labels = _labels(target, kept, (*x.shape[:-1], weight.shape[0]), "linear_cross_entropy")
@@ -264,26 +268,11 @@ def linear_cross_entropy(
         # rows themselves is 0 already where they are ignored.
         there = where(reshape(kept, (-1, 1)), items.detach(), 0)
         items = custom_vjp(there, [items], lambda g, *_: [g])
-    step = _rows_at_once(x.device, weight.shape[0])
-    total = zeros((), device=x.device)
-    for start in range(0, items.shape[0], step):
-        part = slice(start, start + step)
-        logits = matmul(items[part], weight.T)
-        kept_part = None if kept is None else kept[part]
-        total = total + sum_(_row_losses(logits, labels[part], kept_part, label_smoothing))
-    return total / _count(target, kept)
-
-
-def _rows_at_once(device: Device, width: int) -> int:
-    """How many rows of logits are computed together.
-
-    The gradient of a row's logits needs no other row's, so those of one part are let go before the next. The
-    weight's gradient is added up part by part: the fewer rows, the more it is read and written again. A part
-    has to fit into one memory, and into one buffer of a kernel.
-    """
-    cpu = device.capabilities.vector_width > 1
-    rows = max(512, (1 << 20) // width) if cpu else max(8192, (1 << 26) // width)
-    return max(1, min(rows, device.capabilities.bank_bytes // (4 * width)))
+    dtype = promote(items.dtype, weight.dtype)
+    items, weight = astype(items, dtype), astype(weight, dtype)
+    known = None if kept is None else kept._node
+    total = graph_losses.linear_cross_entropy(items._node, weight._node, labels._node, known, label_smoothing)
+    return record(total, items, weight) / _count(target, kept)
 
 
 def _check_targets(rows: tuple[int, ...], target: Tensor, smoothing: float) -> None:
@@ -293,6 +282,15 @@ def _check_targets(rows: tuple[int, ...], target: Tensor, smoothing: float) -> N
         raise TypeError(f"targets are integers, and {target.dtype} was given")
     if not 0 <= smoothing < 1:
         raise ValueError(f"label_smoothing is in [0, 1), and {smoothing} was given")
+
+
+def _check_linear(x: Tensor, weight: Tensor) -> None:
+    device_of("linear_cross_entropy", x, weight)
+    if weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear_cross_entropy: shapes {x.shape} and {weight.shape} do not fit together")
+    for given in (x, weight):
+        if given.dtype.kind != "f":
+            raise TypeError(f"linear_cross_entropy does not take {given.dtype}")
 
 
 def _kept(target: Tensor, ignore_index: int) -> Tensor | None:
@@ -310,38 +308,3 @@ def _labels(target: Tensor, kept: Tensor | None, shape: tuple[int, ...], operati
 def _count(target: Tensor, kept: Tensor | None) -> Tensor | int:
     """How many targets are not ignored."""
     return target.size if kept is None else sum_(astype(kept, float32))
-
-
-def _row_losses(logits: Tensor, labels: Tensor, kept: Tensor | None, smoothing: float) -> Tensor:
-    """The loss of each row, 0 where it is not kept. Nothing of such a row is in any result, not even NaN."""
-    rows, width = logits.shape
-    stored = logits.detach()
-    fixed = _wide(stored)
-    most = max_(fixed, axis=-1, keepdims=True)
-    shifted = fixed - most
-    total = log(sum_(exp(shifted), axis=-1))
-    picked = _wide(looked_up(reshape(stored, (rows * width,)), _places(labels, rows, width)))
-    # On a GPU looked up by itself, before the gradient takes the place of the logits in memory.
-    picked = optimization_barrier(picked, gpu_only=True)
-    loss = total - (picked - reshape(most, (rows,)))
-    if smoothing:
-        loss = loss * (1 - smoothing) + (total - mean(shifted, axis=-1)) * smoothing
-
-    def gradient(g: Tensor, _: Tensor, logits: Tensor) -> list[Tensor]:
-        # In 32 bits, of which a vector holds twice as many as of 64.
-        classes = arange(width, dtype=int32, device=logits.device)
-        chosen = reshape(astype(labels, int32), (-1, 1)) == classes
-        chances = softmax(_wide(logits))
-        less = where(chosen, chances - (1 - smoothing), chances)
-        less = (less - smoothing / width if smoothing else less) * reshape(g, (-1, 1))
-        less = less if kept is None else where(reshape(kept, (-1, 1)), less, 0)
-        return [astype(less, logits.dtype)]
-
-    result = custom_vjp(loss, [logits], gradient)
-    return result if kept is None else where(kept, result, 0)
-
-
-def _places(labels: Tensor, rows: int, width: int) -> Tensor:
-    """Where the logit of each row's label lies among all logits, in a dtype that holds the last one."""
-    dtype = int32 if rows * width <= iinfo(int32).max else int64
-    return astype(labels, dtype) + arange(rows, dtype=dtype, device=labels.device) * width

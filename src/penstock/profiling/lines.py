@@ -388,11 +388,11 @@ def _sampled(array: npt.NDArray[Any]) -> Sample | None:
     return np.asarray(array.flat[places]).astype(np.float64)
 
 
-def _alike(one: Sample, other: Sample) -> bool:
+def _alike(sample: Sample, other: Sample) -> bool:
     """Whether samples are equal or equally ordered: one may be an elementwise function of the other."""
-    if np.array_equal(one, other, equal_nan=True):
+    if np.array_equal(sample, other, equal_nan=True):
         return True
-    ranks = [np.unique(sample, return_inverse=True)[1].astype(np.float64) for sample in (one, other)]
+    ranks = [np.unique(items, return_inverse=True)[1].astype(np.float64) for items in (sample, other)]
     first, second = (rank - rank.mean() for rank in ranks)
     both = float(np.sqrt((first @ first) * (second @ second)))
     return both > 0 and abs(float(first @ second)) > _ALIKE * both

@@ -69,12 +69,6 @@ def checkpoint(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return record(checkpoints.checkpoint(value._node, list(nodes)), value)
 
 
-def optimization_barrier(x: Tensor, gpu_only: bool = False) -> Tensor:
-    """`x`, computed by itself: whatever uses it reads it from memory. No gradient passes."""
-    barrier = Node(checkpoints.BARRIER, (elementwise.stop(x._node),), {"gpu_only": gpu_only})
-    return record(barrier, x).detach()
-
-
 def custom_vjp(
     value: Tensor, inputs: Sequence[Tensor], vjp: Callable[..., Sequence[Tensor | None]]
 ) -> Tensor:

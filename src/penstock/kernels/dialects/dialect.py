@@ -11,7 +11,6 @@ from penstock.kernels.ir import KernelIR
 from penstock.kernels.source import KernelSource
 
 MANY_STEPS = 1 << 31  # more than any loop has
-LONG_LOOP = 4  # times that a long loop's body runs in one step, where a dialect limits the steps
 
 
 @dataclass(frozen=True)

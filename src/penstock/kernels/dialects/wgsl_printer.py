@@ -11,7 +11,6 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 
-from penstock.kernels.dialects.dialect import LONG_LOOP
 from penstock.kernels.dialects.printer import Printer
 from penstock.kernels.dialects.wgsl_expressions import (
     SUFFIXES,
@@ -80,6 +79,7 @@ from penstock.kernels.ir import (
 
 _HALVES = ("bfloat16", "float16")
 _AT_ONCE = 8  # values that one thread adds up between two barriers
+_UNROLLED = 4  # iterations of a loop in one step; Mesa's software Vulkan ends a loop after so many steps
 _MOST_LINES = 3000  # of a loop that is laid out; compilers take long for more
 
 
@@ -488,7 +488,7 @@ class WgslPrinter(Printer):
         start, stop, step = (self.expr(bound) for bound in (loop.start, loop.stop, loop.step))
         body = self.statements(loop.body)
         self._constants = known
-        count = LONG_LOOP if loop.long else min(loop.unrolled, LONG_LOOP)
+        count = min(loop.unrolled, _UNROLLED)
         if count > 1 and isinstance(loop.step, Const):
             first, step = f"{loop.name}_first", str(int(loop.step.value) * count)
             return [_opening(first, start, stop, step), *_laid_out(loop, first, stop, count, body), "}"]

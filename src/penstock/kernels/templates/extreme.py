@@ -9,12 +9,11 @@ import numpy as np
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder
-from penstock.kernels.dialects import dialect_of
-from penstock.kernels.dialects.dialect import LONG_LOOP
 from penstock.kernels.ir import BOOL, Const, Expr, Var
 from penstock.kernels.lone import SHORT_ROW, Launch, Lone, along, group_size, is_cpu
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.tasks import Tasks
+from penstock.kernels.wgsl_steps import UNROLLED, most_steps
 
 _WIDEST = 256  # columns that one thread of a CPU compares side by side
 _FEW = 8  # columns; fewer are done one by one
@@ -68,7 +67,7 @@ def extreme(node: Node, capabilities: Capabilities) -> Lone | None:
         build = _rows_on_cpu if long_row else _one_by_one if few else _columns_on_cpu
     elif long_row:
         build = _row
-    elif kind.length <= LONG_LOOP * dialect_of(capabilities).most_steps(capabilities):
+    elif kind.length <= UNROLLED * most_steps(capabilities):
         build = _one_by_one
     else:
         return None
@@ -118,7 +117,7 @@ def _one_by_one(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
         begin = k.let("begin", task // inner * (length * inner) + task % inner)
         best = k.variable("best", k.load(x, begin))
         best_index = k.variable("best_index", 0)
-        with k.loop("i", 1, length, long=True) as i:
+        with k.loop("i", 1, length, unrolled=0 if is_cpu(capabilities) else UNROLLED) as i:
             value = k.let("value", k.load(x, begin + i * inner))
             wins = k.let("wins", kind.wins(k, value, best))
             k.assign(best, k.select(wins, value, best))

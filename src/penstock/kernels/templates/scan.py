@@ -8,12 +8,11 @@ from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.graph.reducing import BLOCK
 from penstock.kernels.builder import KernelBuilder, Memory
-from penstock.kernels.dialects import dialect_of
-from penstock.kernels.dialects.dialect import LONG_LOOP
 from penstock.kernels.ir import Const, Expr, Operand, Type, Var
 from penstock.kernels.lone import CPU_SHARES, SHORT_ROW, Launch, Lone, along, group_size, is_cpu
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.tasks import Tasks
+from penstock.kernels.wgsl_steps import UNROLLED, most_steps
 
 _ROWS_AT_ONCE = 4  # on a CPU: each sum waits for the one before, so four rows take turns
 _WIDEST = 2048  # columns of a CPU's task, so that their running sums stay in the cache
@@ -59,13 +58,13 @@ def scan(node: Node, capabilities: Capabilities) -> Lone | None:
     """Kernels of a scan along an axis; None where a loop would have too many iterations."""
     kind = Scan(str(node.dtype), node.primitive.combine, node.attributes["reverse"])
     outer, length, inner = along(node.shape, node.attributes["axis"])
-    most = dialect_of(capabilities).most_steps(capabilities)
+    most = most_steps(capabilities)
     if is_cpu(capabilities):
         build = _rows_on_cpu if inner == 1 else _columns_on_cpu
         source = build(kind, outer, length, inner, capabilities)
     elif kind.operation and inner == 1 and SHORT_ROW < length <= _ROW_STEP * most:
         source = row_scan("scan_row", kind, outer, length, capabilities)
-    elif length <= LONG_LOOP * most:
+    elif length <= UNROLLED * most:
         source = _columns(kind, outer, length, inner, capabilities)
     else:
         return None
@@ -163,7 +162,7 @@ def _columns(kind: Scan, outer: int, length: int, inner: int, capabilities: Capa
         begin = k.let("begin", kind.origin(task // inner * (length * inner) + task % inner, length, inner))
         carry = _Carry(k, kind, k.load(x, begin), length)
         k.store(y, begin, carry.value)
-        with k.loop("i", 1, length, long=True) as i:
+        with k.loop("i", 1, length, unrolled=UNROLLED) as i:
             index = k.let("index", kind.moved(begin, i * inner))
             carry.take(k.load(x, index), kind.following(k, carry.value, index))
             k.store(y, index, carry.value)
