@@ -10,6 +10,7 @@ from penstock.kernels.ir import (
     Binary,
     Const,
     Expr,
+    If,
     Opaque,
     Select,
     Statement,
@@ -17,6 +18,7 @@ from penstock.kernels.ir import (
     Type,
     Unary,
     Var,
+    While,
     WorkgroupId,
 )
 
@@ -71,6 +73,18 @@ class Printer(ABC):
                 return f"{left} {expr.operator} {self._side(expr, expr.right, lane, is_left=False)}"
             case _:
                 return self.value(expr, lane)
+
+    def conditional(self, statement: While | If) -> list[str]:
+        """Statements under a condition, once or as long as it holds."""
+        word = "while" if isinstance(statement, While) else "if"
+        lines = [f"{word} ({self.expr(statement.condition)}) {{", *self.statements(statement.body)]
+        match statement:
+            case If(otherwise=[If() as other]):
+                first, *rest = self.conditional(other)
+                return [*lines, f"}} else {first}", *rest]
+            case If(otherwise=[_, *_]):
+                lines += ["} else {", *self.statements(statement.otherwise)]
+        return [*lines, "}"]
 
     def name(self, var: Var, lane: int) -> str:
         """A variable."""
