@@ -46,7 +46,7 @@ _SECONDS = 3600  # after which a file of tests is given up
 def run(path: Path, select: str, folder: Path) -> tuple[list[tuple[str, str]], str]:
     """Every test of a file with its outcome, and what pytest said if one failed."""
     report = folder / f"{path.stem}.xml"
-    command = [sys.executable, "-m", "pytest", str(path), "-o", "addopts=-q", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", str(path), "-o", "addopts=-q", "--tb=short", "--slow"]
     command += ["-p", "no:cacheprovider"]
     command += [f"--junitxml={report}", *(["-k", select] if select else [])]
     try:

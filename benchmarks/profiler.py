@@ -22,14 +22,14 @@ import penstock as ps
 import penstock.runtime as runtime_module
 import penstock.stream.stream as stream_module
 from measuring import Report, best_of
-from penstock.stream.lane import Lane
+from penstock.stream.queue import CommandQueue
 from penstock.stream.stream import Stream
 from penstock.stream.transfer import Transfers
 from runtime import kernels
 
 # Each place that asks for a profile, as it stands in the source, and what would stand there without it.
 HOOKS: list[tuple[type, str, str, str]] = [
-    (Lane, "retire", "        if self.recorders:\n            self._tell(batch)\n", ""),
+    (CommandQueue, "retire", "        if self.recorders:\n            self._tell(batch)\n", ""),
     (
         Stream,
         "_graph",
@@ -66,7 +66,7 @@ def without(owner: type, name: str, hook: str, instead: str) -> Callable[..., An
 
 def opened(device: ps.Device, hooks: bool) -> ps.Device:
     """The same device once more, with the hooks or without."""
-    classes = {Lane: stream_module, Stream: runtime_module, Transfers: runtime_module}
+    classes = {CommandQueue: stream_module, Stream: runtime_module, Transfers: runtime_module}
     methods: dict[type, dict[str, Any]] = {owner: {} for owner in classes}
     for owner, name, hook, instead in HOOKS:
         methods[owner][name] = without(owner, name, hook, instead)

@@ -20,7 +20,7 @@ import pyopencl as cl
 
 import penstock as ps
 from measuring import Report, Sides, best_of
-from penstock.device.driver import Driver, Kernel, Memory
+from penstock.drivers.driver import Driver, Kernel, Memory
 from penstock.memory.pool import size_class
 
 SOURCE = """
@@ -245,7 +245,7 @@ def main() -> None:
     options = parser.parse_args()
     device = ps.use(options.device)
     index = int(device.name.partition(":")[2])
-    from penstock.device.opencl import find_devices
+    from penstock.drivers.opencl import find_devices
 
     print(f"{device.name}: {device.capabilities.description}, {device.capabilities.api}\n")
     report = Report()

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from penstock.config import Settings
-from penstock.device.driver import Driver, Event, Kernel, Queue, Source
-from penstock.device.host import HostDriver
-from penstock.device.opencl import OpenCLDriver, best_memory_kind, find_devices
+from penstock.drivers.driver import Driver, Event, Kernel, Queue, Source
+from penstock.drivers.host import HostDriver
+from penstock.drivers.opencl import OpenCLDriver, best_memory_kind, find_devices
 from penstock.errors import DeviceError
 from penstock.runtime import Device
 
@@ -146,16 +146,20 @@ if best_memory_kind(NATIVE) != "svm":
     del DRIVERS["opencl-svm"]
 
 
+# The values that kernels compute do not depend on the kind of memory: the quick set has one OpenCL driver.
+one_opencl = pytest.mark.slow("opencl-mapped", "opencl-device" if "opencl-svm" in DRIVERS else "")
+
+
 def _cuda_devices() -> list[int]:
     with suppress(ImportError, DeviceError):  # neither the library nor a device need be there
-        from penstock.device import cuda
+        from penstock.drivers import cuda
 
         return cuda.find_devices()
     return []
 
 
 def _cuda() -> Driver:
-    from penstock.device.cuda import CudaDriver
+    from penstock.drivers.cuda import CudaDriver
 
     return CudaDriver(_cuda_devices()[0], "cuda")
 
@@ -167,7 +171,7 @@ collect_ignore = [] if CUDA_KINDS else ["test_cuda.py"]
 
 
 def _adapters() -> list[Any]:
-    from penstock.device import webgpu
+    from penstock.drivers import webgpu
 
     found = webgpu.find_devices()
     if not found and os.environ.get("PENSTOCK_REQUIRE_WEBGPU"):
@@ -176,7 +180,7 @@ def _adapters() -> list[Any]:
 
 
 def _webgpu() -> Driver:
-    from penstock.device.webgpu import WebGpuDriver
+    from penstock.drivers.webgpu import WebGpuDriver
 
     return WebGpuDriver(_adapters()[0], "webgpu")
 
@@ -188,12 +192,53 @@ if not WEBGPU_KINDS:
     collect_ignore.append("test_webgpu.py")
 
 
-# Files that take a minute or more begin first, so that no process has one of them left at the end.
-LONG = ("test_webgpu", "test_machines", "test_tallies", "test_windows", "test_train", "test_side_by_side")
+# The quick set and the whole suite. docs/testing.md says what differs.
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONG)
+whole = False  # whether all of the suite runs
+
+
+def examples(in_whole: int, quick: int) -> int:
+    """How many examples Hypothesis makes, where each of them compiles kernels."""
+    return in_whole if whole else quick
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow", action="store_true", help="every test, every example, and kernels that PoCL optimizes"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global whole
+    whole = config.getoption("--slow")
+    if whole:
+        return
+    import hypothesis  # not above: many tests start processes that import this file, and need none
+
+    hypothesis.settings.register_profile("quick", derandomize=True)
+    hypothesis.settings.load_profile("quick")
+    os.environ.setdefault("POCL_EXTRA_BUILD_FLAGS", "-cl-opt-disable")  # compiles in a quarter of the time
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the slow tests, unless they are asked for."""
+    if not config.getoption("--slow"):
+        config.hook.pytest_deselected(items=[item for item in items if is_slow(item)])
+        items[:] = [item for item in items if not is_slow(item)]
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Marked with `slow`; or with `slow(value, ...)`, and one of its parameters has such a value."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    given = set(map(str, parameters))
+    return any(not marker.args or given.intersection(marker.args) for marker in item.iter_markers("slow"))
+
+
+@pytest.fixture
+def optimized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PoCL optimizes the kernels of drivers that are opened from here on, as it does for users."""
+    monkeypatch.delenv("POCL_EXTRA_BUILD_FLAGS", raising=False)
 
 
 @pytest.fixture(autouse=True, scope="module")

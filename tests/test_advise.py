@@ -16,15 +16,15 @@ from conftest import DRIVERS, WEBGPU_KINDS
 from typer.testing import CliRunner
 
 import penstock as ps
-from penstock import Device, cli, nn, optim
+from penstock import Device, cli, nn, optim, tuning_cache
 from penstock.advising import computing, holding, judging, moving
 from penstock.advising.judging import advice, findings
 from penstock.advising.text import rendered
 from penstock.callsite import user_call
 from penstock.errors import NoEvidence, SettingError
-from penstock.kernels import choices
+from penstock.measuring import ceilings
 from penstock.memory.trace import Action, Block
-from penstock.profiling import ceilings, lines
+from penstock.profiling import lines
 from penstock.profiling.evidence import (
     Evidence,
     Keeping,
@@ -69,10 +69,10 @@ TRIES = 3  # others may take the machine away for a while, and then some times a
 
 
 @pytest.fixture(autouse=True)
-def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def rates(optimized: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rates that need no measuring, and are not those of a machine that others use too."""
     monkeypatch.setattr(ceilings, "_measured", lambda device, what: RATES[what])
-    monkeypatch.setattr(choices, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(tuning_cache, "cache_folder", lambda: tmp_path / "cache")
 
 
 def profiled(flaw: Flaw, side: str, kind: str) -> tuple[ps.profiling.profiles.Profile, Evidence]:
@@ -297,7 +297,7 @@ def nothing(**changes: Any) -> Evidence:
         description="",
         kind="gpu",
         units=100,
-        fast_halves=False,
+        fast_float16=False,
         seconds=1.0,
         busy_seconds=0.5,
         peak_bytes=1 << 30,
@@ -340,11 +340,11 @@ def test_halves_are_advised_where_the_device_has_them_and_measures_faster() -> N
     kernel = KernelTime("matmul_1", "float32[8, 8]", "device", 10, 0.4, 0.01, "float32")
     run = Runs("a.py:1", "tensor/jit.py:__call__", "jit", runs=10, products={"float32": 10**9})
     fast = RATES | {"bfloat16": 8e11}
-    found = nothing(kernels=[kernel], runs=[run], fast_halves=True, rates=fast)
+    found = nothing(kernels=[kernel], runs=[run], fast_float16=True, rates=fast)
     (one,) = findings(found)
     assert (one.advice.flaw, one.advice.where) == ("half-precision", "a.py:1")
     assert one.advice.seconds == pytest.approx(0.3)
-    assert names(replace(found, fast_halves=False)) == []
+    assert names(replace(found, fast_float16=False)) == []
     assert names(replace(found, rates=RATES | {"bfloat16": 2.5e11})) == []
     assert names(replace(found, kernels=[replace(kernel, seconds=0.1)])) == []
 

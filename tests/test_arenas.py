@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock import Device, nn, optim
-from penstock.device.opencl import OpenCLDriver, find_devices
+from penstock.drivers.opencl import OpenCLDriver, find_devices
 from penstock.errors import OutOfDeviceMemory
 from penstock.plan.arena import Value, plan
 from penstock.plan.arenas import plan_arenas

@@ -12,16 +12,16 @@ import pytest
 from test_graph import at, check_gradient, evaluate, sample
 
 import penstock as ps
-from penstock import Device, realize
-from penstock.device.driver import Capabilities
-from penstock.device.host import HostDriver
+from penstock import Device
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.host import HostDriver
 from penstock.errors import DeviceError
 from penstock.fusion.groups import Group, partition
 from penstock.graph import dtypes, shaping
 from penstock.graph.attention import ATTENTION, ATTENTION_GRADIENT, attention, packed_attention
 from penstock.graph.gradient import gradients
-from penstock.graph.meaning import computed
 from penstock.graph.node import Node, leaf, topological
+from penstock.graph.reference import computed
 from penstock.graph.simplify import simplify
 from penstock.kernels.attention import attention_kernels
 from penstock.kernels.cache import whole_text
@@ -267,7 +267,7 @@ def sources(shape: tuple[int, ...], dtype: Any, causal: bool) -> list[KernelSour
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_90a"])
 @pytest.mark.parametrize("width", [16, 48, 64, 80, 128])
 def test_the_kernels_compile(width: int, architecture: str) -> None:
-    cuda = pytest.importorskip("penstock.device.cuda")
+    cuda = pytest.importorskip("penstock.drivers.cuda")
     for dtype, causal in ((dtypes.bfloat16, True), (dtypes.float16, False)):
         text = whole_text(sources((2, 100, 130, 3, width), dtype, causal), "cuda")
         assert cuda.compile_text(text, architecture).startswith(b"\x7fELF")
@@ -281,7 +281,7 @@ def test_halves_are_multiplied_by_tensor_cores() -> None:
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Device]:
-    cuda = pytest.importorskip("penstock.device.cuda")
+    cuda = pytest.importorskip("penstock.drivers.cuda")
     try:
         number = cuda.find_devices()[0]
     except (DeviceError, IndexError):
@@ -303,8 +303,8 @@ def distance(found: np.ndarray, wanted: np.ndarray) -> float:
 def test_cuda_computes_it(
     gpu: Device, shape: tuple[int, ...], causal: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     batch, queries, keys, heads, width = shape
     random = np.random.default_rng(queries)
     lengths = (queries, keys, keys, queries)

@@ -8,17 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, SMALL, Lazy
+from conftest import DRIVERS, SMALL, Lazy, one_opencl
 
 import penstock as ps
 from penstock.config import Settings
-from penstock.device.host import HostDriver
 from penstock.dispatch.device import AutoDevice
+from penstock.drivers.host import HostDriver
 from penstock.errors import BadIndex
 from penstock.graph.contraction import GATHER
 from penstock.graph.node import topological
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.runtime import Device
+
+pytestmark = one_opencl
 
 ROWS, WIDTH, COUNT = 7, 5, 4
 # Rows of a table, and an index for them; each says what it does to the index before it is looked up.

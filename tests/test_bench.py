@@ -42,16 +42,17 @@ from penstock.bench import (
     versions,
 )
 from penstock.bench import ceilings as ceilings_module
-from penstock.bench import measuring as measuring_module
+from penstock.bench import sampling as sampling_module
 from penstock.bench.case import _FOR_CPU, _FOR_GPU, Case, Sizes, operation, sizes_for
-from penstock.bench.measuring import measure
 from penstock.bench.operations import operations
 from penstock.bench.peer import Torch
+from penstock.bench.sampling import measure
 from penstock.bench.statistics import MARGIN, median
 from penstock.bench.steps import steps
 from penstock.bench.view import show_comparison, show_results
 from penstock.cli import app
 from penstock.errors import DeviceNotFound, PenstockError
+from penstock.measuring import workloads
 from penstock.nn import GPT
 from penstock.runtime import Device
 
@@ -421,9 +422,10 @@ def test_pytorch_is_set_against_the_same_hardware(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings_module, "_COPIED", {"cpu": 1 << 16, "gpu": 1 << 16})
-    monkeypatch.setattr(ceilings_module, "_TRANSFERRED", 1 << 16)
-    monkeypatch.setattr(ceilings_module, "_LENGTH", {"cpu": 16, "gpu": 16})
+    monkeypatch.setattr(workloads, "_MOVED", {"cpu": 1 << 16, "gpu": 1 << 16})
+    monkeypatch.setattr(workloads, "_TRANSFERRED", 1 << 16)
+    monkeypatch.setattr(workloads, "_LENGTH", 16)
+    monkeypatch.setattr(workloads, "_LONG", 0.0)
 
 
 @pytest.mark.usefixtures("_small_ceilings")
@@ -467,7 +469,7 @@ def without_repeats(log: list[str]) -> list[str]:
 
 
 def test_rounds_go_over_all_cases_and_sides_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring_module, "_PAUSE", 0)
+    monkeypatch.setattr(sampling_module, "_PAUSE", 0)
     log: list[str] = []
     told: list[str] = []
     device = Device.over(DRIVERS["host"]())
@@ -489,7 +491,7 @@ def test_a_case_that_takes_long_gets_the_least_rounds_and_the_others_all() -> No
     assert len(measured[0].seconds) == effort.rounds
     assert measured[0].torch_seconds == []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring_module, "_MOST_SECONDS", 0.0)
+        patch.setattr(sampling_module, "_MOST_SECONDS", 0.0)
         measured, _ = measure([noted("a", log)], device, None, effort)
     assert len(measured[0].seconds) == SHORT.rounds
 
@@ -566,6 +568,7 @@ def test_a_comparison_says_what_got_slower() -> None:
 @pytest.fixture
 def _in_folder(_small_ceilings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("penstock.bench.running.QUICK", SHORT)  # as many rounds, in less time
     default = ps.default_device()
     yield
     assert ps.default_device() is default  # which a run borrows

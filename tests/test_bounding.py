@@ -14,8 +14,8 @@ from penstock.fusion.bounding import bounded
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.splitting import split
 from penstock.graph import contraction, elementwise, reducing, shaping
-from penstock.graph.meaning import computed
 from penstock.graph.node import Node, topological
+from penstock.graph.reference import computed
 
 
 def parts(most: int, *wanted: Node) -> list[Group]:

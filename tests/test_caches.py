@@ -20,16 +20,16 @@ import penstock as ps
 from penstock import cache, cli, files
 from penstock.cache import CacheFolder
 from penstock.data import ByteTokenizer, CharTokenizer, DataError, TokenStore
-from penstock.device.binaries import Binaries
-from penstock.device.host import HostDriver, host_capabilities
-from penstock.dispatch import machine
 from penstock.dispatch.placements import Placement
 from penstock.dispatch.predictions import Predictions
+from penstock.drivers.binaries import Binaries
+from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import PenstockWarning, SettingError
 from penstock.files import atomic_file, remove_leftovers
-from penstock.kernels.choices import Choices
-from penstock.profiling import ceilings, settled
+from penstock.measuring import ceilings, quiet
+from penstock.measuring import rates as machine
 from penstock.runtime import Device
+from penstock.tuning_cache import TuningCache
 
 TEXT = "the quick brown fox jumps over the lazy dog; the early bird catches the worm.\n" * 20
 SETTINGS = """
@@ -73,7 +73,7 @@ def mode(path: Path) -> int:
 
 
 def test_every_folder_is_the_users_alone(place: Path) -> None:
-    Choices("a device").put("problem", "ab")
+    TuningCache("a device").put("problem", "ab")
     Binaries().put("source", b"code")
     TokenStore.open(TEXT, ByteTokenizer())
     folders = {place, place / "kernels", place / "tokens"}
@@ -93,7 +93,7 @@ def test_a_folder_that_others_could_read_is_closed_to_them(place: Path) -> None:
 def test_what_belongs_to_another_user_is_not_used(
     whose: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Choices("a device").put("problem", "ab")
+    TuningCache("a device").put("problem", "ab")
     Binaries().put("source", b"code")
     store = TokenStore.open(TEXT, ByteTokenizer())
     real, theirs = os.stat, place if whose == "root" else place / "kernels"
@@ -110,7 +110,7 @@ def test_what_belongs_to_another_user_is_not_used(
     Binaries().put("other", b"code")  # it is said once
     assert not list((place / "kernels").glob("*.part"))
     assert Binaries().get("other") is None
-    assert Choices("a device").get("problem") == (None if whose == "root" else "ab")
+    assert TuningCache("a device").get("problem") == (None if whose == "root" else "ab")
     if whose == "root":
         again = TokenStore.open(TEXT, ByteTokenizer())
         assert again.path is None
@@ -169,7 +169,7 @@ def test_a_full_disk_leaves_tokens_in_memory(place: Path) -> None:
     try:
         with pytest.warns(PenstockWarning, match=r"File too large.*going on without it"):
             store = TokenStore.open(TEXT, ByteTokenizer(), validation=0)
-        Choices("a device").put("problem", "x" * 1000)
+        TuningCache("a device").put("problem", "x" * 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
     assert bytes(store.train.tolist()).decode() == TEXT
@@ -236,7 +236,7 @@ def test_leftovers_of_killed_processes_are_removed(place: Path) -> None:
         for name, (when, _) in left.items():
             (folder / name).touch()
             os.utime(folder / name, (when, when))
-    Choices("a device").get("problem")
+    TuningCache("a device").get("problem")
     Binaries().get("source")
     TokenStore.open(TEXT, ByteTokenizer())
     kept = {name for name, (_, stays) in left.items() if stays}
@@ -254,7 +254,7 @@ class Counter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, busy: int) -> None:
         self.count = 0
-        monkeypatch.setattr(settled.Watch, "busy", lambda watch: self.count <= busy)
+        monkeypatch.setattr(quiet.Watch, "busy", lambda watch: self.count <= busy)
 
     def __call__(self, *_: object) -> float:
         self.count += 1
@@ -262,46 +262,46 @@ class Counter:
 
 
 @pytest.mark.parametrize(
-    ("busy", "tries", "rate", "quiet"), [(0, 1, 1.0, True), (1, 2, 2.0, True), (9, 3, 3.0, False)]
+    ("busy", "tries", "rate", "still"), [(0, 1, 1.0, True), (1, 2, 2.0, True), (9, 3, 3.0, False)]
 )
 def test_a_busy_machine_is_measured_again_and_the_best_counts(
-    busy: int, tries: int, rate: float, quiet: bool, monkeypatch: pytest.MonkeyPatch
+    busy: int, tries: int, rate: float, still: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = Counter(monkeypatch, busy)
-    assert settled.settled(counter, max) == (rate, quiet)
+    assert quiet.measure_quietly(counter, max) == (rate, still)
     assert counter.count == tries
 
 
 def test_others_on_the_machine_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = {"now": 0.0, "busy": 0.0, "own": 0.0}
-    monkeypatch.setattr(settled, "perf_counter", lambda: clock["now"])
+    monkeypatch.setattr(quiet, "perf_counter", lambda: clock["now"])
 
     class Times(tuple):  # as psutil's: a tuple with names
         idle = iowait = guest = guest_nice = 0.0
 
-    monkeypatch.setattr(settled.psutil, "cpu_times", lambda: Times((clock["busy"],)))
-    monkeypatch.setattr(settled.psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(quiet.psutil, "cpu_times", lambda: Times((clock["busy"],)))
+    monkeypatch.setattr(quiet.psutil, "cpu_count", lambda: 2)
     process = SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=clock["own"], system=0.0))
-    monkeypatch.setattr(settled.psutil, "Process", lambda: process)
+    monkeypatch.setattr(quiet.psutil, "Process", lambda: process)
     for busy, own, wanted in ((1.0, 1.0, False), (2.0, 2.0, False), (1.9, 1.0, True), (0.2, 0.0, False)):
         clock.update(now=0.0, busy=0.0, own=0.0)
-        watch = settled.Watch()
+        watch = quiet.Watch()
         clock.update(now=1.0, busy=busy, own=own)
         assert watch.busy() is wanted
     clock.update(now=1.001)
-    assert not settled.Watch().busy()  # too short to tell
+    assert not quiet.Watch().busy()  # too short to tell
 
 
 def test_the_real_clock_of_others_goes_on() -> None:
-    first = settled._others_seconds()
-    assert settled._others_seconds() >= first - 1.0
+    first = quiet._others_seconds()
+    assert quiet._others_seconds() >= first - 1.0
 
 
 def test_rates_of_a_busy_machine_are_measured_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = Counter(monkeypatch, busy=9)
     monkeypatch.setattr(ceilings, "_measured", counter)
     now = time.time()
-    monkeypatch.setattr(settled, "time", lambda: now)
+    monkeypatch.setattr(quiet, "time", lambda: now)
     device = Device("host", host_capabilities(), HostDriver)
     assert ceilings.Ceilings(device).bandwidth() == 3
     assert ceilings.Ceilings(device).bandwidth() == 3
@@ -310,7 +310,7 @@ def test_rates_of_a_busy_machine_are_measured_again_after_a_while(monkeypatch: p
     assert ceilings.Ceilings(device).bandwidth(measure=False) == 3
     assert ceilings.Ceilings(device).bandwidth() == 4
     now += 1e9
-    monkeypatch.setattr(settled.Watch, "busy", lambda watch: False)
+    monkeypatch.setattr(quiet.Watch, "busy", lambda watch: False)
     before = counter.count
     assert ceilings.Ceilings(device).bandwidth() == 4
     assert counter.count == before + 1, "the last one was not quiet either"
@@ -320,7 +320,7 @@ def test_rates_of_a_busy_machine_are_measured_again_after_a_while(monkeypatch: p
 
 
 def test_a_ceiling_that_is_exceeded_is_measured_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settled.Watch, "busy", lambda watch: False)
+    monkeypatch.setattr(quiet.Watch, "busy", lambda watch: False)
     asked: list[str] = []
     monkeypatch.setattr(ceilings, "_measured", lambda device, what: float(asked.append(what) or len(asked)))
     device = Device("host", host_capabilities(), HostDriver)
@@ -345,8 +345,8 @@ def test_the_rates_of_auto_too(monkeypatch: pytest.MonkeyPatch) -> None:
         return machine.Rates.parsed(json.loads(json.dumps(machine.asdict(RATES))) | {"program": factor})
 
     monkeypatch.setattr(machine, "measured", measured)
-    monkeypatch.setattr(settled.Watch, "busy", lambda watch: state["busy"])
-    monkeypatch.setattr(settled, "time", lambda: state["now"])
+    monkeypatch.setattr(quiet.Watch, "busy", lambda watch: state["busy"])
+    monkeypatch.setattr(quiet, "time", lambda: state["now"])
     device = Device("host", host_capabilities(), HostDriver)
     assert machine.machine_rates([device])[device].program == 1.0  # three on a busy machine, and the best
     assert machine.machine_rates([device])[device].program == 1.0
@@ -428,11 +428,11 @@ def test_a_remembered_cut_is_known_by_its_name() -> None:
 def test_a_command_forgets_and_measures_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "_measured", lambda device, what: 2e9)
     monkeypatch.setattr(machine, "measured", lambda device, seconds: RATES)
-    Choices("a library").put("problem", "ab")
+    TuningCache("a library").put("problem", "ab")
     result = CliRunner().invoke(cli.app, ["devices", "host", "--measure"])
     assert result.exit_code == 0, result.output
     assert "host: 2 GB/s, 2 GFLOP/s in float32, 10 µs for a small program" in result.output
-    assert Choices("a library").get("problem") is None
+    assert TuningCache("a library").get("problem") is None
     host = ps.registry.find("host")
     assert ceilings.Ceilings(host).bandwidth(measure=False) == 2e9
     assert machine.machine_rates([host])[host] == RATES

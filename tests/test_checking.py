@@ -13,8 +13,8 @@ import penstock as ps
 from penstock import checking, registry
 from penstock.checking import Finding, check
 from penstock.cli import app
-from penstock.device.driver import Event
-from penstock.device.host import HostDriver
+from penstock.drivers.driver import Event
+from penstock.drivers.host import HostDriver
 from penstock.errors import DeviceError, PenstockError
 from penstock.runtime import Device
 

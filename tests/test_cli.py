@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 import penstock as ps
 from penstock.cli import app
 from penstock.errors import CheckpointError, PenstockError, SettingError
+from penstock.measuring import ceilings
 from penstock.nn import GPT
-from penstock.profiling import ceilings
 from penstock.train import Config
 
 TEXT = "the quick brown fox jumps over the lazy dog; the early bird catches the worm.\n" * 60

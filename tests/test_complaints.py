@@ -17,9 +17,9 @@ import pytest
 from conftest import CUDA_KINDS, DRIVERS, SMALL, WEBGPU_KINDS, Lazy, compiled
 
 from penstock import memory
-from penstock.device.driver import Driver, Kernel
-from penstock.device.host import HostDriver
-from penstock.device.opencl import OpenCLDriver, find_devices
+from penstock.drivers.driver import Driver, Kernel
+from penstock.drivers.host import HostDriver
+from penstock.drivers.opencl import OpenCLDriver, find_devices
 from penstock.errors import OutOfDeviceMemory
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device

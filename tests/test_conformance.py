@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock import Device, FutureState
-from penstock.device.driver import Kernel
+from penstock.drivers.driver import Kernel
 from penstock.errors import BufferInUse, CompileError, DeviceError
 
 Kernels = dict[str, Kernel]

@@ -19,10 +19,10 @@ from cuda.bindings import driver as cu
 
 import penstock as ps
 from penstock import Device, nn, optim
-from penstock.device import cuda
-from penstock.device.binaries import Binaries
-from penstock.device.cuda import CudaDriver
-from penstock.device.host import HostDriver
+from penstock.drivers import cuda
+from penstock.drivers.binaries import Binaries
+from penstock.drivers.cuda import CudaDriver
+from penstock.drivers.host import HostDriver
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory, PenstockWarning
 
 
@@ -221,7 +221,7 @@ def test_times_are_told_where_they_were_asked_for() -> None:
 
 
 def test_events_are_used_again_and_few_are_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_MAX_IDLE_EVENTS", 16)
+    monkeypatch.setattr(cuda.events, "_MAX_IDLE_EVENTS", 16)
     kernels = compiled(device)
     driver = device.driver
     assert isinstance(driver, CudaDriver)
@@ -230,18 +230,18 @@ def test_events_are_used_again_and_few_are_kept(device: Device, monkeypatch: pyt
         for one in out:
             device.stream.launch(kernels["fill"], (1,), (1,), (one, 1, 16))
     device.sync()
-    assert driver._events < 600
+    assert driver._events.count < 600
     out.clear()
     device.sync()
     device.upload(np.ones(4))
     device.sync()
-    assert len(driver._idle_events) <= 20
+    assert len(driver._events.idle) <= 20
 
 
 def test_compiled_code_is_kept_and_damaged_code_made_again(device: Device, tmp_path: Path) -> None:
     driver = device.driver
     assert isinstance(driver, CudaDriver)
-    driver._binaries = Binaries(tmp_path)
+    driver._compiler.binaries = Binaries(tmp_path)
     compiled(device)
     (kept,) = tmp_path.iterdir()
     before = kept.read_bytes()

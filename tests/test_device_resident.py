@@ -152,7 +152,7 @@ def test_shared_memory_is_read_where_it_lies(kind: str, monkeypatch: pytest.Monk
     x, v, ids = arrays(300)
     tensors = [ps.asarray(array, device=device) for array in (x, v, ids)]
     monkeypatch.setattr(
-        device._open().transfers, "download", lambda *_: pytest.fail("a copy of what the host sees")
+        device.layers().transfers, "download", lambda *_: pytest.fail("a copy of what the host sees")
     )
     for name in ("row", "item", "embedding", "block"):
         compute, expected = OPERATIONS[name]
@@ -167,7 +167,7 @@ def test_shared_memory_is_read_where_it_lies(kind: str, monkeypatch: pytest.Monk
 
 def test_what_reads_much_is_no_small_matter() -> None:
     """A sum has one item, and reads many: the items that are read decide as those that are written do."""
-    from penstock.realize import MIN_ITEMS, Structure
+    from penstock.execution.structure import MIN_ITEMS, Structure
 
     device = Device.over(DRIVERS["host"]())
     x = ps.asarray(np.ones(MIN_ITEMS, np.float32), device=device)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, SMALL
+from conftest import DRIVERS, SMALL, examples, one_opencl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_lifecycle import assert_quiet_success
@@ -20,19 +20,22 @@ from test_random_graphs import compare, grown, meaning
 
 import penstock as ps
 from penstock import registry
-from penstock.device.host import HostDriver, host_capabilities
-from penstock.dispatch import AutoDevice, machine, placing, running
+from penstock.dispatch import AutoDevice, placing, running
 from penstock.dispatch.cutting import cut, operations
 from penstock.dispatch.device import _usable
-from penstock.dispatch.machine import Rates, at, plausible
 from penstock.dispatch.placements import Placement
 from penstock.dispatch.placing import Placed
+from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import DeviceUnavailable, OutOfDeviceMemory, PenstockWarning
+from penstock.execution.realize import realize
 from penstock.graph.node import leaf
-from penstock.profiling import settled
-from penstock.realize import realize
+from penstock.measuring import quiet
+from penstock.measuring import rates as machine
+from penstock.measuring.rates import Rates, at, plausible
 from penstock.runtime import Device
 from penstock.tensor.jit import plans
+
+pytestmark = one_opencl
 
 KINDS = [kind for kind in DRIVERS if kind != "host"]  # each as the first of two, NumPy the second
 PRODUCTS = ((32.0, 1e-5), (1024.0, 1e-2))
@@ -102,7 +105,7 @@ def expected_chain(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, quick=8), deadline=None)
 @given(seed=st.integers(0, 1 << 20), size=st.integers(8, 60))
 @example(seed=488, size=46)  # a product's ending in float64
 @example(seed=244, size=44)  # a sum of integers that NumPy computes
@@ -249,7 +252,7 @@ def test_stacked_products_are_one_launch(plain: AutoDevice) -> None:
 
 
 def _recorded(x: ps.Tensor) -> tuple[Any, list[Any]]:
-    from penstock.realize import Structure
+    from penstock.execution.realize import Structure
 
     return Structure([x._node]), [x._node]
 
@@ -455,7 +458,7 @@ def test_programs_are_timed_without_a_trace(auto: AutoDevice, monkeypatch: pytes
         return timed[-1]
 
     monkeypatch.setattr(placing, "seconds_of", watched)
-    monkeypatch.setattr(settled.Watch, "busy", lambda watch: False)
+    monkeypatch.setattr(quiet.Watch, "busy", lambda watch: False)
 
     @ps.jit
     def step(x: ps.Tensor) -> None:
@@ -733,7 +736,7 @@ def test_another_version_or_machine_is_measured_again(
     machine.machine_rates(hosts())
     devices = hosts()
     if changed == "version":
-        monkeypatch.setattr(machine, "version", lambda _: "99.0")
+        monkeypatch.setattr(quiet, "version", lambda _: "99.0")
     else:
         other = replace(host_capabilities(), description="another processor")
         devices = [Device("host", other, HostDriver)]

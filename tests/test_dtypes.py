@@ -15,7 +15,7 @@ from conftest import CUDA_KINDS, DRIVERS, NATIVE, SMALL, WEBGPU_KINDS
 
 import penstock as ps
 from penstock import Device
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.graph.dtypes import ALL, HALVES, DType
 from penstock.kernels.source import KernelSource
 
@@ -37,8 +37,8 @@ def on(request: pytest.FixtureRequest) -> Iterator[Device]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """NumPy node by node, or programs from the first sight on: both mean the same."""
     least = 1 if request.param == "programs" else 1 << 60
-    monkeypatch.setattr("penstock.realize.MIN_ITEMS", least)
-    monkeypatch.setattr("penstock.realize.LARGE_ITEMS", least)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", least)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", least)
     return str(request.param)
 
 

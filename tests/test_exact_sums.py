@@ -12,8 +12,8 @@ from conftest import DRIVERS, NATIVE, SMALL
 
 import penstock as ps
 from penstock import Device, nn
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver, best_memory_kind
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver, best_memory_kind
 
 EPS = 2.0**-23  # of float32
 
@@ -165,6 +165,7 @@ def test_cumulative_sums(device: Device, shape: tuple[int, ...]) -> None:
 PRODUCTS = [(2, 1 << 20, 3), (16, (1 << 17) + 77, 16), (40, 3000, 40), (5, 20000, 264)]
 
 
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("rows", "inner", "columns"), PRODUCTS)
 def test_products(device: Device, rows: int, inner: int, columns: int, transposed: bool) -> None:
@@ -197,6 +198,7 @@ def test_sums_with_infinities_and_nan_stay_what_they_are(device: Device) -> None
 
 
 @pytest.mark.parametrize(("count", "rows", "width"), [(1 << 20, 3, 1), (1 << 18, 7, 5), (1 << 17, 300, 70)])
+@pytest.mark.slow("0.1")
 @pytest.mark.parametrize("often", [0.9, 0.1])
 def test_rows_that_are_added_up_by_index(
     device: Device, count: int, rows: int, width: int, often: float

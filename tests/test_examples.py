@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, WEBGPU_KINDS
+from conftest import CUDA_KINDS, DRIVERS, WEBGPU_KINDS, one_opencl
 
 import penstock as ps
 from penstock import Device
@@ -21,6 +21,7 @@ import gpt
 import sine
 import xor
 
+pytestmark = one_opencl
 OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))
 IN_FLIGHT_BYTES = 256 << 10  # losses of steps that the device has not finished, a block for each
 SLACK_BYTES = 2 << 20  # what the resident size may drift by

@@ -14,8 +14,8 @@ from conftest import DRIVERS, SMALL, compiled, source_for
 
 from penstock import Device, FutureState
 from penstock.config import Settings
-from penstock.device.driver import Driver, Kernel
-from penstock.device.host import HostDriver
+from penstock.drivers.driver import Driver, Kernel
+from penstock.drivers.host import HostDriver
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory, PenstockError
 
 Kernels = dict[str, Kernel]

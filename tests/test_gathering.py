@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS
+from conftest import DRIVERS, one_opencl
 
 import penstock as ps
 from penstock import Device, nn, optim
 from penstock.config import Settings
 from penstock.tensor.gathering import gather, gathered, reading
+
+pytestmark = one_opencl
 
 
 @pytest.fixture(params=DRIVERS)

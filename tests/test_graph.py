@@ -23,7 +23,7 @@ def evaluate(node: Node) -> np.ndarray:
             if one.value is not None:
                 values[one] = one.value
             else:
-                values[one] = np.asarray(one.primitive.numpy(*inputs, **one.attributes))
+                values[one] = np.asarray(one.primitive.reference(*inputs, **one.attributes))
             assert values[one].shape == one.shape
             assert values[one].dtype == one.dtype
     return values[node]
@@ -124,6 +124,8 @@ SHAPING = {
     "min": lambda x: reducing.min_(x, (0, 1)),
     "cumulative_sum": lambda x: reducing.cumulative_sum(x, 1),
     "cumulative_prod": lambda x: reducing.cumulative_prod(x, 1),
+    "cumulative_sum from the end": lambda x: reducing.cumulative_sum(x, 1, reverse=True),
+    "cumulative_prod from the end": lambda x: reducing.cumulative_prod(x, 1, reverse=True),
 }
 
 
@@ -138,6 +140,21 @@ def test_the_gradient_of_a_product_with_zeros() -> None:
 
 def test_the_gradient_of_cumulative_products_with_zeros() -> None:
     check_gradient(lambda x: reducing.cumulative_prod(x, 0), np.array([[2.0, 0.0], [0.0, 3.0], [4.0, 0.0]]))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_gradient_of_linear_recurrences(reverse: bool) -> None:
+    factor = sample(2, 5, 3, seed=4)
+    factor[:, 2] = 0
+    check_gradient(lambda x, y: reducing.linear_recurrence(x, y, 1, reverse), sample(2, 5, 3), factor)
+
+
+def test_the_gradient_of_a_long_cumulative_product_takes_few_nodes() -> None:
+    x = at(np.ones(100_000))
+    x.tracked = True
+    (found,) = gradients(reducing.cumulative_prod(x, 0), None, [x])
+    assert found is not None
+    assert len(topological([found])) < 20
 
 
 def test_what_has_no_gradient_says_so() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock import Device, nn, optim
-from penstock.device.host import HostDriver
+from penstock.drivers.host import HostDriver
 from penstock.kernels.hazards import Range, Touched, orderings
 
 ranges = st.builds(

@@ -20,8 +20,8 @@ import penstock as ps
 from penstock import cli
 from penstock.data import ByteTokenizer, CharTokenizer, find_text, load_tokenizer
 from penstock.errors import PenstockWarning
+from penstock.measuring import ceilings
 from penstock.printable import printable, shown
-from penstock.profiling import ceilings
 from penstock.train import Config, Metrics, Trainer, load_last
 from penstock.train import checkpoint as checkpoints
 from penstock.train.view import LiveView, PlainView

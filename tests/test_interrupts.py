@@ -30,7 +30,7 @@ from penstock.runtime import Device
 PACKAGE = Path(ps.__file__).parent
 WATCHED = tuple(
     str(PACKAGE / part)
-    for part in ("stream", "memory", "runtime.py", "realize.py", "device/host.py", "data/prefetch.py")
+    for part in ("stream", "memory", "runtime.py", "realize.py", "drivers/host.py", "data/prefetch.py")
 )
 SIZE = 500  # items of every buffer, so that memory goes from one to the next
 PATIENCE = 30.0  # seconds, after which something hangs

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS
+from conftest import DRIVERS, one_opencl
 
 import penstock as ps
 from penstock import Device
 from penstock.errors import CaptureError
+
+pytestmark = one_opencl
 
 
 @pytest.fixture(params=[kind for kind in DRIVERS if kind != "opencl-mapped"])

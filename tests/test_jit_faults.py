@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS
+from conftest import DRIVERS, one_opencl
 
 import penstock as ps
 from penstock import Device, optim
 from penstock.errors import DamagedTensor, DeviceError, OutOfDeviceMemory
 from penstock.memory.buffer import Buffer
 from penstock.tensor import replay
+
+pytestmark = one_opencl
 
 KINDS = [
     kind for kind in ("opencl-svm", "opencl-device", "host-late", "host-far", "webgpu") if kind in DRIVERS
@@ -295,8 +297,8 @@ def test_a_handler_of_the_users_own_is_left_alone() -> None:
 def test_an_eager_step_that_fails_changes_nothing(
     device: Device, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.realize.MIN_ITEMS", 1)
-    monkeypatch.setattr("penstock.realize.LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     training, other = Training(device, jit=False), Training(device, jit=False)
     other.step()
     position = 1

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS
+from conftest import DRIVERS, one_opencl
 
 import penstock as ps
 from penstock import Device
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
+
+pytestmark = one_opencl
 
 KINDS = [kind for kind in ("opencl-svm", "opencl-device", "host-far", "cuda", "webgpu") if kind in DRIVERS]
 Function = Callable[..., ps.Tensor]

@@ -11,9 +11,9 @@ import pytest
 from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
 
 from penstock import Device
-from penstock.device.cuda import compile_text
-from penstock.device.driver import Capabilities
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.cuda import compile_text
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.cache import whole_text
 from penstock.kernels.ir import Const, Expr, Type, Var, all_of

@@ -16,7 +16,7 @@ import pytest
 from conftest import DRIVERS, compiled
 
 from penstock.config import Settings
-from penstock.device.driver import Kernel
+from penstock.drivers.driver import Kernel
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.future import Future

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from conftest import DRIVERS, SIGNATURES, SMALL, Lazy, compiled, source_for
 
-from penstock.device.driver import Driver, Kernel
-from penstock.device.host import HostDriver, host_capabilities
+from penstock.drivers.driver import Driver, Kernel
+from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import DeviceUnavailable
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
@@ -331,6 +331,7 @@ def assert_quiet_success(*parts: str) -> None:
 # Forks
 
 
+@pytest.mark.slow("opencl-mapped", "opencl-device")
 @pytest.mark.parametrize("kind", NATIVE_KINDS)
 def test_a_forked_child_is_refused_the_device_that_it_inherited_and_the_parent_goes_on(kind: str) -> None:
     assert_quiet_success(

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_graph import at
 
 from penstock import Device
-from penstock.device.driver import Capabilities
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.graph import contraction, reducing
 from penstock.graph.dtypes import HALVES
-from penstock.graph.meaning import computed
 from penstock.graph.node import Node
+from penstock.graph.reference import computed
 from penstock.kernels.cache import whole_text
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.source import UNIT
@@ -34,7 +34,11 @@ sums, products, largest, smallest = SCANS_AND_EXTREMES = (
     reducing.argmax,
     reducing.argmin,
 )
-few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=examples(8, quick=4),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 class Bench:
@@ -100,7 +104,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 def meaning(node: Node) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return node.primitive.numpy(*(parent.value for parent in node.inputs), **node.attributes)
+        return node.primitive.reference(*(parent.value for parent in node.inputs), **node.attributes)
 
 
 def items(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -119,6 +123,31 @@ def items(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 def check(bench: Bench, variant: str, node: Node) -> None:
     np.testing.assert_array_equal(bench.run(node, variant), meaning(node))
+
+
+SHAPES = [((7, 200), 1), ((1, 5000), 1), ((70, 2, 37), 0), ((3, 9, 20), 1), ((1,), 0)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("shape", "axis"), SHAPES)
+def test_scans_from_the_end(bench: Bench, variant: str, shape: tuple[int, ...], axis: int) -> None:
+    whole = at(items("int32", shape))
+    check(bench, variant, reducing.cumulative_sum(whole, axis, reverse=True))
+    check(bench, variant, reducing.cumulative_prod(whole, axis, reverse=True))
+    check(bench, variant, reducing.cumulative_sum(at(items("float32", shape)), axis, reverse=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("shape", "axis"), SHAPES)
+def test_linear_recurrences(
+    bench: Bench, variant: str, shape: tuple[int, ...], axis: int, reverse: bool
+) -> None:
+    rng = np.random.default_rng(1)
+    # Small integers, so that every order of operations gives the same bits.
+    x, factor = rng.integers(-9, 9, shape), rng.integers(-1, 2, shape)
+    nodes = (at(array.astype(np.float32)) for array in (x, factor))
+    check(bench, variant, reducing.linear_recurrence(*nodes, axis, reverse))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

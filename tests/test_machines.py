@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.device import pocl
-from penstock.device.opencl import find_devices
+from penstock.drivers.opencl import find_devices, pocl
 
 POCL = any(native.platform.name == pocl.PLATFORM for native in find_devices())
 WEBGPU = any(device.name.startswith("webgpu") for device in ps.devices())
@@ -51,8 +50,18 @@ if "platforms" in os.environ["WITHOUT"]:
     os.environ["PYOPENCL_HOME"] = os.environ["OCL_ICD_VENDORS"] = os.environ["HERE"]
 """
 
+# The end of a run of training in short: a small sample, and no rates of the device are measured.
+SHORT = """
+from penstock import cli
+from penstock.profiling import ceilings
+cli._SAMPLE = 8
+ceilings._measured = lambda *_: 1e11
+"""
+
 # Programs of their own for kernels that differ; whatever is wrong in one of them shows.
 MAPS = """
+import sys
+sys.modules["wgpu"] = None  # not looked for: it takes as long to load as all the rest
 import numpy as np
 import penstock as ps
 device = ps.use("opencl")
@@ -96,7 +105,8 @@ def training(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("without", "default", "trains"),
     [
-        ("pyopencl", "webgpu:0", True),
+        ("pyopencl", "webgpu:0", False),
+        pytest.param("pyopencl", "webgpu:0", True, marks=pytest.mark.slow),
         ("platforms", "webgpu:0", False),
         ("pyopencl wgpu", "host", False),
         ("platforms wgpu", "host", True),
@@ -118,7 +128,7 @@ def test_what_is_not_installed_is_done_without(
     assert refused.returncode == 1
     assert f"there is no device '{asked}'" in refused.stderr
     if trains:
-        python(WITHOUT + command(training(tmp_path)), tmp_path, **missing)
+        python(WITHOUT + SHORT + command(training(tmp_path)), tmp_path, **missing)
         assert (tmp_path / "run" / "report.html").exists()
 
 
@@ -131,7 +141,7 @@ def test_without_a_linker_another_device_is_the_default(tmp_path: Path) -> None:
     listed = python(command(["devices"]), tmp_path, **paths)
     assert "opencl" not in listed.stdout
     assert "apt install binutils" in listed.stderr
-    done = python(command([*training(tmp_path), "--device", "host"]), tmp_path, **paths)
+    done = python(SHORT + command([*training(tmp_path), "--device", "host"]), tmp_path, **paths)
     assert "binutils" not in done.stderr, "who names a device need not hear of another"
     for name in ("opencl", "opencl:0"):
         refused = python(command(["devices", name]), tmp_path, check=False, **paths)
@@ -144,6 +154,7 @@ def test_without_a_linker_another_device_is_the_default(tmp_path: Path) -> None:
 
 
 @needs_pocl
+@pytest.mark.slow("x86_64-unknown-linux-gnu-ld")
 @pytest.mark.parametrize("linker", ["ld", "x86_64-unknown-linux-gnu-ld"])
 def test_pocl_finds_the_linkers_that_are_looked_for(tmp_path: Path, linker: str) -> None:
     found = shutil.which("ld")
@@ -178,6 +189,7 @@ def damage(path: Path, kind: str) -> None:
 
 
 @needs_pocl
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("own", [True, False], ids=["own folder", "POCL_CACHE_DIR"])
 def test_damaged_kernels_are_compiled_again(tmp_path: Path, own: bool) -> None:
     settings = {} if own else {"POCL_CACHE_DIR": str(tmp_path / "given")}
@@ -217,6 +229,8 @@ def test_what_was_compiled_is_not_compiled_again(tmp_path: Path) -> None:
         f"import os\nfrom penstock import devices; devices()\nos.environ['PATH'] = {str(tmp_path)!r}\n{MAPS}"
     )
     assert python(text, tmp_path).stdout == "right\n"
+    python(MAPS, tmp_path, POCL_EXTRA_BUILD_FLAGS="-cl-mad-enable")
+    assert len(list(kept.iterdir())) == 2 * len(before), "what PoCL compiles with other flags is other code"
 
 
 @needs_pocl
@@ -246,7 +260,7 @@ def test_processes_side_by_side_do_not_disturb_each_other(tmp_path: Path) -> Non
 @needs_pocl
 def test_the_cache_is_bounded(tmp_path: Path) -> None:
     bounds = (
-        "from penstock.device import binaries, pocl\n"
+        "from penstock.drivers import binaries\nfrom penstock.drivers.opencl import pocl\n"
         "pocl._MAX_PROGRAMS, pocl._FIRST_SAVE_SECONDS = 2, 0.0\n"
         "pocl._MAX_BYTES = 150_000\n"
     )
@@ -274,7 +288,7 @@ def test_child_processes_have_the_cache_that_the_user_chose(tmp_path: Path) -> N
     assert python(text, tmp_path).stdout == "None\n"
     assert python(text, tmp_path, POCL_CACHE_DIR=str(tmp_path)).stdout == f"{tmp_path}\n"
     forked = (
-        "import os, sys\nfrom penstock.device import pocl\nimport penstock as ps\nps.devices()\n"
+        "import os, sys\nfrom penstock.drivers.opencl import pocl\nimport penstock as ps\nps.devices()\n"
         "child = os.fork()\nif child == 0: sys.exit(0)\nos.waitpid(child, 0)\n"
         "assert pocl.cache().folder.is_dir()\n"
     )
@@ -283,7 +297,7 @@ def test_child_processes_have_the_cache_that_the_user_chose(tmp_path: Path) -> N
 
 def test_pyopencl_keeps_nothing_on_disk_and_little_in_memory(tmp_path: Path) -> None:
     text = (
-        "import linecache\nfrom penstock.device import invokers\ninvokers._MAX_KERNELS = 3\n"
+        "import linecache\nfrom penstock.drivers.opencl import invokers\ninvokers._MAX_KERNELS = 3\n"
         + MAPS
         + "from pyopencl import invoker\n"
         "assert len(invoker.invoker_cache._code) == 3\n"

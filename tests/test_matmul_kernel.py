@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import NATIVE
+from conftest import NATIVE, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.device.driver import Capabilities
-from penstock.device.opencl import OpenCLDriver, find_devices, opencl_capabilities
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.opencl import OpenCLDriver, find_devices, opencl_capabilities
 from penstock.graph.dtypes import checked
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.cache import whole_text
@@ -182,7 +182,7 @@ SIZE = st.one_of(st.integers(1, 40), st.integers(41, 270))
 LAYOUT = st.sampled_from(["rows", "columns", "apart", "padded"])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20, quick=8), deadline=None)
 @given(
     way=st.sampled_from(["cpu", "cpu", "gpu", "gpu-few"]),
     sizes=st.tuples(st.integers(1, 3), SIZE, SIZE, SIZE),

@@ -121,6 +121,7 @@ def test_every_function_is_checked() -> None:
     assert public <= checked
 
 
+@pytest.mark.slow("attention", "attention_short")
 @pytest.mark.parametrize(
     "name", [name for name in FUNCTIONS if "attention" in name] + ["linear_cross_entropy"]
 )
@@ -513,6 +514,7 @@ def reference_gpt(device: Device) -> nn.GPT:
     return model
 
 
+@pytest.mark.slow("webgpu")
 def test_the_losses_of_the_first_50_steps_are_pytorchs(device: Device) -> None:
     model = reference_gpt(device)
     optimizer = ps.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)

@@ -17,7 +17,7 @@ import sys
 from dataclasses import replace
 import numpy as np
 import penstock as ps
-from penstock.device.opencl import OpenCLDriver, find_devices
+from penstock.drivers.opencl import OpenCLDriver, find_devices
 from penstock.runtime import Device
 from penstock.nn import functional
 

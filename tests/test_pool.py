@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.device.driver import Memory
+from penstock.drivers.driver import Memory
 from penstock.errors import OutOfDeviceMemory, SettingError
 from penstock.memory.pool import EXACT_FROM, GRANULE, BufferPool, size_class
 from penstock.memory.resource import Limit, Statistics

@@ -14,33 +14,32 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, SMALL
+from conftest import DRIVERS, SMALL, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from test_graph import at
 
 import penstock as ps
-from penstock import Device, realize
+from penstock import Device, tuning_cache
 from penstock.config import Settings
-from penstock.device.driver import Capabilities
-from penstock.device.host import HostDriver, host_capabilities
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import PenstockWarning
+from penstock.execution.realize import explain
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.products import Matrix, batch_stride, by_library, laid_out
 from penstock.fusion.views import base
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.contraction import MATMUL
-from penstock.graph.meaning import computed
 from penstock.graph.node import Node
+from penstock.graph.reference import computed
 from penstock.graph.simplify import simplify
-from penstock.kernels import choices
-from penstock.kernels.choices import Choices
 from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, Product, library_problem
 from penstock.kernels.writer import fusible, write
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
-from penstock.realize import explain
 from penstock.tensor import dtypes
+from penstock.tuning_cache import TuningCache
 
 GPU = Capabilities(
     description="a GPU",
@@ -225,7 +224,7 @@ def computed_graph(node: Node) -> np.ndarray:
     inputs = [computed_graph(parent) for parent in node.inputs]
     if node.value is not None:
         return np.asarray(node.value).astype(np.float64)
-    return np.asarray(node.primitive.numpy(*inputs, **node.attributes))
+    return np.asarray(node.primitive.reference(*inputs, **node.attributes))
 
 
 # Groups
@@ -399,36 +398,39 @@ def test_products_of_bfloat16_are_cast_only_where_there_is_no_library() -> None:
 
 def test_choices_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first, other = Choices("a device"), Choices("another device")
+    first, other = TuningCache("a device"), TuningCache("another device")
     assert first.get("problem") is None
     first.put("problem", "ab")
     other.put("problem", "cd")
-    assert (Choices("a device").get("problem"), Choices("another device").get("problem")) == ("ab", "cd")
+    assert (TuningCache("a device").get("problem"), TuningCache("another device").get("problem")) == (
+        "ab",
+        "cd",
+    )
 
 
 def test_a_file_of_choices_is_bounded_and_may_be_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(choices, "_MAX_CHOICES", 3)
-    some = Choices("a device")
+    monkeypatch.setattr(tuning_cache, "_MAX_ENTRIES", 3)
+    some = TuningCache("a device")
     for number in range(5):
         some.put(str(number), "00")
     (path,) = (tmp_path / "penstock").iterdir()
     assert list(json.loads(path.read_text())) == ["2", "3", "4"]
     for damaged in ("", "[1]", '{"a": 1', '{"a": 1}'):
         path.write_text(damaged)
-        again = Choices("a device")
+        again = TuningCache("a device")
         assert again.get("a") is None
         again.put("b", "11")
-        assert Choices("a device").get("b") == "11"
+        assert TuningCache("a device").get("b") == "11"
 
 
 def test_choices_without_a_folder_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    some = Choices("a device")
+    some = TuningCache("a device")
     with pytest.warns(PenstockWarning, match="going on without it"):
         some.put("problem", "ab")
     some.put("other", "cd")  # it is said once
@@ -443,8 +445,8 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Device]:
     if request.param not in DRIVERS:
         pytest.skip("no such device")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(realize, "MIN_ITEMS", 1)
-        patch.setattr(realize, "LARGE_ITEMS", 1)
+        patch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+        patch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
         device = Device.over(DRIVERS[request.param]())
         yield device
         device.close()
@@ -473,7 +475,7 @@ def stored_matrices(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[np.ndarray
     return rng.standard_normal((*batch, rows, before + columns)), lambda x: x[..., before:]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20, quick=8), deadline=None)
 @given(data=st.data())
 def test_products_and_endings_on_a_device(opened: Device, data: st.DataObject) -> None:
     """The values, and the gradients of both operands, against double precision."""

@@ -26,13 +26,12 @@ import pytest
 from conftest import DRIVERS, SMALL, GraphingHost, compiled
 
 import penstock as ps
-from penstock import Device, realize
-from penstock.device.driver import Kernel
-from penstock.device.host import HostDriver
+from penstock import Device, tuning_cache
+from penstock.drivers.driver import Kernel
+from penstock.drivers.host import HostDriver
 from penstock.errors import DeviceError, DeviceUnavailable
-from penstock.kernels import choices
+from penstock.measuring import ceilings, quiet, workloads
 from penstock.memory.snapshots import UNTRACED
-from penstock.profiling import ceilings
 from penstock.profiling.memory_log import BEFORE
 from penstock.profiling.profiles import Profile
 from penstock.runtime import when_opened
@@ -53,7 +52,7 @@ def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return RATES[what]
 
     monkeypatch.setattr(ceilings, "_measured", measured)
-    monkeypatch.setattr(choices, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(tuning_cache, "cache_folder", lambda: tmp_path / "cache")
     return asked
 
 
@@ -133,7 +132,7 @@ def test_nothing_is_timed_after_a_profile(device: Device, kernels: Kernels) -> N
     driver.wait(event)
     assert driver.ran(event) is None
     assert device.stream.recorders == ()
-    assert device.stream.compute.queue is driver.compute
+    assert device.stream.compute.native is driver.compute
 
 
 @pytest.mark.parametrize("kind", DRIVERS)
@@ -194,8 +193,8 @@ def test_what_numpy_computes_instead_is_shown(monkeypatch: pytest.MonkeyPatch) -
         (x + x * 3).numpy()
     (kernel,) = p.kernels()
     assert (kernel.name, kernel.where, kernel.calls) == ("numpy multiply add", "host", 1)
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     with ps.profile(device=device) as p:
         (x + x * 3).numpy()
     assert {kernel.where for kernel in p.kernels()} == {"device"}
@@ -600,7 +599,7 @@ def test_ceilings_are_measured_once_and_kept(
     again = ceilings.Ceilings(device)
     assert again.bandwidth(measure=False) == RATES["bytes"]
     assert rates == ["float32", "bytes"]
-    monkeypatch.setattr(ceilings, "version", lambda name: "another")
+    monkeypatch.setattr(quiet, "version", lambda name: "another")
     assert ceilings.Ceilings(device).bandwidth(measure=False) is None
     for file in (tmp_path / "cache").iterdir():
         file.write_text(json.dumps({"bytes": "many", "float32": "-1"}))
@@ -626,9 +625,9 @@ def test_nothing_is_measured_inside_the_block(rates: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["host", "opencl-mapped"])
 def test_rates_are_measured_on_a_device_of_their_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "_MOVED", dict.fromkeys(("cpu", "gpu"), 1 << 20))
-    monkeypatch.setattr(ceilings, "_LENGTH", 64)
-    monkeypatch.setattr(ceilings, "_LONG", 0.0)
+    monkeypatch.setattr(workloads, "_MOVED", dict.fromkeys(("cpu", "gpu"), 1 << 20))
+    monkeypatch.setattr(workloads, "_LENGTH", 64)
+    monkeypatch.setattr(workloads, "_LONG", 0.0)
     driver = DRIVERS[kind]()
     opened = []
 
@@ -767,6 +766,7 @@ def perfetto(path: Path, *queries: str) -> list[list[dict[str, Any]]]:
     return rows
 
 
+@pytest.mark.slow("opencl-mapped", "opencl-device", "host-late", "host-far")
 def test_perfetto_reads_a_trace(device: Device, kernels: Kernels, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with ps.profile(path, device=device) as p:

@@ -12,14 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, one_opencl
 
 import penstock as ps
-from penstock import Device, realize
+from penstock import Device
 from penstock.config import Settings
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.errors import CompileError, OutOfDeviceMemory
+from penstock.execution import realize
+from penstock.execution.structure import Structure
+
+pytestmark = one_opencl
 
 
 def _threads() -> Driver:
@@ -35,8 +39,8 @@ KINDS: dict[str, Callable[[], Driver]] = {**DRIVERS, "opencl-threads": _threads}
 @pytest.fixture(autouse=True)
 def _programs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is computed by a program, at the first sight and however small."""
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
 
 
 @pytest.fixture(params=KINDS)
@@ -186,7 +190,7 @@ def test_temporaries_share_one_arena(device: Device) -> None:
     for _ in range(6):
         x = ps.cumulative_sum(ps.tanh(x), axis=0) * 0.01
         a = np.cumsum(np.tanh(a), axis=0) * np.float32(0.01)
-    (program,) = [realize.programs(device).build(realize.Structure([x._node]), [x._node])]
+    (program,) = [realize.programs(device).build(Structure([x._node]))]
     assert program.plan.arena_bytes <= 4 * a.nbytes, "values that are dead leave their places to others"
     np.testing.assert_allclose(x.numpy(), a, rtol=1e-4, atol=1e-6)
 
@@ -199,8 +203,8 @@ def test_tables_are_bounded(host: Device, monkeypatch: pytest.MonkeyPatch) -> No
             x = ps.asarray(np.ones(length, np.float32), device=host)
             assert (x * 2 + 1).numpy().tolist() == [3.0] * length
             assert count(host) <= 3
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1 << 20)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1 << 20)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1 << 20)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1 << 20)
     for length in range(1, 8):
         assert (ps.asarray(np.ones(length, np.float32), device=host) * 5).numpy().tolist() == [5.0] * length
         assert len(realize.programs(host)._seen) <= 4
@@ -236,8 +240,8 @@ def test_a_device_that_is_dropped_is_let_go() -> None:
 
 
 def test_small_expressions_wait_for_no_compiler(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(realize, "MIN_ITEMS", 100)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 10_000)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 100)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 10_000)
     far = not device.capabilities.shared_memory  # there everything is a program
     for turn in range(3):
         small = ps.asarray(array(99, seed=turn), device=device)

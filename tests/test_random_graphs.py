@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
 
-from penstock import Device, realize
+from penstock import Device
 from penstock.compiler import passes
-from penstock.device.driver import Capabilities, Driver
-from penstock.device.opencl import OpenCLDriver, opencl_capabilities
-from penstock.executable import Executable
+from penstock.drivers.driver import Capabilities, Driver
+from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
+from penstock.execution import realize
+from penstock.execution.executable import Executable
+from penstock.execution.structure import Structure
 from penstock.graph import contraction, creating, elementwise, reducing, shaping
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.random import random_bits
@@ -392,8 +394,11 @@ class Grower:
         if not x.ndim:
             return
         axis = self.choice.randrange(x.ndim)
-        result = self.choice.choice((reducing.cumulative_sum, reducing.cumulative_prod))(x, axis)
+        reverse = self.choice.random() < 0.5
+        result = self.choice.choice((reducing.cumulative_sum, reducing.cumulative_prod))(x, axis, reverse)
         if x.dtype.kind == "f":
+            if self.choice.random() < 0.3:
+                result = reducing.linear_recurrence(x, x, axis, reverse)
             self.after(self.scaled(result, 1 / x.shape[axis]), x)
         else:
             self.same(result)
@@ -457,7 +462,7 @@ def check(device: Device, seed: int, size: int) -> None:
         grower, wanted = grown(
             seed, size, values, lambda array: leaf(device.upload(array), array.shape, array.dtype)
         )
-        structure = realize.Structure(wanted)
+        structure = Structure(wanted)
         found = programs.known(structure)
         assert found is not None
         inputs = [node.value for node in structure.inputs]
@@ -533,8 +538,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Device]]:
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(lowering, "_BUSY", 0)  # threads of a GPU have several items, even of small values
     poison(monkeypatch)
     made: list[Device] = []

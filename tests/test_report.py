@@ -22,7 +22,8 @@ import penstock as ps
 from penstock.advising import Advice
 from penstock.cli import app
 from penstock.errors import DeviceError, ReportError, SettingError
-from penstock.profiling import ceilings
+from penstock.formatting import UNKNOWN, format_duration, format_share
+from penstock.measuring import ceilings
 from penstock.profiling.records import CopyRecord, DeviceRecord, KernelRecord, OwnerRecord, WaitRecord
 from penstock.profiling.words import short_place
 from penstock.report import Certificate, Findings, Run, charts, findings, render, roofline, words
@@ -332,13 +333,13 @@ def test_numbers_in_words() -> None:
         "2G",
         "2.5e-4",
     ]
-    assert [words.duration(value) for value in (1.25, 90, 7320, math.nan)] == [
+    assert [format_duration(value) for value in (1.25, 90, 7320, math.nan)] == [
         "1.2 s",
         "1 min 30 s",
         "2 h 02 min",
-        words.UNKNOWN,
+        UNKNOWN,
     ]
-    assert [words.share(value) for value in (0, 0.012, 0.5, 1.5)] == ["0%", "1.2%", "50%", "150%"]
+    assert [format_share(value) for value in (0, 0.012, 0.5, 1.5)] == ["0%", "1.2%", "50%", "150%"]
     assert short_place(ps.__file__ + ":3") == os.path.join("penstock", "__init__.py:3")
 
 

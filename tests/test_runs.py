@@ -21,7 +21,7 @@ import penstock as ps
 from penstock import cli
 from penstock.data import DataError
 from penstock.errors import PenstockError, SettingError
-from penstock.profiling import ceilings
+from penstock.measuring import ceilings
 from penstock.train import Config, Metrics, Trainer, load_last
 from penstock.train import checkpoint as checkpoints
 from penstock.train.folder import RunFolder, RunInUse

@@ -16,12 +16,13 @@ from penstock.compiler.pipeline import compile_graph, prepare
 from penstock.compiler.schedule import BufferSpec, Copy, Schedule
 from penstock.compiler.simulate import simulate
 from penstock.compiler.target import Target
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.errors import OutOfDeviceMemory
-from penstock.executable import Executable
+from penstock.execution.executable import Executable
+from penstock.execution.realize import programs
+from penstock.execution.structure import Structure
 from penstock.graph import elementwise
 from penstock.graph.node import Node, leaf
-from penstock.realize import Structure, programs
 
 CPU = replace(CUDA, kind="cpu", language="opencl", vector_width=8, compute_units=4, matmul_library=False)
 GPU = replace(CPU, kind="gpu", vector_width=1, compute_units=16)

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 import penstock as ps
 from penstock import registry as found
 from penstock.cli import app
-from penstock.config import Settings, format_bytes, parse_bytes
-from penstock.device.host import HostDriver, host_capabilities
+from penstock.config import Settings, parse_bytes
+from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import DeviceNotFound, SettingError
+from penstock.formatting import format_bytes
 from penstock.runtime import refuse
 
 
@@ -124,8 +125,8 @@ def test_a_name_that_is_not_there_gets_the_names_that_are(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("registry")
 def test_a_machine_without_any_driver_still_has_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for driver in ("cuda", "opencl", "webgpu"):
-        monkeypatch.setitem(sys.modules, f"penstock.device.{driver}", None)
-        monkeypatch.delattr(f"penstock.device.{driver}", raising=False)
+        monkeypatch.setitem(sys.modules, f"penstock.drivers.{driver}", None)
+        monkeypatch.delattr(f"penstock.drivers.{driver}", raising=False)
     assert [device.name for device in ps.devices()] == ["host"]
     absent = r"not there: cuda, .*; opencl, which could not be loaded .*; webgpu, which could not be loaded"
     with pytest.raises(DeviceNotFound, match=absent):

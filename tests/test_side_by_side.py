@@ -13,17 +13,20 @@ from conftest import CUDA_KINDS, DRIVERS, NATIVE
 from test_random_graphs import compare, grown, meaning, overwriting, poison
 
 import penstock as ps
-from penstock import Device, executable, nn, optim, realize
+from penstock import Device, nn, optim
 from penstock.compiler import launches as launching
 from penstock.compiler import passes
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver, opencl_capabilities
-from penstock.executable import Executable
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
+from penstock.execution import executable, realize
+from penstock.execution.executable import Executable
+from penstock.execution.structure import Structure
 from penstock.graph.node import Node, leaf
 from penstock.kernels import side_by_side
+from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.chaining import Call
 from penstock.kernels.hazards import Touched
-from penstock.kernels.source import KernelSource, head
+from penstock.kernels.source import KernelSource
 
 Make = Callable[[], Device]
 
@@ -169,6 +172,7 @@ def train_gpt(device: Device, dtype: Any = ps.float32) -> list[float]:
 
 
 @on_every_gpu
+@pytest.mark.slow("float16")
 @pytest.mark.parametrize("dtype", [ps.float32, ps.float16], ids=str)
 def test_a_gpt_learns_the_same(dtype: Any, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     together = train_gpt(make(), dtype)
@@ -183,8 +187,8 @@ def test_a_gpt_learns_the_same(dtype: Any, make: Make, monkeypatch: pytest.Monke
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is computed by a program, at the first sight and however small."""
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
 
 
 @on_every_gpu
@@ -205,8 +209,8 @@ def test_random_graphs_in_poisoned_memory(seed: int, make: Make, monkeypatch: py
     ]
     graphs = [grown(2000 + seed, 30, at, to_device) for at in copies]
     wanted = [node for _, nodes in graphs for node in nodes]
-    structure = realize.Structure(wanted)
-    found = realize.programs(device).build(structure, wanted)
+    structure = Structure(wanted)
+    found = realize.programs(device).build(structure)
     assert found.schedule.turns < len(found.schedule.steps), "some are together"
     inputs = [node.value for node in structure.inputs]
     for turn in range(2):
@@ -222,8 +226,8 @@ def test_random_graphs_in_poisoned_memory(seed: int, make: Make, monkeypatch: py
 def built(device: Device, wanted: list[ps.Tensor]) -> tuple[Executable, list[Any], list[Any]]:
     """A program with its inputs and constants."""
     nodes = [one._node for one in wanted]
-    structure = realize.Structure(nodes)
-    found = realize.programs(device).build(structure, nodes)
+    structure = Structure(nodes)
+    found = realize.programs(device).build(structure)
     return found, [node.value for node in structure.inputs], structure.constants()
 
 
@@ -277,9 +281,11 @@ def call(source: KernelSource, unit: int) -> Call:
     return Call(source, ((0, unit), (1, 8 * unit)), (), (), 1, Touched())
 
 
-def source(name: str, text: str = "") -> KernelSource:
-    opening = head(name, [("float32", "out0")], [("float32", "in0")])
-    return KernelSource(name, f"{opening}{text}}}\n", ("float32", "float32"), (), (3,), (256,))
+def source(name: str, statements: int = 0) -> KernelSource:
+    k = KernelBuilder(name, opencl_capabilities(NATIVE), ["float32"], ["float32"])
+    for number in range(statements):
+        k.let(f"x{number}", k.load(k.inputs[0], number))
+    return k.source((3,), (256,))
 
 
 def test_texts_and_calls_are_bounded() -> None:
@@ -291,7 +297,7 @@ def test_texts_and_calls_are_bounded() -> None:
     assert same[0].places == ((7, 0), (8, 0))
     others = [call(source(f"k{at}"), at) for at in range(100)]
     assert len(side_by_side.side_by_side(others, lies, capabilities)) == 3
-    long = [call(source(f"k{at}", " " * 50_000), at) for at in range(4)]
+    long = [call(source(f"k{at}", 700), at) for at in range(4)]
     assert len(side_by_side.side_by_side(long, lies, capabilities)) == 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,83 +17,112 @@ from test_random_graphs import make as make_device
 
 import penstock as ps
 from penstock import Device, nn
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver
+from penstock.kernels.builder import KernelBuilder
+from penstock.kernels.ir import Const, Type
 from penstock.kernels.lone import Launch
-from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes
+from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes, _with_arguments
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 
-# Texts
+# The IR
 
 
-def source(text: str, name: str = "add_1f", scalars: tuple[str, ...] = ("float32",)) -> KernelSource:
-    head = f"KERNEL {name}(GLOBAL float *out0, int out0_place, float c0) {{\n"
-    return KernelSource(name, f"{head}{text}\n}}\n", ("float32",), scalars, (1,), (1,))
+def source(build: Callable[[KernelBuilder], None], name: str, language: str = "opencl") -> KernelSource:
+    capabilities = replace(DRIVERS["host"]().capabilities, language=language, vector_width=1)
+    k = KernelBuilder(name, capabilities, ["float32"], [], ["float32"])
+    build(k)
+    return k.source((1,), (1,))
 
 
-def launched(sizes: Sizes, *texts: str) -> list[Launch]:
-    """Texts one after the other, of which the first have their sizes in them."""
+def launched(*builds: Callable[[KernelBuilder], None], language: str = "opencl") -> list[Launch]:
+    """Kernels one after the other, of which the first have their sizes as constants."""
+    sizes = Sizes(language)
     return [
-        sizes.launch(Launch(source(text, f"add_{number}"), (0,)), varied=number >= MOST_WRITTEN_OUT)
-        for number, text in enumerate(texts)
+        sizes.launch(Launch(source(build, f"add_{number}", language), (0,)), number >= MOST_WRITTEN_OUT)
+        for number, build in enumerate(builds)
     ]
 
 
 def test_what_differs_becomes_an_argument_and_the_rest_stays() -> None:
-    text = "for (int i = 0; i < {0}; i += 8) out0[i * {1} + {0}] = c0;"
-    found = launched(Sizes("opencl"), *(text.format(n, 3 * n) for n in (10, 20, 30, 40)))
+    def build(n: int, k: KernelBuilder) -> None:
+        with k.loop("i", 0, n, 8) as i:
+            k.store(k.outputs[0], i * (3 * n) + n, k.scalars[0])
+
+    found = launched(*(partial(build, n) for n in (10, 20, 30, 40)))
     assert [one.scalars for one in found] == [(), (), (30, 90), (40, 120)]
     assert found[2].source.text == found[3].source.text
     assert found[2].source.name == found[3].source.name
     assert "int out0_place, int size0, int size1, float c0" in found[2].source.text
-    assert "i < size0; i += 8) out0[i * size1 + size0] = c0;" in found[2].source.text
+    assert "i < size0; i += 8) {" in found[2].source.text
+    assert "out0[i * size1 + size0] = c0;" in found[2].source.text
     assert found[2].source.signature == ("float32*", "int32", "int32", "int32", "float32")
     assert [one.source.name for one in found[:2]] == ["add_0", "add_1"]
 
 
 def test_integers_that_were_equal_by_chance_are_told_apart_later() -> None:
-    text = "out0[{}] = {};"
-    found = launched(Sizes("opencl"), *(text.format(a, b) for a, b in ((1, 1), (2, 2), (3, 3), (4, 5))))
+    def build(a: int, b: int, k: KernelBuilder) -> None:
+        k.let("x", a)
+        k.let("y", b)
+
+    found = launched(*(partial(build, a, b) for a, b in ((1, 1), (2, 2), (3, 3), (4, 5))))
     assert found[2].scalars == (3,)
     assert found[3].scalars == (4, 5)
     assert found[2].source.name != found[3].source.name
 
 
-def test_the_same_text_for_another_shape_is_the_same_kernel() -> None:
-    first, second = launched(Sizes("opencl"), "out0[GROUP(0)] = c0;", "out0[GROUP(0)] = c0;")
+def test_the_same_kernel_for_another_shape_is_the_same_kernel() -> None:
+    def build(k: KernelBuilder) -> None:
+        k.store(k.outputs[0], k.group(), k.scalars[0])
+
+    first, second = launched(build, build)
     assert first.source == second.source
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("language", "build"),
     [
-        "float sums[{}];",
-        "LOCAL float8 panel[{}], other[{}];",
-        "#pragma unroll {}",
-        'asm("mov {}, {};" : : );',
-        "float x = {}.0f;",
-        "float x = 1e{};",
-        "uint x = 0x{};",
-        "float x{} = 0;",
-        "switch (i) {{ case {}: break; }}",
-        "long x = 99999999999{};",
+        ("opencl", lambda n, k: k.registers("sums", "float32", n)),
+        ("opencl", lambda n, k: k.shared("panel", "float32", n)),
+        ("opencl", lambda n, k: k.let("x", Const(float(n), Type("float32")))),
+        ("opencl", lambda n, k: k.let(f"x{n}", 0)),
+        ("opencl", lambda n, k: k.let("x", Const(99999999999 + n, Type("int64")))),
+        ("opencl", lambda n, k: k.let("x", k.load_vector(k.outputs[0], 0, 2 * n))),
+        ("wgsl", lambda n, k: k.block_reduce("x", "sum", k.variable("y", 0), 64, 1 << n)),
     ],
 )
-def test_what_cannot_be_an_argument_stays(text: str) -> None:
-    found = launched(Sizes("opencl"), *(text.format(n, n) for n in (4, 5, 6, 7)))
+def test_what_cannot_be_an_argument_stays(language: str, build: Callable[[int, KernelBuilder], None]) -> None:
+    found = launched(*(partial(build, n) for n in (2, 3, 4, 5)), language=language)
     assert all(not one.scalars for one in found)
     assert [one.source.name for one in found] == ["add_0", "add_1", "add_2", "add_3"]
 
 
-def test_suffixes_stay_types() -> None:
-    found = launched(Sizes("opencl"), *(f"x = {n}u + {n}L + {n}UL;" for n in (4, 5, 6)))
-    assert "x = ((uint)size0) + ((long)size0) + ((ulong)size0);" in found[2].source.text
+def test_loops_that_are_laid_out_differ_by_how_often() -> None:
+    def build(n: int, k: KernelBuilder) -> None:
+        with k.loop("i", 0, n, unrolled=n) as i:
+            k.store(k.outputs[0], i, k.scalars[0])
+
+    assert not any(one.scalars for one in launched(*(partial(build, n) for n in (2, 3, 4, 5))))
 
 
-def test_more_parameters_than_a_device_takes_stay_in_the_text() -> None:
-    texts = ["".join(f"x = {n * k};\n" for k in range(1, 300)) for n in (4, 5, 6)]
-    assert not launched(Sizes("opencl"), *texts)[2].scalars
+def test_constants_keep_their_types() -> None:
+    def build(n: int, k: KernelBuilder) -> None:
+        for dtype in ("uint32", "int64", "uint64"):
+            k.let(f"x_{dtype}", Const(n, Type(dtype)))
+
+    text = launched(*(partial(build, n) for n in (4, 5, 6)))[2].source.text
+    assert "x_uint32 = (uint)size0;" in text
+    assert "x_int64 = (long)size0;" in text
+    assert "x_uint64 = (ulong)size0;" in text
+
+
+def test_more_parameters_than_a_device_takes_stay_constants() -> None:
+    def build(n: int, k: KernelBuilder) -> None:
+        for number in range(1, 300):
+            k.let(f"x{number}", n * number)
+
+    assert not launched(*(partial(build, n) for n in (4, 5, 6)))[2].scalars
 
 
 # Devices
@@ -101,14 +131,15 @@ def test_more_parameters_than_a_device_takes_stay_in_the_text() -> None:
 def all_as_arguments(
     sizes: Sizes, source: KernelSource, varied: bool
 ) -> tuple[KernelSource, tuple[int, ...]]:
-    """Stands in for `Sizes._with_arguments`: all integers become arguments, whether they differ or not."""
-    parted = sizes._parted(source)
-    values = list(dict.fromkeys(parted.values)) if parted is not None else []
-    if parted is None or not values or len(source.signature) * 8 + len(values) * 4 > MOST_PARAMETER_BYTES:
+    """Stands in for `Sizes._varied`: all integers become arguments, whether they differ or not."""
+    integers = sizes._integers(source)
+    values = list(dict.fromkeys(integers.values)) if integers is not None else []
+    if integers is None or not values or len(source.signature) * 8 + len(values) * 4 > MOST_PARAMETER_BYTES:
         return source, ()
-    text = sizes._joined(source, parted, [values.index(value) for value in parted.values], len(values))
+    argument = [values.index(value) for value in integers.values]
+    body = _with_arguments(source, integers, argument, source.name)
     scalars = ("int32",) * len(values) + source.scalars
-    return replace(source, text=text, scalars=scalars, sizes=len(values)), tuple(values)
+    return replace(source, body=body, scalars=scalars, sizes=len(values)), tuple(values)
 
 
 make = make_device  # a fixture
@@ -118,7 +149,7 @@ make = make_device  # a fixture
 def test_every_integer_that_may_be_an_argument_can_be_one(
     make: Callable[[str], Device], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Sizes, "_with_arguments", all_as_arguments)
+    monkeypatch.setattr(Sizes, "_varied", all_as_arguments)
     for seed in range(2000, 2003):
         check(make(kind), seed, 60)
 

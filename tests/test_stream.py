@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock import Device
 from penstock.config import Settings
-from penstock.device.driver import Kernel
-from penstock.device.host import HostDriver
+from penstock.drivers.driver import Kernel
+from penstock.drivers.host import HostDriver
 from penstock.errors import DeviceError, OutOfDeviceMemory
 from penstock.stream.waits import MAX_SITES, OTHER, WaitLedger
 

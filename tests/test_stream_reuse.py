@@ -11,8 +11,8 @@ from conftest import DRIVERS, GraphingHost, Lazy, compiled
 
 import penstock as ps
 from penstock.config import Settings
-from penstock.device.driver import Memory
-from penstock.device.host import HostDriver
+from penstock.drivers.driver import Memory
+from penstock.drivers.host import HostDriver
 from penstock.errors import DeviceError, OutOfDeviceMemory
 from penstock.runtime import Device
 

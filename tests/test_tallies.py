@@ -8,16 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fusion import holds
 from test_graph import at
 
 import penstock as ps
-from penstock import Device, nn, realize
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver, opencl_capabilities
+from penstock import Device, nn
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
+from penstock.execution import realize
+from penstock.execution.realize import programs
+from penstock.execution.structure import Structure
 from penstock.fusion import splitting
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.splitting import split
@@ -25,7 +28,6 @@ from penstock.fusion.tallies import is_tally, units_with_tallies
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.node import Node
 from penstock.kernels.writer import fusible
-from penstock.realize import Structure, programs
 
 GPU = replace(opencl_capabilities(NATIVE), vector_width=1, compute_units=4)
 
@@ -137,8 +139,8 @@ def _threads() -> Driver:
 @pytest.fixture(scope="module", params=["opencl-threads", *CUDA_KINDS])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(realize, "MIN_ITEMS", 1)
-        patch.setattr(realize, "LARGE_ITEMS", 1)
+        patch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+        patch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
         patch.setattr(splitting, "_LARGE", 1)
         made = Device.over({"opencl-threads": _threads, **DRIVERS}[request.param]())
         yield made
@@ -148,7 +150,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 def kept(device: Device, *tensors: ps.Tensor) -> int:
     """How many tallies the program of some tensors has."""
     nodes = [tensor._node for tensor in tensors]
-    program = programs(device).build(Structure(nodes), nodes)
+    program = programs(device).build(Structure(nodes))
     return sum(count for _, count in with_tallies([step.group for step in program.schedule.groups]))
 
 
@@ -170,7 +172,7 @@ COLUMNS = st.one_of(st.integers(2, 70), st.sampled_from([96, 128, 384, 520, 1000
 
 
 @given(function=st.sampled_from([norm, slope]), stretches=st.integers(2, 9), columns=COLUMNS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, quick=8), deadline=None)
 def test_sums_on_the_way_are_those_of_numpy(
     device: Device, function: Callable[..., Any], stretches: int, columns: int
 ) -> None:

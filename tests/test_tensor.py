@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, SMALL
+from conftest import DRIVERS, SMALL, examples, one_opencl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -16,10 +16,14 @@ from hypothesis.extra import numpy as hnp
 import penstock as ps
 from penstock import Device
 
+pytestmark = one_opencl
+
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 DTYPES = ["bool", *INTEGERS, "float16", "float32", "float64", "complex64", "complex128"]
 VERBS = ["sum", "flip", "add", "tanh", "index", "write", "permute", "where", "+="]
-relaxed = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(
+    max_examples=examples(12, quick=5), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 # A kernel for every expression, which "opencl-device" needs, takes PoCL long: see test_device_resident.
@@ -61,6 +65,7 @@ def test_values_of_every_dtype_come_back(on: Device, dtype: str) -> None:
     assert x.tolist() == array.tolist()
 
 
+@pytest.mark.slow("uint8", "int16", "uint16", "uint32", "int64")
 @pytest.mark.parametrize("dtype", DTYPES)
 @relaxed
 @given(data=st.data())
@@ -295,7 +300,7 @@ def test_gradients_as_functions_of_second_order(on: Device) -> None:
 def test_a_line_is_learnt(on: Device) -> None:
     x = ps.linspace(-1, 1, 20, device=on)
     w, b = (ps.zeros((), device=on).requires_grad_() for _ in range(2))
-    for _ in range(200):
+    for _ in range(50):
         w.grad = b.grad = None
         ((x * w + b - (3 * x + 2)) ** 2).mean().backward()
         with ps.no_grad():

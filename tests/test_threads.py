@@ -18,9 +18,10 @@ from test_fusion import compiled, only, realized, x_
 from test_graph import at
 
 import penstock as ps
-from penstock import Device, realize
-from penstock.device.driver import Driver
-from penstock.device.opencl import OpenCLDriver
+from penstock import Device
+from penstock.drivers.driver import Driver
+from penstock.drivers.opencl import OpenCLDriver
+from penstock.execution import realize
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.node import Node
 from penstock.kernels import lowering
@@ -51,8 +52,8 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Device]:
 @pytest.fixture
 def device(shared: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device that computes everything by kernels, with as many lanes as there can be."""
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(lowering, "_BUSY", 0)
     return shared
 

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 import penstock as ps
 from penstock.errors import CheckpointError, SettingError
-from penstock.profiling import ceilings
+from penstock.measuring import ceilings
 from penstock.train import Checkpoint, Config, Metrics, Trainer, TrainingError, load, load_last, load_model
 from penstock.train import checkpoint as checkpoints
 from penstock.train.loading import stream_text
@@ -232,6 +232,7 @@ def test_accumulated_batches_are_like_one_large_batch(tmp_path: Path, config: Co
 
 
 @pytest.mark.usefixtures("default_device")
+@pytest.mark.slow("bfloat16")
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_half_precision_trains_and_resumes(tmp_path: Path, config: Config, precision: str) -> None:
     config = config.changed({"model": {"precision": precision}, "run": {"steps": 20}})

@@ -16,18 +16,19 @@ from test_graph import at
 from test_random_graphs import grown
 
 import penstock as ps
-from penstock import Device, nn, optim, realize
-from penstock.device.driver import Capabilities, Driver
-from penstock.executable import Executable
+from penstock import Device, nn, optim
+from penstock.drivers.driver import Capabilities, Driver
+from penstock.execution import realize
+from penstock.execution.executable import Executable
+from penstock.execution.realize import programs
 from penstock.fusion.groups import Group
 from penstock.graph import contraction, elementwise, reducing, shaping
-from penstock.graph.meaning import computed
 from penstock.graph.node import Node
+from penstock.graph.reference import computed
 from penstock.kernels.cache import whole_text
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.source import UNIT, KernelSource
 from penstock.kernels.writer import fusible, write
-from penstock.realize import programs
 
 BOOL = np.dtype(bool)
 NAN, INF = float("nan"), float("inf")
@@ -60,8 +61,8 @@ def webgpu() -> Iterator[Driver]:
 
 @pytest.fixture(params=[LITTLE, PLENTY], ids=["little", "plenty"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(Executable, "_on_host", lambda *_: None)  # it would read what was not computed
     made = Device.over(ImaginedWgsl(request.param))
     programs(made).kernels = Gathering(made)
@@ -133,7 +134,11 @@ def test_kernels_of_single_nodes(device: Device, given: Given, webgpu: Driver) -
             x = given(shape, dtype)
             build(device, [reducing.argmax(x, axis), reducing.argmin(x, axis)])
             build(device, [reducing.argsort(x, axis, False), reducing.argsort(x, axis, True)])
-            build(device, [reducing.cumulative_sum(x, axis), reducing.cumulative_prod(x, axis)])
+            for reverse in (False, True):
+                sums, products = (reducing.cumulative_sum, reducing.cumulative_prod)
+                build(device, [sums(x, axis, reverse), products(x, axis, reverse)])
+                if x.dtype.kind == "f":
+                    build(device, [reducing.linear_recurrence(x, x, axis, reverse)])
         for index_dtype in (np.int32, np.int64, np.uint8):
             index = given((40,), np.dtype(index_dtype))
             build(device, [contraction.scatter_add(given((40, 3), dtype), index, 11)])
@@ -199,8 +204,8 @@ def opened() -> Iterator[Device]:
 @pytest.fixture
 def real(opened: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """A WebGPU device that computes everything by kernels, at the first sight."""
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     return opened
 
 

@@ -18,12 +18,13 @@ from test_lone_kernels import meaning as single
 from test_random_graphs import check, poison
 
 import penstock as ps
-from penstock import Device, nn, optim, realize
+from penstock import Device, nn, optim
 from penstock.compiler.schedule import Step
-from penstock.device.driver import Kernel
-from penstock.device.wgsl import module_text, parse
+from penstock.drivers.driver import Kernel
+from penstock.drivers.webgpu.wgsl import module_text, parse
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
-from penstock.executable import Executable
+from penstock.execution import realize
+from penstock.execution.executable import Executable
 from penstock.graph import contraction, reducing
 from penstock.graph.node import leaf
 from penstock.kernels import lowering
@@ -32,7 +33,7 @@ from penstock.memory import pool
 if not WEBGPU_KINDS:
     pytest.skip("there is no adapter", allow_module_level=True)
 
-from penstock.device.webgpu import WebGpuDriver, find_devices
+from penstock.drivers.webgpu import WebGpuDriver, find_devices
 
 ADAPTER = find_devices()[0]
 
@@ -76,8 +77,8 @@ def exact_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Everything is computed by kernels at the first sight; the names of what NumPy computes all the same."""
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     on_host, names = Executable._on_host, []
 
     def noted(self: Executable, step: Step, *rest: Any) -> None:
@@ -254,7 +255,7 @@ def test_a_small_part_of_a_large_memory_is_one_binding(device: Device) -> None:
     whole = device.upload(np.arange(64 * 100, dtype=np.uint32))
     parts = [whole.view(256 * start, 256) for start in (90, 3, 41)]
     device.stream.launch(kernel, (1,), (64,), (*parts, 0, 0, 0, 64))
-    (bound,) = device.driver._groups
+    (bound,) = device.driver._groups.known
     assert [(offset, size) for _, offset, size in bound] == [(256 * start, 256) for start in (90, 3, 41)]
     (made_for,) = kernel.native.pipelines
     assert made_for[-1] == (), "no window has to be chosen"
@@ -408,8 +409,8 @@ def test_any_shape(
     limits: tuple[int, int], name: str, dtype: str, rows: int, columns: int, seed: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(realize, "MIN_ITEMS", 1)
-        patch.setattr(realize, "LARGE_ITEMS", 1)
+        patch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+        patch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
         kind = "float32" if name in FLOATS else "int32" if name in WHOLE and dtype[0] == "f" else dtype
         compare(shared(*limits), (FLOATS | ANY | WHOLE)[name], kind, (rows, columns), seed)
 
@@ -427,8 +428,8 @@ def test_random_numbers_are_those_of_any_device(by_kernels: list[str]) -> None:
 @pytest.mark.parametrize("binding", [256, 512, 2048])
 @pytest.mark.parametrize("buffers", [8, 32])
 def test_random_graphs(monkeypatch: pytest.MonkeyPatch, binding: int, buffers: int) -> None:
-    monkeypatch.setattr(realize, "MIN_ITEMS", 1)
-    monkeypatch.setattr(realize, "LARGE_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
+    monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(lowering, "_BUSY", 0)
     device = opened(binding, buffers)
     poison(monkeypatch)
@@ -504,6 +505,7 @@ def test_a_table_larger_than_a_binding_is_trained(binding: int, buffers: int) ->
     plain.close()
 
 
+@pytest.mark.slow
 def test_a_gpt_is_trained_with_windows() -> None:
     losses = []
     for binding in (8192, 1 << 27):
@@ -536,7 +538,7 @@ def test_a_program_takes_no_more_of_an_arena_than_it_has_planned(by_kernels: lis
     jitted = ps.jit(twice)
     for value in (small, large, small, large):
         close(jitted(ps.asarray(value, device=device)), np.cumsum(np.cumsum(value, axis=0), axis=0))
-    assert any(one.nbytes > 4096 for one in device._open().scratch)
+    assert any(one.nbytes > 4096 for one in device.layers().scratch)
     assert not by_kernels
     device.close()
 

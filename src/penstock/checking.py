@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 import penstock as ps
 from penstock import nn, optim
-from penstock.device.host import HostDriver
+from penstock.drivers.host import HostDriver
 from penstock.runtime import Device
 
 Array = npt.NDArray[Any]

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import penstock
-from penstock.config import format_bytes
 from penstock.errors import OutOfDeviceMemory, PenstockError, PenstockWarning, SettingError
-from penstock.printable import cell, printable, say
+from penstock.formatting import format_bandwidth, format_bytes, format_flops, format_seconds
+from penstock.printable import printable
+from penstock.terminal import cell, say, table
 
 if TYPE_CHECKING:
     from penstock.train import Checkpoint, Config
@@ -61,26 +61,26 @@ def list_devices(
     if measure:
         _measure(chosen, console)
         return
-    table = Table("name", "device", "kind", "memory", "units", "interface", box=None, pad_edge=False)
+    rows = table(("name", "device", "kind", "memory", "units", "interface"))
     for device in chosen:
         can = device.capabilities
         memory = format_bytes(can.total_bytes) + (" shared" if can.shared_memory else "")
         mark = " *" if device is default or device in default.members else ""
         cells = (device.name + mark, can.description, can.kind, memory, str(can.compute_units), can.api)
-        table.add_row(*map(cell, cells))
-    console.print(table)
+        rows.add_row(*map(cell, cells))
+    console.print(rows)
     marked = "the default" if default.dispatcher is None else "the default, auto, chooses among these"
     console.print(f"* {marked}; set PENSTOCK_DEVICE to another name to change it", style="dim")
 
 
 def _measure(devices: Sequence[penstock.Device], console: Console) -> None:
     """Measure devices again, and print what they reach."""
-    from penstock.dispatch.machine import machine_rates
-    from penstock.kernels.choices import forget_choices
-    from penstock.profiling.ceilings import Ceilings
-    from penstock.profiling.settled import Watch
+    from penstock.measuring.ceilings import Ceilings
+    from penstock.measuring.quiet import Watch
+    from penstock.measuring.rates import machine_rates
+    from penstock.tuning_cache import forget_everything
 
-    forget_choices()
+    forget_everything()
     watch = Watch()
     rates = machine_rates(devices, again=True)
     for device in devices:
@@ -89,8 +89,9 @@ def _measure(devices: Sequence[penstock.Device], console: Console) -> None:
         if device not in rates or moved is None or computed is None:
             say(console, f"{device.name}: it could not be measured")
             continue
-        says = f"{moved / 1e9:.3g} GB/s, {computed / 1e9:.4g} GFLOP/s in float32"
-        say(console, f"{device.name}: {says}, {1e6 * rates[device].program:.0f} µs for a small program")
+        reached = f"{format_bandwidth(moved)}, {format_flops(computed)} in float32"
+        small = format_seconds(rates[device].program)
+        say(console, f"{device.name}: {reached}, {small} for a small program")
     if watch.busy():
         say(console, "the machine was busy: what is measured again when it is not may be more", style="dim")
 

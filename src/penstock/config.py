@@ -29,16 +29,6 @@ def parse_bytes(size: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def format_bytes(nbytes: int) -> str:
-    """`nbytes` for people: `0 B`, `1.5 KiB`, `2.0 GiB`."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
 def cache_folder() -> Path:
     """Where the system wants files that can be made again."""
     if sys.platform == "win32":

@@ -16,6 +16,11 @@ class LRU(OrderedDict[K, V]):
         super().__init__()
         self._most = most
 
+    @property
+    def full(self) -> bool:
+        """Whether a new entry drops the oldest, which is the first of the iteration."""
+        return len(self) >= self._most
+
     def use(self, key: K) -> V | None:
         """The value of a key, which thereby is the one used last; None where there is none."""
         value = self.get(key)

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
 
 # Control characters but the tab and the line break, lone surrogates, and what turns the direction of writing.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -17,18 +12,6 @@ _MOST_SHOWN = 80  # characters of a value in a message
 def printable(text: str) -> str:
     r"""The text with every character that a terminal would obey written out, such as `\x1b`."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-
-
-def cell(text: str) -> Text:
-    """The same for a table of rich, which would take brackets for its own."""
-    from rich.text import Text  # imported late: rich takes longer than half of the package
-
-    return Text(printable(text))
-
-
-def say(console: Console, text: str, style: str | None = None, end: str = "\n") -> None:
-    """Print text to a console as it is, but for what a terminal would obey."""
-    console.print(printable(text), style=style, end=end, markup=False, highlight=False, soft_wrap=True)
 
 
 def shown(value: object) -> str:

@@ -13,15 +13,16 @@ from functools import partial
 from typing import Any
 
 from penstock.config import Settings
-from penstock.device.driver import Capabilities, Driver
-from penstock.device.host import HostDriver, host_capabilities
+from penstock.drivers.driver import Capabilities, Driver
+from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import DeviceError, DeviceNotFound, DeviceUnavailable, PenstockWarning
-from penstock.runtime import Device, forked, in_use, refuse
+from penstock.runtime import Device, forked, in_use, refuse, unpickle_with
 
 _registry_lock = threading.RLock()
 _devices: list[Device] | None = None
 _default: Device | None = None
 _auto: Device | None = None  # the one that stands for several, once somebody asked for it
+_open_auto: Callable[[], Device]
 _missing: list[str] = []  # why a driver is not there
 _unusable: dict[str, str] = {}  # by driver, why a device of it that is there cannot be used
 
@@ -89,13 +90,17 @@ def find(name: str) -> Device:
     raise DeviceNotFound(f"there is no device {name!r}; there are {there}, and auto{why}")
 
 
+def provide_auto(open_auto: Callable[[], Device]) -> None:
+    """Say how the device `auto` is made, which is built on much that is built on this module."""
+    global _open_auto
+    _open_auto = open_auto
+
+
 def _auto_device() -> Device:
     global _auto
     with _registry_lock:
         if _auto is None:
-            from penstock.dispatch import auto_device  # imported late: it is built on all that is above
-
-            _auto = auto_device()
+            _auto = _open_auto()
         return _auto
 
 
@@ -143,7 +148,7 @@ def _numbered(
 
 def _cuda_devices() -> list[Device]:
     try:
-        from penstock.device import cuda
+        from penstock.drivers import cuda
     except ImportError as error:
         _missing.append(f"cuda, which could not be loaded ({error}); pip install 'penstock[cuda]' brings it")
         return []
@@ -157,7 +162,7 @@ def _cuda_devices() -> list[Device]:
 
 def _opencl_devices() -> list[Device]:
     try:
-        from penstock.device import opencl  # imported late: a quarter of the time that the package takes
+        from penstock.drivers import opencl  # imported late: a quarter of the time that the package takes
     except (ImportError, OSError) as error:  # no PyOpenCL, or no library that finds OpenCL's devices
         _missing.append(f"opencl, which could not be loaded ({error})")
         return []
@@ -175,7 +180,7 @@ def _opencl_devices() -> list[Device]:
 
 def _webgpu_devices() -> list[Device]:
     try:
-        from penstock.device import webgpu  # imported late: it reads a header of two thousand lines
+        from penstock.drivers import webgpu  # imported late: it reads a header of two thousand lines
     except (ImportError, OSError, RuntimeError) as error:  # the last where its library is not there
         _missing.append(f"webgpu, which could not be loaded ({error})")
         return []
@@ -216,6 +221,7 @@ def _after_fork_device(device: Device) -> Device:
     return Device(device.name, device.capabilities, HostDriver if host else refuse(forked(device.name)))
 
 
+unpickle_with(find)
 atexit.register(_close_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

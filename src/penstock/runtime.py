@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config import Settings, format_bytes, parse_bytes
-from penstock.device.driver import Capabilities, Driver, Kernel, Source
+from penstock.config import Settings, parse_bytes
+from penstock.drivers.driver import Capabilities, Driver, Kernel, Source
 from penstock.errors import DeviceUnavailable, OutOfDeviceMemory
+from penstock.formatting import format_bytes
 from penstock.memory.buffer import Buffer
 from penstock.memory.ledger import DeviceMemory, register, unregister
 from penstock.memory.pool import BufferPool
@@ -23,7 +24,7 @@ from penstock.memory.resource import Limit, Raw
 from penstock.memory.trace import Block, Log, Trace
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
-from penstock.stream.lane import FlushPolicy
+from penstock.stream.queue import FlushPolicy
 from penstock.stream.stream import Stream
 from penstock.stream.transfer import Transfers
 from penstock.stream.watching import Watched
@@ -35,8 +36,8 @@ in_use: weakref.WeakSet[Device] = weakref.WeakSet()  # opened, for the exit and 
 when_opened: list[Callable[[Device], None]] = []  # called with every device that is opened from then on
 
 
-class _Opened:
-    """What a device consists of once it is in use: the layers, wired together."""
+class Layers:
+    """What a device consists of once it is in use, wired together."""
 
     def __init__(self, driver: Driver, settings: Settings) -> None:
         self.driver = driver
@@ -90,10 +91,10 @@ class Device:
         self._open_driver = open_driver
         self._settings = settings
         self.running = threading.RLock()  # held while something is computed, or a program recorded
-        self.programs: Any = None  # what `penstock.realize` keeps for this device
+        self.programs: Any = None  # what `penstock.execution.realize` keeps for this device
         self.dispatcher: Any = None  # what places programs, where this one stands for several devices
         self._lock = threading.RLock()
-        self._opened: _Opened | None = None
+        self._opened: Layers | None = None
         self._background: ThreadPoolExecutor | None = None  # builds what nobody waits for yet
 
     @classmethod
@@ -133,22 +134,22 @@ class Device:
     @property
     def pool(self) -> BufferPool:
         """The pool of its memory."""
-        return self._open().pool
+        return self.layers().pool
 
     @property
     def stream(self) -> Stream:
         """Its commands: `launch`, `commit`, `sync`, `pending`, and the ledger of waits."""
-        return self._open().stream
+        return self.layers().stream
 
     @property
     def driver(self) -> Driver:
         """The driver below."""
-        return self._open().driver
+        return self.layers().driver
 
     @property
     def checks_indices(self) -> bool:
         """Whether indices that are out of range are refused."""
-        return self._open().checks_indices
+        return self.layers().checks_indices
 
     @property
     def watches(self) -> bool:
@@ -157,7 +158,7 @@ class Device:
 
     def watch(self, watched: Watched) -> None:
         """Judge a small result, which a command has just been recorded for, when the host next reads."""
-        self._open().transfers.watching.add(watched)
+        self.layers().transfers.watching.add(watched)
 
     # Memory
 
@@ -169,7 +170,7 @@ class Device:
 
     def _new(self, nbytes: int, unused: bool = False) -> Buffer:
         """A buffer for a kernel to write; `unused`: for the host, which should wait for no command there."""
-        opened = self._open()
+        opened = self.layers()
         opened.stream.check_available()
         source = opened.source
         buffer = Buffer(opened.driver, nbytes, source)  # first, so that an interrupt loses no memory
@@ -181,24 +182,24 @@ class Device:
                 source.give(buffer, nbytes, unused)
             except OutOfDeviceMemory as error:
                 raise self._out_of_memory(opened, nbytes, error) from None
-        return buffer.settle()
+        return buffer.attach()
 
     def visible(self, nbytes: int) -> Buffer:
         """A small buffer that the host can look into without a command, where the device has such memory."""
-        opened = self._open()
+        opened = self.layers()
         if not opened.driver.reaches_pinned:
             return self.empty(nbytes)
         opened.stream.check_available()
         buffer = Buffer(opened.driver, nbytes, opened.visible)
         opened.visible.give(buffer, nbytes)
-        return buffer.settle()
+        return buffer.attach()
 
     def scratch(self, sizes: Sequence[int]) -> list[Buffer]:
         """Memories for the temporaries of programs. They run one after another, and so share them."""
-        opened = self._open()
+        opened = self.layers()
         there = opened.scratch
-        if len(there) < len(sizes) or any(one.nbytes < nbytes for one, nbytes in zip(there, sizes)):  # noqa: B905
-            had = [one.nbytes for one in there]
+        if len(there) < len(sizes) or any(arena.nbytes < nbytes for arena, nbytes in zip(there, sizes)):  # noqa: B905
+            had = [arena.nbytes for arena in there]
             there.clear()  # first, so that a limit need not hold both
             for at, nbytes in enumerate(sizes):
                 there.append(self.empty(max([nbytes, *had[at : at + 1]])))
@@ -211,18 +212,18 @@ class Device:
         A request that fits always succeeds and one that does not always fails. A limit under what is live
         takes effect on the next requests.
         """
-        return self._open().limit.limit_bytes
+        return self.layers().limit.limit_bytes
 
     @limit_bytes.setter
     def limit_bytes(self, limit: int | str | None) -> None:
-        opened = self._open()
+        opened = self.layers()
         opened.limit.limit_bytes = limit_bytes = None if limit is None else parse_bytes(limit)
         if limit_bytes is not None:
             opened.pool.shrink_to_fit(max(limit_bytes - opened.pool.stats().live_bytes, 0))
 
     def memory_stats(self) -> DeviceMemory:
         """Its memory now, in bytes."""
-        opened = self._open()
+        opened = self.layers()
         pool = opened.pool.stats()
         return DeviceMemory(
             live_bytes=pool.live_bytes,
@@ -242,7 +243,7 @@ class Device:
 
     def trim(self) -> int:
         """Give idle memory back to the driver; how many bytes."""
-        opened = self._open()
+        opened = self.layers()
         if opened.stream.unavailable:
             return 0  # a closed device keeps nothing idle, and an inherited one must not be touched
         opened.scratch = []
@@ -250,38 +251,38 @@ class Device:
 
     def release_idle(self) -> None:
         """Wait for what is pending, and give idle memory back: what led to a program is needed no more."""
-        opened = self._open()
+        opened = self.layers()
         if opened.pool.stats().pooled_bytes > _MUCH_IDLE:
             opened.stream.drain("idle memory given back")
             self.trim()
 
     def trace_memory(self, on: bool = True) -> None:
         """Remember, from now on, which line of the user's code holds which memory; or stop it."""
-        opened = self._open()
+        opened = self.layers()
         opened.traced = on
         opened.choose_source()
 
     def memory_owners(self, most: int = 10) -> list[tuple[str, int]]:
         """The lines of the user's code that hold the most, with their bytes; empty unless tracing is on."""
-        opened = self._open()
+        opened = self.layers()
         return opened.trace.owners(most) if opened.source is opened.trace else []
 
     def memory_blocks(self) -> tuple[list[Block], list[tuple[int, int]]]:
         """What was traced and is live, and what is idle: which allocation each block is, and its bytes."""
-        opened = self._open()
+        opened = self.layers()
         return opened.trace.blocks(), opened.pool.idle()
 
     def log_memory(self, log: Log) -> None:
         """Tell `log`, from now on, of every block that is handed out or comes back."""
-        opened = self._open()
+        opened = self.layers()
         with self._lock:
             opened.tell_of_memory((*opened.trace.logs, log))
 
     def unlog_memory(self, log: Log) -> None:
         """End what `log_memory` began."""
-        opened = self._open()
+        opened = self.layers()
         with self._lock:
-            opened.tell_of_memory(tuple(one for one in opened.trace.logs if one is not log))
+            opened.tell_of_memory(tuple(other for other in opened.trace.logs if other is not log))
 
     # Kernels and copies
 
@@ -290,7 +291,7 @@ class Device:
 
         A signature lists the parameters: `"float32*"` for a buffer, `"int32"` for a scalar.
         """
-        opened = self._open()
+        opened = self.layers()
         opened.stream.check_available()
         return opened.driver.compile(source, signatures)
 
@@ -298,7 +299,7 @@ class Device:
         """Copy `array` to the device without waiting for it: into a new buffer, or into a given one."""
         array = np.asarray(array)
         buffer = self._new(array.nbytes, unused=True) if into is None else self._own(into)
-        self._open().transfers.upload(buffer, array, offset)
+        self.layers().transfers.upload(buffer, array, offset)
         return buffer
 
     def download(
@@ -310,7 +311,7 @@ class Device:
     ) -> Future[npt.NDArray[Any]]:
         """What `buffer` holds after the commands recorded so far, as a future array."""
         shape = self._shape(buffer, dtype, shape, offset)
-        return self._open().transfers.download(self._own(buffer), dtype, shape, offset)
+        return self.layers().transfers.download(self._own(buffer), dtype, shape, offset)
 
     def copy(
         self,
@@ -323,7 +324,7 @@ class Device:
     ) -> None:
         """Copy on the device, without waiting; by default all of `source`."""
         nbytes = source.nbytes - source_offset if nbytes is None else nbytes
-        transfers = self._open().transfers
+        transfers = self.layers().transfers
         transfers.copy(self._own(target), target_offset, self._own(source), source_offset, nbytes)
 
     def view(
@@ -337,7 +338,7 @@ class Device:
     ) -> HostView:
         """`buffer` as a NumPy array inside a `with` block, once the device is done with it."""
         shape = self._shape(buffer, dtype, shape, offset)
-        return self._open().transfers.view(self._own(buffer), dtype, shape, offset, writable)
+        return self.layers().transfers.view(self._own(buffer), dtype, shape, offset, writable)
 
     # Life cycle
 
@@ -382,12 +383,13 @@ class Device:
         opened.closed = True  # not before: a call that was interrupted is made again, at exit too
         opened.stream.raise_error()
 
-    def _open(self) -> _Opened:
+    def layers(self) -> Layers:
+        """What the device consists of; it is opened where it was not."""
         if self._opened is None:
             with self._lock:
                 opens = self._opened is None
                 if self._opened is None:
-                    opened = _Opened(self._open_driver(), self.settings)
+                    opened = Layers(self._open_driver(), self.settings)
                     in_use.add(self)  # first: exit must know every device that is open
                     register(self)
                     self._opened = opened
@@ -396,7 +398,7 @@ class Device:
         return self._opened
 
     def _own(self, buffer: Buffer) -> Buffer:
-        if buffer.driver is not self._open().driver:
+        if buffer.driver is not self.layers().driver:
             raise ValueError(f"{buffer!r} cannot be used on {self.name}")
         return buffer
 
@@ -406,14 +408,14 @@ class Device:
         """The shape asked for; by default all the items that the buffer holds from `offset` on."""
         return ((buffer.nbytes - offset) // np.dtype(dtype).itemsize,) if shape is None else tuple(shape)
 
-    def _make_room(self, opened: _Opened) -> None:
+    def _make_room(self, opened: Layers) -> None:
         gc.collect()  # buffers in reference cycles that nobody can reach
         opened.stream.drain("out of memory")
         opened.transfers.release_staging()
         opened.scratch = []
         opened.pinned.clear()
 
-    def _out_of_memory(self, opened: _Opened, nbytes: int, cause: OutOfDeviceMemory) -> OutOfDeviceMemory:
+    def _out_of_memory(self, opened: Layers, nbytes: int, cause: OutOfDeviceMemory) -> OutOfDeviceMemory:
         stats = self.memory_stats()
         total = self.capabilities.total_bytes if stats.limit_bytes is None else stats.limit_bytes
         free = max(total - stats.live_bytes, 0)
@@ -480,8 +482,15 @@ def refuse(why: str) -> Callable[[], Driver]:
     return open_driver
 
 
+_find: Callable[[str], Device]
+
+
+def unpickle_with(find: Callable[[str], Device]) -> None:
+    """Say how `pickle` finds the device of a name: in the registry, which is built on this module."""
+    global _find
+    _find = find
+
+
 def _named(name: str) -> Device:
     """The device of a name, for `pickle`."""
-    from penstock.registry import find  # imported late: it is built on this module
-
-    return find(name)
+    return _find(name)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.graph.meaning import computed
-from penstock.graph.node import Array, DType, Node, leaf, topological
-from penstock.realize import realize
+from penstock.execution.realize import realize
+from penstock.graph.node import Array, DType, Kind, Node, leaf, topological
+from penstock.graph.reference import computed
 from penstock.runtime import Device
 from penstock.tensor.autograd import grad
 from penstock.tensor.core import Tensor
@@ -125,7 +125,7 @@ def _one_by_one(wanted: Sequence[Node], device: Device) -> list[Array]:
             values[node] = device.download(node.value, node.dtype, node.shape).wait()
             continue
         inputs = [values[parent] for parent in node.inputs]
-        if node.primitive.compiled:
+        if node.primitive.kind is Kind.OPAQUE:
             own = tuple(
                 leaf(device.upload(x), parent.shape, parent.dtype)
                 for parent, x in zip(node.inputs, inputs, strict=True)

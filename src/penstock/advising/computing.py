@@ -13,10 +13,10 @@ from penstock.advising.measures import (
     of_time,
     users_own,
 )
-from penstock.config import format_bytes
+from penstock.formatting import format_bytes, format_seconds
 from penstock.profiling.evidence import Evidence
 from penstock.profiling.lines import WIDE, Runs
-from penstock.profiling.words import in_time, short_place
+from penstock.profiling.words import short_place
 
 _FEW_SHAPES = 4  # lengths to which inputs may be padded, for less than 20% more work on average
 _CHANGING = 0.3  # of the runs; in a loop over a few lengths, nearly all are known after the first round
@@ -30,7 +30,7 @@ _MANY = 100  # runs that make a loop of an operation
 _PARTS = ("nn/", "optim/")  # send rates and tokens of their own, which are no batches
 _SMALL = 0.1  # of what a launch costs: work below it is nearly free, so ten times as much would be too
 _LARGER = 8  # times a batch, of which the device would hardly notice
-_FASTER = 1.5  # times, by measurement, from which on halves are worth their lost digits
+_FASTER = 1.5  # times, by measurement, from which on half precision is worth its lost digits
 
 
 def changing_shapes(evidence: Evidence) -> Iterator[Finding]:
@@ -50,7 +50,7 @@ def changing_shapes(evidence: Evidence) -> Iterator[Finding]:
                 "changing-shapes",
                 "Shapes change from run to run, so nothing is used twice",
                 f"{fresh} of {count} runs were the first of their shapes; {built} programs were built, and "
-                f"{in_time(spent)} went into building and first runs",
+                f"{format_seconds(spent)} went into building and first runs",
                 where,
                 f"pad inputs to a few lengths (powers of two, say): {_FEW_SHAPES} shapes need "
                 f"{_FEW_SHAPES} programs",
@@ -70,15 +70,16 @@ def wide_dtypes(evidence: Evidence) -> Iterator[Finding]:
             spent, saved = spent + kernel.seconds, saved + kernel.seconds * (1 - min(share, 1.0))
     if saved < LEAST_TIME * evidence.working_seconds or not saved:
         return
-    wide = [one for one in evidence.transfers if one.dtype in WIDE]
-    source = max(wide, key=lambda one: one.nbytes, default=None)
+    wide = [transfer for transfer in evidence.transfers if transfer.dtype in WIDE]
+    source = max(wide, key=lambda transfer: transfer.nbytes, default=None)
     user = max(evidence.runs, key=lambda run: run.wide_bytes, default=None)
     sent = f"; {format_bytes(source.nbytes)} of {source.dtype} were sent from this line" if source else ""
     where = source.where if source else user.where if user else ""
     yield finding(
         "wide-dtype",
         "Numbers of 64 bits where 32 would do",
-        f"float64 or complex128 took {in_time(spent)}, in kernels or because there is none for it{sent}",
+        f"float64 or complex128 took {format_seconds(spent)}, in kernels or because there is none for "
+        f"it{sent}",
         where,
         "array.astype(np.float32), or dtype=ps.float32, where 7 digits are enough",
         of_time(saved, evidence.working_seconds),
@@ -99,11 +100,12 @@ def host_operations(evidence: Evidence) -> Iterator[Finding]:
             yield finding(
                 "host-operation",
                 "An operation has no kernel on this device",
-                f"{', '.join(sorted(steps))}: {times} times the device waited for NumPy, {in_time(spent)}",
+                f"{', '.join(sorted(steps))}: {times} times the device waited for NumPy, "
+                f"{format_seconds(spent)}",
                 run.where,
                 "use an operation or a dtype that has one (nearly all do on float32 and int32), or compute "
                 "it once, outside of the loop; ps.explain shows it as a step of the host",
-                f"at most {in_time(spent)} of {in_time(evidence.working_seconds)}",
+                f"at most {format_seconds(spent)} of {format_seconds(evidence.working_seconds)}",
                 spent,
             )
 
@@ -130,17 +132,17 @@ def forced_realization(evidence: Evidence) -> Iterator[Finding]:
     """`realize()` in a chain ends a kernel there: what it stores is read again by the next one."""
     bandwidth, launches = evidence.rate("bytes"), evidence.rate("launches")
     fuses = evidence.kind != "host"  # where NumPy computes, every operation stores its result
-    for one in evidence.handovers if fuses and bandwidth and launches else ():
+    for handover in evidence.handovers if fuses and bandwidth and launches else ():
         assert bandwidth
         assert launches
-        saved = min(2 * one.nbytes / bandwidth + one.count / launches, evidence.working_seconds)
-        if one.count >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
+        saved = min(2 * handover.nbytes / bandwidth + handover.count / launches, evidence.working_seconds)
+        if handover.count >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
             yield finding(
                 "forced-realization",
                 "A chain of operations is cut by realize()",
-                f"{one.count} times, {format_bytes(one.nbytes)} in all were stored because this line asked "
-                f"for them, and read again at {short_place(one.into)}",
-                one.where,
+                f"{handover.count} times, {format_bytes(handover.nbytes)} in all were stored because this "
+                f"line asked for them, and read again at {short_place(handover.into)}",
+                handover.where,
                 "leave realize() out: what follows joins the same kernel, and nothing is stored in between",
                 of_time(saved, evidence.working_seconds),
                 saved,
@@ -153,14 +155,18 @@ def raw_kernels(evidence: Evidence) -> Iterator[Finding]:
     for run in evidence.runs if bandwidth else ():
         assert bandwidth
         names = tuple(f"{name}_" for name in run.raw_names.split(", ")) if run.raw_names else ()
-        own = sum(one.seconds for one in evidence.kernels if one.name.startswith(names)) if names else 0.0
+        own = (
+            sum(kernel.seconds for kernel in evidence.kernels if kernel.name.startswith(names))
+            if names
+            else 0.0
+        )
         saved = min(own + run.raw_bytes / bandwidth, evidence.working_seconds)
         if run.runs >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
             yield finding(
                 "raw-kernel",
                 "A raw kernel stands between operations that it could be one kernel with",
-                f"{run.raw_names}: {in_time(own)}, and {format_bytes(run.raw_bytes)} in {run.runs} runs were "
-                f"stored for it or by it, for elementwise operations beside it",
+                f"{run.raw_names}: {format_seconds(own)}, and {format_bytes(run.raw_bytes)} in {run.runs} "
+                f"runs were stored for it or by it, for elementwise operations beside it",
                 run.where,
                 "write it as a formula with ps.kernel, which joins what is around it",
                 of_time(saved, evidence.working_seconds),
@@ -190,8 +196,8 @@ def small_operations(evidence: Evidence) -> Iterator[Finding]:
             yield finding(
                 "small-operations",
                 "Many operations that are too small for the device",
-                f"{run.runs} times, {run.items // run.runs} items each, computed {how}: {in_time(cost)} for "
-                f"{in_time(work)} of work",
+                f"{run.runs} times, {run.items // run.runs} items each, computed {how}: "
+                f"{format_seconds(cost)} for {format_seconds(work)} of work",
                 run.where,
                 "compute all of them at once, with one more axis instead of a loop (ps.matmul_batch for "
                 "products of several shapes), or the whole loop in one @ps.jit",
@@ -218,22 +224,30 @@ def unjitted_steps(evidence: Evidence) -> Iterator[Finding]:
             "unjitted-step",
             "The same step is recorded again at every run",
             f"{count} runs of {nodes // count} operations each were recorded one by one, at "
-            f"{in_time(1 / recorded)} for each; most of them were computed at this line",
+            f"{format_seconds(1 / recorded)} for each; most of them were computed at this line",
             longest.where,
             "put the step (forward, backward and the optimizer's) into a function under @ps.jit",
             of_time(saved, evidence.working_seconds),
             saved,
             # What is pending holds what it will be computed from, so memory grows with it.
-            also=(*(run.where for run in steps), *(one.where for one in evidence.transfers)),
+            also=(*(run.where for run in steps), *(transfer.where for transfer in evidence.transfers)),
         )
 
 
 def small_batches(evidence: Evidence) -> Iterator[Finding]:
     """A step whose work takes less than a tenth of its launch does more samples in the same time."""
     launches = evidence.rate("launches")
-    fed = sum(one.calls - one.repeated for one in evidence.transfers if not one.called.startswith(_PARTS))
+    fed = sum(
+        transfer.calls - transfer.repeated
+        for transfer in evidence.transfers
+        if not transfer.called.startswith(_PARTS)
+    )
     least = min(
-        (one.least_seconds for one in evidence.kernels if one.where == "device" and one.least_seconds),
+        (
+            kernel.least_seconds
+            for kernel in evidence.kernels
+            if kernel.where == "device" and kernel.least_seconds
+        ),
         default=0.0,
     )
     for run in evidence.runs if launches else ():
@@ -249,14 +263,17 @@ def small_batches(evidence: Evidence) -> Iterator[Finding]:
         if work is None or work > _SMALL * cost:
             continue
         # What a step costs however small it is: its launches, and the sending of what it is fed.
-        spent = max(cost, run.seconds - run.costly_seconds) + sum(one.seconds for one in evidence.transfers)
+        spent = max(cost, run.seconds - run.costly_seconds) + sum(
+            transfer.seconds for transfer in evidence.transfers
+        )
         saved = min(spent, evidence.working_seconds) * (1 - 1 / _LARGER)
         if saved >= LEAST_TIME * evidence.working_seconds:
             yield finding(
                 "small-batches",
                 "Batches are too small for the device",
                 f"{run.runs} steps of {run.launches / run.runs:.0f} launches: at the device's best their "
-                f"work takes {in_time(work / run.runs)} a step, and launching it {in_time(cost / run.runs)}",
+                f"work takes {format_seconds(work / run.runs)} a step, and launching it "
+                f"{format_seconds(cost / run.runs)}",
                 run.where,
                 f"a batch of {_LARGER} times as many samples takes about as long for each step",
                 f"{of_time(saved, evidence.working_seconds)}, for as many samples in steps of {_LARGER} "
@@ -266,9 +283,9 @@ def small_batches(evidence: Evidence) -> Iterator[Finding]:
 
 
 def half_precision(evidence: Evidence) -> Iterator[Finding]:
-    """Products of halves are faster where the device has units for them, by its own measurement."""
+    """Products of float16 or bfloat16 are measured to be faster, on a device that has units for them."""
     single, half = evidence.rate("float32"), evidence.rate("bfloat16")
-    if not evidence.fast_halves or not single or not half or half < _FASTER * single:
+    if not evidence.fast_float16 or not single or not half or half < _FASTER * single:
         return
     spent = sum(kernel.seconds for kernel in evidence.kernels if kernel.product == "float32")
     saved = spent * (1 - single / half)
@@ -277,9 +294,9 @@ def half_precision(evidence: Evidence) -> Iterator[Finding]:
     run = max(evidence.runs, key=lambda run: run.products.get("float32", 0), default=None)
     yield finding(
         "half-precision",
-        "Products in float32, on a device that is faster with halves",
-        f"products of float32 took {in_time(spent)}; this device computes {half / single:.1f} times as many "
-        f"operations a second in bfloat16",
+        "Products in float32, on a device that is faster in half precision",
+        f"products of float32 took {format_seconds(spent)}; this device computes {half / single:.1f} times "
+        f"as many operations a second in bfloat16",
         run.where if run else "",
         "dtype=ps.bfloat16 for the model (optimizers keep float32 masters), or PENSTOCK_TF32=1 for about 3 "
         "digits in products and nothing else changed",

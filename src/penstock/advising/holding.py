@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.advising.measures import LEAST_MEMORY, LEAST_TIME, Finding, finding, of_time, users_own
-from penstock.config import format_bytes
+from penstock.formatting import format_bytes, format_seconds
 from penstock.profiling.evidence import Evidence
-from penstock.profiling.words import in_time
 
 _HITS = 0.6  # of the requests; a loop that uses the same sizes again has nearly all
 _REQUESTS = 100  # that went to the driver: what is allocated once cannot be found in the pool
@@ -24,18 +23,18 @@ def pool_misses(evidence: Evidence) -> Iterator[Finding]:
     requests = evidence.pool_hits + evidence.pool_misses
     if evidence.pool_misses < _REQUESTS or evidence.pool_hits >= _HITS * requests:
         return
-    spent = sum(one.seconds for one in evidence.misses)
-    worst = max(evidence.misses, key=lambda one: (one.seconds, one.count), default=None)
+    spent = sum(miss.seconds for miss in evidence.misses)
+    worst = max(evidence.misses, key=lambda miss: (miss.seconds, miss.count), default=None)
     if worst is None or spent < LEAST_TIME * evidence.working_seconds:
         return
-    kept = {one.where: one.blocks for one in evidence.keeping}
+    kept = {kept.where: kept.blocks for kept in evidence.keeping}
     if worst.sizes > worst.count / 2:
         cause = f"they have {worst.sizes} different sizes"
         change = "ask for a few sizes only: pad what changes its length"
     elif kept.get(worst.where, 0) > worst.count / 2:
         cause = "nothing of it was let go"
         change = "let go of what is not needed any more: the pool then serves the next request"
-    elif 2 * evidence.given_back_bytes < sum(one.nbytes for one in evidence.misses):
+    elif 2 * evidence.given_back_bytes < sum(miss.nbytes for miss in evidence.misses):
         return  # so much is in use at once, by steps on their way to the device for example
     else:
         cause = "what came back to the pool was given back to the driver"
@@ -47,7 +46,7 @@ def pool_misses(evidence: Evidence) -> Iterator[Finding]:
         "pool-misses",
         "Memory is taken from the driver again and again",
         f"{evidence.pool_hits / requests:.0%} of {requests} requests were served from the pool; this line's "
-        f"{worst.count} others took {in_time(worst.seconds)}, as {cause}",
+        f"{worst.count} others took {format_seconds(worst.seconds)}, as {cause}",
         worst.where,
         change,
         of_time(spent, evidence.working_seconds),
@@ -57,20 +56,20 @@ def pool_misses(evidence: Evidence) -> Iterator[Finding]:
 
 def growing_memory(evidence: Evidence) -> Iterator[Finding]:
     """Results that a loop keeps take more memory with every step."""
-    called = {one.where: one.called for one in evidence.transfers}
-    called |= {one.where: one.called for one in evidence.runs}
-    for one in evidence.keeping:
-        if not users_own(one.where, called.get(one.where, "")):
+    called = {transfer.where: transfer.called for transfer in evidence.transfers}
+    called |= {run.where: run.called for run in evidence.runs}
+    for kept in evidence.keeping:
+        if not users_own(kept.where, called.get(kept.where, "")):
             continue  # the parameters of a model are made to be kept
-        saved = one.nbytes - one.nbytes // max(one.blocks, 1)
-        even = min(one.quarters, default=0) >= _EVEN * one.blocks
-        if one.blocks >= _KEPT and even and saved >= LEAST_MEMORY * evidence.peak_bytes:
+        saved = kept.nbytes - kept.nbytes // max(kept.blocks, 1)
+        even = min(kept.quarters, default=0) >= _EVEN * kept.blocks
+        if kept.blocks >= _KEPT and even and saved >= LEAST_MEMORY * evidence.peak_bytes:
             yield finding(
                 "growing-memory",
                 "Memory grows with every step",
-                f"{one.blocks} blocks of this line, {format_bytes(one.nbytes)}, came one after another, and "
-                f"none was let go",
-                one.where,
+                f"{kept.blocks} blocks of this line, {format_bytes(kept.nbytes)}, came one after another, "
+                f"and none was let go",
+                kept.where,
                 "keep values and not tensors (loss.item() now and then, or x.numpy()), and detach() what is "
                 "kept from its gradient",
                 f"about {format_bytes(saved)} of {format_bytes(evidence.peak_bytes)}",
@@ -85,8 +84,8 @@ def idle_memory(evidence: Evidence) -> Iterator[Finding]:
         return
     if evidence.limit_bytes is not None and evidence.limit_bytes <= evidence.peak_bytes / _TIGHT:
         return  # it is set already
-    count = sum(one.count for one in evidence.misses)
-    each = sum(one.seconds for one in evidence.misses) / count if count else 0.0
+    count = sum(miss.count for miss in evidence.misses)
+    each = sum(miss.seconds for miss in evidence.misses) / count if count else 0.0
     cost = evidence.tight_misses * each
     yield finding(
         "idle-memory",
@@ -97,7 +96,7 @@ def idle_memory(evidence: Evidence) -> Iterator[Finding]:
         f'device.limit_bytes = "{-(-evidence.peak_bytes // (1 << 20))}MiB", or ps.memory.trim() between the '
         f"phases of the program",
         f"{format_bytes(saved)} of {format_bytes(evidence.taken_bytes)}, for {evidence.tight_misses} more "
-        f"allocations ({in_time(cost)})",
+        f"allocations ({format_seconds(cost)})",
         nbytes=saved,
     )
 
@@ -112,7 +111,7 @@ def tight_memory(evidence: Evidence) -> Iterator[Finding]:
     if saved < LEAST_MEMORY * evidence.peak_bytes:
         return
     again = (evidence.busy_seconds or 0.0) * _FORWARD
-    cost = f", for about {in_time(again)} more of kernels" if again else ""
+    cost = f", for about {format_seconds(again)} more of kernels" if again else ""
     yield finding(
         "tight-memory",
         "The memory is nearly used up by what waits for its gradient",

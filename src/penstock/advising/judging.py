@@ -41,7 +41,7 @@ def judged(source: Profile | str | os.PathLike[str]) -> list[Advice]:
     """See `advise`."""
     if isinstance(source, Profile):
         return advice(source.evidence())
-    return advice([measured(one) for one in _of_trace(Path(source))])
+    return advice([measured(evidence) for evidence in _of_trace(Path(source))])
 
 
 def advice(devices: list[Evidence]) -> list[Advice]:
@@ -49,11 +49,11 @@ def advice(devices: list[Evidence]) -> list[Advice]:
     several = len(devices) > 1
     ranked: list[tuple[float, Advice]] = []
     for evidence in devices:
-        for found in findings(evidence):
-            one = found.advice
-            named = replace(one, evidence=f"{evidence.device}: {one.evidence}") if several else one
-            ranked.append((_share(one, evidence), named))
-    return [one for _, one in sorted(ranked, key=lambda pair: -pair[0])]
+        for finding in findings(evidence):
+            said = finding.advice
+            named = replace(said, evidence=f"{evidence.device}: {said.evidence}") if several else said
+            ranked.append((_share(said, evidence), named))
+    return [said for _, said in sorted(ranked, key=lambda pair: -pair[0])]
 
 
 def findings(evidence: Evidence) -> list[Finding]:
@@ -61,25 +61,25 @@ def findings(evidence: Evidence) -> list[Finding]:
     found: list[Finding] = []
     blamed: set[str] = set()
     for rule in RULES:
-        for one in rule(evidence):
-            if one.advice.where not in blamed:
-                found.append(one)
-        blamed.update(line for one in found for line in one.lines)
+        for finding in rule(evidence):
+            if finding.advice.where not in blamed:
+                found.append(finding)
+        blamed.update(line for finding in found for line in finding.lines)
     return found
 
 
-def _share(one: Advice, evidence: Evidence) -> float:
+def _share(said: Advice, evidence: Evidence) -> float:
     """The part of the time, or of the memory, that an advice would save."""
-    if one.seconds is not None:
-        return one.seconds / (evidence.seconds or 1.0)
-    return (one.nbytes or 0) / (evidence.taken_bytes or 1)
+    if said.seconds is not None:
+        return said.seconds / (evidence.seconds or 1.0)
+    return (said.nbytes or 0) / (evidence.taken_bytes or 1)
 
 
 def _of_trace(path: Path) -> list[Evidence]:
     if not path.is_file():
         raise NoEvidence(f"there is no file {str(path)!r}; ps.profile(path) writes one")
     try:
-        found = parse_json(read_text(path, MOST_OF_A_TRACE))["otherData"]["evidence"]
-        return [restored(one) for one in found]
+        records = parse_json(read_text(path, MOST_OF_A_TRACE))["otherData"]["evidence"]
+        return [restored(record) for record in records]
     except (OSError, ValueError, KeyError, TypeError):
         raise NoEvidence(f"{str(path)!r} is no trace that this version's ps.profile has saved") from None

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from penstock.advising.advice import Advice
 from penstock.callsite import in_package
+from penstock.formatting import format_seconds
 from penstock.profiling.evidence import Evidence
 from penstock.profiling.lines import Runs
-from penstock.profiling.words import in_time
 
 LEAST_TIME = 0.05  # of the time: less is within what two runs of the same program differ by
 LEAST_MEMORY = 0.10  # of the memory: the pool rounds sizes by nearly as much
@@ -44,7 +44,7 @@ def finding(
     """A finding about a line; `also` names others that it explains."""
     line = "" if where.startswith("(") else where  # a thread, or many lines
     advice = Advice(flaw, title, evidence, line, change, gain, seconds, nbytes)
-    return Finding(advice, frozenset(one for one in (where, *also) if one))
+    return Finding(advice, frozenset(place for place in (where, *also) if place))
 
 
 def users_own(where: str, called: str) -> bool:
@@ -54,7 +54,7 @@ def users_own(where: str, called: str) -> bool:
 
 def of_time(seconds: float, whole: float) -> str:
     """A saving in words."""
-    return f"about {in_time(seconds)} of {in_time(whole)}"
+    return f"about {format_seconds(seconds)} of {format_seconds(whole)}"
 
 
 def least_seconds(run: Runs, evidence: Evidence) -> float | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.advising.measures import LEAST_TIME, OFTEN, Finding, finding, of_time, users_own
-from penstock.config import format_bytes
+from penstock.formatting import format_bytes, format_seconds
 from penstock.profiling.evidence import Evidence
-from penstock.profiling.words import in_time, short_place
+from penstock.profiling.words import short_place
 
 _READS = ("download", "view", "sync")  # waits that a line asks for; the others are the device's own pace
 _WORTH_A_THREAD = 1e-3  # seconds for a batch: threads of Python take turns, and less is lost in handing over
@@ -15,36 +15,36 @@ _WORTH_A_THREAD = 1e-3  # seconds for a batch: threads of Python take turns, and
 
 def round_trips(evidence: Evidence) -> Iterator[Finding]:
     """Values that come to the host only to go back keep the device waiting all the while."""
-    for one in evidence.transfers:
-        saved = one.returned_seconds
-        if one.returned >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
-            nbytes = one.nbytes * one.returned // one.calls
+    for transfer in evidence.transfers:
+        saved = transfer.returned_seconds
+        if transfer.returned >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
+            nbytes = transfer.nbytes * transfer.returned // transfer.calls
             yield finding(
                 "round-trip",
                 "Values go to the host and come back",
-                f"{one.returned} times, values that were read here became a tensor again at "
-                f"{short_place(one.where)}, {format_bytes(nbytes)} in all; the device waited "
-                f"{in_time(saved)}",
-                one.source,
+                f"{transfer.returned} times, values that were read here became a tensor again at "
+                f"{short_place(transfer.where)}, {format_bytes(nbytes)} in all; the device waited "
+                f"{format_seconds(saved)}",
+                transfer.source,
                 "do on the device what NumPy does in between (ps.clip, ps.where, ps.sort ... have its names)",
                 of_time(saved, evidence.working_seconds),
                 saved,
-                also=(one.where,),
+                also=(transfer.where,),
             )
 
 
 def repeated_uploads(evidence: Evidence) -> Iterator[Finding]:
     """What does not change need be sent only once."""
-    for one in evidence.transfers:
-        saved = one.seconds * one.repeated / one.calls if one.calls else 0.0
-        if one.repeated >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
-            nbytes = one.nbytes * one.repeated // one.calls
+    for transfer in evidence.transfers:
+        saved = transfer.seconds * transfer.repeated / transfer.calls if transfer.calls else 0.0
+        if transfer.repeated >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
+            nbytes = transfer.nbytes * transfer.repeated // transfer.calls
             yield finding(
                 "repeated-upload",
                 "The same array is sent again and again",
-                f"{one.repeated} of {one.calls} times this line sent what it had sent before, "
+                f"{transfer.repeated} of {transfer.calls} times this line sent what it had sent before, "
                 f"{format_bytes(nbytes)} in all",
-                one.where,
+                transfer.where,
                 "make the tensor once, before the loop",
                 of_time(saved, evidence.working_seconds),
                 saved,
@@ -65,14 +65,16 @@ def hidden_waits(evidence: Evidence) -> Iterator[Finding]:
                 "hidden-wait",
                 "The host waits for the device, and then the device for the host",
                 f"{wait.count} waits ({wait.why}, by {wait.called.rpartition(':')[2]}) took "
-                f"{in_time(wait.seconds)}; after them the device had nothing to do for "
-                f"{in_time(wait.idle_seconds)}",
+                f"{format_seconds(wait.seconds)}; after them the device had nothing to do for "
+                f"{format_seconds(wait.idle_seconds)}",
                 wait.where,
                 "read results later or less often: keep the tensors and read them after the loop, or every "
                 "hundredth; numpy_async() asks for values without waiting",
                 of_time(saved, evidence.working_seconds),
                 saved,
-                also=tuple(one.where for one in evidence.transfers),  # then made while the device computes
+                also=tuple(
+                    transfer.where for transfer in evidence.transfers
+                ),  # then made while the device computes
             )
 
 
@@ -82,21 +84,26 @@ def late_data(evidence: Evidence) -> Iterator[Finding]:
     Kernels run beside the host anyway, so what is saved is hidden behind what else that thread does.
     """
     whole, busy = evidence.working_seconds, evidence.busy_seconds
-    for one in evidence.transfers if busy is not None else ():
+    for transfer in evidence.transfers if busy is not None else ():
         assert busy is not None
-        new = one.calls - one.beside - one.repeated - one.returned
-        if new < OFTEN or one.least_seconds < _WORTH_A_THREAD or not users_own(one.where, one.called):
+        new = transfer.calls - transfer.beside - transfer.repeated - transfer.returned
+        if (
+            new < OFTEN
+            or transfer.least_seconds < _WORTH_A_THREAD
+            or not users_own(transfer.where, transfer.called)
+        ):
             continue
-        spent = (one.seconds + one.made_seconds) * new / one.calls
+        spent = (transfer.seconds + transfer.made_seconds) * new / transfer.calls
         saved = whole - max(spent, whole - spent, busy)
         if saved >= LEAST_TIME * whole:
             yield finding(
                 "late-data",
                 "Batches are made and sent between the steps, and not beside them",
-                f"making and sending {one.calls} arrays ({format_bytes(one.nbytes)}) took {in_time(spent)} "
+                f"making and sending {transfer.calls} arrays ({format_bytes(transfer.nbytes)}) took "
+                f"{format_seconds(spent)} "
                 f"of the thread that also runs the steps; the device had nothing to do for "
-                f"{in_time(whole - busy)}",
-                one.where,
+                f"{format_seconds(whole - busy)}",
+                transfer.where,
                 "let ps.data.Prefetch(batches) make and send them ahead, in a thread of its own",
                 of_time(saved, whole),
                 saved,

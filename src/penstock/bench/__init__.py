@@ -4,9 +4,9 @@ from penstock.bench.case import Case
 from penstock.bench.ceilings import Ceilings, measure_ceilings
 from penstock.bench.comparing import Change, Comparison, compare
 from penstock.bench.errors import BenchmarkError
-from penstock.bench.measuring import FULL, QUICK, Effort
 from penstock.bench.results import DeviceResults, Hardware, Measured, Results, load, versions
 from penstock.bench.running import bench, cases_for, run
+from penstock.bench.sampling import FULL, QUICK, Effort
 from penstock.bench.statistics import Interval, median_interval, ratio_in_turn, ratio_of_runs, verdict
 
 __all__ = [

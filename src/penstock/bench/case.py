@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.bench.peer import Torch
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.runtime import Device
 from penstock.tensor.creation import asarray
 from penstock.tensor.jit import jit

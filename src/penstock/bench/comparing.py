@@ -35,7 +35,7 @@ class Comparison:
 
 def compare(before: list[Measured], now: list[Measured]) -> Comparison:
     """The cases of one device in two runs, matched by name and size."""
-    old, new = ({one.label: one for one in measured} for measured in (before, now))
+    old, new = ({case.label: case for case in measured} for measured in (before, now))
     changes = []
     for label in new:
         if label in old:

@@ -7,6 +7,7 @@ import math
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,7 +75,9 @@ class Hardware:
 
     def is_same(self, other: Hardware) -> bool:
         """Whether times of both can be compared; its interface and its settings may have changed."""
-        mine, theirs = ((one.name, one.description, one.compute_units) for one in (self, other))
+        mine, theirs = (
+            (hardware.name, hardware.description, hardware.compute_units) for hardware in (self, other)
+        )
         return mine == theirs
 
 
@@ -98,10 +101,10 @@ class Results:
 
     def of(self, hardware: Hardware, source: str) -> DeviceResults:
         """What was measured on a device; a BenchmarkError says on what it was, if not on this one."""
-        for one in self.devices:
-            if one.hardware.is_same(hardware):
-                return one
-        there = ", ".join(str(one.hardware) for one in self.devices)
+        for device in self.devices:
+            if device.hardware.is_same(hardware):
+                return device
+        there = ", ".join(str(device.hardware) for device in self.devices)
         raise BenchmarkError(f"{source} was measured on {there}, and cannot be compared with {hardware}")
 
     def save(self, path: str | Path) -> None:
@@ -113,10 +116,8 @@ class Results:
 
 def versions(peer: Torch | None = None) -> dict[str, str]:
     """Of what the times depend on, besides the device."""
-    import penstock
-
     found = {
-        "penstock": penstock.__version__,
+        "penstock": version("penstock"),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "system": platform.platform(),
@@ -150,7 +151,7 @@ def _results(tree: dict[str, Any]) -> Results:
         DeviceResults(
             _record(Hardware, device["hardware"]),
             _record(Ceilings, device["ceilings"]),
-            [_record(Measured, one) for one in _list(device["measured"], dict)],
+            [_record(Measured, case) for case in _list(device["measured"], dict)],
             _list(device["left_out"], str),
         )
         for device in _list(tree["devices"], dict)
@@ -168,7 +169,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "int": lambda value: isinstance(value, int),
     "float": lambda value: isinstance(value, (int, float)) and math.isfinite(value) and value >= 0,
     "Way": lambda value: value in ("device", "upload", "download"),
-    "list[float]": lambda value: isinstance(value, list) and all(_is_time(one) for one in value),
+    "list[float]": lambda value: isinstance(value, list) and all(_is_time(item) for item in value),
 }
 
 
@@ -179,17 +180,17 @@ def _is_time(value: Any) -> bool:
 def _record(kind: type[_Record], tree: Any) -> _Record:
     """A dataclass from its values by name, each of the kind that its annotation says."""
     values = {}
-    for one in fields(kind):
-        values[one.name] = value = tree[one.name]
-        if not _KINDS[str(one.type)](value):
-            raise ValueError(f"{one.name} is {value!r}")
+    for item in fields(kind):
+        values[item.name] = value = tree[item.name]
+        if not _KINDS[str(item.type)](value):
+            raise ValueError(f"{item.name} is {value!r}")
     if kind is Measured and not values["seconds"]:
         raise ValueError(f"{values['name']} has no times")
     return kind(**values)
 
 
 def _list(value: Any, kind: type) -> list[Any]:
-    if not isinstance(value, list) or not all(isinstance(one, kind) for one in value):
+    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
         raise ValueError(f"{str(value)[:40]!r} is not a list of {kind.__name__}")
     return value
 

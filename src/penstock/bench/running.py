@@ -11,15 +11,16 @@ from penstock.bench.case import Case, sizes_for
 from penstock.bench.ceilings import measure_ceilings
 from penstock.bench.comparing import compare
 from penstock.bench.errors import BenchmarkError
-from penstock.bench.measuring import FULL, QUICK, Effort, measure
 from penstock.bench.operations import operations
 from penstock.bench.peer import Torch
 from penstock.bench.results import DeviceResults, Hardware, Measured, Results, load, versions
+from penstock.bench.sampling import FULL, QUICK, Effort, measure
 from penstock.bench.steps import steps
-from penstock.bench.view import note, open_console, progress, show_comparison, show_results
+from penstock.bench.view import open_console, progress, show_comparison, show_results
 from penstock.errors import DeviceNotFound
 from penstock.registry import default_device, find, use
 from penstock.runtime import Device
+from penstock.terminal import say
 
 
 def cases_for(device: Device) -> list[Case]:
@@ -41,7 +42,7 @@ def run(
         ceilings = measure_ceilings(device, effort.ceiling_seconds)
         measured, left_out = measure(cases, device, peer, effort, tell)
     # A case that was faster than the large product shows that others were in its way.
-    most = max([ceilings.flops, *(one.flops / min(one.seconds) for one in measured)])
+    most = max([ceilings.flops, *(case.flops / min(case.seconds) for case in measured)])
     return DeviceResults(Hardware.of(device), replace(ceilings, flops=most), measured, left_out)
 
 
@@ -69,9 +70,9 @@ def bench(
     wanted = [*only] if only or before is None else _still_there(before.only, chosen, str(base))
     results = Results(versions(peers[0]), wanted, [])
     console = open_console()
-    note(console, _listed(results.versions))
+    say(console, _listed(results.versions))
     if before is not None and before.versions != results.versions:
-        note(console, f"{base}: {_listed(before.versions)}")
+        say(console, f"{base}: {_listed(before.versions)}")
     effort = QUICK if quick else FULL
     slower = 0
     for device, peer in zip(chosen, peers, strict=True):
@@ -79,7 +80,7 @@ def bench(
             found = run(device, wanted, peer, effort, tell)
             if before is not None:
                 known = before.of(found.hardware, str(base)).measured
-                asked = [one for one in known if not only or one.name in only or one.label in only]
+                asked = [case for case in known if not only or case.name in only or case.label in only]
                 found = _looked_twice(found, asked, device, peer, effort, tell)
         results.devices.append(found)
         show_results(console, found)
@@ -89,7 +90,7 @@ def bench(
             slower += len(comparison.slower)
     if save is not None:
         results.save(save)
-        note(console, f"\nkept in {save}; penstock bench --compare {save} measures against it")
+        say(console, f"\nkept in {save}; penstock bench --compare {save} measures against it")
     return not slower
 
 
@@ -112,10 +113,12 @@ def _looked_twice(
         return found
     with _as_default(device):
         again, _ = measure(cases, device, peer, effort, tell)
-    more = {one.label: one for one in again}
+    more = {case.label: case for case in again}
     return replace(
         found,
-        measured=[one.with_more(more[one.label]) if one.label in more else one for one in found.measured],
+        measured=[
+            case.with_more(more[case.label]) if case.label in more else case for case in found.measured
+        ],
     )
 
 
@@ -126,7 +129,7 @@ def _listed(versions: Mapping[str, str]) -> str:
 def _still_there(only: Sequence[str], devices: Sequence[Device], source: str) -> list[str]:
     """Of what an older run was asked for, what there still is."""
     cases = [case for device in devices for case in cases_for(device)]
-    there = [one for one in only if any(one in (case.name, case.label) for case in cases)]
+    there = [name for name in only if any(name in (case.name, case.label) for case in cases)]
     if only and not there:
         raise BenchmarkError(f"{source} has only {', '.join(only)}, and no such case is left")
     return there
@@ -139,18 +142,18 @@ def _devices(names: Sequence[str], base: Results | None, source: str) -> list[De
     if base is None:
         return [default_device()]
     try:
-        return [find(one.hardware.name) for one in base.devices]
+        return [find(device.hardware.name) for device in base.devices]
     except DeviceNotFound as error:
-        there = ", ".join(str(one.hardware) for one in base.devices)
+        there = ", ".join(str(device.hardware) for device in base.devices)
         raise BenchmarkError(f"{source} was measured on {there}; {error}") from None
 
 
 def _chosen(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
     """The cases that are asked for by name, or by name and size; all, if none is."""
-    for one in only:
-        if not any(one in (case.name, case.label) for case in cases):
+    for name in only:
+        if not any(name in (case.name, case.label) for case in cases):
             names = ", ".join(dict.fromkeys(case.name for case in cases))
-            raise BenchmarkError(f"there is no case {one!r}; the cases are {names}")
+            raise BenchmarkError(f"there is no case {name!r}; the cases are {names}")
     return [case for case in cases if not only or case.name in only or case.label in only]
 
 

@@ -55,7 +55,7 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 def ratio_in_turn(samples: Sequence[float], others: Sequence[float]) -> Interval:
     """How many times as long the samples took as the others that were taken in the same rounds."""
-    return median_interval([one / other for one, other in zip(samples, others, strict=True)])
+    return median_interval([sample / other for sample, other in zip(samples, others, strict=True)])
 
 
 def ratio_of_runs(samples: Sequence[float], others: Sequence[float]) -> Interval:

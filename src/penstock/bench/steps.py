@@ -186,9 +186,9 @@ def torch_gpt(torch: Any, sizes: Gpt) -> Any:
             self.positions = nn.Embedding(sizes.context, sizes.width)
             self.blocks = nn.Sequential(*(Block() for _ in range(sizes.layers)))
             self.norm = nn.LayerNorm(sizes.width)
-            for one in self.parameters():
-                if one.ndim == 2:
-                    nn.init.normal_(one, std=0.02)
+            for parameter in self.parameters():
+                if parameter.ndim == 2:
+                    nn.init.normal_(parameter, std=0.02)
 
         def forward(self, ids: Any) -> Any:
             x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))

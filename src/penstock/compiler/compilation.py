@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from penstock.compiler.schedule import InputUse, OutputWrite, Schedule
 from penstock.fusion.groups import Group
-from penstock.graph.meaning import Constant
 from penstock.graph.node import Node
+from penstock.graph.reference import Constant
 from penstock.kernels.writer import Written
 from penstock.plan.arena import Value
 from penstock.plan.arenas import ArenaPlan

@@ -9,12 +9,10 @@ from typing import Literal
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.schedule import BufferSpec, Location, Schedule, Step
 from penstock.compiler.target import Target
-from penstock.fusion.costs import COSTLY
 from penstock.fusion.groups import Group
-from penstock.fusion.views import FREE, base
-from penstock.graph.contraction import MATMUL
-from penstock.graph.meaning import number_key
-from penstock.graph.node import Node
+from penstock.fusion.views import base
+from penstock.graph.node import Kind, Node
+from penstock.graph.reference import number_key
 from penstock.kernels.chaining import Call
 from penstock.kernels.costing import costs
 from penstock.kernels.cublaslt import LibraryLaunch
@@ -133,9 +131,9 @@ def _work(group: Group) -> int:
     """About how many items times operations a group takes."""
     total = 0
     for node in group.nodes:
-        if node.primitive is MATMUL:
+        if node.primitive.kind is Kind.CONTRACTION:
             total += node.size * node.inputs[0].shape[-1] // 8  # in vectors
-        elif node.primitive not in FREE:
+        elif not node.primitive.is_free:
             source = max((node, *node.inputs), key=lambda value: value.size)
-            total += source.size * (8 if node.primitive in COSTLY or group.kind == "lone" else 1)
+            total += source.size * (8 if node.primitive.costly or group.kind == "lone" else 1)
     return total

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from penstock.compiler.schedule import Copy, Schedule, Step
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.chaining import Call, chained
 from penstock.kernels.hazards import Range, Touched, orderings
 from penstock.kernels.side_by_side import joins, kind, side_by_side
@@ -87,7 +87,7 @@ def arranged(
         for item in part:
             calls += [item] if isinstance(item, Call) else _fused(item, within, capabilities, sizes)
         gpu = capabilities.vector_width == 1
-        result.append(calls if gpu else chained(calls, schedule.arenas))
+        result.append(calls if gpu else chained(calls, schedule.arenas, capabilities))
     return result
 
 

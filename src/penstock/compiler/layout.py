@@ -9,8 +9,8 @@ from dataclasses import replace
 from penstock.compiler.compilation import Compilation, Layout
 from penstock.compiler.schedule import InputUse, OutputWrite
 from penstock.compiler.target import Target
-from penstock.config import format_bytes
 from penstock.errors import OutOfDeviceMemory
+from penstock.formatting import format_bytes
 from penstock.fusion.groups import Group
 from penstock.fusion.views import base
 from penstock.graph.node import Node

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.target import Target
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.bounding import bounded
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.products import by_library

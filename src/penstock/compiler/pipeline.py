@@ -10,8 +10,8 @@ from penstock.compiler.layout import lay_out, plan
 from penstock.compiler.passes import fuse, limit_buffers, lower, order, split_long
 from penstock.compiler.schedule import Schedule
 from penstock.compiler.target import Target
-from penstock.graph.meaning import Constant
 from penstock.graph.node import Node, placeholder
+from penstock.graph.reference import Constant
 from penstock.graph.simplify import simplify
 
 GraphPass = Callable[[Sequence[Node], Mapping[Node, Node]], list[Node]]

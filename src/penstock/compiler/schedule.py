@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from penstock.config import format_bytes
+from penstock.formatting import format_bytes
 from penstock.fusion.groups import Group
 from penstock.kernels.chaining import Call
 from penstock.kernels.hazards import Range

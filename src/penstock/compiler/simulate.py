@@ -10,8 +10,8 @@ import numpy as np
 
 from penstock.compiler.schedule import Copy, Location, Schedule, Step
 from penstock.fusion.views import base
-from penstock.graph.meaning import computed
 from penstock.graph.node import Array, Node
+from penstock.graph.reference import computed
 from penstock.kernels.source import UNIT
 from penstock.kernels.writer import constants
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from penstock.config import format_bytes
 from penstock.data.errors import DataError
 from penstock.files import atomic_file
+from penstock.formatting import format_bytes
 
 
 @contextmanager

@@ -16,9 +16,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
-from penstock.config import format_bytes, parse_bytes
+from penstock.config import parse_bytes
 from penstock.data.errors import DataError
 from penstock.files import open_regular
+from penstock.formatting import format_bytes
 
 _SUFFIXES = re.compile(
     r"\.(txt|text|md|markdown|rst|org|tex|html?|xml|srt|log|csv|tsv|jsonl?|toml|ya?ml|ini|cfg|pyi?|c|h|cc|cpp|hpp"

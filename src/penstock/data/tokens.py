@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cache import CacheFolder
-from penstock.config import cache_folder, format_bytes
+from penstock.config import cache_folder
 from penstock.data.errors import DataError
 from penstock.data.files import reason
 from penstock.data.text import Text, no_text, pieces
 from penstock.data.tokenizer import Tokenizer
+from penstock.formatting import format_bytes
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 

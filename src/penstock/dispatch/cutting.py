@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from penstock.dispatch.pricing import Price
-from penstock.fusion.views import FREE
 from penstock.graph.node import Node, placeholder, topological
 
 
@@ -37,7 +36,7 @@ def cut(nodes: Sequence[Node], place: int) -> Parts | None:
         node = stack.pop()
         if node in first and node not in seen:
             seen.add(node)
-            if node.primitive in FREE:  # costs less to compute again than to move
+            if node.primitive.is_free:  # costs less to recompute than to move
                 stack += node.inputs
             else:
                 crossing[node] = None
@@ -79,7 +78,7 @@ def best_place(
     programs = first.seconds - before[-1] + second.seconds - after[-1]
     for place in range(1, len(order)):
         node = order[place - 1]
-        if node.primitive not in FREE and last.get(node, -1) >= place:
+        if not node.primitive.is_free and last.get(node, -1) >= place:
             live += node.nbytes
             ends[last[node]] = ends.get(last[node], 0) + node.nbytes
         live -= ends.pop(place - 1, 0)
@@ -102,7 +101,7 @@ def _last_uses(order: Sequence[Node], number: Mapping[Node, int]) -> dict[Node, 
     """The last operation that needs each value, itself or a view of it."""
     last: dict[Node, int] = {}
     for node in reversed(order):
-        use = last.get(node, -1) if node.primitive in FREE else number[node]
+        use = last.get(node, -1) if node.primitive.is_free else number[node]
         for parent in node.inputs:
             if parent in number:
                 last[parent] = max(last.get(parent, -1), use)

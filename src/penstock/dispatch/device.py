@@ -16,7 +16,7 @@ from penstock.errors import PenstockError
 from penstock.memory.buffer import Buffer
 from penstock.memory.ledger import DeviceMemory
 from penstock.registry import devices
-from penstock.runtime import Device, _Opened, refuse
+from penstock.runtime import Device, Layers, refuse
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
 from penstock.stream.watching import Watched
@@ -32,9 +32,13 @@ def auto_device() -> AutoDevice:
 def _usable(found: Sequence[Device]) -> list[Device]:
     """At most one of each kind. One that cannot be opened, as in a forked child, is left out."""
     kinds = (
-        [one for one in found if one.capabilities.kind in ("gpu", "accelerator")],
-        [one for one in found if one.capabilities.kind == "cpu" and one.capabilities.language == "opencl"],
-        [one for one in found if one.capabilities.kind == "host"],
+        [device for device in found if device.capabilities.kind in ("gpu", "accelerator")],
+        [
+            device
+            for device in found
+            if device.capabilities.kind == "cpu" and device.capabilities.language == "opencl"
+        ],
+        [device for device in found if device.capabilities.kind == "host"],
     )
     return [first for kind in kinds if (first := next(filter(_opens, kind), None)) is not None]
 
@@ -55,13 +59,13 @@ class AutoDevice(Device):
     def __init__(self, members: Sequence[Device]) -> None:
         """`members`: the best for large programs first."""
         first = members[0]
-        names = " or ".join(f"{one.name} ({one.capabilities.description})" for one in members)
+        names = " or ".join(f"{member.name} ({member.capabilities.description})" for member in members)
         limits = replace(
             first.capabilities,
             description=f"{names}, whichever is sooner",
-            offset_alignment=math.lcm(*(one.capabilities.offset_alignment for one in members)),
-            max_allocation_bytes=min(one.capabilities.max_allocation_bytes for one in members),
-            binding_bytes=min(one.capabilities.binding_bytes for one in members),
+            offset_alignment=math.lcm(*(member.capabilities.offset_alignment for member in members)),
+            max_allocation_bytes=min(member.capabilities.max_allocation_bytes for member in members),
+            binding_bytes=min(member.capabilities.binding_bytes for member in members),
         )
         super().__init__("auto", limits, refuse("auto has no driver of its own"))
         self._members = tuple(members)
@@ -78,8 +82,9 @@ class AutoDevice(Device):
         """The member that a buffer is on."""
         return self.dispatcher.places.holder(buffer)
 
-    def _open(self) -> _Opened:
-        return self._members[0]._open()
+    def layers(self) -> Layers:
+        """Those of the first member."""
+        return self._members[0].layers()
 
     def watch(self, watched: Watched) -> None:
         """See Device."""
@@ -113,7 +118,7 @@ class AutoDevice(Device):
         """That of all members together; `pool` is the first one's."""
         found = [member.memory_stats() for member in self._members]
         sums = {
-            name: sum(getattr(one, name) for one in found)
+            name: sum(getattr(stats, name) for stats in found)
             for name in DeviceMemory.__dataclass_fields__
             if name not in ("limit_bytes", "pool")
         }

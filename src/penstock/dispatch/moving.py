@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from penstock.device.driver import Memory
-from penstock.dispatch.machine import Rates, at
+from penstock.drivers.driver import Memory
 from penstock.graph.node import Node
 from penstock.kernels.source import UNIT
+from penstock.lru import LRU
+from penstock.measuring.rates import Rates, at
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 
@@ -30,7 +30,7 @@ class Places:
         self._members = members
         self._step = math.lcm(UNIT, *(member.capabilities.offset_alignment for member in members))
         # Copies at places that values were moved from, by the buffers that they are in now.
-        self.kept: OrderedDict[int, _Kept] = OrderedDict()
+        self.kept = LRU[int, _Kept](_KEPT)
         # How often a value would have been of use elsewhere: one that is used again and again is moved.
         self._missed: weakref.WeakKeyDictionary[Node, int] = weakref.WeakKeyDictionary()
 
@@ -84,7 +84,7 @@ class Places:
         memory.host = memory.native
         adopted = Buffer(target.driver, buffer.nbytes, _Lender(buffer))
         adopted.memory = memory
-        adopted.settle().shared = True
+        adopted.attach().shared = True
         return adopted
 
     def forget(self, buffers: Sequence[Buffer]) -> None:
@@ -98,7 +98,7 @@ class Places:
 
     def _found(self, buffer: Buffer, target: Device) -> Buffer | None:
         kept = self.kept.get(id(buffer))
-        return None if kept is None else next((one for one in kept.copies if target.holds(one)), None)
+        return None if kept is None else next((copy for copy in kept.copies if target.holds(copy)), None)
 
     def _move(self, node: Node, target: Device, wholes: Mapping[Buffer, Buffer]) -> None:
         old: Buffer = node.value
@@ -112,15 +112,15 @@ class Places:
             new = self.copied(old, target)
         kept = self.kept.pop(id(old), None)
         node.value = new  # the same value at another place
-        others = [] if kept is None else [one for one in kept.copies if one is not new]
+        others = [] if kept is None else [copy for copy in kept.copies if copy is not new]
         self._keep(new, [old, *others])
 
     def _keep(self, new: Buffer, copies: list[Buffer]) -> None:
         key, table = id(new), self.kept
         table[key] = _Kept(weakref.ref(new, lambda _: table.pop(key, None)), copies)
-        sizes = [sum(copy.nbytes for copy in one.copies) for one in list(table.values())]
+        sizes = [sum(copy.nbytes for copy in kept.copies) for kept in list(table.values())]
         total = sum(sizes)
-        while table and (total > _KEPT_BYTES or len(table) > _KEPT):
+        while table and total > _KEPT_BYTES:  # finalisers take values out meanwhile
             _, oldest = table.popitem(last=False)
             total -= sum(copy.nbytes for copy in oldest.copies)
 
@@ -134,9 +134,9 @@ class Places:
         alignment = target.capabilities.offset_alignment
         found = {}
         for whole, of in parts.items():
-            offsets = [one.offset - whole.offset for one in of.values()]
+            offsets = [part.offset - whole.offset for part in of.values()]
             # With the gaps between them, which are as wide as the members want it.
-            wanted = sum(-(-one.nbytes // self._step) * self._step for one in of.values())
+            wanted = sum(-(-part.nbytes // self._step) * self._step for part in of.values())
             fits = not any(offset % alignment for offset in offsets)
             if len(of) > 1 and fits and 2 * wanted >= whole.nbytes:
                 found[whole] = self.copied(whole, target)

@@ -12,31 +12,31 @@ from typing import Any
 
 from penstock.compiler.pipeline import prepare
 from penstock.dispatch.cutting import best_place, cut
-from penstock.dispatch.machine import Rates, choices_of, machine_rates
 from penstock.dispatch.moving import Places, move_seconds
 from penstock.dispatch.placements import Candidate, Placement
 from penstock.dispatch.predictions import Predictions
 from penstock.dispatch.pricing import price
 from penstock.dispatch.running import InTwo, OnOne, Wants, seconds_of
 from penstock.errors import DeviceError, DeviceUnavailable
-from penstock.executable import Executable
-from penstock.files import parse_json
-from penstock.graph.node import Node, Primitive, topological
-from penstock.kernels.choices import Choices
-from penstock.kernels.source import digest
-from penstock.lru import LRU
-from penstock.memory.buffer import Buffer
-from penstock.plan.arenas import ArenaPlan
-from penstock.profiling.settled import settled
-from penstock.realize import (
-    Structure,
+from penstock.execution.executable import Executable
+from penstock.execution.realize import (
     by_numpy,
     numpy_text,
     programs,
     source,
     to_compute,
 )
+from penstock.execution.structure import Structure
+from penstock.files import parse_json
+from penstock.graph.node import Node, Primitive, topological
+from penstock.kernels.source import digest
+from penstock.lru import LRU
+from penstock.measuring.quiet import measure_quietly
+from penstock.measuring.rates import Rates, machine_rates, placement_cache
+from penstock.memory.buffer import Buffer
+from penstock.plan.arenas import ArenaPlan
 from penstock.runtime import Device
+from penstock.tuning_cache import TuningCache
 
 _CLOSE = 3.0  # prices that differ by less are no reason to choose: the programs are timed
 _CUT_GAIN = 0.9  # a cut has to take less than this part of the best whole
@@ -56,7 +56,7 @@ class Dispatcher:
         self.dictate: Callable[[Placed], Placement] | None = None
         self.build_seconds = 0.0  # in all
         self._rates: dict[Device, Rates] | None = None
-        self._choices: Choices | None = None
+        self._choices: TuningCache | None = None
         self._placed = LRU[Hashable, "Placed"](_MAX_PLACED)
         self._seen = LRU[Hashable, None](_MAX_SEEN)
         self._everything: weakref.WeakSet[Placed] = weakref.WeakSet()  # also what jitted functions hold
@@ -74,10 +74,10 @@ class Dispatcher:
         return self._rates
 
     @property
-    def choices(self) -> Choices:
+    def choices(self) -> TuningCache:
         """The placements that were found by timing."""
         if self._choices is None:
-            self._choices = choices_of(self.members)
+            self._choices = placement_cache(self.members)
         return self._choices
 
     def compare(self, timed: Sequence[Candidate]) -> None:
@@ -95,7 +95,7 @@ class Dispatcher:
                 placed.keep()
             self._rates = {**self.rates, **machine_rates(far_off, again=True)}
 
-    # What `penstock.realize` asks for
+    # What `penstock.execution.realize` asks for
 
     def seen(self, structure: Structure) -> bool:
         """Whether the same was computed before, as far as it is remembered."""
@@ -110,9 +110,7 @@ class Dispatcher:
         numpy = not forced and structure.waits_for_no_compiler(self.seen(structure))
         return structure.key not in self._placed and not numpy
 
-    def computed(
-        self, structure: Structure, wanted: Sequence[Node]
-    ) -> tuple[list[Buffer], Executable | None]:
+    def computed(self, structure: Structure) -> tuple[list[Buffer], Executable | None]:
         """The values of nodes, and a program that computed them, if NumPy did not."""
         numbers = structure.constants()
         member = self._staying(structure)
@@ -122,16 +120,14 @@ class Dispatcher:
             return there.run(self.places.bring(structure.inputs, member), numbers), there
         placed = self._known(structure)
         if placed is None:
-            return by_numpy(wanted, self._sharing(structure.inputs)), None
+            return by_numpy(structure.nodes, self._sharing(structure.inputs)), None
         inputs = [node.value for node in structure.inputs]
         program, inputs = placed.chosen(inputs, lambda: structure.inputs, numbers)
         return program.run(inputs, numbers), program.programs[-1]
 
-    def build(
-        self, structure: Structure, wanted: Sequence[Node], aliases: Mapping[int, int] | None = None
-    ) -> Placed:
+    def build(self, structure: Structure, aliases: Mapping[int, int] | None = None) -> Placed:
         """A graph for any of the members; see `Programs.build`."""
-        nodes, inputs = prepare(wanted, structure.inputs)
+        nodes, inputs = prepare(structure.wanted, structure.inputs)
         placed = Placed(self, nodes, inputs, structure, aliases or {})
         self._everything.add(placed)
         return placed
@@ -142,16 +138,16 @@ class Dispatcher:
         if not wanted:
             holders = dict.fromkeys(self.places.holder(source(node).value).name for node in nodes)
             return f"computed already, on {' and '.join(holders)}"
-        structure = Structure(wanted)
+        structure = Structure(wanted, self.device.capabilities)
         member = self._staying(structure)
         if member is not None:
             there = programs(member).known(structure)
             assert there is not None
             return f"on {member.name}, which holds the inputs:\n{there.schedule}"
-        placed = self._placed.get(structure.key) or self.build(structure, structure.wanted)
+        placed = self._placed.get(structure.key) or self.build(structure)
         text = placed.explained(structure.inputs)
         if structure.key not in self._placed and structure.waits_for_no_compiler(self.seen(structure)):
-            return f"{numpy_text(structure, wanted)}; in a jitted function:\n{text}"
+            return f"{numpy_text(structure)}; in a jitted function:\n{text}"
         return text
 
     def _staying(self, structure: Structure) -> Device | None:
@@ -184,7 +180,7 @@ class Dispatcher:
             if not forced and structure.waits_for_no_compiler(key in self._seen):
                 self._seen[key] = None
                 return None
-            placed = self._placed[key] = self.build(structure, structure.wanted)
+            placed = self._placed[key] = self.build(structure)
         return placed
 
 
@@ -334,7 +330,7 @@ class Placed:
             return
         ways = [self._program(one.placement) for one in near]
         measure = partial(seconds_of, ways, held, numbers, self._dispatcher.members)
-        times, _ = settled(measure, lambda first, second: list(map(min, first, second)))
+        times, _ = measure_quietly(measure, lambda first, second: list(map(min, first, second)))
         for one, seconds in zip(near, times, strict=True):
             one.measured = seconds
         self._why = "which took the least time when it was tried"

@@ -7,25 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.compiler.passes import fused
-from penstock.dispatch.machine import Rates
-from penstock.fusion.clusters import ATTENTIONS
-from penstock.fusion.costs import LONG
+from penstock.execution.realize import programs
 from penstock.fusion.groups import Group
-from penstock.fusion.views import VIEWS
-from penstock.graph.contraction import GATHER, MATMUL, SCATTER_ADD
 from penstock.graph.dtypes import HALVES, float32, float64
-from penstock.graph.elementwise import FULL
-from penstock.graph.node import Node, topological
-from penstock.graph.random import RANDOM_BITS
-from penstock.graph.reducing import ARGMAX, ARGMIN, ARGSORT, CUMULATIVE_PROD, CUMULATIVE_SUM
-from penstock.realize import programs
+from penstock.graph.node import Kind, Node, topological
+from penstock.measuring.rates import Rates
 from penstock.runtime import Device
 
-# What takes so many times as long for an item as an exponential, apart from reading and writing.
-_WEIGHTS = {RANDOM_BITS: 4, ARGSORT: 16, CUMULATIVE_SUM: 1, CUMULATIVE_PROD: 1, ARGMAX: 1, ARGMIN: 1}
-_WEIGHTS |= {SCATTER_ADD: 4, GATHER: 1} | dict.fromkeys(LONG, 1)
 _SLOW_PRODUCT = 32  # times the library's time, for dtypes that it has not: NumPy's own loop
-_READS_PART = VIEWS | {GATHER, FULL}
+_READS_PART = (Kind.VIEW, Kind.GATHER)  # as much of their first input as they write
 
 
 @dataclass(frozen=True)
@@ -42,7 +32,7 @@ def price(nodes: Sequence[Node], device: Device, rates: Rates, host: Rates) -> P
     `host` are the rates of NumPy, which takes over what the device has no kernel for.
     """
     limits = device.capabilities
-    if any(node.primitive.compiled for node in topological(nodes)) and limits.language == "numpy":
+    if any(node.primitive.kind is Kind.OPAQUE for node in topological(nodes)) and not limits.compiles:
         return None
     groups = fused(nodes, limits)
     priced = tuple((group, _seconds(group, device, rates, host)) for group in groups)
@@ -50,7 +40,7 @@ def price(nodes: Sequence[Node], device: Device, rates: Rates, host: Rates) -> P
 
 
 def _seconds(group: Group, device: Device, rates: Rates, host: Rates) -> float:
-    numpy = device.capabilities.language == "numpy"
+    numpy = not device.capabilities.compiles
     if group.kind == "lone" and not numpy and programs(device).kernels.written(group) is None:
         # NumPy computes it: the device is waited for, and values go there and back.
         read = sum(node.nbytes for node in group.inputs)
@@ -63,21 +53,22 @@ def _work(group: Group, rates: Rates, numpy: bool) -> float:
     written = sum(node.nbytes for node in group.outputs)
     read = 0
     for node in group.inputs:
-        partly = len(group.nodes) == 1 and group.nodes[0].primitive in _READS_PART
+        partly = len(group.nodes) == 1 and group.nodes[0].primitive.kind in _READS_PART
         read += min(node.nbytes, written) if partly else node.nbytes
     seconds = rates.moving_seconds(read + written)
     for node in group.nodes:
-        if node.primitive is MATMUL or node.primitive in ATTENTIONS:
+        primitive = node.primitive
+        if primitive.multiplies_matrices:
             seconds = max(seconds, _product_seconds(node, rates, numpy))
-        elif node.primitive in _WEIGHTS:
-            items = max(one.size for one in (node, *node.inputs))
-            items = node.size if node.primitive in (GATHER, RANDOM_BITS) else items
-            seconds += _WEIGHTS[node.primitive] * items * rates.exponential
+        elif primitive.weight:
+            items = max(operand.size for operand in (node, *node.inputs))
+            items = node.size if primitive.reads_elsewhere else items
+            seconds += primitive.weight * items * rates.exponential
     return seconds
 
 
 def _product_seconds(node: Node, rates: Rates, numpy: bool) -> float:
-    if node.primitive in ATTENTIONS:
+    if node.primitive.kind is Kind.ATTENTION:
         batch, queries, heads, width = node.inputs[0].shape
         return rates.product_seconds(4.0 * batch * heads * width * queries * node.inputs[1].shape[1])
     inner = node.inputs[0].shape[-1]

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.dispatch.cutting import Parts
 from penstock.dispatch.moving import Places
 from penstock.errors import OutOfDeviceMemory
-from penstock.executable import Executable
+from penstock.execution.executable import Executable
 from penstock.graph.node import Node
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from penstock.fusion.groups import Group
-from penstock.fusion.views import FREE, base
-from penstock.graph.contraction import MATMUL
-from penstock.graph.node import Node
-from penstock.graph.reducing import REDUCTIONS
+from penstock.fusion.views import base
+from penstock.graph.node import Kind, Node
 
 _KINDS = ("map", "row", "column", "matmul")  # which any nodes of theirs can be taken from
 
@@ -53,7 +51,7 @@ def _part(group: Group, outputs: Sequence[Node], known: Container[Node]) -> Grou
             stack += node.inputs
     nodes = tuple(node for node in group.nodes if node in inside)
     inputs = tuple(node for node in (*group.inputs, *group.nodes) if node in read)
-    computes = any(node.primitive is MATMUL or node.primitive in REDUCTIONS for node in nodes)
+    computes = any(node.primitive.kind in (Kind.CONTRACTION, Kind.REDUCTION) for node in nodes)
     return Group(group.kind if computes else "map", tuple(outputs), inputs, nodes, group.columns)
 
 
@@ -86,7 +84,7 @@ class _Parts:
                 self._complete([between])
                 continue
             nodes = self._part([output]).nodes
-            large = (one for one in nodes if one.primitive not in FREE and not self._fits(self._part([one])))
+            large = (one for one in nodes if not one.primitive.is_free and not self._fits(self._part([one])))
             blocked = next(large, output)
             self._alone(blocked)
             if blocked is output:

@@ -13,28 +13,22 @@ from typing import Any, Literal
 
 from penstock.fusion.costs import MAX_NODES
 from penstock.fusion.products import bias_vector, library_operand
-from penstock.fusion.views import FREE, VIEWS, base, keeps_order, operand_index, repeats, rows_index, trailing
-from penstock.graph.attention import ATTENTION, ATTENTION_GRADIENT
-from penstock.graph.checkpoint import AGAIN
-from penstock.graph.contraction import GATHER, MATMUL
+from penstock.fusion.views import base, keeps_order, operand_index, repeats, rows_index, trailing
+from penstock.graph.checkpoint import BARRIER
 from penstock.graph.elementwise import PRIMITIVES
-from penstock.graph.node import Node, Shape
-from penstock.graph.random import RANDOM_BITS
-from penstock.graph.raw import RawPrimitive
-from penstock.graph.reducing import EXPAND, REDUCTIONS
-from penstock.graph.shaping import CONCAT, PAD, RESHAPE
+from penstock.graph.node import Kind, Node, Shape
+from penstock.graph.reducing import EXPAND
+from penstock.graph.shaping import RESHAPE
 
-Kind = Literal["map", "row", "column", "matmul", "attention", "raw", "lone"]
-ATTENTIONS = frozenset((ATTENTION, ATTENTION_GRADIENT))
-_WHOLE: tuple[Kind, ...] = ("lone", "attention", "raw")  # which nothing joins
-PLACED = frozenset((PAD, CONCAT, GATHER, RANDOM_BITS))  # read items at other places than their own
+GroupKind = Literal["map", "row", "column", "matmul", "attention", "raw", "lone"]
+_WHOLE: tuple[GroupKind, ...] = ("lone", "attention", "raw")  # which nothing joins
 
 
 class Cluster:
     """A group while it grows."""
 
-    def __init__(self, kind: Kind, size: int) -> None:
-        self.kind: Kind = kind
+    def __init__(self, kind: GroupKind, size: int) -> None:
+        self.kind: GroupKind = kind
         self.size = size  # items that its nodes have before any reduction
         self.columns = 1
         self.nodes: list[Node] = []
@@ -76,7 +70,7 @@ class Clustering:
                 self.required.add(node)
         for node in order:
             # Again, now that it is known which views are written out.
-            if node.primitive in ATTENTIONS or node.primitive is MATMUL:
+            if node.primitive.multiplies_matrices:
                 self.required.update(one for one in self._read_whole(node) if one.value is None)
         self._for_columns = self._only_for_columns()
         for node in order:
@@ -86,26 +80,25 @@ class Clustering:
 
     def _read_whole(self, node: Node) -> Iterator[Node]:
         """What a node reads from memory by itself: a view on the way there is written out."""
-        if self._stands_alone(node) or isinstance(node.primitive, RawPrimitive):
+        kind = node.primitive.kind
+        if self._stands_alone(node) or kind is Kind.OPAQUE:
             yield from map(base, node.inputs)
-        elif node.primitive is AGAIN:
+        elif node.primitive is BARRIER:
             yield base(node.inputs[0])
-        elif node.primitive in FREE:
-            return
-        elif node.primitive is MATMUL:
+        elif kind is Kind.CONTRACTION:
             read = library_operand if self._by_library(node) else operand_index
             for operand in node.inputs:
                 found = read(operand, self.required)
                 yield base(operand) if found is None else found[0]
-        elif node.primitive in ATTENTIONS:
+        elif kind is Kind.ATTENTION:
             for operand in node.inputs:
                 in_place = rows_index(operand, self.required)
                 yield base(operand) if in_place is None else in_place[0]
-        elif node.primitive in (GATHER, RANDOM_BITS):
+        elif kind in (Kind.GATHER, Kind.RANDOM):
             yield base(node.inputs[0])
 
     def _stands_alone(self, node: Node) -> bool:
-        return node.primitive not in (RESHAPE, AGAIN) and not self._fusible(node)
+        return not node.primitive.same_bytes and not self._fusible(node)
 
     def _only_for_columns(self) -> set[Node]:
         """Elementwise nodes that only reductions to columns need, which compute them by themselves."""
@@ -122,7 +115,7 @@ class Clustering:
 
     def _is_column(self, node: Node) -> bool:
         return (
-            node.primitive in REDUCTIONS
+            node.primitive.kind is Kind.REDUCTION
             and self._fusible(node)
             and not trailing(node.inputs[0].shape, node.attributes["axes"])
         )
@@ -130,7 +123,7 @@ class Clustering:
     def users(self, node: Node) -> Iterator[Node]:
         """The nodes that need a value, also through views."""
         for consumer in self._consumers[node]:
-            if consumer.primitive in FREE and consumer not in self.required:
+            if consumer.primitive.is_free and consumer not in self.required:
                 yield from self.users(consumer)
             else:
                 yield consumer
@@ -139,18 +132,19 @@ class Clustering:
 
     def _place(self, node: Node) -> None:
         """Put a node into a cluster: that of what it reads, or a new one."""
+        kind = node.primitive.kind
         if self._stands_alone(node):
             self._enter(node, Cluster("lone", node.size))
-        elif node.primitive in FREE:
+        elif node.primitive.is_free:
             if node in self.required:
                 self._enter(node, Cluster("map", node.size))
-        elif node.primitive is MATMUL:
+        elif kind is Kind.CONTRACTION:
             self._enter(node, Cluster("matmul", node.size))
-        elif node.primitive in ATTENTIONS:
+        elif kind is Kind.ATTENTION:
             self._enter(node, self._joint.setdefault(_joint_key(node), Cluster("attention", node.size)))
-        elif isinstance(node.primitive, RawPrimitive):
+        elif kind is Kind.OPAQUE:
             self._enter(node, self._joint.setdefault(_joint_key(node), Cluster("raw", node.size)))
-        elif node.primitive in REDUCTIONS:
+        elif kind is Kind.REDUCTION:
             self._place_reduction(node)
         else:
             self._place_elementwise(node)
@@ -218,7 +212,7 @@ class Clustering:
     def _candidates(self, node: Node) -> dict[Cluster, bool]:
         """The clusters that have an input at hand, item by item; True where it is one item for each row."""
         found: dict[Cluster, bool] = {}
-        if node.primitive in PLACED or node in self._for_columns:
+        if node.primitive.reads_elsewhere or node in self._for_columns:
             return found
         for parent in node.inputs:
             producer, spread = self.aligned(parent)
@@ -272,11 +266,11 @@ class Clustering:
     def aligned(self, node: Node) -> tuple[Node, int]:
         """What a node looks at through views, and how many items in a row see one there; 0: any."""
         spread = 1
-        while node.primitive in VIEWS and node.value is None and node not in self.cluster:
+        while node.primitive.kind is Kind.VIEW and node.value is None and node not in self.cluster:
             source = node.inputs[0]
             if node.primitive is EXPAND:
                 spread *= repeats(source.shape, node.shape)
-            elif node.primitive is AGAIN:
+            elif node.primitive is BARRIER:
                 spread = 0  # to be read from memory, when what is computed from it is needed and not before
             elif node.primitive is not RESHAPE and not keeps_order(node):
                 spread = 0

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from penstock.fusion.clusters import ATTENTIONS, Cluster, Clustering, Kind
+from penstock.fusion.clusters import Cluster, Clustering, GroupKind
 from penstock.fusion.storing import Storing
 from penstock.fusion.tallies import keep_tallies
 from penstock.fusion.views import base, operand_index, rows_index
-from penstock.graph.contraction import MATMUL
-from penstock.graph.node import Node, topological
+from penstock.graph.node import Kind, Node, topological
 from penstock.graph.raw import all_parts
 
 
@@ -31,7 +30,7 @@ from penstock.graph.raw import all_parts
 class Group:
     """One kernel: the values of `outputs` from those of `inputs`, through `nodes`, which stand in order."""
 
-    kind: Kind
+    kind: GroupKind
     outputs: tuple[Node, ...]
     inputs: tuple[Node, ...]
     nodes: tuple[Node, ...]
@@ -87,7 +86,7 @@ def _group(cluster: Cluster, clustering: Clustering, storing: Storing) -> Group:
         return Group("raw", parts, parts[0].inputs, parts)
     own = storing.inlined.get(cluster, set()) | set(cluster.nodes)
     for node in cluster.nodes:
-        if node.primitive is MATMUL or node.primitive in ATTENTIONS:
+        if node.primitive.multiplies_matrices:
             own.update(
                 view for operand in node.inputs for view in _operand_views(node, operand, clustering.required)
             )
@@ -108,7 +107,7 @@ def _group(cluster: Cluster, clustering: Clustering, storing: Storing) -> Group:
 
 def _operand_views(node: Node, operand: Node, stored: Container[Node]) -> Iterator[Node]:
     """The views through which a matrix operand is read, even where one is stored for another use."""
-    found = (operand_index if node.primitive is MATMUL else rows_index)(operand, stored)
+    found = (operand_index if node.primitive.kind is Kind.CONTRACTION else rows_index)(operand, stored)
     last = base(operand) if found is None else found[0]
     while operand is not last:
         yield operand

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.graph.checkpoint import AGAIN
+from penstock.graph.checkpoint import BARRIER
 from penstock.graph.node import Node, Shape
 from penstock.graph.reducing import EXPAND
 from penstock.graph.shaping import PERMUTE, RESHAPE, SLICE
@@ -147,7 +147,7 @@ def unflatten(number: Index, shape: Shape, variables: Variables) -> Place:
 def source_place(view: Node, place: Place, variables: Variables) -> Place:
     """Where a view's item lies in the node that it looks at."""
     source = view.inputs[0]
-    if view.primitive is AGAIN:
+    if view.primitive is BARRIER:
         return place
     if view.primitive is RESHAPE:
         return _reshaped(view.shape, source.shape, place, variables)
@@ -155,7 +155,7 @@ def source_place(view: Node, place: Place, variables: Variables) -> Place:
         axes = view.attributes["axes"]
         return tuple(place[axes.index(axis)] for axis in range(source.ndim))
     if view.primitive is EXPAND:
-        return tuple(ZERO if n == 1 else one for one, n in zip(place, source.shape, strict=True))
+        return tuple(ZERO if n == 1 else index for index, n in zip(place, source.shape, strict=True))
     assert view.primitive is SLICE
     parts = zip(place, view.attributes["slices"], strict=True)
     return tuple(index * step + Index((), start) for index, (start, _, step) in parts)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.index import ZERO, variable
 from penstock.fusion.views import operand_index
 from penstock.graph.dtypes import bfloat16, float16, float32, float64

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion import costs
 from penstock.fusion.tallies import stretches
 from penstock.fusion.views import trailing
 from penstock.graph.contraction import MATMUL, matmul
 from penstock.graph.dtypes import HALVES, float32
 from penstock.graph.elementwise import CAST, add, cast
-from penstock.graph.node import Node, Shape, topological
-from penstock.graph.reducing import REDUCTIONS, WIDE_SUM, sum_
+from penstock.graph.node import Kind, Node, Shape, topological
+from penstock.graph.reducing import WIDE_SUM, sum_
 from penstock.graph.shaping import CONCAT, RESHAPE, permute, reshape, slice_
 
 _MIN_PART = 64  # items of a part; smaller ones cost more than they gain
@@ -36,7 +36,7 @@ def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
             continue
         inputs = tuple(new[parent] for parent in node.inputs)
         same = node if inputs == node.inputs else Node(node.primitive, inputs, node.attributes)
-        if node.primitive in REDUCTIONS:
+        if node.primitive.kind is Kind.REDUCTION:
             same = _wide_sum(same, capabilities) or _in_parts(same, capabilities)
         elif node.primitive is MATMUL:
             same = _product_in_parts(same, capabilities)
@@ -76,7 +76,7 @@ def _wide_sum(node: Node, capabilities: Capabilities) -> Node | None:
     if node.primitive.name != "sum" or wide.primitive is not CAST or wide.dtype.kind not in "iu":
         return None
     narrow = wide.inputs[0]
-    by_kernel = capabilities.language != "numpy" and wide.size < costs.MOST_ITEMS
+    by_kernel = capabilities.compiles and wide.size < costs.MOST_ITEMS
     by_kernel = by_kernel and (capabilities.int64 or wide.dtype.itemsize < 8)
     if wide.value is not None or by_kernel or narrow.dtype.kind not in "biu":
         return None
@@ -105,7 +105,7 @@ def _product_in_parts(node: Node, capabilities: Capabilities) -> Node:
     """A matrix product with a long inner axis: the sum of products of parts of it."""
     left, right = node.inputs
     inner, most = left.shape[-1], _most_products(node, capabilities)
-    if inner <= most or node.size == 0 or node.dtype.kind != "f" or capabilities.language == "numpy":
+    if inner <= most or node.size == 0 or node.dtype.kind != "f" or not capabilities.compiles:
         return node
     if node.dtype in HALVES:  # parts of a sum are not rounded
         wide = Node(MATMUL, (cast(left, float32), cast(right, float32)), {})

@@ -6,12 +6,9 @@ are stored anyway, with no more to read.
 
 from __future__ import annotations
 
-from penstock.fusion.clusters import PLACED, Cluster, Clustering, in_order
-from penstock.fusion.costs import AGAIN_NODES, CHEAP_NODES, COSTLY, LONG, MAX_NODES
-from penstock.graph.contraction import MATMUL
-from penstock.graph.creating import SEQUENCES
-from penstock.graph.elementwise import FULL
-from penstock.graph.node import Node
+from penstock.fusion.clusters import Cluster, Clustering, in_order
+from penstock.fusion.costs import CHEAP_NODES, MAX_NODES, RECOMPUTED_NODES
+from penstock.graph.node import Kind, Node
 
 
 class Storing:
@@ -45,7 +42,7 @@ class Storing:
         users = {user for node in outputs for user in self._clustering.users(node)}
         targets = {home for user in users for home in homes[self._clustering.cluster[user]]} - {cluster}
         inside = self.inlined.get(cluster, set()) | set(cluster.nodes)
-        cheap = len(inside) <= CHEAP_NODES and not any(node.primitive in COSTLY for node in inside)
+        cheap = len(inside) <= CHEAP_NODES and not any(node.primitive.costly for node in inside)
         same_size = all(target.size <= cluster.size for target in targets)
         large = [one for one in self._sources(inside) if one.size >= cluster.size]
         if cluster.size == 1 and not self._sources(inside):
@@ -53,7 +50,7 @@ class Storing:
         pays = (len(targets) == 1 and (same_size or cheap)) or (cheap and len(large) <= 1)
         times = self._times_read(outputs)
         if times > 1:  # again and again through clusters in a chain, it would be ever more
-            pays = pays and cheap and times * len(inside) <= AGAIN_NODES
+            pays = pays and cheap and times * len(inside) <= RECOMPUTED_NODES
         fits = all(
             len(inside.union(target.nodes, self.inlined.get(target, ()))) <= 2 * MAX_NODES
             for target in targets
@@ -72,7 +69,7 @@ class Storing:
         if cluster.kind not in ("map", "row", "matmul"):
             return
         for node in cluster.nodes:
-            if node.primitive in LONG and node not in self.stored:
+            if node.primitive.is_slow and node not in self.stored:
                 self._store_instead(node, cluster)
         for node in cluster.nodes:
             if node in self.stored and not self._must_stay(node):
@@ -85,8 +82,8 @@ class Storing:
         """What others would read to compute a node again; None if that is more, or takes long."""
         inside, leaves = self._tree(node, cluster)
         large = [leaf for leaf in leaves if leaf.size >= node.size]
-        simple = not any(one.primitive in LONG or one.primitive in PLACED for one in inside)
-        return leaves if simple and len(large) <= 1 and len(inside) <= AGAIN_NODES else None
+        simple = not any(one.primitive.is_slow or one.primitive.reads_elsewhere for one in inside)
+        return leaves if simple and len(large) <= 1 and len(inside) <= RECOMPUTED_NODES else None
 
     def _store_instead(self, node: Node, cluster: Cluster) -> None:
         """Store one value in place of two or more that can be computed from it."""
@@ -100,8 +97,11 @@ class Storing:
             self.stored.discard(node)
 
     def _must_stay(self, node: Node) -> bool:
+        clustering = self._clustering
         return (
-            node in self._clustering.required or node in self._clustering.reduced or node.primitive is MATMUL
+            node in clustering.required
+            or node in clustering.reduced
+            or node.primitive.kind is Kind.CONTRACTION
         )
 
     def _tree(self, output: Node, cluster: Cluster) -> tuple[set[Node], set[Node]]:
@@ -117,7 +117,7 @@ class Storing:
             elif node not in inside:
                 inside.add(node)
                 stack += [self._clustering.aligned(parent)[0] for parent in node.inputs]
-        return inside, {leaf for leaf in leaves if leaf.primitive not in (FULL, *SEQUENCES)}
+        return inside, {leaf for leaf in leaves if leaf.primitive.kind is not Kind.CREATION}
 
     def _times_read(self, outputs: list[Node]) -> int:
         """At how many places a kernel that computes one item would compute these nodes."""
@@ -127,7 +127,7 @@ class Storing:
                 producer, spread = self._clustering.aligned(parent)
                 if producer in outputs:
                     seen = producer if spread == 1 else parent
-                    key = (seen, user if user.primitive in PLACED else None)
+                    key = (seen, user if user.primitive.reads_elsewhere else None)
                     places[key] = max(places.get(key, 1), self._times.get(self._clustering.cluster[user], 1))
         by_node: dict[Node, int] = {}
         for (seen, _), times in places.items():
@@ -138,4 +138,4 @@ class Storing:
     def _sources(self, inside: set[Node]) -> set[Node]:
         """What nodes read that is not among them."""
         found = {self._clustering.aligned(parent)[0] for node in inside for parent in node.inputs}
-        return {one for one in found if one not in inside and one.primitive not in (FULL, *SEQUENCES)}
+        return {one for one in found if one not in inside and one.primitive.kind is not Kind.CREATION}

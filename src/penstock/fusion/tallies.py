@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import math
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.clusters import Cluster, Clustering, reaches
 from penstock.fusion.costs import MAX_NODES
-from penstock.fusion.views import VIEWS
-from penstock.graph.checkpoint import AGAIN
 from penstock.graph.dtypes import HALVES, float32
-from penstock.graph.elementwise import CAST, PRIMITIVES
-from penstock.graph.node import Node
-from penstock.graph.reducing import REDUCTIONS
-from penstock.graph.shaping import RESHAPE
+from penstock.graph.elementwise import CAST
+from penstock.graph.node import Kind, Node
 
 ROWS = 8  # of a part, or a multiple of it
 _MOST_COLUMNS = 4096  # so that a group of threads keeps a whole row of sums in registers
@@ -40,7 +36,7 @@ def units_with_tallies(capabilities: Capabilities) -> int:
 
 def is_tally(node: Node) -> bool:
     """Whether a node is a sum in parts, as a kernel can keep it: over the rows of each part."""
-    if node.primitive not in REDUCTIONS or node.dtype != float32 or node.attributes["axes"] != (1,):
+    if node.primitive.kind is not Kind.REDUCTION or node.dtype != float32 or node.attributes["axes"] != (1,):
         return False
     parts, rows, *columns = node.inputs[0].shape
     return parts > 1 and rows % ROWS == 0 and 1 < math.prod(columns) <= _MOST_COLUMNS
@@ -62,7 +58,7 @@ def stretches(node: Node, capabilities: Capabilities) -> int:
 
 def _computed(source: Node) -> bool:
     """Whether a value is not there yet, so that a kernel may have it at hand."""
-    while source.value is None and (source.primitive in VIEWS or source.primitive is CAST):
+    while source.value is None and (source.primitive.kind is Kind.VIEW or source.primitive is CAST):
         source = source.inputs[0]
     return source.value is None
 
@@ -76,15 +72,11 @@ def _of_a_map(source: Node) -> bool:
         if node in seen or node.value is not None:
             continue
         seen[node] = None
-        if node.primitive in REDUCTIONS:
+        if node.primitive.kind is Kind.REDUCTION:
             return False
-        if node.primitive in VIEWS or _elementwise(node):
+        if node.primitive.kind in (Kind.VIEW, Kind.ELEMENTWISE):
             stack += node.inputs
-    return any(_elementwise(node) and node.primitive is not CAST for node in seen)
-
-
-def _elementwise(node: Node) -> bool:
-    return node.primitive is CAST or node.primitive in PRIMITIVES.values()
+    return any(node.primitive.kind is Kind.ELEMENTWISE and node.primitive is not CAST for node in seen)
 
 
 def keep_tallies(clustering: Clustering, units: int) -> None:
@@ -151,7 +143,7 @@ def _home(
 
 def _same_rows(cluster: Cluster, home: Cluster) -> bool:
     """Whether a cluster of rows has those of another, and they are not too wide to be added up, too."""
-    folds = any(node.primitive in REDUCTIONS and not is_tally(node) for node in home.nodes)
+    folds = any(node.primitive.kind is Kind.REDUCTION and not is_tally(node) for node in home.nodes)
     return home.columns == _columns(cluster) and (home.columns <= _NARROW or not folds)
 
 
@@ -194,11 +186,12 @@ def _again(node: Node, clustering: Clustering) -> bool:
     """Whether a value of another cluster may be computed again from what that one reads or stores."""
     cluster = clustering.cluster.get(node)
     own = node in clustering.required or node in clustering.reduced
-    return cluster is not None and cluster.kind in ("map", "row") and _elementwise(node) and not own
+    fused = cluster is not None and cluster.kind in ("map", "row")
+    return fused and node.primitive.kind is Kind.ELEMENTWISE and not own
 
 
 def _straight(value: Node, clustering: Clustering) -> Node:
     """What is read item by item through views that leave every item at its number."""
-    while value.primitive in (RESHAPE, AGAIN) and value.value is None and value not in clustering.cluster:
+    while value.primitive.same_bytes and value.value is None and value not in clustering.cluster:
         value = value.inputs[0]
     return value

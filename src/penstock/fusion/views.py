@@ -6,20 +6,13 @@ import math
 from collections.abc import Container
 
 from penstock.fusion.index import ZERO, Index, SplitNeeded, Variables, flat, source_place, variable
-from penstock.graph.checkpoint import AGAIN
-from penstock.graph.creating import SEQUENCES
-from penstock.graph.elementwise import FULL
-from penstock.graph.node import Node, Shape
-from penstock.graph.reducing import EXPAND
-from penstock.graph.shaping import PERMUTE, RESHAPE, SLICE
-
-VIEWS = frozenset((RESHAPE, PERMUTE, EXPAND, SLICE, AGAIN))
-FREE = VIEWS | {FULL, *SEQUENCES}  # cost less to compute again than to keep
+from penstock.graph.node import Kind, Node, Shape
+from penstock.graph.shaping import PERMUTE, SLICE
 
 
 def base(node: Node) -> Node:
     """The node whose bytes are those of `node` too: reshaping moves nothing."""
-    while node.primitive in (RESHAPE, AGAIN) and node.value is None:
+    while node.primitive.same_bytes and node.value is None:
         node = node.inputs[0]
     return node
 
@@ -42,15 +35,15 @@ def operand_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index, 
     place = tuple(ZERO if n == 1 else variable(v) for v, n in zip(names, operand.shape, strict=True))
     node = operand
     try:
-        while node.primitive in VIEWS and node.value is None and node not in stored:
+        while node.primitive.kind is Kind.VIEW and node.value is None and node not in stored:
             source = base(node)
-            if source is not node and (source.primitive not in FREE or source in stored):
+            if source is not node and (not source.primitive.is_free or source in stored):
                 return source, flat(place, node.shape), variables
             place = source_place(node, place, variables)
             node = node.inputs[0]
     except SplitNeeded:
         return None
-    if variables.computed or (node.primitive in FREE and node.value is None and node not in stored):
+    if variables.computed or (node.primitive.is_free and node.value is None and node not in stored):
         return None
     return node, flat(place, node.shape), variables
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.graph.custom import custom
+from penstock.graph.custom_vjp import custom_vjp
 from penstock.graph.dtypes import HALVES, float32
-from penstock.graph.node import Array, DType, Node, Primitive, Shape
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 from penstock.graph.shaping import reshape, slice_
 
 GRADIENT_PARTS = ("query", "key", "value")
 
 
-def _rule(
+def _shape(
     query: Node, key: Node, value: Node, *, causal: bool, scale: float, part: str
 ) -> tuple[Shape, DType]:
     assert query.ndim == 4
@@ -29,7 +29,7 @@ def _rule(
     return (batch, heads, length), float32 if query.dtype in HALVES else query.dtype
 
 
-def _gradient_rule(*inputs: Node, causal: bool, scale: float, part: str) -> tuple[Shape, DType]:
+def _gradient_shape(*inputs: Node, causal: bool, scale: float, part: str) -> tuple[Shape, DType]:
     query, key = inputs[:2]
     if part != "packed":
         return (query if part == "query" else key).shape, query.dtype
@@ -38,7 +38,7 @@ def _gradient_rule(*inputs: Node, causal: bool, scale: float, part: str) -> tupl
     return (batch, length, 3, heads, width), query.dtype
 
 
-def _meaning(query: Array, key: Array, value: Array, causal: bool, scale: float, part: str) -> Array:
+def _reference(query: Array, key: Array, value: Array, causal: bool, scale: float, part: str) -> Array:
     scores = _scores(query, key, causal, scale)
     most = scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores - most)
@@ -48,7 +48,7 @@ def _meaning(query: Array, key: Array, value: Array, causal: bool, scale: float,
     return _turned(weights / total @ _turned(value))
 
 
-def _gradient_meaning(
+def _gradient_reference(
     query: Array,
     key: Array,
     value: Array,
@@ -93,9 +93,11 @@ def _gradients(attention: Node, result: Node, g: Node, parts: tuple[str, ...]) -
     return [Node(ATTENTION_GRADIENT, inputs, {**attention.attributes, "part": part}) for part in parts]
 
 
-ATTENTION = Primitive("attention", _rule, _meaning, lambda g, n: _gradients(n, n, g, GRADIENT_PARTS))
-ATTENTION_GRADIENT = Primitive("attention_gradient", _gradient_rule, _gradient_meaning)
-PACKED = custom("packed_attention", lambda g, n: _gradients(n.inputs[0], n, g, ("packed",)))
+ATTENTION = Primitive(
+    "attention", Kind.ATTENTION, _shape, _reference, lambda g, n: _gradients(n, n, g, GRADIENT_PARTS)
+)
+ATTENTION_GRADIENT = Primitive("attention_gradient", Kind.ATTENTION, _gradient_shape, _gradient_reference)
+PACKED = custom_vjp("packed_attention", lambda g, n: _gradients(n.inputs[0], n, g, ("packed",)))
 
 
 def attention(query: Node, key: Node, value: Node, causal: bool, scale: float) -> Node:

@@ -17,12 +17,11 @@ from penstock.errors import BadIndex
 from penstock.graph.creating import POSITIONS, SEQUENCE
 from penstock.graph.dtypes import uint32, uint64
 from penstock.graph.elementwise import CAST, FULL, cast
-from penstock.graph.node import Array, DType, Node, Primitive, Shape, same
-from penstock.graph.reducing import ARGMAX, ARGMIN, ARGSORT, EXPAND, max_
-from penstock.graph.shaping import PERMUTE, RESHAPE, SLICE, concat, pad, reshape
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape, same
+from penstock.graph.reducing import max_
+from penstock.graph.shaping import concat, pad, reshape
 
 _MOST_TOGETHER = 16  # indices whose worst are found by one kernel
-_MOVES = (RESHAPE, PERMUTE, EXPAND, SLICE)  # no item is in the result that was not in the input
 
 
 @dataclass(eq=False)
@@ -59,7 +58,7 @@ def bounded(index: Node, bound: Bound) -> Node:
     return Node(BOUNDED, (index,), {"bound": bound})
 
 
-def _meaning(index: Array, bound: Bound) -> Array:
+def _reference(index: Array, bound: Bound) -> Array:
     if index.size:
         for item in (int(index.min()), int(index.max())):
             if not 0 <= item < bound.length:
@@ -67,13 +66,21 @@ def _meaning(index: Array, bound: Bound) -> Array:
     return index
 
 
-BOUNDED = Primitive("bounded", lambda index, bound: same(index), _meaning, stops=True, unchanged=True)
+BOUNDED = Primitive(
+    "bounded",
+    Kind.IDENTITY,
+    lambda index, bound: same(index),
+    _reference,
+    stop_gradient=True,
+    is_identity=True,
+)
 
 
 def known_range(index: Node) -> tuple[int, int] | None:
     """The least and the largest item of an index, where the graph alone tells; the bounds may be wider."""
     while index.value is None and index.primitive is not BOUNDED:
-        if index.primitive not in _MOVES and not index.primitive.unchanged:
+        # A view holds no item that its input does not hold.
+        if index.primitive.kind is not Kind.VIEW and not index.primitive.is_identity:
             break
         index = index.inputs[0]
     primitive, given = index.primitive, index.attributes
@@ -88,9 +95,9 @@ def known_range(index: Node) -> tuple[int, int] | None:
     if primitive is SEQUENCE:
         ends = given["start"], given["start"] + given["step"] * max(given["count"] - 1, 0)
         return _fitting(index, min(ends), max(ends))
-    if primitive is ARGSORT:
+    if primitive.kind is Kind.SORT:
         return 0, max(index.shape[given["axis"]] - 1, 0)
-    if primitive in (ARGMAX, ARGMIN) and index.inputs:
+    if primitive.kind is Kind.ARG_REDUCTION and index.inputs:
         return 0, index.inputs[0].shape[given["axis"]] - 1
     return None
 

@@ -1,7 +1,8 @@
-"""Values that are computed again for the gradient rather than kept for it.
+"""Values that are recomputed for the gradient rather than kept for it.
 
 A checkpoint is the value of a region of the graph. Its gradient is that of a copy of the region, whose inputs
-pass through `again`: an identity that keeps the copy from being taken for the original.
+pass through an optimization barrier: an identity that keeps equal nodes from becoming one, so that the copy
+is not taken for the original. Its second input is what it waits for.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.graph.custom import custom
+from penstock.graph.custom_vjp import custom_vjp
 from penstock.graph.gradient import gradients
-from penstock.graph.node import Node, Primitive, topological
+from penstock.graph.node import Kind, Node, Primitive, topological
 
 
 def _checkpoint_gradient(g: Node, n: Node) -> Sequence[Node | None]:
     value, inputs = n.inputs[0], n.inputs[1:]
-    again = {node: Node(AGAIN, (node, g), {}) for node in inputs}
-    for node in again.values():
+    barriers = {node: Node(BARRIER, (node, g), {}) for node in inputs}
+    for node in barriers.values():
         node.tracked = True
-    copy = copied(value, again)
-    return gradients(copy, g, [again[node] for node in inputs])
+    copy = copied(value, barriers)
+    return gradients(copy, g, [barriers[node] for node in inputs])
 
 
 def copied(value: Node, new: dict[Node, Node]) -> Node:
@@ -34,12 +35,19 @@ def copied(value: Node, new: dict[Node, Node]) -> Node:
     return known[value]
 
 
-CHECKPOINT = custom("checkpoint", _checkpoint_gradient)
-AGAIN = Primitive("again", CHECKPOINT.rule, CHECKPOINT.numpy, lambda g, n: (g, None))
+CHECKPOINT = custom_vjp("checkpoint", _checkpoint_gradient)
+BARRIER = Primitive(
+    "again",
+    Kind.VIEW,
+    CHECKPOINT.shape_rule,
+    CHECKPOINT.reference,
+    lambda g, n: (g, None),
+    same_bytes=True,
+)
 
 
 def checkpoint(value: Node, inputs: Sequence[Node]) -> Node:
-    """`value`, whose gradient by the inputs computes it again instead of keeping what is between."""
+    """`value`, whose gradient by the inputs recomputes what lies between instead of keeping it."""
     return Node(CHECKPOINT, (value, *inputs), _NOTHING)
 
 

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.graph.dtypes import HALVES
-from penstock.graph.node import Array, DType, Node, Primitive, Shape
+from penstock.drivers.driver import Capabilities
+from penstock.graph.dtypes import HALVES, bfloat16, float32
+from penstock.graph.elementwise import cast
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 from penstock.graph.reducing import BLOCK
-from penstock.graph.shaping import permute
+from penstock.graph.shaping import PERMUTE, permute
 
 _PART = 4096  # products that NumPy adds up in one go
 
 
-def _matmul_rule(x: Node, y: Node) -> tuple[Shape, DType]:
+def _matmul_shape(x: Node, y: Node) -> tuple[Shape, DType]:
     assert x.ndim == y.ndim >= 2
     assert x.shape[:-2] == y.shape[:-2]
     assert x.shape[-1] == y.shape[-2]
     return (*x.shape[:-1], y.shape[-1]), x.dtype
 
 
-def _gather_rule(x: Node, index: Node) -> tuple[Shape, DType]:
+def _gather_shape(x: Node, index: Node) -> tuple[Shape, DType]:
     return (*index.shape, *x.shape[1:]), x.dtype
 
 
-def _scatter_rule(values: Node, index: Node, *, length: int) -> tuple[Shape, DType]:
+def _scatter_shape(values: Node, index: Node, *, length: int) -> tuple[Shape, DType]:
     return (length, *values.shape[index.ndim :]), values.dtype
 
 
-def _scatter_meaning(values: Array, index: Array, length: int) -> Array:
+def _scatter_reference(values: Array, index: Array, length: int) -> Array:
     if values.dtype in HALVES:
-        return _scatter_meaning(values.astype(np.float32), index, length).astype(values.dtype)
+        return _scatter_reference(values.astype(np.float32), index, length).astype(values.dtype)
     inside = (index >= 0) & (index < length)
     return _added_rows(values[inside], index[inside].astype(np.intp), length)
 
@@ -49,11 +51,11 @@ def _added_rows(values: Array, index: Array, length: int) -> Array:
     return result
 
 
-def _gather_meaning(x: Array, index: Array) -> Array:
+def _gather_reference(x: Array, index: Array) -> Array:
     return np.take(x, index, axis=0, mode="clip")
 
 
-def _matmul_meaning(x: Array, y: Array) -> Array:
+def _matmul_reference(x: Array, y: Array) -> Array:
     """In parts along the axis that is summed over, so that no sum is long."""
     length = x.shape[-1]
     if length <= _PART or x.dtype.kind not in "fc":
@@ -86,18 +88,42 @@ def _transposed(x: Node) -> Node:
     return permute(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 
+def _in_float32(node: Node, capabilities: Capabilities) -> Node | None:
+    """Products of bfloat16 are for libraries: generated kernels multiply in float32."""
+    if node.dtype is not bfloat16 or capabilities.matmul_library:
+        return None
+    return cast(matmul(*(_widened(operand) for operand in node.inputs)), bfloat16)
+
+
+def _widened(operand: Node) -> Node:
+    """An operand in float32. Transposes come last, so that the gradient shares what forward has widened."""
+    if operand.primitive is PERMUTE and operand.value is None:
+        return permute(_widened(operand.inputs[0]), operand.attributes["axes"])
+    return cast(operand, float32)
+
+
 MATMUL = Primitive(
     "matmul",
-    _matmul_rule,
-    _matmul_meaning,
+    Kind.CONTRACTION,
+    _matmul_shape,
+    _matmul_reference,
     lambda g, n: (matmul(g, _transposed(n.inputs[1])), matmul(_transposed(n.inputs[0]), g)),
+    operations=lambda n: 2 * n.size * n.inputs[0].shape[-1],
+    decompose=_in_float32,
 )
 GATHER = Primitive(
     "gather",
-    _gather_rule,
-    _gather_meaning,
+    Kind.GATHER,
+    _gather_shape,
+    _gather_reference,
     lambda g, n: (scatter_add(g, n.inputs[1], n.inputs[0].shape[0]), None),
+    weight=1,
 )
 SCATTER_ADD = Primitive(
-    "scatter_add", _scatter_rule, _scatter_meaning, lambda g, n: (gather(g, n.inputs[1]), None)
+    "scatter_add",
+    Kind.SCATTER,
+    _scatter_shape,
+    _scatter_reference,
+    lambda g, n: (gather(g, n.inputs[1]), None),
+    weight=4,
 )

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.graph.node import DType, Node, Primitive, Shape
+from penstock.graph.node import DType, Kind, Node, Primitive, Shape
 
 
-def _sequence_rule(*, start: Any, step: Any, count: int, dtype: DType) -> tuple[Shape, DType]:
+def _sequence_shape(*, start: Any, step: Any, count: int, dtype: DType) -> tuple[Shape, DType]:
     return (count,), dtype
 
 
@@ -20,18 +20,21 @@ def sequence(start: Any, step: Any, count: int, dtype: DType) -> Node:
     return Node(SEQUENCE, (), {"start": start, "step": step, "count": count, "dtype": dtype})
 
 
-def _sequence_meaning(start: Any, step: Any, count: int, dtype: DType) -> Any:
+def _sequence_reference(start: Any, step: Any, count: int, dtype: DType) -> Any:
     positions = np.arange(count)
     if dtype.kind in "iu":
         return (start + positions * step).astype(dtype)
     return (start + positions.astype(np.float64) * step).astype(dtype)
 
 
-def _positions_rule(*, count: int, dtype: DType) -> tuple[Shape, DType]:
+def _positions_shape(*, count: int, dtype: DType) -> tuple[Shape, DType]:
     return (count,), dtype
 
 
-SEQUENCE = Primitive("sequence", _sequence_rule, _sequence_meaning, constants=("start", "step"))
+SEQUENCE = Primitive(
+    "sequence", Kind.CREATION, _sequence_shape, _sequence_reference, constants=("start", "step")
+)
 # From 0 on, one by one: a compiler that knows the numbers needs none of the arithmetic.
-POSITIONS = Primitive("positions", _positions_rule, lambda count, dtype: np.arange(count, dtype=dtype))
-SEQUENCES = frozenset({SEQUENCE, POSITIONS})
+POSITIONS = Primitive(
+    "positions", Kind.CREATION, _positions_shape, lambda count, dtype: np.arange(count, dtype=dtype)
+)

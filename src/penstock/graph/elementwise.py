@@ -1,18 +1,36 @@
-"""Elementwise primitives: one row each, with the gradient beside the meaning."""
+"""Elementwise primitives: one row each, with its gradient beside its reference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from penstock.graph.dtypes import bool_, complex64, float32, float64
-from penstock.graph.node import Array, DType, Gradient, Node, Primitive, Shape, same
+from penstock.graph.dtypes import HALVES, bool_, checked, complex64, float32, float64
+from penstock.graph.node import (
+    Array,
+    DType,
+    Kind,
+    Node,
+    Primitive,
+    Rounding,
+    Shape,
+    Vjp,
+    leaf,
+    same,
+    topological,
+)
+from penstock.graph.reference import computed
 
 Apply = Callable[..., Node]
 BOOL = bool_
 PRIMITIVES: dict[str, Primitive] = {}
+_EXACT, _PRODUCT, _SUM = Rounding.EXACT, Rounding.PRODUCT, Rounding.SUM
+# Traits of what takes several instructions, and of what takes longer than reading an item from memory.
+_COSTLY: dict[str, Any] = {"costly": True}
+_SLOW: dict[str, Any] = {"costly": True, "weight": 1}
 
 
 def _truth(*inputs: Node) -> tuple[Shape, DType]:
@@ -26,10 +44,17 @@ def _real(x: Node) -> tuple[Shape, DType]:
 
 
 def _row(
-    name: str, numpy: Callable[..., Array], gradient: Gradient | None = None, rule: Any = same
+    name: str,
+    reference: Callable[..., Array],
+    vjp: Vjp | None = None,
+    shape_rule: Any = same,
+    rounding: Rounding = Rounding.VARIES,
+    **traits: Any,
 ) -> Callable[..., Node]:
     """Enter a primitive in the table; the function that applies it."""
-    primitive = PRIMITIVES[name] = Primitive(name, rule, numpy, gradient)
+    primitive = PRIMITIVES[name] = Primitive(
+        name, Kind.ELEMENTWISE, shape_rule, reference, vjp, rounding=rounding, **traits
+    )
 
     def apply(*inputs: Node) -> Node:
         return Node(primitive, inputs, {})
@@ -37,11 +62,11 @@ def _row(
     return apply
 
 
-def _cast_rule(x: Node, *, dtype: DType) -> tuple[Shape, DType]:
+def _cast_shape(x: Node, *, dtype: DType) -> tuple[Shape, DType]:
     return x.shape, dtype
 
 
-def _full_rule(*, shape: Shape, dtype: DType, number: Any) -> tuple[Shape, DType]:
+def _full_shape(*, shape: Shape, dtype: DType, number: Any) -> tuple[Shape, DType]:
     return shape, dtype
 
 
@@ -75,15 +100,20 @@ def like(x: Node, number: Any) -> Node:
 
 CAST = PRIMITIVES["cast"] = Primitive(
     "cast",
-    _cast_rule,
+    Kind.ELEMENTWISE,
+    _cast_shape,
     lambda x, dtype: x.astype(dtype),
     lambda g, n: (cast(g, n.inputs[0].dtype) if n.inputs[0].dtype.kind in "fc" else None,),
+    operations=lambda n: 0,
+    rounding=_EXACT,
 )
 FULL = PRIMITIVES["full"] = Primitive(
     "full",
-    _full_rule,
+    Kind.CREATION,
+    _full_shape,
     lambda shape, dtype, number: np.broadcast_to(np.asarray(number).astype(dtype), shape),
     constants=("number",),
+    rounding=_EXACT,
 )
 
 # Where NumPy's results at infinity are not the standard's
@@ -121,7 +151,15 @@ def _power(x: Array, y: Array) -> Array:
 
 # One input
 
-PRIMITIVES["stop"] = Primitive("stop", same, lambda x: x, lambda g, n: (None,), stops=True, unchanged=True)
+PRIMITIVES["stop"] = Primitive(
+    "stop",
+    Kind.ELEMENTWISE,
+    same,
+    lambda x: x,
+    lambda g, n: (None,),
+    stop_gradient=True,
+    is_identity=True,
+)
 
 
 def stop(x: Node) -> Node:
@@ -129,7 +167,9 @@ def stop(x: Node) -> Node:
     return Node(PRIMITIVES["stop"], (x,), {})
 
 
-PRIMITIVES["positive"] = Primitive("positive", same, lambda x: x, lambda g, n: (g,), unchanged=True)
+PRIMITIVES["positive"] = Primitive(
+    "positive", Kind.ELEMENTWISE, same, lambda x: x, lambda g, n: (g,), is_identity=True
+)
 
 
 def positive(x: Node) -> Node:
@@ -137,72 +177,182 @@ def positive(x: Node) -> Node:
     return Node(PRIMITIVES["positive"], (x,), {})
 
 
-negative: Apply = _row("negative", np.negative, lambda g, n: (negative(g),))
-abs_: Apply = _row("abs", np.abs, lambda g, n: (multiply(g, sign(n.inputs[0])),), _real)
-sign: Apply = _row("sign", np.sign, lambda g, n: (None,))
-floor: Apply = _row("floor", np.floor, lambda g, n: (None,))
-ceil: Apply = _row("ceil", np.ceil, lambda g, n: (None,))
-trunc: Apply = _row("trunc", np.trunc, lambda g, n: (None,))
-round_: Apply = _row("round", np.round, lambda g, n: (None,))
-exp: Apply = _row("exp", np.exp, lambda g, n: (multiply(g, n),))
-expm1: Apply = _row("expm1", _expm1, lambda g, n: (multiply(g, add(n, like(n, 1))),))
-log: Apply = _row("log", np.log, lambda g, n: (divide(g, n.inputs[0]),))
-log1p: Apply = _row("log1p", np.log1p, lambda g, n: (divide(g, add(n.inputs[0], like(g, 1))),))
-log2: Apply = _row("log2", np.log2, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(2)))),))
-log10: Apply = _row("log10", np.log10, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(10)))),))
-sqrt: Apply = _row("sqrt", np.sqrt, lambda g, n: (divide(multiply(g, like(g, 0.5)), n),))
-sin: Apply = _row("sin", np.sin, lambda g, n: (multiply(g, cos(n.inputs[0])),))
-cos: Apply = _row("cos", np.cos, lambda g, n: (negative(multiply(g, sin(n.inputs[0]))),))
-tan: Apply = _row("tan", np.tan, lambda g, n: (multiply(g, add(multiply(n, n), like(g, 1))),))
-asin: Apply = _row("asin", np.arcsin, lambda g, n: (divide(g, sqrt(_one_minus_square(n.inputs[0]))),))
-acos: Apply = _row(
-    "acos", np.arccos, lambda g, n: (negative(divide(g, sqrt(_one_minus_square(n.inputs[0])))),)
+negative: Apply = _row("negative", np.negative, lambda g, n: (negative(g),), rounding=_EXACT)
+abs_: Apply = _row("abs", np.abs, lambda g, n: (multiply(g, sign(n.inputs[0])),), _real, rounding=_EXACT)
+sign: Apply = _row("sign", np.sign, lambda g, n: (None,), rounding=_EXACT)
+floor: Apply = _row("floor", np.floor, lambda g, n: (None,), rounding=_EXACT)
+ceil: Apply = _row("ceil", np.ceil, lambda g, n: (None,), rounding=_EXACT)
+trunc: Apply = _row("trunc", np.trunc, lambda g, n: (None,), rounding=_EXACT)
+round_: Apply = _row("round", np.round, lambda g, n: (None,), rounding=_EXACT)
+exp: Apply = _row("exp", np.exp, lambda g, n: (multiply(g, n),), **_SLOW)
+expm1: Apply = _row("expm1", _expm1, lambda g, n: (multiply(g, add(n, like(n, 1))),), **_SLOW)
+log: Apply = _row("log", np.log, lambda g, n: (divide(g, n.inputs[0]),), **_SLOW)
+log1p: Apply = _row("log1p", np.log1p, lambda g, n: (divide(g, add(n.inputs[0], like(g, 1))),), **_SLOW)
+log2: Apply = _row(
+    "log2", np.log2, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(2)))),), **_SLOW
 )
-atan: Apply = _row("atan", np.arctan, lambda g, n: (divide(g, _square_plus(n.inputs[0], 1)),))
-sinh: Apply = _row("sinh", np.sinh, lambda g, n: (multiply(g, cosh(n.inputs[0])),))
-cosh: Apply = _row("cosh", np.cosh, lambda g, n: (multiply(g, sinh(n.inputs[0])),))
-tanh: Apply = _row("tanh", _tanh, lambda g, n: (multiply(g, _one_minus_square(n)),))
-asinh: Apply = _row("asinh", np.arcsinh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], 1))),))
-acosh: Apply = _row("acosh", np.arccosh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], -1))),))
-atanh: Apply = _row("atanh", np.arctanh, lambda g, n: (divide(g, _one_minus_square(n.inputs[0])),))
+log10: Apply = _row(
+    "log10", np.log10, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(10)))),), **_SLOW
+)
+sqrt: Apply = _row("sqrt", np.sqrt, lambda g, n: (divide(multiply(g, like(g, 0.5)), n),), **_COSTLY)
+sin: Apply = _row("sin", np.sin, lambda g, n: (multiply(g, cos(n.inputs[0])),), **_SLOW)
+cos: Apply = _row("cos", np.cos, lambda g, n: (negative(multiply(g, sin(n.inputs[0]))),), **_SLOW)
+tan: Apply = _row("tan", np.tan, lambda g, n: (multiply(g, add(multiply(n, n), like(g, 1))),), **_SLOW)
+asin: Apply = _row(
+    "asin", np.arcsin, lambda g, n: (divide(g, sqrt(_one_minus_square(n.inputs[0]))),), **_SLOW
+)
+acos: Apply = _row(
+    "acos", np.arccos, lambda g, n: (negative(divide(g, sqrt(_one_minus_square(n.inputs[0])))),), **_SLOW
+)
+atan: Apply = _row("atan", np.arctan, lambda g, n: (divide(g, _square_plus(n.inputs[0], 1)),), **_SLOW)
+sinh: Apply = _row("sinh", np.sinh, lambda g, n: (multiply(g, cosh(n.inputs[0])),), **_SLOW)
+cosh: Apply = _row("cosh", np.cosh, lambda g, n: (multiply(g, sinh(n.inputs[0])),), **_SLOW)
+tanh: Apply = _row("tanh", _tanh, lambda g, n: (multiply(g, _one_minus_square(n)),), **_SLOW)
+asinh: Apply = _row(
+    "asinh", np.arcsinh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], 1))),), **_SLOW
+)
+acosh: Apply = _row(
+    "acosh", np.arccosh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], -1))),), **_SLOW
+)
+atanh: Apply = _row("atanh", np.arctanh, lambda g, n: (divide(g, _one_minus_square(n.inputs[0])),), **_SLOW)
+erf: Apply = _row(
+    "erf",
+    lambda x: _by_parts(x, _erf),
+    lambda g, n: (multiply(g, _erf_slope(n.inputs[0])),),
+    decompose=lambda n, _: _erf(n.inputs[0]),
+    **_SLOW,
+)
 logical_not: Apply = _row("logical_not", np.logical_not)
 bitwise_invert: Apply = _row("bitwise_invert", np.invert)
-isnan: Apply = _row("isnan", np.isnan, rule=_truth)
-isinf: Apply = _row("isinf", np.isinf, rule=_truth)
-isfinite: Apply = _row("isfinite", np.isfinite, rule=_truth)
-signbit: Apply = _row("signbit", np.signbit, rule=_truth)
-conj: Apply = _row("conj", np.conj)
-real: Apply = _row("real", np.real, rule=_real)
-imag: Apply = _row("imag", np.imag, rule=_real)
+isnan: Apply = _row("isnan", np.isnan, shape_rule=_truth)
+isinf: Apply = _row("isinf", np.isinf, shape_rule=_truth)
+isfinite: Apply = _row("isfinite", np.isfinite, shape_rule=_truth)
+signbit: Apply = _row("signbit", np.signbit, shape_rule=_truth)
+conj: Apply = _row("conj", np.conj, rounding=_EXACT)
+real: Apply = _row("real", np.real, shape_rule=_real, rounding=_EXACT)
+imag: Apply = _row("imag", np.imag, shape_rule=_real, rounding=_EXACT)
+
+# The error function, to 2 or 3 units in the last place: near 0 by its Taylor series, elsewhere by
+# erfc(z) = t exp(-z^2 + P(t)) with t = 1 / (1 + z / 2) in float32, and erfc(z) = t exp(-z^2) P(t) in float64.
+# The first P is a fit with a relative error below 1.2e-7, the other one interpolates at Chebyshev's points of
+# (0, 2/3), with a relative error below 1e-15.
+
+_ERF_SERIES = tuple(2 / math.sqrt(math.pi) * (-1) ** n / (math.factorial(n) * (2 * n + 1)) for n in range(21))
+_ERF_TAIL = (
+    -1.26551223,
+    1.00002368,
+    0.37409196,
+    0.09678418,
+    -0.18628806,
+    0.27886807,
+    -1.13520398,
+    1.48851587,
+    -0.82215223,
+    0.17087277,
+)
+_ERF_TAIL_WIDE = (
+    0.28209479177387836,
+    0.2820947917736371,
+    0.2468329428501734,
+    0.17630924106315446,
+    0.08374704974342637,
+    -0.004411764970536322,
+    -0.056681336052144086,
+    -0.05425242812218953,
+    0.0031849038261362018,
+    0.004883872223422043,
+    0.27105758404851443,
+    -0.808071650209445,
+    2.148165565525544,
+    -4.7062610627081956,
+    7.01256073117029,
+    -6.847703039031827,
+    4.299398371930956,
+    -1.6316980397075518,
+    0.3167308842463006,
+    -0.017971551045387883,
+)
+
+
+def _erf(x: Node) -> Node:
+    if x.dtype in HALVES:
+        return cast(_erf(cast(x, float32)), x.dtype)
+    zero, one = like(x, 0), like(x, 1)
+    below = less(x, zero)
+    z = where(below, negative(x), x)
+    t = divide(one, add(multiply(z, like(x, 0.5)), one))
+    square = multiply(negative(z), z)
+    if x.dtype == float64:
+        limit, series = 1.0, _ERF_SERIES
+        tail = multiply(multiply(t, exp(square)), _polynomial(t, _ERF_TAIL_WIDE))
+    else:
+        limit, series = 0.5, _ERF_SERIES[:7]
+        tail = multiply(t, exp(add(square, _polynomial(t, _ERF_TAIL))))
+    far = subtract(one, tail)
+    near = multiply(x, _polynomial(multiply(x, x), series))
+    return where(less(z, like(x, limit)), near, where(below, negative(far), far))
+
+
+def _erf_slope(x: Node) -> Node:
+    if x.dtype in HALVES:
+        return cast(_erf_slope(cast(x, float32)), x.dtype)
+    return multiply(exp(multiply(negative(x), x)), like(x, 2 / math.sqrt(math.pi)))
+
+
+def _polynomial(x: Node, coefficients: Sequence[float]) -> Node:
+    total = like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        total = add(multiply(total, x), like(x, coefficient))
+    return total
+
+
+def _by_parts(x: Array, parts: Callable[[Node], Node]) -> Array:
+    """The reference of a primitive that is made of others."""
+    if x.dtype.kind in "biuc":
+        raise TypeError(f"it takes floating point, and {x.dtype} was given")
+    source = leaf(x, x.shape, checked(x.dtype))
+    values = {source: x}
+    for node in topological([parts(source)]):
+        if node is not source:
+            values[node] = computed(node, [values[parent] for parent in node.inputs])
+    return values[node]
+
 
 # Two inputs
 
-add: Apply = _row("add", np.add, lambda g, n: (g, g))
-subtract: Apply = _row("subtract", np.subtract, lambda g, n: (g, negative(g)))
+add: Apply = _row("add", np.add, lambda g, n: (g, g), rounding=_SUM)
+subtract: Apply = _row("subtract", np.subtract, lambda g, n: (g, negative(g)), rounding=_SUM)
 multiply: Apply = _row(
-    "multiply", np.multiply, lambda g, n: (multiply(g, n.inputs[1]), multiply(g, n.inputs[0]))
+    "multiply",
+    np.multiply,
+    lambda g, n: (multiply(g, n.inputs[1]), multiply(g, n.inputs[0])),
+    rounding=_PRODUCT,
 )
-divide: Apply = _row("divide", np.divide, lambda g, n: _divide_gradient(g, *n.inputs))
-floor_divide: Apply = _row("floor_divide", _floor_divide, lambda g, n: (None, None))
+divide: Apply = _row("divide", np.divide, lambda g, n: _divide_gradient(g, *n.inputs), **_COSTLY)
+floor_divide: Apply = _row("floor_divide", _floor_divide, lambda g, n: (None, None), **_SLOW)
 remainder: Apply = _row(
-    "remainder", np.remainder, lambda g, n: (g, negative(multiply(g, floor(divide(*n.inputs)))))
+    "remainder", np.remainder, lambda g, n: (g, negative(multiply(g, floor(divide(*n.inputs))))), **_SLOW
 )
-pow_: Apply = _row("pow", _power, lambda g, n: _pow_gradient(g, n, *n.inputs))
-atan2: Apply = _row("atan2", np.arctan2, lambda g, n: _atan2_gradient(g, *n.inputs))
-hypot: Apply = _row("hypot", np.hypot, lambda g, n: [multiply(g, _direction(x, n)) for x in n.inputs])
-copysign: Apply = _row("copysign", np.copysign, lambda g, n: (_copysign_gradient(g, *n.inputs), None))
-nextafter: Apply = _row("nextafter", np.nextafter)
+pow_: Apply = _row("pow", _power, lambda g, n: _pow_gradient(g, n, *n.inputs), **_SLOW)
+atan2: Apply = _row("atan2", np.arctan2, lambda g, n: _atan2_gradient(g, *n.inputs), **_SLOW)
+hypot: Apply = _row(
+    "hypot", np.hypot, lambda g, n: [multiply(g, _direction(x, n)) for x in n.inputs], **_SLOW
+)
+copysign: Apply = _row(
+    "copysign", np.copysign, lambda g, n: (_copysign_gradient(g, *n.inputs), None), rounding=_EXACT
+)
+nextafter: Apply = _row("nextafter", np.nextafter, rounding=_EXACT, as_stored=True, no_kernel=HALVES)
 logaddexp: Apply = _row(
-    "logaddexp", np.logaddexp, lambda g, n: [multiply(g, exp(subtract(x, n))) for x in n.inputs]
+    "logaddexp", np.logaddexp, lambda g, n: [multiply(g, exp(subtract(x, n))) for x in n.inputs], **_SLOW
 )
-maximum: Apply = _row("maximum", np.maximum, lambda g, n: _extreme_gradient(g, n))
-minimum: Apply = _row("minimum", np.minimum, lambda g, n: _extreme_gradient(g, n))
-equal: Apply = _row("equal", np.equal, rule=_truth)
-not_equal: Apply = _row("not_equal", np.not_equal, rule=_truth)
-less: Apply = _row("less", np.less, rule=_truth)
-less_equal: Apply = _row("less_equal", np.less_equal, rule=_truth)
-greater: Apply = _row("greater", np.greater, rule=_truth)
-greater_equal: Apply = _row("greater_equal", np.greater_equal, rule=_truth)
+maximum: Apply = _row("maximum", np.maximum, lambda g, n: _extreme_gradient(g, n), rounding=_EXACT)
+minimum: Apply = _row("minimum", np.minimum, lambda g, n: _extreme_gradient(g, n), rounding=_EXACT)
+equal: Apply = _row("equal", np.equal, shape_rule=_truth)
+not_equal: Apply = _row("not_equal", np.not_equal, shape_rule=_truth)
+less: Apply = _row("less", np.less, shape_rule=_truth)
+less_equal: Apply = _row("less_equal", np.less_equal, shape_rule=_truth)
+greater: Apply = _row("greater", np.greater, shape_rule=_truth)
+greater_equal: Apply = _row("greater_equal", np.greater_equal, shape_rule=_truth)
 logical_and: Apply = _row("logical_and", np.logical_and)
 logical_or: Apply = _row("logical_or", np.logical_or)
 logical_xor: Apply = _row("logical_xor", np.logical_xor)
@@ -215,7 +365,7 @@ bitwise_right_shift: Apply = _row("bitwise_right_shift", np.right_shift)
 # Three inputs
 
 
-def _where_rule(condition: Node, x: Node, y: Node) -> tuple[Shape, DType]:
+def _where_shape(condition: Node, x: Node, y: Node) -> tuple[Shape, DType]:
     assert condition.shape == x.shape
     return same(x, y)
 
@@ -224,7 +374,9 @@ where: Apply = _row(
     "where",
     np.where,
     lambda g, n: (None, where(n.inputs[0], g, like(g, 0)), where(n.inputs[0], like(g, 0), g)),
-    _where_rule,
+    _where_shape,
+    rounding=_EXACT,
+    as_stored=True,
 )
 
 

@@ -23,13 +23,13 @@ def gradients(output: Node, seed: Node | None, wanted: Sequence[Node]) -> list[N
     for node in reversed(order):
         if node not in total or node not in reaches or not any(parent in reaches for parent in node.inputs):
             continue
-        rule = node.primitive.gradient
-        if rule is None:
+        vjp = node.primitive.vjp
+        if vjp is None:
             if node.dtype.kind != "f":
-                continue  # truth values and whole numbers have no slope
+                continue  # booleans and integers have no gradient
             raise TypeError(f"{node.primitive.name} has no gradient; use detach() or no_grad() before it")
         grad = total[node] if node in targets else total.pop(node)
-        for parent, part in zip(node.inputs, rule(grad, node), strict=True):
+        for parent, part in zip(node.inputs, vjp(grad, node), strict=True):
             if part is not None and parent in reaches:
                 total[parent] = add(total[parent], part) if parent in total else part
     return [total.get(node) for node in wanted]

@@ -1,8 +1,9 @@
 """Nodes and primitives: what a graph is made of.
 
-A primitive is a row of a table: its shape rule, its meaning in NumPy (the oracle of every test) and its
-gradient, built from primitives. Inputs of one node that must agree in shape or dtype do: broadcasting and
-promotion are nodes of their own, put there by the tensor layer.
+A primitive is one row: all that any part of the compiler knows about an operation. Passes, fusion, code
+generation and prices ask for its traits, never for its name, so a new primitive is a new row.
+Inputs of one node that must agree in shape or dtype do: broadcasting and promotion are nodes of their own,
+recorded by the tensor layer.
 """
 
 from __future__ import annotations
@@ -10,33 +11,122 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum, auto
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from penstock.graph.dtypes import DType as DType
 from penstock.graph.dtypes import checked
 
+if TYPE_CHECKING:
+    from penstock.drivers.driver import Capabilities
+
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
-Rule = Callable[..., tuple[Shape, DType]]
-Gradient = Callable[["Node", "Node"], "Sequence[Node | None]"]
+ShapeRule = Callable[..., tuple[Shape, DType]]
+Vjp = Callable[["Node", "Node"], "Sequence[Node | None]"]
+
+
+class Kind(Enum):
+    """The class of a primitive: which items of its inputs an item of its result needs."""
+
+    LEAF = auto()  # none: the value is there from the start
+    IDENTITY = auto()  # its own, unchanged; simplification removes the node
+    ELEMENTWISE = auto()  # those at its own place
+    VIEW = auto()  # one item of the input, found by arithmetic on indices
+    MOVE = auto()  # one item of an input, or none: padding and concatenation
+    GATHER = auto()  # rows that another input names
+    CREATION = auto()  # none: constants and sequences
+    RANDOM = auto()  # the state of a generator
+    REDUCTION = auto()  # all along axes that are dropped
+    CONTRACTION = auto()  # a row of one matrix and a column of another
+    ATTENTION = auto()  # one query and all keys and values
+    SCAN = auto()  # all up to its own place along an axis
+    ARG_REDUCTION = auto()  # all along an axis; the result is an index
+    SORT = auto()  # all along an axis
+    SCATTER = auto()  # all rows that an index sends to its place
+    HOST = auto()  # NumPy alone computes it
+    OPAQUE = auto()  # a kernel that the user wrote; nothing is known of it
+
+
+class Rounding(Enum):
+    """How far the bits of a floating-point result depend on who computes it."""
+
+    EXACT = auto()  # nothing is rounded
+    PRODUCT = auto()  # rounded to nearest, but a kernel may skip it before a sum (a fused multiply-add)
+    SUM = auto()  # rounded to nearest, but perhaps together with a product before it
+    VARIES = auto()  # the order of operations, or a function, has an error of its own
+
+
+_MOVES = (Kind.IDENTITY, Kind.VIEW, Kind.MOVE, Kind.GATHER)
 
 
 @dataclass(frozen=True, eq=False)
 class Primitive:
-    """One operation; equal only to itself."""
+    """One operation with its traits; equal only to itself."""
 
-    name: str
-    rule: Rule  # (inputs, **attributes) -> shape and dtype of the result
-    numpy: Callable[..., Array]  # (arrays, **attributes) -> the result
-    gradient: Gradient | None = None  # (gradient of the result, node) -> gradient of each input
-    stops: bool = False  # no gradient passes, so what is behind it need not be kept
-    unchanged: bool = False  # the value is that of the first input
-    constants: tuple[str, ...] = ()  # attributes that are numbers, given to a program as arguments
+    name: str  # of elementwise primitives: their name in the tables of expressions, too
+    kind: Kind
+    shape_rule: ShapeRule  # (inputs, **attributes) -> shape and dtype of the result
+    reference: Callable[..., Array]  # (arrays, **attributes) -> the result by NumPy: the oracle of every test
+    vjp: Vjp | None = None  # (gradient of the result, node) -> gradient of each input
+    stop_gradient: bool = False  # no gradient passes, so what is behind it need not be kept
+    is_identity: bool = False  # the value is that of the first input
+    same_bytes: bool = False  # a view of all items of the first input in their order
+    constants: tuple[str, ...] = ()  # attributes that are scalar arguments of a program, not part of its text
     dtypes: Mapping[str, DType] = field(default_factory=dict)  # of constants that do not have the node's
-    compiled: bool = False  # only a kernel computes it: NumPy does not know its meaning
+    operations: Callable[[Node], int] | None = None  # None: one on each item of the largest operand
+    costly: bool = False  # takes many instructions, so that fusion does not compute it twice for nothing
+    weight: float = 0  # time for an item beyond reading and writing it, as a multiple of an exponential's
+    rounding: Rounding | None = None  # None: exact where items are only moved
+    as_stored: bool = False  # the reference takes float16 and bfloat16 as they are, not widened to float32
+    no_kernel: tuple[DType, ...] = ()  # dtypes for which kernels, which widen them, would give other results
+    # (node, capabilities) -> the same of other primitives, for targets without a kernel of its own; else None
+    decompose: Callable[[Node, Capabilities], Node | None] | None = None
+    combine: str = ""  # of reductions and scans: the elementwise primitive that takes in one more item
     refuses: str = ""  # why nothing can be said of its gradient; `backward` raises that if one arrives here
+
+    @cached_property
+    def is_free(self) -> bool:
+        """Whether it costs less to recompute than to store."""
+        return self.kind in (Kind.VIEW, Kind.CREATION)
+
+    @cached_property
+    def is_slow(self) -> bool:
+        """Whether computing an item takes longer than reading one from memory."""
+        return self.costly and self.weight >= 1
+
+    @cached_property
+    def reads_elsewhere(self) -> bool:
+        """Whether an item is computed from items at other places, which is no view."""
+        return self.kind in (Kind.MOVE, Kind.GATHER, Kind.RANDOM)
+
+    @cached_property
+    def multiplies_matrices(self) -> bool:
+        """Whether its time is that of matrix products."""
+        return self.kind in (Kind.CONTRACTION, Kind.ATTENTION)
+
+    def operations_of(self, node: Node) -> int:
+        """How many operations on numbers a node of this primitive takes."""
+        if self.operations is not None:
+            return self.operations(node)
+        if self.is_free or self.reads_elsewhere or self.is_identity or self.kind is Kind.OPAQUE:
+            return 0
+        return max(operand.size for operand in (node, *node.inputs))
+
+    @cached_property
+    def widens(self) -> bool:
+        """Whether it computes float16 and bfloat16 in float32."""
+        return not (self.as_stored or self.is_identity or self.kind in _MOVES)
+
+    @cached_property
+    def error(self) -> Rounding:
+        """How its results are rounded."""
+        if self.rounding is not None:
+            return self.rounding
+        return Rounding.EXACT if self.kind in _MOVES or self.is_identity else Rounding.VARIES
 
 
 class Node:
@@ -61,7 +151,7 @@ class Node:
         self.primitive = primitive
         self.inputs = inputs
         self.attributes = attributes
-        self.shape, self.dtype = primitive.rule(*inputs, **attributes)
+        self.shape, self.dtype = primitive.shape_rule(*inputs, **attributes)
         self.value = value  # where the result is, once it was computed
         tracked, depth, pending = False, 0, 0
         for node in inputs:
@@ -69,7 +159,7 @@ class Node:
             if node.value is None:
                 depth = node.depth if node.depth > depth else depth
                 pending = node.pending_bytes if node.pending_bytes > pending else pending
-        self.tracked: bool = tracked and not primitive.stops  # a gradient may pass
+        self.tracked: bool = tracked and not primitive.stop_gradient  # a gradient may pass
         # Along the longest and the heaviest chain of nodes that are not computed yet.
         self.depth: int = 1 + depth
         self.pending_bytes: int = pending + math.prod(self.shape) * self.dtype.itemsize
@@ -77,7 +167,7 @@ class Node:
     def settle(self, value: Any) -> None:
         """Note where the result is. What it was computed from is let go, unless a gradient may pass there."""
         self.value = value
-        if not self.tracked or self.primitive.stops:
+        if not self.tracked or self.primitive.stop_gradient:
             self.inputs = ()
 
     @property
@@ -121,15 +211,15 @@ def topological(
     return order
 
 
-def _leaf_rule(*, shape: Shape, dtype: DType) -> tuple[Shape, DType]:
+def _leaf_shape(*, shape: Shape, dtype: DType) -> tuple[Shape, DType]:
     return shape, dtype
 
 
-def _leaf_meaning(*, shape: Shape, dtype: DType) -> Array:
+def _leaf_reference(*, shape: Shape, dtype: DType) -> Array:
     raise AssertionError("a leaf has its value from the start")
 
 
-LEAF = Primitive("leaf", _leaf_rule, _leaf_meaning)
+LEAF = Primitive("leaf", Kind.LEAF, _leaf_shape, _leaf_reference)
 
 
 def leaf(value: Any, shape: Shape, dtype: DType) -> Node:

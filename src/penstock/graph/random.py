@@ -25,7 +25,7 @@ from penstock.graph.elementwise import (
     remainder,
     sqrt,
 )
-from penstock.graph.node import Array, DType, Node, Primitive, Shape
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 from penstock.graph.reducing import INDEX, argsort
 from penstock.graph.shaping import reshape, slice_
 
@@ -57,13 +57,13 @@ def philox(counter: Sequence[Array], key: tuple[int, int]) -> tuple[Array, Array
     return c0, c1, c2, c3
 
 
-def _bits_rule(state: Node, *, shape: Shape) -> tuple[Shape, DType]:
+def _bits_shape(state: Node, *, shape: Shape) -> tuple[Shape, DType]:
     assert state.shape == (4,)
     assert state.dtype == WORD
     return shape, WORD
 
 
-def _bits_meaning(state: Array, shape: Shape) -> Array:
+def _bits_reference(state: Array, shape: Shape) -> Array:
     key0, key1, low, high = (int(word) for word in state)
     count = math.prod(shape)
     block = np.arange(-(-count // WORDS_PER_BLOCK), dtype=np.uint64) + np.uint64(high << 32 | low)
@@ -72,7 +72,7 @@ def _bits_meaning(state: Array, shape: Shape) -> Array:
     return np.stack(words, -1).astype(WORD).reshape(-1)[:count].reshape(shape)
 
 
-RANDOM_BITS = Primitive("random_bits", _bits_rule, _bits_meaning)
+RANDOM_BITS = Primitive("random_bits", Kind.RANDOM, _bits_shape, _bits_reference, weight=4)
 
 
 def random_bits(state: Node, shape: Shape) -> Node:

@@ -1,4 +1,4 @@
-"""Primitives whose meaning is a text of the user's own: only a device's compiler knows it.
+"""Primitives that are kernels written by the user: only a device's compiler knows what they compute.
 
 The outputs of one launch are nodes with the same inputs and attributes, but for `part`, the number of the
 output.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.graph.node import Array, DType, Node, Primitive, Shape
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,15 @@ class RawLaunch:
     threads: int | None  # that work each by itself; the others of the last group do nothing
 
 
-@dataclass(frozen=True, eq=False)
-class RawPrimitive(Primitive):
-    """A kernel of the user's own."""
-
-
-def _rule(*inputs: Node, launch: RawLaunch, part: int, **_: Any) -> tuple[Shape, DType]:
+def _shape(*inputs: Node, launch: RawLaunch, part: int, **_: Any) -> tuple[Shape, DType]:
     return launch.shapes[part], launch.dtypes[part]
 
 
-def _meaning(*arrays: Array, launch: RawLaunch, **_: Any) -> Array:
+def _reference(*arrays: Array, launch: RawLaunch, **_: Any) -> Array:
     raise AssertionError(f"NumPy does not know what {launch.text.name} means")
 
 
-def raw_primitive(text: RawText) -> RawPrimitive:
+def raw_primitive(text: RawText) -> Primitive:
     """The primitive of a text."""
 
     def no_gradient(g: Node, n: Node) -> list[None]:
@@ -63,8 +58,8 @@ def raw_primitive(text: RawText) -> RawPrimitive:
         )
 
     dtypes = {scalar_attribute(name): dtype for name, dtype in text.scalars}
-    return RawPrimitive(
-        text.name, _rule, _meaning, no_gradient, constants=tuple(dtypes), dtypes=dtypes, compiled=True
+    return Primitive(
+        text.name, Kind.OPAQUE, _shape, _reference, no_gradient, constants=tuple(dtypes), dtypes=dtypes
     )
 
 
@@ -74,7 +69,7 @@ def scalar_attribute(name: str) -> str:
 
 
 def raw(
-    primitive: RawPrimitive, inputs: tuple[Node, ...], launch: RawLaunch, scalars: Mapping[str, Any]
+    primitive: Primitive, inputs: tuple[Node, ...], launch: RawLaunch, scalars: Mapping[str, Any]
 ) -> list[Node]:
     """The outputs of a launch."""
     values = {scalar_attribute(name): value for name, value in scalars.items()}

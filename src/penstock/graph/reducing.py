@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from penstock.graph.dtypes import int64
-from penstock.graph.elementwise import BOOL, add, cast, divide, equal, full, multiply, where
-from penstock.graph.node import Array, DType, Gradient, Node, Primitive, Shape, same
+from penstock.graph.elementwise import BOOL, cast, divide, equal, full, multiply, where
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Rounding, Shape, Vjp, same
 from penstock.graph.shaping import concat, permute, reshape, slice_
 
 INDEX = int64
 Axes = tuple[int, ...]
 BLOCK = 128  # values that are added up one after the other, everywhere, before a sum gets another level
-REDUCTIONS: set[Primitive] = set()  # those that drop axes
 
 
 def _reduced(x: Node, *, axes: Axes) -> tuple[Shape, DType]:
@@ -31,7 +31,7 @@ def _ordered_index(x: Node, *, axis: int, descending: bool) -> tuple[Shape, DTyp
     return x.shape, INDEX
 
 
-def _expand_rule(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
+def _expand_shape(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
     return shape, x.dtype
 
 
@@ -52,17 +52,22 @@ def _expand_gradient(g: Node, n: Node) -> tuple[Node]:
     return (reshape(sum_(g, axes), x.shape),)
 
 
-EXPAND = Primitive("expand", _expand_rule, lambda x, shape: np.broadcast_to(x, shape), _expand_gradient)
+EXPAND = Primitive(
+    "expand", Kind.VIEW, _expand_shape, lambda x, shape: np.broadcast_to(x, shape), _expand_gradient
+)
 
 
 def _reduction(
-    name: str, numpy: Callable[..., Any], gradient: Gradient | None = None
+    name: str,
+    combine: str,
+    numpy: Callable[..., Any],
+    vjp: Vjp | None = None,
+    rounding: Rounding = Rounding.VARIES,
 ) -> Callable[[Node, Axes], Node]:
-    def meaning(x: Array, axes: Axes) -> Array:
+    def reference(x: Array, axes: Axes) -> Array:
         return np.asarray(numpy(x, axis=axes, dtype=x.dtype) if name == "prod" else numpy(x, axis=axes))
 
-    primitive = Primitive(name, _reduced, meaning, gradient)
-    REDUCTIONS.add(primitive)
+    primitive = Primitive(name, Kind.REDUCTION, _reduced, reference, vjp, combine=combine, rounding=rounding)
     return lambda x, axes: Node(primitive, (x,), {"axes": axes}) if axes else x
 
 
@@ -80,13 +85,16 @@ def pairwise_sum(x: Array, axis: Axes) -> Array:
     return x
 
 
-def _wide_sum_rule(x: Node, *, axes: Axes, dtype: DType) -> tuple[Shape, DType]:
+def _wide_sum_shape(x: Node, *, axes: Axes, dtype: DType) -> tuple[Shape, DType]:
     return _reduced(x, axes=axes)[0], dtype
 
 
 # Where NumPy adds up integers as wider ones: they are not written out before.
 WIDE_SUM = Primitive(
-    "wide_sum", _wide_sum_rule, lambda x, axes, dtype: np.asarray(np.sum(x, axis=axes, dtype=np.dtype(dtype)))
+    "wide_sum",
+    Kind.HOST,
+    _wide_sum_shape,
+    lambda x, axes, dtype: np.asarray(np.sum(x, axis=axes, dtype=np.dtype(dtype))),
 )
 
 
@@ -105,21 +113,12 @@ def _prod_gradient(g: Node, n: Node) -> tuple[Node]:
     order = (*others, *axes)
     kept = tuple(x.shape[axis] for axis in others)
     rows = reshape(permute(x, order), (*kept, int(np.prod([x.shape[axis] for axis in axes]))))
-    product = multiply(_product_before(rows), reverse(_product_before(reverse(rows, -1)), -1))
+    last = rows.ndim - 1
+    product = multiply(_products_before(rows, last), _products_before(rows, last, reverse=True))
     back = permute(
         reshape(product, tuple(x.shape[axis] for axis in order)), tuple(int(i) for i in np.argsort(order))
     )
     return (multiply(restore(g, x, axes), back),)
-
-
-def _product_before(rows: Node) -> Node:
-    """The product of the items before each one, along the last axis."""
-    length = rows.shape[-1]
-    if length == 0:
-        return rows
-    before = slice_(rows, tuple((0, n, 1) for n in (*rows.shape[:-1], length - 1)))
-    one = full((*rows.shape[:-1], 1), rows.dtype, 1)
-    return cumulative_prod(concat([one, before], rows.ndim - 1), rows.ndim - 1)
 
 
 def reverse(x: Node, axis: int) -> Node:
@@ -129,15 +128,19 @@ def reverse(x: Node, axis: int) -> Node:
     return slice_(x, tuple(slices)) if x.shape[axis] else x
 
 
-sum_ = _reduction("sum", pairwise_sum, lambda g, n: (restore(g, n.inputs[0], n.attributes["axes"]),))
-prod = _reduction("prod", np.prod, _prod_gradient)
-max_ = _reduction("max", np.max, _extreme_gradient)
-min_ = _reduction("min", np.min, _extreme_gradient)
-any_ = _reduction("any", np.any)
-all_ = _reduction("all", np.all)
+sum_ = _reduction("sum", "add", pairwise_sum, lambda g, n: (restore(g, n.inputs[0], n.attributes["axes"]),))
+prod = _reduction("prod", "multiply", np.prod, _prod_gradient)
+max_ = _reduction("max", "maximum", np.max, _extreme_gradient, Rounding.EXACT)
+min_ = _reduction("min", "minimum", np.min, _extreme_gradient, Rounding.EXACT)
+any_ = _reduction("any", "logical_or", np.any)
+all_ = _reduction("all", "logical_and", np.all)
 
-ARGMAX = Primitive("argmax", _reduced_to_index, lambda x, axis: np.asarray(np.argmax(x, axis)))
-ARGMIN = Primitive("argmin", _reduced_to_index, lambda x, axis: np.asarray(np.argmin(x, axis)))
+ARGMAX = Primitive(
+    "argmax", Kind.ARG_REDUCTION, _reduced_to_index, lambda x, axis: np.asarray(np.argmax(x, axis)), weight=1
+)
+ARGMIN = Primitive(
+    "argmin", Kind.ARG_REDUCTION, _reduced_to_index, lambda x, axis: np.asarray(np.argmin(x, axis)), weight=1
+)
 
 
 def argmax(x: Node, axis: int) -> Node:
@@ -150,60 +153,114 @@ def argmin(x: Node, axis: int) -> Node:
     return Node(ARGMIN, (x,), {"axis": axis})
 
 
-def _cumulative_sum_meaning(x: Array, axis: int) -> Array:
+def _cumulative_sum_reference(x: Array, axis: int, reverse: bool) -> Array:
     wide = np.float64 if x.dtype == np.float32 else x.dtype  # NumPy adds one item after the other
-    return np.asarray(np.cumsum(x, axis, dtype=wide).astype(x.dtype, copy=False))
+    return _from_end(x, axis, reverse, lambda x: np.cumsum(x, axis, dtype=wide).astype(x.dtype, copy=False))
+
+
+def _cumulative_prod_reference(x: Array, axis: int, reverse: bool) -> Array:
+    return _from_end(x, axis, reverse, lambda x: np.cumprod(x, axis, dtype=x.dtype))
+
+
+def _recurrence_reference(x: Array, factor: Array, axis: int, reverse: bool) -> Array:
+    result = np.moveaxis(x.copy(), axis, 0)
+    factors = np.moveaxis(factor, axis, 0)
+    order = range(len(result))
+    for before, place in pairwise(reversed(order) if reverse else order):
+        result[place] += factors[place] * result[before]
+    return np.moveaxis(result, 0, axis)
+
+
+def _from_end(x: Array, axis: int, reverse: bool, scan: Callable[[Array], Array]) -> Array:
+    return np.asarray(np.flip(scan(np.flip(x, axis)), axis) if reverse else scan(x))
+
+
+def _recurrence_shape(x: Node, factor: Node, **_: Any) -> tuple[Shape, DType]:
+    assert x.dtype.kind == "f"
+    return same(x, factor)
+
+
+def _cumulative_sum_gradient(g: Node, n: Node) -> tuple[Node]:
+    return (cumulative_sum(g, n.attributes["axis"], not n.attributes["reverse"]),)
+
+
+def _cumulative_prod_gradient(g: Node, n: Node) -> tuple[Node]:
+    """The product of what comes before an item, times what follows it: no division that a zero would spoil.
+
+    What follows is a polynomial in the items, evaluated from the end by Horner's rule.
+    """
+    x, axis, reverse = n.inputs[0], n.attributes["axis"], n.attributes["reverse"]
+    following = linear_recurrence(g, _shifted(x, axis, not reverse, 1), axis, not reverse)
+    return (multiply(_products_before(x, axis, reverse), following),)
+
+
+def _recurrence_gradient(g: Node, n: Node) -> tuple[Node, Node]:
+    factor, axis, reverse = n.inputs[1], n.attributes["axis"], n.attributes["reverse"]
+    to_x = linear_recurrence(g, _shifted(factor, axis, not reverse, 1), axis, not reverse)
+    return to_x, multiply(to_x, _shifted(n, axis, reverse, 0))
+
+
+def _products_before(x: Node, axis: int, reverse: bool = False) -> Node:
+    """The product of the items before each one along an axis; of those after it, where reversed."""
+    return cumulative_prod(_shifted(x, axis, reverse, 1), axis, reverse)
+
+
+def _shifted(x: Node, axis: int, reverse: bool, fill: int) -> Node:
+    """Each item one place later along an axis, or one earlier; `fill` where none comes from."""
+    length = x.shape[axis]
+    if not length:
+        return x
+    slices = [(0, count, 1) for count in x.shape]
+    slices[axis] = (int(reverse), length - 1, 1)
+    shape = tuple(1 if at == axis else count for at, count in enumerate(x.shape))
+    parts = [full(shape, x.dtype, fill), slice_(x, tuple(slices))]
+    return concat(parts[::-1] if reverse else parts, axis)
 
 
 CUMULATIVE_SUM = Primitive(
     "cumulative_sum",
+    Kind.SCAN,
     same,
-    _cumulative_sum_meaning,
-    lambda g, n: (_reversed_sum(g, n.attributes["axis"]),),
+    _cumulative_sum_reference,
+    _cumulative_sum_gradient,
+    weight=1,
+    combine="add",
 )
 CUMULATIVE_PROD = Primitive(
     "cumulative_prod",
+    Kind.SCAN,
     same,
-    lambda x, axis: np.cumprod(x, axis, dtype=x.dtype),
-    lambda g, n: (_cumulative_prod_gradient(g, n.inputs[0], n.attributes["axis"]),),
+    _cumulative_prod_reference,
+    _cumulative_prod_gradient,
+    weight=1,
+    combine="multiply",
+)
+LINEAR_RECURRENCE = Primitive(
+    "linear_recurrence",
+    Kind.SCAN,
+    _recurrence_shape,
+    _recurrence_reference,
+    _recurrence_gradient,
+    weight=1,
 )
 
 
-def cumulative_sum(x: Node, axis: int) -> Node:
-    """The sums of the items up to each one."""
-    return Node(CUMULATIVE_SUM, (x,), {"axis": axis})
+def cumulative_sum(x: Node, axis: int, reverse: bool = False) -> Node:
+    """The sums of the items up to each one; from each one to the end, where reversed."""
+    return Node(CUMULATIVE_SUM, (x,), {"axis": axis, "reverse": reverse})
 
 
-def cumulative_prod(x: Node, axis: int) -> Node:
-    """The products of the items up to each one."""
-    return Node(CUMULATIVE_PROD, (x,), {"axis": axis})
+def cumulative_prod(x: Node, axis: int, reverse: bool = False) -> Node:
+    """The products of the items up to each one; from each one to the end, where reversed."""
+    return Node(CUMULATIVE_PROD, (x,), {"axis": axis, "reverse": reverse})
 
 
-def _cumulative_prod_gradient(g: Node, x: Node, axis: int) -> Node:
-    """What follows each item, by Horner's rule from the end, times what is before it: zeros do no harm."""
-    if not x.shape[axis]:
-        return g
-    order = (*(a for a in range(x.ndim) if a != axis), axis)
-    rows, weights = permute(x, order), permute(g, order)
-    after = part = _column(weights, -1)
-    for place in range(x.shape[axis] - 2, -1, -1):
-        part = add(_column(weights, place), multiply(_column(rows, place + 1), part))
-        after = concat([part, after], x.ndim - 1)
-    product = multiply(_product_before(rows), after)
-    return permute(product, tuple(int(i) for i in np.argsort(order)))
+def linear_recurrence(x: Node, factor: Node, axis: int, reverse: bool = False) -> Node:
+    """y[k] = x[k] + factor[k] * y[k - 1] along an axis, from y[0] = x[0]; from the end, where reversed."""
+    return Node(LINEAR_RECURRENCE, (x, factor), {"axis": axis, "reverse": reverse})
 
 
-def _column(rows: Node, place: int) -> Node:
-    whole = [(0, length, 1) for length in rows.shape]
-    whole[-1] = (place % rows.shape[-1], 1, 1)
-    return slice_(rows, tuple(whole))
-
-
-def _reversed_sum(g: Node, axis: int) -> Node:
-    return reverse(cumulative_sum(reverse(g, axis), axis), axis)
-
-
-def _argsort_meaning(x: Array, axis: int, descending: bool) -> Array:
+def _argsort_reference(x: Array, axis: int, descending: bool) -> Array:
     if not descending:
         return np.argsort(x, axis, kind="stable")
     # Stable from the other side: reversed, sorted, and reversed again, equal items keep their order.
@@ -211,7 +268,7 @@ def _argsort_meaning(x: Array, axis: int, descending: bool) -> Array:
     return np.flip(last - np.argsort(np.flip(x, axis), axis, kind="stable"), axis)
 
 
-ARGSORT = Primitive("argsort", _ordered_index, _argsort_meaning)
+ARGSORT = Primitive("argsort", Kind.SORT, _ordered_index, _argsort_reference, weight=16)
 
 
 def argsort(x: Node, axis: int, descending: bool) -> Node:

@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.graph.checkpoint import AGAIN
-from penstock.graph.contraction import GATHER
-from penstock.graph.elementwise import PRIMITIVES
-from penstock.graph.node import Node
-from penstock.graph.reducing import EXPAND, REDUCTIONS
-from penstock.graph.shaping import CONCAT, PAD, PERMUTE, RESHAPE, SLICE
-
-_EXACT_NAMES = """cast full stop positive negative abs sign floor ceil trunc round copysign nextafter maximum
-minimum where conj real imag"""
-_EXACT = frozenset(PRIMITIVES[name] for name in _EXACT_NAMES.split())
-_EXACT |= {RESHAPE, PERMUTE, EXPAND, SLICE, AGAIN, PAD, CONCAT, GATHER}
-_EXACT |= {primitive for primitive in REDUCTIONS if primitive.name in ("max", "min")}
-_PRODUCT = PRIMITIVES["multiply"]
-_SUMS = frozenset((PRIMITIVES["add"], PRIMITIVES["subtract"]))
+from penstock.graph.node import Node, Rounding
 
 
 def is_exact(nodes: Iterable[Node]) -> bool:
@@ -27,5 +14,5 @@ def is_exact(nodes: Iterable[Node]) -> bool:
     and a sum after it once, and reductions and functions have errors of their own.
     """
     floating = {node.primitive for node in nodes if node.value is None and node.dtype.kind in "fc"}
-    inexact = floating - _EXACT
-    return inexact <= {_PRODUCT} or inexact <= _SUMS
+    inexact = {primitive.error for primitive in floating} - {Rounding.EXACT}
+    return inexact <= {Rounding.PRODUCT} or inexact <= {Rounding.SUM}

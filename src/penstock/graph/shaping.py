@@ -6,27 +6,27 @@ import math
 
 import numpy as np
 
-from penstock.graph.node import Array, DType, Node, Primitive, Shape
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 
 
-def _reshape_rule(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
+def _reshape_shape(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
     assert math.prod(shape) == x.size
     return shape, x.dtype
 
 
-def _permute_rule(x: Node, *, axes: tuple[int, ...]) -> tuple[Shape, DType]:
+def _permute_shape(x: Node, *, axes: tuple[int, ...]) -> tuple[Shape, DType]:
     return tuple(x.shape[axis] for axis in axes), x.dtype
 
 
-def _slice_rule(x: Node, *, slices: tuple[tuple[int, int, int], ...]) -> tuple[Shape, DType]:
+def _slice_shape(x: Node, *, slices: tuple[tuple[int, int, int], ...]) -> tuple[Shape, DType]:
     return tuple(count for _, count, _ in slices), x.dtype
 
 
-def _pad_rule(x: Node, *, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> tuple[Shape, DType]:
+def _pad_shape(x: Node, *, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> tuple[Shape, DType]:
     return shape, x.dtype
 
 
-def _concat_rule(*inputs: Node, axis: int) -> tuple[Shape, DType]:
+def _concat_shape(*inputs: Node, axis: int) -> tuple[Shape, DType]:
     shape = list(inputs[0].shape)
     shape[axis] = sum(node.shape[axis] for node in inputs)
     return tuple(shape), inputs[0].dtype
@@ -40,7 +40,7 @@ def _indices(slices: tuple[tuple[int, int, int], ...]) -> tuple[slice, ...]:
     )
 
 
-def _pad_meaning(x: Array, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> Array:
+def _pad_reference(x: Array, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> Array:
     result = np.zeros(shape, x.dtype)
     result[_indices(slices)] = x
     return result
@@ -89,18 +89,25 @@ def _concat_gradient(g: Node, n: Node) -> list[Node]:
 
 RESHAPE = Primitive(
     "reshape",
-    _reshape_rule,
+    Kind.VIEW,
+    _reshape_shape,
     lambda x, shape: x.reshape(shape),
     lambda g, n: (reshape(g, n.inputs[0].shape),),
+    same_bytes=True,
 )
-PERMUTE = Primitive("permute", _permute_rule, lambda x, axes: x.transpose(axes), _permute_gradient)
+PERMUTE = Primitive(
+    "permute", Kind.VIEW, _permute_shape, lambda x, axes: x.transpose(axes), _permute_gradient
+)
 SLICE = Primitive(
     "slice",
-    _slice_rule,
+    Kind.VIEW,
+    _slice_shape,
     lambda x, slices: x[_indices(slices)],
     lambda g, n: (pad(g, n.attributes["slices"], n.inputs[0].shape),),
 )
-PAD = Primitive("pad", _pad_rule, _pad_meaning, lambda g, n: (slice_(g, n.attributes["slices"]),))
+PAD = Primitive(
+    "pad", Kind.MOVE, _pad_shape, _pad_reference, lambda g, n: (slice_(g, n.attributes["slices"]),)
+)
 CONCAT = Primitive(
-    "concat", _concat_rule, lambda *arrays, axis: np.concatenate(arrays, axis), _concat_gradient
+    "concat", Kind.MOVE, _concat_shape, lambda *arrays, axis: np.concatenate(arrays, axis), _concat_gradient
 )

@@ -12,14 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.graph.checkpoint import AGAIN
+from penstock.graph.checkpoint import BARRIER
 from penstock.graph.contraction import MATMUL
 from penstock.graph.elementwise import CAST, FULL, full
-from penstock.graph.node import Node, topological
-from penstock.graph.reducing import EXPAND, REDUCTIONS
+from penstock.graph.node import Kind, Node, topological
 from penstock.graph.shaping import PERMUTE, RESHAPE
-
-_MOVES = (RESHAPE, PERMUTE, EXPAND)  # what leaves one number everywhere as it is
 
 
 def simplify(outputs: Sequence[Node], leaves: Mapping[Node, Node] | None = None) -> list[Node]:
@@ -38,16 +35,16 @@ def simplify(outputs: Sequence[Node], leaves: Mapping[Node, Node] | None = None)
             known[key] = _transposed(node, inputs) if _turns(node, uses) else _reduced(node, inputs)
         new[node] = known[key]
     result = [new[node] for node in outputs]
-    return _with_fences(result) if any(key[0] is AGAIN for key in known) else result
+    return _with_barriers(result) if any(key[0] is BARRIER for key in known) else result
 
 
-def _with_fences(outputs: Sequence[Node]) -> list[Node]:
-    """What kept equal nodes apart, without its second input; what has a value needs none of it."""
+def _with_barriers(outputs: Sequence[Node]) -> list[Node]:
+    """The same with barriers that wait for nothing, now that equal nodes are one; values need none."""
     new: dict[Node, Node] = {}
     for node in topological(outputs):
         inputs = () if node.value is not None else tuple(new[parent] for parent in node.inputs)
-        if node.value is None and node.primitive is AGAIN:
-            new[node] = inputs[0] if inputs[0].value is not None else Node(AGAIN, inputs[:1], {})
+        if node.value is None and node.primitive is BARRIER:
+            new[node] = inputs[0] if inputs[0].value is not None else Node(BARRIER, inputs[:1], {})
         elif node.value is not None or inputs == node.inputs:
             new[node] = node
         else:
@@ -75,11 +72,11 @@ def _transposed(node: Node, inputs: tuple[Node, ...]) -> Node:
 def _reduced(node: Node, inputs: tuple[Node, ...]) -> Node:
     """One node on simplified inputs, itself simplified."""
     primitive = node.primitive
-    if primitive.unchanged or (primitive is CAST and inputs[0].dtype == node.dtype):
+    if primitive.is_identity or (primitive is CAST and inputs[0].dtype == node.dtype):
         return inputs[0]
-    if primitive in _MOVES and inputs[0].primitive is FULL and inputs[0].value is None:
+    if primitive.kind is Kind.VIEW and inputs[0].primitive is FULL and inputs[0].value is None:
         return full(node.shape, node.dtype, inputs[0].attributes["number"])
-    if primitive in REDUCTIONS and node.size == inputs[0].size:
+    if primitive.kind is Kind.REDUCTION and node.size == inputs[0].size:
         return inputs[0] if inputs[0].shape == node.shape else Node(RESHAPE, inputs, {"shape": node.shape})
     if primitive in (RESHAPE, PERMUTE) and inputs[0].primitive is primitive and inputs[0].value is None:
         return _joined(node, inputs[0])

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.ir import (
     THREAD,
@@ -135,7 +135,7 @@ class KernelBuilder:
 
     def load_index(self, memory: Memory, index: Operand, length: int) -> Expr:
         """An integer of any size from 0 to before `length`; -1 if it is none of them."""
-        return LoadIndex(memory.name, memory.dtype, integer(index), length)
+        return LoadIndex(memory.name, memory.dtype, integer(index), Const(length))
 
     def load_vector(
         self, memory: Memory, index: Operand, width: int, aligned: int = 1, mask: Expr | None = None
@@ -184,7 +184,7 @@ class KernelBuilder:
         """
         dtype, array = variable.type.dtype, self.fresh("threads")
         self._kernel.arrays.append(LocalArray(array, "int32" if dtype == "bool" else dtype, group))
-        self._add(BlockReduce(name, operation, variable, array, threads))
+        self._add(BlockReduce(name, operation, variable, array, Const(threads)))
         return Var(name, Type(dtype))
 
     def barrier(self, device_memory: bool = False) -> None:

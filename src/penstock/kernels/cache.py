@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from penstock.device.driver import Kernel
+from penstock.drivers.driver import Kernel
 from penstock.errors import CompileError
 from penstock.fusion.groups import Group
 from penstock.kernels.attention import ATTENTION_PRELUDE

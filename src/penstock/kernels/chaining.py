@@ -1,4 +1,4 @@
-"""Small kernels that follow one another, as one: a launch on a CPU takes longer than they do.
+"""Kernel concatenation: small kernels that follow one another, as one: a launch on a CPU takes longer.
 
 Each becomes a function, and one thread calls them in order, so each finds what those before it wrote.
 """
@@ -9,13 +9,16 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from penstock.device.driver import Cost
+from penstock.drivers.driver import Capabilities, Cost
 from penstock.kernels.costing import merged
+from penstock.kernels.dialects import dialect_of
+from penstock.kernels.dialects.dialect import Dialect
 from penstock.kernels.hazards import Range, Touched
-from penstock.kernels.source import C_TYPES, MOST_PARAMETER_BYTES, KernelSource, digest, head
+from penstock.kernels.ir import CallFunction, Const, Expr, For, Function, KernelIR, Var
+from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest
 
 _SMALL = 100_000  # items times operations; about as long as two launches
-_MAX_CALLS = 64  # in one chain, whose text a compiler has to take
+_MAX_CALLS = 64  # in one kernel, which a compiler has to take
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class Call:
 
 def together(calls: Sequence[Call]) -> Touched:
     """What several calls touch."""
-    reads = dict.fromkeys(one for call in calls for one in call.touched.reads)
-    return Touched(tuple(reads), tuple(one for call in calls for one in call.touched.writes))
+    reads = dict.fromkeys(part for call in calls for part in call.touched.reads)
+    return Touched(tuple(reads), tuple(part for call in calls for part in call.touched.writes))
 
 
 def total_cost(calls: Sequence[Call]) -> Cost | None:
@@ -43,15 +46,16 @@ def total_cost(calls: Sequence[Call]) -> Cost | None:
     return merged([call.source.name for call in calls], [call.cost for call in calls])
 
 
-def chained(calls: Sequence[Call], arenas: Container[int]) -> list[Call]:
+def chained(calls: Sequence[Call], arenas: Container[int], capabilities: Capabilities) -> list[Call]:
     """The calls, of which neighbours that are small are one. `arenas`: buffers in which places vary."""
+    dialect = dialect_of(capabilities)
     result: list[Call] = []
     run: list[Call] = []
     for call in [*calls, None]:
         if call is not None and _is_small(call) and _has_room(run, call):
             run.append(call)
             continue
-        result += [_chain(run, arenas)] if len(run) > 1 else run
+        result += [_concatenated(run, arenas, dialect)] if len(run) > 1 else run
         run = []
         if call is not None:
             (run if _is_small(call) else result).append(call)
@@ -63,13 +67,13 @@ def _is_small(call: Call) -> bool:
 
 
 def _has_room(calls: Sequence[Call], call: Call) -> bool:
-    """Whether a chain takes one more call: with sizes as arguments, it has only so many parameters."""
+    """Whether a kernel takes one more call: with sizes as arguments, it has only so many parameters."""
     together = [*calls, call]
     if not _takes_sizes(together):
         return len(together) <= _MAX_CALLS
-    slots = {slot for one in together for slot, _ in one.places}
-    numbers = {number for one in together for number in one.numbers}
-    sizes = sum(1 + len(one.places) + len(one.scalars) for one in together)
+    slots = {slot for call in together for slot, _ in call.places}
+    numbers = {number for call in together for number in call.numbers}
+    sizes = sum(1 + len(call.places) + len(call.scalars) for call in together)
     fits = 12 * len(slots) + 8 * len(numbers) + 4 * sizes <= MOST_PARAMETER_BYTES
     return fits and len(together) <= _MAX_CALLS
 
@@ -80,67 +84,58 @@ def _takes_sizes(calls: Sequence[Call]) -> bool:
 
 @dataclass
 class _Integers:
-    """The integers in the text of a chain: numbers, or where kernels in it take sizes, arguments."""
+    """The integers of a concatenated kernel: constants, or where kernels in it take sizes, arguments."""
 
     as_arguments: bool
     values: list[int] = field(default_factory=list)  # of the arguments
 
-    def text(self, value: int) -> str:
-        """How the text says one."""
+    def of(self, value: int) -> Expr:
+        """One of them."""
         if not self.as_arguments:
-            return str(value)
+            return Const(value)
         self.values.append(value)
-        return f"size{len(self.values) - 1}"
-
-    def of(self, call: Call, arenas: Container[int]) -> tuple[str, list[str], list[str]]:
-        """Those of a call: how many groups it has, the places of its buffers, and its scalars."""
-        places = [self.text(unit) if slot in arenas else str(unit) for slot, unit in call.places]
-        return self.text(math.prod(call.source.grid)), places, [self.text(one) for one in call.scalars]
+        return Var(f"size{len(self.values) - 1}")
 
 
-def _chain(calls: Sequence[Call], arenas: Container[int]) -> Call:
-    integers = _Integers(_takes_sizes(calls))
-    texts = [integers.of(call, arenas) for call in calls]
-    said = [
-        (call.source.name, [slot for slot, _ in call.places], text, call.numbers)
-        for call, text in zip(calls, texts, strict=True)
-    ]
-    name = f"chain_{digest(repr(said))}"
+def _concatenated(calls: Sequence[Call], arenas: Container[int], dialect: Dialect) -> Call:
+    """Calls as one: a thread calls them in order, with one workgroup of each after the other."""
     slots = sorted({slot for call in calls for slot, _ in call.places})
     numbers: dict[int, str] = {}
     for call in calls:
-        dtypes = call.source.scalars[len(call.scalars) :]
-        numbers.update(zip(call.numbers, dtypes, strict=True))
-    functions = {call.source.name: _function(call.source, f"{name}_{call.source.name}") for call in calls}
-    buffers = [("uint8", f"b{slot}") for slot in slots]
-    constants = [("int32", f"size{number}") for number in range(len(integers.values))]
-    constants += [(dtype, f"c{number}") for number, dtype in numbers.items()]
-    body = [
-        _called(call, f"{name}_{call.source.name}", *text) for call, text in zip(calls, texts, strict=True)
-    ]
-    # A thread by itself needs no memory of its group, and runs the groups of a call one after the other.
-    text = [
-        "#undef GROUP\n#undef LOCAL\n#define GROUP(axis) chain_group\n#define LOCAL",
-        *functions.values(),
-        head(name, buffers, [], constants) + "\n".join(body) + "\n}\n",
-    ]
-    scalars = ("int32",) * len(integers.values) + tuple(numbers.values())
-    source = KernelSource(name, "\n".join(text), ("uint8",) * len(slots), scalars, (1,), (1,))
-    places = tuple((slot, 0) for slot in slots)
-    work = sum(call.work for call in calls)
-    touched, cost = together(calls), total_cost(calls)
-    return Call(source, places, tuple(integers.values), tuple(numbers), work, touched, cost=cost)
+        numbers.update(zip(call.numbers, call.source.scalars[len(call.scalars) :], strict=True))
+    integers, body, said = _Integers(_takes_sizes(calls)), [], []
+    for call in calls:
+        groups = integers.of(math.prod(call.source.grid))
+        arguments = [integers.of(unit) if slot in arenas else Const(unit) for slot, unit in call.places]
+        arguments += [integers.of(scalar) for scalar in call.scalars]
+        said.append((call.source.name, [slot for slot, _ in call.places], groups, arguments, call.numbers))
+        arguments += [Var(f"c{list(numbers).index(number)}") for number in call.numbers]
+        buffers = tuple(
+            (dtype, f"out{slots.index(slot)}")
+            for dtype, (slot, _) in zip(call.source.buffers, call.places, strict=True)
+        )
+        called = CallFunction(call.source.name, Var("group"), (), buffers, tuple(arguments))
+        body.append(For("group", Const(0), groups, Const(1), [called]))
+    functions = {call.source.name: _function(call.source) for call in calls}
+    kernel = KernelIR(
+        outputs=["uint8"] * len(slots),
+        scalars=[*numbers.values()],
+        functions=[*functions.values()],
+        body=[*body],
+        sizes=len(integers.values),
+    )
+    source = dialect.render(kernel, f"chain_{digest(repr(said))}")
+    return Call(
+        source,
+        tuple((slot, 0) for slot in slots),
+        tuple(integers.values),
+        tuple(numbers),
+        sum(call.work for call in calls),
+        together(calls),
+        cost=total_cost(calls),
+    )
 
 
-def _function(source: KernelSource, name: str) -> str:
-    return source.text.replace(f"KERNEL {source.name}(", f"static void {name}(int chain_group, ")
-
-
-def _called(call: Call, name: str, groups: str, places: Sequence[str], scalars: Sequence[str]) -> str:
-    buffers = [
-        f"(GLOBAL {C_TYPES[dtype]} *)b{slot}"
-        for dtype, (slot, _) in zip(call.source.buffers, call.places, strict=True)
-    ]
-    rest = [*scalars, *(f"c{number}" for number in call.numbers)]
-    loop = f"for (int group = 0; group < {groups}; group++)"
-    return f"    {loop} {name}(group, {', '.join([*buffers, *places, *rest])});"
+def _function(source: KernelSource) -> Function:
+    body = source.body if isinstance(source.body, str) else source.body.kernel
+    return Function(source.name, body, "static", private=True)

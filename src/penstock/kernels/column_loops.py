@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.fusion.index import Index, flat, unflatten, variable
-from penstock.graph.node import Node
-from penstock.graph.reducing import REDUCTIONS
+from penstock.graph.node import Kind, Node
 from penstock.kernels.blocks import Sums, in_blocks, is_inexact
 from penstock.kernels.ir import (
     INT,
@@ -41,14 +40,14 @@ class ColumnLoops(LoopNest):
     """Reductions over axes that are not the last: neighbouring results are computed side by side."""
 
     def space(self) -> None:
-        first = next(node for node in self.group.nodes if node.primitive in REDUCTIONS)
+        first = next(node for node in self.group.nodes if node.primitive.kind is Kind.REDUCTION)
         self._source, axes = first.inputs[0], first.attributes["axes"]
         shape = self._source.shape
         self._kept, kept = self.axes("r", [1 if axis in axes else n for axis, n in enumerate(shape)])
         self._reduced, reduced = self.axes("c", [n if axis in axes else 1 for axis, n in enumerate(shape)])
         self._place = tuple(reduced[axis] if axis in axes else kept[axis] for axis in range(len(shape)))
         self._row = flat(tuple(kept), tuple(1 if axis in axes else n for axis, n in enumerate(shape)))
-        self._reductions = [node for node in self.group.nodes if node.primitive in REDUCTIONS]
+        self._reductions = [node for node in self.group.nodes if node.primitive.kind is Kind.REDUCTION]
 
     def merges(self) -> list[Merge]:
         return self.found_merges(self._kept, self._reduced)
@@ -160,7 +159,8 @@ class ColumnLoops(LoopNest):
                 self.scopes.form.arrays.append(LocalArray(arrays[stored], stored, threads * self.lanes))
             kind = Type(dtype, self.lanes)
             target = Var(name, kind)
-            result.append(StridedReduce(target, node.primitive.name, arrays[stored], abreast, threads))
+            operation, parts = node.primitive.name, (Const(abreast), Const(threads))
+            result.append(StridedReduce(target, operation, arrays[stored], *parts))
         return result
 
     def _by_blocks(self, kept: list[str]) -> Lowered:

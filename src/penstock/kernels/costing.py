@@ -8,19 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.device.driver import Cost
-from penstock.fusion.clusters import ATTENTIONS, PLACED
+from penstock.drivers.driver import Cost
 from penstock.fusion.groups import Group
-from penstock.fusion.views import FREE, VIEWS, base
-from penstock.graph.contraction import GATHER, MATMUL
-from penstock.graph.elementwise import CAST, PRIMITIVES
-from penstock.graph.node import Node
-from penstock.graph.raw import RawPrimitive
-from penstock.graph.reducing import REDUCTIONS
+from penstock.fusion.views import base
+from penstock.graph.node import Kind, Node
 from penstock.kernels.writer import Written
 
-_ELEMENTWISE = frozenset((CAST, *PRIMITIVES.values()))
-_NOTHING = FREE | PLACED | {CAST}  # move items, and compute none
 # Products of matrices in each pass of attention: the gradients compute the scores again, each for itself.
 _PASSES = {"attention_forward": 2, "attention_query_gradients": 3, "attention_key_gradients": 4}
 _SHOWN = 4  # values of a side in the text of shapes
@@ -36,8 +29,10 @@ def costs(group: Group, written: Written) -> list[Cost]:
     sizes += written.scratch
     sides = (_listed(group.inputs), _listed(group.outputs))
     shapes = " -> ".join(side for side in sides if side)
-    product = next((str(node.inputs[0].dtype) for node in group.nodes if _multiplies(node)), "")
-    operations = sum(map(operations_of, group.nodes)) // len(written.launches)
+    product = next(
+        (str(node.inputs[0].dtype) for node in group.nodes if node.primitive.multiplies_matrices), ""
+    )
+    operations = sum(node.primitive.operations_of(node) for node in group.nodes) // len(written.launches)
     found = []
     for launch in written.launches:
         # One memory may hold several of the buffers: it is moved once.
@@ -70,22 +65,6 @@ def merged(names: Sequence[str], parts: Sequence[Cost | None]) -> Cost | None:
     )
 
 
-def _multiplies(node: Node) -> bool:
-    return node.primitive is MATMUL or node.primitive in ATTENTIONS
-
-
-def operations_of(node: Node) -> int:
-    """Of one node, on numbers."""
-    primitive = node.primitive
-    if primitive is MATMUL:
-        return 2 * node.size * node.inputs[0].shape[-1]
-    if primitive in _NOTHING or primitive.unchanged or isinstance(primitive, RawPrimitive):
-        return 0
-    if primitive in REDUCTIONS:
-        return node.inputs[0].size
-    return max(one.size for one in (node, *node.inputs))
-
-
 def _attention_operations(group: Group, name: str) -> int:
     """Of one pass: pairs of a query and a key that it sees, times the width, for each product."""
     node = group.outputs[0]
@@ -102,9 +81,9 @@ def _needed(group: Group) -> dict[Node, int]:
     inside = set(group.nodes)
     for node in reversed(group.nodes):
         items = found.setdefault(node, 0)
-        looks_up = node.primitive is GATHER
+        kind = node.primitive.kind
         for position, parent in enumerate(node.inputs):
-            part = node.primitive in VIEWS or node.primitive in _ELEMENTWISE or (looks_up and not position)
+            part = kind in (Kind.VIEW, Kind.ELEMENTWISE) or (kind is Kind.GATHER and not position)
             read = min(items, parent.size) if part else parent.size
             found[parent] = min(found.get(parent, 0) + read, parent.size)
     # What a group reads through its base may be named by a view of it.

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.device.driver import Capabilities, Driver
+from penstock.drivers.driver import Capabilities, Driver
 from penstock.fusion.groups import Group
 from penstock.fusion.products import Matrix, bias_vector, library_operand
 from penstock.graph.dtypes import checked, float32
@@ -65,8 +65,8 @@ def library_problem(
     operands = {"left": left[0], "right": right[0]}
     (output,) = group.outputs
     if output is not product:
-        vectors = (bias_vector(one, product.shape[-1], group.inputs) for one in output.inputs)
-        operands["bias"] = next(one for one in vectors if one in group.inputs)
+        vectors = (bias_vector(operand, product.shape[-1], group.inputs) for operand in output.inputs)
+        operands["bias"] = next(vector for vector in vectors if vector in group.inputs)
     problem = Product(
         batch=math.prod(product.shape[:-2]),
         rows=product.shape[-2],

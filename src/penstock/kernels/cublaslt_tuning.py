@@ -18,14 +18,14 @@ import numpy as np
 from cuda.bindings import driver as cuda
 from nvmath.bindings import cublasLt
 
-from penstock.device.driver import Driver
+from penstock.drivers.driver import Driver
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 from penstock.fusion.products import Matrix
 from penstock.graph.dtypes import checked as dtype_of
 from penstock.graph.node import Array
-from penstock.kernels.choices import Choices
 from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch
 from penstock.kernels.source import UNIT, digest
+from penstock.tuning_cache import TuningCache
 
 Call = Callable[[], None]
 
@@ -49,7 +49,7 @@ class _Library:
             ) from None
         name = _checked(cuda.cuDeviceGetName(128, _checked(cuda.cuCtxGetDevice())))
         device = name.split(b"\0")[0].decode()
-        self.choices = Choices(f"{device}, cuBLASLt {cublasLt.get_version()}")
+        self.choices = TuningCache(f"{device}, cuBLASLt {cublasLt.get_version()}")
 
 
 _libraries: dict[int, _Library] = {}  # by context
@@ -119,7 +119,7 @@ def suggestions(launch: LibraryLaunch, handle: int, count: int = _SUGGESTIONS) -
             return []
     finally:
         cublasLt.matmul_preference_destroy(preference)
-    return [one["algo"]["data_"].copy() for one in found[: number[0]] if one["state"] == 0]
+    return [heuristic["algo"]["data_"].copy() for heuristic in found[: number[0]] if heuristic["state"] == 0]
 
 
 def _read(choice: str | None) -> Array | None:

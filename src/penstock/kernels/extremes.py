@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.kernels.lone import SHORT_ROW, Launch, Lone, along, group_size, is_cpu, least, spread
 from penstock.kernels.source import C_TYPES, KernelSource, head

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.fusion.index import Index
-
 _INTEGERS = ("int32", "uint32")  # that operators compute without a thought of wrapping around
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 _OPERATIONS = {
@@ -171,8 +169,8 @@ class Opaque(Expr):
 class Affine(Expr):
     """A sum of integers times constants, and of a constant: an index."""
 
-    terms: tuple[tuple[Expr, Expr], ...]  # factors that are the constant 1 are not printed
-    constant: Expr
+    terms: tuple[tuple[Expr, Expr | None], ...]  # each with its factor; None: 1
+    constant: Expr | None  # None: 0
     type: Type = INT
 
 
@@ -262,7 +260,8 @@ class Clamp(Expr):
     """A value as an integer from 0 to before `length`: the nearest, if it is none of them."""
 
     value: Expr
-    length: int
+    length: Expr
+    last: Expr  # length - 1
     type: Type = INT
 
 
@@ -330,7 +329,7 @@ class LoadIndex(Expr):
     buffer: str
     stored: str
     index: Expr
-    length: int
+    length: Expr
     type: Type = INT
 
 
@@ -441,7 +440,7 @@ class BlockReduce:
     operation: str
     variable: Var
     array: str | None  # memory with an item for each thread of the group; None where a row has one thread
-    threads: int = 1
+    threads: Expr = Const(1)
 
 
 @dataclass(frozen=True)
@@ -454,8 +453,8 @@ class StridedReduce:
     target: Var
     operation: str
     array: str  # memory with an item for each item of each thread
-    stride: int
-    threads: int  # of the group
+    stride: Expr
+    threads: Expr  # of the group
 
 
 @dataclass(frozen=True)
@@ -488,6 +487,17 @@ class AtomicAdd:
     index: Expr
     value: Expr
     name: str = ""
+
+
+@dataclass(frozen=True)
+class CallFunction:
+    """A call of one of the kernel's functions, as the workgroup with a number."""
+
+    function: str
+    group: Expr
+    arrays: tuple[tuple[str, int], ...]  # local arrays it takes: dtype, and where in `LOCAL_MEMORY`
+    buffers: tuple[tuple[str, str], ...]  # dtype, and which of the kernel's buffers
+    arguments: tuple[Expr, ...]  # the places of its buffers, and its scalars
 
 
 @dataclass(frozen=True)
@@ -541,6 +551,7 @@ Statement = (
     | Pointer
     | UniformLoad
     | AtomicAdd
+    | CallFunction
     | For
     | While
     | If
@@ -549,6 +560,25 @@ Statement = (
 
 
 Parameters = list[tuple[str, str]]
+LOCAL_MEMORY = "local_memory"  # of a kernel whose functions take local arrays: items of 8 bytes
+
+
+@dataclass(frozen=True)
+class Function:
+    """A kernel as a function of the number of its workgroup."""
+
+    name: str
+    kernel: KernelIR | str  # or opaque text
+    linkage: str  # DEVICE: laid out wherever it is called; CALLED: not so; static: as the compiler likes
+    private: bool = False  # one thread runs it, so its local arrays are arrays of the thread; else parameters
+
+
+@dataclass(frozen=True)
+class Table:
+    """Integers in constant memory; in the text, the kernel's name comes before that of the table."""
+
+    name: str
+    values: tuple[int, ...]
 
 
 @dataclass
@@ -565,14 +595,20 @@ class KernelIR:
     vectors: bool = True  # whether widths are those of vectors; else each item is computed by itself
     resident: int = 1  # groups that a unit of a GPU should have room for at a time
     quick: bool = False  # whether functions may be as exact as halves only, with some digits to spare
+    functions: list[Function] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    sizes: int = 0  # of this launch, which are parameters before the scalars: size0, size1, ...
 
     @property
     def parameters(self) -> tuple[Parameters, Parameters, Parameters]:
-        """The outputs, inputs and scalars, as (dtype, name)."""
+        """The outputs, inputs, and scalars after sizes, as (dtype, name)."""
         return (
             [(dtype, f"out{k}") for k, dtype in enumerate(self.outputs)],
             [(dtype, f"in{k}") for k, dtype in enumerate(self.inputs)],
-            [(dtype, f"c{k}") for k, dtype in enumerate(self.scalars)],
+            [
+                *(("int32", f"size{k}") for k in range(self.sizes)),
+                *((dtype, f"c{k}") for k, dtype in enumerate(self.scalars)),
+            ],
         )
 
 
@@ -589,16 +625,6 @@ def constant(value: Operand, like: Expr) -> Expr:
 def integer(value: Operand) -> Expr:
     """An integer of 32 bits, or an expression, as an expression."""
     return value if isinstance(value, Expr) else Const(value)
-
-
-def affine(index: Index) -> Expr:
-    """An index as an expression."""
-    if not index.terms:
-        return Const(index.constant)
-    if len(index.terms) == 1 and index.terms[0][1] == 1 and not index.constant:
-        return Var(index.terms[0][0])
-    terms = tuple((Var(name), Const(factor)) for name, factor in index.terms)
-    return Affine(terms, Const(index.constant))
 
 
 def is_buffer(name: str) -> bool:

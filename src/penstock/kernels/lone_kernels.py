@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.device.driver import Capabilities
-from penstock.graph.contraction import SCATTER_ADD
+from penstock.drivers.driver import Capabilities
 from penstock.graph.dtypes import HALVES
-from penstock.graph.node import Node
-from penstock.graph.reducing import ARGMAX, ARGMIN, ARGSORT, CUMULATIVE_PROD, CUMULATIVE_SUM
+from penstock.graph.node import Kind, Node
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.extremes import extreme
 from penstock.kernels.lone import Lone
@@ -21,20 +19,16 @@ from penstock.kernels.wgsl_scattering import wgsl_scatter
 from penstock.kernels.wgsl_sorting import wgsl_sort
 
 _WRITERS = {
-    CUMULATIVE_SUM: scan,
-    CUMULATIVE_PROD: scan,
-    ARGMAX: extreme,
-    ARGMIN: extreme,
-    ARGSORT: sort,
-    SCATTER_ADD: scatter,
+    Kind.SCAN: scan,
+    Kind.ARG_REDUCTION: extreme,
+    Kind.SORT: sort,
+    Kind.SCATTER: scatter,
 }
 _WGSL_WRITERS = {
-    CUMULATIVE_SUM: wgsl_scan,
-    CUMULATIVE_PROD: wgsl_scan,
-    ARGMAX: wgsl_extreme,
-    ARGMIN: wgsl_extreme,
-    ARGSORT: wgsl_sort,
-    SCATTER_ADD: wgsl_scatter,
+    Kind.SCAN: wgsl_scan,
+    Kind.ARG_REDUCTION: wgsl_extreme,
+    Kind.SORT: wgsl_sort,
+    Kind.SCATTER: wgsl_scatter,
 }
 _LONG = ("int64", "uint64")
 _MOST_ITEMS = 1 << 30  # so that no place in a kernel leaves an int, even one padded or a step further
@@ -45,7 +39,7 @@ def lone_kernels(node: Node, capabilities: Capabilities) -> Lone | None:
 
     All values are contiguous in row-major order. The output may hold anything before.
     """
-    write = (_WGSL_WRITERS if dialect_of(capabilities).word_access else _WRITERS).get(node.primitive)
+    write = (_WGSL_WRITERS if dialect_of(capabilities).word_access else _WRITERS).get(node.primitive.kind)
     values = (node, *node.inputs)
     if write is None or not all(0 < value.size < _MOST_ITEMS for value in values):
         return None
@@ -68,6 +62,6 @@ def _has_type(value: Node, node: Node, capabilities: Capabilities) -> bool:
     dtype = str(value.dtype)
     if dtype == "float64":
         return capabilities.float64
-    if dtype in _LONG and value is node.inputs[0] and node.primitive is not ARGSORT:
+    if dtype in _LONG and value is node.inputs[0] and node.primitive.kind is not Kind.SORT:
         return capabilities.int64  # indices, and keys of a sort, are taken as words
-    return dtype in C_TYPES and (value.dtype not in HALVES or node.primitive is SCATTER_ADD)
+    return dtype in C_TYPES and (value.dtype not in HALVES or node.primitive.kind is Kind.SCATTER)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Index, Variables, variable
 from penstock.graph.dtypes import HALVES
@@ -105,21 +105,21 @@ class LoopNest:
 
     def found_merges(self, *lists: list[str]) -> list[Merge]:
         """The neighbours in each list that every index uses as one."""
-        found: list[Merge] = []
+        result: list[Merge] = []
         lengths = dict(self._lengths)
         for names in lists:
             names = list(names)
             at = len(names) - 2
             while at >= 0:
                 outer, inner = names[at], names[at + 1]
-                indices = [self._after(index, found) for index in self.scopes.used]
-                if all(one.factor(outer) == one.factor(inner) * lengths[inner] for one in indices):
+                indices = [self._after(index, result) for index in self.scopes.used]
+                if all(index.factor(outer) == index.factor(inner) * lengths[inner] for index in indices):
                     merge = Merge(f"{outer}{inner}", outer, inner, lengths[inner])
                     lengths[merge.name] = lengths[outer] * lengths[inner]
                     names[at : at + 2] = [merge.name]
-                    found.append(merge)
+                    result.append(merge)
                 at -= 1
-        return found
+        return result
 
     def merged(self, index: Index) -> Index:
         """An index after merging."""
@@ -259,7 +259,7 @@ def overwritable(
                 for at, node in enumerate(group.inputs)
                 if node.dtype.itemsize == output.dtype.itemsize
                 and node.size == output.size
-                and all(one == index and when <= stage for when, one in loads.get(at, ()))
+                and all(place == index and when <= stage for when, place in loads.get(at, ()))
             )
         )
     return tuple(over)

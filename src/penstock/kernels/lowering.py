@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import SplitNeeded
 from penstock.kernels.column_loops import ColumnLoops

@@ -90,8 +90,8 @@ class MapLoops(LoopNest):
         A thread by itself has neighbours along the last one anyway.
         """
         accesses = [(flat(tuple(self._place), self._shape), node) for node in self.group.outputs]
-        for number, found in self.scopes.loads.items():
-            accesses += [(index, self.group.inputs[number]) for _, index in found]
+        for number, places in self.scopes.loads.items():
+            accesses += [(index, self.group.inputs[number]) for _, index in places]
         factors = [(self.merged(index), node.dtype.itemsize) for index, node in accesses]
 
         def traffic(name: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import Index, Variables, flat, unflatten, variable
 from penstock.fusion.views import base, operand_index

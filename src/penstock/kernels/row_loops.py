@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.fusion.costs import COSTLY
 from penstock.fusion.index import Index, Place, flat, unflatten, variable
 from penstock.fusion.tallies import is_tally
 from penstock.graph.contraction import GATHER
 from penstock.graph.dtypes import HALVES
 from penstock.graph.elementwise import PRIMITIVES
-from penstock.graph.node import Node, Primitive
-from penstock.graph.reducing import REDUCTIONS
+from penstock.graph.node import Kind, Node, Primitive
 from penstock.kernels.blocks import Sums
 from penstock.kernels.ir import (
     THREAD,
@@ -85,7 +83,7 @@ class RowLoops(LoopNest):
 
     def _folds(self, node: Node) -> bool:
         """Whether a node is a reduction of rows."""
-        return node.primitive in REDUCTIONS and node not in self._tallies.values()
+        return node.primitive.kind is Kind.REDUCTION and node not in self._tallies.values()
 
     def _whole(self, node: Node) -> bool:
         return node.size == self.count(self._rows) * self.group.columns
@@ -176,7 +174,7 @@ class RowLoops(LoopNest):
         spot = number // threads * group + number % threads
         first = number % threads * lanes + number // (threads * lanes) * (threads * lanes)
         for at, name in self._sums.items():
-            array, item, total, one = (scopes.name(kind) for kind in ("across", "item", "sum", "part"))
+            array, item, total, part = (scopes.name(kind) for kind in ("across", "item", "sum", "part"))
             operation, kind = self._tallies[at].primitive.name, Type("float32")
             scopes.form.arrays.append(LocalArray(array, "float32", length * group))
             shared: list[Statement] = [
@@ -185,8 +183,8 @@ class RowLoops(LoopNest):
             ]
             result.append(For("slot", Const(0), Const(length), Const(1), shared, length))
             added: list[Statement] = [
-                Let(one, Load(kind, array, "float32", spot + Var("other") * threads)),
-                Accumulate(Var(total, kind), operation, Var(one, kind), kind),
+                Let(part, Load(kind, array, "float32", spot + Var("other") * threads)),
+                Accumulate(Var(total, kind), operation, Var(part, kind), kind),
             ]
             store = Store(Var(total, kind), f"out{at}", "float32", WORKGROUP * columns + column)
             sums += [
@@ -224,8 +222,8 @@ class RowLoops(LoopNest):
         def busy(threads: int) -> float:
             return vectors / (-(-vectors // threads) * threads)
 
-        found = [threads for threads in (32, 16, 8) if busy(threads) >= _ENOUGH]
-        return found[0] if found else max((32, 16, 8), key=busy)
+        enough = (threads for threads in (32, 16, 8) if busy(threads) >= _ENOUGH)
+        return next(enough, max((32, 16, 8), key=busy))
 
     def _by_one(self, stores: list[Statement], outputs: list[int]) -> list[Statement]:
         """Stores of what a row has one of, by its first thread."""
@@ -255,14 +253,14 @@ class RowLoops(LoopNest):
         reductions, outputs, tallies = self._roots(stage)
         stack = [node.inputs[0] for node in (*reductions, *(node for _, node in tallies))]
         stack += [node for _, node in outputs]
-        found: set[Node] = set()
+        needed: set[Node] = set()
         inside = {*self.group.nodes, *self.group.inputs}
         while stack:
             node = stack.pop()
-            if node in inside and node not in found and node.primitive not in REDUCTIONS:
-                found.add(node)
+            if node in inside and node not in needed and node.primitive.kind is not Kind.REDUCTION:
+                needed.add(node)
                 stack += () if node in self.group.inputs else node.inputs
-        return found
+        return needed
 
     def _kept(self, needed: list[set[Node]], stage: int) -> list[Node]:
         """What takes long to compute and a later pass needs again: it stays in memory of the group."""
@@ -271,16 +269,16 @@ class RowLoops(LoopNest):
             return self._kept_by_threads(needed[stage] & later)
         room = self.local_bytes // (4 * self.group.columns)
         known = {node for node, _ in self.scopes.kept}
-        found = [
+        costly = [
             node
             for node in self.group.nodes
             if node in needed[stage] & later
-            and node.primitive in COSTLY
+            and node.primitive.costly
             and node not in known
             and self._whole(node)
             and computed_dtype(node) == "float32"
         ]
-        return found[: max(0, room - len(known))]
+        return costly[: max(0, room - len(known))]
 
     def _kept_by_threads(self, again: set[Node]) -> list[Node]:
         """What stays in registers: what would be read from memory or computed at length again."""
@@ -292,21 +290,21 @@ class RowLoops(LoopNest):
         inside = [
             node
             for node in self.group.nodes
-            if node in again and (node.primitive in self._costly() or node.primitive is GATHER)
+            if node in again and (self._costly(node.primitive) or node.primitive is GATHER)
         ]
         whole = self.count(self._rows) * self.group.columns
-        found = [node for node in (*inputs, *inside) if node.size >= whole and node not in known]
+        kept = [node for node in (*inputs, *inside) if node.size >= whole and node not in known]
         room = _KEPT_ITEMS // (self._turns() * self.lanes)
-        return found[: max(0, room - len(known))]
+        return kept[: max(0, room - len(known))]
 
     def _kept_dtype(self, node: Node) -> str:
         """How a value is kept: halves as they were read, where two make a word."""
         as_read = self.gpu and self.lanes > 1 and node in self.group.inputs
         return str(node.dtype) if as_read and node.dtype in HALVES else computed_dtype(node)
 
-    def _costly(self) -> frozenset[Primitive]:
-        """What takes longer to compute again than registers for it are worth."""
-        return COSTLY - {_EXP} if self.scopes.form.quick else COSTLY
+    def _costly(self, primitive: Primitive) -> bool:
+        """Whether computing again takes longer than registers for the value are worth."""
+        return primitive.costly and not (primitive is _EXP and self.scopes.form.quick)
 
     def _turns(self) -> int:
         """How often a thread comes to a part of its row, in one pass."""
@@ -389,7 +387,7 @@ class RowLoops(LoopNest):
             array = scopes.name("threads")
             stored = "int32" if dtype == "bool" else dtype
             scopes.form.arrays.append(LocalArray(array, stored, scopes.form.group[0]))
-        threads = self._threads if self.gpu else 1
+        threads = Const(self._threads if self.gpu else 1)
         total = Var(name, Type(dtype, lanes))
         scopes.bodies[0].append(BlockReduce(result, operation, total, array, threads))
         scopes.given[node] = Value(Var(result, Type(dtype)), 0)

@@ -1,28 +1,28 @@
-"""The statements of a kernel: any node's value at any place, once, in the outermost loop where it can be."""
+"""The values of a fused kernel: each is computed once, in the outermost loop where all it needs is known."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Index, Place, Variables, flat, source_place, variable
-from penstock.fusion.views import VIEWS
 from penstock.graph.contraction import GATHER
 from penstock.graph.creating import POSITIONS, SEQUENCE
 from penstock.graph.dtypes import HALVES
 from penstock.graph.elementwise import CAST, FULL
-from penstock.graph.node import Node
+from penstock.graph.node import Kind, Node
 from penstock.graph.random import RANDOM_BITS
-from penstock.graph.reducing import REDUCTIONS
 from penstock.graph.shaping import CONCAT, PAD
 from penstock.kernels.dialects.c_expressions import COMBINE, expression
 from penstock.kernels.ir import (
     BOOL,
     INT,
     TRUE,
+    Affine,
     Broadcast,
     Call,
     Clamp,
@@ -36,9 +36,18 @@ from penstock.kernels.ir import (
     Statement,
     Type,
     Var,
-    affine,
     all_of,
 )
+
+
+def affine(index: Index) -> Expr:
+    """An index as an expression."""
+    if not index.terms:
+        return Const(index.constant)
+    if len(index.terms) == 1 and index.terms[0][1] == 1 and not index.constant:
+        return Var(index.terms[0][0])
+    terms = tuple((Var(name), None if factor == 1 else Const(factor)) for name, factor in index.terms)
+    return Affine(terms, Const(index.constant) if index.constant else None)
 
 
 class LanesImpossible(Exception):
@@ -152,7 +161,7 @@ class Scopes:
         whole, operation, divisor = self.variables.computed[name]
         number, depth, step = self.index(whole)
         if step:
-            # Lanes that begin at a multiple of their number stay in one part of as many.
+            # Items that begin at a multiple of the width have the same quotient.
             if self._vectors or step != 1 or divisor % self.lanes or self.aligned(whole) != self.lanes:
                 raise LanesImpossible
             if operation == "%":
@@ -182,7 +191,9 @@ class Scopes:
 
     def value(self, node: Node, place: Place) -> Value:
         """A node's value at a place."""
-        while node.primitive in VIEWS and node not in self.group.inputs:  # a chain of them may be long
+        while (
+            node.primitive.kind is Kind.VIEW and node not in self.group.inputs
+        ):  # a chain of them may be long
             place = source_place(node, place, self.variables)
             node = node.inputs[0]
         if node in self.given:
@@ -215,7 +226,7 @@ class Scopes:
             return self._concat(node, place)
         if primitive is GATHER:
             return self._gather(node, place)
-        assert primitive not in REDUCTIONS, node
+        assert primitive.kind is Kind.ELEMENTWISE, node
         values = [self.value(parent, place) for parent in node.inputs]
         return self.apply(node, values)
 
@@ -274,17 +285,18 @@ class Scopes:
         kind = Type(dtype, self.lanes if step else 1)
         return self._new(Load(kind, array, dtype, place, step), depth)
 
-    def combined(self, reduction: Node, one: Value, other: Value) -> Value:
+    def combined(self, reduction: Node, left: Value, right: Value) -> Value:
         """A reduction of two values."""
         operation = COMBINE[reduction.primitive.name]
-        depth = max(one.depth, other.depth)
-        return self.let(Call(one.type, operation, (one.var, other.var), one.type), depth)
+        depth = max(left.depth, right.depth)
+        return self.let(Call(left.type, operation, (left.var, right.var), left.type), depth)
 
     def computed(self, nodes: Sequence[Node]) -> list[tuple[tuple[Node, Place], Value]]:
         """The values of nodes that the inner scope has computed, each at its one place."""
         wanted = set(nodes)
-        found = [(key, value) for key, value in self._values.items() if key[0] in wanted and value.depth == 1]
-        return [one for one in found if sum(other[0][0] is one[0][0] for other in found) == 1]
+        inner = [(key, value) for key, value in self._values.items() if key[0] in wanted and value.depth == 1]
+        places = Counter(node for (node, _), _ in inner)
+        return [(key, value) for key, value in inner if places[key[0]] == 1]
 
     def _sequence(self, node: Node, place: Place) -> Value:
         start, step = (Value(Var(name, Type(computed_dtype(node))), 0) for name in self._scalars[node])
@@ -393,10 +405,10 @@ class Scopes:
 
     def _gather(self, node: Node, place: Place) -> Value:
         source, index = node.inputs
-        found = self.value(index, place[: index.ndim])
-        if found.type.width > 1:
+        number = self.value(index, place[: index.ndim])
+        if number.type.width > 1:
             raise LanesImpossible
         length = source.shape[0]
         # An index out of range must not read what is not there.
-        row = self.integer(Clamp(found.var, length), found.depth, length)
+        row = self.integer(Clamp(number.var, Const(length), Const(length - 1)), number.depth, length)
         return self.value(source, (row, *place[index.ndim :]))

@@ -1,8 +1,9 @@
-"""Kernels of a GPU that do not depend on one another, as one: each gets a range of the launch's groups.
+"""Horizontal fusion: kernels of a GPU that do not depend on one another, as one launch.
 
-Each kernel becomes a function that is told the number of its group. Calls that differ only in the places of
-their buffers, as those for the layers of a network do, are one piece of the text: a table has their places.
-Buffers that lie in one memory are one parameter, of which a device takes few.
+Each gets a range of the launch's workgroups, and becomes a function that is told the number of its workgroup.
+Calls that differ only in the places of their buffers, as those for the layers of a network do, are one piece
+of the kernel: a table has their places. Buffers that lie in one memory are one parameter, of which a device
+takes few.
 """
 
 from __future__ import annotations
@@ -12,22 +13,45 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.kernels.chaining import Call, together, total_cost
 from penstock.kernels.dialects import dialect_of
-from penstock.kernels.source import C_TYPES, MOST_PARAMETER_BYTES, KernelSource, declared, digest, head
+from penstock.kernels.dialects.dialect import Dialect
+from penstock.kernels.ir import (
+    INT,
+    LOCAL_MEMORY,
+    WORKGROUP,
+    Assign,
+    CallFunction,
+    Const,
+    Declare,
+    Expr,
+    Function,
+    If,
+    KernelIR,
+    Let,
+    Load,
+    LocalArray,
+    Statement,
+    Table,
+    Var,
+    While,
+)
+from penstock.kernels.rewriting import statement_count
+from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest, kernel_of
 from penstock.kernels.writer import Written
 
 MOST_CALLS = 1024  # in one launch
-_MOST_PIECES = 48  # calls in the text, which a compiler writes out
-_MOST_TEXT = 1 << 17  # characters of functions
-# Pieces, beyond which a compiler for a GPU need not write all of them into one another: NVRTC takes 10 s for
-# the first weights of a GPT where it has to, and half a second where each stays a function.
+_MOST_PIECES = 48  # calls in the kernel, which a compiler lays out
+_MOST_STATEMENTS = 1500  # of functions
+# Pieces, beyond which functions are called and not inlined: NVRTC takes 10 s for the kernel that draws the
+# first weights of a GPT where it inlines all of them, and half a second where it does not.
 _FEW_PIECES = 8
 _BUFFER_BYTES, _NUMBER_BYTES = 12, 8  # of a parameter: an address with its place, and a number
 _MANY_BUFFERS = 64  # from which on a kernel takes them as memories, even where it is by itself
 _KINDS = ("map", "row", "column")
+_GROUP = Var("group")  # the number of the workgroup in the whole launch
 
 
 def kind(group: Group, written: Written | None, capabilities: Capabilities) -> Hashable | None:
@@ -68,7 +92,7 @@ def side_by_side(
     launches: list[_Launch] = []
     for new, call in sorted(((moved(call), call) for call in calls), key=lambda pair: _piece(pair[0])):
         if not launches or not launches[-1].has_room(new):
-            launches.append(_Launch(most))
+            launches.append(_Launch(most, dialect_of(capabilities)))
         launches[-1].add(new, call)
     return [launch.written() for launch in launches]
 
@@ -79,40 +103,38 @@ def _piece(call: Call) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int
 
 
 @dataclass(frozen=True)
-class _Table:
+class _Rows:
     """What the calls of one piece differ in: a row for each, its first group and then the places."""
 
-    name: str
+    table: str
     rows: list[list[int]]
 
-    def text(self) -> str:
-        """The table as a constant."""
-        numbers = ", ".join(str(number) for row in self.rows for number in row)
-        return f"CONSTANT int {self.name}[] = {{{numbers}}};\n"
-
-    def search(self) -> list[str]:
-        """The lines that find the row of a group."""
+    def search(self) -> list[Statement]:
+        """What finds the row of a workgroup."""
+        row, end, middle = Var("row"), Var("end"), Var("middle")
+        first = Load(INT, self.table, "int32", middle * len(self.rows[0]))
+        halving: list[Statement] = [
+            Let("middle", (row + end) // 2),
+            If(first <= _GROUP, [Assign("row", middle)], [Assign("end", middle)]),
+        ]
         return [
-            f"int row = 0, end = {len(self.rows)};",
-            "while (end - row > 1) {",
-            "    int middle = (row + end) / 2;",
-            f"    if ({self.name}[middle * {len(self.rows[0])}] <= side_group) row = middle;",
-            "    else end = middle;",
-            "}",
+            Declare("row", Const(0)),
+            Declare("end", Const(len(self.rows))),
+            While(end - row > 1, halving),
         ]
 
-    def item(self, column: int) -> str:
+    def item(self, column: int) -> Expr:
         """A column of the row that was found; the number itself where it is the same in all rows."""
         if len({row[column] for row in self.rows}) == 1:
-            return str(self.rows[0][column])
-        return f"{self.name}[row * {len(self.rows[0])} + {column}]"
+            return Const(self.rows[0][column])
+        return Load(INT, self.table, "int32", Var("row") * len(self.rows[0]) + column)
 
 
 class _Launch:
     """One launch while it grows, up to some pieces."""
 
-    def __init__(self, most_pieces: int) -> None:
-        self._most_pieces = most_pieces
+    def __init__(self, most_pieces: int, dialect: Dialect) -> None:
+        self._most_pieces, self._dialect = most_pieces, dialect
         self._pieces: dict[Hashable, list[Call]] = {}
         self._sources: dict[str, KernelSource] = {}
         self._slots: set[int] = set()
@@ -123,12 +145,12 @@ class _Launch:
         """Whether one more call fits into the bounds."""
         slots = self._slots.union(slot for slot, _ in call.places)
         parameters = _BUFFER_BYTES * len(slots) + _NUMBER_BYTES * len({*self._numbers, *call.numbers})
-        texts = {**self._sources, call.source.name: call.source}.values()
+        sources = {**self._sources, call.source.name: call.source}.values()
         return (
             len(self._given) < MOST_CALLS
             and len({*self._pieces, _piece(call)}) <= self._most_pieces
             and parameters <= MOST_PARAMETER_BYTES
-            and sum(len(source.text) for source in texts) <= _MOST_TEXT
+            and sum(statement_count(kernel_of(source).body) for source in sources) <= _MOST_STATEMENTS
         )
 
     def add(self, call: Call, given: Call) -> None:
@@ -146,88 +168,73 @@ class _Launch:
         calls = [call for piece in self._pieces.values() for call in piece]
         said = [(call.source.name, call.places, call.scalars, call.numbers) for call in calls]
         name = f"side_by_side_{digest(repr(said))}"
-        tables, lines, first = [], [], 0
+        kernel = KernelIR(
+            outputs=["uint8"] * len(self._slots),
+            scalars=[*self._numbers.values()],
+            functions=self._functions(),
+            group=calls[0].source.group,
+            vectors=False,
+        )
+        kernel.arrays += self._local_memory()
+        branches: list[tuple[Expr, list[Statement]]] = []
+        first = 0
         for number, piece in enumerate(self._pieces.values()):
             rows = []
             for call in piece:
                 rows.append([first, *(unit for _, unit in call.places)])
                 first += call.source.grid[0]
-            table = _Table(f"{name}_{number}", rows)
-            if len(self._pieces) > 1:
-                lines.append(f"{'} else ' if number else ''}if (side_group < {first}) {{")
+            body: list[Statement] = []
+            differing = _Rows(f"table{number}", rows)
             if len(rows) > 1:
-                tables.append(table.text())
-                lines += table.search()
-            lines.append(self._called(piece[0], table, name))
-        if len(self._pieces) > 1:
-            lines.append("}")
-        room = max(_local_words(source) for source in self._sources.values())
-        slots = sorted(self._slots)
-        opening, *places = (
-            head(
-                name,
-                [("uint8", f"b{slot}") for slot in slots],
-                [],
-                [(dtype, f"c{number}") for number, dtype in self._numbers.items()],
-            )
-            .rstrip()
-            .split("\n")
-        )
-        body = [*([f"LOCAL ulong side_memory[{room}];"] if room else ()), *(line.strip() for line in places)]
-        body += ["int side_group = GROUP(0);", *lines]
-        inside = len(self._pieces) <= _FEW_PIECES
-        text = [
-            *(_function(source, f"{name}_{source.name}", inside) for source in self._sources.values()),
-            *tables,
-            "\n".join([opening, *(f"    {line}" for line in body), "}\n"]),
-        ]
-        source = KernelSource(
-            name,
-            "\n".join(text),
-            ("uint8",) * len(slots),
-            tuple(self._numbers.values()),
-            (first,),
-            calls[0].source.group,
-        )
-        work = sum(call.work for call in calls)
-        begin = tuple((slot, 0) for slot in slots)
-        cost = total_cost(self._given)
-        return Call(source, begin, (), tuple(self._numbers), work, together(self._given), cost=cost)
+                kernel.tables.append(Table(differing.table, tuple(unit for row in rows for unit in row)))
+                body += differing.search()
+            branches.append((first > _GROUP, [*body, self._called(piece[0], differing)]))
+        kernel.grid = (first,)
+        kernel.body = [Let(_GROUP.name, WORKGROUP), *_by_branch(branches)]
+        slots = tuple((slot, 0) for slot in sorted(self._slots))
+        work, cost = sum(call.work for call in calls), total_cost(self._given)
+        source = self._dialect.render(kernel, name)
+        return Call(source, slots, (), tuple(self._numbers), work, together(self._given), cost=cost)
 
-    @staticmethod
-    def _called(call: Call, table: _Table, name: str) -> str:
-        arguments = [f"side_group - {table.item(0)}"]
-        word = 0
+    def _functions(self) -> list[Function]:
+        linkage = "DEVICE" if len(self._pieces) <= _FEW_PIECES else "CALLED"
+        return [Function(name, kernel_of(source), linkage) for name, source in self._sources.items()]
+
+    def _local_memory(self) -> list[LocalArray]:
+        """Memory of the workgroup that every piece uses for its own arrays."""
+        room = max(
+            sum(_words(dtype, length) for dtype, _, length in source.arrays)
+            for source in self._sources.values()
+        )
+        return [LocalArray(LOCAL_MEMORY, "uint64", room)] if room else []
+
+    def _called(self, call: Call, rows: _Rows) -> CallFunction:
+        arrays, word = [], 0
         for dtype, _, length in call.source.arrays:
-            arguments.append(f"(LOCAL_AT {C_TYPES[dtype]} *)(side_memory + {word})")
+            arrays.append((dtype, word))
             word += _words(dtype, length)
-        arguments += [
-            f"(GLOBAL {C_TYPES[dtype]} *)b{slot}"
+        slots, numbers = sorted(self._slots), list(self._numbers)
+        buffers = tuple(
+            (dtype, f"out{slots.index(slot)}")
             for dtype, (slot, _) in zip(call.source.buffers, call.places, strict=True)
-        ]
-        arguments += [table.item(1 + at) for at in range(len(call.places))]
-        arguments += [*map(str, call.scalars), *(f"c{number}" for number in call.numbers)]
-        return f"{name}_{call.source.name}({', '.join(arguments)});"
+        )
+        arguments = [rows.item(1 + at) for at in range(len(call.places))]
+        arguments += [Const(scalar) for scalar in call.scalars]
+        arguments += [Var(f"c{numbers.index(number)}") for number in call.numbers]
+        group = _GROUP - rows.item(0)
+        return CallFunction(call.source.name, group, tuple(arrays), buffers, tuple(arguments))
 
 
-def _function(source: KernelSource, name: str, inside: bool) -> str:
-    """A kernel as a function of its group's number, its memory of the group, and its parameters.
-
-    `inside`: it is written into the kernel wherever that calls it.
-    """
-    text = source.text
-    for array in source.arrays:  # which only a kernel may declare
-        text = text.replace(f"{declared(*array)}\n", "")
-    arrays = "".join(f"LOCAL_AT {C_TYPES[dtype]} *{array}, " for dtype, array, _ in source.arrays)
-    word = "DEVICE" if inside else "CALLED"
-    text = text.replace(f"KERNEL {source.name}(", f"{word} void {name}(int side_group, {arrays}")
-    return text.replace("GROUP(0)", "side_group")
+def _by_branch(branches: list[tuple[Expr, list[Statement]]]) -> list[Statement]:
+    """The first branch whose condition holds; that of the last holds where no other does."""
+    *others, (_, result) = branches
+    if others:
+        result = [If(*branches[-1])]
+    for condition, body in reversed(others):
+        result = [If(condition, body, result)]
+    return result
 
 
 def _words(dtype: str, length: int) -> int:
     """How many units of 8 bytes an array takes."""
     return -(-np.dtype(dtype).itemsize * length // 8)
-
-
-def _local_words(source: KernelSource) -> int:
-    return sum(_words(dtype, length) for dtype, _, length in source.arrays)

@@ -7,7 +7,7 @@ that keeps what the last digit brought about.
 
 from __future__ import annotations
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.kernels.lone import CPU_SHARES, Launch, Lone, along, group_size, is_cpu, least, spread
 from penstock.kernels.scanning import group_scan

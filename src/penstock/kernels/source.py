@@ -10,8 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from penstock.kernels.ir import KernelIR
 
 UNIT = 256  # bytes; every value in an arena begins at a multiple
 MOST_PARAMETER_BYTES = 1000  # OpenCL promises 1024 for all parameters of a kernel
@@ -39,12 +44,23 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+class Body(Protocol):
+    """A kernel in the IR, with the dialect that prints it."""
+
+    @property
+    def kernel(self) -> KernelIR:
+        """What the kernel does."""
+
+    def text(self, name: str) -> str:
+        """The kernel's text under a name, without prelude."""
+
+
 @dataclass(frozen=True)
 class KernelSource:
-    """One kernel: its text without prelude, its parameters, and the threads that it wants."""
+    """One kernel: what it does, its parameters, and the threads that it wants."""
 
     name: str
-    text: str
+    body: Body | str  # in the IR, which is printed when the kernel is compiled, or opaque text
     buffers: tuple[str, ...]  # dtypes; outputs first
     scalars: tuple[str, ...]  # dtypes
     grid: tuple[int, ...]
@@ -55,12 +71,23 @@ class KernelSource:
     sizes: int = 0  # of its scalars, the first, which are sizes of this launch
     placed: bool = True  # it takes the places of its buffers; else each begins where its value does
 
+    @cached_property
+    def text(self) -> str:
+        """The text of the kernel, without prelude."""
+        return self.body if isinstance(self.body, str) else self.body.text(self.name)
+
     @property
     def signature(self) -> tuple[str, ...]:
         """The parameters, as `Device.compile` wants them."""
         stored = [_STORED.get(dtype, dtype) for dtype in self.buffers]
         places = ["int32"] * len(stored) if self.placed else []
         return (*(f"{dtype}*" for dtype in stored), *places, *self.scalars)
+
+
+def kernel_of(source: KernelSource) -> KernelIR:
+    """What a kernel does that is no opaque text."""
+    assert not isinstance(source.body, str), source.name
+    return source.body.kernel
 
 
 def declared(dtype: str, name: str, length: int) -> str:
@@ -73,13 +100,19 @@ def head(
     outputs: Sequence[tuple[str, str]],
     inputs: Sequence[tuple[str, str]],
     scalars: Sequence[tuple[str, str]] = (),
+    linkage: str = "KERNEL",
+    leading: Sequence[str] = (),
 ) -> str:
-    """The first lines of a kernel, up to its open brace and the places of its buffers: (dtype, name) each."""
-    parameters = [f"GLOBAL {C_TYPES[dtype]} *{given}" for dtype, given in outputs]
+    """The first lines of a kernel, up to its open brace and the places of its buffers: (dtype, name) each.
+
+    A function of another `linkage` has `leading` parameters before.
+    """
+    parameters = list(leading)
+    parameters += [f"GLOBAL {C_TYPES[dtype]} *{given}" for dtype, given in outputs]
     parameters += [f"GLOBAL const {C_TYPES[dtype]} *{given}" for dtype, given in inputs]
     parameters += [f"int {given}_place" for _, given in (*outputs, *inputs)]
     parameters += [f"{C_TYPES[dtype]} {given}" for dtype, given in scalars]
-    lines = [f"KERNEL {name}({', '.join(parameters)}) {{"]
+    lines = [f"{linkage} {name}({', '.join(parameters)}) {{"]
     for dtype, given in (*outputs, *inputs):
         items = UNIT // np.dtype(_STORED.get(dtype, dtype)).itemsize
         lines.append(f"    {given} += (size_t){given}_place * {items};")

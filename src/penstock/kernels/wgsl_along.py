@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.graph.reducing import BLOCK
 from penstock.kernels.dialects.wgsl_expressions import number, wgsl_expression
@@ -16,16 +16,17 @@ _ROW_STEP = 256  # items of a row to each step of a loop, of all that a group's 
 
 
 def wgsl_scan(node: Node, capabilities: Capabilities) -> Lone | None:
-    """Kernels of `cumulative_sum` and `cumulative_prod`."""
-    dtype, operation = str(node.dtype), "add" if node.primitive.name == "cumulative_sum" else "multiply"
+    """Kernels of a scan along an axis; a linear recurrence has no operation, and a second input."""
+    dtype, operation, reverse = str(node.dtype), node.primitive.combine, node.attributes["reverse"]
     outer, length, inner = along(node.shape, node.attributes["axis"])
-    if inner == 1 and length > SHORT_ROW and length <= _ROW_STEP * most_steps(capabilities):
-        source = group_scan("scan_row", dtype, operation, outer, length, capabilities)
+    few = length <= _ROW_STEP * most_steps(capabilities)
+    if operation and inner == 1 and length > SHORT_ROW and few:
+        source = group_scan("scan_row", dtype, operation, outer, length, capabilities, reverse)
     elif length > UNROLLED * most_steps(capabilities):
         return None
     else:
-        source = _scan_columns(dtype, operation, outer, length, inner)
-    return Lone((Launch(source, (0, 1)),))
+        source = _scan_columns(dtype, operation, outer, length, inner, reverse)
+    return Lone((Launch(source, tuple(range(len(source.buffers)))),))
 
 
 class _Carry:
@@ -53,7 +54,13 @@ class _Carry:
 
 
 def group_scan(
-    name: str, dtype: str, operation: str, rows: int, length: int, capabilities: Capabilities
+    name: str,
+    dtype: str,
+    operation: str,
+    rows: int,
+    length: int,
+    capabilities: Capabilities,
+    reverse: bool = False,
 ) -> KernelSource:
     """A group for each row, which goes along it in steps. Output and input may be the same buffer."""
     words = Words(item_size(dtype) < WORD)
@@ -64,16 +71,17 @@ def group_scan(
     )
     carry = _Carry(dtype, operation, -(-length // (threads * _ITEMS)))
     lines = []
+    places = [
+        f"begin + {length - 1 - k} - first" if reverse else f"begin + first + {k}" for k in range(_ITEMS)
+    ]
     for k in range(_ITEMS):
-        item = words.item("in0", dtype, f"begin + first + {k}")
+        item = words.item("in0", dtype, places[k])
         lines.append(f"if (first + {k} < {length}) {{ sum = {_combined(operation, dtype, 'sum', item)}; }}")
         lines.append(f"let sum{k} = sum;")
     stores = []
     for k in range(_ITEMS):
         value = _combined(operation, dtype, "before", f"sum{k}")
-        stores.append(
-            f"if (first + {k} < {length}) {{ {words.put('out0', dtype, f'begin + first + {k}', value)} }}"
-        )
+        stores.append(f"if (first + {k} < {length}) {{ {words.put('out0', dtype, places[k], value)} }}")
     text = f"""\
 var<workgroup> parts: array<{shared_type(dtype)}, {threads}>;
 {words.opening(name, ["out0", "in0"])}\
@@ -109,25 +117,36 @@ var<workgroup> parts: array<{shared_type(dtype)}, {threads}>;
     return KernelSource(name, text, (dtype, dtype), (), (rows,), (threads,))
 
 
-def _scan_columns(dtype: str, operation: str, outer: int, length: int, inner: int) -> KernelSource:
+def _scan_columns(
+    dtype: str, operation: str, outer: int, length: int, inner: int, reverse: bool
+) -> KernelSource:
     words, count, carry = Words(item_size(dtype) < WORD), outer * inner, _Carry(dtype, operation, length)
-    more = f"let more = {words.item('in0', dtype, 'i')}; {carry.more('more')}"
-    step = f"if (i < last) {{ i += {inner}; {more} {words.put('out0', dtype, 'i', 'carry')} }}"
+    inputs = ["in0"] if operation else ["in0", "in1"]
+    more = f"let more = {words.item('in0', dtype, 'i')}; "
+    if operation:
+        more += carry.more("more")
+    else:
+        product = _combined("multiply", dtype, words.item("in1", dtype, "i"), "carry")
+        more += f"carry = {_combined('add', dtype, 'more', product)};"
+    way, before = ("-", "i > last") if reverse else ("+", "i < last")
+    first = f" + {(length - 1) * inner}" if reverse else ""
+    step = f"if ({before}) {{ i {way}= {inner}; {more} {words.put('out0', dtype, 'i', 'carry')} }}"
     text = f"""\
-{words.opening("scan_columns", ["out0", "in0"])}\
+{words.opening("scan_columns", ["out0", *inputs])}\
     let column = GROUP_0 * {GPU_THREADS} + THREAD;
     if (column < {count}) {{
-        var i = column / {inner} * {length * inner} + column % {inner};
-        let last = i + {(length - 1) * inner};
+        var i = column / {inner} * {length * inner} + column % {inner}{first};
+        let last = i {way} {(length - 1) * inner};
         {carry.start(words.item("in0", dtype, "i"))}
         {words.put("out0", dtype, "i", "carry")}
-        while (i < last) {{
+        while ({before}) {{
             {" ".join([step] * UNROLLED)}
         }}
     }}
 }}
 """
-    return KernelSource("scan_columns", text, (dtype, dtype), (), (-(-count // GPU_THREADS),), (GPU_THREADS,))
+    dtypes = (dtype,) * (1 + len(inputs))
+    return KernelSource("scan_columns", text, dtypes, (), (-(-count // GPU_THREADS),), (GPU_THREADS,))
 
 
 def _combined(operation: str, dtype: str, one: str, other: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Node
 from penstock.kernels.dialects.wgsl_expressions import wgsl_combine
@@ -50,7 +50,7 @@ def wgsl_scatter(node: Node, capabilities: Capabilities) -> Lone | None:
     rows = -(-length // groups)
     words = sums.words
     levels = Levels(sums, -(-count // tiles) if sums.dtype == "float32" else 0)
-    index = words.index("indices", index_dtype, "i", length)
+    index = words.index("indices", index_dtype, "i", str(length))
     place = f"i32(keys[i] & {(1 << place_bits) - 1:#x}u)"
     text = f"""\
 var<workgroup> keys: array<u32, {listed}>;

@@ -5,7 +5,7 @@ A pair in memory is a word or two of its key, the low one first, and its place.
 
 from __future__ import annotations
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.kernels.dialects.wgsl_memory import WORD, Words
 from penstock.kernels.lone import GPU_THREADS, Launch, Lone, along, group_size

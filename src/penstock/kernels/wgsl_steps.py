@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion.views import trailing
 from penstock.graph.contraction import MATMUL
-from penstock.graph.node import Node
-from penstock.graph.reducing import REDUCTIONS
+from penstock.graph.node import Kind, Node
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import MANY_STEPS
 
@@ -27,7 +26,7 @@ def has_short_loops(node: Node, capabilities: Capabilities) -> bool:
     steps = most_steps(capabilities)
     if steps >= MANY_STEPS:
         return True
-    if node.primitive in REDUCTIONS:
+    if node.primitive.kind is Kind.REDUCTION:
         source = node.inputs[0]
         items = source.size // node.size
         return items <= (

@@ -9,25 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.fusion import costs
-from penstock.fusion.clusters import ATTENTIONS
 from penstock.fusion.groups import Group
 from penstock.fusion.products import LIBRARY_DTYPES, by_library
-from penstock.fusion.views import VIEWS
-from penstock.graph.contraction import GATHER, MATMUL
-from penstock.graph.creating import SEQUENCES
-from penstock.graph.dtypes import HALVES, float16, float32
-from penstock.graph.elementwise import CAST, FULL, PRIMITIVES
-from penstock.graph.meaning import computed
-from penstock.graph.node import Array, Node
-from penstock.graph.random import RANDOM_BITS
-from penstock.graph.raw import RawPrimitive
-from penstock.graph.reducing import REDUCTIONS
-from penstock.graph.shaping import CONCAT, PAD
+from penstock.graph.dtypes import float16, float32
+from penstock.graph.elementwise import FULL
+from penstock.graph.node import Array, Kind, Node
+from penstock.graph.reference import computed
 from penstock.kernels.attention import attention_kernels, holds_attention
 from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, library_problem
-from penstock.kernels.dialects import dialect_of, has_dialect
+from penstock.kernels.dialects import dialect_of
 from penstock.kernels.lone import Launch
 from penstock.kernels.lone_kernels import lone_kernels
 from penstock.kernels.lowering import lower
@@ -72,29 +64,25 @@ def constant(node: Node, name: str) -> Any:
 
 def fusible(node: Node, capabilities: Capabilities) -> bool:
     """Whether a kernel on a device with these capabilities can hold the node beside others."""
-    if not has_dialect(capabilities):
+    if not capabilities.compiles:
         return False
-    if isinstance(node.primitive, RawPrimitive):
+    primitive, kind = node.primitive, node.primitive.kind
+    if kind is Kind.OPAQUE:
         return True  # for itself, with the other outputs of its kernel
     values = (node, *node.inputs)
     if not all(_has(str(one.dtype), capabilities) and 0 < one.size < costs.MOST_ITEMS for one in values):
         return False
     if not has_short_loops(node, capabilities):
         return False
-    primitive = node.primitive
-    if primitive in VIEWS or primitive in (FULL, *SEQUENCES, PAD, CONCAT, GATHER, RANDOM_BITS):
+    if primitive.is_free or primitive.reads_elsewhere or kind is Kind.REDUCTION:
         return True
-    if primitive in REDUCTIONS:
-        return True
-    if primitive is MATMUL:
+    if kind is Kind.CONTRACTION:
         others = LIBRARY_DTYPES if capabilities.matmul_library else ()
         return node.dtype in (float32, float16, *others)
-    if primitive in ATTENTIONS:
+    if kind is Kind.ATTENTION:
         return holds_attention(node, capabilities)
-    if primitive is not CAST and primitive not in PRIMITIVES.values():
+    if kind is not Kind.ELEMENTWISE or node.dtype in primitive.no_kernel:
         return False
-    if node.dtype in HALVES and primitive.name == "nextafter":
-        return False  # the neighbour in float32 is another
     result, of = computed_dtype(node), computed_dtype(node.inputs[-1])
     return dialect_of(capabilities).has_operation(primitive.name, result, of, len(node.inputs))
 
@@ -111,7 +99,7 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
     `varied`: there are groups of many shapes that are otherwise equal, which the kernels should serve too.
     """
     name = f"{_name(group)}_{ending}"
-    if not has_dialect(capabilities):
+    if not capabilities.compiles:
         return _host(group, name)
     buffers = tuple(range(len(group.outputs) + len(group.inputs)))
     if group.kind == "lone":
@@ -124,7 +112,7 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
         several = attention_kernels(group, ending)
         return Written(several.launches, several.scratch, ((),) * len(group.outputs))
     if group.kind == "matmul":
-        product = next(node for node in group.nodes if node.primitive is MATMUL)
+        product = next(node for node in group.nodes if node.primitive.kind is Kind.CONTRACTION)
         if by_library(product, capabilities):
             return _library(group, product, capabilities, name)
         source, over = matmul_group(group, capabilities, name, varied)
@@ -148,7 +136,8 @@ def _library(group: Group, product: Node, capabilities: Capabilities, name: str)
 
 def _name(group: Group) -> str:
     """A name that tells people what the kernel does."""
-    named = [node.primitive.name for node in group.nodes if node.primitive not in VIEWS | {FULL}]
+    silent = (node.primitive.kind is Kind.VIEW or node.primitive is FULL for node in group.nodes)
+    named = [node.primitive.name for node, skip in zip(group.nodes, silent, strict=True) if not skip]
     return "_".join([group.kind, *dict.fromkeys(named)])[:48]
 
 
@@ -158,8 +147,10 @@ def _named(launches: tuple[Launch, ...], ending: str) -> tuple[Launch, ...]:
     for launch in launches:
         source = launch.source
         name = f"{source.name}_{ending}"
-        text = re.sub(rf"\b(kernel|KERNEL) {source.name}\(", rf"\1 {name}(", source.text)
-        result.append(replace(launch, source=replace(source, name=name, text=text)))
+        body = source.body
+        if isinstance(body, str):
+            body = re.sub(rf"\b(kernel|KERNEL) {source.name}\(", rf"\1 {name}(", body)
+        result.append(replace(launch, source=replace(source, name=name, body=body)))
     return tuple(result)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.device.driver import Driver, Event, Memory
+from penstock.drivers.driver import Driver, Event, Memory
 from penstock.errors import BufferInUse
 from penstock.memory.resource import Resource
 
@@ -28,7 +28,7 @@ class Usage:
     @property
     def in_order(self) -> bool:
         """Whether the next kernel comes after the last use without waiting: that is a kernel, too."""
-        return self.event is None or (self.batch is not None and self.batch.lane.runs_kernels)
+        return self.event is None or (self.batch is not None and self.batch.queue.runs_kernels)
 
     @property
     def own_event(self) -> Event | None:
@@ -54,14 +54,14 @@ class Buffer:
     memory: Memory
 
     def __init__(self, driver: Driver, nbytes: int, home: Resource) -> None:
-        """A buffer without memory, as which a pool takes it to give it some; `settle` makes it one to use."""
+        """A buffer without memory, to which a pool gives some; `attach` then makes it usable."""
         self.driver = driver
         self.nbytes = nbytes
         self._home: Resource | None = home
         self._parent: Buffer | None = None
 
-    def settle(self) -> Buffer:
-        """Itself, ready to be used, once it has its memory."""
+    def attach(self) -> Buffer:
+        """Make the buffer usable, once it has its memory; itself."""
         memory = self.memory
         self.native = memory.native
         self.offset = 0

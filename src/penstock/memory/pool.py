@@ -19,7 +19,7 @@ from functools import lru_cache
 from time import monotonic
 from typing import Any
 
-from penstock.device.driver import Event, Memory
+from penstock.drivers.driver import Event, Memory
 from penstock.errors import OutOfDeviceMemory, SettingError
 from penstock.memory.resource import Resource, Statistics
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from penstock.device.driver import Driver, Memory
+from penstock.drivers.driver import Driver, Memory
 from penstock.errors import OutOfDeviceMemory
 
 

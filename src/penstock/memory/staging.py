@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from penstock.device.driver import Bytes, Driver, Event, Memory
+from penstock.drivers.driver import Bytes, Driver, Event, Memory
 from penstock.memory.pool import BufferPool
 
 _ALIGNMENT = 256  # bytes; where slots begin
@@ -52,7 +52,7 @@ class StagingRing:
         assert self.memory.host is not None
         while (start := self._room(nbytes)) is None:
             wait(self._slots[0].event)
-            self.settle(self._slots[0])
+            self.finish(self._slots[0])
             self._slots.popleft()
         slot = Slot(start, self.memory.host[start : start + nbytes])
         self._slots += (slot,)
@@ -63,7 +63,7 @@ class StagingRing:
         assert self._slots[-1] is slot
         self._slots.pop()
 
-    def settle(self, slot: Slot) -> None:
+    def finish(self, slot: Slot) -> None:
         """Finish a slot whose copy is done: carry its bytes, unless the copy failed."""
         if slot.done:
             return
@@ -75,7 +75,7 @@ class StagingRing:
     def retire(self) -> None:
         """Give back, oldest first, the slots whose copies are done."""
         while self._slots and self._driver.is_done(self._slots[0].event):
-            self.settle(self._slots[0])
+            self.finish(self._slots[0])
             del self._slots[0]
 
     def clear(self) -> None:

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from penstock.callsite import user_line
-from penstock.device.driver import Memory
+from penstock.drivers.driver import Memory
 from penstock.memory.pool import BufferPool, Owner
 
 
@@ -38,8 +38,8 @@ class Log(Protocol):
 
     note: Callable[[Action], object]  # one atomic step without a lock, because finalisers call it
 
-    def settle(self) -> None:
-        """Sort in what was noted; never called by a finaliser."""
+    def process(self) -> None:
+        """Count what was noted; never called by a finaliser."""
         ...
 
 
@@ -63,7 +63,7 @@ class Trace:
         block = self._blocks[memory.serial] = Block(memory.serial, memory.nbytes, nbytes, user_line())
         for log in self.logs:
             log.note(Action(end, True, block, end - start))
-            log.settle()
+            log.process()
 
     def reserve(self, nbytes: int) -> Memory:
         """See Resource."""

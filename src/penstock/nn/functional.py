@@ -8,11 +8,11 @@ from collections.abc import Callable
 from penstock.runtime import Device
 from penstock.tensor import attention, random
 from penstock.tensor.arithmetic import abs as abs_
-from penstock.tensor.arithmetic import exp, log, sqrt, tanh, where
+from penstock.tensor.arithmetic import erf, exp, log, sqrt, tanh, where
 from penstock.tensor.autograd import checkpoint, fenced, given_gradient
 from penstock.tensor.core import Tensor, axes_of, record
 from penstock.tensor.creation import arange, zeros, zeros_like
-from penstock.tensor.dtypes import float32, float64, int32, int64
+from penstock.tensor.dtypes import float32, int32, int64
 from penstock.tensor.indexing import in_range, looked_up, table_rows
 from penstock.tensor.info import iinfo
 from penstock.tensor.linear import matmul
@@ -97,74 +97,6 @@ def _with_slope(function: Function, slope: Function, x: Tensor) -> Tensor:
 def _wide(x: Tensor) -> Tensor:
     """Halves as float32: what has several steps rounds its result only."""
     return astype(x, float32) if x.dtype.itemsize == 2 else x
-
-
-def erf(x: Tensor) -> Tensor:
-    """The error function, to about the last digit."""
-    return _with_slope(_erf, lambda x: exp(-x * x) * (2 / math.sqrt(math.pi)), x)
-
-
-def _erf(x: Tensor) -> Tensor:
-    z = where(x < 0, -x, x)
-    t = 1 / (z * 0.5 + 1)
-    if x.dtype == float64:
-        limit, series = 1.0, _ERF_WIDE
-        tail = t * exp(-z * z) * _horner(t, _ERFC_WIDE)
-    else:
-        limit, series = 0.5, _ERF
-        tail = t * exp(-z * z + _horner(t, _ERFC))
-    result = 1 - tail
-    small = x * _horner(x * x, series)
-    return where(z < limit, small, where(x < 0, -result, result))
-
-
-# erfc(z) = t exp(-z^2 + P(t)) with t = 1 / (1 + z / 2), relative error below 1.2e-7.
-_ERFC = (
-    -1.26551223,
-    1.00002368,
-    0.37409196,
-    0.09678418,
-    -0.18628806,
-    0.27886807,
-    -1.13520398,
-    1.48851587,
-    -0.82215223,
-    0.17087277,
-)
-# erf(x) = x P(x^2) by its Taylor series, for |x| < 0.5.
-_ERF_WIDE = tuple(2 / math.sqrt(math.pi) * (-1) ** n / (math.factorial(n) * (2 * n + 1)) for n in range(21))
-_ERF = _ERF_WIDE[:7]
-# For float64, the same series for |x| < 1, and beyond it erfc(z) = t exp(-z^2) P(t), by interpolation at
-# Chebyshev's points of (0, 2/3), relative error below 1e-15.
-_ERFC_WIDE = (
-    0.28209479177387836,
-    0.2820947917736371,
-    0.2468329428501734,
-    0.17630924106315446,
-    0.08374704974342637,
-    -0.004411764970536322,
-    -0.056681336052144086,
-    -0.05425242812218953,
-    0.0031849038261362018,
-    0.004883872223422043,
-    0.27105758404851443,
-    -0.808071650209445,
-    2.148165565525544,
-    -4.7062610627081956,
-    7.01256073117029,
-    -6.847703039031827,
-    4.299398371930956,
-    -1.6316980397075518,
-    0.3167308842463006,
-    -0.017971551045387883,
-)
-
-
-def _horner(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    total = x * 0 + coefficients[-1]
-    for coefficient in reversed(coefficients[:-1]):
-        total = total * x + coefficient
-    return total
 
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.errors import DeviceNotFound
+from penstock.measuring.ceilings import Ceilings
 from penstock.memory.trace import Action
-from penstock.profiling.ceilings import Ceilings
 from penstock.profiling.lines import Handover, Runs, Transfers
 from penstock.profiling.recorder import DeviceRecorder
 from penstock.registry import find
@@ -74,7 +74,7 @@ class Evidence:
     description: str
     kind: str  # gpu, cpu, accelerator or host
     units: int  # of a CPU: the cores, which the host uses too
-    fast_halves: bool  # whether its products of halves are computed as such
+    fast_float16: bool  # whether it has units for products of float16 and bfloat16
     seconds: float  # from the first use of the device to the last
     busy_seconds: float | None  # of kernels; None where no times are known
     peak_bytes: int  # live
@@ -133,7 +133,7 @@ def gathered(recorder: DeviceRecorder, measure: bool) -> Evidence:
         description=can.description,
         kind=can.kind,
         units=can.compute_units,
-        fast_halves=can.tensor_cores or can.matmul_library,
+        fast_float16=can.tensor_cores or can.matmul_library,
         seconds=max(lines.last - lines.first, 0.0),
         busy_seconds=busy if timed else None,
         peak_bytes=log.peak_bytes,
@@ -155,8 +155,8 @@ def gathered(recorder: DeviceRecorder, measure: bool) -> Evidence:
         transfers=lines.transfers(),
         handovers=lines.handovers(),
         misses=[
-            Missing(where, one.count, one.nbytes, one.seconds, len(one.sizes))
-            for where, one in log.misses.items()
+            Missing(where, miss.count, miss.nbytes, miss.seconds, len(miss.sizes))
+            for where, miss in log.misses.items()
         ],
         keeping=_keeping(log.kept(), lines.count),
         rates=_rates(device, kernels, measure),
@@ -174,9 +174,9 @@ def restored(found: Mapping[str, Any]) -> Evidence:
         "misses": Missing,
         "keeping": Keeping,
     }
-    lists = {name: [kind(**one) for one in found[name]] for name, kind in kinds.items()}
-    for one in lists["keeping"]:
-        one.quarters = tuple(one.quarters)
+    lists = {name: [kind(**record) for record in found[name]] for name, kind in kinds.items()}
+    for kept in lists["keeping"]:
+        kept.quarters = tuple(kept.quarters)
     return Evidence(**{**found, **lists})
 
 
@@ -230,7 +230,7 @@ def measured(evidence: Evidence) -> Evidence:
 
 
 def _rates(device: Device, kernels: list[KernelTime], measure: bool) -> dict[str, float]:
-    """The rates that rules ask for: operations of the dtypes that are there, and of halves where they pay."""
+    """The rates that rules ask for: operations of the dtypes in use, and of half precision where it pays."""
     ceilings = Ceilings(device)
     ceilings.bandwidth(measure)
     ceilings.launches(measure)

@@ -16,15 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.callsite import user_call
-from penstock.executable import Executable
-from penstock.fusion.views import FREE, base
-from penstock.graph.contraction import MATMUL
-from penstock.graph.elementwise import PRIMITIVES
-from penstock.graph.node import Node
-from penstock.graph.reducing import REDUCTIONS
-from penstock.kernels.costing import costs, operations_of
+from penstock.execution.executable import Executable
+from penstock.fusion.views import base
+from penstock.graph.node import Kind, Node
+from penstock.kernels.costing import costs
 from penstock.profiling.records import OTHER
-from penstock.stream.lane import Run
+from penstock.stream.recorder import Run
 
 _MAX_LINES = 1000
 _LARGE = 1 << 15  # items; what is computed twice, or stored in between, matters from here on
@@ -34,8 +31,8 @@ _ALIKE = 0.95  # correlation of ranks from which on one array was made of anothe
 _FETCHED = 4  # arrays that are remembered, to see whether they come back
 _SENT = 64  # samples that are remembered, of one line
 _THREADS = 256
-WIDE = ("float64", "complex128")  # dtypes that take 64 bits for a fraction
-_JOINS = frozenset((*PRIMITIVES.values(), *REDUCTIONS))  # what would be one kernel with what it reads
+WIDE = ("float64", "complex128")  # dtypes that take 64 bits for each number
+_JOINS = (Kind.ELEMENTWISE, Kind.REDUCTION)  # what would be one kernel with what it reads
 Sample = npt.NDArray[np.float64]
 
 
@@ -271,14 +268,14 @@ class LineLog:
         found.most = max(found.most, len(pending))
         for node in pending:
             found.items += node.size
-            if node.size < _LARGE or node.primitive in FREE:
+            if node.size < _LARGE or node.primitive.is_free:
                 continue
-            if node in self._done and node.primitive is not PRIMITIVES["stop"]:
-                found.again += operations_of(node)
+            if node in self._done and not node.primitive.stop_gradient:
+                found.again += node.primitive.operations_of(node)
                 found.again_for = self._done[node]
             if node not in wanted:
                 self._done[node] = where
-            for parent in node.inputs if node.primitive in _JOINS else ():
+            for parent in node.inputs if node.primitive.kind in _JOINS else ():
                 source = base(parent)
                 if source.value is not None and source in self._asked:
                     self._hand_over(self._asked[source], where, source.nbytes)
@@ -317,12 +314,12 @@ class LineLog:
         """The values that an array was made of, if they were fetched a moment ago."""
         if sample is None:
             return None
-        for one in list(self._fetched):
-            known = one.array()
+        for fetched in list(self._fetched):
+            known = fetched.array()
             shares = known is not None and np.may_share_memory(known, array)
-            if one.size == array.size and (shares or _alike(one.sample, sample)):
-                self._fetched.remove(one)
-                return one
+            if fetched.size == array.size and (shares or _alike(fetched.sample, sample)):
+                self._fetched.remove(fetched)
+                return fetched
         return None
 
     def _sent_before(self, line: tuple[str, str], array: npt.NDArray[Any], sample: Sample) -> bool:
@@ -348,24 +345,26 @@ def _facts(program: Executable) -> _Facts:
     wide_bytes = 0
     for step in program.schedule.groups:
         group = step.group
-        wide_bytes += sum(one.nbytes for one in (*group.inputs, *group.outputs) if str(one.dtype) in WIDE)
+        wide_bytes += sum(node.nbytes for node in (*group.inputs, *group.outputs) if str(node.dtype) in WIDE)
         if step.written is None:
             node = group.nodes[0]
-            wide = next((str(one.dtype) for one in (node, *node.inputs) if str(one.dtype) in WIDE), "")
+            wide = next(
+                (str(operand.dtype) for operand in (node, *node.inputs) if str(operand.dtype) in WIDE), ""
+            )
             host[f"{node.primitive.name} {wide or node.dtype}"] += 1
             continue
         for cost in costs(group, step.written):
             operations += cost.operations
             moved += cost.nbytes
         for node in group.nodes:
-            if node.primitive is MATMUL:
-                products[str(node.inputs[0].dtype)] += operations_of(node)
+            if node.primitive.kind is Kind.CONTRACTION:
+                products[str(node.inputs[0].dtype)] += node.primitive.operations_of(node)
         if group.kind == "raw" and {one.shape for one in group.outputs} <= {
             one.shape for one in group.inputs
         }:
-            before = [one for one in group.inputs if kinds.get(base(one)) == "map"]
-            after = [one for one in group.outputs if wanted_by.get(base(one)) == ["map"]]
-            raw_bytes += sum(one.nbytes for one in (*before, *after))
+            before = [node for node in group.inputs if kinds.get(base(node)) == "map"]
+            after = [node for node in group.outputs if wanted_by.get(base(node)) == ["map"]]
+            raw_bytes += sum(node.nbytes for node in (*before, *after))
             if before or after:
                 names.append(group.nodes[0].primitive.name)
     return _Facts(

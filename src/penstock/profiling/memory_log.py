@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.device.driver import Memory
+from penstock.drivers.driver import Memory
 from penstock.memory.pool import BufferPool
 from penstock.memory.snapshots import History
 from penstock.memory.trace import Action, Block
@@ -65,7 +65,7 @@ class MemoryLog:
         self._at_peak = self._owners()
         self._rising = False  # whether the peak is now, and its owners are not noted yet
 
-    def settle(self, seconds: float | None = None) -> None:
+    def process(self, seconds: float | None = None) -> None:
         """Sort in what was noted. With `seconds`, the moment is also a sample of the pool."""
         with self._lock:
             while self._noted:
@@ -80,7 +80,7 @@ class MemoryLog:
 
     def finish(self) -> None:
         """Note the end, after which nothing is told any more."""
-        self.settle()
+        self.process()
         if self._rising:
             self._at_peak, self._rising = self._owners(), False
         self._idle = self._pool.idle()

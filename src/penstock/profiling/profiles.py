@@ -10,9 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from penstock.measuring.ceilings import Ceilings
+from penstock.measuring.workloads import measuring
 from penstock.memory import snapshots
 from penstock.profiling import trace
-from penstock.profiling.ceilings import Ceilings, measuring
 from penstock.profiling.evidence import Evidence, gathered
 from penstock.profiling.recorder import KEPT, DeviceRecorder, Event, Total
 from penstock.profiling.records import (
@@ -95,7 +96,7 @@ class Profile:
         if measuring.get():
             return
         with self._lock:
-            if self._state == "on" and all(one.device is not device for one in self._recorders):
+            if self._state == "on" and all(recorder.device is not device for recorder in self._recorders):
                 recorder = DeviceRecorder(device, self._kept)
                 recorder.begin()
                 self._recorders.append(recorder)
@@ -178,7 +179,7 @@ class Profile:
 
     def memory_samples(self) -> dict[str, list[tuple[float, int, int]]]:
         """Seconds from the beginning, live and pooled bytes, as often as a device finished something."""
-        return {one.device.name: self._samples(one) for one in self._recorders}
+        return {recorder.device.name: self._samples(recorder) for recorder in self._recorders}
 
     def evidence(self, measure: bool = True) -> list[Evidence]:
         """What `ps.advise` judges by, of every device. `measure`: whether rates may be found out."""

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
-from penstock.device.driver import Cost, Kernel
+from penstock.drivers.driver import Cost, Kernel
 from penstock.memory.pool import PoolStatistics
 from penstock.profiling.lines import LineLog
 from penstock.profiling.memory_log import MemoryLog
 from penstock.profiling.records import OTHER
 from penstock.runtime import Device
-from penstock.stream.lane import Ran, Run
+from penstock.stream.recorder import Ran, Run
 from penstock.stream.stream import PROFILE
 
 KEPT = 1 << 16  # single events, and as many actions on memory: about 20 MB in all
@@ -137,7 +137,7 @@ class DeviceRecorder:
                     latest = max(times[1], start)
                     self._keep(Event(queue, total, start, latest, nbytes))
             self._last_end[queue] = latest
-        self.memory.settle(latest or None)
+        self.memory.process(latest or None)
 
     def waited(self, where: str, why: str, start: float, end: float) -> None:
         """See Recorder."""
@@ -188,7 +188,7 @@ class DeviceRecorder:
     def given_back(self) -> int:
         """The bytes of blocks that went from the pool back to the driver."""
         after, before = self._pool_after or self.device.pool.stats(), self._pool_before
-        made = sum(one.nbytes for one in self.memory.misses.values())
+        made = sum(miss.nbytes for miss in self.memory.misses.values())
         return max(before.live_bytes + before.pooled_bytes + made - after.live_bytes - after.pooled_bytes, 0)
 
     def kept_events(self) -> list[Event]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from penstock.config import format_bytes
-from penstock.printable import cell
+from penstock.formatting import format_bytes, format_rate, format_seconds
 from penstock.profiling.records import CopyRecord, DeviceRecord, KernelRecord, OwnerRecord, WaitRecord
-from penstock.profiling.words import in_rate, in_time, short_kernel, short_place, short_shapes
+from penstock.profiling.words import short_kernel, short_place, short_shapes
+from penstock.terminal import as_text, cell, table
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from rich.text import Text
 
 _ROWS = 15  # of each table
 _LEAST_WIDTH = 100
@@ -55,22 +53,17 @@ class Found:
 
 def rendered(found: Found, width: int | None = None) -> str:
     """The tables as text, as wide as the terminal unless a width is given."""
-    from rich.console import Console, Group  # imported late: it takes longer than half of the package
-
     width = width or max(shutil.get_terminal_size().columns, _LEAST_WIDTH)
-    parts: list[Text | Table] = [*map(cell, _summaries(found)), *_tables(found, width)]
-    text = io.StringIO()
-    Console(file=text, width=width, color_system=None, highlight=False).print(Group(*parts))
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    return as_text([*map(cell, _summaries(found)), *_tables(found, width)], width, _LEAST_WIDTH)
 
 
 def _summaries(found: Found) -> list[str]:
-    lines = [f"profile of {in_time(found.seconds)}"]
+    lines = [f"profile of {format_seconds(found.seconds)}"]
     for device in found.devices:
         busy = ""
         if device.busy_seconds is not None and found.seconds:
             share = device.busy_seconds / found.seconds
-            busy = f", kernels {in_time(device.busy_seconds)} ({share:.0%} of the time)"
+            busy = f", kernels {format_seconds(device.busy_seconds)} ({share:.0%} of the time)"
         requests = device.pool_hits + device.pool_misses
         hits = f", pool hits {device.pool_hits / requests:.0%}" if requests else ""
         memory = f", memory at most {format_bytes(device.peak_bytes)}"
@@ -96,7 +89,7 @@ def _tables(found: Found, width: int) -> list[Table]:
         _table("waits of the host", "line, why, >count, >total", found.waits, _wait, several, width),
         _table("memory at the peak", owners, found.memory, _owner, several, width),
     ]
-    return [table for table in tables if table is not None]
+    return [shown for shown in tables if shown is not None]
 
 
 def _table(
@@ -106,12 +99,9 @@ def _table(
 
     Headings are separated by commas; those of numbers begin with >.
     """
-    from rich.table import Table
-
     if not records:
         return None
     left = len(records) - _ROWS
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, expand=False)
     names = [*(["device"] if several else []), *headings.split(", ")]
     shown = records[:_ROWS]
     rows: list[list[str]] = [[*([record.device] if several else []), *row(record)] for record in shown]
@@ -123,17 +113,13 @@ def _table(
         wide[at] = max(min(wide[at], room // len(words)), _LEAST_WORDS)
         room -= wide[at]
         words = words[1:]
-    for name, most in zip(names, wide, strict=True):
-        side: Literal["left", "right"] = "right" if name.startswith(">") else "left"
-        table.add_column(
-            name.removeprefix(">"), justify=side, no_wrap=True, overflow="ellipsis", max_width=most
-        )
+    made = table(names, title=title, widths=wide)
     for cells in rows:
-        table.add_row(*map(cell, cells))
+        made.add_row(*map(cell, cells))
     if left > 0:
-        table.caption = f"and {left} more"
-        table.caption_justify = "left"
-    return table
+        made.caption = f"and {left} more"
+        made.caption_justify = "left"
+    return made
 
 
 def _kernel(kernel: KernelRecord, all_seconds: float) -> list[str]:
@@ -143,22 +129,22 @@ def _kernel(kernel: KernelRecord, all_seconds: float) -> list[str]:
         short_kernel(kernel.name),
         short_shapes(kernel.shapes),
         str(kernel.calls),
-        in_time(kernel.seconds),
+        format_seconds(kernel.seconds),
         share,
-        in_time(kernel.mean_seconds),
-        in_rate(kernel.gflops),
-        in_rate(kernel.gbytes),
+        format_seconds(kernel.mean_seconds),
+        format_rate(kernel.gflops),
+        format_rate(kernel.gbytes),
         ceiling,
     ]
 
 
 def _copy(copy: CopyRecord) -> list[str]:
-    nbytes = format_bytes(copy.nbytes)
-    return [copy.direction, copy.where, str(copy.calls), nbytes, in_time(copy.seconds), in_rate(copy.gbytes)]
+    numbers = (format_bytes(copy.nbytes), format_seconds(copy.seconds), format_rate(copy.gbytes))
+    return [copy.direction, copy.where, str(copy.calls), *numbers]
 
 
 def _wait(wait: WaitRecord) -> list[str]:
-    return [short_place(wait.where), wait.why, str(wait.count), in_time(wait.seconds)]
+    return [short_place(wait.where), wait.why, str(wait.count), format_seconds(wait.seconds)]
 
 
 def _owner(owner: OwnerRecord) -> list[str]:

@@ -1,4 +1,4 @@
-"""Numbers, names and places of a profile in words, short enough for a table."""
+"""Names and places of a profile, short enough for a table."""
 
 from __future__ import annotations
 
@@ -20,25 +20,6 @@ def short_kernel(name: str) -> str:
 def short_shapes(shapes: str) -> str:
     """Shapes with dtypes of three letters."""
     return _DTYPE.sub(lambda found: _SHORT[found[1]] + found[2], shapes)
-
-
-def in_time(seconds: float | None) -> str:
-    """A time; nothing where it is not known."""
-    if seconds is None:
-        return ""
-    for unit, length in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= length:
-            return (
-                f"{seconds / length:.3g} {unit}"
-                if seconds < 1000 * length
-                else f"{seconds / length:.0f} {unit}"
-            )
-    return f"{seconds * 1e6:.3g} µs"
-
-
-def in_rate(rate: float | None) -> str:
-    """A number of thousand millions in a second; nothing where there is none."""
-    return "" if not rate else f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
 
 
 def short_place(site: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from penstock.formatting import format_share
 from penstock.profiling.words import short_kernel, short_place, short_shapes
-from penstock.report import words
 
 _MOST_COLUMNS = 6  # of facts; more are in two rows
 
@@ -44,7 +44,7 @@ def fact_grid(facts: Sequence[tuple[str, str]]) -> str:
 def bar(part: float, largest: float) -> str:
     """A share in words and as a bar, which is full where it is the largest."""
     width = min(max(part / largest, 0.0), 1.0) if largest > 0 else 0.0
-    return f'<span class="bar"><i style="width: {width:.1%}"></i></span>{words.share(part)}'
+    return f'<span class="bar"><i style="width: {width:.1%}"></i></span>{format_share(part)}'
 
 
 def kernel_name(name: str) -> str:

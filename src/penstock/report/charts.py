@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from penstock.formatting import format_number
 from penstock.report import words
 from penstock.report.cards import aside, card
 
@@ -49,10 +50,10 @@ def drawable(points: Sequence[Point]) -> list[Point]:
 def line_chart(
     title: str,
     lines: Sequence[Line],
-    text: Callable[[float], str] = words.number,
+    text: Callable[[float], str] = format_number,
     *,
     across: str = "step",
-    across_text: Callable[[float], str] = words.number,
+    across_text: Callable[[float], str] = format_number,
     from_zero: bool = False,
     unit: tuple[str, float] | None = None,
 ) -> str:

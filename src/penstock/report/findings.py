@@ -167,7 +167,7 @@ def _totals(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _records(kind: type[T], rows: Sequence[Mapping[str, Any]]) -> list[T]:
     """Records from JSON; what a later version has besides is left out."""
-    kinds = {one.name: str(one.type) for one in fields(kind)}  # type: ignore[arg-type]
+    kinds = {item.name: str(item.type) for item in fields(kind)}  # type: ignore[arg-type]
     for row in rows:
         for name, wanted in kinds.items():
             if not _fits(row[name], wanted):
@@ -193,7 +193,7 @@ def _samples(tree: Mapping[str, Any]) -> dict[str, list[Sample]]:
 def _thinned(samples: Sequence[Sample]) -> list[Sample]:
     """About so many that a chart has room for, of each run of neighbours the one with the most live."""
     size = -(-len(samples) // _MOST_SAMPLES) or 1
-    return [max(samples[at : at + size], key=lambda one: one[1]) for at in range(0, len(samples), size)]
+    return [max(samples[at : at + size], key=lambda pair: pair[1]) for at in range(0, len(samples), size)]
 
 
 def _reason(error: Exception) -> str:

@@ -9,6 +9,7 @@ from html import escape
 from importlib.metadata import version
 from pathlib import Path
 
+from penstock.formatting import UNKNOWN, counted, format_duration, format_number, format_share
 from penstock.report import sections, words
 from penstock.report.cards import aside, card, fact_grid, grid
 from penstock.report.charts import Line, Point, line_chart
@@ -40,9 +41,9 @@ class _Section:
 def render(title: str, run: Run | None, findings: Findings | None) -> str:
     """The page of a run, of a profile, or of a run with the profile of some of its steps."""
     shown = list(_sections(run, findings))
-    links = "".join(f'<a href="#{one.key}">{one.name}{_badge(one.count)}</a>' for one in shown)
+    links = "".join(f'<a href="#{tab.key}">{tab.name}{_badge(tab.count)}</a>' for tab in shown)
     panels = "".join(
-        f'<section class="panel" id="{one.key}"><h2>{one.name}</h2>{one.content}</section>' for one in shown
+        f'<section class="panel" id="{tab.key}"><h2>{tab.name}</h2>{tab.content}</section>' for tab in shown
     )
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -96,7 +97,7 @@ def _sections(run: Run | None, findings: Findings | None) -> list[_Section]:
 def _subtitle(run: Run | None, findings: Findings | None) -> str:
     parts = []
     if run:
-        done, whole = int(_last(run.curves.get("step", ())) or 0), words.counted(run.steps, "step")
+        done, whole = int(_last(run.curves.get("step", ())) or 0), counted(run.steps, "step")
         parts.append(f"{done:,} of {whole} of training" if done < run.steps else f"{whole} of training")
     else:
         parts.append("a profile")
@@ -136,7 +137,7 @@ def _run_facts(run: Run) -> list[tuple[str, str]]:
         return values[len(values) // 2] if values else math.nan
 
     def of(text: str, value: float) -> str:
-        return text if math.isfinite(value) else words.UNKNOWN
+        return text if math.isfinite(value) else UNKNOWN
 
     best = min((value for _, value in run.curves.get("validation_loss", ())), default=math.nan)
     done = last("step")
@@ -146,11 +147,11 @@ def _run_facts(run: Run) -> list[tuple[str, str]]:
         ("steps", steps),
         ("loss", of(words.loss(last("loss")), last("loss"))),
         ("best validation loss", of(words.loss(best), best)),
-        ("time of training", words.duration(last("seconds"))),
-        ("tokens per second", of(words.number(speed), speed)),
+        ("time of training", format_duration(last("seconds"))),
+        ("tokens per second", of(format_number(speed), speed)),
         ("peak memory", words.nbytes(last("peak_bytes"))),
-        ("waiting for data", of(words.share(data), data)),
-        ("waiting for the device", of(words.share(device), device)),
+        ("waiting for data", of(format_share(data), data)),
+        ("waiting for the device", of(format_share(device), device)),
     ]
 
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from penstock.formatting import counted, format_number, format_seconds, format_share
 from penstock.profiling.records import KernelRecord
-from penstock.profiling.words import in_time, short_kernel, short_shapes
+from penstock.profiling.words import short_kernel, short_shapes
 from penstock.report import words
 from penstock.report.charts import Scale
 
@@ -69,7 +70,7 @@ def roofline(title: str, found: Sequence[Dot], ceilings: Mapping[str, float]) ->
     lines, labels = _roof(roofs, bandwidth, x_scale, y_scale, places)
     parts = [*_grid(x_scale, y_scale), *lines]
     placed = zip(found, places, strict=True)
-    for dot, (x, y) in sorted(placed, key=lambda one: -one[0].part):  # small ones lie above large ones
+    for dot, (x, y) in sorted(placed, key=lambda pair: -pair[0].part):  # small ones lie above large ones
         radius = _LEAST_DOT + (_LARGEST_DOT - _LEAST_DOT) * math.sqrt(min(dot.part, 1.0))
         said = escape(told(dot.kernel, dot.part))
         parts.append(
@@ -78,7 +79,7 @@ def roofline(title: str, found: Sequence[Dot], ceilings: Mapping[str, float]) ->
             f'tabindex="0" role="button" aria-label="{said}"><title>{said}</title></circle>'
         )
     parts += labels  # above the dots, so that they can be read
-    label = f"Roofline of {words.counted(len(found), 'kernel')}: GFLOP/s by operations for each byte"
+    label = f"Roofline of {counted(len(found), 'kernel')}: GFLOP/s by operations for each byte"
     return (
         f'<svg class="roofline" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="group" '
         f'aria-label="{escape(f"{title}. {label}" if title else label)}">{"".join(parts)}</svg>'
@@ -89,10 +90,10 @@ def told(kernel: KernelRecord, part: float) -> str:
     """A kernel in one line."""
     ceiling = f", {kernel.share:.0%} of the ceiling ({kernel.bound})" if kernel.share is not None else ""
     rates = f"{words.rate(kernel.gflops)} GFLOP/s, {words.rate(kernel.gbytes)} GB/s"
-    calls = words.counted(kernel.calls, "call")
+    calls = counted(kernel.calls, "call")
     return (
-        f"{short_kernel(kernel.name)} {short_shapes(kernel.shapes)}: {calls}, {in_time(kernel.seconds)} "
-        f"({words.share(part)} of the time), {rates}{ceiling}"
+        f"{short_kernel(kernel.name)} {short_shapes(kernel.shapes)}: {calls}, "
+        f"{format_seconds(kernel.seconds)} ({format_share(part)} of the time), {rates}{ceiling}"
     )
 
 
@@ -142,7 +143,7 @@ def _roof(
         last = x_scale.end - _LABEL / 2
         middles = [(min(x, last), free - 4) for x in (ridge, ridge + _LABEL / 2 + 4, last)]
         x, _ = _clearest(middles, taken, _LABEL)
-        label = escape(f"{name} {words.number(roof)} GFLOP/s")
+        label = escape(f"{name} {format_number(roof)} GFLOP/s")
         labels.append(f'<text class="name middle" x="{x:.1f}" y="{free:.1f}">{label}</text>')
     if bandwidth:
         # The slope enters at the left or at the bottom, and leaves at the highest roof or at the right.
@@ -158,7 +159,7 @@ def _roof(
             x, y = _clearest(middles, taken, _SHORT_LABEL)
             labels.append(
                 f'<text class="name middle" x="{x:.1f}" y="{y + 8:.1f}" dy="-.6em" '
-                f'transform="rotate({angle:.1f} {x:.1f} {y + 8:.1f})">{words.number(bandwidth)} GB/s</text>'
+                f'transform="rotate({angle:.1f} {x:.1f} {y + 8:.1f})">{format_number(bandwidth)} GB/s</text>'
             )
     return lines, labels
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from penstock.advising import Advice
-from penstock.profiling.words import in_time
+from penstock.formatting import counted, format_number, format_seconds, format_share
 from penstock.report import words
 from penstock.report.cards import aside, card, fact_grid, grid, kernel_name, place, text
 from penstock.report.charts import Line, Point, bytes_unit, line_chart
@@ -45,20 +45,20 @@ _WAITING = (
 
 def profile_facts(findings: Findings) -> list[tuple[str, str]]:
     """A profile in a few numbers."""
-    facts = [("profiled", in_time(findings.seconds))]
+    facts = [("profiled", format_seconds(findings.seconds))]
     busy = _busy(findings)
     if busy is not None:
-        facts.append(("of it in kernels", words.share(busy)))
+        facts.append(("of it in kernels", format_share(busy)))
     launches = sum(kernel.calls for kernel in findings.kernels)
     facts.append(("kernels", f"{len(findings.kernels):,}"))
     if findings.steps:
         each = launches / (findings.steps[1] - findings.steps[0] + 1)
-        facts.append(("launches in a step", words.number(each)))
+        facts.append(("launches in a step", format_number(each)))
     else:
         facts.append(("launches", f"{launches:,}"))
     operations = sum((kernel.operations or 0) * kernel.calls for kernel in findings.kernels)
     if operations and findings.seconds:
-        facts.append(("GFLOP/s over all", words.number(operations / findings.seconds / 1e9)))
+        facts.append(("GFLOP/s over all", format_number(operations / findings.seconds / 1e9)))
     facts.append(("memory at most", words.nbytes(sum(device.peak_bytes for device in findings.devices))))
     return facts
 
@@ -76,21 +76,21 @@ def in_short(findings: Findings | None) -> str:
     said = []
     busy = _busy(findings)
     if busy is not None:
-        said.append(f"Kernels ran in {words.share(busy)} of {_which(findings)}.")
+        said.append(f"Kernels ran in {format_share(busy)} of {_which(findings)}.")
     whole = sum(kernel.seconds or 0.0 for kernel in findings.kernels)
     if whole:
         longest = findings.kernels[0]
-        part = words.share((longest.seconds or 0.0) / whole)
+        part = format_share((longest.seconds or 0.0) / whole)
         name = f"<code>{kernel_name(longest.name)}</code>"
         said.append(f'The <a href="#kernels">kernel</a> that took longest, {name}, had {part} of their time.')
     if findings.certificate:
         gap = findings.certificate.gap
         over = f"{gap:.2%} over the least possible" if gap else "the least possible"
         said.append(f'The <a href="#memory">memory plan</a> of a step is {over}.')
-    titles = [escape(one.title) for one in findings.advice[:_TEASERS]]
+    titles = [escape(advice.title) for advice in findings.advice[:_TEASERS]]
     if len(findings.advice) > _TEASERS:
         titles.append(f"and {len(findings.advice) - _TEASERS} more")
-    items = "".join(f"<li>{one}</li>" for one in said)
+    items = "".join(f"<li>{sentence}</li>" for sentence in said)
     if not titles:
         return card("In short", f"<ul>{items}<li>{_NO_ADVICE}</li></ul>")
     better = "".join(f"<li>{title}</li>" for title in titles)
@@ -132,7 +132,7 @@ def _memory_facts(curves: Curves) -> list[tuple[str, str]]:
     }
     facts = [(name, words.nbytes(curves[key][-1][1])) for name, key in names.items() if curves.get(key)]
     if curves.get("hit_rate"):
-        facts.append(("requests served by the pool", words.share(curves["hit_rate"][-1][1])))
+        facts.append(("requests served by the pool", format_share(curves["hit_rate"][-1][1])))
     return facts
 
 
@@ -192,7 +192,7 @@ def _during(findings: Findings, device: str) -> str:
         title += f" on {device}"
     unit = bytes_unit([live, pooled])
     return line_chart(
-        title, lines, words.nbytes, across="time", across_text=in_time, from_zero=True, unit=unit
+        title, lines, words.nbytes, across="time", across_text=format_seconds, from_zero=True, unit=unit
     )
 
 
@@ -239,7 +239,7 @@ def _missing(findings: Findings, found: Sequence[Dot]) -> str:
     left = len(findings.kernels) - len(found)
     if left:
         are = "is" if left == 1 else "are"
-        kernels = words.counted(left, "kernel")
+        kernels = counted(left, "kernel")
         said.append(f"{kernels} {are} in the table only: without operations, or without a time.")
     if any(BYTES not in findings.ceilings.get(dot.kernel.device, {}) for dot in found):
         said.append(_NO_ROOF)
@@ -258,7 +258,7 @@ def transfers(curves: Curves, findings: Findings | None) -> str:
             Line("for data", curves.get("data_wait", ()), 1),
         ]
         percent = ("%", 0.01)
-        cards.append(line_chart("Waiting of Python", lines, words.share, from_zero=True, unit=percent))
+        cards.append(line_chart("Waiting of Python", lines, format_share, from_zero=True, unit=percent))
     if findings is None:
         return grid(*cards, card("What it means", text(_WAITING))) + card("", text(_NO_PROFILE))
     waits = wait_table(findings.waits, findings.seconds) if findings.waits else text("Nothing waited.")
@@ -300,7 +300,7 @@ def _which(findings: Findings) -> str:
 
 def _source(findings: Findings) -> str:
     """Where the numbers come from."""
-    time = in_time(findings.seconds)
+    time = format_seconds(findings.seconds)
     if findings.steps is None:
         return aside(f"From a profile of {time}.")
     return aside(f"From {_which(findings)} of the run, {time}, which the trainer profiled by itself.")

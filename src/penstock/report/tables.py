@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from penstock.formatting import UNKNOWN, format_seconds
 from penstock.profiling.records import CopyRecord, KernelRecord, OwnerRecord, WaitRecord
-from penstock.profiling.words import in_time, short_kernel
+from penstock.profiling.words import short_kernel
 from penstock.report import words
 from penstock.report.cards import bar, card, grid, kernel_name, place, shapes
 
@@ -36,18 +37,18 @@ def _kernel(number: int, kernel: KernelRecord, part: Cell, several: bool) -> lis
     shown = f'<button type="button" class="pick" data-kernel="{number}">{kernel_name(name)}</button>'
     if about:
         shown += f'<div class="dim small">{about}</div>'
-    ceiling = words.UNKNOWN
+    ceiling = UNKNOWN
     if kernel.share is not None:
         ceiling = f'{kernel.share:.0%} <span class="tag">{escape(kernel.bound)}</span>'
     return [
         (shown, name),
-        (words.known(in_time(kernel.seconds)), kernel.seconds or 0.0),
+        (words.known(format_seconds(kernel.seconds)), kernel.seconds or 0.0),
         part,
         (ceiling, kernel.share or 0.0),
         (words.rate(kernel.gflops), kernel.gflops or 0.0),
         (words.rate(kernel.gbytes), kernel.gbytes or 0.0),
         (f"{kernel.calls:,}", float(kernel.calls)),
-        (words.known(in_time(kernel.mean_seconds)), kernel.mean_seconds or 0.0),
+        (words.known(format_seconds(kernel.mean_seconds)), kernel.mean_seconds or 0.0),
     ]
 
 
@@ -61,7 +62,7 @@ def copy_table(copies: Sequence[CopyRecord]) -> str:
             (escape(copy.where), copy.where),
             (f"{copy.calls:,}", float(copy.calls)),
             (words.nbytes(copy.nbytes), float(copy.nbytes)),
-            (words.known(in_time(copy.seconds)), copy.seconds or 0.0),
+            (words.known(format_seconds(copy.seconds)), copy.seconds or 0.0),
             (words.rate(copy.gbytes), copy.gbytes or 0.0),
         ]
         for copy in copies
@@ -77,7 +78,7 @@ def wait_table(waits: Sequence[WaitRecord], seconds: float) -> str:
             (place(wait.where), wait.where),
             (escape(wait.why), wait.why),
             (f"{wait.count:,}", float(wait.count)),
-            (in_time(wait.seconds), wait.seconds),
+            (format_seconds(wait.seconds), wait.seconds),
             part,
         ]
         for wait, part in zip(waits, bars, strict=True)

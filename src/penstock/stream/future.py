@@ -36,7 +36,7 @@ class Future(Generic[T]):
     def ready(cls, result: T) -> Future[T]:
         """A future whose result is there already."""
         future = cls(lambda: True, lambda: None, lambda: result)
-        future._settle()
+        future._resolve()
         return future
 
     @classmethod
@@ -83,18 +83,18 @@ class Future(Generic[T]):
     def is_ready(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         if self._state is FutureState.PENDING and self._poll():
-            self._settle()
+            self._resolve()
         return self._state is not FutureState.PENDING
 
     def wait(self, timeout: float | None = None) -> T:
         """The result. Raises the device's error, or TimeoutError after `timeout` seconds without either."""
         if self._state is FutureState.PENDING:
-            block = self._block  # another thread may settle, and clear it, at any moment
+            block = self._block  # another thread may resolve it, and clear this, at any moment
             if timeout is not None:
                 self._poll_until(time.monotonic() + timeout, timeout)
             elif block is not None:
                 block()
-            self._settle()
+            self._resolve()
         return self._outcome()
 
     def try_get(self) -> T | None:
@@ -116,7 +116,7 @@ class Future(Generic[T]):
             time.sleep(min(delay, max(deadline - time.monotonic(), 0)))
             delay = min(2 * delay, 2e-3)
 
-    def _settle(self) -> None:
+    def _resolve(self) -> None:
         with self._lock:
             if self._finish is None:
                 return

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.device.driver import Bytes, Event
+from penstock.drivers.driver import Bytes, Event
 from penstock.memory.buffer import Buffer
 from penstock.stream.future import Future
 from penstock.stream.stream import Stream
@@ -184,7 +184,7 @@ def claim(stream: Stream, buffer: Buffer, writable: bool, claimant: Claimant) ->
                 claimant.claimed = True
                 return
             if usage.batch is not None:
-                usage.batch.lane.submit()
+                usage.batch.queue.submit()
         stream.wait(event, "view")
 
 

@@ -9,20 +9,12 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
-from penstock.device.driver import Driver, Event, Grid, Kernel
+from penstock.drivers.driver import Driver, Event, Grid, Kernel
 from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.memory.buffer import Buffer
 from penstock.memory.pool import BufferPool
-from penstock.stream.lane import (
-    BufferSize,
-    BufferSizes,
-    Command,
-    FlushPolicy,
-    Lane,
-    Launch,
-    Recorder,
-    describe,
-)
+from penstock.stream.queue import BufferSize, BufferSizes, CommandQueue, FlushPolicy, describe
+from penstock.stream.recorder import Command, Launch, Recorder
 from penstock.stream.waits import WaitLedger
 
 PROFILE = "profile"  # why the host waits where a profile begins and ends
@@ -62,13 +54,13 @@ class Stream:
         self.unavailable: str = ""  # why nothing can be recorded any more
         self._driver = driver
         self._pool = pool
-        self.compute = Lane("compute", driver, driver.compute, policy, self.wait)
+        self.compute = CommandQueue("compute", driver, driver.compute, policy, self.wait)
         # Copies start at once, each by itself: they should run beside the kernels, and what they hold on the
         # host be free as soon as they are done. As many may be in flight as there may be kernels.
         at_once = FlushPolicy(1, policy.max_bytes, policy.max_commands * policy.max_in_flight)
-        self.incoming = Lane("incoming", driver, driver.incoming, at_once, self.wait)
-        self.outgoing = Lane("outgoing", driver, driver.outgoing, at_once, self.wait)
-        self._lanes = (self.compute, self.incoming, self.outgoing)
+        self.incoming = CommandQueue("incoming", driver, driver.incoming, at_once, self.wait)
+        self.outgoing = CommandQueue("outgoing", driver, driver.outgoing, at_once, self.wait)
+        self._queues = (self.compute, self.incoming, self.outgoing)
         self.recorders: tuple[Recorder, ...] = ()  # of profiles that are on
         self._timed = False  # whether the driver notes when commands run
         self._graphs: weakref.WeakSet[Program] = weakref.WeakSet()  # programs that have one
@@ -79,7 +71,7 @@ class Stream:
         """Commands recorded and not known to be done."""
         with self.lock:
             self.retire()
-            return sum(lane.pending for lane in self._lanes)
+            return sum(queue.pending for queue in self._queues)
 
     @property
     def idle(self) -> bool:
@@ -91,21 +83,21 @@ class Stream:
         native, buffers, sizes = _split(kernel, args)
         if 0 in grid:
             return  # nothing to do, which not every driver accepts
-        lane, command = self.compute, (kernel, grid, group, sizes)
+        queue, command = self.compute, (kernel, grid, group, sizes)
         with self.lock:  # not acquire() and try: an interrupt between the two would leave it locked
             if self.unavailable:
                 self.check_available()
-            waits = lane.dependencies(buffers)
+            waits = queue.dependencies(buffers)
             try:
                 try:
-                    event = self._driver.launch(lane.queue, kernel, grid, group, native, waits)
+                    event = self._driver.launch(queue.native, kernel, grid, group, native, waits)
                 except DeviceError as error:
                     raise DeviceError(error.reason, describe(command)) from None
-                lane.record(event, command, buffers)
+                queue.record(event, command, buffers)
             except DeviceError:
                 raise
             except BaseException:
-                self.interrupted(lane)
+                self.interrupted(queue)
                 raise
 
     def bind(self, launches: Sequence[Launch], after: Sequence[Sequence[int]] | None = None) -> Program:
@@ -165,7 +157,7 @@ class Stream:
         events: list[Event] = []
         try:
             try:
-                self._driver.replay(self.compute.queue, bound, waits, events)
+                self._driver.replay(self.compute.native, bound, waits, events)
             except DeviceError as error:
                 raise DeviceError(error.reason, describe(commands[len(events)])) from None
             finally:
@@ -177,10 +169,10 @@ class Stream:
             self.interrupted(self.compute)
             raise
 
-    def interrupted(self, lane: Lane) -> None:
+    def interrupted(self, queue: CommandQueue) -> None:
         """Wait for a queue whose recording was interrupted, so that nothing unknown is under way there."""
         with suppress(DeviceError):  # a device that failed does nothing any more
-            lane.finish_unknown()
+            queue.finish_unknown()
 
     def _graph(self, program: Program) -> bool:
         """Whether a program is recorded as one graph: from the second time on, since it is costly to make."""
@@ -230,7 +222,7 @@ class Stream:
             if not self.unavailable:
                 self._submit()
             self.unavailable = why
-            events = [event for lane in self._lanes if (event := lane.last_submitted) is not None]
+            events = [event for queue in self._queues if (event := queue.last_submitted) is not None]
         for event in events:
             self._driver.wait(event)
         self.retire()
@@ -238,8 +230,8 @@ class Stream:
     def retire(self) -> None:
         """Let go of everything that the device has finished."""
         with self.lock:
-            for lane in self._lanes:
-                lane.retire()
+            for queue in self._queues:
+                queue.retire()
 
     def wait(self, event: Event, why: str) -> None:
         """Wait for one submitted command, and enter the time in the ledger if the host really waited."""
@@ -258,7 +250,7 @@ class Stream:
         for event in events:
             if event is not None and self._driver.is_done(event) and self._driver.failures([event]):
                 with self.lock:
-                    known = [error for lane in self._lanes if (error := lane.explain(event)) is not None]
+                    known = [error for queue in self._queues if (error := queue.explain(event)) is not None]
                 raise known[0] if known else DeviceError(self._driver.failures([event])[0][1])
 
     def check_available(self) -> None:
@@ -282,7 +274,7 @@ class Stream:
     def remove_recorder(self, recorder: Recorder) -> None:
         """Tell it of what is pending, once that is done, and then of nothing more."""
         with self.lock:
-            others = tuple(one for one in self.recorders if one is not recorder)
+            others = tuple(other for other in self.recorders if other is not recorder)
             try:
                 if not self.unavailable:  # a closed device has told everything
                     self.drain(PROFILE)
@@ -295,29 +287,29 @@ class Stream:
         if on != self._timed:
             self._driver.time_commands(on)
             self._timed = on
-            for lane in self._lanes:
-                lane.queue = getattr(self._driver, lane.name)
+            for queue in self._queues:
+                queue.native = getattr(self._driver, queue.name)
 
     def _set_recorders(self, recorders: tuple[Recorder, ...]) -> None:
         self.recorders = recorders
-        for lane in self._lanes:
-            lane.recorders = recorders
+        for queue in self._queues:
+            queue.recorders = recorders
 
     def _submit(self) -> list[Event]:
-        """Submit what is gathered; the last command of each lane that has something to wait for."""
+        """Submit what is gathered; the last command of each queue that has something to wait for."""
         with self.lock:
             self.check_available()
-            for lane in self._lanes:
-                lane.submit()
+            for queue in self._queues:
+                queue.submit()
             self.retire()
-            last = [event for lane in self._lanes if (event := lane.last_submitted) is not None]
+            last = [event for queue in self._queues if (event := queue.last_submitted) is not None]
         self._pool.expire()
         return last
 
     def raise_error(self) -> None:
         """Raise the first failure that was not told yet, once."""
         with self.lock:
-            errors = [error for lane in self._lanes if (error := lane.take_error()) is not None]
+            errors = [error for queue in self._queues if (error := queue.take_error()) is not None]
         if errors:
             raise errors[0]
 

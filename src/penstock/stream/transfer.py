@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.device.driver import Bytes, Driver, Event, Queue
+from penstock.drivers.driver import Bytes, Driver, Event, Queue
 from penstock.errors import DeviceError
 from penstock.memory.buffer import Buffer
 from penstock.memory.pool import BufferPool
 from penstock.memory.staging import Slot, StagingRing
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
-from penstock.stream.lane import BufferSize, BufferSizes, Command, Lane, describe
+from penstock.stream.queue import BufferSize, BufferSizes, CommandQueue, describe
+from penstock.stream.recorder import Command
 from penstock.stream.stream import Stream
 from penstock.stream.watching import Looking, Watching
 
@@ -147,7 +148,7 @@ class Transfers:
 
     def _record(
         self,
-        lane: Lane,
+        queue: CommandQueue,
         command: Command,
         buffers: Sequence[Buffer],
         copy: Callable[[Queue, list[Event] | None], Event],
@@ -157,17 +158,17 @@ class Transfers:
 
         One that is not ordered does not count as their last use: what is under way ends later, perhaps.
         """
-        waits = lane.dependencies(buffers, reads_only=command[0] == "download") if ordered else None
+        waits = queue.dependencies(buffers, reads_only=command[0] == "download") if ordered else None
         try:
             try:
-                event = copy(lane.queue, waits)
+                event = copy(queue.native, waits)
             except DeviceError as error:
                 raise DeviceError(error.reason, describe(command)) from None
-            lane.record(event, command, buffers if ordered else ())
+            queue.record(event, command, buffers if ordered else ())
         except DeviceError:
             raise
         except BaseException:
-            self._stream.interrupted(lane)
+            self._stream.interrupted(queue)
             raise
         return event
 
@@ -179,7 +180,7 @@ class Transfers:
         copy: Callable[[Slot, Queue, list[Event] | None], Event],
         ordered: bool = True,
     ) -> Slot:
-        lane = self._stream.incoming if verb == "upload" else self._stream.outgoing
+        queue = self._stream.incoming if verb == "upload" else self._stream.outgoing
         ring = self._rings[verb]
         slot = ring.reserve(nbytes, lambda event: self._stream.wait(event, "staging"))
 
@@ -191,7 +192,7 @@ class Transfers:
             # What is not the last use of its buffer has to keep it.
             args = BufferSizes((buffer.nbytes,)) if ordered else (buffer,)
             command: Command = (verb, nbytes, None, args)
-            self._record(lane, command, (buffer,), copy_through, ordered)
+            self._record(queue, command, (buffer,), copy_through, ordered)
         except BaseException as error:
             # Otherwise the copy is under way, and so the slot in use; after an interrupt, it was waited for.
             if slot.event is None or not isinstance(error, DeviceError):
@@ -239,7 +240,7 @@ class Transfers:
         def finish() -> npt.NDArray[Any]:
             with self._stream.lock:
                 for slot in slots:
-                    ring.settle(slot)
+                    ring.finish(slot)
                 ring.retire()
             self._checked(result, (before, *(slot.event for slot in slots)))
             if not ordered:

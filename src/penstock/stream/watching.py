@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.device.driver import Bytes, Driver, Event
+from penstock.drivers.driver import Bytes, Driver, Event
 from penstock.memory.buffer import Buffer
 from penstock.stream.future import Future
 

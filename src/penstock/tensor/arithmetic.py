@@ -13,6 +13,78 @@ from penstock.tensor.arguments import of_tensor
 from penstock.tensor.core import Tensor, broadcast, common_shape, install, record, scalar
 from penstock.tensor.operands import OPERANDS, as_number, device_of, operand, operands
 
+__all__ = [
+    "abs",
+    "acos",
+    "acosh",
+    "add",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "bitwise_and",
+    "bitwise_invert",
+    "bitwise_left_shift",
+    "bitwise_or",
+    "bitwise_right_shift",
+    "bitwise_xor",
+    "ceil",
+    "clip",
+    "conj",
+    "copysign",
+    "cos",
+    "cosh",
+    "divide",
+    "equal",
+    "erf",
+    "exp",
+    "expm1",
+    "floor",
+    "floor_divide",
+    "greater",
+    "greater_equal",
+    "hypot",
+    "imag",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "less",
+    "less_equal",
+    "log",
+    "log1p",
+    "log2",
+    "log10",
+    "logaddexp",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "logical_xor",
+    "maximum",
+    "minimum",
+    "multiply",
+    "negative",
+    "nextafter",
+    "not_equal",
+    "positive",
+    "pow",
+    "real",
+    "reciprocal",
+    "remainder",
+    "round",
+    "sign",
+    "signbit",
+    "sin",
+    "sinh",
+    "sqrt",
+    "square",
+    "subtract",
+    "tan",
+    "tanh",
+    "trunc",
+    "where",
+]
+
 # The kinds of dtypes that a function takes, as NumPy's letters.
 _BOOL, _INTEGER, _REAL, _NUMBER, _ANY = "b", "iu", "iuf", "iufc", "biufc"
 _FRACTION = "fc"
@@ -110,6 +182,7 @@ ceil = _unary("ceil", _for_floating(elementwise.ceil), _REAL, "Rounded up.")
 conj = _unary("conj", _for_complex(elementwise.conj), _NUMBER, "The complex conjugate.")
 cos = _unary("cos", elementwise.cos, _FRACTION, "The cosine.")
 cosh = _unary("cosh", elementwise.cosh, _FRACTION, "The hyperbolic cosine.")
+erf = _unary("erf", elementwise.erf, "f", "The error function.")
 exp = _unary("exp", elementwise.exp, _FRACTION, "The exponential.")
 expm1 = _unary("expm1", elementwise.expm1, _FRACTION, "The exponential less 1, exact near 0.")
 floor = _unary("floor", _for_floating(elementwise.floor), _REAL, "Rounded down.")

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.graph import checkpoint as checkpoints
 from penstock.graph import elementwise
-from penstock.graph.custom import custom
+from penstock.graph.custom_vjp import custom_vjp
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, topological
 from penstock.tensor.core import Tensor, leaf_of, record
@@ -71,7 +71,7 @@ def checkpoint(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 def fenced(x: Tensor) -> Tensor:
     """`x`, computed by itself: whatever uses it reads it from memory. No gradient passes."""
-    return record(Node(checkpoints.AGAIN, (elementwise.stop(x._node),), {}), x).detach()
+    return record(Node(checkpoints.BARRIER, (elementwise.stop(x._node),), {}), x).detach()
 
 
 def given_gradient(
@@ -90,5 +90,5 @@ def given_gradient(
 
     if not any(one.requires_grad for one in inputs):
         return value
-    node = Node(custom("given", nodes), (value._node, *(one._node for one in inputs)), {})
+    node = Node(custom_vjp("given", nodes), (value._node, *(one._node for one in inputs)), {})
     return record(node, *inputs)

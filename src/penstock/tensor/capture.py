@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import CaptureError
-from penstock.graph.custom import custom, refusing
+from penstock.graph.custom_vjp import custom_vjp, refusing
 from penstock.graph.node import Node, leaf, topological
 from penstock.tensor.core import Tensor, ends_at, leaf_of, outside_capture
 
@@ -230,7 +230,7 @@ class Tracing:
             self._assume_node(actual, node)  # what is behind it is part of the program then
             return [g]
 
-        return Node(custom("outside", passed), (first, node), {}, UNKNOWN)
+        return Node(custom_vjp("outside", passed), (first, node), {}, UNKNOWN)
 
     def _assume_node(self, tensor: Tensor, node: Node) -> None:
         known = weakref.ref(node)

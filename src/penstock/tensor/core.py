@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from penstock.execution.realize import explain as explain_nodes
+from penstock.execution.realize import realize, waits_for_a_compiler
 from penstock.graph import elementwise, reducing, shaping
-from penstock.graph.custom import refused, refusing
+from penstock.graph.custom_vjp import refused, refusing
 from penstock.graph.gradient import gradients
 from penstock.graph.node import DType, Node, Shape, leaf, topological
-from penstock.realize import explain as explain_nodes
-from penstock.realize import realize, waits_for_a_compiler
 from penstock.registry import default_device, find
 from penstock.runtime import Device
 from penstock.stream.future import Future

@@ -68,7 +68,7 @@ _SIGNS: dict[type[ast.unaryop], str] = {
 def _of_numbers(name: str) -> Function:
     """What a function gives for numbers alone: a number, so that it takes the dtype of what it meets."""
     extra: dict[str, Function] = {"reciprocal": lambda x: np.divide(1, x), "square": np.square, "pow": _power}
-    meaning = extra.get(name) or PRIMITIVES[name].numpy
+    meaning = extra.get(name) or PRIMITIVES[name].reference
 
     def function(*numbers: Any) -> Any:
         if name in _EXACT and all(type(number) is int for number in numbers) and _is_exact(name, *numbers):

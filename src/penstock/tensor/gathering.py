@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.errors import OutOfDeviceMemory
 from penstock.graph.node import Node, leaf
 from penstock.kernels.source import UNIT

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.execution.realize import programs, realize
+from penstock.execution.structure import Structure
 from penstock.graph import elementwise
 from penstock.graph.checkpoint import copied
-from penstock.graph.custom import custom
+from penstock.graph.custom_vjp import custom_vjp
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, leaf, topological
 from penstock.memory.buffer import Buffer
-from penstock.realize import Structure, programs, realize
 from penstock.runtime import Device
 from penstock.tensor.capture import UNKNOWN, Origin, Tracing
 from penstock.tensor.core import Tensor, capture, captured_by
@@ -47,7 +48,7 @@ class Differentiable:
         self._outputs = [None if node is None else copied(node, self._leaves) for node in outputs]
         self._inputs = list(self._leaves.values())
         self._origins = [found.origin for found in read.values()]
-        self._primitives = [custom("jitted", self._rule(at)) for at in range(len(outputs))]
+        self._primitives = [custom_vjp("jitted", self._rule(at)) for at in range(len(outputs))]
         self._programs: dict[int, _Program] = {}
         self._seeds: dict[int, Node] = {}
 
@@ -100,7 +101,7 @@ class Differentiable:
                 continue
             held = leaf(buffers[part], node.shape, node.dtype) if isinstance(part, int) else part
             held = g if part is self._seeds[at] else held
-            rule = custom("jitted gradient", self._second_rule(at, number))
+            rule = custom_vjp("jitted gradient", self._second_rule(at, number))
             parts.append(Node(rule, (held, g, *read), {}, held.value))
         return parts
 
@@ -119,14 +120,15 @@ class Differentiable:
         with captured_by(tracing):  # rules make tensors, which must not be computed
             found = self._parts(at)
         pending = [node for node in dict.fromkeys(found) if node is not None and node.value is None]
-        structure = Structure(pending, checked=False)  # the call has checked what it read
+        # Without checks: the call has checked what it read.
+        structure = Structure(pending, self._device.capabilities, checked=False)
         number = {node: at for at, node in enumerate(self._inputs)} | {self._seeds[at]: -1}
         inputs: list[int | Origin | Node] = []
         for node in structure.inputs:
             outside = tracing.of_node(node)
             inputs.append(number.get(node, node) if outside is None else outside.origin)
         places = {node: place for place, node in enumerate(pending)}
-        program = programs(self._device).build(structure, pending) if pending else None
+        program = programs(self._device).build(structure) if pending else None
         parts = [None if node is None else places.get(node, node) for node in found]
         return _Program(program, structure.constants(), inputs, parts)
 

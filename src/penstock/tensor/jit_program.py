@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.errors import CaptureError
-from penstock.graph.custom import refusing
+from penstock.execution.realize import programs
+from penstock.execution.structure import Structure
+from penstock.graph.custom_vjp import refusing
 from penstock.graph.node import Node, Primitive, leaf, topological
 from penstock.memory.buffer import Buffer
-from penstock.realize import Structure, programs
 from penstock.runtime import Device
 from penstock.tensor.capture import Origin, StandIn, Tracing
 from penstock.tensor.core import Tensor, leaf_of
@@ -34,9 +35,9 @@ def captured_program(
     wanted = [tensor._node for tensor in (*outputs, *(found.tensor for found in stand_ins), *assigned)]
     pending = list(dict.fromkeys(node for node in wanted if node.value is None))
     place = {node: at for at, node in enumerate(pending)}
-    structure = Structure(pending, checked=False)
+    structure = Structure(pending, device.capabilities, checked=False)
     over = _replaced_inputs(stand_ins, place, structure.inputs)
-    program = programs(device).build(structure, pending, over) if pending else None
+    program = programs(device).build(structure, over) if pending else None
     gradients, reads = _gradients(name, tracing, outputs, donated)
     return Captured(
         name=name,

@@ -38,11 +38,7 @@ def matmul(x1: Array, x2: Array, /) -> Tensor:
     dtype = dtypes.promote(a.dtype, b.dtype)
     batch = common_shape(a.shape[:-2], b.shape[:-2])
     a, b = broadcast(a, batch + a.shape[-2:]), broadcast(b, batch + b.shape[-2:])
-    inside = dtype
-    if dtype is dtypes.bfloat16 and not a.device.capabilities.matmul_library:
-        inside = dtypes.float32  # for which there is a kernel
-    nodes = [elementwise.cast(elementwise.cast(x._node, dtype), inside) for x in (a, b)]
-    result = record(elementwise.cast(contraction.matmul(*nodes), dtype), a, b)
+    result = record(contraction.matmul(*(elementwise.cast(x._node, dtype) for x in (a, b))), a, b)
     if x1.ndim == 1:
         result = squeeze(result, -2)
     return squeeze(result, -1) if x2.ndim == 1 else result

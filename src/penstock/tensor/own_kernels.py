@@ -15,13 +15,11 @@ from typing import Any, overload
 
 from penstock.errors import KernelError
 from penstock.graph import elementwise, reducing, shaping
-from penstock.graph.node import Node, Shape, topological
+from penstock.graph.node import Kind, Node, Shape, topological
 from penstock.tensor.core import Capture, Scalar, Tensor, capture, common_shape, record
 from penstock.tensor.formula import Formula
 from penstock.tensor.operands import OPERANDS, operand
 from penstock.tensor.own_gradients import GradientFunction, with_gradient
-
-_ELEMENTWISE = frozenset(elementwise.PRIMITIVES.values())
 
 
 @overload
@@ -304,9 +302,9 @@ class _Check:
         primitive = node.primitive
         if primitive is elementwise.FULL:
             self._constant.add(node)
-        elif primitive in _ELEMENTWISE or primitive.unchanged:
+        elif primitive.kind is Kind.ELEMENTWISE or primitive.is_identity:
             self._check_elementwise(node)
-        elif primitive in reducing.REDUCTIONS:
+        elif primitive.kind is Kind.REDUCTION:
             self._check_reduction(node)
         elif primitive is shaping.RESHAPE:
             self._check_reshape(node)
@@ -321,9 +319,9 @@ class _Check:
         bare = [one for one in rest if one in self._bare]
         if not rest:
             self._constant.add(node)
-        elif bare and len(bare) < len(rest) and not node.primitive.unchanged:
+        elif bare and len(bare) < len(rest) and not node.primitive.is_identity:
             self._refuse_bare()
-        elif node.inputs[0] in self._bare or (bare and not node.primitive.unchanged):
+        elif node.inputs[0] in self._bare or (bare and not node.primitive.is_identity):
             self._bare.add(node)
 
     def _check_reduction(self, node: Node) -> None:

@@ -6,6 +6,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ import numpy as np
 from penstock.errors import KernelError
 from penstock.graph.node import Shape
 from penstock.graph.raw import RawLaunch, RawText, raw, raw_primitive
-from penstock.kernels.raw_source import LANGUAGES, item_type, scalar_type, taken
 from penstock.runtime import Device
 from penstock.tensor.core import Scalar, Tensor, record
 from penstock.tensor.creation import zeros
@@ -102,7 +102,7 @@ class RawKernel:
         self.__signature__ = inspect.Signature([inspect.Parameter(one, kind) for one in names])
 
     def __repr__(self) -> str:
-        languages = ", ".join(LANGUAGES[name] for name, _, _ in self._text.languages)
+        languages = ", ".join(_source().LANGUAGES[name] for name, _, _ in self._text.languages)
         return f"<kernel {self.__name__}{self.__signature__} in {languages}>"
 
     def __call__(self, *args: Tensor | Scalar, **kwargs: Tensor | Scalar) -> Any:
@@ -146,14 +146,14 @@ class RawKernel:
         return value
 
     def _check_language(self, device: Device) -> None:
-        language = device.capabilities.language
+        language, languages = device.capabilities.language, _source().LANGUAGES
         given = [name for name, _, _ in self._text.languages]
         if language not in given:
-            wants = f"takes {LANGUAGES[language]}" if language in LANGUAGES else "compiles no text"
-            has = " and ".join(LANGUAGES[name] for name in given)
+            wants = f"takes {languages[language]}" if language in languages else "compiles no text"
+            has = " and ".join(languages[name] for name in given)
             raise KernelError(f"kernel {self.__name__!r} is there in {has}, and {device.name} {wants}")
         for name, dtype in self._text.scalars:
-            if scalar_type(dtype, device.capabilities) is None:
+            if _source().scalar_type(dtype, device.capabilities) is None:
                 raise TypeError(
                     f"kernel {self.__name__!r}: {device.name} has no scalars of {dtype}, which {name} is"
                 )
@@ -173,7 +173,7 @@ class RawKernel:
                 dtypes.append(checked(_made(declared[1], arguments)))
         names = (*self._text.inputs, *self._text.outputs)
         for name, dtype in zip(names, [*(one.dtype for one in tensors), *dtypes], strict=True):
-            if item_type(dtype, device.capabilities) is None:
+            if _source().item_type(dtype, device.capabilities) is None:
                 raise TypeError(
                     f"kernel {self.__name__!r}: {device.name} has no arrays of {dtype}, which {name} is"
                 )
@@ -233,6 +233,13 @@ def _made(given: Any, arguments: list[Any]) -> Any:
     return given(*arguments) if callable(given) and not isinstance(given, type) else given
 
 
+def _source() -> ModuleType:
+    """What writes the texts of kernels, imported late: most programs have no kernel of their own."""
+    from penstock.kernels import raw_source
+
+    return raw_source
+
+
 def _text(
     name: str,
     source: Mapping[str, str],
@@ -241,9 +248,10 @@ def _text(
     outputs: tuple[str, ...],
     scalars: Mapping[str, DTypeLike],
 ) -> RawText:
+    languages = _source().LANGUAGES
     for language in (*source, *header):
-        if language not in LANGUAGES:
-            raise KernelError(f"kernel {name!r}: {language!r} is no language; there are {list(LANGUAGES)}")
+        if language not in languages:
+            raise KernelError(f"kernel {name!r}: {language!r} is no language; there are {list(languages)}")
     if not source or not inputs or not outputs:
         raise KernelError(f"kernel {name!r} needs a source, an input and an output")
     names = [*outputs, *inputs, *scalars]
@@ -251,7 +259,7 @@ def _text(
         if not one.isidentifier() or not one.isascii():
             raise KernelError(f"kernel {name!r}: {one!r} is no name that a kernel could have for something")
     for at, one in enumerate(names):
-        if one in names[:at] or taken((*outputs, *inputs), one):
+        if one in names[:at] or _source().taken((*outputs, *inputs), one):
             raise KernelError(f"kernel {name!r}: {one!r} would stand for two things in its text")
     return RawText(
         name,

@@ -15,20 +15,20 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import DamagedTensor
-from penstock.graph.custom import refused
+from penstock.execution.realize import realize
+from penstock.graph.custom_vjp import refused
 from penstock.graph.node import LEAF, DType, Node, Primitive, Shape, leaf
 from penstock.interrupts import held_back
 from penstock.memory.buffer import Buffer
-from penstock.realize import realize
 from penstock.runtime import Device
-from penstock.stream.lane import Run
+from penstock.stream.recorder import Run
 from penstock.tensor.capture import NoValue, Origin, ends_in
 from penstock.tensor.core import Tensor
 from penstock.tensor.index_watch import IndexWatch
 from penstock.tensor.jit_gradients import Differentiable
 
 if TYPE_CHECKING:
-    from penstock.executable import Executable
+    from penstock.execution.executable import Executable
 
 Source = Origin | Node  # a tensor that is there before the call, or a constant
 

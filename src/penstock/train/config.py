@@ -29,7 +29,7 @@ class ModelConfig:
     layers: int = 4
     heads: int = 4
     dropout: float = 0.0
-    precision: str = "float32"  # of what is computed; with the two halves, float32 masters are trained
+    precision: str = "float32"  # of what is computed; with float16 and bfloat16, float32 masters are trained
 
     def __post_init__(self) -> None:
         for name in ("context", "width", "layers", "heads"):
@@ -160,7 +160,7 @@ class Config:
 
 
 def _known(name: str, part: Any, unknown: str, known: str) -> None:
-    names = [one.name for one in fields(part)]
+    names = [item.name for item in fields(part)]
     if name not in names:
         raise SettingError(f"{unknown} {shown(name)}; {known} {', '.join(names)}")
 

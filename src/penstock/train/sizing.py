@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import psutil
 
-from penstock.config import format_bytes
 from penstock.errors import SettingError
+from penstock.formatting import format_bytes
 from penstock.runtime import Device
 from penstock.train.config import Config, ModelConfig
 

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 import penstock as ps
-from penstock.config import format_bytes
 from penstock.data import (
     ByteTokenizer,
     CharTokenizer,
@@ -34,6 +33,7 @@ from penstock.data import (
 )
 from penstock.data.files import written_whole
 from penstock.errors import CheckpointError, PenstockError
+from penstock.formatting import format_bytes
 from penstock.nn import GPT
 from penstock.optim import AdamW, cosine
 from penstock.optim.optimizers import LEAST_SCALE
@@ -317,7 +317,7 @@ class Trainer:
         self.model.eval()
         losses = [self._loss_of(tokens).numpy_async() for tokens in self._validation]
         self.model.train()
-        loss = float(np.mean([float(one.wait()) for one in losses]))
+        loss = float(np.mean([float(future.wait()) for future in losses]))
         self._check(loss, "validation loss", self.step)
         return loss
 

@@ -15,10 +15,9 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
-from penstock.config import format_bytes
-from penstock.printable import say
+from penstock.formatting import format_bytes, format_clock
+from penstock.terminal import say, table
 from penstock.train.metrics import Metrics
 
 _LINES = 20  # of a whole run, besides those of evaluations
@@ -115,7 +114,7 @@ class PlainView:
             parts.append(f"validation {metrics.validation_loss:.4f}")
         parts.append(recent.speed)
         if not math.isnan(recent.step_seconds):
-            parts.append(f"{_time(recent.step_seconds * (self._steps - metrics.step))} left")
+            parts.append(f"{format_clock(recent.step_seconds * (self._steps - metrics.step))} left")
         self.note("  ".join([*parts, recent.memory, recent.waiting]))
 
     def note(self, text: str) -> None:
@@ -161,13 +160,13 @@ class LiveView:
         if metrics.validation_loss is not None:
             self._best = min(self._best, metrics.validation_loss)
             self._validation = f"; validation {metrics.validation_loss:.4f}, the best {self._best:.4f}"
-        table = Table.grid(padding=(0, 2))
+        rows = table(padding=(0, 2))
         rate = f"; learning rate {metrics.learning_rate:.2e}"
-        table.add_row("loss", f"{recent.loss:.4f}{self._validation}{rate}")
-        table.add_row("speed", f"{recent.speed}; {recent.waiting}")
-        table.add_row("memory", f"{recent.memory}; {metrics.hit_rate:.0%} of requests served by the pool")
+        rows.add_row("loss", f"{recent.loss:.4f}{self._validation}{rate}")
+        rows.add_row("speed", f"{recent.speed}; {recent.waiting}")
+        rows.add_row("memory", f"{recent.memory}; {metrics.hit_rate:.0%} of requests served by the pool")
         self._progress.update(self._task, completed=metrics.step)
-        self._live.update(Group(self._progress, table))
+        self._live.update(Group(self._progress, rows))
 
     def note(self, text: str) -> None:
         """See `View`."""
@@ -176,9 +175,3 @@ class LiveView:
     def stop(self) -> None:
         """See `View`."""
         self._live.stop()
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -7,6 +7,7 @@ import math
 from penstock.kernels.dialects.c_expressions import Patterns, c_type, combine, expression, neutral
 from penstock.kernels.dialects.printer import Printer
 from penstock.kernels.ir import (
+    LOCAL_MEMORY,
     Accumulate,
     Assign,
     AtomicAdd,
@@ -14,6 +15,7 @@ from penstock.kernels.ir import (
     Bitcast,
     Broadcast,
     Call,
+    CallFunction,
     Cast,
     Clamp,
     Combine,
@@ -45,6 +47,8 @@ _SUFFIXES = {"uint32": "u", "int64": "l", "uint64": "ul", "float32": "f"}
 class CPrinter(Printer):
     """Prints single values; how values with a width are printed depends on who computes them."""
 
+    kernel_name = ""  # which the names of its functions and tables begin with
+    tables: frozenset[str] = frozenset()
     patterns: Patterns | None = None  # of functions of float32, where there are better ones than C's
 
     def workgroup(self, axis: int) -> str:
@@ -68,8 +72,8 @@ class CPrinter(Printer):
             case Bitcast():
                 return self.bits(expr)
             case Clamp():
-                value, length = self.operand(expr.value), expr.length
-                return f"{value} < 0 ? 0 : {value} < {length} ? (int){value} : {length - 1}"
+                value, length, last = (self.operand(part) for part in (expr.value, expr.length, expr.last))
+                return f"{value} < 0 ? 0 : {value} < {length} ? (int){value} : {last}"
             case Combine():
                 left, right = self.operand(expr.left), self.operand(expr.right)
                 return combine(expr.reduction, expr.type, left, right, self.patterns)
@@ -86,7 +90,7 @@ class CPrinter(Printer):
             case LoadIndex():
                 item = f"{expr.buffer}[{self.expr(expr.index)}]"
                 unsigned = "ulong" if expr.stored.endswith("64") else "uint"
-                return f"(({unsigned}){item} < {expr.length} ? (int){item} : -1)"
+                return f"(({unsigned}){item} < {self.operand(expr.length)} ? (int){item} : -1)"
             case _:
                 raise AssertionError(f"{expr} has no text in C")
 
@@ -126,7 +130,8 @@ class CPrinter(Printer):
 
     def load(self, expr: Load, index: str) -> str:
         """An item of memory."""
-        value = f"{expr.buffer}[{index}]"
+        table = f"{self.kernel_name}_" if expr.buffer in self.tables else ""
+        value = f"{table}{expr.buffer}[{index}]"
         if expr.stored == "float16":
             value = f"vload_half({index}, {expr.buffer})"
         if expr.stored == "bfloat16":
@@ -164,6 +169,8 @@ class CPrinter(Printer):
             case UniformLoad():
                 item = f"{statement.array}[{self.expr(statement.index)}]"
                 return ["BARRIER;", f"int {statement.name} = {item};"]
+            case CallFunction():
+                return [self._call_function(statement)]
             case AtomicAdd():
                 return [self._atomic(statement)]
             case For():
@@ -172,13 +179,27 @@ class CPrinter(Printer):
                 return [f"while ({self.expr(statement.condition)}) {{", *self.statements(statement.body), "}"]
             case If():
                 lines = [f"if ({self.expr(statement.condition)}) {{", *self.statements(statement.body)]
-                if statement.otherwise:
-                    lines += ["} else {", *self.statements(statement.otherwise)]
-                return [*lines, "}"]
+                match statement.otherwise:
+                    case []:
+                        return [*lines, "}"]
+                    case [If() as other]:
+                        first, *rest = self.lines(other)
+                        return [*lines, f"}} else {first}", *rest]
+                    case others:
+                        return [*lines, "} else {", *self.statements(others), "}"]
             case Barrier():
                 return ["DEVICE_BARRIER;" if statement.device_memory else "BARRIER;"]
             case _:
                 raise AssertionError(f"{statement} is for the threads of a GPU")
+
+    def _call_function(self, statement: CallFunction) -> str:
+        arguments = [self.expr(statement.group)]
+        arguments += [
+            f"(LOCAL_AT {C_TYPES[dtype]} *)({LOCAL_MEMORY} + {at})" for dtype, at in statement.arrays
+        ]
+        arguments += [f"(GLOBAL {C_TYPES[dtype]} *){buffer}" for dtype, buffer in statement.buffers]
+        arguments += map(self.expr, statement.arguments)
+        return f"{self.kernel_name}_{statement.function}({', '.join(arguments)});"
 
     def _for(self, loop: For) -> list[str]:
         unroll = f'_Pragma("unroll {loop.unrolled}") ' if loop.unrolled else ""

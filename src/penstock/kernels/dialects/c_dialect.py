@@ -4,15 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from penstock.kernels.dialects.c import CPrinter
 from penstock.kernels.dialects.c_expressions import expression
 from penstock.kernels.dialects.c_threads import ThreadPrinter
 from penstock.kernels.dialects.c_vectors import VectorPrinter
 from penstock.kernels.dialects.dialect import Dialect, RawKernel
-from penstock.kernels.ir import KernelIR, Type
+from penstock.kernels.ir import Function, KernelIR, Type, Var, WorkgroupId
 from penstock.kernels.philox import PHILOX
-from penstock.kernels.source import UNIT, KernelSource, declared, head
+from penstock.kernels.rewriting import rewritten
+from penstock.kernels.source import C_TYPES, UNIT, KernelSource, declared, head
 
 _MOST_INT = (1 << 31) - 1
+_WORKGROUP = Var("workgroup")  # of a function
+
+
+def _printer(kernel: KernelIR, private: bool = False) -> CPrinter:
+    return VectorPrinter(private) if kernel.vectors else ThreadPrinter(kernel.quick)
+
+
+def _function(function: Function, name: str) -> str:
+    """A kernel as a function of the number of its workgroup, its local arrays, and its parameters."""
+    kernel, linkage = function.kernel, f"{function.linkage} void"
+    if isinstance(kernel, str):
+        # One thread by itself has no memory of a workgroup.
+        words = f"#undef GROUP\n#undef LOCAL\n#define GROUP(axis) {_WORKGROUP.name}\n#define LOCAL\n"
+        text = kernel.replace(f"KERNEL {function.name}(", f"{linkage} {name}(int {_WORKGROUP.name}, ")
+        return words + text
+    leading, arrays = [f"int {_WORKGROUP.name}"], []
+    for array in kernel.arrays:
+        if function.private:
+            arrays.append(f"    {C_TYPES[array.dtype]} {array.name}[{array.length}];")
+        else:
+            leading.append(f"LOCAL_AT {C_TYPES[array.dtype]} *{array.name}")
+    body = rewritten(kernel.body, lambda expr: _WORKGROUP if isinstance(expr, WorkgroupId) else None)
+    lines = [head(name, *kernel.parameters, linkage=linkage, leading=leading).rstrip(), *arrays]
+    return "\n".join([*lines, *_printer(kernel, function.private).statements(body), "}"]) + "\n"
 
 
 class CDialect(Dialect):
@@ -24,24 +50,22 @@ class CDialect(Dialect):
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
         return expression(operation, Type(result), Type(of), ("x",) * inputs) is not None
 
-    def render(self, kernel: KernelIR, name: str) -> KernelSource:
-        printer = VectorPrinter() if kernel.vectors else ThreadPrinter(kernel.quick)
+    def scalar_dtypes(self, kernel: KernelIR) -> tuple[str, ...]:
+        return tuple("uint8" if dtype == "bool" else dtype for dtype in kernel.scalars)
+
+    def print(self, kernel: KernelIR, name: str) -> str:
+        printer = _printer(kernel)
+        printer.kernel_name, printer.tables = name, frozenset(table.name for table in kernel.tables)
         # Memory of a group has to be named before anything else.
-        arrays = tuple((array.dtype, array.name, array.length) for array in kernel.arrays)
+        arrays = [declared(array.dtype, array.name, array.length) for array in kernel.arrays]
         opening, *places = head(name, *kernel.parameters).rstrip().split("\n")
-        body = printer.statements(kernel.body)
-        lines = [opening, *(declared(*array) for array in arrays), *places, *body, "}"]
-        stored = tuple("uint8" if dtype == "bool" else dtype for dtype in kernel.scalars)
-        return KernelSource(
-            name,
-            "\n".join(lines) + "\n",
-            (*kernel.outputs, *kernel.inputs),
-            stored,
-            kernel.grid,
-            kernel.group,
-            arrays,
-            kernel.resident,
-        )
+        lines = [opening, *arrays, *places, *printer.statements(kernel.body), "}"]
+        tables = [
+            f"CONSTANT int {name}_{table.name}[] = {{{', '.join(map(str, table.values))}}};\n"
+            for table in kernel.tables
+        ]
+        functions = [_function(function, f"{name}_{function.name}") for function in kernel.functions]
+        return "\n".join([*functions, *tables, "\n".join(lines) + "\n"])
 
     # Of users' own kernels, which need no other prelude.
     raw_words: str
@@ -80,7 +104,7 @@ class CDialect(Dialect):
 
     def whole_text(self, sources: Sequence[KernelSource], preludes: Mapping[str, str]) -> str:
         # Chains change words of the prelude, so they come last.
-        texts = sorted(map(self.text, sources), key=lambda text: "chain_group" in text)
+        texts = sorted(map(self.text, sources), key=lambda text: "#undef" in text)
         text = "\n".join(texts)
         optional = {**self.optional_preludes, **preludes}
         used = dict.fromkeys(part for word, part in optional.items() if word in text)

@@ -26,6 +26,7 @@ from penstock.kernels.ir import (
     BlockReduce,
     Broadcast,
     Call,
+    Const,
     Declare,
     Expr,
     Forget,
@@ -216,13 +217,18 @@ class ThreadPrinter(CPrinter):
             lines.append(f"EACH_LANE({width}) {name}[l_] = {text};")
         result, type_ = statement.name, c_type(scalar)
         lines.append(f"{type_} {result} = {name}{'[0]' if variable.type.width > 1 else ''};")
-        if statement.threads > 1:
+        if statement.array is not None and statement.threads != Const(1):
             text = combine(operation, scalar, result, "other_", self.patterns)
-            lines.append(f"FOLD_THREADS({type_}, {result}, {text}, {statement.array}, {statement.threads})")
+            threads = self.expr(statement.threads)
+            lines.append(f"FOLD_THREADS({type_}, {result}, {text}, {statement.array}, {threads})")
         return lines
 
     def _strided_reduce(self, statement: StridedReduce) -> list[str]:
-        kind, stride, threads = statement.target.type, statement.stride, statement.threads
+        kind = statement.target.type
+        stride, threads = self.operand(statement.stride), self.operand(statement.threads)
+        half = f"{threads} / {stride} / 2"
+        if isinstance(statement.stride, Const) and isinstance(statement.threads, Const):
+            half = str(int(statement.threads.value // statement.stride.value // 2))
         each, target = _each(kind), self.expr(statement.target)
         lane = f" + l_ * {threads}" if kind.width > 1 else ""
         mine = f"{statement.array}[THREAD{lane}]"
@@ -230,7 +236,7 @@ class ThreadPrinter(CPrinter):
         text = combine(statement.operation, Type(kind.dtype), target, other, self.patterns)
         return [
             f"{each}{mine} = {target};",
-            f"for (int half_ = {threads // stride // 2}; half_ > 0; half_ /= 2) {{",
+            f"for (int half_ = {half}; half_ > 0; half_ /= 2) {{",
             "    BARRIER;",
             f"    if (THREAD < half_ * {stride}) {{ {each}{mine} = {target} = {text}; }}",
             "}",

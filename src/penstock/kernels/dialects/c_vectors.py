@@ -22,6 +22,10 @@ from penstock.kernels.source import C_TYPES
 class VectorPrinter(CPrinter):
     """Prints single values and vectors."""
 
+    def __init__(self, private: bool = False) -> None:
+        """`private`: arrays are those of the thread, and not of its workgroup."""
+        self._array_space = "" if private else "LOCAL "
+
     def lines(self, statement: Statement) -> list[str]:
         return self._reduce(statement) if isinstance(statement, BlockReduce) else super().lines(statement)
 
@@ -52,8 +56,8 @@ class VectorPrinter(CPrinter):
             items = [self._item(expr, f"{index} + {lane * expr.step}") for lane in range(width)]
             return f"({c_type(expr.type)})({', '.join(items)})"
         if expr.stored == "float16":
-            return f"from_halves_{width}({_vector(expr, index)})"
-        value = _vector(expr, index)
+            return f"from_halves_{width}({self._vector(expr, index)})"
+        value = self._vector(expr, index)
         if expr.stored == "bfloat16":
             return f"FROM_BFLOAT16_{width}({value})"
         return f"(__builtin_convertvector({value}, int{width}) != 0)" if expr.type.dtype == "bool" else value
@@ -72,7 +76,7 @@ class VectorPrinter(CPrinter):
             value = f"TO_BFLOAT16_{width}({value})"
         elif statement.type.dtype == "bool":
             value = f"__builtin_convertvector({value} & 1, uchar{width})"
-        return f"{_vector(statement, index)} = {value};"
+        return f"{self._vector(statement, index)} = {value};"
 
     def _reduce(self, statement: BlockReduce) -> list[str]:
         type, name = statement.variable.type, statement.name
@@ -87,9 +91,8 @@ class VectorPrinter(CPrinter):
             value = f"({value} & 1)"
         return [*lines, f"{c_type(Type(type.dtype))} {name} = {value};"]
 
-
-def _vector(access: Load | Store, index: str) -> str:
-    """A vector in memory that is aligned for its items only."""
-    item = "ushort" if access.stored == "float16" else C_TYPES[access.stored]
-    space = "GLOBAL" if is_buffer(access.buffer) else "LOCAL"
-    return f"*({space} loose_{item}{access.type.width} *)({access.buffer} + {index})"
+    def _vector(self, access: Load | Store, index: str) -> str:
+        """A vector in memory that is aligned for its items only."""
+        item = "ushort" if access.stored == "float16" else C_TYPES[access.stored]
+        space = "GLOBAL " if is_buffer(access.buffer) else self._array_space
+        return f"*({space}loose_{item}{access.type.width} *)({access.buffer} + {index})"

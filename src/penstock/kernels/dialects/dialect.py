@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.ir import KernelIR
 from penstock.kernels.source import KernelSource
 
@@ -27,6 +27,18 @@ class RawKernel:
     count: int | None  # threads that have something to do, where each works by itself
     header: str
     body: str
+
+
+@dataclass(frozen=True)
+class DialectBody:
+    """A kernel in the IR, with the dialect that prints it."""
+
+    dialect: Dialect
+    kernel: KernelIR
+
+    def text(self, name: str) -> str:
+        """The kernel's text under a name, without prelude."""
+        return self.dialect.print(self.kernel, name)
 
 
 class Dialect(ABC):
@@ -57,9 +69,28 @@ class Dialect(ABC):
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
         """Whether a primitive on values of dtype `of` has a text."""
 
-    @abstractmethod
+    fixed_nodes: tuple[type, ...] = ()  # of the IR: the text depends on their constants
+
     def render(self, kernel: KernelIR, name: str) -> KernelSource:
-        """The text of a kernel."""
+        """A kernel that is printed when it is compiled."""
+        return KernelSource(
+            name,
+            DialectBody(self, kernel),
+            (*kernel.outputs, *kernel.inputs),
+            ("int32",) * kernel.sizes + self.scalar_dtypes(kernel),
+            kernel.grid,
+            kernel.group,
+            tuple((array.dtype, array.name, array.length) for array in kernel.arrays),
+            kernel.resident,
+        )
+
+    @abstractmethod
+    def scalar_dtypes(self, kernel: KernelIR) -> tuple[str, ...]:
+        """The dtypes in which the scalars of a kernel are passed."""
+
+    @abstractmethod
+    def print(self, kernel: KernelIR, name: str) -> str:
+        """The text of a kernel, without prelude."""
 
     @abstractmethod
     def whole_text(self, sources: Sequence[KernelSource], preludes: Mapping[str, str]) -> str:

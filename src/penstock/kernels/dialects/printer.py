@@ -92,12 +92,11 @@ class Printer(ABC):
         return f"({text})" if isinstance(expr, Binary) and expr.operator == "&&" else text
 
     def _affine(self, expr: Affine) -> str:
-        one, zero = Const(1), Const(0)
         parts = [
-            self.expr(term) if factor == one else f"{self.expr(term)} * {self.expr(factor)}"
+            self.expr(term) if factor is None else f"{self.expr(term)} * {self.expr(factor)}"
             for term, factor in expr.terms
         ]
-        if expr.constant != zero:
+        if expr.constant is not None:
             parts.append(self.expr(expr.constant))
         return f"({' + '.join(parts)})"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.dialects.dialect import MANY_STEPS, Dialect, RawKernel
 from penstock.kernels.dialects.wgsl_expressions import wgsl_expression
 from penstock.kernels.dialects.wgsl_memory import Words, scalar_dtypes
 from penstock.kernels.dialects.wgsl_prelude import functions_for
 from penstock.kernels.dialects.wgsl_printer import WgslPrinter, writes_parts
-from penstock.kernels.ir import KernelIR
+from penstock.kernels.ir import BlockReduce, KernelIR, StridedReduce
 from penstock.kernels.source import KernelSource
 
 _SOFTWARE_STEPS = (
@@ -26,6 +26,7 @@ class Wgsl(Dialect):
     pointers = False
     word_access = True
     one_kernel_modules = True
+    fixed_nodes = (BlockReduce, StridedReduce)
 
     moves_buffers = False  # there are no pointers that could be moved
     raw_types: Mapping[str, str] = {
@@ -57,21 +58,16 @@ class Wgsl(Dialect):
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
         return wgsl_expression(operation, result, of, ("x",) * inputs) is not None
 
-    def render(self, kernel: KernelIR, name: str) -> KernelSource:
+    def scalar_dtypes(self, kernel: KernelIR) -> tuple[str, ...]:
+        return scalar_dtypes(kernel.scalars)
+
+    def print(self, kernel: KernelIR, name: str) -> str:
         outputs, inputs, scalars = kernel.parameters
         words = Words(writes_parts(kernel.body))
         printer = WgslPrinter(words, kernel.arrays)
         body = printer.statements(kernel.body)
         opening = words.opening(name, [buffer for _, buffer in (*outputs, *inputs)], scalars).rstrip()
-        lines = [*printer.declared(), opening, *body, "}"]
-        return KernelSource(
-            name,
-            "\n".join(lines) + "\n",
-            (*kernel.outputs, *kernel.inputs),
-            scalar_dtypes(kernel.scalars),
-            kernel.grid,
-            kernel.group,
-        )
+        return "\n".join([*printer.declared(), opening, *body, "}"]) + "\n"
 
     def whole_text(self, sources: Sequence[KernelSource], preludes: Mapping[str, str]) -> str:
         text = "\n".join(source.text for source in sources)

@@ -72,13 +72,15 @@ class Words:
         high = self.put_word(buffer, f"2 * ({index}) + 1", "bitcast<u32>(wide_ >> 31u)")
         return f"{{ let wide_ = {value}; {low} {high} }}"
 
-    def index(self, buffer: str, dtype: str, index: str, length: int) -> str:
+    def index(self, buffer: str, dtype: str, index: str, length: str) -> str:
         """An item of whole numbers as one of 32 bits from 0 to before `length`; -1 if it is none of them."""
         if item_size(dtype) == 8:
             low, high = (self.word(buffer, f"2 * ({index})"), self.word(buffer, f"2 * ({index}) + 1"))
-            return f"index_of({low}, {high}, {length}u)"
+            return f"index_of({low}, {high}, u32({length}))"
         item = self.item(buffer, dtype, index)
-        return f"index_of({item if wgsl_type(dtype) == 'u32' else f'bitcast<u32>({item})'}, 0u, {length}u)"
+        return (
+            f"index_of({item if wgsl_type(dtype) == 'u32' else f'bitcast<u32>({item})'}, 0u, u32({length}))"
+        )
 
     def item(self, buffer: str, dtype: str, index: str) -> str:
         """One item, in the type that it is computed in."""

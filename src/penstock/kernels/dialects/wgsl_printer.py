@@ -44,6 +44,7 @@ from penstock.kernels.ir import (
     BlockReduce,
     Broadcast,
     Call,
+    CallFunction,
     Cast,
     Clamp,
     Combine,
@@ -166,7 +167,8 @@ class WgslPrinter(Printer):
             case Load():
                 return self._item(expr, lane)
             case LoadIndex():
-                return self._words.index(expr.buffer, expr.stored, self.expr(expr.index), expr.length)
+                length = self.expr(expr.length)
+                return self._words.index(expr.buffer, expr.stored, self.expr(expr.index), length)
             case _:
                 raise AssertionError(f"{expr} has no text in WGSL")
 
@@ -179,14 +181,19 @@ class WgslPrinter(Printer):
         return f"{target}({value})" if text is None else text
 
     def _clamped(self, expr: Clamp) -> str:
-        value, dtype = self.operand(expr.value), expr.value.type.dtype
-        kind, last = wgsl_type(dtype), expr.length - 1
+        value, dtype, last = self.operand(expr.value), expr.value.type.dtype, self.expr(expr.last)
+        kind = wgsl_type(dtype)
         if kind[0] == "u":
-            return f"select(i32({value}), {last}, {value} > {last}{SUFFIXES[kind]})"
+            return f"select(i32({value}), {last}, {value} > {self._typed(expr.last, kind)})"
         # Compared without a sign: Mesa's software Vulkan takes `i64(x) > 15li` for true, whatever `x` is.
         wide = {"i32": "u32", "i64": "u64"}[kind]
-        outside = f"bitcast<{wide}>({value}) > {last}{SUFFIXES[wide]}"
+        outside = f"bitcast<{wide}>({value}) > {self._typed(expr.last, wide)}"
         return f"select(i32({value}), select({last}, 0, {value} < {number(dtype, 0)}), {outside})"
+
+    def _typed(self, expr: Expr, kind: str) -> str:
+        """An integer as one of a type of WGSL."""
+        text = self.expr(expr)
+        return f"{text}{SUFFIXES[kind]}" if isinstance(expr, Const) else f"{kind}({text})"
 
     def _item(self, load: Load, lane: int) -> str:
         """One item of memory."""
@@ -236,7 +243,7 @@ class WgslPrinter(Printer):
                 self._share_array(statement.array)
                 item = f"{statement.array}[{self.expr(statement.index)}]"
                 return [f"let {statement.name} = workgroupUniformLoad(&{item});"]
-            case Pointer():
+            case Pointer() | CallFunction():
                 raise AssertionError("WGSL has no pointers into buffers")
             case AtomicAdd():
                 return [self._atomic(statement)]
@@ -286,7 +293,8 @@ class WgslPrinter(Printer):
             case Unary():
                 return self._is_known(expr.operand)
             case Affine():
-                return all(self._is_known(term) for term, _ in expr.terms)
+                parts = [*(part for term in expr.terms for part in term), expr.constant]
+                return all(part is None or self._is_known(part) for part in parts)
             case _:
                 return False
 
@@ -384,7 +392,7 @@ class WgslPrinter(Printer):
 
     def _block_reduce(self, statement: BlockReduce) -> list[str]:
         variable, operation, name = statement.variable, statement.operation, statement.name
-        dtype, width, threads = variable.type.dtype, variable.type.width, statement.threads
+        dtype, width, threads = variable.type.dtype, variable.type.width, _number(statement.threads)
         lines = []
         while width > 1:
             width //= 2
@@ -404,13 +412,13 @@ class WgslPrinter(Printer):
         return lines
 
     def _strided_reduce(self, statement: StridedReduce) -> list[str]:
-        target, array, threads = statement.target, statement.array, statement.threads
+        target, array = statement.target, statement.array
+        threads, stride = _number(statement.threads), _number(statement.stride)
         lanes, dtype = range(target.type.width), target.type.dtype
         self._share(array, dtype, self._lengths[array])
         names = [self.expr(target, lane) for lane in lanes]
         places = [f"{array}[%s{f' + {lane * threads}' if lane else ''}]" for lane in lanes]
-        count = threads // statement.stride
-        return self._tree(statement.operation, dtype, names, places, statement.stride, count, "")
+        return self._tree(statement.operation, dtype, names, places, stride, threads // stride, "")
 
     def _tree(
         self,
@@ -481,9 +489,10 @@ class WgslPrinter(Printer):
         body = self.statements(loop.body)
         self._constants = known
         count = min(loop.unrolled, _UNROLLED)
-        if count > 1 and isinstance(loop.step, Const):
-            first, step = f"{loop.name}_first", str(int(loop.step.value) * count)
-            return [_opening(first, start, stop, step), *_laid_out(loop, first, stop, count, body), "}"]
+        if count > 1:
+            first, step = f"{loop.name}_first", self.operand(loop.step)
+            laid_out = _laid_out(loop, first, stop, step, count, body)
+            return [_opening(first, start, stop, f"{count} * {step}"), *laid_out, "}"]
         return [_opening(loop.name, start, stop, step), *body, "}"]
 
 
@@ -491,15 +500,16 @@ def _opening(name: str, start: str, stop: str, step: str) -> str:
     return f"for (var {name} = {start}; {name} < {stop}; {name} += {step}) {{"
 
 
-def _laid_out(loop: For, first: str, stop: str, count: int, body: list[str]) -> list[str]:
+def _laid_out(loop: For, first: str, stop: str, step: str, count: int, body: list[str]) -> list[str]:
     """The body of a loop so many times, as far as the loop goes."""
-    assert isinstance(loop.step, Const)
-    step, whole = int(loop.step.value), False
-    if isinstance(loop.start, Const) and isinstance(loop.stop, Const):
-        whole = int(loop.stop.value - loop.start.value) % (step * count) == 0
+    match loop:
+        case For(start=Const(begin), stop=Const(end), step=Const(by)):
+            whole = (end - begin) % (by * count) == 0
+        case _:
+            whole = False
     lines: list[str] = []
     for turn in range(count):
-        lines.append(f"{{ let {loop.name} = {_moved(first, step, turn)};")
+        lines.append(f"{{ let {loop.name} = {first}{f' + {turn} * {step}' if turn else ''};")
         lines += body if whole or turn == 0 else [f"if ({loop.name} < {stop}) {{", *body, "}"]
         lines.append("}")
     return lines
@@ -507,6 +517,12 @@ def _laid_out(loop: For, first: str, stop: str, count: int, body: list[str]) -> 
 
 def _vector_type(array: LocalArray) -> str:
     return f"vec{array.width}<{shared_type(array.dtype)}>"
+
+
+def _number(expr: Expr) -> int:
+    """A number that the text depends on."""
+    assert isinstance(expr, Const)
+    return int(expr.value)
 
 
 def _lane_names(name: str, kind: Type, text: Callable[[int], str], word: str = "let") -> list[str]:

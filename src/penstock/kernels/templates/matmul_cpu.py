@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.dialects.c_vectors import VectorPrinter
 from penstock.kernels.ir import Expr, Type, Var

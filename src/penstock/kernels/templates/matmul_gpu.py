@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, gcd
 
-from penstock.device.driver import Capabilities
+from penstock.drivers.driver import Capabilities
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.wgsl_memory import WORD, item_size

@@ -1,0 +1,126 @@
+"""CUDA C as loaded code: compiled by NVRTC, or by an earlier process and kept on disk."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver as cu
+from cuda.bindings import nvrtc
+
+from penstock.drivers.binaries import Binaries
+from penstock.drivers.cuda.calls import CudaError, checked
+from penstock.errors import CompileError
+
+SLOT = 8  # bytes of one argument in a launch's block; no scalar has more
+# How `struct` writes a scalar, by NumPy's word for it.
+_FORMATS = {"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q"}
+_FORMATS |= {"f2": "e", "f4": "f", "f8": "d"}
+
+_import_lock = threading.Lock()
+
+
+def compile_text(text: str, architecture: str) -> bytes:
+    """CUDA C as code for an architecture such as `sm_90`. Raises CompileError with the compiler's words."""
+    # Imported late: it takes a quarter of a second, and code that is on disk needs no compiler. By one thread
+    # at a time: a second one would see the module before its names are there.
+    with _import_lock:
+        from cuda.core import Program, ProgramOptions
+
+    try:
+        program = Program(text, "c++", ProgramOptions(arch=architecture))
+        return bytes(program.compile("cubin").code)
+    except Exception as error:  # cuda.core has no public class for it
+        raise CompileError(f"NVRTC refused the source:\n{error}") from None
+
+
+class Compiler:
+    """Loads the kernels of texts."""
+
+    def __init__(self, architecture: str) -> None:
+        self._architecture = architecture
+        self.binaries = Binaries()
+        self.modules = Alive()
+
+    def functions(
+        self,
+        text: str,
+        signatures: Mapping[str, Sequence[str]],
+        dtypes: Mapping[str, Sequence[np.dtype[Any]]],
+    ) -> dict[str, Function]:
+        """The kernels of a text by name. Raises CompileError, or CudaError where CUDA refuses the code."""
+        module = _Module(self._code(text), self.modules)
+        return {
+            name: Function(module, name, signature, dtypes[name]) for name, signature in signatures.items()
+        }
+
+    def _code(self, text: str) -> bytes:
+        """The code of a text for this device, from the disk where it was compiled before."""
+        key = f"{nvrtc.nvrtcVersion()[1:]} {self._architecture}\n{text}"
+        code = self.binaries.get(key)
+        if code is None:
+            code = compile_text(text, self._architecture)
+            self.binaries.put(key, code)
+        return code
+
+
+class Alive:
+    """Which native objects of a kind there are, and whether they may be touched."""
+
+    def __init__(self) -> None:
+        self.found: set[int] = set()  # every step on it is atomic: finalisers take no lock
+        self.abandoned = False
+
+
+class _Module:
+    """Loaded code, for as long as a kernel of it is there."""
+
+    def __init__(self, code: bytes, alive: Alive) -> None:
+        self.native = checked(cu.cuModuleLoadData(code))
+        self._alive = alive
+        alive.found.add(id(self))
+
+    def __del__(self) -> None:
+        if hasattr(self, "native") and not self._alive.abandoned:
+            cu.cuModuleUnload(self.native)
+            self._alive.found.discard(id(self))
+
+
+class Function:
+    """A kernel's code, and how each of its arguments is written into memory."""
+
+    def __init__(
+        self, module: _Module, name: str, signature: Sequence[str], dtypes: Sequence[np.dtype[Any]]
+    ) -> None:
+        try:
+            self.native = checked(cu.cuModuleGetFunction(module.native, name.encode()))
+        except CudaError as error:
+            raise CompileError(f"the source has no kernel {name!r} ({error})") from None
+        self._module = module
+        kinds = [
+            ("u8" if kind.endswith("*") else dtype.str[1:])
+            for kind, dtype in zip(signature, dtypes, strict=True)
+        ]
+        self.formats = [struct.Struct(_FORMATS[kind]) for kind in kinds]
+        # All arguments at once, each in a slot of its own.
+        self.format = struct.Struct(
+            "=" + "".join(f"{_FORMATS[kind]}{SLOT - int(kind[1:])}x" for kind in kinds)
+        )
+        self.dtypes = dtypes
+        sizes: list[int] = []
+        while not (found := cu.cuFuncGetParamInfo(self.native, len(sizes)))[0]:
+            sizes.append(found[2])
+        if len(sizes) != len(signature):
+            raise CompileError(
+                f"kernel {name!r} has {len(sizes)} parameters, and the signature "
+                f"({', '.join(signature)}) has {len(signature)}"
+            )
+        for position, (size, form) in enumerate(zip(sizes, self.formats, strict=True)):
+            if size != form.size:
+                raise CompileError(
+                    f"parameter {position} of kernel {name!r} has {size} bytes, and {signature[position]!r} "
+                    f"has {form.size}"
+                )

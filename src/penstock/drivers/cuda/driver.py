@@ -1,0 +1,373 @@
+"""The CUDA driver, on NVIDIA's cuda.core and the driver API of its bindings: NVIDIA's GPUs.
+
+Kernels are C that NVRTC compiles for the device, or the launches of a library. A program's launches can
+become one graph, whose arguments still change one by one.
+
+An error inside a kernel, such as an address that nobody allocated, ends the device for this process: CUDA
+answers every later call with it. Commands that were not known to be done by then have all failed, and so have
+those that are recorded later; the first of them is told.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from threading import get_ident
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver as cu
+
+from penstock.drivers.cuda.calls import ELSEWHERE, FATAL, NO_MEMORY, CudaError, checked, words
+from penstock.drivers.cuda.code import Alive, Compiler
+from penstock.drivers.cuda.devices import architecture_of, context_of, cuda_capabilities
+from penstock.drivers.cuda.events import Clock, CudaEvent, EventPool, elapsed
+from penstock.drivers.cuda.graphs import Graph
+from penstock.drivers.cuda.launches import Launch, LibraryCall
+from penstock.drivers.cuda.memory import Allocator, release
+from penstock.drivers.driver import (
+    Bytes,
+    Driver,
+    Event,
+    Grid,
+    Kernel,
+    Memory,
+    Queue,
+    Source,
+    parameter_dtypes,
+)
+from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
+
+_NOT_READY = cu.CUresult.CUDA_ERROR_NOT_READY
+
+
+class CudaDriver(Driver):
+    """One CUDA device."""
+
+    reaches_pinned = True
+    times = True
+
+    def __init__(self, device: int, name: str) -> None:
+        self.name = name
+        self.capabilities = cuda_capabilities(device)
+        self._context = context_of(device)
+        self._enter()
+        self._allocator = Allocator(device)
+        self._compiler = Compiler(architecture_of(device))
+        self._captured = Alive()
+        self._events = EventPool()
+        made = [checked(cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)) for _ in range(4)]
+        self.compute, self.incoming, self.outgoing, self._capturing = self._queues = made
+        # CUDA's own setting. Here, too, every command then waits for its end, and failures are told exactly.
+        self._blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+        self.graphs = not self._blocking
+        self._at_once = self._blocking  # whether every command has an event of its own
+        self._clock: Clock | None = None  # while commands are timed
+        self._open: dict[Queue, CudaEvent] = {}  # by queue, of what was recorded since the last flush
+        self._launcher = 0  # the thread that launched last
+        self._dead = ""  # why every call fails
+        self._abandoned = False
+
+    # Memory
+
+    def allocate(self, nbytes: int, pinned: bool = False) -> Memory:
+        self._enter()
+        try:
+            return self._allocator.allocate(nbytes, pinned)
+        except CudaError as error:
+            if error.code in FATAL:
+                self._end(error.code)
+                raise DeviceError(
+                    f"a command before it failed ({error})", f"allocation of {nbytes} bytes"
+                ) from None
+            if error.code not in NO_MEMORY:
+                raise DeviceError(str(error), f"allocation of {nbytes} bytes") from None
+            largest = self.capabilities.max_allocation_bytes
+            hint = f"; one allocation may have {largest} bytes there" if nbytes > largest else ""
+            raise OutOfDeviceMemory(
+                f"{self.name} has no {nbytes} bytes ({error}){hint}", asked=nbytes
+            ) from None
+
+    def free(self, memory: Memory) -> None:
+        address, mapped = self._allocator.forget(memory)
+        if not self._abandoned:
+            self._enter()
+            release(address, mapped, memory.pinned)
+
+    def view(self, memory: Memory, offset: int, nbytes: int) -> Any:
+        return memory.native + offset
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._allocator.allocated_bytes
+
+    def native_handles(self) -> int:
+        loaded = len(self._compiler.modules.found) + len(self._captured.found)
+        return len(self._allocator) + loaded + self._events.in_use
+
+    # Kernels
+
+    def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
+        dtypes = {name: parameter_dtypes(name, signature) for name, signature in signatures.items()}
+        self._enter()
+        if not isinstance(source, str):
+            return {name: self._library(name, source, signature) for name, signature in signatures.items()}
+        try:
+            functions = self._compiler.functions(source, signatures, dtypes)
+        except CudaError as error:
+            raise CompileError(f"{self.name} refused the code of {sorted(signatures)}: {error}") from None
+        return {name: Kernel(name, signatures[name], Launch(functions[name])) for name in signatures}
+
+    def _library(self, name: str, functions: Mapping[str, Any], signature: Sequence[str]) -> Kernel:
+        launch = functions.get(name)
+        if not callable(launch) or not hasattr(launch, "prepare"):
+            raise CompileError(
+                f"a CUDA device takes CUDA C as text, or launches of a library, which have a method "
+                f"`prepare`; functions were given, and {name!r} is no such launch"
+            )
+        launch.prepare(self)
+        self._enter()
+        return Kernel(name, signature, launch)
+
+    def launch(
+        self,
+        queue: Queue,
+        kernel: Kernel,
+        grid: Grid,
+        group: Grid,
+        args: Sequence[Any],
+        waits: list[Event] | None,
+    ) -> Event:
+        bound = kernel.native
+        if isinstance(bound, Launch):  # calls on one queue come one after another, so it serves them all
+            bound.set(grid, group, args)
+        else:
+            bound = self.bind(kernel, grid, group, args)
+        try:
+            # Without entering, which is a tenth of a launch: mostly the thread has launched something before.
+            if waits or self._launcher != get_ident() or self._clock is not None:
+                self._begin(queue, waits)
+                self._launcher = get_ident()
+            if self._clock is not None:
+                self._clock.note_start(queue)
+            try:
+                bound.record(queue)
+            except CudaError as error:
+                if error.code not in ELSEWHERE:
+                    raise
+                self._enter()
+                bound.record(queue)
+        except CudaError as error:
+            self._refuse(error)
+        return self._event(queue)
+
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
+        if isinstance(kernel.native, Launch):
+            return Launch(kernel.native.function, grid, group, args)
+        return LibraryCall(kernel.native, args)
+
+    def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
+        bound.change(position, arg)
+
+    def replay(
+        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
+    ) -> None:
+        recorded = 0
+        try:
+            self._begin(queue, waits)
+            for launch in bound:
+                if self._clock is not None:
+                    self._clock.note_start(queue)
+                launch.record(queue)
+                recorded += 1
+                if self._at_once:
+                    events.append(self._event(queue))
+                    recorded = 0
+        except CudaError as error:
+            self._refuse(error)
+            recorded = len(bound) - len(events)
+        finally:
+            if recorded:
+                events += [self._event(queue)] * recorded
+
+    def capture(self, bound: Sequence[Any], after: Sequence[Sequence[int]]) -> Any:
+        self._enter()
+        try:
+            return Graph(bound, after, self._capturing, self._captured)
+        except CudaError as error:
+            raise DeviceError(str(error)) from None
+
+    # Copies
+
+    def write(
+        self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: list[Event] | None
+    ) -> Event:
+        return self._copy(queue, memory.native + offset, _address(source), source.nbytes, waits)
+
+    def read(
+        self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: list[Event] | None
+    ) -> Event:
+        return self._copy(queue, _address(target), memory.native + offset, target.nbytes, waits)
+
+    def copy(
+        self,
+        queue: Queue,
+        target: Memory,
+        target_offset: int,
+        source: Memory,
+        source_offset: int,
+        nbytes: int,
+        waits: list[Event] | None,
+    ) -> Event:
+        return self._copy(queue, target.native + target_offset, source.native + source_offset, nbytes, waits)
+
+    def _copy(self, queue: Queue, target: int, source: int, nbytes: int, waits: list[Event] | None) -> Event:
+        try:
+            self._begin(queue, waits)
+            if self._clock is not None:
+                self._clock.note_start(queue)
+            checked(cu.cuMemcpyAsync(target, source, nbytes, queue))
+        except CudaError as error:
+            self._refuse(error)
+        return self._event(queue)
+
+    def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
+        raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")
+
+    def unmap(self, memory: Memory, mapped: Bytes) -> Event | None:
+        raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")
+
+    # Order and completion
+
+    def flush(self, queue: Queue) -> None:
+        event = self._open.pop(queue, None)
+        if event is not None:
+            self._enter()
+            self._record(event)
+
+    def is_done(self, event: Event) -> bool:
+        if event.done or event.native is None or self._abandoned:
+            return bool(event.done)
+        self._enter()
+        (code,) = cu.cuEventQuery(event.native)
+        if code == _NOT_READY:
+            return False
+        self._complete(event, code)
+        return True
+
+    def wait(self, event: Event) -> None:
+        if event.native is None:
+            self.flush(event.queue)
+        if not event.done:
+            self._enter()
+            self._complete(event, cu.cuEventSynchronize(event.native)[0])
+
+    def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
+        return [
+            (position, event.error)
+            for position, event in enumerate(events)
+            if self.is_done(event) and event.error
+        ]
+
+    def _enter(self) -> None:
+        """Let CUDA's calls on this thread mean this device, whatever other libraries have set."""
+        cu.cuCtxSetCurrent(self._context)
+
+    def _begin(self, queue: Queue, waits: list[Event] | None) -> None:
+        cu.cuCtxSetCurrent(self._context)
+        if waits:
+            for event in waits:
+                if not event.done:
+                    checked(cu.cuStreamWaitEvent(queue, event.native, 0))
+
+    def _refuse(self, error: CudaError) -> None:
+        """Raise what CUDA has against a command, unless that is the failure of another one."""
+        if error.code not in FATAL:
+            raise DeviceError(str(error)) from None
+        self._end(error.code)
+
+    def _end(self, code: Any) -> None:
+        """From here on, every command fails."""
+        self._at_once = True
+        self._dead = self._dead or (
+            f"{words(code)}. This command failed, or one soon after it, and the device cannot be used any "
+            f"more in this process; with CUDA_LAUNCH_BLOCKING=1 in the environment it is told exactly"
+        )
+
+    def _event(self, queue: Queue) -> Event:
+        """The event of what was recorded last: one for all until the next flush, because each takes time."""
+        event = self._open.get(queue)
+        if event is None:
+            event = self._open[queue] = CudaEvent(queue, self._events.idle)
+        if self._clock is not None:
+            self._clock.give_start(event)
+        if not self._at_once:
+            return event
+        if self._dead:
+            del self._open[queue]
+            event.done, event.error = True, self._dead
+        else:
+            self.flush(queue)
+            if self._blocking:
+                self.wait(event)
+        return event
+
+    def _record(self, event: Event) -> None:
+        """Give an event its place on its queue."""
+        try:
+            event.native = self._events.mark(event.queue, event.idle)
+        except CudaError as error:
+            self._refuse(error)
+            event.done, event.error = True, self._dead
+
+    def _complete(self, event: Event, code: Any) -> None:
+        if code:
+            self._end(code)
+            event.error = self._dead
+        event.done = True
+
+    # Times
+
+    def time_commands(self, on: bool) -> None:
+        self._enter()
+        self._at_once = on or self._blocking or bool(self._dead)
+        if self._clock is not None:
+            self._clock.close()
+        self._clock = Clock(self._events, self._capturing) if on else None
+        if not on:
+            self._events.destroy_timed()
+
+    def ran(self, event: Event) -> tuple[float, float] | None:
+        if event.start is None or event.native is None or not event.done or event.error:
+            return None
+        self._enter()
+        try:
+            start = event.base.seconds + elapsed(event.base.native, event.start)
+            return start, start + elapsed(event.start, event.native)
+        except CudaError:  # of a device that has failed since
+            return None
+
+    # Life cycle
+
+    def close(self) -> None:
+        self._enter()
+        for queue in self._queues:
+            cu.cuStreamSynchronize(queue)
+
+    def abandon(self) -> None:
+        # CUDA does not survive a fork: a child may not even release what its parent made.
+        self._abandoned = True
+        self._compiler.modules.abandoned = self._captured.abandoned = True
+
+    def __del__(self) -> None:
+        if getattr(self, "_abandoned", True):  # also where __init__ failed
+            return
+        self._enter()
+        for queue in self._queues:
+            cu.cuStreamDestroy(queue)
+        self._events.destroy()
+
+
+def _address(array: Bytes) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

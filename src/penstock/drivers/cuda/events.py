@@ -1,0 +1,149 @@
+"""CUDA's events, which are used again and again, and the device's clock on the host's."""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from penstock.drivers.cuda.calls import CudaError, checked
+from penstock.drivers.driver import Queue
+
+_CLOCK_SECONDS = 1.0  # after which the device's clock is compared with the host's again
+_MAX_IDLE_EVENTS = 1024
+_UNTIMED = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+_TIMED = cu.CUevent_flags.CU_EVENT_DEFAULT
+
+
+class CudaEvent:
+    """A moment on a queue. Its native event serves the next one when nothing refers to this any more."""
+
+    __slots__ = ("base", "done", "error", "idle", "native", "queue", "start")
+
+    def __init__(self, queue: Queue, idle: deque[Any]) -> None:
+        self.queue = queue
+        self.native: Any = None  # until the queue is flushed
+        self.done = False
+        self.error = ""  # why the command failed
+        self.idle = idle
+        self.start: Any = None  # a native event before the command, where that is timed
+        self.base: _Base | None = None
+
+    def __del__(self) -> None:
+        for native in (self.native, self.start):
+            if native is not None:
+                self.idle.append(native)  # one atomic step: a finaliser may come inside any other call
+
+
+class _Base:
+    """A native event whose moment is known on the host's clock: others are told by their distance from it."""
+
+    __slots__ = ("_idle", "native", "seconds")
+
+    def __init__(self, native: Any, seconds: float, idle: deque[Any]) -> None:
+        self.native = native
+        self.seconds = seconds
+        self._idle = idle
+
+    def __del__(self) -> None:
+        self._idle.append(self.native)
+
+
+class EventPool:
+    """Native events that serve again, with and without times."""
+
+    def __init__(self) -> None:
+        self.idle: deque[Any] = deque()
+        self.timed: deque[Any] = deque()  # idle events that know their time
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        """Native events, idle or in use."""
+        return self._count
+
+    @property
+    def in_use(self) -> int:
+        """Native events that are not idle."""
+        return self._count - len(self.idle) - len(self.timed)
+
+    def mark(self, queue: Queue, idle: deque[Any]) -> Any:
+        """A native event at this place on a queue, out of `idle` where there is any."""
+        while len(idle) > _MAX_IDLE_EVENTS:
+            self._destroy_oldest(idle)
+        try:
+            native = idle.pop()
+        except IndexError:
+            native = checked(cu.cuEventCreate(_UNTIMED if idle is self.idle else _TIMED))
+            self._count += 1
+        try:
+            checked(cu.cuEventRecord(native, queue))
+        except CudaError:
+            idle.append(native)
+            raise
+        return native
+
+    def _destroy_oldest(self, idle: deque[Any]) -> None:
+        cu.cuEventDestroy(idle.popleft())
+        self._count -= 1
+
+    def destroy_timed(self) -> None:
+        """Destroy the idle events that know their time."""
+        while self.timed:
+            self._destroy_oldest(self.timed)
+
+    def destroy(self) -> None:
+        """Destroy all idle events."""
+        self.destroy_timed()
+        while self.idle:
+            self._destroy_oldest(self.idle)
+
+
+class Clock:
+    """The device's clock on the host's, and the starts of the commands that are timed."""
+
+    def __init__(self, events: EventPool, idle_queue: Queue) -> None:
+        """`idle_queue`: one on which an event has nothing in its way."""
+        self._events = events
+        self._queue = idle_queue
+        self._base: _Base | None = None
+        self._due = 0.0
+        self._starts: dict[Queue, tuple[Any, _Base]] = {}  # by queue, of the command that comes next
+
+    def note_start(self, queue: Queue) -> None:
+        """Let the next command on a queue know when it begins."""
+        if queue in self._starts:  # of a command that was refused
+            self._events.timed.append(self._starts.pop(queue)[0])
+        base = self._recent_base()  # which has to come first
+        self._starts[queue] = self._events.mark(queue, self._events.timed), base
+
+    def give_start(self, event: CudaEvent) -> None:
+        """Give the start that was noted to the event of the command."""
+        event.start, event.base = self._starts.pop(event.queue, (None, None))
+        event.idle = self._events.timed  # for the event at its end has to know its time, too
+
+    def close(self) -> None:
+        """Give back the starts of commands that were refused."""
+        self._events.timed.extend(native for native, _ in self._starts.values())
+        self._starts.clear()
+
+    def _recent_base(self) -> _Base:
+        """A moment in the last second: the two clocks drift apart, and long distances are told roughly."""
+        if self._base is None or perf_counter() > self._due:
+            found = []
+            for _ in range(5):  # the host may be interrupted meanwhile, but not every time
+                before = perf_counter()
+                native = self._events.mark(self._queue, self._events.timed)
+                checked(cu.cuEventSynchronize(native))
+                after = perf_counter()
+                found.append((after - before, _Base(native, (before + after) / 2, self._events.timed)))
+            self._base = min(found, key=lambda pair: pair[0])[1]
+            self._due = perf_counter() + _CLOCK_SECONDS
+        return self._base
+
+
+def elapsed(first: Any, last: Any) -> float:
+    """Seconds between two native events."""
+    return float(checked(cu.cuEventElapsedTime(first, last))) / 1000

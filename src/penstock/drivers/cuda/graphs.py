@@ -1,0 +1,87 @@
+"""Launches as one CUDA graph, whose arguments still change one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from penstock.drivers.cuda.calls import FATAL, CudaError, checked
+from penstock.drivers.cuda.code import Alive
+from penstock.drivers.cuda.launches import Bound
+from penstock.drivers.driver import Queue
+
+
+class Graph:
+    """Launches as one. Where an argument of theirs changes, so does their node, before the next launch."""
+
+    def __init__(
+        self, bound: Sequence[Bound], after: Sequence[Sequence[int]], queue: Queue, alive: Alive
+    ) -> None:
+        self._bound = bound
+        self._after = after
+        self._queue = queue  # on which libraries' launches are captured
+        self._alive = alive
+        self._changes: list[Bound] = []
+        self._build()
+        alive.found.add(id(self))
+        for launch in bound:
+            launch.changes = self._changes
+
+    def _build(self) -> None:
+        graph = checked(cu.cuGraphCreate(0))
+        nodes: dict[Bound, Any] = {}
+        try:
+            for number in _soonest(self._after):
+                before = [nodes[self._bound[earlier]] for earlier in self._after[number]]
+                nodes[self._bound[number]] = self._bound[number].add_to(graph, before, self._queue)
+            native = checked(cu.cuGraphInstantiate(graph, 0))
+        except BaseException:
+            cu.cuGraphDestroy(graph)
+            raise
+        self._graph, self._native, self._nodes = graph, native, nodes  # nodes live as long as their graph
+
+    def record(self, queue: Queue) -> None:
+        """Launch it."""
+        if self._changes:
+            self._update()
+        checked(cu.cuGraphLaunch(self._native, queue))
+
+    def _update(self) -> None:
+        try:
+            for launch in dict.fromkeys(self._changes):
+                launch.update(self._native, self._nodes[launch], self._queue)
+        except CudaError as error:
+            if error.code in FATAL:
+                raise
+            # A library may launch other kernels for other arguments, which only a new graph can hold.
+            graph, native = self._graph, self._native
+            self._build()
+            cu.cuGraphExecDestroy(native)
+            cu.cuGraphDestroy(graph)
+        self._changes.clear()
+
+    def __del__(self) -> None:
+        if not hasattr(self, "_graph") or self._alive.abandoned:
+            return
+        cu.cuGraphExecDestroy(self._native)
+        cu.cuGraphDestroy(self._graph)
+        self._alive.found.discard(id(self))
+        for launch in self._bound:
+            if launch.changes is self._changes:
+                launch.changes = None
+
+
+def _soonest(after: Sequence[Sequence[int]]) -> list[int]:
+    """Launches by when they can start, those first that most others wait for, one after another.
+
+    CUDA puts the nodes of a graph on streams in the order in which it gets them.
+    """
+    start, rest = [0] * len(after), [0] * len(after)
+    for number, before in enumerate(after):
+        start[number] = max((1 + start[earlier] for earlier in before), default=0)
+    for number in range(len(after) - 1, -1, -1):
+        for earlier in after[number]:
+            rest[earlier] = max(rest[earlier], 1 + rest[number])
+    return sorted(range(len(after)), key=lambda number: (start[number], -rest[number]))

@@ -1,0 +1,137 @@
+"""Kernels and calls of a library with their arguments, which can be recorded or become nodes of a graph."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from penstock.drivers.cuda.calls import CudaError, checked
+from penstock.drivers.cuda.code import SLOT, Function
+from penstock.drivers.driver import Grid, Queue
+from penstock.errors import DeviceError
+
+
+class Launch:
+    """A kernel with its arguments in a block of memory, from which CUDA copies them with every launch."""
+
+    __slots__ = ("_block", "_node", "_params", "_pointers", "_shape", "_sizes", "changes", "function")
+
+    def __init__(
+        self, function: Function, grid: Grid = (), group: Grid = (), args: Sequence[Any] = ()
+    ) -> None:
+        self.function = function
+        count = len(function.formats)
+        self._block = (ctypes.c_uint64 * count)()
+        start = ctypes.addressof(self._block)
+        self._pointers = (ctypes.c_uint64 * count)(*range(start, start + SLOT * count, SLOT))
+        self._params = ctypes.addressof(self._pointers)
+        self._node: Any = None  # the launch as a graph wants it, made when first asked for
+        self.changes: list[Bound] | None = None  # of the graph that this is part of
+        self._shape: tuple[Grid, Grid] | None = None
+        self._sizes: tuple[int, ...] = ()
+        self.set(grid, group, args)
+
+    def set(self, grid: Grid, group: Grid, args: Sequence[Any]) -> None:
+        """Give it other sizes and arguments."""
+        if (grid, group) != self._shape:
+            self._shape = grid, group
+            self._sizes = (*grid, *(1,) * (3 - len(grid)), *group, *(1,) * (3 - len(group)))
+        try:
+            self.function.format.pack_into(self._block, 0, *args)
+        except (struct.error, OverflowError):
+            for position, arg in enumerate(args):
+                self._put(position, arg)
+
+    def _put(self, position: int, arg: Any) -> None:
+        form = self.function.formats[position]
+        try:
+            form.pack_into(self._block, SLOT * position, arg)
+        except (struct.error, OverflowError):  # a number that NumPy would round or wrap
+            form.pack_into(self._block, SLOT * position, self.function.dtypes[position].type(arg))
+
+    def change(self, position: int, arg: Any) -> None:
+        """Give it another argument."""
+        self._put(position, arg)
+        if self.changes is not None:
+            self.changes.append(self)
+
+    def record(self, queue: Queue) -> None:
+        """Launch it."""
+        try:
+            (code,) = cu.cuLaunchKernel(self.function.native, *self._sizes, 0, queue, self._params, 0)
+        except OverflowError:
+            code = cu.CUresult.CUDA_ERROR_INVALID_VALUE
+        if code:
+            raise CudaError(code)
+
+    def add_to(self, graph: Any, after: list[Any], queue: Queue) -> Any:
+        """A node of a graph that does the same."""
+        self._node = cu.CUDA_KERNEL_NODE_PARAMS()
+        self._node.func = self.function.native
+        self._node.gridDimX, self._node.gridDimY, self._node.gridDimZ = self._sizes[:3]
+        self._node.blockDimX, self._node.blockDimY, self._node.blockDimZ = self._sizes[3:]
+        self._node.kernelParams = self._params
+        return checked(cu.cuGraphAddKernelNode(graph, after, len(after), self._node))
+
+    def update(self, graph: Any, node: Any, queue: Queue) -> None:
+        """Give a node of an executable graph the arguments of this."""
+        checked(cu.cuGraphExecKernelNodeSetParams(graph, node, self._node))
+
+
+class LibraryCall:
+    """A library's launch with its arguments."""
+
+    __slots__ = ("_args", "_launch", "changes")
+
+    def __init__(self, launch: Callable[..., None], args: Sequence[Any]) -> None:
+        self._launch = launch
+        self._args = list(args)
+        self.changes: list[Bound] | None = None
+
+    def change(self, position: int, arg: Any) -> None:
+        """Give it another argument."""
+        self._args[position] = arg
+        if self.changes is not None:
+            self.changes.append(self)
+
+    def record(self, queue: Queue) -> None:
+        """Launch it."""
+        try:
+            self._launch(int(queue), *self._args)
+        except Exception as error:  # any failure of a library is the device's
+            raise DeviceError(f"{type(error).__name__}: {error}") from error
+
+    def add_to(self, graph: Any, after: list[Any], queue: Queue) -> Any:
+        """A node of a graph that does the same."""
+        inside = self._captured(queue)
+        try:
+            return checked(cu.cuGraphAddChildGraphNode(graph, after, len(after), inside))
+        finally:
+            cu.cuGraphDestroy(inside)
+
+    def update(self, graph: Any, node: Any, queue: Queue) -> None:
+        """Give a node of an executable graph what the library makes of the arguments now."""
+        inside = self._captured(queue)
+        try:
+            checked(cu.cuGraphExecChildGraphNodeSetParams(graph, node, inside))
+        finally:
+            cu.cuGraphDestroy(inside)
+
+    def _captured(self, queue: Queue) -> Any:
+        """What the library launches, as a graph."""
+        # Without CUDA's checks: another thread, or a finaliser on this one, may allocate and free meanwhile,
+        # which touches nothing that is captured.
+        checked(cu.cuStreamBeginCapture(queue, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+        try:
+            self.record(queue)
+        except BaseException:
+            cu.cuGraphDestroy(cu.cuStreamEndCapture(queue)[1])
+            raise
+        return checked(cu.cuStreamEndCapture(queue))
+
+
+Bound = Launch | LibraryCall

@@ -1,0 +1,325 @@
+"""The interface that every driver fills in, and the plain records that pass through it.
+
+The contract, on which the layers above rely:
+
+- A queue runs its commands in the order in which they were recorded. Two queues are ordered only by events.
+- Recording never waits for the device. A recorded command may start at once or at the next `flush`; it is
+  certain to run only after one, so nothing waits for an event whose queue was not flushed since.
+- A command that fails completes its event. `is_done` then says True, and `wait` and `failures` tell why.
+- Memory that a command touches must stay allocated until that command's event is done: the caller's duty.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Queue = Any  # a driver's own object
+Event = Any  # a driver's own object
+# Text in the driver's language, or functions by name: of arrays on the host, library launches on CUDA.
+Source = str | Mapping[str, Callable[..., None]]
+Grid = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a device can do. Layers above decide by these, never by a device's name."""
+
+    description: str  # the device's name for people
+    vendor: str
+    api: str  # programming interface and version, such as "OpenCL 3.0 PoCL"
+    kind: Literal["gpu", "cpu", "accelerator", "host"]
+    language: Literal["opencl", "cuda", "wgsl", "numpy"]  # what `compile` takes
+    total_bytes: int
+    max_allocation_bytes: int
+    offset_alignment: int  # bytes; where a view into a buffer may begin
+    shared_memory: bool  # host and device see the same memory: `map` costs no copy
+    compute_units: int
+    max_group_size: int
+    local_bytes: int  # memory that the threads of one group share
+    # How many float32 values a vector of one thread holds. It also tells which kernels a device gets: more
+    # than 1 means those for a CPU, where few threads do much; 1 means those for a GPU.
+    vector_width: int
+    float16: bool
+    float64: bool
+    matmul_library: bool = False  # `compile` takes matrix products as launches of a library
+    tensor_cores: bool = False  # kernels may have CUDA's instructions for tiles of float16 and bfloat16
+    int64: bool = True  # kernels may have integers of 64 bits
+    max_buffers: int = 1 << 16  # that one kernel may take
+    binding_bytes: int = 1 << 62  # that each of them may have; a larger memory takes several
+    tf32: bool = False  # that library may round float32 to 10 bits of fraction before it multiplies
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the device runs kernels that are compiled from text; else it runs functions of NumPy."""
+        return self.language != "numpy"
+
+    @property
+    def bank_bytes(self) -> int:
+        """The largest memory that takes one binding: in larger ones, every access chooses a binding."""
+        return min(self.max_allocation_bytes, self.binding_bytes)
+
+    def bindings(self, nbytes: int) -> int:
+        """How many of a kernel's buffers a memory of so many bytes takes."""
+        return max(1, -(-nbytes // self.binding_bytes))
+
+
+class LibraryLaunch(Protocol):
+    """Work of a library in a kernel's place: a function of native arguments that a driver enqueues itself."""
+
+    def prepare(self, driver: Driver) -> None:
+        """Called once, when it is compiled: it may allocate, measure and free."""
+        ...
+
+    def __call__(self, queue: int, *args: Any) -> None:
+        """Enqueue the work on a native queue. Nothing may wait or allocate: it may become part of a graph."""
+        ...
+
+
+_serials = itertools.count()
+
+
+class Memory:
+    """One allocation of a driver."""
+
+    __slots__ = (
+        "__weakref__",
+        "asked",
+        "host",
+        "idle_since",
+        "native",
+        "nbytes",
+        "parts",
+        "pinned",
+        "serial",
+        "usage",
+    )
+
+    def __init__(self, native: Any, nbytes: int, host: Bytes | None, pinned: bool = False) -> None:
+        self.serial = next(_serials)  # which allocation it is, of all that there were
+        self.native = native  # what a kernel takes as argument
+        self.nbytes = nbytes
+        self.host = host  # the same bytes as an array, where the host can always see them
+        self.pinned = pinned  # memory of the host that the device can reach by itself
+        self.parts: Any = None  # native objects for parts of it, where a driver keeps any
+        # The pool's notes: how much was asked for, since when nobody holds it, and who used it last.
+        self.asked = nbytes
+        self.idle_since = 0.0
+        self.usage: Any = None
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether its driver took it back."""
+        return self.native is None and self.host is None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one launch of a kernel computes and moves, as a profile shows it."""
+
+    operations: int  # on numbers; a product of matrices has two for each pair of items
+    read_bytes: int
+    written_bytes: int
+    shapes: str  # of what goes in and comes out, for people
+    product: str = ""  # the dtype of the matrices that it multiplies; empty where it multiplies none
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written."""
+        return self.read_bytes + self.written_bytes
+
+
+class Kernel:
+    """A compiled kernel and the types of its parameters: `"float32*"` is a buffer, `"int32"` a scalar."""
+
+    __slots__ = ("buffer_slots", "cost", "dtypes", "name", "native", "signature")
+
+    def __init__(self, name: str, signature: Sequence[str], native: Any) -> None:
+        self.name = name
+        self.signature = tuple(signature)
+        self.native = native
+        self.dtypes = parameter_dtypes(name, signature)
+        self.buffer_slots = tuple(i for i, kind in enumerate(signature) if kind.endswith("*"))
+        self.cost: Cost | None = None  # of a launch, where that is known
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.name}({', '.join(self.signature)})>"
+
+
+def parameter_dtypes(name: str, signature: Sequence[str]) -> list[np.dtype[Any]]:
+    """The NumPy dtype of each parameter, or a ValueError that names the one that has none."""
+    dtypes = []
+    for position, kind in enumerate(signature):
+        try:
+            dtypes.append(np.dtype(kind.removesuffix("*")))
+        except TypeError:
+            raise ValueError(
+                f"kernel {name!r}, parameter {position}: {kind!r} is no type; write a NumPy dtype such as "
+                f"'int32' for a scalar and 'float32*' for a buffer"
+            ) from None
+    return dtypes
+
+
+class Driver(ABC):
+    """One opened device. All calls may come from any thread; the layer above orders those on one queue."""
+
+    name: str
+    capabilities: Capabilities
+    compute: Queue  # kernels
+    incoming: Queue  # copies from the host, which need not wait for kernels
+    outgoing: Queue  # copies to the host and on the device, which mostly do
+    graphs: bool = False  # whether `capture` makes one launch of many
+    reaches_pinned: bool = False  # whether kernels take pinned memory like any other
+    times: bool = False  # whether `ran` tells when commands ran
+
+    # Memory
+
+    @abstractmethod
+    def allocate(self, nbytes: int, pinned: bool = False) -> Memory:
+        """Device memory, or host memory that the device reaches (`pinned`). Raises OutOfDeviceMemory."""
+
+    @abstractmethod
+    def free(self, memory: Memory) -> None:
+        """Give `memory` back. No command may still touch it."""
+
+    @abstractmethod
+    def view(self, memory: Memory, offset: int, nbytes: int) -> Any:
+        """A part of `memory` as a kernel argument; `offset` is a multiple of `offset_alignment`."""
+
+    @property
+    @abstractmethod
+    def allocated_bytes(self) -> int:
+        """Bytes allocated and not freed, counted apart from the layers above."""
+
+    @abstractmethod
+    def native_handles(self) -> int:
+        """How many native objects are open, as the driver's own bookkeeping knows it."""
+
+    # Kernels
+
+    @abstractmethod
+    def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
+        """All kernels that `signatures` names, from one source. Raises CompileError."""
+
+    @abstractmethod
+    def launch(
+        self,
+        queue: Queue,
+        kernel: Kernel,
+        grid: Grid,
+        group: Grid,
+        args: Sequence[Any],
+        waits: list[Event] | None,
+    ) -> Event:
+        """Record `grid` groups of `group` threads each. `args` are native."""
+
+    @abstractmethod
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
+        """A launch with its arguments set once, to be recorded any number of times with `replay`."""
+
+    @abstractmethod
+    def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
+        """Change one native argument of a bound launch. What was recorded before keeps the old one."""
+
+    @abstractmethod
+    def replay(
+        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
+    ) -> None:
+        """Record bound launches in order, the first after `waits`, and append the event of each to `events`.
+
+        Where one is refused, the events of those before it are in the list, and the error is raised.
+        """
+
+    def capture(self, bound: Sequence[Any], after: Sequence[Sequence[int]]) -> Any:
+        """Bound launches, each replayed before, as one for `replay`. What `rebind` changes, changes in it.
+
+        Each starts when those have ended that `after` names by number; others may run at the same time.
+        """
+        raise NotImplementedError(f"{self.name} has no graphs")
+
+    # Copies
+
+    @abstractmethod
+    def write(
+        self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: list[Event] | None
+    ) -> Event:
+        """Record a copy of `source`, which must stay unchanged until the event, into `memory`."""
+
+    @abstractmethod
+    def read(
+        self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: list[Event] | None
+    ) -> Event:
+        """Record a copy from `memory` into `target`."""
+
+    @abstractmethod
+    def copy(
+        self,
+        queue: Queue,
+        target: Memory,
+        target_offset: int,
+        source: Memory,
+        source_offset: int,
+        nbytes: int,
+        waits: list[Event] | None,
+    ) -> Event:
+        """Record a copy between two allocations, or two parts of one that do not overlap."""
+
+    @abstractmethod
+    def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
+        """Shared memory only: the bytes themselves. No unfinished command may touch them."""
+
+    @abstractmethod
+    def unmap(self, memory: Memory, mapped: Bytes) -> Event | None:
+        """End a `map`. The event, where there is one, is of a queue of the driver's own, and flushed."""
+
+    # Order and completion
+
+    @abstractmethod
+    def flush(self, queue: Queue) -> None:
+        """See to it that everything recorded will run without further calls."""
+
+    @abstractmethod
+    def is_done(self, event: Event) -> bool:
+        """Whether the command has finished, well or not. Never waits."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Return when the command has finished, well or not."""
+
+    @abstractmethod
+    def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
+        """Position and reason of each finished event whose command failed."""
+
+    # Times
+
+    def time_commands(self, on: bool) -> None:
+        """Note when commands run, from here on, or stop it; nothing is pending.
+
+        The queues may be others afterwards. The commands of a graph are not told apart.
+        """
+        if on:
+            raise NotImplementedError(f"{self.name} does not tell when commands ran")
+
+    def ran(self, event: Event) -> tuple[float, float] | None:
+        """When a finished command began and ended, in seconds of the host's `perf_counter`.
+
+        None of one that failed, or was recorded while nothing was noted.
+        """
+        return None
+
+    # Life cycle
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish all work. Native objects go with the last reference to them. Safe to call twice."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """After a fork, in the child: never touch the native objects again, not even to release them."""

@@ -1,0 +1,293 @@
+"""The host driver: NumPy in this process. Oracle, last resort, and the device on which tests find hazards.
+
+Kernels are Python functions that take one array per buffer and one scalar per other parameter. Commands run
+as they are recorded, unless a `scheduler` is given: then they run as late as the contract in `driver.py`
+permits and, across queues, in an order that the scheduler draws; memory is poisoned when it comes and goes.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import psutil
+
+from penstock.drivers.driver import (
+    Bytes,
+    Capabilities,
+    Driver,
+    Event,
+    Grid,
+    Kernel,
+    Memory,
+    Queue,
+    Source,
+    parameter_dtypes,
+)
+from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
+
+_FRESH, _FREED = 0xA5, 0xDD  # what a scheduler's driver writes over memory that it allocates and frees
+
+
+class _Command:
+    """One recorded command, which is its own event."""
+
+    __slots__ = ("done", "error", "flushed", "ran", "run", "timed", "waits")
+
+    def __init__(self, run: Callable[[], None], waits: list[Event] | None, timed: bool) -> None:
+        self.run: Callable[[], None] | None = run
+        self.waits = waits or ()
+        self.flushed = False
+        self.done = False
+        self.error: str | None = None
+        self.timed = timed
+        self.ran: tuple[float, float] | None = None
+
+    def execute(self) -> None:
+        assert self.run is not None
+        start = perf_counter() if self.timed else 0.0
+        failed = [event.error for event in self.waits if event.error]
+        try:
+            if failed:
+                self.error = f"a command that it waits for failed ({failed[0]})"
+            else:
+                self.run()
+        except Exception as error:  # any failure of a kernel is the device's, told by its event
+            self.error = f"{type(error).__name__}: {error}"
+        if self.timed and not self.error:
+            self.ran = start, perf_counter()
+        self.run, self.waits, self.done = None, (), True  # what the command held is free from here on
+
+
+class _Call:
+    """A function with the arguments of the moment in which it was recorded."""
+
+    __slots__ = ("args", "function")
+
+    def __init__(self, function: Callable[..., None], args: Sequence[Any]) -> None:
+        self.function = function
+        self.args = args
+
+    def __call__(self) -> None:
+        self.function(*self.args)
+
+
+def _typed(arg: Any, dtype: np.dtype[Any]) -> Any:
+    return arg.view(dtype) if isinstance(arg, np.ndarray) else dtype.type(arg)
+
+
+class HostDriver(Driver):
+    """The CPU through NumPy."""
+
+    times = True
+
+    def __init__(
+        self, name: str = "host", *, shared_memory: bool = True, scheduler: random.Random | None = None
+    ) -> None:
+        self.name = name
+        self.capabilities = host_capabilities(shared_memory)
+        self.compute: deque[_Command] = deque()
+        self.incoming: deque[_Command] = deque()
+        self.outgoing: deque[_Command] = deque()
+        self._scheduler = scheduler
+        self._timed = False
+        self._lock = threading.RLock()
+        self._allocations: set[Memory] = set()
+
+    # Memory
+
+    def allocate(self, nbytes: int, pinned: bool = False) -> Memory:
+        try:
+            array = np.empty(nbytes, np.uint8)
+        except (MemoryError, ValueError) as error:
+            raise OutOfDeviceMemory(f"the host has no {nbytes} bytes: {error}", asked=nbytes) from None
+        if self._scheduler:
+            array.fill(_FRESH)
+        visible = pinned or self.capabilities.shared_memory
+        memory = Memory(array, nbytes, array if visible else None, pinned)
+        self._allocations |= {memory}  # one step, after which no interrupt can come before the end
+        return memory
+
+    def free(self, memory: Memory) -> None:
+        if self._scheduler:
+            memory.native.fill(_FREED)
+        self._allocations -= {memory}
+        memory.native = memory.host = None
+
+    def view(self, memory: Memory, offset: int, nbytes: int) -> Bytes:
+        part: Bytes = memory.native[offset : offset + nbytes]
+        return part
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self._allocations.copy())
+
+    def native_handles(self) -> int:
+        return len(self._allocations)
+
+    # Kernels
+
+    def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
+        if isinstance(source, str):
+            raise CompileError("the host device takes Python functions by name, and source text was given")
+        kernels = {}
+        for name, signature in signatures.items():
+            if not callable(source.get(name)):
+                raise CompileError(f"no function {name!r} was given; there are {sorted(source)}")
+            dtypes = parameter_dtypes(name, signature)
+            kernels[name] = Kernel(name, signature, (source[name], dtypes))
+        return kernels
+
+    def launch(
+        self,
+        queue: Queue,
+        kernel: Kernel,
+        grid: Grid,
+        group: Grid,
+        args: Sequence[Any],
+        waits: list[Event] | None,
+    ) -> Event:
+        return self._record(queue, _Call(*self.bind(kernel, grid, group, args)), waits)
+
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
+        function, dtypes = kernel.native
+        limit = self.capabilities.max_group_size
+        if not 1 <= len(grid) == len(group) <= 3 or min(*grid, *group) < 1 or np.prod(group) > limit:
+            raise DeviceError(
+                f"grid and group need 1 to 3 positive sizes each, a group at most {limit} threads"
+            )
+        return function, [_typed(arg, dtype) for arg, dtype in zip(args, dtypes, strict=True)]
+
+    def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
+        bound[1][position] = _typed(arg, dtype)
+
+    def replay(
+        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
+    ) -> None:
+        for function, args in bound:
+            events.append(self._record(queue, _Call(function, tuple(args)), waits))
+
+    # Copies
+
+    def write(
+        self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: list[Event] | None
+    ) -> Event:
+        target = self.view(memory, offset, source.nbytes)
+        return self._record(queue, lambda: np.copyto(target, source), waits)
+
+    def read(
+        self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: list[Event] | None
+    ) -> Event:
+        source = self.view(memory, offset, target.nbytes)
+        return self._record(queue, lambda: np.copyto(target, source), waits)
+
+    def copy(
+        self,
+        queue: Queue,
+        target: Memory,
+        target_offset: int,
+        source: Memory,
+        source_offset: int,
+        nbytes: int,
+        waits: list[Event] | None,
+    ) -> Event:
+        return self.write(queue, target, target_offset, self.view(source, source_offset, nbytes), waits)
+
+    def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
+        return self.view(memory, offset, nbytes)
+
+    def unmap(self, memory: Memory, mapped: Bytes) -> Event | None:
+        return None
+
+    # Order and completion
+
+    def flush(self, queue: Queue) -> None:
+        with self._lock:
+            for command in queue:
+                command.flushed = True
+
+    def is_done(self, event: Event) -> bool:
+        with self._lock:
+            if self._scheduler and not event.done:
+                for _ in range(self._scheduler.randrange(3)):
+                    self._run_one()
+            done: bool = event.done
+            return done
+
+    def wait(self, event: Event) -> None:
+        with self._lock:
+            while not event.done:
+                if not self._run_one():
+                    raise DeviceError("waits for a command that was never flushed, or for itself")
+
+    def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
+        return [(position, event.error) for position, event in enumerate(events) if event.error]
+
+    def _record(self, queue: Queue, run: Callable[[], None], waits: list[Event] | None) -> Event:
+        command = _Command(run, waits, self._timed)
+        with self._lock:
+            if self._scheduler:
+                queue.append(command)
+            else:
+                command.execute()
+        return command
+
+    def _run_one(self) -> bool:
+        """Run one command that may run now; False if there is none."""
+        assert self._scheduler is not None
+        ready = [
+            queue
+            for queue in (self.compute, self.incoming, self.outgoing)
+            if queue and queue[0].flushed and all(event.done for event in queue[0].waits)
+        ]
+        if ready:
+            self._scheduler.choice(ready).popleft().execute()
+        return bool(ready)
+
+    # Times
+
+    def time_commands(self, on: bool) -> None:
+        self._timed = on
+
+    def ran(self, event: Event) -> tuple[float, float] | None:
+        times: tuple[float, float] | None = event.ran
+        return times
+
+    # Life cycle
+
+    def close(self) -> None:
+        with self._lock:
+            for queue in (self.compute, self.incoming, self.outgoing):
+                self.flush(queue)
+            while self._scheduler and self._run_one():
+                pass
+
+    def abandon(self) -> None:
+        """NumPy survives a fork; there is nothing to leave alone."""
+
+
+def host_capabilities(shared_memory: bool = True) -> Capabilities:
+    """What the host driver can do on this machine."""
+    total = psutil.virtual_memory().total
+    return Capabilities(
+        description="NumPy",
+        vendor="this process",
+        api=f"NumPy {np.__version__}",
+        kind="host",
+        language="numpy",
+        total_bytes=total,
+        max_allocation_bytes=total,
+        offset_alignment=16,
+        shared_memory=shared_memory,
+        compute_units=1,
+        max_group_size=1024,
+        local_bytes=0,
+        vector_width=1,
+        float16=True,
+        float64=True,
+    )

@@ -1,0 +1,491 @@
+"""The OpenCL driver, on PyOpenCL: every platform's GPUs, and the CPU through PoCL.
+
+Memory comes in one of three kinds, by what the device offers:
+
+- `svm`: fine-grained shared virtual memory. Host and device use the same pointer; mapping costs nothing.
+- `mapped`: buffers in memory that the device shares with the host; mapping costs a call but no copy.
+- `device`: buffers in the device's own memory; data goes through pinned staging memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+import pyopencl as cl
+
+from penstock.drivers.driver import (
+    Bytes,
+    Capabilities,
+    Driver,
+    Event,
+    Grid,
+    Kernel,
+    Memory,
+    Queue,
+    Source,
+    parameter_dtypes,
+)
+from penstock.drivers.opencl import invokers, pocl
+from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
+from penstock.lru import LRU
+
+MemoryKind = Literal["svm", "mapped", "device"]
+
+_NOTHING = np.zeros(1, np.uint8)
+_MAX_PARTS = 256  # sub-buffers kept for one allocation
+_LARGE = 4 << 20  # bytes, from which on the size of pages matters
+_LEAST_LANES = 4  # of a CPU's vectors
+_BUFFER_PARAMETERS = 12  # bytes of a kernel's parameters: a pointer, and where in its memory the array begins
+_OTHER_PARAMETERS = 128  # bytes that numbers may take
+_DEFAULT_ALIGNMENT = 0  # lets OpenCL take that of its widest vector type, 128 bytes
+_RW = cl.mem_flags.READ_WRITE
+_SVM = cl.svm_mem_flags.READ_WRITE | cl.svm_mem_flags.SVM_FINE_GRAIN_BUFFER
+_PROFILE = cl.profiling_info
+_CLOCK_SECONDS = 1.0  # after which the two clocks are compared again
+_STATUS = cl.event_info.COMMAND_EXECUTION_STATUS
+_READ, _READ_WRITE = cl.map_flags.READ, cl.map_flags.READ | cl.map_flags.WRITE
+# Typed as Any: their stubs want keywords, which cost a third of a microsecond on every launch.
+_enqueue_kernel: Any = cl.enqueue_nd_range_kernel
+_enqueue_map: Any = cl.enqueue_map_buffer
+_NO_MEMORY = {
+    cl.status_code.MEM_OBJECT_ALLOCATION_FAILURE,
+    cl.status_code.OUT_OF_RESOURCES,
+    cl.status_code.OUT_OF_HOST_MEMORY,
+    cl.status_code.INVALID_BUFFER_SIZE,
+}
+
+
+def find_devices() -> list[cl.Device]:
+    """Every OpenCL device: GPUs first, then other accelerators, then CPUs; the largest memory first."""
+    found: list[cl.Device] = []
+    invokers.keep_in_memory()
+    with pocl.own_folder():
+        try:
+            platforms = cl.get_platforms()
+        except cl.Error:  # no platform at all is reported as an error
+            return []
+        for platform in platforms:
+            try:
+                found += platform.get_devices()
+            except cl.Error:  # a platform whose hardware is absent
+                continue
+    order = {"gpu": 0, "accelerator": 1, "cpu": 2}
+    usable = [device for device in found if device.available and device.compiler_available]
+    return sorted(usable, key=lambda device: (order[_kind(device)], -device.global_mem_size))
+
+
+def problem(device: cl.Device) -> str:
+    """Why a device that is there cannot be used, in words; empty if it can."""
+    return pocl.problem() if device.platform.name == pocl.PLATFORM else ""
+
+
+class OpenCLDriver(Driver):
+    """One OpenCL device."""
+
+    times = True
+
+    def __init__(self, device: cl.Device, name: str, memory: MemoryKind | None = None) -> None:
+        self.name = name
+        self._memory_kind = memory or best_memory_kind(device)
+        self.capabilities = opencl_capabilities(device, self._memory_kind)
+        self._context = cl.Context([device])
+        self._maps = cl.CommandQueue(self._context)  # always idle, so that a map waits for nothing else
+        self._clock: _Clock | None = None  # while commands are timed
+        self._open_queues(timed=False)
+        self._options = ["-w"]  # a compiler that succeeds has nothing to say
+        if device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT:
+            self._options.append("-cl-fp32-correctly-rounded-divide-sqrt")
+        version = (device.platform.name, device.version, device.driver_version, device.name)
+        extra = os.environ.get("POCL_EXTRA_BUILD_FLAGS", "")  # which PoCL adds to the options by itself
+        self._built_for = "\n".join((*version, *self._options, extra))
+        self._cache = pocl.cache() if device.platform.name == pocl.PLATFORM else None
+        self._lock = threading.Lock()
+        self._allocations: set[Memory] = set()
+        self._allocated = 0
+        self._copies: deque[Event] = deque()  # PyOpenCL's destructors of these wait until they are done
+
+    def _open_queues(self, timed: bool) -> None:
+        self.compute, self.incoming, self.outgoing = (_queue(self._context, timed) for _ in range(3))
+        self._queues = (self.compute, self.incoming, self.outgoing, self._maps)
+
+    # Memory
+
+    def allocate(self, nbytes: int, pinned: bool = False) -> Memory:
+        try:
+            memory = self._allocate(nbytes, pinned)
+        except cl.Error as error:
+            if error.code not in _NO_MEMORY:
+                raise DeviceError(str(error), f"allocation of {nbytes} bytes") from None
+            largest = self.capabilities.max_allocation_bytes
+            hint = f"; one allocation may have {largest} bytes there" if nbytes > largest else ""
+            raise OutOfDeviceMemory(
+                f"{self.name} has no {nbytes} bytes ({_words(error.code)}){hint}", asked=nbytes
+            ) from None
+        with self._lock:
+            self._allocations.add(memory)
+            self._allocated += nbytes
+        return memory
+
+    def _allocate(self, nbytes: int, pinned: bool) -> Memory:
+        if self._memory_kind == "svm":
+            svm = cl.SVMAllocation(self._context, nbytes, _DEFAULT_ALIGNMENT, _SVM)
+            host = svm.buf.view(np.uint8).reshape(-1)
+            if nbytes >= _LARGE and self.capabilities.kind == "cpu":
+                _prefer_huge_pages(host)
+            return Memory(svm, nbytes, host, pinned)
+        if pinned:
+            buffer = cl.Buffer(self._context, _RW | cl.mem_flags.ALLOC_HOST_PTR, nbytes)
+            host, _ = _enqueue_map(self._maps, buffer, _READ_WRITE, 0, (nbytes,), np.uint8)
+            return Memory(buffer, nbytes, host, pinned)
+        shared = cl.mem_flags.ALLOC_HOST_PTR if self._memory_kind == "mapped" else 0
+        buffer = cl.Buffer(self._context, _RW | shared, nbytes)
+        # Drivers allocate at first use; a use now makes a lack of memory show here. (A migration would say
+        # just that, but NVIDIA's driver crashes when another thread records a kernel meanwhile.)
+        cl.enqueue_fill_buffer(self._maps, buffer, _NOTHING, 0, 1).wait()
+        return Memory(buffer, nbytes, None)
+
+    def free(self, memory: Memory) -> None:
+        with self._lock:
+            self._allocations.remove(memory)
+            self._allocated -= memory.nbytes
+        host, memory.host = memory.host, None
+        native, memory.native = memory.native, None
+        memory.parts = None
+        if memory.pinned and self._memory_kind != "svm":
+            assert host is not None
+            host.base.release(self._maps).wait()  # type: ignore[union-attr]  # unmaps
+        native.release()
+
+    def view(self, memory: Memory, offset: int, nbytes: int) -> Any:
+        if self._memory_kind == "svm":
+            assert memory.host is not None
+            return cl.SVM(memory.host[offset : offset + nbytes])
+        # Sub-buffers stay with their memory: NVIDIA's driver may crash when one is released that a command
+        # has just used, and making them costs more than a launch.
+        if memory.parts is None:
+            memory.parts = LRU(_MAX_PARTS)
+        part = memory.parts.use((offset, nbytes))
+        if part is None:
+            part = memory.parts[offset, nbytes] = memory.native.get_sub_region(offset, nbytes)
+        return part
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._allocated
+
+    def native_handles(self) -> int:
+        # Buffers, shared allocations, programs and queues each hold a reference to their context.
+        return int(self._context.reference_count)
+
+    # Kernels
+
+    def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
+        if not isinstance(source, str):
+            raise CompileError("an OpenCL device takes OpenCL C as text, and functions were given")
+        dtypes = {name: parameter_dtypes(name, signature) for name, signature in signatures.items()}
+        try:
+            if self._cache is None:
+                program = self._build(source)
+            else:
+                said = f"{self._built_for}\n{source}"
+                program = self._cache.build(said, len(signatures), partial(self._build, source))
+            kernels = {}
+            for name, signature in signatures.items():
+                native = cl.Kernel(program, name)
+                _set_types(native, signature, dtypes[name])
+                # With its program: some implementations do not give a kernel's program back.
+                kernels[name] = Kernel(name, signature, (native, program))
+        except cl.Error as error:
+            raise CompileError(f"{self.name} refused the source of {sorted(signatures)}:\n{error}") from None
+        return kernels
+
+    def _build(self, source: str) -> cl.Program:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", cl.CompilerWarning)  # remarks of a compiler that succeeded
+            # Drivers have caches on disk of their own; PyOpenCL's, which is never emptied, stays out.
+            program = cl.Program(self._context, source)
+            program.build(self._options, cache_dir=False)  # type: ignore[arg-type]
+            return program
+
+    def launch(
+        self,
+        queue: Queue,
+        kernel: Kernel,
+        grid: Grid,
+        group: Grid,
+        args: Sequence[Any],
+        waits: list[Event] | None,
+    ) -> Event:
+        if self._cache is not None:
+            self._cache.save_if_due()
+        native, _ = kernel.native
+        try:
+            native.set_args(*args)
+            return _enqueue_kernel(queue, native, grid, group, None, waits, True, False)
+        except (cl.Error, RuntimeError) as error:
+            raise DeviceError(str(error)) from None
+
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
+        try:
+            native = cl.Kernel(kernel.native[1], kernel.name)
+            _set_types(native, kernel.signature, kernel.dtypes)
+            native.set_args(*args)
+        except (cl.Error, RuntimeError) as error:
+            raise DeviceError(str(error)) from None
+        return native, grid, group
+
+    def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
+        scalar = isinstance(arg, (int, float))
+        _checked(bound[0].set_arg, position, dtype.type(arg) if scalar else arg)
+
+    def replay(
+        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
+    ) -> None:
+        if self._cache is not None:
+            self._cache.save_if_due()
+        try:
+            for native, grid, group in bound:
+                events.append(_enqueue_kernel(queue, native, grid, group, None, waits, True, False))
+                waits = None  # the queue is in order: what the first waits for, the others do
+        except cl.Error as error:
+            raise DeviceError(str(error)) from None
+
+    # Copies
+
+    def write(
+        self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: list[Event] | None
+    ) -> Event:
+        if self._memory_kind == "svm":
+            target = self.view(memory, offset, source.nbytes)
+            return self._copy(queue, target, cl.SVM(source), waits, is_blocking=False)
+        return self._copy(queue, memory.native, source, waits, dst_offset=offset, is_blocking=False)
+
+    def read(
+        self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: list[Event] | None
+    ) -> Event:
+        if self._memory_kind == "svm":
+            source = self.view(memory, offset, target.nbytes)
+            return self._copy(queue, cl.SVM(target), source, waits, is_blocking=False)
+        return self._copy(queue, target, memory.native, waits, src_offset=offset, is_blocking=False)
+
+    def copy(
+        self,
+        queue: Queue,
+        target: Memory,
+        target_offset: int,
+        source: Memory,
+        source_offset: int,
+        nbytes: int,
+        waits: list[Event] | None,
+    ) -> Event:
+        if self._memory_kind == "svm":
+            assert target.host is not None
+            part = target.host[target_offset : target_offset + nbytes]
+            return self.read(queue, part, source, source_offset, waits)
+        offsets = {"src_offset": source_offset, "dst_offset": target_offset}
+        return self._copy(queue, target.native, source.native, waits, byte_count=nbytes, **offsets)
+
+    def _copy(self, queue: Queue, target: Any, source: Any, waits: list[Event] | None, **how: int) -> Event:
+        event = _checked(cl.enqueue_copy, queue, target, source, wait_for=waits, **how)
+        while self._copies and self.is_done(self._copies[0]):
+            self._copies.popleft()
+        self._copies.append(event)
+        return event
+
+    def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
+        if memory.host is not None:
+            return memory.host[offset : offset + nbytes]
+        flags = _READ_WRITE if writable else _READ
+        mapped: Bytes
+        mapped, _ = _checked(_enqueue_map, self._maps, memory.native, flags, offset, (nbytes,), np.uint8)
+        return mapped
+
+    def unmap(self, memory: Memory, mapped: Bytes) -> Event | None:
+        if memory.host is not None:
+            return None
+        event = _checked(mapped.base.release, self._maps)  # type: ignore[union-attr]
+        self._maps.flush()
+        return event
+
+    # Order and completion
+
+    def flush(self, queue: Queue) -> None:
+        _checked(queue.flush)
+
+    def is_done(self, event: Event) -> bool:
+        status: int = event.get_info(_STATUS)
+        return status <= 0  # 0 is complete, less than that an error
+
+    def wait(self, event: Event) -> None:
+        try:
+            event.wait()
+        except cl.Error:
+            if event.get_info(_STATUS) > 0:
+                raise  # the wait itself failed, not the command
+
+    def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
+        try:
+            if len(events) == 1:
+                events[0].wait()  # of a copy's event, this lets go of the array
+            else:
+                cl.wait_for_events(list(events))  # one call for all; it fails if any of them did
+            return []
+        except cl.Error:
+            statuses = [event.get_info(_STATUS) for event in events]
+        return [(position, _words(status)) for position, status in enumerate(statuses) if status < 0]
+
+    # Times
+
+    def time_commands(self, on: bool) -> None:
+        # Only queues made for it note times, and those are slower: in all other times there are none.
+        for queue in self._queues:
+            queue.finish()
+        self._copies.clear()  # an event keeps its queue
+        self._open_queues(on)
+        self._clock = _Clock(self._context) if on else None
+
+    def ran(self, event: Event) -> tuple[float, float] | None:
+        clock = self._clock
+        if clock is None:
+            return None
+        try:
+            start = event.get_profiling_info(_PROFILE.START)
+            end = event.get_profiling_info(_PROFILE.END)
+        except cl.Error:  # the command failed, or was recorded before
+            return None
+        return clock.on_host(start), clock.on_host(end)
+
+    # Life cycle
+
+    def close(self) -> None:
+        for queue in self._queues:
+            queue.finish()
+
+    def abandon(self) -> None:
+        # PoCL's threads did not come along, so destructors could wait for ever: they must never run.
+        natives = [part for memory in self._allocations for part in (memory.native, memory.host)]
+        for native in (self._context, self._clock, *self._queues, *self._copies, *natives):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
+
+
+class _Clock:
+    """The device's clock on the host's: the moment at which a command is recorded is known on both."""
+
+    def __init__(self, context: cl.Context) -> None:
+        self._queue = _queue(context, timed=True)  # always idle
+        self._offset = self._due = 0.0
+        self._set()
+
+    def on_host(self, nanoseconds: int) -> float:
+        """A moment of the device in seconds of the host."""
+        if perf_counter() > self._due:  # the two drift apart
+            self._set()
+        return nanoseconds * 1e-9 + self._offset
+
+    def _set(self) -> None:
+        found = []
+        for _ in range(5):  # the host may be interrupted meanwhile, but not every time
+            before = perf_counter()
+            event = cl.enqueue_marker(self._queue)
+            after = perf_counter()
+            event.wait()
+            queued: Any = event.get_profiling_info(_PROFILE.QUEUED)
+            found.append((after - before, (before + after) / 2 - queued * 1e-9))
+        self._offset = min(found)[1]
+        self._due = perf_counter() + _CLOCK_SECONDS
+
+
+def _queue(context: cl.Context, timed: bool) -> cl.CommandQueue:
+    if not timed:
+        return cl.CommandQueue(context)
+    return cl.CommandQueue(context, properties=cl.command_queue_properties.PROFILING_ENABLE)
+
+
+def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> Capabilities:
+    """What `device` can do, without opening it."""
+    extensions = device.extensions.split()
+    kind = _kind(device)
+    return Capabilities(
+        description=device.name.strip(),
+        vendor=device.vendor.strip(),
+        api=f"{device.version.split(' PoCL')[0].strip()} ({device.platform.name.strip()})",
+        kind=kind,
+        language="opencl",
+        total_bytes=device.global_mem_size,
+        max_allocation_bytes=device.max_mem_alloc_size,
+        offset_alignment=max(device.mem_base_addr_align // 8, 1),
+        shared_memory=(memory or best_memory_kind(device)) != "device",
+        compute_units=device.max_compute_units,
+        max_group_size=device.max_work_group_size,
+        local_bytes=device.local_mem_size,
+        # By the device's type: some CPUs say 1, because their compiler makes vectors by itself.
+        vector_width=max(device.native_vector_width_float, _LEAST_LANES) if kind == "cpu" else 1,
+        float16="cl_khr_fp16" in extensions,
+        float64="cl_khr_fp64" in extensions,
+        max_buffers=_most_buffers(device),
+    )
+
+
+def _most_buffers(device: cl.Device) -> int:
+    """By the bytes that a kernel's parameters may have. PoCL names the least that the standard permits."""
+    if device.platform.name == pocl.PLATFORM:
+        return 1 << 16
+    return (device.max_parameter_size - _OTHER_PARAMETERS) // _BUFFER_PARAMETERS
+
+
+def _kind(device: cl.Device) -> Literal["gpu", "cpu", "accelerator"]:
+    if device.type & cl.device_type.GPU:
+        return "gpu"
+    return "cpu" if device.type & cl.device_type.CPU else "accelerator"
+
+
+def best_memory_kind(device: cl.Device) -> MemoryKind:
+    """The kind of memory that saves the most copies on `device`."""
+    try:
+        if device.svm_capabilities & cl.device_svm_capabilities.FINE_GRAIN_BUFFER:
+            return "svm"
+    except cl.Error:  # OpenCL 1.x has no such question
+        pass
+    return "mapped" if device.host_unified_memory else "device"
+
+
+def _prefer_huge_pages(array: Bytes) -> None:
+    """Ask Linux for pages of 2 MiB, as NumPy does for its own large arrays: a CPU misses fewer of them."""
+    if sys.platform == "linux":
+        start = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+        nbytes = array.ctypes.data + array.nbytes - start
+        advise = ctypes.CDLL(None).madvise
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)  # advice: may be refused
+
+
+def _set_types(native: cl.Kernel, signature: Sequence[str], dtypes: Sequence[np.dtype[Any]]) -> None:
+    if native.num_args != len(signature):
+        raise CompileError(
+            f"kernel {native.function_name!r} has {native.num_args} parameters, and the signature "
+            f"({', '.join(signature)}) has {len(signature)}"
+        )
+    native.set_scalar_arg_dtypes(
+        [None if kind.endswith("*") else dtype for kind, dtype in zip(signature, dtypes, strict=True)]
+    )
+
+
+def _checked(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except cl.Error as error:
+        raise DeviceError(str(error)) from None
+
+
+def _words(code: int) -> str:
+    return str(cl.status_code.to_string(code, f"OpenCL error {code}"))  # type: ignore[operator]

@@ -1,0 +1,180 @@
+"""Which devices WebGPU reaches, and what they can do: nothing is opened here."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psutil
+from wgpu.backends.wgpu_native import ffi, lib
+
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.webgpu.wgsl import OFFSET_ALIGNMENT
+
+BUFFER_ALIGNMENT = 16  # bytes, of which every buffer is a multiple: the largest item that an array can have
+# Features of wgpu.h and backends that cffi cannot take from a header.
+IMMEDIATES, INT64, TIMES_BETWEEN_PASSES = 0x30001, 0x30026, 0x30024
+FLOAT16 = lib.WGPUFeatureName_ShaderF16
+TIMES = lib.WGPUFeatureName_TimestampQuery
+_VULKAN, _METAL, _DX12 = 1 << 0, 1 << 2, 1 << 3
+# What WebGPU does not tell of a GPU with memory of its own: its bytes, on which only the pool's bound and the
+# words of messages depend, and how many groups it runs at once.
+_GPU_BYTES = 4 << 30
+_GPU_UNITS = 32
+# Words of a memory are counted in 32 bits with a sign, even one that is a step beyond the last.
+_MOST_BYTES = (1 << 33) - (1 << 20)
+
+_VENDORS = {
+    0x1002: "AMD",
+    0x106B: "Apple",
+    0x10DE: "NVIDIA",
+    0x13B5: "ARM",
+    0x5143: "Qualcomm",
+    0x8086: "Intel",
+}
+_APIS = {  # the better ones first, where several reach one GPU
+    lib.WGPUBackendType_Vulkan: "Vulkan",
+    lib.WGPUBackendType_Metal: "Metal",
+    lib.WGPUBackendType_D3D12: "DX12",
+}
+_Sort = Literal["discrete", "integrated", "other", "cpu"]
+_SORTS: dict[int, _Sort] = {  # the better ones first
+    lib.WGPUAdapterType_DiscreteGPU: "discrete",
+    lib.WGPUAdapterType_IntegratedGPU: "integrated",
+    lib.WGPUAdapterType_Unknown: "other",
+    lib.WGPUAdapterType_CPU: "cpu",
+}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A device as WebGPU finds it."""
+
+    native: Any
+    name: str
+    vendor: str
+    driver: str  # the driver below WebGPU, and its version
+    api: str
+    sort: _Sort
+    hardware: tuple[int, int]  # the vendor's number and the device's: the same in every API
+    limits: dict[str, int]
+    features: frozenset[int]
+
+
+_instance_lock = threading.Lock()
+_instance: Any = None  # one for the process, for its whole life
+_adapters: list[Adapter] = []
+
+
+def find_devices() -> list[Adapter]:
+    """Every WebGPU adapter, the best first. What several APIs reach is there once."""
+    global _instance
+    with _instance_lock:
+        if _instance is None:
+            extras = ffi.new("WGPUInstanceExtras *")
+            extras.chain.sType = lib.WGPUSType_InstanceExtras
+            extras.backends = _VULKAN | _METAL | _DX12  # not OpenGL, which takes long and lacks features
+            descriptor = ffi.new("WGPUInstanceDescriptor *")
+            descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", extras)
+            with _without_displays():
+                _instance = lib.wgpuCreateInstance(descriptor)
+                _adapters.extend(_enumerate(_instance))
+        return list(_adapters)
+
+
+@contextmanager
+def _without_displays() -> Iterator[None]:
+    """Without Mesa's layer that looks for the display's GPU, and prints where there is no display."""
+    before = os.environ.get("NODEVICE_SELECT")
+    os.environ["NODEVICE_SELECT"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["NODEVICE_SELECT"]
+        else:
+            os.environ["NODEVICE_SELECT"] = before
+
+
+def _enumerate(instance: Any) -> list[Adapter]:
+    count = lib.wgpuInstanceEnumerateAdapters(instance, ffi.NULL, ffi.NULL)
+    natives = ffi.new("WGPUAdapter[]", count)
+    count = lib.wgpuInstanceEnumerateAdapters(instance, ffi.NULL, natives)
+    return best_adapters([_adapter(natives[index]) for index in range(count)])
+
+
+def best_adapters(found: Sequence[Adapter]) -> list[Adapter]:
+    """The best first, each GPU by the best API that reaches it."""
+    apis, sorts = list(_APIS.values()), list(_SORTS.values())
+    usable = [adapter for adapter in found if adapter.api in apis]
+    best: dict[tuple[int, int], str] = {}
+    for adapter in sorted(usable, key=lambda adapter: apis.index(adapter.api)):
+        best.setdefault(adapter.hardware, adapter.api)
+    once = [adapter for adapter in usable if best[adapter.hardware] == adapter.api]
+    return sorted(once, key=lambda adapter: sorts.index(adapter.sort))
+
+
+def _adapter(native: Any) -> Adapter:
+    info = ffi.new("WGPUAdapterInfo *")
+    limits = ffi.new("WGPULimits *")
+    features = ffi.new("WGPUSupportedFeatures *")
+    lib.wgpuAdapterGetInfo(native, info)
+    lib.wgpuAdapterGetLimits(native, limits)
+    lib.wgpuAdapterGetFeatures(native, features)
+    try:
+        return Adapter(
+            native=native,
+            name=text_of(info.device) or "unnamed adapter",
+            vendor=_VENDORS.get(info.vendorID) or text_of(info.vendor) or "unknown",
+            driver=text_of(info.description),
+            api=_APIS.get(info.backendType, ""),
+            sort=_SORTS.get(info.adapterType, "other"),
+            hardware=(info.vendorID, info.deviceID),
+            limits={name: getattr(limits, name) for name in dir(limits) if name != "nextInChain"},
+            features=frozenset(int(features.features[index]) for index in range(features.featureCount)),
+        )
+    finally:
+        lib.wgpuAdapterInfoFreeMembers(info[0])
+        lib.wgpuSupportedFeaturesFreeMembers(features[0])
+
+
+def webgpu_capabilities(adapter: Adapter) -> Capabilities:
+    """What an adapter can do, without opening it."""
+    limits, cpu = adapter.limits, adapter.sort == "cpu"
+    largest = min(limits["maxBufferSize"], _MOST_BYTES) // BUFFER_ALIGNMENT * BUFFER_ALIGNMENT
+    return Capabilities(
+        description=adapter.name,
+        vendor=adapter.vendor,
+        api=f"WebGPU on {adapter.api}" + (f" ({adapter.driver})" if adapter.driver else ""),
+        kind="cpu" if cpu else "gpu",
+        language="wgsl",
+        total_bytes=_GPU_BYTES if adapter.sort == "discrete" else psutil.virtual_memory().total,
+        max_allocation_bytes=largest,
+        offset_alignment=OFFSET_ALIGNMENT,
+        shared_memory=False,
+        compute_units=(os.cpu_count() or 1) if cpu else _GPU_UNITS,
+        max_group_size=limits["maxComputeInvocationsPerWorkgroup"],
+        local_bytes=limits["maxComputeWorkgroupStorageSize"],
+        vector_width=1,
+        float16=FLOAT16 in adapter.features,
+        float64=False,
+        int64=INT64 in adapter.features,
+        max_buffers=limits["maxStorageBuffersPerShaderStage"],
+        binding_bytes=limits["maxStorageBufferBindingSize"] // OFFSET_ALIGNMENT * OFFSET_ALIGNMENT,
+    )
+
+
+def native_counts() -> dict[str, int]:
+    """How many objects of each kind wgpu holds for this process, of all devices together."""
+    report = ffi.new("WGPUGlobalReport *")
+    lib.wgpuGenerateReport(_instance, report)
+    return {name: getattr(report.hub, name).numAllocated for name in dir(report.hub)}
+
+
+def text_of(view: Any) -> str:
+    """A text that WebGPU gives."""
+    return ffi.string(view.data, view.length).decode(errors="replace").strip() if view.data else ""

@@ -1,0 +1,278 @@
+"""The WebGPU driver, on wgpu-native through wgpu-py's bindings: Metal, Vulkan and DX12.
+
+WebGPU has one queue. The three queues here each record into an encoder of their own, and what is flushed is
+submitted to that one queue, in order; so a command never has to wait on the device for one of another queue.
+Launches become dispatches of one compute pass. Buffers go with a dispatch in a bind group, which is made when
+a launch is bound, and scalars as immediates, or through a uniform buffer where there are none, or too few.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.drivers.driver import Bytes, Driver, Event, Grid, Kernel, Memory, Queue, Source
+from penstock.drivers.webgpu.adapters import (
+    BUFFER_ALIGNMENT,
+    IMMEDIATES,
+    TIMES,
+    TIMES_BETWEEN_PASSES,
+    Adapter,
+    webgpu_capabilities,
+)
+from penstock.drivers.webgpu.byte_copies import ByteCopies
+from penstock.drivers.webgpu.launches import Binder, BindGroups, Launch
+from penstock.drivers.webgpu.memory import MEMORY_USAGE, WORD, Range, ReadBuffers, rounded
+from penstock.drivers.webgpu.native import NativeDevice
+from penstock.drivers.webgpu.pipelines import Layouts, Pipelines
+from penstock.drivers.webgpu.queues import Batch, CommandEvent, EncoderQueue, Read
+from penstock.drivers.webgpu.recorder import Recorder
+from penstock.drivers.webgpu.times import Timing
+from penstock.errors import DeviceError, OutOfDeviceMemory
+
+_temporary_serials = itertools.count(-1, -1)  # of buffers that are no memory
+
+
+class WebGpuDriver(Driver):
+    """One WebGPU device. Without `immediates`, all scalars go through uniform buffers."""
+
+    def __init__(self, adapter: Adapter, name: str, *, immediates: bool = True) -> None:
+        self.name = name
+        self.capabilities = can = webgpu_capabilities(adapter)
+        has_immediates = immediates and IMMEDIATES in adapter.features
+        self.compute, self.incoming, self.outgoing = self._queues = [EncoderQueue() for _ in range(3)]
+        self.times = TIMES in adapter.features
+        self._lock = threading.RLock()
+        self._allocations: set[Memory] = set()
+        self._allocated = 0
+        self._native = NativeDevice(adapter, name)
+        self._layouts = Layouts(
+            self._native, adapter.limits["maxImmediateSize"] if has_immediates else 0, self._lock
+        )
+        self._pipelines = Pipelines(self._native, self._layouts, can.binding_bytes, self._lock)
+        self._groups = BindGroups(self._native, self._layouts, self._lock)
+        self._binder = Binder(adapter, can, self._layouts, self._pipelines, self._groups)
+        self._byte_copies = ByteCopies(self._pipelines, can.binding_bytes)
+        self._read_buffers = ReadBuffers(self._native)
+        self._timing = Timing(self._native, TIMES_BETWEEN_PASSES in adapter.features)
+        self._recorder = Recorder(self._native, self._layouts, self._read_buffers, self._timing)
+
+    # Memory
+
+    def allocate(self, nbytes: int, pinned: bool = False) -> Memory:
+        if pinned:
+            # WebGPU shows no memory to the host that a command uses, so this is the host's own.
+            try:
+                memory = Memory(None, nbytes, np.empty(nbytes, np.uint8), pinned)
+            except MemoryError as error:
+                raise OutOfDeviceMemory(f"the host has no {nbytes} bytes: {error}", asked=nbytes) from None
+        else:
+            buffer = self._native.buffer(rounded(nbytes, BUFFER_ALIGNMENT), MEMORY_USAGE)
+            memory = Memory(None, nbytes, None)
+            memory.native = Range(buffer, 0, buffer.nbytes, memory.serial)
+        with self._lock:
+            self._allocations.add(memory)
+            self._allocated += nbytes
+        return memory
+
+    def free(self, memory: Memory) -> None:
+        with self._lock:
+            self._allocations.remove(memory)
+            self._allocated -= memory.nbytes
+            native, memory.native, memory.host = memory.native, None, None
+            if memory.pinned:
+                self._read_buffers.clear()  # nothing will be read before there is such memory again
+            else:
+                self._groups.forget(memory.serial)
+                native.buffer.destroy()  # at once: a bind group that a program holds would keep it
+
+    def view(self, memory: Memory, offset: int, nbytes: int) -> Any:
+        buffer = memory.native.buffer
+        size = min(rounded(nbytes, BUFFER_ALIGNMENT), buffer.nbytes - offset)
+        return Range(buffer, offset, size, memory.serial)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._allocated
+
+    def native_handles(self) -> int:
+        return len(self._native.life.open)
+
+    # Kernels
+
+    def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
+        return self._pipelines.compile(source, signatures)
+
+    def launch(
+        self,
+        queue: Queue,
+        kernel: Kernel,
+        grid: Grid,
+        group: Grid,
+        args: Sequence[Any],
+        waits: list[Event] | None,
+    ) -> Event:
+        events: list[Event] = []
+        self.replay(queue, (self.bind(kernel, grid, group, args),), waits, events)
+        return events[0]
+
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
+        self._native.require_alive()
+        launch = Launch(kernel.native, tuple(grid), tuple(group), list(args))
+        self._binder.dispatch(launch)
+        return launch
+
+    def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
+        bound.args[position] = arg
+        bound.dispatch = None
+
+    def replay(
+        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
+    ) -> None:
+        with self._lock:
+            self._native.require_alive()
+            for launch in bound:
+                dispatch = launch.dispatch or self._binder.dispatch(launch)
+                events.append(self._recorder.launch(queue, dispatch))
+
+    # Copies
+
+    def write(
+        self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: list[Event] | None
+    ) -> Event:
+        with self._lock:
+            self._native.require_alive()
+            if offset % WORD == 0 == source.nbytes % WORD:
+                self._recorder.write(queue, memory.native.buffer, offset, source)
+                return self._recorder.event(queue)
+            padded = np.zeros(rounded(source.nbytes, BUFFER_ALIGNMENT), np.uint8)
+            padded[: source.nbytes] = source
+            buffer = self._native.buffer(padded.nbytes, MEMORY_USAGE)
+            staged = Range(buffer, 0, padded.nbytes, next(_temporary_serials))
+            self._recorder.write(queue, buffer, 0, padded)
+            event = self._copy_bytes(queue, memory.native, offset, staged, 0, source.nbytes)
+            event.batch.temporary.append(buffer)
+            self._groups.forget(staged.serial)
+            return event
+
+    def read(
+        self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: list[Event] | None
+    ) -> Event:
+        start = offset // WORD * WORD
+        nbytes = rounded(offset + target.nbytes - start, WORD)
+        with self._lock:
+            self._native.require_alive()
+            buffer = self._read_buffers.take(nbytes)
+            moment = self._recorder.copy(queue, buffer, 0, memory.native.buffer, start, nbytes)
+            self._recorder.batch(queue).reads.append(Read(buffer, nbytes, offset - start, target))
+            return self._recorder.event(queue, moment=moment)
+
+    def copy(
+        self,
+        queue: Queue,
+        target: Memory,
+        target_offset: int,
+        source: Memory,
+        source_offset: int,
+        nbytes: int,
+        waits: list[Event] | None,
+    ) -> Event:
+        with self._lock:
+            self._native.require_alive()
+            to, start = target.native, source.native
+            if target is source or target_offset % WORD or source_offset % WORD or nbytes % WORD:
+                return self._copy_bytes(queue, to, target_offset, start, source_offset, nbytes)
+            moment = self._recorder.copy(queue, to.buffer, target_offset, start.buffer, source_offset, nbytes)
+            return self._recorder.event(queue, moment=moment)
+
+    def _copy_bytes(
+        self,
+        queue: EncoderQueue,
+        target: Range,
+        target_offset: int,
+        source: Range,
+        source_offset: int,
+        nbytes: int,
+    ) -> CommandEvent:
+        """Record a copy that a kernel does; the event of its last launch."""
+        for launch in self._byte_copies.launches(target, target_offset, source, source_offset, nbytes):
+            event = self._recorder.launch(queue, self._binder.dispatch(launch))
+        return event
+
+    def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
+        raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")
+
+    def unmap(self, memory: Memory, mapped: Bytes) -> Event | None:
+        raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")
+
+    # Order and completion
+
+    def flush(self, queue: Queue) -> None:
+        with self._lock:
+            if queue.batch is not None:
+                self._recorder.submit(queue)
+
+    def is_done(self, event: Event) -> bool:
+        batch: Batch = event.batch
+        if not batch.done and batch.submitted and not self._native.life.abandoned:
+            self._native.poll()
+            self._end_if_finished(batch)
+        return batch.done
+
+    def wait(self, event: Event) -> None:
+        batch: Batch = event.batch
+        if not batch.submitted:
+            self.flush(batch.queue)
+        while not batch.done:
+            self._native.poll(batch.index)
+            self._end_if_finished(batch)
+
+    def _end_if_finished(self, batch: Batch) -> None:
+        if batch.waiting and not self._native.dead:
+            return
+        with self._lock:  # which the thread holds that still tells WebGPU of its callbacks
+            self._recorder.end(batch)
+
+    def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
+        told = [(position, event.batch.error or event.error) for position, event in enumerate(events)]
+        return [(position, reason) for position, reason in told if reason]
+
+    # Times
+
+    def time_commands(self, on: bool) -> None:
+        if on and not self.times:
+            raise DeviceError(f"{self.name} does not tell when commands ran")
+        with self._lock:
+            self._timing.switch(on)
+        for _ in range(3) if on else ():  # to learn how far the clocks are apart
+            with self._lock:
+                self._native.require_alive()
+                self._recorder.begin_pass(self.compute)
+                self._recorder.end_pass(self.compute)
+                event = self._recorder.event(self.compute)
+            self.flush(self.compute)
+            self.wait(event)
+
+    def ran(self, event: Event) -> tuple[float, float] | None:
+        batch: Batch = event.batch
+        clock, moments, moment = self._timing.clock, batch.moments, event.moment
+        if clock is None or moments is None or moment < 0 or event.error or batch.error or not batch.done:
+            return None
+        start, end = int(moments[moment]), int(moments[moment + 1])
+        return clock.on_host(start), clock.on_host(max(start, end))
+
+    # Life cycle
+
+    def close(self) -> None:
+        if not self._native.life.abandoned:
+            for queue in self._queues:
+                self.flush(queue)
+            self._native.finish_all()
+
+    def abandon(self) -> None:
+        # A lock of wgpu may have been held by a thread that did not come along: no call may be made any more.
+        self._native.life.abandoned = True

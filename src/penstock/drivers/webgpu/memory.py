@@ -1,0 +1,69 @@
+"""WebGPU buffers as kernel arguments, and the buffers through which the host reads results."""
+
+from __future__ import annotations
+
+from penstock.drivers.webgpu.adapters import BUFFER_ALIGNMENT
+from penstock.drivers.webgpu.native import COPY_DST, COPY_SRC, MAP_READ, STORAGE, NativeBuffer, NativeDevice
+from penstock.drivers.webgpu.wgsl import OFFSET_ALIGNMENT
+
+MEMORY_USAGE = STORAGE | COPY_SRC | COPY_DST
+WORD = 4  # bytes; WebGPU copies and binds whole words
+_LEAST_READ = 4096  # bytes of the smallest buffer for reading back
+_IDLE_READ_BYTES = 64 << 20  # kept for the next read
+
+
+def rounded(nbytes: int, alignment: int) -> int:
+    """The bytes, rounded up to a multiple of the alignment that is not zero."""
+    return max(-(-nbytes // alignment), 1) * alignment
+
+
+class Range:
+    """A range of a buffer, as a kernel takes it."""
+
+    __slots__ = ("buffer", "offset", "serial", "size")
+
+    def __init__(self, buffer: NativeBuffer, offset: int, size: int, serial: int) -> None:
+        self.buffer = buffer
+        self.offset = offset
+        self.size = size
+        self.serial = serial  # of the memory that the buffer is
+
+    def part(self, start: int, end: int) -> Range:
+        """The smallest range of the same buffer that can be bound and holds bytes `start` to `end`."""
+        offset = start // OFFSET_ALIGNMENT * OFFSET_ALIGNMENT
+        size = min(rounded(end - offset, BUFFER_ALIGNMENT), self.buffer.nbytes - offset)
+        return Range(self.buffer, offset, size, self.serial)
+
+
+class ReadBuffers:
+    """Buffers that the host can map, to read what was copied into them; some idle ones are kept."""
+
+    def __init__(self, native: NativeDevice) -> None:
+        self._native = native
+        self._idle: dict[int, list[NativeBuffer]] = {}  # by size
+        self.idle_bytes = 0
+
+    def take(self, nbytes: int) -> NativeBuffer:
+        """A buffer of at least so many bytes."""
+        size = max(1 << (nbytes - 1).bit_length(), _LEAST_READ)
+        size = max(min(size, self._native.max_buffer_bytes), nbytes)
+        if idle := self._idle.get(size):
+            self.idle_bytes -= size
+            return idle.pop()
+        return self._native.buffer(size, MAP_READ | COPY_DST)
+
+    def give_back(self, buffer: NativeBuffer) -> None:
+        """Keep a buffer for the next read, or destroy it where enough are kept."""
+        if self.idle_bytes + buffer.nbytes > _IDLE_READ_BYTES:
+            buffer.destroy()
+        else:
+            self._idle.setdefault(buffer.nbytes, []).append(buffer)
+            self.idle_bytes += buffer.nbytes
+
+    def clear(self) -> None:
+        """Destroy the idle buffers."""
+        for buffers in self._idle.values():
+            for buffer in buffers:
+                buffer.destroy()
+        self._idle.clear()
+        self.idle_bytes = 0

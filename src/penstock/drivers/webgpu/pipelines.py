@@ -1,0 +1,181 @@
+"""Compiled WGSL kernels: their modules, layouts and pipelines.
+
+A kernel's module depends on how a launch binds its buffers, so each kernel has several pipelines, which are
+made when a launch first needs them.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.drivers.driver import Grid, Kernel, Source, parameter_dtypes
+from penstock.drivers.webgpu.native import NativeDevice, Owned
+from penstock.drivers.webgpu.wgsl import SCALARS, KernelText, module_text, parse
+from penstock.errors import CompileError, DeviceError
+from penstock.lru import LRU
+
+_MAX_PIPELINES = 32  # kept for one kernel: one for each workgroup size and arrangement of buffers
+MAX_SCALAR_BYTES = 4096  # of one launch, in a uniform buffer
+
+
+class Variant(NamedTuple):
+    """What a pipeline of a kernel is made for."""
+
+    group: Grid  # the workgroup size
+    bindings: tuple[int, ...]  # for each buffer, the number of the first buffer in the same binding
+    folded: bool  # whether the grid is too long for WebGPU and was folded into a rectangle
+    windows: tuple[int, ...]  # for each buffer, how many bindings it takes; empty where all take one
+
+
+class Function:
+    """A kernel: its text, the positions of its buffers and scalars, and its pipelines."""
+
+    def __init__(self, text: KernelText, dtypes: Sequence[np.dtype[Any]]) -> None:
+        self.text = text
+        parameters = list(enumerate(text.parameters))
+        self.buffer_positions = [position for position, parameter in parameters if parameter.is_buffer]
+        self.scalar_positions = [position for position, parameter in parameters if not parameter.is_buffer]
+        self.buffer_types = [buffer.type for buffer in text.buffers]
+        scalars = {scalar.name: number for number, scalar in enumerate(text.scalars)}
+        # For each buffer, which of the scalars is its offset, where it has one.
+        self.offset_scalars = [scalars.get(f"{buffer.name}_place") for buffer in text.buffers]
+        self.scalar_bytes = [text.scalar_bytes(folded) for folded in (False, True)]
+        self.pipelines: LRU[Variant, Owned] = LRU(_MAX_PIPELINES)
+        self._dtypes = [dtypes[position] for position in self.scalar_positions]
+        self._formats = [struct.Struct(text.scalar_format(folded)) for folded in (False, True)]
+
+    def packed(self, scalars: list[Any], folded: bool) -> bytes:
+        """Scalars as the kernel reads them."""
+        form = self._formats[folded]
+        try:
+            return form.pack(*scalars)
+        except (struct.error, OverflowError):  # a number that NumPy would round or wrap
+            with np.errstate(all="ignore"):
+                for position, dtype in enumerate(self._dtypes):
+                    scalars[position] = np.asarray(scalars[position]).astype(dtype).item()
+            return form.pack(*scalars)
+
+
+class Layouts:
+    """Layouts of bind groups and pipelines, by the number of buffers and the bytes of scalars."""
+
+    def __init__(self, native: NativeDevice, immediate_bytes: int, lock: threading.RLock) -> None:
+        self._native = native
+        self._immediate_bytes = immediate_bytes
+        self._lock = lock
+        self._groups: dict[int, Owned] = {}
+        self._scalars: Owned | None = None
+        self._pipelines: dict[tuple[int, int], Owned] = {}
+
+    def needs_uniform(self, scalar_bytes: int) -> bool:
+        """Whether scalars of so many bytes go through a uniform buffer, since immediates hold fewer."""
+        return scalar_bytes > self._immediate_bytes
+
+    def group(self, buffers: int) -> Owned:
+        """The layout of a bind group of storage buffers."""
+        if buffers not in self._groups:
+            self._groups[buffers] = self._native.group_layout(buffers)
+        return self._groups[buffers]
+
+    def scalars(self) -> Owned:
+        """The layout of a bind group of one uniform buffer, which holds scalars."""
+        if self._scalars is None:
+            self._scalars = self._native.group_layout(1, uniform=True)
+        return self._scalars
+
+    def pipeline(self, buffers: int, scalar_bytes: int) -> Owned:
+        """The layout of a pipeline."""
+        with self._lock:
+            layout = self._pipelines.get((buffers, scalar_bytes))
+            if layout is None:
+                uniform = self.needs_uniform(scalar_bytes)
+                groups = [self.group(buffers)] + ([self.scalars()] if uniform else [])
+                layout = self._native.pipeline_layout(groups, 0 if uniform else scalar_bytes)
+                self._pipelines[buffers, scalar_bytes] = layout
+            return layout
+
+
+class Pipelines:
+    """Compiles kernels: their texts at once, and their pipelines when a launch needs them."""
+
+    def __init__(
+        self, native: NativeDevice, layouts: Layouts, binding_bytes: int, lock: threading.RLock
+    ) -> None:
+        self._native = native
+        self._layouts = layouts
+        self._binding_bytes = binding_bytes
+        self._lock = lock
+
+    def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
+        """See `Driver.compile`."""
+        if not isinstance(source, str):
+            raise CompileError("a WebGPU device takes WGSL as text, and functions were given")
+        self._native.require_alive()
+        dtypes = {name: parameter_dtypes(name, signature) for name, signature in signatures.items()}
+        texts = parse(source)
+        kernels = {}
+        for name, signature in signatures.items():
+            if name not in texts:
+                raise CompileError(f"the source has no kernel {name!r}; there are {sorted(texts)}")
+            _check_signature(texts[name], signature)
+            function = Function(texts[name], dtypes[name])
+            each_its_own = tuple(range(len(function.buffer_types)))
+            self._module(function, Variant((1,), each_its_own, False, ()))  # for the compiler's messages
+            kernels[name] = Kernel(name, signature, function)
+        return kernels
+
+    def pipeline(self, function: Function, variant: Variant) -> Owned:
+        """A pipeline of a kernel, known or new."""
+        with self._lock:
+            pipeline = function.pipelines.use(variant)
+        if pipeline is None:  # without the lock: it takes milliseconds
+            pipeline = self._new_pipeline(function, variant)
+            with self._lock:
+                function.pipelines[variant] = pipeline
+        return pipeline
+
+    def _new_pipeline(self, function: Function, variant: Variant) -> Owned:
+        nbytes = function.scalar_bytes[variant.folded]
+        if self._layouts.needs_uniform(nbytes) and nbytes > MAX_SCALAR_BYTES:
+            raise DeviceError(f"{nbytes} bytes of scalars; a kernel may have {MAX_SCALAR_BYTES} here")
+        module = self._module(function, variant)
+        firsts, windows = set(variant.bindings), variant.windows
+        count = sum(windows[first] for first in firsts) if windows else len(firsts)
+        return self._native.pipeline(function.text.name, module, self._layouts.pipeline(count, nbytes))
+
+    def _module(self, function: Function, variant: Variant) -> Owned:
+        uniform = self._layouts.needs_uniform(function.scalar_bytes[variant.folded])
+        try:
+            text = module_text(
+                function.text,
+                variant.group,
+                variant.bindings,
+                variant.folded,
+                uniform,
+                variant.windows,
+                self._binding_bytes,
+            )
+        except CompileError as error:
+            raise DeviceError(
+                f"one binding has at most {self._binding_bytes} bytes on {self._native.name}: {error}"
+            ) from None
+        return self._native.module(function.text.name, text)
+
+
+def _check_signature(kernel: KernelText, signature: Sequence[str]) -> None:
+    if len(kernel.parameters) != len(signature):
+        raise CompileError(
+            f"kernel {kernel.name!r} has {len(kernel.parameters)} parameters, and the signature "
+            f"({', '.join(signature)}) has {len(signature)}"
+        )
+    for parameter, kind in zip(kernel.parameters, signature, strict=True):
+        if not (kind.endswith("*") if parameter.is_buffer else SCALARS[parameter.type][0] == kind):
+            raise CompileError(
+                f"parameter {parameter.name!r} of kernel {kernel.name!r} is {parameter.type}, "
+                f"and the signature says {kind!r}"
+            )

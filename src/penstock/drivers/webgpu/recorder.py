@@ -1,0 +1,255 @@
+"""Records commands into encoders, submits them, and takes notice of their completion.
+
+The library ends the process if it is told to submit something invalid. So what it has against an encoder when
+that is finished keeps it from being submitted, and becomes the failure of the commands that are to blame.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from wgpu.backends.wgpu_native import ffi, lib
+
+from penstock.drivers.driver import Bytes
+from penstock.drivers.webgpu.launches import Dispatch
+from penstock.drivers.webgpu.memory import ReadBuffers, rounded
+from penstock.drivers.webgpu.native import COPY_DST, UNIFORM, NativeBuffer, NativeDevice, Owned
+from penstock.drivers.webgpu.pipelines import MAX_SCALAR_BYTES, Layouts
+from penstock.drivers.webgpu.queues import RING_BYTES, Batch, CommandEvent, EncoderQueue, Read
+from penstock.drivers.webgpu.times import Queries, Timing
+
+_RING_STEP = 256  # bytes; where the scalars of a launch may begin in a uniform buffer
+_MAX_STAGED = 64 << 20  # bytes on their way to the device that a queue holds back until it is flushed
+
+_NULL = ffi.NULL
+_set_pipeline = lib.wgpuComputePassEncoderSetPipeline
+_set_group = lib.wgpuComputePassEncoderSetBindGroup
+_set_immediates = lib.wgpuComputePassEncoderSetImmediates
+_dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
+
+
+class Recorder:
+    """Records into queues, and submits what they hold. The caller has the driver's lock."""
+
+    def __init__(
+        self, native: NativeDevice, layouts: Layouts, read_buffers: ReadBuffers, timing: Timing
+    ) -> None:
+        self._native = native
+        self._layouts = layouts
+        self._read_buffers = read_buffers
+        self._timing = timing
+
+    # Launches
+
+    def launch(self, queue: EncoderQueue, dispatch: Dispatch) -> CommandEvent:
+        """Record a dispatch."""
+        pipeline, group, scalars, nbytes, uniform, x, y, z = dispatch
+        if uniform and queue.ring_used + nbytes > RING_BYTES:
+            self.submit(queue)
+        if self._timing.clock is not None:
+            self._make_room(queue)
+        native = queue.native_pass or self.begin_pass(queue)
+        if pipeline is not queue.pipeline:
+            _set_pipeline(native, pipeline.native)
+            queue.pipeline = pipeline
+        if group is not queue.group:
+            _set_group(native, 0, group.native, 0, _NULL)
+            queue.group = group
+        if uniform:
+            self._put_scalars(queue, scalars, nbytes)
+        elif nbytes:
+            _set_immediates(native, 0, scalars, nbytes)
+        _dispatch(native, x, y, z)
+        event = self.event(queue, dispatch)
+        if event.batch.queries is not None:
+            event.moment = event.batch.queries.used - 2
+            self.end_pass(queue)  # each dispatch is a pass of its own, which knows its times
+        return event
+
+    def _put_scalars(self, queue: EncoderQueue, scalars: Any, nbytes: int) -> None:
+        """Let the next dispatch find its scalars in the queue's uniform buffer."""
+        if queue.ring is None:
+            buffer = self._native.buffer(RING_BYTES + MAX_SCALAR_BYTES, UNIFORM | COPY_DST)
+            group = self._native.group(self._layouts.scalars(), [(buffer, 0, MAX_SCALAR_BYTES)])
+            queue.ring = buffer, group
+        ffi.memmove(queue.scalars + queue.ring_used, scalars, nbytes)
+        queue.offset[0] = queue.ring_used
+        queue.ring_used += rounded(nbytes, _RING_STEP)
+        _set_group(queue.native_pass, 1, queue.ring[1].native, 1, queue.offset)
+
+    # Copies
+
+    def write(self, queue: EncoderQueue, buffer: NativeBuffer, offset: int, source: Bytes) -> None:
+        """Write bytes of the host to a buffer."""
+        # WebGPU copies the bytes at once into memory of its own, which it holds until they were submitted and
+        # have arrived: the caller bounds how many are submitted, and here it is bounded how many are not.
+        if queue.staged + source.nbytes > _MAX_STAGED:
+            self.submit(queue)
+        self._native.write(buffer, offset, ffi.from_buffer(source), source.nbytes)
+        self._native.raise_errors()
+        queue.staged += source.nbytes
+
+    def copy(
+        self,
+        queue: EncoderQueue,
+        target: NativeBuffer,
+        target_offset: int,
+        source: NativeBuffer,
+        source_offset: int,
+        nbytes: int,
+    ) -> int:
+        """Record a copy between buffers; the index of its first moment, -1 where it is not timed."""
+        queries, moment = None, -1
+        if self._timing.clock is not None and self._timing.copies:
+            self._make_room(queue)
+            queries = self.batch(queue).queries
+        encoder = self._encoder(queue)
+        if queries is not None:
+            moment = queries.used
+            queries.mark(encoder)
+        lib.wgpuCommandEncoderCopyBufferToBuffer(
+            encoder, source.native, source_offset, target.native, target_offset, nbytes
+        )
+        if queries is not None:
+            queries.mark(encoder)
+        return moment
+
+    # Batches, encoders and passes
+
+    def event(self, queue: EncoderQueue, dispatch: Dispatch | None = None, moment: int = -1) -> CommandEvent:
+        """The event of the command that was just recorded."""
+        batch = self.batch(queue)
+        event = CommandEvent(batch, dispatch, moment)
+        batch.events.append(event)
+        return event
+
+    def batch(self, queue: EncoderQueue) -> Batch:
+        """The batch that commands of a queue are recorded into."""
+        if queue.batch is None:
+            queue.batch = Batch(queue, self._timing.queries())
+        return queue.batch
+
+    def begin_pass(self, queue: EncoderQueue) -> Any:
+        """Begin a compute pass, which is timed where commands are."""
+        queue.pipeline = queue.group = None
+        queries = None if self._timing.clock is None else self.batch(queue).queries
+        how = _NULL if queries is None else queries.timed_pass()
+        queue.native_pass = lib.wgpuCommandEncoderBeginComputePass(self._encoder(queue), how)
+        return queue.native_pass
+
+    def end_pass(self, queue: EncoderQueue) -> None:
+        """End the compute pass."""
+        lib.wgpuComputePassEncoderEnd(queue.native_pass)
+        lib.wgpuComputePassEncoderRelease(queue.native_pass)
+        queue.native_pass = None
+
+    def _encoder(self, queue: EncoderQueue) -> Any:
+        """The encoder of a queue, between passes."""
+        if queue.encoder is None:
+            queue.encoder = self._native.encoder()
+        elif queue.native_pass is not None:
+            self.end_pass(queue)
+        return queue.encoder
+
+    def _make_room(self, queue: EncoderQueue) -> None:
+        """Submit what is recorded where there is no room for the moments of one more command."""
+        queries = self.batch(queue).queries
+        if queries is not None and queries.full:
+            self.submit(queue)
+
+    # Submission
+
+    def submit(self, queue: EncoderQueue) -> None:
+        """Give what was recorded to the device."""
+        batch, queue.batch, queue.staged = self.batch(queue), None, 0
+        if batch.queries is not None and batch.queries.used:
+            self._read_moments(queue, batch, batch.queries)
+        commands, errors = self._finish(queue)
+        if errors and not self._native.dead:
+            if batch.moments is not None:
+                batch.reads.pop().buffer.destroy()  # nothing has been written there
+                batch.moments = None
+            commands = self._finish_apart(queue, batch, errors[0][1])
+        if queue.ring_used and queue.ring is not None:
+            ring, used, queue.ring_used = queue.ring[0], queue.ring_used, 0
+            self._native.write(ring, 0, queue.scalars, used)
+        for _, words in self._native.take_errors():
+            batch.error = words
+        if self._native.dead or batch.error:
+            batch.fail(self._native.dead)
+        else:
+            self._start(batch, commands)
+
+    def _read_moments(self, queue: EncoderQueue, batch: Batch, queries: Queries) -> None:
+        """Read the moments back with everything else that a batch reads."""
+        buffer = self._read_buffers.take(queries.nbytes)
+        queries.resolve(self._encoder(queue), buffer.native)
+        batch.moments = np.zeros(queries.used, np.uint64)
+        batch.reads.append(Read(buffer, queries.nbytes, 0, batch.moments.view(np.uint8)))
+
+    def _finish(self, queue: EncoderQueue) -> tuple[list[Owned], list[tuple[int, str]]]:
+        """The commands in a queue's encoder, ready to be submitted, and what WebGPU has against them."""
+        if queue.encoder is None:
+            return [], self._native.take_errors()
+        encoder, queue.encoder = self._encoder(queue), None
+        command, errors = self._native.finish(encoder)
+        return [command], errors
+
+    def _finish_apart(self, queue: EncoderQueue, batch: Batch, words: str) -> list[Owned]:
+        """The same, launch by launch, where WebGPU refused all together: only those to blame fail."""
+        commands: list[Owned] = []
+        events, batch.events, queue.ring_used = batch.events, [], 0
+        for event in events:
+            if event.dispatch is None:
+                event.error = words
+                continue
+            queue.batch = Batch(queue)
+            self.launch(queue, event.dispatch)
+            command, errors = self._finish(queue)
+            if errors:
+                event.error = errors[0][1]
+            else:
+                commands += command
+        batch.events, queue.batch = events, None
+        return commands
+
+    def _start(self, batch: Batch, commands: list[Owned]) -> None:
+        native = self._native
+        batch.start = perf_counter()
+        batch.index = native.submit(commands)
+        expected = [native.expect(batch.told) for _ in range(1 + len(batch.reads))]
+        batch.waiting.update(expected)
+        batch.queue.in_flight.append(batch)
+        native.when_done(expected[0])
+        for read, number in zip(batch.reads, expected[1:], strict=True):
+            native.when_mapped(read.buffer, number)
+        native.take_errors()  # a callback has told them
+        batch.submitted = True
+
+    # Completion
+
+    def end(self, batch: Batch) -> None:
+        """End a batch that the device has finished, and all before it: bring what they read to its target."""
+        if batch.done:
+            return
+        # Whoever waits for one batch takes all before it to be done, with what they read.
+        in_flight = batch.queue.in_flight
+        ended = in_flight[: in_flight.index(batch) + 1]
+        if any(earlier.waiting for earlier in ended) and not self._native.dead:
+            return
+        del in_flight[: len(ended)]
+        for finished in ended:
+            self._end(finished)
+
+    def _end(self, batch: Batch) -> None:
+        if self._native.dead or batch.error:
+            batch.fail(self._native.dead)
+            return
+        for read in batch.reads:
+            self._native.read_mapped(read.buffer, read.skip, read.target, read.target.nbytes)
+            self._read_buffers.give_back(read.buffer)
+        if batch.moments is not None:
+            self._timing.learn(batch.queries, batch.moments, batch.start)
+        batch.end()

@@ -1,0 +1,1 @@
+"""From a graph to values: the cache of executables, and what binds and replays a schedule."""

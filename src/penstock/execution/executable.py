@@ -1,0 +1,348 @@
+"""A schedule bound to a device: compiled kernels whose arguments are set once, and replayed.
+
+An executable decides nothing. A run sets only those arguments that differ from the run before. It keeps no
+memory: buffers of the last run are known by their allocation's number only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from penstock.compiler.launches import (
+    Arrangement,
+    arranged,
+    dependencies,
+    fused_buffers,
+    launch_parts,
+)
+from penstock.compiler.schedule import Copy, Location, Schedule, Step
+from penstock.drivers.driver import Kernel
+from penstock.graph.node import Array, Node
+from penstock.graph.reference import computed
+from penstock.kernels.cache import KernelCache
+from penstock.kernels.chaining import Call
+from penstock.kernels.source import UNIT
+from penstock.kernels.writer import constants
+from penstock.memory.buffer import Buffer
+from penstock.plan.arenas import ArenaPlan
+from penstock.runtime import Device
+from penstock.stream.stream import Program as Launches
+
+_MAX_ARRANGEMENTS = 4  # for which kernels are fused; in others, every buffer is an argument of its own
+
+
+class Executable:
+    """The values of some nodes from the values of others."""
+
+    def __init__(self, schedule: Schedule, device: Device, cache: KernelCache) -> None:
+        self.schedule = schedule
+        self.device = device
+        self.wrote = False  # of a run that failed: whether anything may have been written
+        self._cache = cache
+        self._parts = launch_parts(schedule, device.capabilities)
+        self._functions = {
+            call.source.name: step.written.function
+            for step in schedule.groups
+            for call in step.calls
+            if step.written is not None and step.written.function is not None
+        }
+        self._run_buffers = _RunBuffers(schedule, fused_buffers(self._parts))
+        self._segments: dict[Arrangement | None, list[_Segment | Step | Copy]] = {}
+        self._current: list[_Segment | Step | Copy] = []  # those of the last run
+        if not self._run_buffers.fused:
+            self._segments[()] = self._bound(())
+        self._arena_bytes = [schedule.buffers[arena].nbytes for arena in schedule.arenas]
+        self._shared = [
+            buffer for buffer, shared in zip(schedule.results, schedule.shared, strict=True) if shared
+        ]
+
+    @property
+    def plan(self) -> ArenaPlan:
+        """The memory plan, with its certificate."""
+        return self.schedule.plan
+
+    @property
+    def launches(self) -> int:
+        """How many one run has, after kernels were fused and concatenated; 0 before the first."""
+        return sum(segment.launches for segment in self._current if isinstance(segment, _Segment))
+
+    def may_overwrite(self, output: int, given: int) -> bool:
+        """Whether a wanted value can be written over an input, which is read for the last time before."""
+        buffer = self.schedule.results[output]
+        return self.schedule.may_alias(buffer, 1 + given) and not self.schedule.shared[output]
+
+    def run(
+        self, inputs: Sequence[Buffer], numbers: Sequence[Any], aliases: Mapping[int, int] | None = None
+    ) -> list[Buffer]:
+        """The values of the wanted nodes, from buffers of the inputs and the constants.
+
+        `aliases` names wanted values that are written over inputs.
+        """
+        with self.device.running:
+            self.wrote = False
+            state = self._run_buffers
+            arena, *more_arenas = self._arenas()
+            same = aliases is not None and aliases is state.aliases
+            if not same:
+                state.set_outputs(aliases)
+            empty = self.device.empty
+            buffers = [arena, *inputs]
+            buffers += [empty(nbytes) if given < 0 else inputs[given] for given, nbytes in state.outputs]
+            buffers += more_arenas
+            places = [buffer.place for buffer in buffers]
+            moved, regrouped = state.moved(places, same)
+            state.places = []  # of no run, if this one fails
+            if moved is None:
+                self._current = self._arranged(state.arrange(buffers))
+            buffers += [buffers[at].whole if whole else buffers[at] for at, whole in state.allocations]
+            self._run_segments(buffers, numbers, moved, regrouped)
+            state.places = places
+        for at in self._shared:
+            buffers[at].shared = True
+        return [buffers[at] for at in self.schedule.results]
+
+    def _run_segments(
+        self, buffers: Sequence[Buffer], numbers: Sequence[Any], moved: list[int] | None, regrouped: bool
+    ) -> None:
+        stream = self.device.stream
+        before = stream.replayed
+        try:
+            for segment in self._current:
+                if isinstance(segment, _Segment):
+                    segment.run(self.device, buffers, numbers, moved, regrouped)
+                    continue
+                self.wrote = True
+                if isinstance(segment, Copy):
+                    self._copy(segment, buffers)
+                else:
+                    self._on_host(segment, buffers, numbers)
+        except BaseException:
+            self.wrote = self.wrote or stream.replayed != before
+            raise
+
+    def _arenas(self) -> list[Buffer]:
+        """Memory for temporaries. The device's may be larger than a kernel's argument can be."""
+        most = self.device.capabilities.bank_bytes
+        return [
+            arena if arena.nbytes <= most else arena.part(0, nbytes)
+            for arena, nbytes in zip(self.device.scratch(self._arena_bytes), self._arena_bytes, strict=True)
+        ]
+
+    def _arranged(self, arrangement: Arrangement) -> list[_Segment | Step | Copy]:
+        """The launches for buffers that lie so; a schedule is not compiled again and again."""
+        known: Arrangement | None = arrangement
+        if known not in self._segments and len(self._segments) >= _MAX_ARRANGEMENTS:
+            known = None
+        if known not in self._segments:
+            self._segments[known] = self._bound(known)
+        return self._segments[known]
+
+    def _bound(self, arrangement: Arrangement | None) -> list[_Segment | Step | Copy]:
+        """Runs of kernels, each bound at its first use, and the steps between them."""
+        capabilities = self.device.capabilities
+        parts = arranged(self._parts, self.schedule, capabilities, arrangement, self._cache.sizes)
+        sources = [call.source for part in parts if isinstance(part, list) for call in part]
+        kernels = iter(self._cache.kernels(sources, self._functions))
+        return [
+            _Segment(part, kernels, dependencies(self.schedule, part, self._functions))
+            if isinstance(part, list)
+            else part
+            for part in parts
+        ]
+
+    # Steps without a kernel
+
+    def _copy(self, step: Copy, buffers: Sequence[Buffer]) -> None:
+        (target, to), (source, start) = step.target, step.source
+        self.device.copy(
+            buffers[target],
+            buffers[source],
+            step.nbytes,
+            target_offset=to * UNIT,
+            source_offset=start * UNIT,
+        )
+
+    def _on_host(self, step: Step, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
+        """A node by NumPy: its inputs are read, and its result written, where they lie."""
+        (node,) = step.group.nodes
+        target, *sources = step.locations
+        read = zip(node.inputs, sources, strict=True)
+        arrays = [self._read(parent, location, buffers) for parent, location in read]
+        attributes = dict(node.attributes)
+        for (_, name), number in zip(constants(step.group), step.constants, strict=True):
+            attributes[name] = numbers[number]
+        start = perf_counter()
+        result = np.ascontiguousarray(computed(node, arrays, attributes))
+        for recorder in self.device.stream.recorders:
+            recorder.computed_by_host(node.primitive.name, start, perf_counter())
+        if result.nbytes:
+            self.device.upload(result, buffers[target[0]], target[1] * UNIT)
+
+    def _read(self, node: Node, location: Location, buffers: Sequence[Buffer]) -> Array:
+        if not node.size:
+            return np.empty(node.shape, node.dtype)
+        buffer, offset = location
+        return self.device.download(buffers[buffer], node.dtype, node.shape, offset * UNIT).wait()
+
+
+class _RunBuffers:
+    """Where the buffers of the last run lay, and what differs in the next."""
+
+    def __init__(self, schedule: Schedule, fused: Sequence[int]) -> None:
+        self._schedule = schedule
+        self.fused = fused  # buffers of horizontally fused kernels
+        self._fused = frozenset(fused)
+        self._numbers = schedule.outputs
+        self._inputs_end = schedule.outputs.start
+        self.aliases: Mapping[int, int] | None = None
+        self.outputs: list[tuple[int, int]] = []  # for each: the input that it takes or -1, its bytes
+        self._fresh: list[int] = []  # outputs that take none
+        self.places: list[tuple[int, int]] = []  # of each buffer: its allocation's number, and its offset
+        self.allocations: list[tuple[int, bool]] = []  # a buffer of each; False: it stands for itself only
+        self._distinct = 0  # allocations among the buffers
+        self._alone: set[int] = set()  # buffers at the start of an allocation that no other lies in
+
+    def set_outputs(self, aliases: Mapping[int, int] | None) -> None:
+        """Note which inputs the outputs are written over from now on."""
+        self.aliases = aliases
+        results = self._schedule.results
+        taken = {results[wanted]: given for wanted, given in (aliases or {}).items()}
+        self.outputs = [(taken.get(at, -1), self._schedule.buffers[at].nbytes) for at in self._numbers]
+        self._fresh = [at for at in self._numbers if at not in taken]
+
+    def moved(self, places: list[tuple[int, int]], same: bool) -> tuple[list[int] | None, bool]:
+        """The buffers that do not lie where they did in the last run; None: all may have moved.
+
+        `same`: outputs take the inputs that they took then. The second result is whether other buffers than
+        before may lie in one allocation.
+        """
+        last, end, arenas = self.places, self._inputs_end, self._numbers.stop
+        if not last:
+            return None, True
+        same = same and places[:end] == last[:end] and places[arenas:] == last[arenas:]
+        candidates = self._fresh if same else range(len(places))
+        moved = [at for at in candidates if places[at] != last[at]]
+        if self._fused.isdisjoint(moved):
+            return moved, True
+        # A buffer that had an allocation to itself, and has one again, is found there in the same way.
+        alone = all(at in self._alone and not places[at][1] for at in moved)
+        if not alone or len({serial for serial, _ in places}) != self._distinct:
+            return None, True
+        taken = [len(places) + number for number, (at, _) in enumerate(self.allocations) if at in moved]
+        return moved + taken, False
+
+    def arrange(self, buffers: Sequence[Buffer]) -> Arrangement:
+        """Find the allocations that horizontally fused kernels take, beside the buffers."""
+        allocations: list[tuple[int, bool]] = []
+        numbers: dict[Any, int] = {}
+        result = []
+        for at in self.fused:
+            buffer = buffers[at]
+            offset = buffer.offset
+            aligned = not offset % UNIT
+            key = buffer.memory.serial if aligned else buffer
+            number = numbers.get(key)
+            if number is None:
+                number = numbers[key] = len(allocations)
+                allocations.append((at, aligned))
+            result.append((number, offset // UNIT if aligned else 0))
+        self.allocations = allocations
+        counts = Counter(buffer.place[0] for buffer in buffers)
+        self._distinct = len(counts)
+        self._alone = {
+            at for at, buffer in enumerate(buffers) if counts[buffer.place[0]] == 1 and not buffer.offset
+        }
+        return tuple(result)
+
+
+class _Segment:
+    """Launches that follow one another, and the arguments of theirs that change from run to run."""
+
+    def __init__(
+        self, calls: Sequence[Call], kernels: Iterator[Kernel], after: Sequence[Sequence[int]]
+    ) -> None:
+        """`after`: the calls that each must follow."""
+        self._after = after
+        self._launches: list[tuple[Any, Any, Any, list[Any]]] = []  # kernel, grid, group, arguments
+        self._slots: dict[int, list[tuple[int, int]]] = {}  # where each buffer goes: (launch, position)
+        self._places: dict[int, list[tuple[int, int]]] = {}  # where each constant goes
+        for number, call in enumerate(calls):
+            units = [unit for _, unit in call.places] if call.source.placed else []
+            args: list[Any] = [None] * len(call.places) + units + [*call.scalars]
+            for position, (slot, _) in enumerate(call.places):
+                self._slots.setdefault(slot, []).append((number, position))
+            for position, constant in enumerate(call.numbers, len(args)):
+                self._places.setdefault(constant, []).append((number, position))
+            args += [None] * len(call.numbers)
+            kernel = copy(next(kernels))  # which may serve other sizes elsewhere, at another cost
+            kernel.cost = call.cost
+            self._launches.append((kernel, call.source.grid, call.source.group, args))
+        self._bound: Launches | None = None
+        # What the arguments are now, without a reference: a program must keep no memory from use.
+        self._memories: dict[int, tuple[int, int]] = {}
+        self._held: list[int] = []  # one slot of each memory: parts of one are in use as long as any of them
+        self._alone: set[int] = set()  # slots that no other shares its memory with
+        self._last_numbers: Sequence[Any] = ()
+        self.launches = len(self._launches)
+
+    def run(
+        self,
+        device: Device,
+        buffers: Sequence[Buffer],
+        numbers: Sequence[Any],
+        moved: Sequence[int] | None,
+        regrouped: bool,
+    ) -> None:
+        """Record the launches; `moved`: slots whose buffers do not lie where they did, if it is known.
+
+        `regrouped`: other buffers than before may lie in one memory.
+        """
+        if self._bound is None:
+            self._bind(device, buffers, numbers)
+        assert self._bound is not None
+        for slot in self._slots if moved is None else moved:
+            if slot in self._slots and self._memories[slot] != buffers[slot].place:
+                device.stream.rebind(self._bound, self._slots[slot], buffers[slot])
+                self._memories[slot] = buffers[slot].place
+        if moved is None or (regrouped and not self._alone.issuperset(moved)):
+            self._share(buffers)
+        if numbers is not self._last_numbers:
+            for at, places in self._places.items():
+                if not _same_number(self._last_numbers[at], numbers[at]):
+                    device.stream.rebind(self._bound, places, numbers[at])
+            self._last_numbers = numbers
+        device.stream.replay(self._bound, tuple([buffers[slot] for slot in self._held]))
+
+    def _bind(self, device: Device, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
+        for slot, places in self._slots.items():
+            self._fill(places, buffers[slot])
+            self._memories[slot] = buffers[slot].place
+        for at, places in self._places.items():
+            self._fill(places, numbers[at])
+        self._last_numbers = numbers
+        self._bound = device.stream.bind([(*how, tuple(args)) for *how, args in self._launches], self._after)
+        device.stream.forget(self._bound)
+        self._launches.clear()
+
+    def _share(self, buffers: Sequence[Buffer]) -> None:
+        """Find out which buffers lie in one memory."""
+        sharing: dict[int, list[int]] = {}
+        for slot in self._slots:
+            sharing.setdefault(buffers[slot].place[0], []).append(slot)
+        self._held = [slots[0] for slots in sharing.values()]
+        self._alone = {slots[0] for slots in sharing.values() if len(slots) == 1}
+
+    def _fill(self, places: Sequence[tuple[int, int]], arg: Any) -> None:
+        for launch, position in places:
+            self._launches[launch][3][position] = arg
+
+
+def _same_number(one: Any, other: Any) -> bool:
+    """Whether two constants are the same, and 0 is not -0."""
+    return bool(one == other) and (one != 0 or str(one) == str(other))

@@ -1,0 +1,229 @@
+"""From recorded graphs to values on the device: programs by structure, built when that pays.
+
+A small expression that is seen for the first time waits for no compiler: NumPy computes it, where the host
+sees the memory of all its inputs. What lies in memory of the device's own is computed there, small or large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from penstock.execution.structure import MIN_ITEMS, Structure
+from penstock.graph.node import Array, Node, topological
+from penstock.graph.reference import Constant, computed
+from penstock.graph.shaping import RESHAPE
+from penstock.lru import LRU
+from penstock.memory.buffer import Buffer
+from penstock.runtime import Device
+from penstock.stream.recorder import Run
+
+if TYPE_CHECKING:
+    from penstock.execution.executable import Executable
+
+_MAX_PROGRAMS = 256
+_MAX_SEEN = 4096
+
+
+class Programs:
+    """The programs of one device, and what was seen; both bounded, they forget what was not used longest."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        from penstock.kernels.cache import KernelCache  # imported late: a third of what the package takes
+
+        self.kernels = KernelCache(device)
+        self._forced = device.settings.force_kernels
+        self._programs = LRU[Hashable, "Executable"](_MAX_PROGRAMS)
+        self._seen = LRU[Hashable, None](_MAX_SEEN)
+        self.build_seconds = 0.0  # in all
+
+    def seen(self, structure: Structure) -> bool:
+        """Whether the same was computed before, as far as it is remembered."""
+        return structure.key in self._programs or structure.key in self._seen
+
+    def waits_for_no_compiler(self, structure: Structure) -> bool:
+        """Whether NumPy computes it, and no kernel."""
+        return not self._forced and structure.waits_for_no_compiler(self.seen(structure))
+
+    def builds(self, structure: Structure) -> bool:
+        """Whether computing it now would first build a program."""
+        return structure.key not in self._programs and not self.waits_for_no_compiler(structure)
+
+    def known(self, structure: Structure) -> Executable | None:
+        """The program of a structure; None as long as building one would not pay."""
+        key = structure.key
+        program = self._programs.use(key)
+        if program is None:
+            if self.waits_for_no_compiler(structure):
+                self._seen[key] = None
+                return None
+            program = self._programs[key] = self.build(structure)
+        return program
+
+    def build(self, structure: Structure, aliases: Mapping[int, int] | None = None) -> Executable:
+        """A new executable. `aliases` names wanted nodes that should be written over inputs, by numbers."""
+        from penstock.compiler.pipeline import prepare
+
+        start = perf_counter()
+        nodes, inputs = prepare(structure.wanted, structure.inputs)
+        self.build_seconds += perf_counter() - start
+        return self.compile(nodes, inputs, structure.numbers, aliases)
+
+    def compile(
+        self,
+        nodes: Sequence[Node],
+        inputs: Sequence[Node],
+        constants: Mapping[Constant, int],
+        aliases: Mapping[int, int] | None = None,
+    ) -> Executable:
+        """The executable of a prepared graph; see `compile_graph`."""
+        from penstock.compiler.pipeline import compile_graph
+        from penstock.compiler.target import Target
+        from penstock.execution.executable import Executable
+
+        start = perf_counter()
+        target = Target(self._device.name, self._device.capabilities, self.kernels.written)
+        schedule = compile_graph(nodes, inputs, constants, target, aliases)
+        built = Executable(schedule, self._device, self.kernels)
+        self.build_seconds += perf_counter() - start
+        return built
+
+
+def programs(device: Device) -> Programs:
+    """The programs of a device."""
+    with device.running:
+        if device.programs is None:
+            device.programs = Programs(device)
+        found: Programs = device.programs
+        return found
+
+
+def realize(nodes: Sequence[Node], device: Device) -> None:
+    """Compute the nodes that have no value yet, and keep the results on the device."""
+    with device.running:  # another thread may be about to compute the same
+        _realize(nodes, device)
+
+
+def _realize(nodes: Sequence[Node], device: Device) -> None:
+    wanted = [node for node in dict.fromkeys(nodes) if node.value is None and not _alias(node)]
+    if not wanted:
+        return
+    structure = Structure(wanted, device.capabilities)
+    buffers = (_told if device.stream.recorders else _computed)(structure, device)[0]
+    for node, buffer in zip(wanted, buffers, strict=False):
+        node.settle(buffer)
+    structure.watch(buffers[len(wanted) :], device)
+
+
+def _computed(structure: Structure, device: Device) -> tuple[list[Buffer], Executable | None]:
+    """The values, and the program that computed them, if it was one."""
+    if device.dispatcher is not None:
+        found: tuple[list[Buffer], Executable | None] = device.dispatcher.computed(structure)
+        return found
+    program = programs(device).known(structure)
+    if program is None:
+        return by_numpy(structure.nodes, device), None
+    return program.run([node.value for node in structure.inputs], structure.constants()), program
+
+
+def _told(structure: Structure, device: Device) -> tuple[list[Buffer], Executable | None]:
+    """The same, and profiles are told of it."""
+    own = programs(device)
+    fresh, built, start = not own.seen(structure), own.build_seconds, perf_counter()
+    buffers, program = _computed(structure, device)
+    wanted = structure.nodes
+    spent = own.build_seconds - built
+    how: Literal["program", "numpy"] = "numpy" if program is None else "program"
+    run = Run(how, program, fresh, spent, start, perf_counter(), topological(wanted), wanted)
+    for recorder in device.stream.recorders:
+        recorder.computed(run)
+    return buffers, program
+
+
+def waits_for_a_compiler(node: Node, device: Device) -> bool:
+    """Whether computing a node now would first build a program."""
+    wanted = to_compute([node])
+    return bool(wanted) and programs(device).builds(Structure(wanted, device.capabilities))
+
+
+def _alias(node: Node) -> bool:
+    """Settle a node that is another's value unchanged, where that is known."""
+    known = source(node).value
+    if known is None:
+        return False
+    known.shared = True
+    node.settle(known)
+    return True
+
+
+def source(node: Node) -> Node:
+    """The node whose value is that of `node` too."""
+    while node.value is None and (node.primitive.is_identity or node.primitive is RESHAPE):
+        node = node.inputs[0]
+    return node
+
+
+def to_compute(nodes: Sequence[Node]) -> list[Node]:
+    """Those of some nodes whose values are not known yet."""
+    return [node for node in dict.fromkeys(nodes) if source(node).value is None]
+
+
+def explain(nodes: Sequence[Node], device: Device) -> str:
+    """What would compute the nodes: NumPy, or a program with its steps, the bytes they move, and its plan."""
+    if device.dispatcher is not None:
+        text: str = device.dispatcher.explain(nodes)
+        return text
+    wanted = to_compute(nodes)
+    if not wanted:
+        return "computed already"
+    with device.running:
+        own, structure = programs(device), Structure(wanted, device.capabilities)
+        if not own.waits_for_no_compiler(structure):
+            program = own.known(structure)
+            assert program is not None
+            return str(program.schedule)
+        steps = own.build(structure).schedule
+        return f"{numpy_text(structure)}; in a jitted function:\n{steps}"
+
+
+def numpy_text(structure: Structure) -> str:
+    """What NumPy computes, and why."""
+    names = " ".join(_names(topological(structure.nodes)))
+    why = "the host sees all inputs" if structure.inputs else "there are no inputs"
+    small = structure.largest < MIN_ITEMS
+    why += f" and no step has {MIN_ITEMS} items" if small else " and it was not computed before"
+    return f"NumPy computes [{names}] on the host, as {why}"
+
+
+def by_numpy(wanted: Sequence[Node], device: Device) -> list[Buffer]:
+    """The values by NumPy, node by node; each is let go after its last use."""
+    recorders = device.stream.recorders
+    start = perf_counter() if recorders else 0.0
+    order = topological(wanted)
+    last = {parent: number for number, node in enumerate(order) for parent in node.inputs}
+    last.update({node: len(order) for node in wanted})
+    values: dict[Node, Array] = {}
+    with ExitStack() as views:
+        for number, node in enumerate(order):
+            if node.value is not None:
+                # The device's own memory, since values never change.
+                values[node] = views.enter_context(device.view(node.value, node.dtype, node.shape))
+                continue
+            values[node] = computed(node, [values[parent] for parent in node.inputs])
+            for parent in set(node.inputs):
+                if last[parent] == number:
+                    del values[parent]
+        for recorder in recorders:
+            recorder.computed_by_host(" ".join(_names(order)), start, perf_counter())
+        return [device.upload(np.ascontiguousarray(values[node])) for node in wanted]
+
+
+def _names(nodes: Sequence[Node]) -> list[str]:
+    """What some nodes do, each once."""
+    computed_ones = [node for node in nodes if node.value is None and not node.primitive.is_free]
+    return list(dict.fromkeys(node.primitive.name for node in computed_ones))

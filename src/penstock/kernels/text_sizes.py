@@ -1,0 +1,57 @@
+"""The integers in texts that are no IR: those of templates which print themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from penstock.kernels.source import KernelSource
+
+_LARGEST = 2**31 - 1  # what an argument can be; larger integers stay in the text
+_ARRAY = r"\b(?!return\b|else\b|do\b)[A-Za-z_]\w*\s+\w+\[[^;]*;"  # a declaration
+_LITERALS = r"0[xX]\w+|(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?\w*|\d+[eE][+-]?\d+\w*"
+# Integers, and before them whatever has digits that are no integer, or none that may be an argument: strings
+# of assembler, lengths of arrays, labels of a switch, names, floating-point and hexadecimal literals.
+_C = re.compile(
+    rf'"(?:[^"\\]|\\.)*"|#[^\n]*|{_ARRAY}|__attribute__[^;]*|case\s+\w+|GROUP\(.\)|[A-Za-z_]\w*'
+    rf"|{_LITERALS}|(?P<value>\d+)(?P<suffix>[uUlL]*)"
+)
+_WGSL = re.compile(
+    rf"array<[^>]*>|\bconst\b[^;]*;|case\s+\w+|[A-Za-z_@]\w*"
+    rf"|{_LITERALS}|\d+l?[fh]|(?P<value>\d+)(?P<suffix>l?[iu]|)"
+)
+_C_CASTS = {"": "{}", "u": "((uint){})", "l": "((long){})", "ul": "((ulong){})", "lu": "((ulong){})"}
+_WGSL_CASTS = {"": "{}", "i": "{}", "u": "u32({})", "li": "i64({})", "lu": "u64({})"}
+
+
+class TextIntegers:
+    """A kernel's text, taken apart at its integers."""
+
+    def __init__(self, source: KernelSource, wgsl: bool) -> None:
+        self._wgsl, self._name = wgsl, source.name
+        before, opening, text = source.text.partition(f"{'kernel' if wgsl else 'KERNEL'} {source.name}(")
+        pieces, values, suffixes, end = [], [], [], 0
+        for match in (_WGSL if wgsl else _C).finditer(text):
+            if match["value"] is not None and int(match["value"]) <= _LARGEST:
+                pieces.append(text[end : match.start()])
+                values.append(int(match["value"]))
+                suffixes.append(match["suffix"].lower())
+                end = match.end()
+        self._before, self._pieces, self._suffixes = before + opening, [*pieces, text[end:]], suffixes
+        self.values = tuple(values)
+        self.key = " ".join(("0".join((self._before, *self._pieces)).replace(source.name, ""), *suffixes))
+
+    def as_arguments(self, argument: Sequence[int | None], count: int, name: str) -> str:
+        """The text with arguments for integers, which are parameters after the places of buffers."""
+        casts = _WGSL_CASTS if self._wgsl else _C_CASTS
+        parts = [self._pieces[0]]
+        for value, suffix, number, piece in zip(
+            self.values, self._suffixes, argument, self._pieces[1:], strict=True
+        ):
+            parts += [f"{value}{suffix}" if number is None else casts[suffix].format(f"size{number}"), piece]
+        parameters = [f"size{number}: i32" if self._wgsl else f"int size{number}" for number in range(count)]
+        opening, brace, body = "".join(parts).partition("{")
+        places = r"\w+_place: i32" if self._wgsl else r"int \w+_place"
+        end = [match.end() for match in re.finditer(places, opening)][-1]
+        text = f"{self._before}{', '.join([opening[:end], *parameters])}{opening[end:]}{brace}{body}"
+        return text.replace(self._name, name)

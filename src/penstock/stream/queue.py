@@ -1,0 +1,226 @@
+"""The commands of one queue: gathered into batches, submitted, and retired when the device is done.
+
+A command holds no buffers. It is noted as the last use of the memory that it touches, and whoever touches it
+next, perhaps in another buffer, comes after it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.drivers.driver import Driver, Event, Kernel, Queue
+from penstock.errors import DeviceError
+from penstock.memory.buffer import Buffer
+from penstock.stream.recorder import Command, Ran, Recorder
+
+_MARKER_BYTES = 256  # of a copy that marks a point in a queue
+
+
+@dataclass
+class FlushPolicy:
+    """When gathered commands are submitted, and how far the device may fall behind."""
+
+    max_commands: int
+    max_bytes: int  # of the memory that gathered commands touch, and that of all batches in flight
+    max_in_flight: int
+
+
+class BufferSize(int):
+    """A buffer among the arguments of a command that is remembered: its bytes."""
+
+
+class BufferSizes(tuple[int, ...]):
+    """The arguments of a command that is remembered, where all are buffers: their bytes."""
+
+
+class Batch:
+    """Commands that are submitted together, and the bytes of the distinct memories that they touch."""
+
+    __slots__ = ("commands", "events", "nbytes", "queue")
+
+    def __init__(self, queue: CommandQueue) -> None:
+        self.queue = queue
+        self.events: list[Event] = []
+        self.commands: list[Command] = []
+        self.nbytes = 0
+
+
+class CommandQueue:
+    """One queue of the driver, and what was recorded on it. The caller holds the stream's lock."""
+
+    def __init__(
+        self,
+        name: str,
+        driver: Driver,
+        native: Queue,
+        policy: FlushPolicy,
+        wait: Callable[[Event, str], None],
+    ) -> None:
+        self.name = name
+        self.runs_kernels = name == "compute"
+        self.native = native
+        self.recorders: tuple[Recorder, ...] = ()
+        self._driver = driver
+        self._policy = policy
+        self._wait = wait
+        self._open = Batch(self)
+        self._in_flight: deque[Batch] = deque()
+        self._error: DeviceError | None = None  # for the next commit or sync
+        self._failed: deque[tuple[Event, DeviceError]] = deque(maxlen=32)  # for futures that ask later
+
+    @property
+    def pending(self) -> int:
+        """Commands recorded and not known to be done."""
+        return len(self._open.events) + sum(len(batch.events) for batch in self._in_flight)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all commands are known to be done, and their failures were told."""
+        return not self._open.events and not self._in_flight and self._error is None
+
+    @property
+    def last_submitted(self) -> Event | None:
+        """The event of the last command submitted; None when all are known to be done."""
+        return self._in_flight[-1].events[-1] if self._in_flight else None
+
+    def dependencies(self, buffers: Sequence[Buffer], reads_only: bool = False) -> list[Event] | None:
+        """What a new command on these buffers must wait for: their last uses on other queues."""
+        batch = self._open
+        for buffer in buffers:
+            if buffer.usage.batch is not batch:
+                return self._admit(buffers, reads_only)
+        return None  # all of them are in this batch already
+
+    def _admit(self, buffers: Sequence[Buffer], reads_only: bool) -> list[Event] | None:
+        waits = []
+        for buffer in {id(buffer.usage): buffer for buffer in buffers}.values():  # parts of one memory once
+            usage = buffer.usage
+            if buffer.driver is not self._driver:
+                raise ValueError(f"{buffer!r} cannot be used on {self._driver.name}; copy it there first")
+            buffer.refuse_if_viewed(reads_only)
+            if usage.batch is not self._open:
+                self._open.nbytes += buffer.memory.nbytes
+            queue = usage.batch.queue if usage.batch else None
+            if queue is not self and usage.event is not None and not self._driver.is_done(usage.event):
+                if queue is not None:
+                    queue.submit()  # nothing may wait for what is not certain to run
+                waits.append(usage.event)
+        return waits or None
+
+    def record(self, event: Event, command: Command, buffers: Sequence[Buffer]) -> None:
+        """Take over a command that the driver has recorded, on these buffers; submit if there are enough."""
+        batch = self._open
+        batch.events += (event,)  # no calls, after which an interrupt could leave the one without the other
+        batch.commands += (command,)
+        for buffer in buffers:
+            usage = buffer.usage
+            usage.batch = batch
+            usage.event = event
+        if len(batch.events) >= self._policy.max_commands or batch.nbytes >= self._policy.max_bytes:
+            self.submit()
+
+    def record_all(
+        self, events: Sequence[Event], commands: Sequence[Command], buffers: Sequence[Buffer]
+    ) -> None:
+        """Take over several commands; the last one, which ends after all the others, stands for them."""
+        if events:
+            self._open.events += events[:-1]
+            self._open.commands += commands[:-1]
+            self.record(events[-1], commands[-1], buffers)
+
+    def submit(self) -> None:
+        """End the batch; wait for the oldest one if too many are in flight."""
+        if not self._open.events:
+            return
+        self._driver.flush(self.native)
+        fresh = Batch(self)
+        self._in_flight += (self._open,)
+        self._open = fresh
+        self.retire()
+        while self._too_much_in_flight():
+            self._wait(self._in_flight[0].events[-1], "back-pressure")
+            self.retire()
+
+    def finish_unknown(self) -> None:
+        """Wait until the queue is through: after an interrupt, a command may be there that nobody knows of.
+
+        The queue runs in order, so it is through when a copy is done that comes after everything.
+        """
+        source, target = (
+            self._driver.allocate(_MARKER_BYTES, pinned=True),
+            self._driver.allocate(_MARKER_BYTES),
+        )
+        assert source.host is not None
+        try:
+            event = self._driver.write(self.native, target, 0, source.host, None)
+            self._driver.flush(self.native)
+            self._driver.wait(event)
+        finally:
+            self._driver.free(source)
+            self._driver.free(target)
+
+    def _too_much_in_flight(self) -> bool:
+        """Too many batches or bytes. Two batches may touch any number of bytes: the device must have work."""
+        batches, policy = self._in_flight, self._policy
+        if len(batches) > policy.max_in_flight:
+            return True
+        return len(batches) > 2 and sum(batch.nbytes for batch in batches) > policy.max_bytes
+
+    def retire(self) -> None:
+        """Let go of the batches that the device has finished, and note the first failure in them."""
+        while self._in_flight and self._driver.is_done(self._in_flight[0].events[-1]):
+            batch = self._in_flight[0]
+            for position, reason in self._driver.failures(batch.events):
+                error = DeviceError(reason, describe(batch.commands[position]))
+                self._failed.append((batch.events[position], error))
+                self._error = self._error or error
+            if self.recorders:
+                self._tell(batch)
+            del self._in_flight[0]  # last: an interrupted call is made again
+            batch.commands.clear()  # memories know their last batch, and may be long idle
+            batch.events.clear()
+
+    def _tell(self, batch: Batch) -> None:
+        commands = zip(batch.commands, map(self._driver.ran, batch.events), strict=True)
+        ran: list[Ran] = list(commands)
+        for recorder in self.recorders:
+            recorder.finished(self.name, ran)
+
+    def explain(self, event: Event) -> DeviceError | None:
+        """The error of one command of this queue that failed, as long as it is remembered."""
+        for batch in (self._open, *self._in_flight):
+            if event in batch.events:
+                command = batch.commands[batch.events.index(event)]
+                return DeviceError(self._driver.failures([event])[0][1], describe(command))
+        return next((error for failed, error in self._failed if failed is event), None)
+
+    def take_error(self) -> DeviceError | None:
+        """The first failure since the last call, once."""
+        error, self._error = self._error, None
+        return error
+
+
+def describe(command: Command) -> str:
+    """A command for an error message: kernel, sizes and arguments."""
+    what, grid, group, args = command
+    arguments = (
+        _describe_argument(args)
+        if isinstance(args, BufferSizes)
+        else ", ".join(map(_describe_argument, args))
+    )
+    if isinstance(what, Kernel):
+        return f"kernel {what.name!r}, grid {grid}, group {group}, arguments ({arguments})"
+    return f"{what} ({arguments})"
+
+
+def _describe_argument(argument: Any) -> str:
+    if isinstance(argument, BufferSizes):
+        return ", ".join(f"{nbytes}-byte buffer" for nbytes in argument)
+    if isinstance(argument, BufferSize):
+        return f"{int(argument)}-byte buffer"
+    return f"{argument.nbytes}-byte array" if isinstance(argument, np.ndarray) else repr(argument)
