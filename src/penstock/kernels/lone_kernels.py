@@ -11,11 +11,10 @@ from penstock.kernels.dialects import dialect_of
 from penstock.kernels.extremes import extreme
 from penstock.kernels.lone import Lone
 from penstock.kernels.scanning import scan
-from penstock.kernels.scattering import scatter
 from penstock.kernels.sorting import sort
 from penstock.kernels.source import C_TYPES
+from penstock.kernels.templates.scatter import scatter
 from penstock.kernels.wgsl_along import wgsl_extreme, wgsl_scan
-from penstock.kernels.wgsl_scattering import wgsl_scatter
 from penstock.kernels.wgsl_sorting import wgsl_sort
 
 _WRITERS = {
@@ -28,7 +27,7 @@ _WGSL_WRITERS = {
     Kind.SCAN: wgsl_scan,
     Kind.ARG_REDUCTION: wgsl_extreme,
     Kind.SORT: wgsl_sort,
-    Kind.SCATTER: wgsl_scatter,
+    Kind.SCATTER: scatter,
 }
 _LONG = ("int64", "uint64")
 _MOST_ITEMS = 1 << 30  # so that no place in a kernel leaves an int, even one padded or a step further
