@@ -163,10 +163,50 @@ def test_vectors_indices_and_sums_of_threads(device: Device, dtype: str) -> None
         np.testing.assert_array_equal(sums, rows.reshape(2, THREADS).sum(1))
 
 
+def weighted(capabilities: Capabilities) -> KernelSource:
+    """Vectors of the threads in reverse, their items too, times every seventh number, plus their own vector.
+
+    Where threads have vectors, those of the first 40 threads only are their own.
+    """
+    k = KernelBuilder("weighted", capabilities, ["float32"], ["float32"])
+    (x,), (out,) = k.inputs, k.outputs
+    width = 4 if capabilities.vector_width == 1 else 8
+    tile = k.shared("tile", "float32", THREADS * width, width=width)
+    mask = k.thread < 40 if capabilities.vector_width == 1 else None
+    own = k.let("own", k.load_vector(x, k.thread * width, width, width, mask))
+    turned = k.let("turned", k.vector([k.lane(own, lane) for lane in reversed(range(width))]))
+    k.store(tile, k.thread * width, turned)
+    k.barrier()
+    other = k.let("other", k.load_vector(tile, (THREADS - 1 - k.thread) * width, width))
+    total = k.variable("total", k.identity("sum", "float32", width))
+    with k.loop("i", k.thread, 90, 7, unrolled=3) as i:
+        k.multiply_add(total, i.cast("float32"), other)
+    with k.loop("j", 0, 8, 1, unrolled=4) as j:
+        k.multiply_add(total, j.cast("float32"), own)
+    k.accumulate(total, "sum", own)
+    k.store(out, k.thread * width, total, width)
+    return k.source((1,), (THREADS,))
+
+
+def test_vectors_of_a_workgroup_and_loops_in_parts(device: Device) -> None:
+    capabilities = device.capabilities
+    source = weighted(capabilities)
+    kernel = device.compile(whole_text([source], capabilities.language), {source.name: source.signature})
+    x = np.random.default_rng(3).integers(-9, 9, (THREADS, (4 if capabilities.vector_width == 1 else 8)))
+    x = x.astype(np.float32)
+    buffers = [device.upload(value.reshape(-1).view(np.uint8)) for value in (np.zeros_like(x), x)]
+    device.stream.launch(kernel[source.name], source.grid, source.group, (*buffers, 0, 0))
+    own = np.where(np.arange(THREADS)[:, None] < (40 if capabilities.vector_width == 1 else THREADS), x, 0)
+    factors = np.array([sum(range(thread, 90, 7)) for thread in range(THREADS)])[:, None]
+    found = device.download(buffers[0]).wait()[: x.nbytes].view(np.float32).reshape(x.shape)
+    np.testing.assert_array_equal(found, factors * own[::-1, ::-1] + 29 * own)
+
+
 def test_nvrtc_takes_it() -> None:
     capabilities = replace(DRIVERS["host"]().capabilities, language="cuda", vector_width=1)
     sources = [maximum_and_count(dtype, 150, capabilities) for dtype in DTYPES]
     sources += [scaled_rows(dtype, 9, 12, capabilities) for dtype in ("float32", "float16", "bfloat16")]
+    sources.append(weighted(capabilities))
     for source in sources:
         assert compile_text(whole_text([source], "cuda"), "sm_80").startswith(b"\x7fELF")
 

@@ -212,7 +212,7 @@ class KernelBuilder:
         return Broadcast(Type(value.type.dtype, width), value)
 
     def vector(self, items: Sequence[Expr]) -> Expr:
-        """Single values as one with a width; one by itself stays what it is."""
+        """Single values as one with a width, which should get a name; one by itself stays what it is."""
         return Vector(tuple(items)) if len(items) > 1 else items[0]
 
     def lane(self, variable: Var, number: int) -> Expr:

@@ -7,26 +7,18 @@ from collections.abc import Sequence
 from penstock.drivers.driver import Capabilities
 from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Kind, Node
-from penstock.kernels.dialects import dialect_of
 from penstock.kernels.lone import Lone
-from penstock.kernels.scattering import scatter
 from penstock.kernels.source import C_TYPES
 from penstock.kernels.templates.extreme import extreme
 from penstock.kernels.templates.scan import scan
+from penstock.kernels.templates.scatter import scatter
 from penstock.kernels.templates.sort import sort
-from penstock.kernels.wgsl_scattering import wgsl_scatter
 
-_WRITERS = {
+_TEMPLATES = {
     Kind.SCAN: scan,
     Kind.ARG_REDUCTION: extreme,
     Kind.SORT: sort,
     Kind.SCATTER: scatter,
-}
-_WGSL_WRITERS = {
-    Kind.SCAN: scan,
-    Kind.ARG_REDUCTION: extreme,
-    Kind.SORT: sort,
-    Kind.SCATTER: wgsl_scatter,
 }
 _LONG = ("int64", "uint64")
 _MOST_ITEMS = 1 << 30  # so that no place in a kernel leaves an int, even one padded or a step further
@@ -37,7 +29,7 @@ def lone_kernels(node: Node, capabilities: Capabilities) -> Lone | None:
 
     All values are contiguous in row-major order. The output may hold anything before.
     """
-    write = (_WGSL_WRITERS if dialect_of(capabilities).word_access else _WRITERS).get(node.primitive.kind)
+    write = _TEMPLATES.get(node.primitive.kind)
     values = (node, *node.inputs)
     if write is None or not all(0 < value.size < _MOST_ITEMS for value in values):
         return None
@@ -50,7 +42,7 @@ def lone_kernels(node: Node, capabilities: Capabilities) -> Lone | None:
 def _takes_few(lone: Lone, values: Sequence[Node], capabilities: Capabilities) -> bool:
     """Whether there can be memories so large, and no launch takes more of them than a kernel may."""
     sizes = [*(value.nbytes for value in values), *lone.scratch]
-    taken = [sum(capabilities.bindings(sizes[at]) for at in one.buffers) for one in lone.launches]
+    taken = [sum(capabilities.bindings(sizes[at]) for at in launch.buffers) for launch in lone.launches]
     return max(lone.scratch, default=0) <= capabilities.max_allocation_bytes and (
         max(taken) <= capabilities.max_buffers
     )

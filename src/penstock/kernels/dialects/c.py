@@ -195,6 +195,7 @@ class CPrinter(Printer):
     def _for(self, loop: For) -> list[str]:
         unroll = f'_Pragma("unroll {loop.unrolled}") ' if loop.unrolled else ""
         start, stop, step = (self.expr(bound) for bound in (loop.start, loop.stop, loop.step))
+        stop = f"({stop})" if isinstance(loop.stop, Select) else stop
         opening = f"for (int {loop.name} = {start}; {loop.name} < {stop}; {loop.name} += {step}) {{"
         return [f"{unroll}{opening}", *self.statements(loop.body), "}"]
 

@@ -75,7 +75,6 @@ _THREADS = """
 #define BITS_DOUBLE(u) __longlong_as_double(u)
 #define DOUBLE_BITS(x) ((ulong)__double_as_longlong(x))
 #define FLOAT16_PAIR(a, b) TWO_SHORTS(float_half(a), float_half(b))
-#define LOCAL_NEXT(counter) atomicAdd(&counter, 1)
 #define LOCAL_ADD(counter, more) atomicAdd(&counter, more)
 #define FORGET(word) asm volatile("" : "+r"(word))
 #define FOLD_THREADS(type, x, combined, array, threads) \\

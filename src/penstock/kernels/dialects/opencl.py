@@ -107,7 +107,6 @@ _THREADS = """
 #define DOUBLE_BITS(x) as_ulong(x)
 #define BFLOAT16_PAIR(a, b) TWO_SHORTS(TO_BFLOAT16(a), TO_BFLOAT16(b))
 #define FLOAT16_PAIR(a, b) TWO_SHORTS(float_half(a), float_half(b))
-#define LOCAL_NEXT(counter) atomic_inc(&counter)
 #define LOCAL_ADD(counter, more) atomic_add(&counter, more)
 #define FORGET(word)
 #define NEGATE_INT8(x) ((char)(0 - (uchar)(x)))

@@ -51,7 +51,6 @@ DEVICE float tanh_1(float x) {
 # A text that has none of these words needs no prelude.
 THREAD_NAMES = (
     "EACH_LANE(",
-    "LOCAL_NEXT(",
     "LOCAL_ADD(",
     "FOLD_THREADS(",
     "MAXIMUM(",

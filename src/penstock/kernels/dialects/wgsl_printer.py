@@ -484,9 +484,10 @@ class WgslPrinter(Printer):
         body = self.statements(loop.body)
         self._constants = known
         count = min(loop.unrolled, _UNROLLED)
-        if count > 1 and isinstance(loop.step, Const):
-            first, step = f"{loop.name}_first", str(int(loop.step.value) * count)
-            return [_opening(first, start, stop, step), *_laid_out(loop, first, stop, count, body), "}"]
+        if count > 1:
+            first, step = f"{loop.name}_first", self.operand(loop.step)
+            laid_out = _laid_out(loop, first, stop, step, count, body)
+            return [_opening(first, start, stop, f"{count} * {step}"), *laid_out, "}"]
         return [_opening(loop.name, start, stop, step), *body, "}"]
 
 
@@ -494,15 +495,16 @@ def _opening(name: str, start: str, stop: str, step: str) -> str:
     return f"for (var {name} = {start}; {name} < {stop}; {name} += {step}) {{"
 
 
-def _laid_out(loop: For, first: str, stop: str, count: int, body: list[str]) -> list[str]:
+def _laid_out(loop: For, first: str, stop: str, step: str, count: int, body: list[str]) -> list[str]:
     """The body of a loop so many times, as far as the loop goes."""
-    assert isinstance(loop.step, Const)
-    step, whole = int(loop.step.value), False
-    if isinstance(loop.start, Const) and isinstance(loop.stop, Const):
-        whole = int(loop.stop.value - loop.start.value) % (step * count) == 0
+    match loop:
+        case For(start=Const(begin), stop=Const(end), step=Const(by)):
+            whole = (end - begin) % (by * count) == 0
+        case _:
+            whole = False
     lines: list[str] = []
     for turn in range(count):
-        lines.append(f"{{ let {loop.name} = {_moved(first, step, turn)};")
+        lines.append(f"{{ let {loop.name} = {first}{f' + {turn} * {step}' if turn else ''};")
         lines += body if whole or turn == 0 else [f"if ({loop.name} < {stop}) {{", *body, "}"]
         lines.append("}")
     return lines

@@ -255,7 +255,7 @@ def _load_tile(
             place = matrix.base + at * stride + (first + step) * k_stride
             mask = all_of(inside) if inside else None
             items.append(k.let(f"item{lane}", k.load(matrix.memory, place, mask)))
-        k.store(memory, tile.index(step, number), k.vector(items))
+        k.store(memory, tile.index(step, number), k.let("neighbours", k.vector(items)))
 
 
 def _finish(
