@@ -62,19 +62,24 @@ class Integers:
 
     def _visit(self, tree: Any) -> None:
         """Note the integers in a tree, and what else there is."""
-        if isinstance(tree, list | tuple):
+        kind = type(tree)
+        if kind is str:
+            self._parts.append(tree)
+        elif kind is Type:
+            self._parts.append(f"{tree.dtype}*{tree.width}")
+        elif kind is list or kind is tuple:
             self._parts.append(f"[{len(tree)}")
             for part in tree:
                 self._visit(part)
-        elif _is_integer(tree):
+        elif kind is Const and _is_integer(tree):
             self._parts.append(tree.type.dtype)
             self._values.append(tree.value)
-        elif isinstance(tree, Function):
+        elif kind is Function:
             self._parts.append(f"{tree.name} {tree.linkage}")
-        elif not (names := _fields(type(tree))) or isinstance(tree, self._fixed):
+        elif not (names := _fields(kind)) or kind in self._fixed:
             self._parts.append(repr(tree))
         else:
-            self._parts.append(type(tree).__name__)
+            self._parts.append(kind.__name__)
             for name in names:
                 self._visit(getattr(tree, name))
 

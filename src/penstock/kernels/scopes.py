@@ -251,9 +251,10 @@ class Scopes:
 
     def let(self, value: Expr, depth: int) -> Value:
         """Name a value, unless an equal one has a name."""
-        if value not in self._names:
-            self._names[value] = self._new(value, depth)
-        return self._names[value]
+        known = self._names.get(value)
+        if known is None:
+            known = self._names[value] = self._new(value, depth)
+        return known
 
     def _new(self, value: Expr, depth: int) -> Value:
         """Name a value."""

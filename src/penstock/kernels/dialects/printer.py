@@ -24,6 +24,7 @@ from penstock.kernels.ir import (
 # How tightly operators bind. Those of bits stand in parentheses beside any other, as WGSL demands.
 _LEVELS = {"||": 1, "&&": 1, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}
 _LEVELS |= dict.fromkeys(("<", "<=", ">", ">=", "==", "!="), 2)
+_COMPOUND = (Binary, Select, Unary)  # which need parentheses beside another operator
 _BITS = ("&", "|", "^", "<<", ">>")
 
 
@@ -53,10 +54,10 @@ class Printer(ABC):
     def expr(self, expr: Expr, lane: int = 0) -> str:
         """The text of an expression; of one with a width, that of one lane where lanes are apart."""
         match expr:
-            case Const():
-                return self.constant(expr.value, expr.type)
             case Var():
                 return self.name(expr, lane)
+            case Const():
+                return self.constant(expr.value, expr.type)
             case ThreadId():
                 return "THREAD"
             case WorkgroupId():
@@ -90,7 +91,7 @@ class Printer(ABC):
     def operand(self, expr: Expr, lane: int = 0) -> str:
         """An expression as it can stand beside any operator."""
         text = self.expr(expr, lane)
-        return f"({text})" if isinstance(expr, Binary | Select | Unary) else text
+        return f"({text})" if isinstance(expr, _COMPOUND) else text
 
     def addend(self, expr: Expr) -> str:
         """An expression as it can stand in a sum."""
