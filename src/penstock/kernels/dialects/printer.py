@@ -11,7 +11,6 @@ from penstock.kernels.ir import (
     Const,
     Expr,
     If,
-    Opaque,
     Select,
     Statement,
     ThreadId,
@@ -58,8 +57,6 @@ class Printer(ABC):
                 return self.constant(expr.value, expr.type)
             case Var():
                 return self.name(expr, lane)
-            case Opaque():
-                return expr.text
             case ThreadId():
                 return "THREAD"
             case WorkgroupId():
