@@ -138,23 +138,7 @@ def _rows_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
         best, best_index = k.variable("best", k.load(x, begin)), k.variable("best_index", 0)
         with k.loop("start", 0, whole, _SEGMENT) as start:
             stop = k.let("stop", k.call("minimum", start + _SEGMENT, whole))
-            extremes = [k.variable(f"extreme{lane}", k.broadcast(best, width)) for lane in range(_VECTORS)]
-            has_nan = k.variable("has_nan", k.broadcast(Const(False, BOOL), width)) if kind.floats else best
-            with k.loop("i", start, stop, step) as i:
-                vectors = [
-                    k.let(f"vector{lane}", k.load_vector(x, begin + i + lane * width, width))
-                    for lane in range(_VECTORS)
-                ]
-                for total, vector in zip(extremes, vectors, strict=True):
-                    k.assign(total, kind.better(k, vector, total))
-                for vector in vectors if kind.floats else ():
-                    k.assign(has_nan, k.call("logical_or", has_nan, k.call("not_equal", vector, vector)))
-            for other in extremes[1:]:
-                k.assign(extremes[0], kind.better(k, other, extremes[0]))
-            candidate = k.block_reduce("candidate", kind.reduction, extremes[0], 1, 1)
-            if kind.floats:
-                with k.when(k.block_reduce("any_nan", "any", has_nan, 1, 1)):
-                    k.assign(candidate, float("nan"))
+            candidate = _segment(kind, k, begin + start, begin + stop, width, best)
             with k.when(kind.wins(k, candidate, best)):
                 k.assign(best, candidate)
                 _search(kind, k, begin, start, step, best, best_index)
@@ -165,6 +149,29 @@ def _rows_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
                 k.assign(best_index, i)
         k.store(k.outputs[0], task, best_index)
     return k.source(tasks.grid, tasks.group)
+
+
+def _segment(kind: _Extreme, k: KernelBuilder, start: Expr, stop: Expr, width: int, best: Expr) -> Var:
+    """The extreme of the best value so far and a segment: a NaN, if the segment has one."""
+    lanes = range(_VECTORS)
+    extremes = [k.variable(f"extreme{lane}", k.broadcast(best, width)) for lane in lanes]
+    nans = [k.variable("nans", k.broadcast(Const(False, BOOL), width))] if kind.floats else []
+    with k.loop("i", start, stop, width * _VECTORS) as i:
+        vectors = [
+            k.let(f"vector{lane}", k.load_vector(k.inputs[0], i + lane * width, width)) for lane in lanes
+        ]
+        for extreme, vector in zip(extremes, vectors, strict=True):
+            k.assign(extreme, kind.better(k, vector, extreme))
+        for has_nan in nans:
+            for vector in vectors:
+                k.assign(has_nan, k.call("logical_or", has_nan, k.call("not_equal", vector, vector)))
+    for other in extremes[1:]:
+        k.assign(extremes[0], kind.better(k, other, extremes[0]))
+    result = k.block_reduce("candidate", kind.reduction, extremes[0], 1, 1)
+    for has_nan in nans:
+        with k.when(k.block_reduce("any_nan", "any", has_nan, 1, 1)):
+            k.assign(result, float("nan"))
+    return result
 
 
 def _search(
