@@ -87,6 +87,7 @@ def profiled(flaw: Flaw, side: str, kind: str) -> tuple[ps.profiling.profiles.Pr
     return p, evidence
 
 
+@pytest.mark.slow(FAR, "webgpu")
 @pytest.mark.parametrize(("kind", "flaw"), CASES, ids=[f"{flaw.name}-{kind}" for kind, flaw in CASES])
 def test_a_flaw_is_named_with_its_line_and_mending_it_helps(kind: str, flaw: Flaw) -> None:
     for left in reversed(range(TRIES)):
@@ -162,7 +163,17 @@ def transformer(device: Device) -> None:
     list(model.generate(tokens[:4], 30, seed=1))
 
 
-@pytest.mark.parametrize("program", [network, transformer, classifier.main, gpt.main, sine.main, xor.main])
+@pytest.mark.parametrize(
+    "program",
+    [
+        network,
+        pytest.param(transformer, marks=pytest.mark.slow),
+        classifier.main,
+        gpt.main,
+        sine.main,
+        xor.main,
+    ],
+)
 def test_a_program_without_a_flaw_is_left_alone(
     program: Callable[[Device], object], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,12 @@ from penstock.drivers.driver import Capabilities
 from penstock.drivers.host import HostDriver
 from penstock.errors import DeviceError
 from penstock.fusion.groups import Group, partition
+from penstock.graph import attention as graph_attention
 from penstock.graph import dtypes, shaping
 from penstock.graph.attention import ATTENTION, ATTENTION_GRADIENT, attention, packed_attention
+from penstock.graph.decompose import decompose
 from penstock.graph.gradient import gradients
-from penstock.graph.node import Node, leaf, topological
+from penstock.graph.node import Kind, Node, leaf, topological
 from penstock.graph.reference import computed
 from penstock.graph.simplify import simplify
 from penstock.kernels.attention import attention_kernels
@@ -83,12 +85,40 @@ def test_its_gradients(causal: bool) -> None:
     check_gradient(lambda x: packed_attention(x, causal, 0.6), sample(1, 4, 3, 2, 3, low=-1, high=1))
 
 
-def test_a_second_gradient_is_refused_by_name() -> None:
-    x = at(sample(1, 2, 3, 1, 2))
-    (first,) = gradients(packed_attention(x, True, 1.0), None, [x])
-    assert first is not None
-    with pytest.raises(TypeError, match="attention_gradient has no gradient"):
-        gradients(first, None, [x])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda x: packed_attention(x, True, 0.6), (1, 3, 3, 2, 2)),
+        (lambda x: attention(x, x, x, True, 0.6), (1, 3, 2, 2)),
+    ],
+)
+def test_its_second_gradient(make: Callable[[Node], Node], shape: tuple[int, ...]) -> None:
+    def first(x: Node) -> Node:
+        mixed = make(x)
+        (found,) = gradients(mixed, at(sample(*mixed.shape, seed=5)), [x])
+        assert found is not None
+        return found
+
+    check_gradient(first, sample(*shape, low=-1, high=1))
+
+
+@pytest.mark.parametrize("items", [1, 1 << 24])
+@pytest.mark.parametrize("causal", [False, True])
+def test_it_is_made_of_what_every_device_has(
+    monkeypatch: pytest.MonkeyPatch, causal: bool, items: int
+) -> None:
+    monkeypatch.setattr(graph_attention, "_ROW_ITEMS", items)  # a part of the queries at a time, or all
+    packed = at(sample(2, 40, 3, 2, 4, low=-1, high=1))
+    sides = [at(sample(2, length, 2, 4, low=-1, high=1, seed=length)) for length in (33, 40, 41)]
+    together, apart = packed_attention(packed, causal, 0.5), attention(sides[0], *sides[1:2] * 2, causal, 0.5)
+    wanted = [together, *gradients(together, at(sample(*together.shape, seed=8)), [packed])]
+    wanted += [apart, *gradients(apart, at(sample(*apart.shape, seed=9)), sides[:2])]
+    nodes = [node for node in wanted if node is not None]
+    found = decompose(nodes, HOST)
+    assert not any(node.primitive.kind is Kind.ATTENTION for node in topological(found))
+    assert decompose(nodes, CUDA) != nodes  # of float64
+    for node, parts in zip(nodes, found, strict=True):
+        np.testing.assert_allclose(evaluate(parts), evaluate(node), rtol=1e-9, atol=1e-12)
 
 
 def test_packed_or_not_is_the_same() -> None:
@@ -202,7 +232,10 @@ def imagined() -> Iterator[Device]:
 
 
 def primitives(tensor: ps.Tensor) -> set[str]:
-    return {node.primitive.name for node in topological([tensor._node])}
+    """What the device of a tensor computes it by."""
+    return {
+        node.primitive.name for node in topological(decompose([tensor._node], tensor.device.capabilities))
+    }
 
 
 def test_tensors_use_it_where_there_is_a_kernel(imagined: Device, plain: Device) -> None:
@@ -264,6 +297,7 @@ def sources(shape: tuple[int, ...], dtype: Any, causal: bool) -> list[KernelSour
     ]
 
 
+@pytest.mark.slow("48", "80", "sm_90")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_90a"])
 @pytest.mark.parametrize("width", [16, 48, 64, 80, 128])
 def test_the_kernels_compile(width: int, architecture: str) -> None:

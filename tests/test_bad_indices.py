@@ -97,6 +97,7 @@ def test_kernels_refuse_a_bad_index(on: Device, name: str, kernels_only: None) -
         np.testing.assert_array_equal(function(x, ids(on, good)).numpy(), expected)
 
 
+@pytest.mark.slow("webgpu", "x[1, index]", "x[:, None, index]", "take")
 @pytest.mark.parametrize("name", READS)
 def test_jitted_functions_refuse_a_bad_index(on: Device, name: str) -> None:
     function = READS[name]
@@ -156,6 +157,7 @@ def test_nothing_is_looked_at_that_the_graph_shows_to_be_in_range() -> None:
         assert "uint" in ps.explain(x[index])
 
 
+@pytest.mark.slow("int16", "uint16")
 @pytest.mark.parametrize("dtype", [one for one in INTEGERS if "8" not in one])
 def test_what_is_not_looked_at_is_found(on: Device, dtype: str, kernels_only: None) -> None:
     x, order = table(on), ps.arange(ROWS, dtype=getattr(ps, dtype), device=on)
@@ -336,6 +338,7 @@ def test_an_ignore_index_that_the_dtype_does_not_hold_ignores_nothing(dtype: str
 
 
 @pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.slow("0.0")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("name", LOSSES)
 def test_nothing_of_an_ignored_row_is_in_any_result(

@@ -541,7 +541,7 @@ def test_results_are_shown_with_rates_and_shares() -> None:
     assert "cuda:0 (A fast one, 132 units) through CUDA 13" in text
     assert "10 GB/s in memory, 100 GFLOP/s in a matmul, 5 GB/s up, 4 GB/s down" in text
     assert ["a", "8x8", "1.00", "s", "1.00", "-", "1.00", "1.00", "4.00", "40%", "memory"] in lines
-    assert ["b", "16", "25.0", "us", "25.0", "-", "25.0", "-", "0.0400", "<1%", "copy"] in lines
+    assert ["b", "16", "25.0", "µs", "25.0", "-", "25.0", "-", "0.0400", "<1%", "copy"] in lines
     assert ["left", "out:", "c:", "why"] in lines
     assert ["a", "8x8", "1.00", "s", "2.00", "s", "2.00", "2.00", "-", "2.00"] in lines
 

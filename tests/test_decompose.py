@@ -7,18 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_graph import at
+from test_graph import at, check_gradient, evaluate, sample
 
 import penstock as ps
 from penstock.drivers.driver import Capabilities
 from penstock.drivers.host import HostDriver
-from penstock.graph import contraction, elementwise, shaping
+from penstock.graph import contraction, cross_entropy, elementwise, shaping
 from penstock.graph.decompose import decompose
 from penstock.graph.dtypes import bfloat16, float32
-from penstock.graph.node import Node, topological
+from penstock.graph.gradient import gradients
+from penstock.graph.node import Kind, Node, topological
 
 PLAIN = HostDriver("decompose").capabilities
-LIBRARY = replace(PLAIN, matmul_library=True)
+LIBRARY = replace(PLAIN, matmul_library=True, tensor_cores=True)
+CPU = replace(PLAIN, vector_width=8)
 
 
 def names(node: Node, capabilities: Capabilities) -> list[str]:
@@ -70,3 +72,47 @@ def test_the_gradient_of_the_error_function(device: ps.Device) -> None:
     x = np.linspace(-4, 4, 101).astype(np.float32)
     found = ps.grad(lambda x: ps.sum(ps.erf(x)))(ps.asarray(x, device=device)).numpy()
     np.testing.assert_allclose(found, 2 / math.sqrt(math.pi) * np.exp(-(x.astype(np.float64) ** 2)), 1e-5)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("rows", [4, 100])
+def test_the_loss_of_a_linear_layer(monkeypatch: pytest.MonkeyPatch, rows: int, kept: bool) -> None:
+    monkeypatch.setattr(cross_entropy, "_rows_at_once", lambda *_: rows)
+    arrays = [sample(10, 3, low=-1, high=1), sample(7, 3, low=-1, high=1, seed=1)]
+    labels = at(np.arange(10) % 7)
+    used = at(np.arange(10) != 4) if kept else None
+
+    def loss(x: Node, weight: Node) -> Node:
+        return cross_entropy.linear_cross_entropy(x, weight, labels, used, 0.1)
+
+    check_gradient(loss, *arrays)
+    nodes = [at(array) for array in arrays]
+    whole = loss(*nodes)
+    wanted = [whole, *gradients(whole, None, nodes)]
+    for target in (PLAIN, CPU):
+        found = decompose([node for node in wanted if node is not None], target)
+        products = [node for node in topological(found) if node.primitive.kind is Kind.CONTRACTION]
+        assert {node.primitive.name for node in products} == {"matmul"}
+        for node, parts in zip(wanted, found, strict=True):
+            assert node is not None
+            np.testing.assert_allclose(evaluate(parts), evaluate(node), rtol=1e-9)
+    slope = at(sample(7, 3, seed=2))
+    check_gradient(lambda x, weight: gradients(loss(x, weight), None, [weight])[0] or slope, *arrays)
+
+
+def test_what_is_recorded_is_the_same_on_every_device() -> None:
+    recorded = []
+    for number, capabilities in enumerate((PLAIN, LIBRARY, CPU)):
+        driver = HostDriver(f"recording-{number}")
+        driver.capabilities = capabilities
+        device = ps.Device.over(driver)
+        ps.random.manual_seed(0)
+        model = ps.nn.GPT(vocab_size=20, context=8, width=32, layers=1, heads=2, device=device)
+        model.to(ps.bfloat16)
+        tokens = ps.zeros((2, 8), dtype=ps.int32, device=device)
+        loss = model.loss(tokens, tokens)
+        parts = gradients(loss._node, None, [weight._node for weight in model.parameters()])
+        nodes = topological([loss._node, *(part for part in parts if part is not None)])
+        recorded.append([(node.primitive.name, node.shape, node.dtype) for node in nodes])
+        device.close()
+    assert recorded[0] == recorded[1] == recorded[2]

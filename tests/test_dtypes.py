@@ -240,6 +240,7 @@ def test_rounding_is_to_the_nearest_even(on: Device, way: str, half: DType) -> N
     same_bits(ps.asarray(every, device=on).astype(ps.float32).astype(half).numpy(), every)
 
 
+@pytest.mark.slow("float16")
 @both_halves
 def test_other_casts(on: Device, way: str, half: DType) -> None:
     for other in ("bool", "int8", "uint8", "int32", "int64", "float64", "float16", "bfloat16"):
@@ -296,6 +297,7 @@ def test_nextafter_is_the_neighbour_among_halves(on: Device, way: str, half: DTy
     assert ps.nextafter(x, x + 1)[:2].tolist() == [1 + eps, -1 + eps / 2]
 
 
+@pytest.mark.slow("float16")
 @both_halves
 @pytest.mark.parametrize("axis", [0, 1, None])
 def test_reductions_add_up_in_float32(on: Device, way: str, half: DType, axis: int | None) -> None:
@@ -346,6 +348,7 @@ def test_orders_and_sets(on: Device, way: str, half: DType) -> None:
     )
 
 
+@pytest.mark.slow("float16")
 @both_halves
 def test_gradients_pass(on: Device, way: str, half: DType) -> None:
     a = numbers(half, (30, 20))

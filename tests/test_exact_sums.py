@@ -31,6 +31,9 @@ KINDS: dict[str, Callable[[], Driver]] = {
 KINDS["opencl-gpu"] = as_gpu
 
 
+pytestmark = pytest.mark.slow("opencl-gpu")
+
+
 @pytest.fixture(params=KINDS, scope="module")
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     made = Device.over(KINDS[request.param](), SMALL)

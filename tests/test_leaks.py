@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pyopencl as cl
 import pytest
-from conftest import DRIVERS, compiled
+from conftest import DRIVERS, compiled, examples
 
 from penstock.config import Settings
 from penstock.drivers.driver import Kernel
@@ -25,7 +25,7 @@ from penstock.stream.future import Future
 BOUNDS = Settings(
     max_commands=32, max_bytes=4 << 20, max_in_flight=3, staging_bytes=1 << 18, pool_bytes=4 << 20
 )
-OPERATIONS = {kind: 100_000 if kind == "opencl-svm" else 50_000 for kind in DRIVERS}
+OPERATIONS = {kind: examples(100_000 if kind == "opencl-svm" else 50_000, quick=20_000) for kind in DRIVERS}
 SAMPLES = 20  # readings of the resident size in a run
 FLAT_BYTES = 1 << 20  # what the resident size may drift by over the second half of a run
 LARGEST = 3 << 20

@@ -138,6 +138,7 @@ def test_scans_from_the_end(bench: Bench, variant: str, shape: tuple[int, ...], 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(("shape", "axis"), SHAPES)
 def test_linear_recurrences(

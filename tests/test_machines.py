@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import examples
 
 import penstock as ps
 from penstock.drivers.opencl import find_devices, pocl
@@ -53,7 +54,7 @@ if "platforms" in os.environ["WITHOUT"]:
 # The end of a run of training in short: a small sample, and no rates of the device are measured.
 SHORT = """
 from penstock import cli
-from penstock.profiling import ceilings
+from penstock.measuring import ceilings
 cli._SAMPLE = 8
 ceilings._measured = lambda *_: 1e11
 """
@@ -107,8 +108,8 @@ def training(folder: Path) -> list[str]:
     [
         ("pyopencl", "webgpu:0", False),
         pytest.param("pyopencl", "webgpu:0", True, marks=pytest.mark.slow),
-        ("platforms", "webgpu:0", False),
-        ("pyopencl wgpu", "host", False),
+        pytest.param("platforms", "webgpu:0", False, marks=pytest.mark.slow),
+        pytest.param("pyopencl wgpu", "host", False, marks=pytest.mark.slow),
         ("platforms wgpu", "host", True),
         ("wgpu", "opencl:0", False),
     ],
@@ -143,7 +144,7 @@ def test_without_a_linker_another_device_is_the_default(tmp_path: Path) -> None:
     assert "apt install binutils" in listed.stderr
     done = python(SHORT + command([*training(tmp_path), "--device", "host"]), tmp_path, **paths)
     assert "binutils" not in done.stderr, "who names a device need not hear of another"
-    for name in ("opencl", "opencl:0"):
+    for name in ("opencl", "opencl:0")[: examples(2, quick=1)]:
         refused = python(command(["devices", name]), tmp_path, check=False, **paths)
         assert refused.returncode == 1
         assert f"{name} cannot be used here: PoCL compiles nothing without the linker ld" in refused.stderr

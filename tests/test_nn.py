@@ -16,6 +16,8 @@ from conftest import CUDA_KINDS, DRIVERS, WEBGPU_KINDS
 import penstock as ps
 from penstock import Device, nn
 from penstock.errors import CheckpointError
+from penstock.graph import attention as graph_attention
+from penstock.graph import cross_entropy
 from penstock.nn import functional as F  # noqa: N812
 
 REFERENCE = np.load(Path(__file__).parent / "data" / "reference.npz")
@@ -126,8 +128,8 @@ def test_every_function_is_checked() -> None:
     "name", [name for name in FUNCTIONS if "attention" in name] + ["linear_cross_entropy"]
 )
 def test_work_in_parts_gives_the_same(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(F, "_ROW_ITEMS", 1)  # parts of 16 rows, the last of them shorter
-    monkeypatch.setattr(F, "_rows_at_once", lambda *_: 16)
+    monkeypatch.setattr(graph_attention, "_ROW_ITEMS", 1)  # parts of 16 rows, the last of them shorter
+    monkeypatch.setattr(cross_entropy, "_rows_at_once", lambda *_: 16)
     check(name, device, ps.jit)
     check(name, device)
 
@@ -157,8 +159,8 @@ def parts(training: bool) -> list[float]:
 def test_parts_never_hold_all_scores_or_logits(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     everything = 4 * 512 * 512
     assert min(parts(training)) >= everything
-    monkeypatch.setattr(F, "_ROW_ITEMS", 512 * 128)
-    monkeypatch.setattr(F, "_rows_at_once", lambda *_: 128)
+    monkeypatch.setattr(graph_attention, "_ROW_ITEMS", 512 * 128)
+    monkeypatch.setattr(cross_entropy, "_rows_at_once", lambda *_: 128)
     assert max(parts(training)) < everything * 0.75
 
 
@@ -538,7 +540,7 @@ def test_the_loss_in_parts_is_the_loss_of_the_logits(monkeypatch: pytest.MonkeyP
     x, targets = batch[:, :-1], batch[:, 1:]
     whole = F.cross_entropy(model(x), targets).item()
     assert whole == pytest.approx(float(REFERENCE["gpt.losses"][0]), abs=1e-5)
-    monkeypatch.setattr(F, "_ROW_ITEMS", 1)
+    monkeypatch.setattr(graph_attention, "_ROW_ITEMS", 1)
     assert model.loss(x, targets).item() == pytest.approx(whole, abs=1e-6)
 
 

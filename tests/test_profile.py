@@ -44,7 +44,7 @@ RATES = {"bytes": 1e11, "float32": 1e12}
 
 @pytest.fixture(autouse=True)
 def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Ceilings that need no measuring, and a folder of their own for what is kept of them."""
+    """Ceilings that need no measuring, on a machine that seems to be quiet, and a folder of their own."""
     asked: list[str] = []
 
     def measured(device: Device, what: str) -> float:
@@ -52,6 +52,7 @@ def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return RATES[what]
 
     monkeypatch.setattr(ceilings, "_measured", measured)
+    monkeypatch.setattr(quiet.Watch, "busy", lambda watch: False)
     monkeypatch.setattr(tuning_cache, "cache_folder", lambda: tmp_path / "cache")
     return asked
 

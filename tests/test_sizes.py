@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_random_graphs import check
@@ -214,12 +214,14 @@ EXPRESSIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
 }
 
 
+@pytest.mark.slow("opencl-threads")
 @pytest.mark.parametrize("fresh", KINDS, indirect=True)
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_later_shapes_give_the_bits_of_first_shapes(fresh: Callable[[], Device], name: str) -> None:
     shared = fresh()
     function = ps.jit(EXPRESSIONS[name])
-    for shape in [(9, 5), (40, 33), (13, 70), (64, 8), (37, 41), (130, 12)]:
+    shapes = [(9, 5), (40, 33), (13, 70), (64, 8), (37, 41), (130, 12)]
+    for shape in shapes[: examples(6, quick=4)]:
         array = drawn(*shape)
         found = function(ps.asarray(array, device=shared)).numpy()
         own = EXPRESSIONS[name]
@@ -227,7 +229,7 @@ def test_later_shapes_give_the_bits_of_first_shapes(fresh: Callable[[], Device],
         assert found.tobytes() == alone.tobytes(), shape
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8, quick=3), deadline=None)
 @given(st.lists(st.tuples(*[st.integers(1, 200)] * 3), min_size=4, max_size=6), st.integers(0, 3))
 def test_products_of_any_sizes_give_the_same_bits(sizes: list[tuple[int, int, int]], how: int) -> None:
     def function(x: ps.Tensor, y: ps.Tensor) -> ps.Tensor:

@@ -247,6 +247,7 @@ def test_rows_of_every_length(device: Device, shape: tuple[int, int]) -> None:
         np.testing.assert_allclose(one, right, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("shape", ROWS)
 def test_norms_and_losses_of_halves(device: Device, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(2)
@@ -304,6 +305,7 @@ def test_a_row_has_one_store_of_its_result(device: Device) -> None:
 # Columns
 
 
+@pytest.mark.slow("int64", "bool")
 @pytest.mark.parametrize(
     "dtype", [BFLOAT16, np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.bool_)], ids=str
 )

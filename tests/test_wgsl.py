@@ -372,6 +372,7 @@ def launched(device: Device, group: Group, capabilities: Capabilities | None = N
     return results
 
 
+@pytest.mark.slow("uint8", "uint16")
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int16", "uint16", "float16"])
 @pytest.mark.parametrize("length", [2, 3, 4, 5, 7, 8, 70])
 def test_small_items_leave_their_neighbours_alone(real: Device, dtype: str, length: int) -> None:

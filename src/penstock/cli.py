@@ -1,4 +1,7 @@
-"""The command line: `penstock`."""
+"""The command line: `penstock`.
+
+Each command imports what it needs when it runs, so that the others, and `--help`, start quickly.
+"""
 
 from __future__ import annotations
 

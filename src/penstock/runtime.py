@@ -64,11 +64,11 @@ class Layers:
         self.closed = False
 
     def choose_source(self) -> None:
-        """Let memory come through the trace only where somebody wants to know about it."""
+        """Take memory through the trace only where tracing is on or somebody listens."""
         self.source = self.trace if self.traced or self.trace.logs else self.pool
 
     def tell_of_memory(self, logs: tuple[Log, ...]) -> None:
-        """Tell these of every block, and no others."""
+        """Set who is told of every block."""
         self.trace.logs = logs
         self.choose_source()
 
@@ -117,7 +117,7 @@ class Device:
         return self._settings or Settings.from_environment()
 
     def another_driver(self) -> Driver:
-        """Open the device once more, apart from all that this one holds; its own where that was given."""
+        """Open the device once more; where the driver was given by hand, that driver."""
         return self._open_driver()
 
     # Its parts
@@ -195,7 +195,7 @@ class Device:
         return buffer.attach()
 
     def scratch(self, sizes: Sequence[int]) -> list[Buffer]:
-        """Memories for the temporaries of programs. They run one after another, and so share them."""
+        """Arenas for the temporaries of programs, which share them because they run one after another."""
         opened = self.layers()
         there = opened.scratch
         if len(there) < len(sizes) or any(arena.nbytes < nbytes for arena, nbytes in zip(there, sizes)):  # noqa: B905
@@ -250,7 +250,7 @@ class Device:
         return opened.pool.clear() + opened.pinned.clear() + opened.visible.clear()
 
     def release_idle(self) -> None:
-        """Wait for what is pending, and give idle memory back: what led to a program is needed no more."""
+        """Wait for pending commands, and give idle memory back where there is much."""
         opened = self.layers()
         if opened.pool.stats().pooled_bytes > _MUCH_IDLE:
             opened.stream.drain("idle memory given back")
@@ -439,7 +439,7 @@ class Device:
         )
 
     def in_background(self, work: Callable[[], Future[T]]) -> Future[T]:
-        """What the future gives that `work` makes, which the device's own thread does, one after another.
+        """Run `work` on the device's background thread, in order; a future of what its own future gives.
 
         The thread ends what it was given before the interpreter closes the devices.
         """
@@ -474,7 +474,7 @@ def forked(name: str) -> str:
 
 
 def refuse(why: str) -> Callable[[], Driver]:
-    """Opens no driver, and says why."""
+    """A function in place of one that opens a driver: it raises DeviceUnavailable."""
 
     def open_driver() -> Driver:
         raise DeviceUnavailable(why)

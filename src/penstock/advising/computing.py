@@ -306,7 +306,7 @@ def half_precision(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _waited(run: Runs, evidence: Evidence) -> float:
-    """What steps of NumPy cost: a run with one does not return before it is done, and others launch only."""
+    """What NumPy's steps cost: a run with such a step waits for it, where other runs only launch."""
     launches = evidence.rate("launches")
     return max(run.seconds - run.costly_seconds - (run.runs / launches if launches else 0.0), 0.0)
 

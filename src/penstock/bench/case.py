@@ -115,5 +115,5 @@ def drawn(*shape: int) -> Array:
 
 
 def drawn_ids(count: int, shape: tuple[int, ...]) -> Array:
-    """Whole numbers below a count, the same every time."""
+    """Integers below a count, the same every time."""
     return np.random.default_rng(1).integers(0, count, shape)

@@ -102,7 +102,7 @@ def _looked_twice(
     effort: Effort,
     tell: Callable[[str], None],
 ) -> DeviceResults:
-    """With a second look at what seems to be slower.
+    """The results, with more samples of the cases that seem to be slower.
 
     The machine may have been busy with something else all the time. Where the second look finds other times,
     the interval of all of them is wide, and no longer says that anything got slower.
@@ -127,7 +127,7 @@ def _listed(versions: Mapping[str, str]) -> str:
 
 
 def _still_there(only: Sequence[str], devices: Sequence[Device], source: str) -> list[str]:
-    """Of what an older run was asked for, what there still is."""
+    """The names of an older run's cases that still exist."""
     cases = [case for device in devices for case in cases_for(device)]
     there = [name for name in only if any(name in (case.name, case.label) for case in cases)]
     if only and not there:

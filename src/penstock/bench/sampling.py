@@ -133,7 +133,7 @@ def _sides(case: Case, device: Device, peer: Torch | None, seconds: float) -> li
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Python's collector runs before the block, and not at any moment in it."""
+    """Run Python's garbage collector before the block, and not inside it."""
     gc.collect()
     was_on = gc.isenabled()
     gc.disable()

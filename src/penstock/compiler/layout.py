@@ -85,7 +85,7 @@ class _Lifetimes:
             in_place = [base(group.inputs[k]) for k in written.over[at]] if written else []
             in_place = [given for given in in_place if readers[given] <= 1]
             if node in self._buffers:
-                given = frozenset(self._buffers[one] for one in in_place if one in self._buffers)
+                given = frozenset(self._buffers[value] for value in in_place if value in self._buffers)
                 self._output_writes[self._buffers[node]] = OutputWrite(node.nbytes, turn, given)
                 continue
             dead = [

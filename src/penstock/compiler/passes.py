@@ -9,10 +9,10 @@ from penstock.compiler.compilation import Compilation
 from penstock.compiler.target import Target
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.bounding import bounded
+from penstock.fusion.column_reductions import column_units
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.products import by_library
 from penstock.fusion.splitting import split
-from penstock.fusion.tallies import units_with_tallies
 from penstock.fusion.views import base
 from penstock.graph.node import Node
 from penstock.kernels.side_by_side import MOST_CALLS, kind
@@ -28,7 +28,7 @@ def split_long(state: Compilation, target: Target) -> Compilation:
 
 def fuse(state: Compilation, target: Target) -> Compilation:
     """Nodes into groups, each of which one kernel computes."""
-    columns = units_with_tallies(target.capabilities)
+    columns = column_units(target.capabilities)
     return replace(state, groups=fused(state.wanted, target.capabilities, columns))
 
 

@@ -51,9 +51,9 @@ def _opens(device: Device) -> bool:
 
 
 class AutoDevice(Device):
-    """Several devices as one: each program runs on the one that is done with it first, values come along.
+    """Several devices as one: each program runs on the device that finishes it first, and values move there.
 
-    What a device has but once, such as `pool`, `stream` and `driver`, is that of the first member.
+    `pool`, `stream` and `driver` are those of the first member.
     """
 
     def __init__(self, members: Sequence[Device]) -> None:
@@ -91,7 +91,7 @@ class AutoDevice(Device):
         self.holder(watched.buffer).watch(watched)
 
     def _home(self, nbytes: int) -> Device:
-        """Where new values go: large ones to the first member, which is the best for what is large."""
+        """The member for new values: the first for large ones, for which it is the best, else the host."""
         return self._members[0] if self._shared or nbytes > _SMALL else self._members[-1]
 
     # Memory

@@ -1,7 +1,7 @@
-"""Values on their way between devices. A value is at one place, and small ones are kept where they were too.
+"""Moves values between devices. A value lives on one device; copies stay where it was, within bounds.
 
-A move to a device never waits for it. A move from one waits for the value alone: the host has to have it
-before it can pass it on.
+A move to a device does not wait for that device. A move from one waits until the value is computed, since
+the host passes it on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ADOPTED_SECONDS = 3e-6  # to let NumPy see memory that it shares with a device
 
 
 class Places:
-    """Where values are, and how they come from one device to another."""
+    """Knows on which device each value is, and moves values."""
 
     def __init__(self, members: Sequence[Device]) -> None:
         self._members = members
@@ -42,7 +42,7 @@ class Places:
         raise ValueError(f"{buffer!r} cannot be used on auto")
 
     def seconds(self, node: Node, target: Device, rates: Mapping[Device, Rates]) -> float:
-        """How long a move of a value takes; none where it is there."""
+        """How long it takes to move a value to a device; 0 where it is there already."""
         buffer = node.value
         source = self.holder(buffer)
         if source is target or self._found(buffer, target) is not None:
@@ -50,15 +50,15 @@ class Places:
         return move_seconds(source, target, rates, node.nbytes)
 
     def share(self, node: Node) -> int:
-        """Over how many uses the move of a value counts: as many as there were are expected to come."""
+        """Over how many uses the cost of a move is spread: as many more are expected as there were."""
         return 1 + self._missed.get(node, 0)
 
     def missed(self, node: Node) -> None:
-        """Note that a value was not where it would have been of use."""
+        """Note that a program would have run elsewhere if a value had been there."""
         self._missed[node] = self._missed.get(node, 0) + 1
 
     def bring(self, nodes: Sequence[Node], target: Device) -> list[Buffer]:
-        """The values of nodes on a device, which is where they are from then on."""
+        """Move the values of nodes to a device; their buffers there."""
         away = [node for node in nodes if not target.holds(node.value)]
         if away:
             wholes = self._wholes(away, target)
@@ -125,7 +125,7 @@ class Places:
             total -= sum(copy.nbytes for copy in oldest.copies)
 
     def _wholes(self, nodes: Sequence[Node], target: Device) -> dict[Buffer, Buffer]:
-        """Memories of which several values are wanted elsewhere, moved whole: these stay side by side."""
+        """Move whole allocations of which several values are wanted, so that these stay neighbours."""
         if _looks_on(target):
             return {}
         parts: dict[Buffer, dict[int, Buffer]] = {}
@@ -144,7 +144,7 @@ class Places:
 
 
 def _looks_on(device: Device) -> bool:
-    """Whether a device can use memory of others that the host sees: it is NumPy."""
+    """Whether a device can use other devices' memory that the host sees: only NumPy can."""
     return device.capabilities.kind == "host" and device.capabilities.shared_memory
 
 
@@ -159,7 +159,7 @@ class _Kept:
 
 
 class _Lender:
-    """Keeps the memory of a device for a buffer of the host that looks at it."""
+    """The home of a host buffer that borrows a device's memory: keeps that memory alive."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer

@@ -19,14 +19,14 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """The same in words, which are also its name in the file."""
+        """The placement in words, which is also its key in the tuning cache."""
         if self.second is None:
             return self.first.name
         return f"{self.first.name} for {self.place} operations, then {self.second.name}"
 
     @classmethod
     def parsed(cls, name: str, members: Sequence[Device]) -> Placement | None:
-        """The cut that has a name; None where it is none on these devices."""
+        """The cut placement of a name; None where the name is none of these devices."""
         match = re.fullmatch(r"(.+) for (\d{1,9}) operations, then (.+)", name)
         devices = {member.name: member for member in members}
         if match is None or match[1] not in devices or match[3] not in devices:
@@ -45,5 +45,5 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """By measurement, where there was one."""
+        """The measured time, or else the estimate."""
         return self.estimated if self.measured is None else self.measured

@@ -1,4 +1,4 @@
-"""Which device runs a program: by price, and by time where prices are close. What was found is remembered."""
+"""Which device runs a program: by price, and by time where prices are close. Placements are remembered."""
 
 from __future__ import annotations
 
@@ -248,17 +248,25 @@ class Placed:
     def explained(self, held: Sequence[Node]) -> str:
         """See `Dispatcher.explain`; `held` are the nodes that hold the inputs."""
         with self._dispatcher.device.running:
-            totals = {one.placement: one.seconds + self._moving(one, held) for one in self.candidates}
+            totals = {
+                candidate.placement: candidate.seconds + self._moving(candidate, held)
+                for candidate in self.candidates
+            }
             lines = []
-            for one in self.candidates:
-                moving = self._moving(one, held)
-                how = "estimated" if one.measured is None else "measured"
-                text = f"{one.placement.name}: {_micro(one.seconds + moving)} {how}"
-                text = f"{one.placement.name}: no memory for it" if one.seconds == math.inf else text
-                text += f", of them {_micro(one.moved)} from the one to the other" if one.moved else ""
+            for candidate in self.candidates:
+                moving = self._moving(candidate, held)
+                name = candidate.placement.name
+                how = "estimated" if candidate.measured is None else "measured"
+                text = f"{name}: {_micro(candidate.seconds + moving)} {how}"
+                if candidate.seconds == math.inf:
+                    text = f"{name}: no memory for it"
+                if candidate.moved:
+                    text += f", of them {_micro(candidate.moved)} from the one to the other"
                 text += f", of them {_micro(moving)} to bring inputs" if moving else ""
                 lines.append(text)
-            chosen = min(self.candidates, key=lambda one: totals[one.placement] / self._gain(one))
+            chosen = min(
+                self.candidates, key=lambda candidate: totals[candidate.placement] / self._gain(candidate)
+            )
             best = self._favourite()
             if self._best is None and len(self._near()) > 1:
                 why = "as it seems; those that are close are timed before the first run"
@@ -282,7 +290,10 @@ class Placed:
         best = self._best
         if best.placement.second is None:
             best = min(
-                candidates, key=lambda one: (one.seconds + self._moving(one, held, True)) / self._gain(one)
+                candidates,
+                key=lambda candidate: (
+                    (candidate.seconds + self._moving(candidate, held, True)) / self._gain(candidate)
+                ),
             )
             if best is not self._best:
                 for node in held:
@@ -309,38 +320,42 @@ class Placed:
         parts = None if placement.second is None else cut(self.nodes, placement.place)
         if parts is None or placement.second is None:
             return [(placement.first, list(range(len(self.inputs))))]
-        found = []
+        wants = []
         for device, side in ((placement.first, parts.heads), (placement.second, parts.tails)):
             needed = set(topological(side))
-            found.append((device, [at for at, node in enumerate(self.inputs) if node in needed]))
-        return found
+            wants.append((device, [at for at, node in enumerate(self.inputs) if node in needed]))
+        return wants
 
     def _favourite(self) -> Candidate:
-        return self._best or min(self.candidates, key=lambda one: one.seconds / self._gain(one))
+        return self._best or min(
+            self.candidates, key=lambda candidate: candidate.seconds / self._gain(candidate)
+        )
 
     def _near(self) -> list[int]:
         """The candidates whose prices are close to the best one's, by number."""
-        least = min(one.estimated for one in self._candidates)
-        return [at for at, one in enumerate(self._candidates) if one.estimated <= _CLOSE * least]
+        least = min(candidate.estimated for candidate in self._candidates)
+        return [at for at, candidate in enumerate(self._candidates) if candidate.estimated <= _CLOSE * least]
 
     def _time(self, held: Sequence[Node], numbers: Sequence[Any]) -> None:
         """Run the candidates that are close, to see which one is the best."""
         near = [self._candidates[at] for at in self._near()]
         if len(near) < 2:
             return
-        ways = [self._program(one.placement) for one in near]
+        ways = [self._program(candidate.placement) for candidate in near]
         measure = partial(seconds_of, ways, held, numbers, self._dispatcher.members)
         times, _ = measure_quietly(measure, lambda first, second: list(map(min, first, second)))
-        for one, seconds in zip(near, times, strict=True):
-            one.measured = seconds
+        for candidate, seconds in zip(near, times, strict=True):
+            candidate.measured = seconds
         self._why = "which took the least time when it was tried"
         if math.inf not in times:  # memory may be there the next time
             self._remember()
 
     def _settle(self) -> None:
         """Keep the best placement, and its program for the quick way."""
-        known = [one for one in self._candidates if one.measured is not None] or self._candidates
-        self._best = min(known, key=lambda one: one.seconds / self._gain(one))
+        known = [
+            candidate for candidate in self._candidates if candidate.measured is not None
+        ] or self._candidates
+        self._best = min(known, key=lambda candidate: candidate.seconds / self._gain(candidate))
         program = self._program(self._best.placement)
         self._programs = {self._best.placement: program}  # the others were there to be timed
         if isinstance(program, OnOne):
@@ -348,8 +363,9 @@ class Placed:
 
     def _remember(self) -> None:
         if self._key is not None:
-            found = {one.placement.name: one.measured for one in self._candidates if one.measured is not None}
-            self._dispatcher.choices.put(self._key, json.dumps(found))
+            timed = [candidate for candidate in self._candidates if candidate.measured is not None]
+            seconds = {candidate.placement.name: candidate.measured for candidate in timed}
+            self._dispatcher.choices.put(self._key, json.dumps(seconds))
 
     def keep(self) -> None:
         """Remember the placement also where prices alone decided, as these are about to change."""
@@ -358,21 +374,21 @@ class Placed:
             self._dispatcher.choices.put(self._key, json.dumps(kept))
 
     def _recall(self) -> None:
-        """Take over what an earlier run found by timing."""
+        """Take over what an earlier run measured."""
         text = None if self._key is None else self._dispatcher.choices.get(self._key)
         try:
-            found = {str(name): float(seconds) for name, seconds in parse_json(text or "{}").items()}
+            kept = {str(name): float(seconds) for name, seconds in parse_json(text or "{}").items()}
         except (ValueError, TypeError, AttributeError):  # a file that somebody changed
             return
-        names = [one.placement.name for one in self._candidates]
-        for name in set(found).difference(names):  # a cut that other rates suggested
+        names = [candidate.placement.name for candidate in self._candidates]
+        for name in set(kept).difference(names):  # a cut that other rates suggested
             placement = Placement.parsed(name, self._dispatcher.members)
             if placement is not None and cut(self.nodes, placement.place) is not None:
-                self._candidates.append(Candidate(placement, found[name]))
+                self._candidates.append(Candidate(placement, kept[name]))
                 names.append(name)
-        if found and set(found) <= set(names) and all(seconds > 0 for seconds in found.values()):
-            for one in self._candidates:
-                one.measured = found.get(one.placement.name)
+        if kept and set(kept) <= set(names) and all(seconds > 0 for seconds in kept.values()):
+            for candidate in self._candidates:
+                candidate.measured = kept.get(candidate.placement.name)
             self._settle()
             self._why = "which took the least time when it was tried in an earlier run"
 
@@ -380,16 +396,16 @@ class Placed:
 
     def _priced(self) -> list[Candidate]:
         rates = self._dispatcher.rates
-        host = next((rates[one] for one in rates if one.capabilities.kind == "host"), None)
+        host = next((rates[member] for member in rates if member.capabilities.kind == "host"), None)
         prices = {
-            member: found
+            member: priced
             for member in rates
-            if (found := price(self.nodes, member, rates[member], host or rates[member])) is not None
+            if (priced := price(self.nodes, member, rates[member], host or rates[member])) is not None
         }
-        wholes = [Candidate(Placement(member), found.seconds) for member, found in prices.items()]
+        wholes = [Candidate(Placement(member), priced.seconds) for member, priced in prices.items()]
         if not wholes:
             raise DeviceError("none of the devices can compute this")
-        least = min(one.estimated for one in wholes)
+        least = min(candidate.estimated for candidate in wholes)
         cuts = []
         for first, before in prices.items():
             for second, after in prices.items():
@@ -398,7 +414,7 @@ class Placed:
                     place, seconds = best_place(self.nodes, before, after, moving)
                     if seconds < _CUT_GAIN * least:
                         cuts.append((seconds, Placement(first, second, place)))
-        for _, placement in sorted(cuts, key=lambda one: one[0]):
+        for _, placement in sorted(cuts, key=lambda priced: priced[0]):
             candidate = self._priced_cut(placement, rates, host)
             if candidate is not None and candidate.estimated < _CUT_GAIN * least:
                 return [*wholes, candidate]
@@ -421,10 +437,10 @@ class Placed:
     # Programs
 
     def _program(self, placement: Placement) -> OnOne | InTwo:
-        found = self._programs.get(placement)
-        if found is None:
-            found = self._programs[placement] = self._built(placement)
-        return found
+        program = self._programs.get(placement)
+        if program is None:
+            program = self._programs[placement] = self._built(placement)
+        return program
 
     def _built(self, placement: Placement) -> OnOne | InTwo:
         places = self._dispatcher.places

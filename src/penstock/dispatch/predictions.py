@@ -1,4 +1,4 @@
-"""Whether programs take as long as the rates of their devices say: if not, these were measured wrongly."""
+"""Compares the times of programs with predictions, which tells whether rates were measured wrongly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEAST_SECONDS = 1e-4  # what is shorter says more of launches than of rates
 
 
 class Predictions:
-    """The last programs of each device that were timed, held against what was predicted for them."""
+    """The last timed programs of each device, with the ratio of measured to predicted time."""
 
     def __init__(self) -> None:
         self._ratios: dict[Device, deque[float]] = {}

@@ -20,14 +20,14 @@ _READS_PART = (Kind.VIEW, Kind.GATHER)  # as much of their first input as they w
 
 @dataclass(frozen=True)
 class Price:
-    """What a graph takes on a device, in seconds, and what of it each group takes."""
+    """The seconds that a graph takes on a device, in all and for each group."""
 
     seconds: float
     groups: tuple[tuple[Group, float], ...]
 
 
 def price(nodes: Sequence[Node], device: Device, rates: Rates, host: Rates) -> Price | None:
-    """Of the graph that computes some nodes, with its inputs at hand; None where the device cannot.
+    """The price of computing some nodes, without moving inputs; None where the device cannot do it.
 
     `host` are the rates of NumPy, which takes over what the device has no kernel for.
     """

@@ -130,13 +130,13 @@ def seconds_of(
         for _ in range(_ROUNDS):
             if sum(map(sum, times)) > _MOST_SECONDS:
                 break
-            for way, found in zip(ways, times, strict=True):
+            for way, taken in zip(ways, times, strict=True):
                 sleep(_PAUSE)
-                found += _run_on_end(way, held, numbers)
+                taken += _run_on_end(way, held, numbers)
     finally:
         for buffer, flag in zip(buffers, shared, strict=True):
             buffer.shared = flag  # no copy looks on it any more
-    return [median(found) for found in times]
+    return [median(taken) for taken in times]
 
 
 def _run_on_end(way: OnOne | InTwo, held: Sequence[Node], numbers: Sequence[Any]) -> list[float]:

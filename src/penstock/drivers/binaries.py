@@ -27,9 +27,9 @@ class Binaries:
         self._max_files = max_files
         self._max_bytes = max_bytes
 
-    def get(self, said: str) -> bytes | None:
-        """The code of `said`, which names everything that it depends on."""
-        name = _name(said)
+    def get(self, key: str) -> bytes | None:
+        """The code for a key, which names everything that the code depends on."""
+        name = _name(key)
         found = self._folder.read(name)
         if found is None:
             return None
@@ -47,9 +47,9 @@ class Binaries:
         )
         return None
 
-    def put(self, said: str, code: bytes) -> None:
+    def put(self, key: str, code: bytes) -> None:
         """Keep code, whole or not at all: a process that reads meanwhile finds none."""
-        if self._folder.write(_name(said), hashlib.sha256(code).digest() + code):
+        if self._folder.write(_name(key), hashlib.sha256(code).digest() + code):
             self._trim()
 
     def _trim(self) -> None:
@@ -72,5 +72,5 @@ class Binaries:
             count, total = count - 1, total - size
 
 
-def _name(said: str) -> str:
-    return f"{hashlib.sha256(said.encode()).hexdigest()}.bin"
+def _name(key: str) -> str:
+    return f"{hashlib.sha256(key.encode()).hexdigest()}.bin"

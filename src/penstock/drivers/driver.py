@@ -20,9 +20,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from penstock.errors import DeviceError
+
 Bytes = npt.NDArray[np.uint8]
 Queue = Any  # a driver's own object
 Event = Any  # a driver's own object
+Waits = list[Event] | None  # what a command starts after, besides what comes before it on its queue
+Args = Sequence[Any]  # of a kernel, as the driver takes them
 # Text in the driver's language, or functions by name: of arrays on the host, library launches on CUDA.
 Source = str | Mapping[str, Callable[..., None]]
 Grid = tuple[int, ...]
@@ -72,7 +76,7 @@ class Capabilities:
 
 
 class LibraryLaunch(Protocol):
-    """Work of a library in a kernel's place: a function of native arguments that a driver enqueues itself."""
+    """Work of a library in place of a kernel: it enqueues itself, given native arguments."""
 
     def prepare(self, driver: Driver) -> None:
         """Called once, when it is compiled: it may allocate, measure and free."""
@@ -90,17 +94,9 @@ class Memory:
     """One allocation of a driver."""
 
     __slots__ = (
-        "__weakref__",
-        "asked",
-        "host",
-        "idle_since",
-        "native",
-        "nbytes",
-        "parts",
-        "pinned",
-        "serial",
+        "__weakref__", "asked", "host", "idle_since", "native", "nbytes", "parts", "pinned", "serial",
         "usage",
-    )
+    )  # fmt: skip
 
     def __init__(self, native: Any, nbytes: int, host: Bytes | None, pinned: bool = False) -> None:
         self.serial = next(_serials)  # which allocation it is, of all that there were
@@ -210,18 +206,12 @@ class Driver(ABC):
 
     @abstractmethod
     def launch(
-        self,
-        queue: Queue,
-        kernel: Kernel,
-        grid: Grid,
-        group: Grid,
-        args: Sequence[Any],
-        waits: list[Event] | None,
+        self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
     ) -> Event:
         """Record `grid` groups of `group` threads each. `args` are native."""
 
     @abstractmethod
-    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
         """A launch with its arguments set once, to be recorded any number of times with `replay`."""
 
     @abstractmethod
@@ -229,55 +219,42 @@ class Driver(ABC):
         """Change one native argument of a bound launch. What was recorded before keeps the old one."""
 
     @abstractmethod
-    def replay(
-        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
-    ) -> None:
+    def replay(self, queue: Queue, bound: Sequence[Any], waits: Waits, events: list[Event]) -> None:
         """Record bound launches in order, the first after `waits`, and append the event of each to `events`.
 
         Where one is refused, the events of those before it are in the list, and the error is raised.
         """
 
     def capture(self, bound: Sequence[Any], after: Sequence[Sequence[int]]) -> Any:
-        """Bound launches, each replayed before, as one for `replay`. What `rebind` changes, changes in it.
+        """A graph of bound launches, each replayed before, for `replay`. `rebind` of a launch changes it.
 
-        Each starts when those have ended that `after` names by number; others may run at the same time.
+        `after` lists, for each launch, those that must have ended; others may run at the same time.
         """
         raise NotImplementedError(f"{self.name} has no graphs")
 
     # Copies
 
     @abstractmethod
-    def write(
-        self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: list[Event] | None
-    ) -> Event:
+    def write(self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: Waits) -> Event:
         """Record a copy of `source`, which must stay unchanged until the event, into `memory`."""
 
     @abstractmethod
-    def read(
-        self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: list[Event] | None
-    ) -> Event:
+    def read(self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: Waits) -> Event:
         """Record a copy from `memory` into `target`."""
 
     @abstractmethod
     def copy(
-        self,
-        queue: Queue,
-        target: Memory,
-        target_offset: int,
-        source: Memory,
-        source_offset: int,
-        nbytes: int,
-        waits: list[Event] | None,
+        self, queue: Queue, target: Memory, to: int, source: Memory, start: int, nbytes: int, waits: Waits
     ) -> Event:
-        """Record a copy between two allocations, or two parts of one that do not overlap."""
+        """Record a copy between two allocations, `start` to `to`, or two parts of one that do not overlap."""
 
-    @abstractmethod
     def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
         """Shared memory only: the bytes themselves. No unfinished command may touch them."""
+        raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")
 
-    @abstractmethod
     def unmap(self, memory: Memory, mapped: Bytes) -> Event | None:
         """End a `map`. The event, where there is one, is of a queue of the driver's own, and flushed."""
+        raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")
 
     # Order and completion
 
@@ -300,9 +277,9 @@ class Driver(ABC):
     # Times
 
     def time_commands(self, on: bool) -> None:
-        """Note when commands run, from here on, or stop it; nothing is pending.
+        """Start to note when commands run, or stop it. Nothing is pending.
 
-        The queues may be others afterwards. The commands of a graph are not told apart.
+        The queues may be new objects afterwards. The commands of a graph have no times of their own.
         """
         if on:
             raise NotImplementedError(f"{self.name} does not tell when commands ran")

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 
 from penstock.drivers.driver import (
+    Args,
     Bytes,
     Capabilities,
     Driver,
@@ -27,6 +28,7 @@ from penstock.drivers.driver import (
     Memory,
     Queue,
     Source,
+    Waits,
     parameter_dtypes,
 )
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
@@ -39,7 +41,7 @@ class _Command:
 
     __slots__ = ("done", "error", "flushed", "ran", "run", "timed", "waits")
 
-    def __init__(self, run: Callable[[], None], waits: list[Event] | None, timed: bool) -> None:
+    def __init__(self, run: Callable[[], None], waits: Waits, timed: bool) -> None:
         self.run: Callable[[], None] | None = run
         self.waits = waits or ()
         self.flushed = False
@@ -144,17 +146,11 @@ class HostDriver(Driver):
         return kernels
 
     def launch(
-        self,
-        queue: Queue,
-        kernel: Kernel,
-        grid: Grid,
-        group: Grid,
-        args: Sequence[Any],
-        waits: list[Event] | None,
+        self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
     ) -> Event:
         return self._record(queue, _Call(*self.bind(kernel, grid, group, args)), waits)
 
-    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
         function, dtypes = kernel.native
         limit = self.capabilities.max_group_size
         if not 1 <= len(grid) == len(group) <= 3 or min(*grid, *group) < 1 or np.prod(group) > limit:
@@ -166,37 +162,24 @@ class HostDriver(Driver):
     def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
         bound[1][position] = _typed(arg, dtype)
 
-    def replay(
-        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
-    ) -> None:
+    def replay(self, queue: Queue, bound: Sequence[Any], waits: Waits, events: list[Event]) -> None:
         for function, args in bound:
             events.append(self._record(queue, _Call(function, tuple(args)), waits))
 
     # Copies
 
-    def write(
-        self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: list[Event] | None
-    ) -> Event:
+    def write(self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: Waits) -> Event:
         target = self.view(memory, offset, source.nbytes)
         return self._record(queue, lambda: np.copyto(target, source), waits)
 
-    def read(
-        self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: list[Event] | None
-    ) -> Event:
+    def read(self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: Waits) -> Event:
         source = self.view(memory, offset, target.nbytes)
         return self._record(queue, lambda: np.copyto(target, source), waits)
 
     def copy(
-        self,
-        queue: Queue,
-        target: Memory,
-        target_offset: int,
-        source: Memory,
-        source_offset: int,
-        nbytes: int,
-        waits: list[Event] | None,
+        self, queue: Queue, target: Memory, to: int, source: Memory, start: int, nbytes: int, waits: Waits
     ) -> Event:
-        return self.write(queue, target, target_offset, self.view(source, source_offset, nbytes), waits)
+        return self.write(queue, target, to, self.view(source, start, nbytes), waits)
 
     def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
         return self.view(memory, offset, nbytes)
@@ -228,7 +211,7 @@ class HostDriver(Driver):
     def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
         return [(position, event.error) for position, event in enumerate(events) if event.error]
 
-    def _record(self, queue: Queue, run: Callable[[], None], waits: list[Event] | None) -> Event:
+    def _record(self, queue: Queue, run: Callable[[], None], waits: Waits) -> Event:
         command = _Command(run, waits, self._timed)
         with self._lock:
             if self._scheduler:

@@ -343,6 +343,6 @@ class _Segment:
             self._launches[launch][3][position] = arg
 
 
-def _same_number(one: Any, other: Any) -> bool:
+def _same_number(old: Any, new: Any) -> bool:
     """Whether two constants are the same, and 0 is not -0."""
-    return bool(one == other) and (one != 0 or str(one) == str(other))
+    return bool(old == new) and (old != 0 or str(old) == str(new))

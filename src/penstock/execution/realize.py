@@ -99,8 +99,8 @@ def programs(device: Device) -> Programs:
     with device.running:
         if device.programs is None:
             device.programs = Programs(device)
-        found: Programs = device.programs
-        return found
+        own: Programs = device.programs
+        return own
 
 
 def realize(nodes: Sequence[Node], device: Device) -> None:
@@ -123,8 +123,8 @@ def _realize(nodes: Sequence[Node], device: Device) -> None:
 def _computed(structure: Structure, device: Device) -> tuple[list[Buffer], Executable | None]:
     """The values, and the program that computed them, if it was one."""
     if device.dispatcher is not None:
-        found: tuple[list[Buffer], Executable | None] = device.dispatcher.computed(structure)
-        return found
+        result: tuple[list[Buffer], Executable | None] = device.dispatcher.computed(structure)
+        return result
     program = programs(device).known(structure)
     if program is None:
         return by_numpy(structure.nodes, device), None

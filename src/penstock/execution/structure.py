@@ -65,14 +65,14 @@ class Structure:
             names = node.primitive.constants
             numbers = [self.numbers.setdefault(number_key(node, n), len(self.numbers)) for n in names]
             rest = tuple(value for name, value in node.attributes.items() if name not in names)
-            parts.append((node.primitive, tuple(place[one] for one in node.inputs), rest, *numbers))
+            parts.append((node.primitive, tuple(place[parent] for parent in node.inputs), rest, *numbers))
         ends = [*wanted, None, *self.unchecked] if self.unchecked else wanted
         self.key: Hashable = (tuple(parts), tuple(node and place[node] for node in ends))
 
     @property
     def wanted(self) -> list[Node]:
         """The results of a program: what is wanted, and then what tells whether indices are in range."""
-        return [*self.nodes, *(found.node for found in self.worst)]
+        return [*self.nodes, *(index.node for index in self.worst)]
 
     def waits_for_no_compiler(self, seen: bool) -> bool:
         """Whether NumPy computes it: the host sees all inputs, and it is small or was not `seen` before."""
@@ -90,8 +90,8 @@ class Structure:
 
     def watch(self, buffers: Sequence[Buffer], device: Device) -> None:
         """Have indices looked at when the host next reads, by the worst of them; NumPy has looked at them."""
-        for found, buffer in zip(self.worst, buffers, strict=bool(buffers)):
-            device.watch(Watched(buffer, found.verdict.dtype, found.verdict.judge))
+        for index, buffer in zip(self.worst, buffers, strict=bool(buffers)):
+            device.watch(Watched(buffer, index.verdict.dtype, index.verdict.judge))
         for node in self.unchecked:
             node.attributes["bound"].checked = True
 

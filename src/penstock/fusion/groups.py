@@ -19,8 +19,8 @@ from functools import cached_property
 from typing import Any
 
 from penstock.fusion.clusters import Cluster, Clustering, GroupKind
+from penstock.fusion.column_reductions import fuse_column_reductions
 from penstock.fusion.storing import Storing
-from penstock.fusion.tallies import keep_tallies
 from penstock.fusion.views import base, operand_index, rows_index
 from penstock.graph.node import Kind, Node, topological
 from penstock.graph.raw import all_parts
@@ -60,18 +60,18 @@ def partition(
     wanted: Sequence[Node],
     fusible: Callable[[Node], bool],
     by_library: Callable[[Node], bool] = lambda product: False,
-    tallies: int = 0,
+    column_units: int = 0,
 ) -> list[Group]:
     """The groups that compute the wanted nodes, in order; `fusible` tells what a kernel can hold.
 
-    Products that are computed `by_library` read matrices only as a library can. `tallies` tells the units of
-    a device whose kernels keep some, and is 0 for others.
+    Products that are computed `by_library` read matrices only as a library can. `column_units` are the
+    compute units of a device whose row kernels keep column sums, and 0 for others.
     A wanted node that only reshapes is not computed: its value is that of its `base`.
     """
     order = [node for node in topological(wanted) if node.value is None]
     clustering = Clustering(order, wanted, fusible, by_library)
-    if tallies:
-        keep_tallies(clustering, tallies)
+    if column_units:
+        fuse_column_reductions(clustering, column_units)
     storing = Storing(clustering)
     return [_group(cluster, clustering, storing) for cluster in storing.clusters]
 

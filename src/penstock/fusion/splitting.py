@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion import costs
-from penstock.fusion.tallies import stretches
+from penstock.fusion.column_reductions import column_parts
 from penstock.fusion.views import trailing
 from penstock.graph.contraction import MATMUL, matmul
 from penstock.graph.dtypes import HALVES, float32
@@ -89,7 +89,7 @@ def _in_parts(node: Node, capabilities: Capabilities) -> Node:
     if source.size < _LARGE or node.size == 0 or axes != tuple(range(first, last + 1)):
         return node
     length = math.prod(source.shape[first : last + 1])
-    parts = stretches(node, capabilities) if first == 0 else 1
+    parts = column_parts(node, capabilities) if first == 0 else 1
     if parts == 1:
         parts = _parts(length, node.size, trailing(source.shape, axes), capabilities)
     if parts == 1:

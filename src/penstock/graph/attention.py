@@ -1,20 +1,46 @@
-"""Attention as a primitive, for devices that have a kernel for it: its scores are never a value.
+"""Attention as a primitive, and what it is made of where a device has no kernel for it.
 
 Queries, keys and values have the shape (batch, length, heads, width of a head), so that what comes next sees
 the result of all heads as one row. What a kernel computes together are nodes with the same inputs that differ
 in the attribute `part` only. With fewer queries than keys, the last query goes with the last key.
+
+In a kernel, scores are never a value. Without one they are, a part of the queries at a time where the context
+is long, and each part is recomputed for the gradient.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
+from penstock.drivers.driver import Capabilities
+from penstock.graph.checkpoint import checkpoint
+from penstock.graph.contraction import matmul
+from penstock.graph.creating import sequence
 from penstock.graph.custom_vjp import custom_vjp
-from penstock.graph.dtypes import HALVES, float32
+from penstock.graph.dtypes import HALVES, float32, int32
+from penstock.graph.elementwise import (
+    add,
+    cast,
+    divide,
+    exp,
+    full,
+    greater_equal,
+    like,
+    multiply,
+    positive,
+    stop,
+    subtract,
+    where,
+)
+from penstock.graph.gradient import gradients
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
-from penstock.graph.shaping import reshape, slice_
+from penstock.graph.reducing import expand, max_, restore, sum_
+from penstock.graph.shaping import concat, pad, permute, reshape, slice_
 
 GRADIENT_PARTS = ("query", "key", "value")
+_ROW_ITEMS = 1 << 24  # scores that are held at a time; of more, each part is computed twice in training
 
 
 def _shape(
@@ -63,14 +89,14 @@ def _gradient_reference(
     to_weights = _turned(slope) @ _turned(value).swapaxes(-1, -2)
     mean = _turned((slope * result).sum(axis=-1, keepdims=True))
     to_scores = weights * (to_weights - mean) * scale
-    found = {
+    parts = {
         "query": lambda: _turned(to_scores @ _turned(key)),
         "key": lambda: _turned(to_scores.swapaxes(-1, -2) @ _turned(query)),
         "value": lambda: _turned(weights.swapaxes(-1, -2) @ _turned(slope)),
     }
     if part == "packed":
-        return np.stack([found[one]() for one in GRADIENT_PARTS], axis=2)
-    return found[part]()
+        return np.stack([parts[name]() for name in GRADIENT_PARTS], axis=2)
+    return parts[part]()
 
 
 def _scores(query: Array, key: Array, causal: bool, scale: float) -> Array:
@@ -93,10 +119,151 @@ def _gradients(attention: Node, result: Node, g: Node, parts: tuple[str, ...]) -
     return [Node(ATTENTION_GRADIENT, inputs, {**attention.attributes, "part": part}) for part in parts]
 
 
+# What it is made of
+
+
+def has_kernel(node: Node, capabilities: Capabilities) -> bool:
+    """Whether a device has kernels for a node of attention."""
+    query, key = node.inputs[:2]
+    queries, keys, width = query.shape[1], key.shape[1], query.shape[-1]
+    return (
+        capabilities.tensor_cores
+        and query.dtype in HALVES
+        and width % 16 == 0
+        and 16 <= width <= 128
+        and query.size > 0
+        # A query that sees no key has no result.
+        and keys >= (queries if node.attributes["causal"] else 1)
+        and node.attributes["scale"] > 0
+    )
+
+
+def _decomposed(node: Node, capabilities: Capabilities) -> Node | None:
+    if has_kernel(node, capabilities) or node.attributes["part"] == "lse":  # which only a gradient reads
+        return None
+    return _of_parts(node)
+
+
+def _of_parts(node: Node) -> Node:
+    query, key, value = (permute(operand, (0, 2, 1, 3)) for operand in node.inputs)
+    found = attend(query, key, value, node.attributes["causal"], node.attributes["scale"])
+    return permute(found, (0, 2, 1, 3))
+
+
+def _gradient_decomposed(node: Node, capabilities: Capabilities) -> Node | None:
+    return None if has_kernel(node, capabilities) else _gradient_of_parts(node)
+
+
+def _gradient_of_parts(node: Node) -> Node:
+    """The gradient of what attention is made of."""
+    operands = [positive(operand) for operand in node.inputs[:3]]  # two of them may be one node
+    rest = {name: value for name, value in node.attributes.items() if name != "part"}
+    forward = _of_parts(Node(ATTENTION, tuple(operands), {**rest, "part": "result"}))
+    found = gradients(forward, node.inputs[-1], operands, until=operands)
+    parts = [like(x, 0) if part is None else part for x, part in zip(operands, found, strict=True)]
+    if node.attributes["part"] != "packed":
+        return parts[GRADIENT_PARTS.index(node.attributes["part"])]
+    query, key, value = (_placed(part, side, node.shape) for side, part in enumerate(parts))
+    return add(add(value, key), query)
+
+
+def _second_gradient(g: Node, n: Node) -> list[Node | None]:
+    own = tuple(positive(operand) for operand in n.inputs)  # two of them may be one node
+    return gradients(_gradient_of_parts(Node(n.primitive, own, n.attributes)), g, own, until=own)
+
+
+def _placed(part: Node, side: int, shape: Shape) -> Node:
+    """A gradient at its place in that of queries, keys and values together."""
+    batch, length, _, heads, width = shape
+    row = reshape(part, (batch, length, 1, heads, width))
+    return pad(row, _side(side, shape), shape)
+
+
+def _side(side: int, shape: Shape) -> tuple[tuple[int, int, int], ...]:
+    """The slices that take queries, keys or values from all of them together."""
+    batch, length, _, heads, width = shape
+    return ((0, batch, 1), (0, length, 1), (side, 1, 1), (0, heads, 1), (0, width, 1))
+
+
+def attend(query: Node, key: Node, value: Node, causal: bool, scale: float) -> Node:
+    """softmax(query @ key.T * scale) @ value over the last two axes; the axes before them agree."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    rows = max(16, _ROW_ITEMS // max(1, math.prod(query.shape[:-2]) * keys))
+    if rows >= queries:
+        return _attended(query, key, value, keys - queries, causal, scale)
+    parts = []
+    for start in range(0, queries, rows):
+        end = min(start + rows, queries)
+        seen = keys - queries + end if causal else keys
+        q, k, v = _between(query, start, end), _between(key, 0, seen), _between(value, 0, seen)
+        part = _attended(q, k, v, keys - queries + start, causal, scale)
+        parts.append(checkpoint(part, [q, k, v]))
+    return concat(parts, query.ndim - 2)
+
+
+def _between(x: Node, start: int, end: int) -> Node:
+    slices = [(0, length, 1) for length in x.shape]
+    slices[-2] = (start, end - start, 1)
+    return slice_(x, tuple(slices))
+
+
+def _attended(query: Node, key: Node, value: Node, offset: int, causal: bool, scale: float) -> Node:
+    """Attention of queries of which the first goes with the key at `offset`."""
+    turned = (*range(key.ndim - 2), key.ndim - 1, key.ndim - 2)
+    scores = matmul(query, permute(key, turned))
+    scores = multiply(scores, like(scores, scale))
+    queries, keys = scores.shape[-2:]
+    if causal and queries > 1:
+        last_seen = reshape(sequence(offset, 1, queries, int32), (queries, 1))
+        place = reshape(sequence(0, 1, keys, int32), (1, keys))
+        pairs = (queries, keys)
+        seen = greater_equal(expand(last_seen, pairs), expand(place, pairs))
+        seen = expand(reshape(seen, (1,) * (scores.ndim - 2) + pairs), scores.shape)
+        scores = where(seen, scores, full(scores.shape, scores.dtype, -math.inf))
+    weights = softmax(scores, scores.ndim - 1)
+    return matmul(cast(weights, value.dtype), value)
+
+
+def softmax(x: Node, axis: int) -> Node:
+    """exp(x), made to sum to 1 along an axis; float16 and bfloat16 are rounded once, at the end."""
+    if not x.shape[axis]:
+        return x
+    wide = cast(x, float32) if x.dtype in HALVES else x
+    fixed, axes = stop(wide), (axis,)
+    powers = exp(subtract(fixed, restore(max_(fixed, axes), fixed, axes)))
+    total = _kept(sum_(powers, axes), x, axis)
+    result = multiply(powers, expand(divide(like(total, 1), total), x.shape))
+    return cast(Node(_SOFTMAX, (result, wide), {"axis": axis}), x.dtype)
+
+
+def _softmax_gradient(g: Node, n: Node) -> list[Node]:
+    axis, scaled = n.attributes["axis"], multiply(g, n)
+    total = expand(_kept(sum_(scaled, (axis,)), n, axis), n.shape)
+    return [subtract(scaled, multiply(n, total))]
+
+
+def _kept(reduced: Node, x: Node, axis: int) -> Node:
+    """What a reduction of `x` gave, with the axis that it dropped."""
+    return reshape(reduced, tuple(1 if at == axis else length for at, length in enumerate(x.shape)))
+
+
+_SOFTMAX = custom_vjp("softmax", _softmax_gradient)
 ATTENTION = Primitive(
-    "attention", Kind.ATTENTION, _shape, _reference, lambda g, n: _gradients(n, n, g, GRADIENT_PARTS)
+    "attention",
+    Kind.ATTENTION,
+    _shape,
+    _reference,
+    lambda g, n: _gradients(n, n, g, GRADIENT_PARTS),
+    decompose=_decomposed,
 )
-ATTENTION_GRADIENT = Primitive("attention_gradient", Kind.ATTENTION, _gradient_shape, _gradient_reference)
+ATTENTION_GRADIENT = Primitive(
+    "attention_gradient",
+    Kind.ATTENTION,
+    _gradient_shape,
+    _gradient_reference,
+    _second_gradient,
+    decompose=_gradient_decomposed,
+)
 PACKED = custom_vjp("packed_attention", lambda g, n: _gradients(n.inputs[0], n, g, ("packed",)))
 
 
@@ -109,10 +276,6 @@ def packed_attention(packed: Node, causal: bool, scale: float) -> Node:
     """The same of one (batch, length, 3, heads, width of a head), whose gradient is one value too."""
     batch, length, _, heads, width = packed.shape
     query, key, value = (
-        reshape(
-            slice_(packed, ((0, batch, 1), (0, length, 1), (side, 1, 1), (0, heads, 1), (0, width, 1))),
-            (batch, length, heads, width),
-        )
-        for side in range(3)
+        reshape(slice_(packed, _side(side, packed.shape)), (batch, length, heads, width)) for side in range(3)
     )
     return Node(PACKED, (attention(query, key, value, causal, scale), packed), {})

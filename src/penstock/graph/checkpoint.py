@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.drivers.driver import Capabilities
 from penstock.graph.custom_vjp import custom_vjp
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Kind, Node, Primitive, topological
@@ -35,14 +36,20 @@ def copied(value: Node, new: dict[Node, Node]) -> Node:
     return known[value]
 
 
+def _without_barrier(node: Node, capabilities: Capabilities) -> Node | None:
+    """A barrier that is for kernels of a GPU only is left out of those of a CPU."""
+    return node.inputs[0] if node.attributes.get("gpu_only") and capabilities.vector_width > 1 else None
+
+
 CHECKPOINT = custom_vjp("checkpoint", _checkpoint_gradient)
 BARRIER = Primitive(
-    "again",
+    "optimization_barrier",
     Kind.VIEW,
     CHECKPOINT.shape_rule,
     CHECKPOINT.reference,
     lambda g, n: (g, None),
     same_bytes=True,
+    decompose=_without_barrier,
 )
 
 

@@ -97,6 +97,8 @@ def _in_float32(node: Node, capabilities: Capabilities) -> Node | None:
 
 def _widened(operand: Node) -> Node:
     """An operand in float32. Transposes come last, so that the gradient shares what forward has widened."""
+    if operand.primitive.is_identity and operand.value is None:
+        return _widened(operand.inputs[0])
     if operand.primitive is PERMUTE and operand.value is None:
         return permute(_widened(operand.inputs[0]), operand.attributes["axes"])
     return cast(operand, float32)

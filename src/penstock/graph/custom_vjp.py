@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape, Vjp
 
 
-def _first_shape(value: Node, *_: Node) -> tuple[Shape, DType]:
+def _first_shape(value: Node, *_: Node, **__: Any) -> tuple[Shape, DType]:
     return value.shape, value.dtype
 
 
-def _first(value: Array, *_: Array) -> Array:
+def _first(value: Array, *_: Array, **__: Any) -> Array:
     return value
 
 

@@ -15,8 +15,6 @@ from penstock.graph.node import Node, topological
 
 def decompose(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
     """For each output a node with the same value, of primitives that the target computes by themselves."""
-    if all(node.value is not None or node.primitive.decompose is None for node in topological(outputs)):
-        return list(outputs)
     return _Decomposition(capabilities).of(outputs)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.graph.dtypes import HALVES, bool_, checked, complex64, float32, float64
+from penstock.graph.dtypes import HALVES, bool_, complex64, float32, float64
 from penstock.graph.node import (
     Array,
     DType,
@@ -18,11 +18,9 @@ from penstock.graph.node import (
     Rounding,
     Shape,
     Vjp,
-    leaf,
     same,
-    topological,
 )
-from penstock.graph.reference import computed
+from penstock.graph.reference import by_parts
 
 Apply = Callable[..., Node]
 BOOL = bool_
@@ -217,7 +215,7 @@ acosh: Apply = _row(
 atanh: Apply = _row("atanh", np.arctanh, lambda g, n: (divide(g, _one_minus_square(n.inputs[0])),), **_SLOW)
 erf: Apply = _row(
     "erf",
-    lambda x: _by_parts(x, _erf),
+    lambda x: by_parts(_erf, x),
     lambda g, n: (multiply(g, _erf_slope(n.inputs[0])),),
     decompose=lambda n, _: _erf(n.inputs[0]),
     **_SLOW,
@@ -304,18 +302,6 @@ def _polynomial(x: Node, coefficients: Sequence[float]) -> Node:
     for coefficient in reversed(coefficients[:-1]):
         total = add(multiply(total, x), like(x, coefficient))
     return total
-
-
-def _by_parts(x: Array, parts: Callable[[Node], Node]) -> Array:
-    """The reference of a primitive that is made of others."""
-    if x.dtype.kind in "biuc":
-        raise TypeError(f"it takes floating point, and {x.dtype} was given")
-    source = leaf(x, x.shape, checked(x.dtype))
-    values = {source: x}
-    for node in topological([parts(source)]):
-        if node is not source:
-            values[node] = computed(node, [values[parent] for parent in node.inputs])
-    return values[node]
 
 
 # Two inputs

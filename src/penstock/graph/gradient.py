@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from penstock.graph.elementwise import add, like
 from penstock.graph.node import Node, topological
 
 
-def gradients(output: Node, seed: Node | None, wanted: Sequence[Node]) -> list[Node | None]:
+def gradients(
+    output: Node, seed: Node | None, wanted: Sequence[Node], until: Container[Node] = ()
+) -> list[Node | None]:
     """The gradient of `output` with respect to each wanted node; None for one that it does not depend on.
 
-    `seed` is the gradient of the output itself, 1 by default.
+    `seed` is the gradient of the output itself, 1 by default. Nothing is looked at beyond `until`.
     """
-    order = topological([output], through_values=True)
+    order = topological([output], through_values=True, until=until)
     targets = set(wanted)
     reaches = set()  # nodes through which a gradient has to pass
     for node in order:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from penstock.graph.dtypes import HALVES
-from penstock.graph.node import Array, Node
+from penstock.graph.dtypes import HALVES, checked
+from penstock.graph.node import Array, Node, leaf, topological
 
 Constant = tuple[str, Any]  # dtype, and the bits of a number
 _HALVES = frozenset(dtype.numpy.type for dtype in HALVES)
@@ -20,6 +21,17 @@ def computed(node: Node, inputs: list[Array], attributes: dict[str, Any] | None 
     with np.errstate(all="ignore"):
         result = node.primitive.reference(*inputs, **(node.attributes if attributes is None else attributes))
         return np.asarray(result).astype(node.dtype, copy=False)
+
+
+def by_parts(parts: Callable[..., Node], *arrays: Array) -> Array:
+    """The reference of a primitive that is made of others: the value of these."""
+    leaves = [leaf(array, array.shape, checked(array.dtype)) for array in arrays]
+    values = dict(zip(leaves, arrays, strict=True))
+    result = parts(*leaves)
+    for node in topological([result]):
+        if node not in values:
+            values[node] = computed(node, [values[parent] for parent in node.inputs])
+    return values[result]
 
 
 def number_key(node: Node, name: str) -> Constant:

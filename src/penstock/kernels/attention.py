@@ -5,43 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.views import base, rows_index
 from penstock.graph.attention import ATTENTION, GRADIENT_PARTS
-from penstock.graph.dtypes import HALVES, DType, float16
+from penstock.graph.dtypes import float16
 from penstock.graph.node import Node, Shape
 from penstock.kernels.attention_source import ATTENTION_PASSES
-from penstock.kernels.dialects import dialect_of
 from penstock.kernels.lone import Launch, Lone
 from penstock.kernels.source import KernelSource, head
 from penstock.kernels.tensor_tiles import TENSOR_TILES
 
 ATTENTION_PRELUDE = TENSOR_TILES + ATTENTION_PASSES
 _BLOCK_ROWS, _BLOCK_THREADS = 64, 128  # of a group: four warps with 16 rows each
-
-
-def has_attention(
-    capabilities: Capabilities, dtype: DType, width: int, queries: int, keys: int, causal: bool, scale: float
-) -> bool:
-    """Whether a device has kernels for attention between heads of this width."""
-    return (
-        capabilities.tensor_cores
-        and dialect_of(capabilities).inline_assembly
-        and dtype in HALVES
-        and width % 16 == 0
-        and 16 <= width <= 128
-        and keys >= (queries if causal else 1)  # a query that sees no key has no result
-        and scale > 0
-    )
-
-
-def holds_attention(node: Node, capabilities: Capabilities) -> bool:
-    """The same of a node of attention."""
-    query, key = node.inputs[:2]
-    causal, scale = node.attributes["causal"], node.attributes["scale"]
-    width = query.shape[-1]
-    return has_attention(capabilities, query.dtype, width, query.shape[1], key.shape[1], causal, scale)
 
 
 @dataclass(frozen=True)

@@ -178,12 +178,14 @@ class KernelBuilder:
         return Var(name, memory.type)
 
     def block_reduce(self, name: str, operation: str, variable: Var, group: int, threads: int) -> Var:
-        """The reduction of a variable over `threads` neighbours in a workgroup of `group` threads of a GPU.
+        """The reduction of a variable's items over `threads` neighbours in a workgroup of `group` threads.
 
         All of them have the result. `operation` is the name of a reduction: sum, max, ...
         """
-        dtype, array = variable.type.dtype, self.fresh("threads")
-        self._kernel.arrays.append(LocalArray(array, "int32" if dtype == "bool" else dtype, group))
+        dtype, array = variable.type.dtype, None
+        if threads > 1:
+            array = self.fresh("threads")
+            self._kernel.arrays.append(LocalArray(array, "int32" if dtype == "bool" else dtype, group))
         self._add(BlockReduce(name, operation, variable, array, Const(threads)))
         return Var(name, Type(dtype))
 

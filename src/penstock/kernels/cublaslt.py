@@ -117,7 +117,7 @@ class LibraryLaunch:
         self._algorithm_address = algorithm.ctypes.data
 
     def __call__(self, stream: int, *args: int) -> None:
-        """Enqueue on a stream: `args` are the addresses of the buffers, then their places in units."""
+        """Enqueue on a stream: `args` are the buffers' addresses, then their offsets in steps of `UNIT`."""
         right, left, out, workspace, *bias = [args[n] + UNIT * args[p] + more for n, p, more in self._at]
         of = self.descriptors
         if bias and bias[0] != self._bias:

@@ -49,7 +49,7 @@ class _Library:
             ) from None
         name = _checked(cuda.cuDeviceGetName(128, _checked(cuda.cuCtxGetDevice())))
         device = name.split(b"\0")[0].decode()
-        self.choices = TuningCache(f"{device}, cuBLASLt {cublasLt.get_version()}")
+        self.cache = TuningCache(f"{device}, cuBLASLt {cublasLt.get_version()}")
 
 
 _libraries: dict[int, _Library] = {}  # by context
@@ -65,7 +65,7 @@ def tune(launch: LibraryLaunch, driver: Driver) -> int:
         _libraries[context] = _Library()
     library = _libraries[context]
     problem = digest(repr(launch.product))
-    known = _read(library.choices.get(problem))
+    known = _read(library.cache.get(problem))
     if known is not None and not 0 <= needed(launch, library.handle, known) <= WORKSPACE:
         known = None
     algorithms = [known] if known is not None else suggestions(launch, library.handle)
@@ -79,7 +79,7 @@ def tune(launch: LibraryLaunch, driver: Driver) -> int:
                 launch.use(library.handle, algorithms[times.index(min(times))])
             launch(stream, *args)
         if known is None:
-            library.choices.put(problem, launch.algorithm.tobytes().hex())
+            library.cache.put(problem, launch.algorithm.tobytes().hex())
     except OutOfDeviceMemory:
         pass  # the library's own first choice, or what is known, will do
     return needed(launch, library.handle, launch.algorithm)

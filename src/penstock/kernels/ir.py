@@ -10,7 +10,7 @@ the language's division: of numbers that are not negative, unless both signs wer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 _INTEGERS = ("int32", "uint32")  # that operators compute without a thought of wrapping around
@@ -44,72 +44,30 @@ class Type:
 INT, BOOL = Type("int32"), Type("bool")
 
 
+def _operator(symbol: str) -> Callable[[Expr, Operand], Expr]:
+    return lambda left, right: _binary(symbol, left, right)
+
+
+def _reflected(symbol: str) -> Callable[[Expr, Operand], Expr]:
+    return lambda right, left: _binary(symbol, constant(left, right), right)
+
+
 class Expr:
     """An expression. Its operators build larger ones; Python's numbers become constants of its dtype."""
 
     type: Type
 
-    def __add__(self, other: Operand) -> Expr:
-        return _binary("+", self, other)
-
-    def __radd__(self, other: Operand) -> Expr:
-        return _binary("+", constant(other, self), self)
-
-    def __sub__(self, other: Operand) -> Expr:
-        return _binary("-", self, other)
-
-    def __rsub__(self, other: Operand) -> Expr:
-        return _binary("-", constant(other, self), self)
-
-    def __mul__(self, other: Operand) -> Expr:
-        return _binary("*", self, other)
-
-    def __rmul__(self, other: Operand) -> Expr:
-        return _binary("*", constant(other, self), self)
-
-    def __floordiv__(self, other: Operand) -> Expr:
-        return _binary("/", self, other)
+    __add__, __radd__ = _operator("+"), _reflected("+")
+    __sub__, __rsub__ = _operator("-"), _reflected("-")
+    __mul__, __rmul__ = _operator("*"), _reflected("*")
+    __floordiv__, __mod__ = _operator("/"), _operator("%")
+    __and__, __or__, __xor__ = _operator("&"), _operator("|"), _operator("^")
+    __lshift__, __rshift__ = _operator("<<"), _operator(">>")
+    __lt__, __le__, __gt__, __ge__ = (_operator(symbol) for symbol in ("<", "<=", ">", ">="))
+    eq, ne = _operator("=="), _operator("!=")
 
     def __truediv__(self, other: Operand) -> Expr:
         return call("divide", self, constant(other, self))
-
-    def __mod__(self, other: Operand) -> Expr:
-        return _binary("%", self, other)
-
-    def __and__(self, other: Operand) -> Expr:
-        return _binary("&&" if self.type.dtype == "bool" else "&", self, other)
-
-    def __or__(self, other: Operand) -> Expr:
-        return _binary("||" if self.type.dtype == "bool" else "|", self, other)
-
-    def __xor__(self, other: Operand) -> Expr:
-        return _binary("^", self, other)
-
-    def __lshift__(self, other: Operand) -> Expr:
-        return _binary("<<", self, other)
-
-    def __rshift__(self, other: Operand) -> Expr:
-        return _binary(">>", self, other)
-
-    def __lt__(self, other: Operand) -> Expr:
-        return _binary("<", self, other)
-
-    def __le__(self, other: Operand) -> Expr:
-        return _binary("<=", self, other)
-
-    def __gt__(self, other: Operand) -> Expr:
-        return _binary(">", self, other)
-
-    def __ge__(self, other: Operand) -> Expr:
-        return _binary(">=", self, other)
-
-    def eq(self, other: Operand) -> Expr:
-        """Whether two values are equal."""
-        return _binary("==", self, other)
-
-    def ne(self, other: Operand) -> Expr:
-        """Whether two values differ."""
-        return _binary("!=", self, other)
 
     def __invert__(self) -> Expr:
         return Unary("!" if self.type.dtype == "bool" else "~", self)
@@ -660,6 +618,8 @@ _TRUTHS = frozenset(
         "greater_equal",
         "equal",
         "not_equal",
+        "greater_or_nan",
+        "less_or_nan",
         "isnan",
         "isinf",
         "isfinite",
@@ -669,8 +629,9 @@ _TRUTHS = frozenset(
 
 
 def _binary(operator: str, left: Expr, right: Operand) -> Expr:
-    value = constant(right, left)
-    dtype = left.type.dtype
-    if operator in ("&&", "||") or dtype in _INTEGERS or operator in ("/", "%"):
+    value, dtype = constant(right, left), left.type.dtype
+    if dtype == "bool" and operator in ("&", "|"):
+        return Binary(operator * 2, left, value)
+    if dtype in _INTEGERS or operator in ("/", "%"):
         return Binary(operator, left, value)
     return call(_OPERATIONS[operator], left, value)

@@ -1,4 +1,4 @@
-"""Kernels of the primitives that do not fuse: which module writes each of them."""
+"""Kernels of the primitives that do not fuse: which template builds each of them."""
 
 from __future__ import annotations
 
@@ -7,26 +7,17 @@ from collections.abc import Sequence
 from penstock.drivers.driver import Capabilities
 from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Kind, Node
-from penstock.kernels.dialects import dialect_of
-from penstock.kernels.extremes import extreme
 from penstock.kernels.lone import Lone
-from penstock.kernels.scanning import scan
-from penstock.kernels.sorting import sort
 from penstock.kernels.source import C_TYPES
+from penstock.kernels.templates.extreme import extreme
+from penstock.kernels.templates.scan import scan
 from penstock.kernels.templates.scatter import scatter
-from penstock.kernels.wgsl_along import wgsl_extreme, wgsl_scan
-from penstock.kernels.wgsl_sorting import wgsl_sort
+from penstock.kernels.templates.sort import sort
 
 _WRITERS = {
     Kind.SCAN: scan,
     Kind.ARG_REDUCTION: extreme,
     Kind.SORT: sort,
-    Kind.SCATTER: scatter,
-}
-_WGSL_WRITERS = {
-    Kind.SCAN: wgsl_scan,
-    Kind.ARG_REDUCTION: wgsl_extreme,
-    Kind.SORT: wgsl_sort,
     Kind.SCATTER: scatter,
 }
 _LONG = ("int64", "uint64")
@@ -38,7 +29,7 @@ def lone_kernels(node: Node, capabilities: Capabilities) -> Lone | None:
 
     All values are contiguous in row-major order. The output may hold anything before.
     """
-    write = (_WGSL_WRITERS if dialect_of(capabilities).word_access else _WRITERS).get(node.primitive.kind)
+    write = _WRITERS.get(node.primitive.kind)
     values = (node, *node.inputs)
     if write is None or not all(0 < value.size < _MOST_ITEMS for value in values):
         return None

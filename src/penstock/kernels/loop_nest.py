@@ -35,7 +35,7 @@ _KEPT_BYTES = 1 << 15  # of one row, which is to stay in a CPU's nearest cache
 
 @dataclass(frozen=True)
 class Lowered:
-    """A group's loop form, and which inputs each output may be written over."""
+    """A group's kernel in the IR, and which inputs each output may be written over."""
 
     form: KernelIR
     over: tuple[tuple[int, ...], ...]  # for each output: numbers of inputs
@@ -75,7 +75,7 @@ class LoopNest:
         raise NotImplementedError
 
     def write(self) -> Lowered:
-        """The loop form."""
+        """Build the kernel."""
         raise NotImplementedError
 
     # Variables

@@ -1,4 +1,4 @@
-"""From a group to its loop form: which thread computes what, in which loops, and where every item lies."""
+"""From a group to the IR of its kernel: which thread computes what, in which loops, and where items lie."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS: dict[str, type[LoopNest]] = {"map": MapLoops, "row": RowLoops, "column":
 
 
 def lower(group: Group, capabilities: Capabilities) -> Lowered:
-    """The loop form of a map, row or column group. (A matmul's is made around its template.)"""
+    """The kernel of a map, row or column group. (That of a matmul is made around its template.)"""
     gpu = capabilities.vector_width == 1
     lanes = _thread_lanes(group, capabilities) if gpu else _vector_lanes(group)
     splits: list[tuple[str, int]] = []

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
 from typing import Any
 
 from penstock.kernels.ir import Const, Expr, For, Function, KernelIR, Statement, Type, Var
 
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
 _LARGEST = 2**31 - 1  # what an argument can be; larger integers stay constants
+_FIELDS: dict[type, tuple[str, ...]] = {}  # of each kind of node
 _NOT_PRINTED: dict[type, tuple[str, ...]] = {For: ("trips",), KernelIR: ("grid", "group", "resident")}
 
 
@@ -21,12 +21,12 @@ def rewritten(tree: Any, change: Callable[[Expr], Expr | None], skipped: tuple[t
     """
     if isinstance(tree, list | tuple):
         return type(tree)(rewritten(part, change, skipped) for part in tree)
-    if not is_dataclass(tree) or isinstance(tree, (Type, *skipped)):
-        return tree
     if isinstance(tree, Expr) and (new := change(tree)) is not None:
         return new
-    kind: Any = type(tree)
-    return kind(*(rewritten(getattr(tree, field.name), change, skipped) for field in fields(tree)))
+    names = _fields(type(tree))
+    if not names or isinstance(tree, skipped):
+        return tree
+    return replace(tree, **{name: rewritten(getattr(tree, name), change, skipped) for name in names})
 
 
 def statement_count(body: Sequence[Statement]) -> int:
@@ -41,9 +41,11 @@ class Integers:
     def __init__(self, kernel: KernelIR, fixed: tuple[type, ...]) -> None:
         """`fixed`: statements whose constants can be no arguments."""
         self._kernel, self._fixed = kernel, fixed
-        parts: list[str] = []
-        self.values = tuple(self._found(kernel, parts))
-        self.key = " ".join(parts)  # equal for kernels that differ in these integers only
+        self._parts: list[str] = []
+        self._values: list[int] = []
+        self._visit(kernel)
+        self.values = tuple(self._values)
+        self.key = " ".join(self._parts)  # equal for kernels that differ in these integers only
 
     def as_arguments(self, argument: Sequence[int | None], count: int) -> KernelIR:
         """The kernel with arguments for integers, by their numbers; they are its first scalars."""
@@ -58,31 +60,33 @@ class Integers:
         body = rewritten(self._kernel.body, change, self._fixed)
         return replace(self._kernel, body=body, sizes=count)
 
-    def _found(self, tree: Any, parts: list[str]) -> Iterator[int]:
-        """The integers in a tree; what else there is goes to `parts`."""
+    def _visit(self, tree: Any) -> None:
+        """Note the integers in a tree, and what else there is."""
         if isinstance(tree, list | tuple):
-            parts.append(f"[{len(tree)}")
+            self._parts.append(f"[{len(tree)}")
             for part in tree:
-                yield from self._found(part, parts)
+                self._visit(part)
         elif _is_integer(tree):
-            parts.append(tree.type.dtype)
-            yield tree.value
+            self._parts.append(tree.type.dtype)
+            self._values.append(tree.value)
         elif isinstance(tree, Function):
-            parts.append(f"{tree.name} {tree.linkage}")
-        elif not is_dataclass(tree) or isinstance(tree, (Type, *self._fixed)):
-            parts.append(repr(tree))
+            self._parts.append(f"{tree.name} {tree.linkage}")
+        elif not (names := _fields(type(tree))) or isinstance(tree, self._fixed):
+            self._parts.append(repr(tree))
         else:
-            parts.append(type(tree).__name__)
-            kind: Any = type(tree)
-            for name in _printed(kind):
-                yield from self._found(getattr(tree, name), parts)
+            self._parts.append(type(tree).__name__)
+            for name in names:
+                self._visit(getattr(tree, name))
 
 
 def _is_integer(tree: Any) -> bool:
     return isinstance(tree, Const) and tree.type.dtype in _INTEGERS and -_LARGEST <= tree.value <= _LARGEST
 
 
-@cache
-def _printed(kind: type) -> tuple[str, ...]:
-    """The fields of a node that its text depends on."""
-    return tuple(field.name for field in fields(kind) if field.name not in _NOT_PRINTED.get(kind, ()))
+def _fields(kind: type) -> tuple[str, ...]:
+    """The fields of a node that its text depends on; none of what has no parts."""
+    if kind not in _FIELDS:
+        node: Any = kind if is_dataclass(kind) and kind is not Type else None
+        names = [field.name for field in fields(node)] if node is not None else []
+        _FIELDS[kind] = tuple(name for name in names if name not in _NOT_PRINTED.get(kind, ()))
+    return _FIELDS[kind]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from penstock.fusion.column_reductions import is_column_part
 from penstock.fusion.index import Index, Place, flat, unflatten, variable
-from penstock.fusion.tallies import is_tally
 from penstock.graph.contraction import GATHER
 from penstock.graph.dtypes import HALVES
 from penstock.graph.elementwise import PRIMITIVES
@@ -55,7 +55,7 @@ class RowLoops(LoopNest):
     """Row after row, each in as many passes as its reductions need."""
 
     def space(self) -> None:
-        self._tallies = {at: node for at, node in enumerate(self.group.outputs) if is_tally(node)}
+        self._tallies = {at: node for at, node in enumerate(self.group.outputs) if is_column_part(node)}
         folds = (node for node in self.group.nodes if self._folds(node))
         first = next(folds, None) or next(iter(self._tallies.values()))
         source, axes = first.inputs[0], first.attributes["axes"]

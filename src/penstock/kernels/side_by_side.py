@@ -137,6 +137,7 @@ class _Launch:
         self._most_pieces, self._dialect = most_pieces, dialect
         self._pieces: dict[Hashable, list[Call]] = {}
         self._sources: dict[str, KernelSource] = {}
+        self._statements = 0  # of those
         self._slots: set[int] = set()
         self._numbers: dict[int, str] = {}  # dtypes
         self._given: list[Call] = []
@@ -145,16 +146,20 @@ class _Launch:
         """Whether one more call fits into the bounds."""
         slots = self._slots.union(slot for slot, _ in call.places)
         parameters = _BUFFER_BYTES * len(slots) + _NUMBER_BYTES * len({*self._numbers, *call.numbers})
-        sources = {**self._sources, call.source.name: call.source}.values()
         return (
             len(self._given) < MOST_CALLS
             and len({*self._pieces, _piece(call)}) <= self._most_pieces
             and parameters <= MOST_PARAMETER_BYTES
-            and sum(statement_count(kernel_of(source).body) for source in sources) <= _MOST_STATEMENTS
+            and self._statements + self._new_statements(call) <= _MOST_STATEMENTS
         )
+
+    def _new_statements(self, call: Call) -> int:
+        known = call.source.name in self._sources
+        return 0 if known else statement_count(kernel_of(call.source).body)
 
     def add(self, call: Call, given: Call) -> None:
         """One more call, and what it was before it was told in which memories its buffers lie."""
+        self._statements += self._new_statements(call)
         self._pieces.setdefault(_piece(call), []).append(call)
         self._sources[call.source.name] = call.source
         self._slots.update(slot for slot, _ in call.places)
@@ -226,11 +231,11 @@ class _Launch:
 
 
 def _by_branch(branches: list[tuple[Expr, list[Statement]]]) -> list[Statement]:
-    """The first branch whose condition holds; that of the last holds where no other does."""
-    *others, (_, result) = branches
-    if others:
-        result = [If(*branches[-1])]
-    for condition, body in reversed(others):
+    """The first branch whose condition holds; one by itself needs no condition."""
+    if len(branches) == 1:
+        return branches[0][1]
+    result: list[Statement] = []
+    for condition, body in reversed(branches):
         result = [If(condition, body, result)]
     return result
 

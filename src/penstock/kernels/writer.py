@@ -13,11 +13,12 @@ from penstock.drivers.driver import Capabilities
 from penstock.fusion import costs
 from penstock.fusion.groups import Group
 from penstock.fusion.products import LIBRARY_DTYPES, by_library
+from penstock.graph.attention import has_kernel
 from penstock.graph.dtypes import float16, float32
 from penstock.graph.elementwise import FULL
 from penstock.graph.node import Array, Kind, Node
 from penstock.graph.reference import computed
-from penstock.kernels.attention import attention_kernels, holds_attention
+from penstock.kernels.attention import attention_kernels
 from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, library_problem
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.lone import Launch
@@ -80,7 +81,7 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
         others = LIBRARY_DTYPES if capabilities.matmul_library else ()
         return node.dtype in (float32, float16, *others)
     if kind is Kind.ATTENTION:
-        return holds_attention(node, capabilities)
+        return has_kernel(node, capabilities)
     if kind is not Kind.ELEMENTWISE or node.dtype in primitive.no_kernel:
         return False
     result, of = computed_dtype(node), computed_dtype(node.inputs[-1])

@@ -1,4 +1,4 @@
-"""What a device reaches at best: measured once, as no data sheet says it of the machine, and kept on disk.
+"""The best rates of a device: measured once, since no data sheet knows this machine, and kept on disk.
 
 Others on the machine can only slow a measurement down, so the best of several is taken. A kernel whose data
 are still in a cache may move more than the memory does.
@@ -40,15 +40,15 @@ class Ceilings:
         return self._rate(_BANDWIDTH, measure)
 
     def operations(self, dtype: str, measure: bool = True) -> float | None:
-        """Operations of a large product of matrices; integers are held against float32."""
+        """Operations of a large matrix product in a dtype; integers are compared with float32."""
         return self._rate(dtype if dtype in workloads.DTYPES else "float32", measure)
 
     def launches(self, measure: bool = True) -> float | None:
-        """Replays of the smallest jitted function, one after another: what starting something costs."""
+        """Replays of the smallest jitted function, one after another: the cost of a launch."""
         return self._rate(_LAUNCHES, measure)
 
     def recorded(self, measure: bool = True) -> float | None:
-        """Operations that are recorded, and found again as a known program, without `jit`."""
+        """Operations that are recorded without `jit`, and looked up as a known program."""
         return self._rate(_RECORDING, measure)
 
     def known(self) -> dict[str, float]:
@@ -58,14 +58,14 @@ class Ceilings:
     def least_seconds(
         self, operations: int, nbytes: int, dtype: str, measure: bool = True
     ) -> tuple[float, float] | None:
-        """How long work takes at best, by its operations and by its bytes; the longer one holds."""
+        """The least time of some work, by its operations and by its bytes; the longer of the two holds."""
         rate, bandwidth = self.operations(dtype, measure), self.bandwidth(measure)
         return (operations / rate, nbytes / bandwidth) if rate and bandwidth else None
 
     def exceeded(self, dtype: str, rate: float) -> None:
-        """Learn how fast something computed: where that is far above the ceiling, measure it again, once.
+        """Note the rate that a kernel reached; a ceiling far below it is wrong, and measured again, once.
 
-        Bytes tell no such thing, as they may come from a cache.
+        Only operations tell this: bytes may come from a cache.
         """
         what = dtype if dtype in workloads.DTYPES else "float32"
         if rate > _EXCEEDED * (self._found.get(what) or rate) and what not in self._again:
@@ -112,6 +112,6 @@ def _measured(device: Device, what: str) -> float | None:
 
 
 def _room_for_it(device: Device) -> bool:
-    """Whether measuring stays within the limit that was set for the device."""
+    """Whether the memory that measuring takes is within the device's limit."""
     limit, stats = device.limit_bytes, device.memory_stats()
     return limit is None or limit - stats.live_bytes - stats.pooled_bytes >= workloads.most_bytes(device)

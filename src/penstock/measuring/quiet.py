@@ -1,7 +1,7 @@
-"""Measurements on a machine that others use too: made again while it is busy, and kept until a better one.
+"""Measurements on a machine that other processes use: repeated while it is busy, and kept on disk.
 
-Others can only slow a measurement down, so the best of several counts. One that was made on a busy machine
-all the same is used, and is made again by a process that starts an hour later.
+Other processes can only slow a measurement down, so the best of several counts. One that was taken on a busy
+machine all the same is used for now, and taken again by a process that starts an hour later or more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AGAIN = 3600  # seconds until what was measured on a busy machine is measured a
 
 
 class Watch:
-    """What the processors do for others, from when it is made."""
+    """How much the processors work for other processes, from its creation on."""
 
     def __init__(self) -> None:
         self._start, self._others = perf_counter(), _others_seconds()
@@ -42,9 +42,9 @@ class Watch:
 
 
 def measure_quietly(measure: Callable[[], T], best: Callable[[T, T], T]) -> tuple[T, bool]:
-    """Measure until the machine is quiet meanwhile, but not for ever; the best, and whether it was quiet.
+    """Measure up to three times, until the machine is quiet; the best result, and whether it was quiet.
 
-    `best` makes one result of two.
+    `best` merges two results into one.
     """
     watch = Watch()
     result = measure()
@@ -63,7 +63,7 @@ class Record:
         self._file, self._name = file, name
 
     def get(self) -> tuple[Any, bool]:
-        """What was measured, None if nothing was; and whether it is due again."""
+        """The value, None if there is none; and whether it should be measured again."""
         try:
             found = parse_json(self._file.get(self._name) or "null")
             return found["value"], not found["quiet"] and time() - float(found["time"]) > _AGAIN

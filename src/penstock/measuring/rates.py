@@ -1,4 +1,4 @@
-"""How fast the devices of this machine are: measured once, in a few seconds, and kept on disk.
+"""How long devices take for work of each size: measured once, in a few seconds, and kept on disk.
 
 Others on the machine can only slow a measurement down, so the shortest of several times is taken.
 """
@@ -71,14 +71,14 @@ class Rates:
 
     @classmethod
     def parsed(cls, found: Any) -> Rates:
-        """From what was kept; a ValueError, TypeError or KeyError where that is no such record."""
+        """From a record of the tuning cache; raises ValueError, TypeError or KeyError where it is none."""
         numbers = {name: _time(found[name]) for name in ("program", "step", "exponential")}
         points = {name: _points(found[name]) for name in ("sums", "products", "uploads", "downloads")}
         return cls(**numbers, **points)  # type: ignore[arg-type]
 
 
 def at(points: Points, size: float) -> float:
-    """Seconds at a size, between two points along a power of it."""
+    """Seconds at a size, interpolated between two points on logarithmic axes."""
     if size <= points[0][0]:
         return points[0][1]
     for (low, before), (high, after) in pairwise(points):
@@ -95,7 +95,7 @@ def at(points: Points, size: float) -> float:
 
 
 def machine_rates(devices: Sequence[Device], again: bool = False) -> dict[Device, Rates]:
-    """Of some devices, from the file or measured; one that cannot be used is left out.
+    """The rates of devices, from the file or measured; a device that cannot be used is left out.
 
     With `again`, all are measured anew.
     """
@@ -175,12 +175,12 @@ class _Measurement:
         return perf_counter() > self._end
 
     def _seconds(self, function: Callable[..., Any], shape: tuple[int, ...], operands: int = 2) -> float:
-        """A jitted function of equal tensors of ones."""
+        """The time of a jitted function, given the same tensor of ones for each operand."""
         x = asarray(np.ones(shape, np.float32), device=self._device)
         return best_seconds(self._device, partial(jit(function), *[x] * operands), _TRY_SECONDS)
 
     def _beside(self, function: Callable[..., Any], shape: tuple[int, ...], operands: int = 2) -> float:
-        """The same without the time of a small program."""
+        """The same, less the time of the smallest program."""
         return max(self._seconds(function, shape, operands) - self._program, 1e-7)
 
     def _copies(self) -> tuple[Points, Points]:
@@ -196,11 +196,10 @@ class _Measurement:
 
 
 def plausible(points: Sequence[tuple[float, float]], power: int = 0, unsure: float = 0.0) -> Points:
-    """Times without those that something else on the machine has stretched.
+    """Measured times, corrected where other processes have stretched them.
 
-    What is smaller takes no longer. What is larger takes, unless the power is 0, at most twice as much as it
-    would by that power of the size: caches end, but not so soon. Times below `unsure` are differences of what
-    takes as long, and tell nothing of what is larger.
+    A smaller size takes no longer than a larger one. Unless the power is 0, a larger size takes at most twice
+    what that power of the size predicts. Times below `unsure` are too short to predict from.
     """
     found = sorted(points)
     for number in range(len(found) - 1, 0, -1):
@@ -214,7 +213,7 @@ def plausible(points: Sequence[tuple[float, float]], power: int = 0, unsure: flo
 
 
 def _shorter(points: Points, others: Points) -> Points:
-    """The shorter time of each size that either has; what is smaller takes no longer."""
+    """The shorter of two times for each size; a smaller size takes no longer than a larger one."""
     both = dict(others)
     for size, seconds in points:
         both[size] = min(seconds, both.get(size, seconds))

@@ -80,7 +80,7 @@ def _at_least_0(name: str, value: float) -> float:
 
 
 class Owner:
-    """Somebody who has memory, and gives none back by itself."""
+    """Holds memory for `BufferPool.reserve`; it does not give it back by itself."""
 
     memory: Memory
 
@@ -167,14 +167,14 @@ class BufferPool:
     def reserve(self, nbytes: int, unused: bool = False) -> Memory:
         """Memory of at least `nbytes` bytes, idle or new, for a kernel to write. Raises OutOfDeviceMemory.
 
-        `unused`: not for a kernel, so that it should be none that a command still uses.
+        `unused`: for the host, so avoid blocks that a pending command still uses.
         """
         owner = Owner()
         self.give(owner, nbytes, unused)
         return owner.memory
 
     def give(self, owner: Any, nbytes: int, unused: bool = False) -> None:
-        """The same as `owner.memory`. An owner that gives its memory back loses none to an interrupt."""
+        """Set `owner.memory`. An owner whose finaliser gives it back loses none to an interrupt."""
         with self._lock:
             returned = self._returned
             if len(returned) == 1 and returned[0].asked == nbytes and self._usable(returned[0], unused):
@@ -248,7 +248,7 @@ class BufferPool:
             )
 
     def balance(self) -> tuple[int, int]:
-        """Bytes that are live and bytes that are idle: the same as in `stats`, for less."""
+        """Live and idle bytes: the same as in `stats`, but cheaper."""
         with self._lock:
             self._collect()
             return self._live, self._counted.nbytes - self._live
@@ -283,7 +283,7 @@ class BufferPool:
     def _idle_block(self, nbytes: int, unused: bool) -> Memory | None:
         """An idle block for a request, the one that came back last; None if there is none that is usable.
 
-        Where many wait for the device, the oldest is taken all the same: its next command waits for the last.
+        Where many blocks wait for the device, the oldest is taken all the same; its next command waits.
         """
         idle = self._idle.get(size_class(nbytes), [])
         for position in range(len(idle) - 1, -1, -1):
@@ -317,7 +317,7 @@ class BufferPool:
         return self._counted.reserve(max(nbytes, 1))  # rounding may ask for more than there is
 
     def _collect(self) -> None:
-        """Sort what was released into the classes, and keep to the bounds."""
+        """Move released blocks into their size classes, and apply the bounds."""
         returned, classes, capacity, now = self._returned, self._idle, self._capacity, self._clock()
         while returned:
             memory = returned[0]
@@ -339,7 +339,7 @@ class BufferPool:
         self._free_leaving()
 
     def _give_back(self, blocks: list[Memory] | deque[Memory], position: int = 0) -> int:
-        """Take a block from a list, for the driver as soon as the device is done with it; how many bytes."""
+        """Take the oldest block off a list, to free it when the device is done with it; how many bytes."""
         memory = blocks[position]
         del blocks[position]
         self._leaving += (memory,)

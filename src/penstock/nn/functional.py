@@ -5,24 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from penstock.runtime import Device
+from penstock.graph import attention as graph
+from penstock.graph import cross_entropy as graph_losses
 from penstock.tensor import attention, random
 from penstock.tensor.arithmetic import abs as abs_
 from penstock.tensor.arithmetic import erf, exp, log, sqrt, tanh, where
-from penstock.tensor.autograd import checkpoint, fenced, given_gradient
+from penstock.tensor.autograd import custom_vjp
 from penstock.tensor.core import Tensor, axes_of, record
-from penstock.tensor.creation import arange, zeros, zeros_like
-from penstock.tensor.dtypes import float32, int32, int64
-from penstock.tensor.indexing import in_range, looked_up, table_rows
+from penstock.tensor.creation import zeros_like
+from penstock.tensor.dtypes import float32, promote
+from penstock.tensor.indexing import in_range, table_rows
 from penstock.tensor.info import iinfo
 from penstock.tensor.linear import matmul
-from penstock.tensor.manipulation import astype, concat, permute_dims, reshape
+from penstock.tensor.manipulation import astype, reshape
+from penstock.tensor.operands import device_of
 from penstock.tensor.reduction import max as max_
 from penstock.tensor.reduction import mean
 from penstock.tensor.reduction import sum as sum_
-
-_ROW_ITEMS = 1 << 24  # logits, or scores, that are held at a time; more are computed twice in training
-
 
 # Activations
 
@@ -91,7 +90,7 @@ def _with_slope(function: Function, slope: Function, x: Tensor) -> Tensor:
     So it is computed where `x` is at hand, and it alone is kept for the way back.
     """
     y = astype(function(_wide(x)), x.dtype)
-    return given_gradient(y, [x], lambda g, _, x: [g * astype(slope(_wide(x)), x.dtype)])
+    return custom_vjp(y, [x], lambda g, _, x: [g * astype(slope(_wide(x)), x.dtype)])
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -102,18 +101,7 @@ def _wide(x: Tensor) -> Tensor:
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """exp(x), made to sum to 1 along an axis."""
     (place,) = axes_of(x, axis, "softmax")
-    if not x.shape[place]:
-        return astype(x, x.dtype)
-    wide = _wide(x)
-    fixed = wide.detach()
-    e = exp(fixed - max_(fixed, axis=axis, keepdims=True))
-    result = e * (1 / sum_(e, axis=axis, keepdims=True))
-
-    def gradient(g: Tensor, y: Tensor, _: Tensor) -> list[Tensor]:
-        scaled = g * y
-        return [scaled - y * sum_(scaled, axis=axis, keepdims=True)]
-
-    return astype(given_gradient(result, [wide], gradient), x.dtype)
+    return record(graph.softmax(x._node, place), x)
 
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -217,35 +205,14 @@ def scaled_dot_product_attention(
     """softmax(query @ key.T * scale) @ value, over the last two axes; a causal one looks at no later key.
 
     The scores of all queries are never there at once: where the device has no kernel for attention, long
-    contexts are done in parts of the queries, and each part again for the gradient. With fewer queries than
-    keys, the last query goes with the last key.
+    contexts are done in parts of the queries, and each part is recomputed for the gradient. With fewer
+    queries than keys, the last query goes with the last key.
     """
     if query.ndim < 2 or query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         shapes = f"{query.shape}, {key.shape} and {value.shape}"
         raise ValueError(f"attention: shapes {shapes} do not fit together")
-    queries, keys = query.shape[-2], key.shape[-2]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    by_kernel = attention.attention(query, key, value, is_causal, factor)
-    if by_kernel is not None:
-        return by_kernel
-    others = math.prod(query.shape[:-2])
-    rows = max(16, _ROW_ITEMS // max(1, others * keys))
-    if rows >= queries:
-        return _attention(query, key, value, keys - queries, is_causal, factor)
-    parts = []
-    for start in range(0, queries, rows):
-        stop = min(start + rows, queries)
-        last = keys - queries + stop if is_causal else keys
-        offset = keys - queries + start
-        parts.append(
-            checkpoint(
-                lambda q, k, v, offset=offset: _attention(q, k, v, offset, is_causal, factor),
-                query[..., start:stop, :],
-                key[..., :last, :],
-                value[..., :last, :],
-            )
-        )
-    return concat(parts, axis=-2)
+    return attention.attention(query, key, value, is_causal, factor)
 
 
 def packed_attention(packed: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
@@ -256,24 +223,7 @@ def packed_attention(packed: Tensor, is_causal: bool = False, scale: float | Non
     if packed.ndim != 5 or packed.shape[2] != 3:
         raise ValueError(f"attention: shape {packed.shape} is not (batch, length, 3, heads, width)")
     factor = packed.shape[-1] ** -0.5 if scale is None else scale
-    by_kernel = attention.packed_attention(packed, is_causal, factor)
-    if by_kernel is not None:
-        return by_kernel
-    query, key, value = (permute_dims(packed[:, :, side], (0, 2, 1, 3)) for side in range(3))
-    return permute_dims(scaled_dot_product_attention(query, key, value, is_causal, factor), (0, 2, 1, 3))
-
-
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, offset: int, is_causal: bool, factor: float
-) -> Tensor:
-    """Attention of queries of which the first goes with the key at `offset`."""
-    scores = matmul(query, key.mT) * factor
-    if is_causal and query.shape[-2] > 1:
-        last = offset + query.shape[-2]
-        rows = reshape(arange(offset, last, dtype=int32, device=query.device), (-1, 1))
-        seen = rows >= arange(key.shape[-2], dtype=int32, device=query.device)
-        scores = where(seen, scores, -math.inf)
-    return matmul(softmax(scores), value)
+    return attention.packed_attention(packed, is_causal, factor)
 
 
 # Losses
@@ -298,7 +248,9 @@ def cross_entropy(
     target = reshape(target, (-1,))
     kept = _kept(target, ignore_index)
     labels = _labels(target, kept, logits.shape, "cross_entropy")
-    losses = _row_losses(reshape(logits, (-1, logits.shape[-1])), labels, kept, label_smoothing)
+    rows = reshape(logits, (-1, logits.shape[-1]))
+    known = None if kept is None else kept._node
+    losses = record(graph_losses.row_losses(rows._node, labels._node, known, label_smoothing), rows)
     return sum_(losses) / _count(target, kept)
 
 
@@ -307,6 +259,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(x @ weight.T, target)`, of which only part of the logits is there at a time."""
     _check_targets(x.shape[:-1], target, label_smoothing)
+    _check_linear(x, weight)
     items, target = reshape(x, (-1, x.shape[-1])), reshape(target, (-1,))
     kept = _kept(target, ignore_index)
     labels = _labels(target, kept, (*x.shape[:-1], weight.shape[0]), "linear_cross_entropy")
@@ -314,27 +267,12 @@ def linear_cross_entropy(
         # The weight's gradient is a sum over all rows, in which 0 times NaN would be NaN. The gradient of the
         # rows themselves is 0 already where they are ignored.
         there = where(reshape(kept, (-1, 1)), items.detach(), 0)
-        items = given_gradient(there, [items], lambda g, *_: [g])
-    step = _rows_at_once(x.device, weight.shape[0])
-    total = zeros((), device=x.device)
-    for start in range(0, items.shape[0], step):
-        part = slice(start, start + step)
-        logits = matmul(items[part], weight.T)
-        kept_part = None if kept is None else kept[part]
-        total = total + sum_(_row_losses(logits, labels[part], kept_part, label_smoothing))
-    return total / _count(target, kept)
-
-
-def _rows_at_once(device: Device, width: int) -> int:
-    """How many rows of logits are computed together.
-
-    The gradient of a row's logits needs no other row's, so those of one part are let go before the next. The
-    weight's gradient is added up part by part: the fewer rows, the more it is read and written again. A part
-    has to fit into one memory, and into one buffer of a kernel.
-    """
-    cpu = device.capabilities.vector_width > 1
-    rows = max(512, (1 << 20) // width) if cpu else max(8192, (1 << 26) // width)
-    return max(1, min(rows, device.capabilities.bank_bytes // (4 * width)))
+        items = custom_vjp(there, [items], lambda g, *_: [g])
+    dtype = promote(items.dtype, weight.dtype)
+    items, weight = astype(items, dtype), astype(weight, dtype)
+    known = None if kept is None else kept._node
+    total = graph_losses.linear_cross_entropy(items._node, weight._node, labels._node, known, label_smoothing)
+    return record(total, items, weight) / _count(target, kept)
 
 
 def _check_targets(rows: tuple[int, ...], target: Tensor, smoothing: float) -> None:
@@ -344,6 +282,15 @@ def _check_targets(rows: tuple[int, ...], target: Tensor, smoothing: float) -> N
         raise TypeError(f"targets are integers, and {target.dtype} was given")
     if not 0 <= smoothing < 1:
         raise ValueError(f"label_smoothing is in [0, 1), and {smoothing} was given")
+
+
+def _check_linear(x: Tensor, weight: Tensor) -> None:
+    device_of("linear_cross_entropy", x, weight)
+    if weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear_cross_entropy: shapes {x.shape} and {weight.shape} do not fit together")
+    for given in (x, weight):
+        if given.dtype.kind != "f":
+            raise TypeError(f"linear_cross_entropy does not take {given.dtype}")
 
 
 def _kept(target: Tensor, ignore_index: int) -> Tensor | None:
@@ -361,38 +308,3 @@ def _labels(target: Tensor, kept: Tensor | None, shape: tuple[int, ...], operati
 def _count(target: Tensor, kept: Tensor | None) -> Tensor | int:
     """How many targets are not ignored."""
     return target.size if kept is None else sum_(astype(kept, float32))
-
-
-def _row_losses(logits: Tensor, labels: Tensor, kept: Tensor | None, smoothing: float) -> Tensor:
-    """The loss of each row, 0 where it is not kept. Nothing of such a row is in any result, not even NaN."""
-    rows, width = logits.shape
-    stored = logits.detach()
-    fixed = _wide(stored)
-    most = max_(fixed, axis=-1, keepdims=True)
-    shifted = fixed - most
-    total = log(sum_(exp(shifted), axis=-1))
-    picked = _wide(looked_up(reshape(stored, (rows * width,)), _places(labels, rows, width)))
-    if logits.device.capabilities.vector_width == 1:
-        picked = fenced(picked)  # looked up before, so that the gradient can take the logits' place
-    loss = total - (picked - reshape(most, (rows,)))
-    if smoothing:
-        loss = loss * (1 - smoothing) + (total - mean(shifted, axis=-1)) * smoothing
-
-    def gradient(g: Tensor, _: Tensor, logits: Tensor) -> list[Tensor]:
-        # In 32 bits, of which a vector holds twice as many as of 64.
-        classes = arange(width, dtype=int32, device=logits.device)
-        chosen = reshape(astype(labels, int32), (-1, 1)) == classes
-        chances = softmax(_wide(logits))
-        less = where(chosen, chances - (1 - smoothing), chances)
-        less = (less - smoothing / width if smoothing else less) * reshape(g, (-1, 1))
-        less = less if kept is None else where(reshape(kept, (-1, 1)), less, 0)
-        return [astype(less, logits.dtype)]
-
-    result = given_gradient(loss, [logits], gradient)
-    return result if kept is None else where(kept, result, 0)
-
-
-def _places(labels: Tensor, rows: int, width: int) -> Tensor:
-    """Where the logit of each row's label lies among all logits, in a dtype that holds the last one."""
-    dtype = int32 if rows * width <= iinfo(int32).max else int64
-    return astype(labels, dtype) + arange(rows, dtype=dtype, device=labels.device) * width

@@ -96,12 +96,12 @@ class Evidence:
 
     @property
     def build_seconds(self) -> float:
-        """In which programs were built."""
+        """The time in which programs were built."""
         return sum(run.build_seconds for run in self.runs)
 
     @property
     def working_seconds(self) -> float:
-        """Without the building, which happens once however long a program runs."""
+        """The time without building programs, which happens once however long a script runs."""
         return max(self.seconds - self.build_seconds, 0.0)
 
     def rate(self, what: str) -> float | None:
@@ -110,7 +110,7 @@ class Evidence:
 
 
 def gathered(recorder: DeviceRecorder, measure: bool) -> Evidence:
-    """What a recorder knows. `measure`: whether rates that are not known are found out."""
+    """The evidence of a recorder. `measure`: whether to measure rates that are not known yet."""
     device, log, lines = recorder.device, recorder.memory, recorder.lines
     can = device.capabilities
     hits, misses = recorder.requests()
@@ -183,7 +183,7 @@ def restored(found: Mapping[str, Any]) -> Evidence:
 def misses_within(actions: Iterable[Action], limit: int | None) -> int:
     """How many requests would go to the driver, if live and idle blocks together had at most `limit` bytes.
 
-    The pool is played once more: what has idled for longest goes first, and without a limit nothing goes.
+    The pool is simulated: the block that was idle for longest is given back first.
     """
     idle: dict[int, int] = {}  # serial to bytes, the longest idle first
     by_size: dict[int, list[int]] = {}  # serials, some of which may have gone meanwhile
@@ -219,7 +219,7 @@ def _keeping(kept: Mapping[str, list[tuple[int, int]]], runs: int) -> list[Keepi
 
 
 def measured(evidence: Evidence) -> Evidence:
-    """With the rates that a trace does not tell, if its device is there, by name and description."""
+    """The evidence of a trace with the rates that it lacks, measured if its device is on this machine."""
     try:
         device = find(evidence.device)
     except DeviceNotFound:

@@ -1,6 +1,6 @@
-"""What each line of the user's code has a device do while a profile is on: computing, sending, fetching.
+"""What each line of the user's code makes a device compute, send and fetch while a profile is on.
 
-Everything is bounded: lines that are told apart, values that are remembered, numbers that are compared.
+The number of lines, of remembered values and of compared items is bounded.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Transfers:
 
 @dataclass
 class Handover:
-    """Values that one line had stored by asking for them, and another one's kernels read."""
+    """Values that were stored because one line asked for them, and that kernels of another line read."""
 
     where: str
     into: str
@@ -260,7 +260,7 @@ class LineLog:
         return self._transfers[key]
 
     def _recorded(self, run: Run, found: Runs, where: str, called: str) -> None:
-        """Count what was recorded, what of it is done for a second time, and what was stored on the way."""
+        """Count the operations recorded, those computed a second time, and the values stored in between."""
         wanted = set(run.wanted)
         pending = [node for node in run.nodes if node.value is None]
         found.nodes += len(pending)
@@ -311,7 +311,7 @@ class LineLog:
         found.kept_bytes = max(found.kept_bytes, facts.kept_bytes)
 
     def _came_back(self, array: npt.NDArray[Any], sample: Sample | None) -> _Fetched | None:
-        """The values that an array was made of, if they were fetched a moment ago."""
+        """The recently fetched values that an array was made from, if there are any."""
         if sample is None:
             return None
         for fetched in list(self._fetched):
@@ -359,8 +359,8 @@ def _facts(program: Executable) -> _Facts:
         for node in group.nodes:
             if node.primitive.kind is Kind.CONTRACTION:
                 products[str(node.inputs[0].dtype)] += node.primitive.operations_of(node)
-        if group.kind == "raw" and {one.shape for one in group.outputs} <= {
-            one.shape for one in group.inputs
+        if group.kind == "raw" and {node.shape for node in group.outputs} <= {
+            node.shape for node in group.inputs
         }:
             before = [node for node in group.inputs if kinds.get(base(node)) == "map"]
             after = [node for node in group.outputs if wanted_by.get(base(node)) == ["map"]]
@@ -381,18 +381,18 @@ def _facts(program: Executable) -> _Facts:
 
 
 def _sampled(array: npt.NDArray[Any]) -> Sample | None:
-    """Some numbers of an array, in their order; None where it is too small to matter, or has no order."""
+    """A few items of an array, in order; None where the array is too small to matter, or not ordered."""
     if array.size < _COMPARED or array.dtype.kind == "c":
         return None
     places = np.linspace(0, array.size - 1, _SAMPLE).astype(np.intp)
     return np.asarray(array.flat[places]).astype(np.float64)
 
 
-def _alike(one: Sample, other: Sample) -> bool:
-    """Whether numbers are the same, or rise and fall together: a function of each item made the others."""
-    if np.array_equal(one, other, equal_nan=True):
+def _alike(sample: Sample, other: Sample) -> bool:
+    """Whether samples are equal or equally ordered: one may be an elementwise function of the other."""
+    if np.array_equal(sample, other, equal_nan=True):
         return True
-    ranks = [np.unique(sample, return_inverse=True)[1].astype(np.float64) for sample in (one, other)]
+    ranks = [np.unique(items, return_inverse=True)[1].astype(np.float64) for items in (sample, other)]
     first, second = (rank - rank.mean() for rank in ranks)
     both = float(np.sqrt((first @ first) * (second @ second)))
     return both > 0 and abs(float(first @ second)) > _ALIKE * both

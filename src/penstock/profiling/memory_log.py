@@ -1,4 +1,4 @@
-"""Memory over time, by the line of code that holds it: exact totals, and a bounded past."""
+"""Memory over time, by the line of code that holds it: exact totals, and the last actions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Misses:
 class MemoryLog:
     """What a profile knows of one device's blocks.
 
-    Actions are noted without a lock, as finalisers do that, and sorted in by the next request for memory.
+    Finalisers note actions without a lock; the next request for memory processes them.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class MemoryLog:
         self._rising = False  # whether the peak is now, and its owners are not noted yet
 
     def process(self, seconds: float | None = None) -> None:
-        """Sort in what was noted. With `seconds`, the moment is also a sample of the pool."""
+        """Count what was noted. With `seconds`, also sample the pool at that moment."""
         with self._lock:
             while self._noted:
                 self._sort_in(self._noted.popleft())
@@ -107,7 +107,7 @@ class MemoryLog:
         return dict(+held)
 
     def kept(self) -> dict[str, list[tuple[int, int]]]:
-        """What each owner has asked for and not let go, by now: after how many runs, and bytes."""
+        """The blocks that each owner still holds: after how many runs it asked for them, and their bytes."""
         with self._lock:
             found: dict[str, list[tuple[int, int]]] = {}
             for serial, since in self._since.items():
@@ -162,7 +162,7 @@ class MemoryLog:
             del self._held[block.site]
 
     def _note_miss(self, action: Action) -> None:
-        """Count a block that the driver has just made: no block before had a serial so high."""
+        """Count a block that the driver has just allocated, which a new serial number tells."""
         if action.block.serial <= self._last_serial:
             return
         self._last_serial = action.block.serial

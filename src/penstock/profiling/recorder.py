@@ -98,7 +98,7 @@ class DeviceRecorder:
         self.memory = MemoryLog(device.pool, device.memory_blocks()[0], kept, lines.runs_so_far)
 
     def begin(self) -> None:
-        """Have it told from here on, of what is recorded from here on."""
+        """Start to listen: to commands that are recorded from here on."""
         self.device.log_memory(self.memory)
         try:
             self.device.stream.add_recorder(self)
@@ -107,7 +107,7 @@ class DeviceRecorder:
             raise
 
     def end(self) -> None:
-        """Wait for what is pending, and be told no more."""
+        """Wait for pending commands, and stop to listen."""
         try:
             self.device.stream.remove_recorder(self)
         finally:
@@ -223,7 +223,7 @@ class DeviceRecorder:
         return total
 
     def _idled(self, start: float, before: float) -> None:
-        """A kernel begins: what the device did nothing since the last wait is due to that wait."""
+        """A kernel begins: charge the device's idle time before it to the last wait."""
         last: tuple[float, Total] | None = None
         while self._waits and self._waits[0][0] <= start:
             last = self._waits.popleft()

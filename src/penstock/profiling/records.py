@@ -10,7 +10,7 @@ OTHER = "(others)"  # stands for what came after more names than are kept apart
 
 @dataclass(frozen=True, slots=True)
 class KernelRecord:
-    """One kernel on one device. What is not known is None: times where the device has none, for example."""
+    """One kernel on one device. What is not known is None, such as times of a device without timers."""
 
     device: str
     name: str
@@ -33,12 +33,12 @@ class KernelRecord:
 
     @property
     def gflops(self) -> float | None:
-        """Thousand millions of operations in a second."""
+        """10^9 operations per second."""
         return self._rate(self.operations)
 
     @property
     def gbytes(self) -> float | None:
-        """Thousand millions of bytes in a second, read and written."""
+        """10^9 bytes per second, read and written."""
         if self.read_bytes is None or self.written_bytes is None:
             return None
         return self._rate(self.read_bytes + self.written_bytes)
@@ -60,7 +60,7 @@ class CopyRecord:
 
     @property
     def gbytes(self) -> float | None:
-        """Thousand millions of bytes in a second."""
+        """10^9 bytes per second."""
         return self.nbytes / self.seconds / 1e9 if self.seconds else None
 
 

@@ -56,7 +56,7 @@ def plain(records: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _order(entry: Entry) -> tuple[bool, float, float]:
-    """What says names comes first, then by time, what holds others before them."""
+    """The order of events: names first, then by time, an enclosing event before those inside it."""
     return entry["ph"] != "M", entry.get("ts", 0.0), -entry.get("dur", 0.0)
 
 
@@ -145,5 +145,5 @@ def _counter(name: str, process: int, seconds: float, values: Entry) -> Entry:
 
 
 def _microseconds(seconds: float) -> float:
-    """From the beginning on: what the clocks differ by puts nothing before it. To a nanosecond."""
+    """Microseconds since the beginning, to a nanosecond; never negative, though two clocks are compared."""
     return round(max(seconds, 0.0) * 1e6, 3)

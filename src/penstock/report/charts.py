@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Scale:
-    """How values become places: from `low` at the place `start` to `high` at `end`."""
+    """Maps values to coordinates: `low` to `start`, `high` to `end`."""
 
     low: float
     high: float
@@ -43,7 +43,7 @@ class Scale:
 
 
 def drawable(points: Sequence[Point]) -> list[Point]:
-    """Those that can be drawn: neither infinities nor what is no number."""
+    """The points that can be drawn: those that are finite."""
     return [(x, y) for x, y in points if abs(x) < _LARGEST and abs(y) < _LARGEST]
 
 

@@ -1,7 +1,6 @@
-"""The roofline: every kernel by its operations for each byte and in each second, under what the device can.
+"""The roofline: every kernel by operations per byte and per second, below the device's ceilings.
 
-Left of the ridge a kernel cannot be faster than memory brings its bytes, right of it than the device
-computes.
+Left of the ridge, memory bandwidth limits a kernel; right of it, the rate of operations does.
 Both axes are logarithmic. The larger a dot, the larger is the kernel's part of the time.
 """
 

@@ -279,12 +279,13 @@ def advice(findings: Findings | None) -> str:
     return _source(findings) + "".join(map(_advice, findings.advice))
 
 
-def _advice(one: Advice) -> str:
-    rows = [("Seen", escape(one.evidence)), ("Change", escape(one.change)), ("Gain", escape(one.gain))]
-    if one.where:
-        rows.insert(1, ("Where", place(one.where)))
+def _advice(advice: Advice) -> str:
+    rows = [("Seen", advice.evidence), ("Change", advice.change), ("Gain", advice.gain)]
+    rows = [(name, escape(said)) for name, said in rows]
+    if advice.where:
+        rows.insert(1, ("Where", place(advice.where)))
     shown = "".join(f"<dt>{name}</dt><dd>{said}</dd>" for name, said in rows if said)
-    return card(one.title, f"<dl>{shown}</dl>", kind="advice")
+    return card(advice.title, f"<dl>{shown}</dl>", kind="advice")
 
 
 # Words

@@ -1,4 +1,4 @@
-"""Numbers as a page shows them, and what stands for those that nobody knows."""
+"""Numbers as a page shows them, with a dash for unknown ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def axis(value: float) -> str:
 
 
 def rate(value: float | None) -> str:
-    """A number that may not be known, or not be more than nothing."""
+    """A number; a dash where it is unknown or zero."""
     return format_number(value) if value else UNKNOWN
 
 

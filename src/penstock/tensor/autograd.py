@@ -1,4 +1,4 @@
-"""Gradients as functions, and what is computed again for them."""
+"""Gradients as functions, and what is recomputed for them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.graph import checkpoint as checkpoints
+from penstock.graph import custom_vjp as vjps
 from penstock.graph import elementwise
-from penstock.graph.custom_vjp import custom_vjp
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, topological
 from penstock.tensor.core import Tensor, leaf_of, record
@@ -57,7 +57,7 @@ def grad(function: Callable[..., Tensor], argnums: int | tuple[int, ...] = 0) ->
 
 
 def checkpoint(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """`function(*args)`, computed again for the gradient, so that nothing inside it is kept until then."""
+    """`function(*args)`, recomputed for the gradient, so that nothing inside it is kept until then."""
     value = function(*args)
     if not value.requires_grad:
         return value
@@ -69,26 +69,21 @@ def checkpoint(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return record(checkpoints.checkpoint(value._node, list(nodes)), value)
 
 
-def fenced(x: Tensor) -> Tensor:
-    """`x`, computed by itself: whatever uses it reads it from memory. No gradient passes."""
-    return record(Node(checkpoints.BARRIER, (elementwise.stop(x._node),), {}), x).detach()
-
-
-def given_gradient(
-    value: Tensor, inputs: Sequence[Tensor], rule: Callable[..., Sequence[Tensor | None]]
+def custom_vjp(
+    value: Tensor, inputs: Sequence[Tensor], vjp: Callable[..., Sequence[Tensor | None]]
 ) -> Tensor:
-    """`value` with a gradient by its inputs that is known better.
+    """`value` with a gradient by its inputs that is known better than that of the operations behind it.
 
-    The rule is given the gradient of the value, the value, and the inputs: those of this node, which a
-    checkpoint may have computed again.
+    `vjp` takes the gradient of the value, the value, and the inputs: those of this node, which a checkpoint
+    may have recomputed. It gives the gradient of each input.
     """
 
     def nodes(g: Node, n: Node) -> list[Node | None]:
         passed = [Tensor(one, value.device, one.tracked) for one in n.inputs[1:]]
-        found = rule(Tensor(g, value.device), Tensor(n, value.device), *passed)
+        found = vjp(Tensor(g, value.device), Tensor(n, value.device), *passed)
         return [None if one is None else one._node for one in found]
 
     if not any(one.requires_grad for one in inputs):
         return value
-    node = Node(custom_vjp("given", nodes), (value._node, *(one._node for one in inputs)), {})
+    node = Node(vjps.custom_vjp("given", nodes), (value._node, *(one._node for one in inputs)), {})
     return record(node, *inputs)

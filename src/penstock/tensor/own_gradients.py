@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.errors import KernelError
 from penstock.graph import elementwise, reducing, shaping
-from penstock.tensor.autograd import given_gradient
+from penstock.tensor.autograd import custom_vjp
 from penstock.tensor.core import Tensor, common_shape, record
 
 # (gradient of the result, result, arguments in order) -> the gradient of each argument, or None.
@@ -35,7 +35,7 @@ def with_gradient(
         fitted = [_fitted(name, at, arg, part) for at, (arg, part) in pairs if isinstance(arg, Tensor)]
         return [*fitted, *(None for _ in kept)]
 
-    return given_gradient(result, [*tensors, *kept], rule)
+    return custom_vjp(result, [*tensors, *kept], rule)
 
 
 def _fitted(name: str, position: int, argument: Tensor, part: Any) -> Tensor | None:

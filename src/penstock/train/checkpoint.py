@@ -144,7 +144,7 @@ def load_last(run: Path) -> tuple[Checkpoint, list[str]]:
 
 
 def _storable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same values in a type that NumPy knows: every half is a float32 too."""
+    """The same values in a type that NumPy knows: float16 and bfloat16 as float32."""
     return np.asarray(array, np.float32 if array.dtype.itemsize == 2 else None, order="C")
 
 

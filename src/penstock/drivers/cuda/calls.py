@@ -31,7 +31,7 @@ ELSEWHERE = {  # what CUDA says to a thread whose current device is another, or 
 
 
 class CudaError(Exception):
-    """A call that failed, before it is known what for."""
+    """A call of CUDA that failed."""
 
     def __init__(self, code: Any) -> None:
         super().__init__(words(code))
@@ -39,7 +39,7 @@ class CudaError(Exception):
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """What a call gave, or its error."""
+    """The results of a call; raises CudaError where it failed."""
     if result[0]:
         raise CudaError(result[0])
     return result[1] if len(result) == 2 else result[1:]

@@ -68,7 +68,7 @@ class Compiler:
 
 
 class Alive:
-    """Which native objects of a kind there are, and whether they may be touched."""
+    """The native objects of a kind that are open, and whether they may be touched."""
 
     def __init__(self) -> None:
         self.found: set[int] = set()  # every step on it is atomic: finalisers take no lock

@@ -26,6 +26,7 @@ from penstock.drivers.cuda.graphs import Graph
 from penstock.drivers.cuda.launches import Launch, LibraryCall
 from penstock.drivers.cuda.memory import Allocator, release
 from penstock.drivers.driver import (
+    Args,
     Bytes,
     Driver,
     Event,
@@ -34,6 +35,7 @@ from penstock.drivers.driver import (
     Memory,
     Queue,
     Source,
+    Waits,
     parameter_dtypes,
 )
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
@@ -130,13 +132,7 @@ class CudaDriver(Driver):
         return Kernel(name, signature, launch)
 
     def launch(
-        self,
-        queue: Queue,
-        kernel: Kernel,
-        grid: Grid,
-        group: Grid,
-        args: Sequence[Any],
-        waits: list[Event] | None,
+        self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
     ) -> Event:
         bound = kernel.native
         if isinstance(bound, Launch):  # calls on one queue come one after another, so it serves them all
@@ -161,7 +157,7 @@ class CudaDriver(Driver):
             self._refuse(error)
         return self._event(queue)
 
-    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
         if isinstance(kernel.native, Launch):
             return Launch(kernel.native.function, grid, group, args)
         return LibraryCall(kernel.native, args)
@@ -169,9 +165,7 @@ class CudaDriver(Driver):
     def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
         bound.change(position, arg)
 
-    def replay(
-        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
-    ) -> None:
+    def replay(self, queue: Queue, bound: Sequence[Any], waits: Waits, events: list[Event]) -> None:
         recorded = 0
         try:
             self._begin(queue, waits)
@@ -199,29 +193,18 @@ class CudaDriver(Driver):
 
     # Copies
 
-    def write(
-        self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: list[Event] | None
-    ) -> Event:
+    def write(self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: Waits) -> Event:
         return self._copy(queue, memory.native + offset, _address(source), source.nbytes, waits)
 
-    def read(
-        self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: list[Event] | None
-    ) -> Event:
+    def read(self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: Waits) -> Event:
         return self._copy(queue, _address(target), memory.native + offset, target.nbytes, waits)
 
     def copy(
-        self,
-        queue: Queue,
-        target: Memory,
-        target_offset: int,
-        source: Memory,
-        source_offset: int,
-        nbytes: int,
-        waits: list[Event] | None,
+        self, queue: Queue, target: Memory, to: int, source: Memory, start: int, nbytes: int, waits: Waits
     ) -> Event:
-        return self._copy(queue, target.native + target_offset, source.native + source_offset, nbytes, waits)
+        return self._copy(queue, target.native + to, source.native + start, nbytes, waits)
 
-    def _copy(self, queue: Queue, target: int, source: int, nbytes: int, waits: list[Event] | None) -> Event:
+    def _copy(self, queue: Queue, target: int, source: int, nbytes: int, waits: Waits) -> Event:
         try:
             self._begin(queue, waits)
             if self._clock is not None:
@@ -230,12 +213,6 @@ class CudaDriver(Driver):
         except CudaError as error:
             self._refuse(error)
         return self._event(queue)
-
-    def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
-        raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")
-
-    def unmap(self, memory: Memory, mapped: Bytes) -> Event | None:
-        raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")
 
     # Order and completion
 
@@ -270,10 +247,10 @@ class CudaDriver(Driver):
         ]
 
     def _enter(self) -> None:
-        """Let CUDA's calls on this thread mean this device, whatever other libraries have set."""
+        """Make this device current on this thread, whatever other libraries have set."""
         cu.cuCtxSetCurrent(self._context)
 
-    def _begin(self, queue: Queue, waits: list[Event] | None) -> None:
+    def _begin(self, queue: Queue, waits: Waits) -> None:
         cu.cuCtxSetCurrent(self._context)
         if waits:
             for event in waits:
@@ -281,7 +258,7 @@ class CudaDriver(Driver):
                     checked(cu.cuStreamWaitEvent(queue, event.native, 0))
 
     def _refuse(self, error: CudaError) -> None:
-        """Raise what CUDA has against a command, unless that is the failure of another one."""
+        """Raise the error of a command that CUDA refused; one that ends the device is kept for the events."""
         if error.code not in FATAL:
             raise DeviceError(str(error)) from None
         self._end(error.code)
@@ -295,7 +272,7 @@ class CudaDriver(Driver):
         )
 
     def _event(self, queue: Queue) -> Event:
-        """The event of what was recorded last: one for all until the next flush, because each takes time."""
+        """The event of the last command. All commands until the next flush share one, to save time."""
         event = self._open.get(queue)
         if event is None:
             event = self._open[queue] = CudaEvent(queue, self._events.idle)
@@ -313,7 +290,7 @@ class CudaDriver(Driver):
         return event
 
     def _record(self, event: Event) -> None:
-        """Give an event its place on its queue."""
+        """Record a native event for an event."""
         try:
             event.native = self._events.mark(event.queue, event.idle)
         except CudaError as error:

@@ -18,7 +18,7 @@ _TIMED = cu.CUevent_flags.CU_EVENT_DEFAULT
 
 
 class CudaEvent:
-    """A moment on a queue. Its native event serves the next one when nothing refers to this any more."""
+    """A point on a queue. Its native event goes back to the pool with this object."""
 
     __slots__ = ("base", "done", "error", "idle", "native", "queue", "start")
 
@@ -38,7 +38,7 @@ class CudaEvent:
 
 
 class _Base:
-    """A native event whose moment is known on the host's clock: others are told by their distance from it."""
+    """A native event whose time is known on the host's clock: times of others are told relative to it."""
 
     __slots__ = ("_idle", "native", "seconds")
 
@@ -52,11 +52,11 @@ class _Base:
 
 
 class EventPool:
-    """Native events that serve again, with and without times."""
+    """Native events for reuse, with and without times."""
 
     def __init__(self) -> None:
         self.idle: deque[Any] = deque()
-        self.timed: deque[Any] = deque()  # idle events that know their time
+        self.timed: deque[Any] = deque()  # idle events that have times
         self._count = 0
 
     @property
@@ -70,7 +70,7 @@ class EventPool:
         return self._count - len(self.idle) - len(self.timed)
 
     def mark(self, queue: Queue, idle: deque[Any]) -> Any:
-        """A native event at this place on a queue, out of `idle` where there is any."""
+        """Record a native event on a queue, out of `idle` where there is one."""
         while len(idle) > _MAX_IDLE_EVENTS:
             self._destroy_oldest(idle)
         try:
@@ -90,7 +90,7 @@ class EventPool:
         self._count -= 1
 
     def destroy_timed(self) -> None:
-        """Destroy the idle events that know their time."""
+        """Destroy the idle events that have times."""
         while self.timed:
             self._destroy_oldest(self.timed)
 
@@ -105,7 +105,7 @@ class Clock:
     """The device's clock on the host's, and the starts of the commands that are timed."""
 
     def __init__(self, events: EventPool, idle_queue: Queue) -> None:
-        """`idle_queue`: one on which an event has nothing in its way."""
+        """`idle_queue`: a queue without commands, on which an event is recorded at once."""
         self._events = events
         self._queue = idle_queue
         self._base: _Base | None = None
@@ -113,14 +113,14 @@ class Clock:
         self._starts: dict[Queue, tuple[Any, _Base]] = {}  # by queue, of the command that comes next
 
     def note_start(self, queue: Queue) -> None:
-        """Let the next command on a queue know when it begins."""
+        """Record an event before the next command on a queue."""
         if queue in self._starts:  # of a command that was refused
             self._events.timed.append(self._starts.pop(queue)[0])
         base = self._recent_base()  # which has to come first
         self._starts[queue] = self._events.mark(queue, self._events.timed), base
 
     def give_start(self, event: CudaEvent) -> None:
-        """Give the start that was noted to the event of the command."""
+        """Hand the event before a command over to the event of the command."""
         event.start, event.base = self._starts.pop(event.queue, (None, None))
         event.idle = self._events.timed  # for the event at its end has to know its time, too
 
@@ -130,7 +130,7 @@ class Clock:
         self._starts.clear()
 
     def _recent_base(self) -> _Base:
-        """A moment in the last second: the two clocks drift apart, and long distances are told roughly."""
+        """A base of the last second: the clocks drift apart, and CUDA rounds long distances."""
         if self._base is None or perf_counter() > self._due:
             found = []
             for _ in range(5):  # the host may be interrupted meanwhile, but not every time

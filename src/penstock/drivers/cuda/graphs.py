@@ -1,4 +1,4 @@
-"""Launches as one CUDA graph, whose arguments still change one by one."""
+"""Launches as one CUDA graph, in which single arguments can still be changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.drivers.driver import Queue
 
 
 class Graph:
-    """Launches as one. Where an argument of theirs changes, so does their node, before the next launch."""
+    """A graph of launches. Changed arguments are given to their nodes before the graph runs again."""
 
     def __init__(
         self, bound: Sequence[Bound], after: Sequence[Sequence[int]], queue: Queue, alive: Alive
@@ -74,9 +74,9 @@ class Graph:
 
 
 def _soonest(after: Sequence[Sequence[int]]) -> list[int]:
-    """Launches by when they can start, those first that most others wait for, one after another.
+    """The order in which launches become nodes: by the earliest start, the longest chain of others first.
 
-    CUDA puts the nodes of a graph on streams in the order in which it gets them.
+    CUDA assigns nodes to its streams in the order in which they are added.
     """
     start, rest = [0] * len(after), [0] * len(after)
     for number, before in enumerate(after):

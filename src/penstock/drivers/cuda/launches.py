@@ -69,7 +69,7 @@ class Launch:
             raise CudaError(code)
 
     def add_to(self, graph: Any, after: list[Any], queue: Queue) -> Any:
-        """A node of a graph that does the same."""
+        """Add a node to a graph that does the same."""
         self._node = cu.CUDA_KERNEL_NODE_PARAMS()
         self._node.func = self.function.native
         self._node.gridDimX, self._node.gridDimY, self._node.gridDimZ = self._sizes[:3]
@@ -78,7 +78,7 @@ class Launch:
         return checked(cu.cuGraphAddKernelNode(graph, after, len(after), self._node))
 
     def update(self, graph: Any, node: Any, queue: Queue) -> None:
-        """Give a node of an executable graph the arguments of this."""
+        """Copy the arguments to a node of an executable graph."""
         checked(cu.cuGraphExecKernelNodeSetParams(graph, node, self._node))
 
 
@@ -106,7 +106,7 @@ class LibraryCall:
             raise DeviceError(f"{type(error).__name__}: {error}") from error
 
     def add_to(self, graph: Any, after: list[Any], queue: Queue) -> Any:
-        """A node of a graph that does the same."""
+        """Add a node to a graph that does the same."""
         inside = self._captured(queue)
         try:
             return checked(cu.cuGraphAddChildGraphNode(graph, after, len(after), inside))
@@ -114,7 +114,7 @@ class LibraryCall:
             cu.cuGraphDestroy(inside)
 
     def update(self, graph: Any, node: Any, queue: Queue) -> None:
-        """Give a node of an executable graph what the library makes of the arguments now."""
+        """Replace a node of an executable graph by what the library launches for the present arguments."""
         inside = self._captured(queue)
         try:
             checked(cu.cuGraphExecChildGraphNodeSetParams(graph, node, inside))

@@ -50,7 +50,7 @@ class Allocator:
         return memory
 
     def _map(self, nbytes: int) -> tuple[int, int]:
-        """A range of addresses with pieces of memory behind it: none need be as large as the whole."""
+        """Map pieces of memory to one range of addresses, so that no hole need be as large as the block."""
         how = cu.CUmemAllocationProp()
         how.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         how.location = self._location
@@ -78,7 +78,7 @@ class Allocator:
         return start, total
 
     def forget(self, memory: Memory) -> tuple[int, int]:
-        """Strike a block off the books; its address, and its bytes where it is mapped."""
+        """Stop to count a block; its address, and its mapped bytes, 0 where it is not mapped."""
         with self._lock:
             mapped = self._mapped.pop(memory)
             self.allocated_bytes -= memory.nbytes

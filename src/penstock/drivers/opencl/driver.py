@@ -25,6 +25,7 @@ import numpy as np
 import pyopencl as cl
 
 from penstock.drivers.driver import (
+    Args,
     Bytes,
     Capabilities,
     Driver,
@@ -34,6 +35,7 @@ from penstock.drivers.driver import (
     Memory,
     Queue,
     Source,
+    Waits,
     parameter_dtypes,
 )
 from penstock.drivers.opencl import invokers, pocl
@@ -219,13 +221,7 @@ class OpenCLDriver(Driver):
             return program
 
     def launch(
-        self,
-        queue: Queue,
-        kernel: Kernel,
-        grid: Grid,
-        group: Grid,
-        args: Sequence[Any],
-        waits: list[Event] | None,
+        self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
     ) -> Event:
         if self._cache is not None:
             self._cache.save_if_due()
@@ -236,7 +232,7 @@ class OpenCLDriver(Driver):
         except (cl.Error, RuntimeError) as error:
             raise DeviceError(str(error)) from None
 
-    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
         try:
             native = cl.Kernel(kernel.native[1], kernel.name)
             _set_types(native, kernel.signature, kernel.dtypes)
@@ -249,9 +245,7 @@ class OpenCLDriver(Driver):
         scalar = isinstance(arg, (int, float))
         _checked(bound[0].set_arg, position, dtype.type(arg) if scalar else arg)
 
-    def replay(
-        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
-    ) -> None:
+    def replay(self, queue: Queue, bound: Sequence[Any], waits: Waits, events: list[Event]) -> None:
         if self._cache is not None:
             self._cache.save_if_due()
         try:
@@ -263,40 +257,29 @@ class OpenCLDriver(Driver):
 
     # Copies
 
-    def write(
-        self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: list[Event] | None
-    ) -> Event:
+    def write(self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: Waits) -> Event:
         if self._memory_kind == "svm":
             target = self.view(memory, offset, source.nbytes)
             return self._copy(queue, target, cl.SVM(source), waits, is_blocking=False)
         return self._copy(queue, memory.native, source, waits, dst_offset=offset, is_blocking=False)
 
-    def read(
-        self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: list[Event] | None
-    ) -> Event:
+    def read(self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: Waits) -> Event:
         if self._memory_kind == "svm":
             source = self.view(memory, offset, target.nbytes)
             return self._copy(queue, cl.SVM(target), source, waits, is_blocking=False)
         return self._copy(queue, target, memory.native, waits, src_offset=offset, is_blocking=False)
 
     def copy(
-        self,
-        queue: Queue,
-        target: Memory,
-        target_offset: int,
-        source: Memory,
-        source_offset: int,
-        nbytes: int,
-        waits: list[Event] | None,
+        self, queue: Queue, target: Memory, to: int, source: Memory, start: int, nbytes: int, waits: Waits
     ) -> Event:
         if self._memory_kind == "svm":
             assert target.host is not None
-            part = target.host[target_offset : target_offset + nbytes]
-            return self.read(queue, part, source, source_offset, waits)
-        offsets = {"src_offset": source_offset, "dst_offset": target_offset}
+            part = target.host[to : to + nbytes]
+            return self.read(queue, part, source, start, waits)
+        offsets = {"src_offset": start, "dst_offset": to}
         return self._copy(queue, target.native, source.native, waits, byte_count=nbytes, **offsets)
 
-    def _copy(self, queue: Queue, target: Any, source: Any, waits: list[Event] | None, **how: int) -> Event:
+    def _copy(self, queue: Queue, target: Any, source: Any, waits: Waits, **how: int) -> Event:
         event = _checked(cl.enqueue_copy, queue, target, source, wait_for=waits, **how)
         while self._copies and self.is_done(self._copies[0]):
             self._copies.popleft()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.drivers.driver import Bytes, Driver, Event, Grid, Kernel, Memory, Queue, Source
+from penstock.drivers.driver import Args, Bytes, Driver, Event, Grid, Kernel, Memory, Queue, Source, Waits
 from penstock.drivers.webgpu.adapters import (
     BUFFER_ALIGNMENT,
     IMMEDIATES,
@@ -29,8 +29,7 @@ from penstock.drivers.webgpu.launches import Binder, BindGroups, Launch
 from penstock.drivers.webgpu.memory import MEMORY_USAGE, WORD, Range, ReadBuffers, rounded
 from penstock.drivers.webgpu.native import NativeDevice
 from penstock.drivers.webgpu.pipelines import Layouts, Pipelines
-from penstock.drivers.webgpu.queues import Batch, CommandEvent, EncoderQueue, Read
-from penstock.drivers.webgpu.recorder import Recorder
+from penstock.drivers.webgpu.recorder import Batch, CommandEvent, EncoderQueue, Read, Recorder
 from penstock.drivers.webgpu.times import Timing
 from penstock.errors import DeviceError, OutOfDeviceMemory
 
@@ -108,19 +107,13 @@ class WebGpuDriver(Driver):
         return self._pipelines.compile(source, signatures)
 
     def launch(
-        self,
-        queue: Queue,
-        kernel: Kernel,
-        grid: Grid,
-        group: Grid,
-        args: Sequence[Any],
-        waits: list[Event] | None,
+        self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
     ) -> Event:
         events: list[Event] = []
         self.replay(queue, (self.bind(kernel, grid, group, args),), waits, events)
         return events[0]
 
-    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> Any:
+    def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
         self._native.require_alive()
         launch = Launch(kernel.native, tuple(grid), tuple(group), list(args))
         self._binder.dispatch(launch)
@@ -130,9 +123,7 @@ class WebGpuDriver(Driver):
         bound.args[position] = arg
         bound.dispatch = None
 
-    def replay(
-        self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
-    ) -> None:
+    def replay(self, queue: Queue, bound: Sequence[Any], waits: Waits, events: list[Event]) -> None:
         with self._lock:
             self._native.require_alive()
             for launch in bound:
@@ -141,9 +132,7 @@ class WebGpuDriver(Driver):
 
     # Copies
 
-    def write(
-        self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: list[Event] | None
-    ) -> Event:
+    def write(self, queue: Queue, memory: Memory, offset: int, source: Bytes, waits: Waits) -> Event:
         with self._lock:
             self._native.require_alive()
             if offset % WORD == 0 == source.nbytes % WORD:
@@ -159,9 +148,7 @@ class WebGpuDriver(Driver):
             self._groups.forget(staged.serial)
             return event
 
-    def read(
-        self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: list[Event] | None
-    ) -> Event:
+    def read(self, queue: Queue, target: Bytes, memory: Memory, offset: int, waits: Waits) -> Event:
         start = offset // WORD * WORD
         nbytes = rounded(offset + target.nbytes - start, WORD)
         with self._lock:
@@ -172,42 +159,23 @@ class WebGpuDriver(Driver):
             return self._recorder.event(queue, moment=moment)
 
     def copy(
-        self,
-        queue: Queue,
-        target: Memory,
-        target_offset: int,
-        source: Memory,
-        source_offset: int,
-        nbytes: int,
-        waits: list[Event] | None,
+        self, queue: Queue, target: Memory, to: int, source: Memory, start: int, nbytes: int, waits: Waits
     ) -> Event:
         with self._lock:
             self._native.require_alive()
-            to, start = target.native, source.native
-            if target is source or target_offset % WORD or source_offset % WORD or nbytes % WORD:
-                return self._copy_bytes(queue, to, target_offset, start, source_offset, nbytes)
-            moment = self._recorder.copy(queue, to.buffer, target_offset, start.buffer, source_offset, nbytes)
+            if target is source or to % WORD or start % WORD or nbytes % WORD:
+                return self._copy_bytes(queue, target.native, to, source.native, start, nbytes)
+            there, here = target.native.buffer, source.native.buffer
+            moment = self._recorder.copy(queue, there, to, here, start, nbytes)
             return self._recorder.event(queue, moment=moment)
 
     def _copy_bytes(
-        self,
-        queue: EncoderQueue,
-        target: Range,
-        target_offset: int,
-        source: Range,
-        source_offset: int,
-        nbytes: int,
+        self, queue: EncoderQueue, target: Range, to: int, source: Range, start: int, nbytes: int
     ) -> CommandEvent:
         """Record a copy that a kernel does; the event of its last launch."""
-        for launch in self._byte_copies.launches(target, target_offset, source, source_offset, nbytes):
+        for launch in self._byte_copies.launches(target, to, source, start, nbytes):
             event = self._recorder.launch(queue, self._binder.dispatch(launch))
         return event
-
-    def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
-        raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")
-
-    def unmap(self, memory: Memory, mapped: Bytes) -> Event | None:
-        raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")
 
     # Order and completion
 

@@ -6,8 +6,9 @@ that is finished keeps it from being submitted, and becomes the failure of the c
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from wgpu.backends.wgpu_native import ffi, lib
@@ -17,9 +18,9 @@ from penstock.drivers.webgpu.launches import Dispatch
 from penstock.drivers.webgpu.memory import ReadBuffers, rounded
 from penstock.drivers.webgpu.native import COPY_DST, UNIFORM, NativeBuffer, NativeDevice, Owned
 from penstock.drivers.webgpu.pipelines import MAX_SCALAR_BYTES, Layouts
-from penstock.drivers.webgpu.queues import RING_BYTES, Batch, CommandEvent, EncoderQueue, Read
-from penstock.drivers.webgpu.times import Queries, Timing
+from penstock.drivers.webgpu.times import Moments, Queries, Timing
 
+_RING_BYTES = 1 << 18  # of a queue's uniform buffer, in which each launch has its own scalars
 _RING_STEP = 256  # bytes; where the scalars of a launch may begin in a uniform buffer
 _MAX_STAGED = 64 << 20  # bytes on their way to the device that a queue holds back until it is flushed
 
@@ -28,6 +29,88 @@ _set_pipeline = lib.wgpuComputePassEncoderSetPipeline
 _set_group = lib.wgpuComputePassEncoderSetBindGroup
 _set_immediates = lib.wgpuComputePassEncoderSetImmediates
 _dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
+
+
+class EncoderQueue:
+    """What is recorded and not submitted, and what is submitted and not known to be done."""
+
+    __slots__ = (
+        "batch", "encoder", "group", "in_flight", "native_pass", "offset", "pipeline", "ring", "ring_used",
+        "scalars", "staged",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+        self.in_flight: list[Batch] = []  # in the order of submission
+        self.encoder: Any = None
+        self.native_pass: Any = None  # inside the encoder
+        self.pipeline: Owned | None = None  # set in the pass
+        self.group: Owned | None = None
+        self.staged = 0  # bytes that were written and not submitted
+        self.ring: tuple[NativeBuffer, Owned] | None = None  # the uniform buffer and its bind group
+        self.ring_used = 0
+        self.scalars = ffi.new("uint8_t[]", _RING_BYTES)  # what will be written to it at the next submission
+        self.offset = ffi.new("uint32_t *")
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Commands that are submitted together."""
+
+    queue: EncoderQueue
+    queries: Queries | None = None  # where its commands are timed
+    events: list[CommandEvent] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    temporary: list[NativeBuffer] = field(default_factory=list)  # needed until the batch is done
+    index: int = 0  # of its submission
+    start: float = 0.0  # when it was submitted
+    moments: Moments | None = None  # the results of the queries, once the batch is done
+    waiting: set[int] = field(default_factory=set)  # callbacks to come
+    submitted: bool = False
+    done: bool = False
+    error: str = ""
+
+    def told(self, expected: int, problem: str) -> None:
+        """Take notice of a callback."""
+        self.error = self.error or problem
+        self.waiting.discard(expected)
+
+    def fail(self, reason: str) -> None:
+        """End the batch; its commands have failed."""
+        self.error = self.error or reason
+        self.submitted = True
+        self.end()
+
+    def end(self) -> None:
+        """Let go of everything: nothing is needed of a batch but that it is done."""
+        for event in self.events:
+            event.dispatch = None
+        self.events.clear()
+        self.reads.clear()
+        self.temporary.clear()
+        self.queries = None
+        self.done = True
+
+
+class CommandEvent:
+    """One command of a batch."""
+
+    __slots__ = ("batch", "dispatch", "error", "moment")
+
+    def __init__(self, batch: Batch, dispatch: Dispatch | None, moment: int = -1) -> None:
+        self.batch = batch
+        self.moment = moment  # the index of its start in the batch's moments; -1 where it is not timed
+        self.dispatch = dispatch  # of a launch, until it is done
+        self.error = ""
+
+
+class Read(NamedTuple):
+    """A buffer to be mapped, and where its bytes go."""
+
+    buffer: NativeBuffer
+    nbytes: int
+    skip: int  # bytes before the first that was asked for
+    target: Bytes
 
 
 class Recorder:
@@ -46,7 +129,7 @@ class Recorder:
     def launch(self, queue: EncoderQueue, dispatch: Dispatch) -> CommandEvent:
         """Record a dispatch."""
         pipeline, group, scalars, nbytes, uniform, x, y, z = dispatch
-        if uniform and queue.ring_used + nbytes > RING_BYTES:
+        if uniform and queue.ring_used + nbytes > _RING_BYTES:
             self.submit(queue)
         if self._timing.clock is not None:
             self._make_room(queue)
@@ -71,7 +154,7 @@ class Recorder:
     def _put_scalars(self, queue: EncoderQueue, scalars: Any, nbytes: int) -> None:
         """Let the next dispatch find its scalars in the queue's uniform buffer."""
         if queue.ring is None:
-            buffer = self._native.buffer(RING_BYTES + MAX_SCALAR_BYTES, UNIFORM | COPY_DST)
+            buffer = self._native.buffer(_RING_BYTES + MAX_SCALAR_BYTES, UNIFORM | COPY_DST)
             group = self._native.group(self._layouts.scalars(), [(buffer, 0, MAX_SCALAR_BYTES)])
             queue.ring = buffer, group
         ffi.memmove(queue.scalars + queue.ring_used, scalars, nbytes)
@@ -92,13 +175,7 @@ class Recorder:
         queue.staged += source.nbytes
 
     def copy(
-        self,
-        queue: EncoderQueue,
-        target: NativeBuffer,
-        target_offset: int,
-        source: NativeBuffer,
-        source_offset: int,
-        nbytes: int,
+        self, queue: EncoderQueue, target: NativeBuffer, to: int, source: NativeBuffer, start: int, size: int
     ) -> int:
         """Record a copy between buffers; the index of its first moment, -1 where it is not timed."""
         queries, moment = None, -1
@@ -109,9 +186,7 @@ class Recorder:
         if queries is not None:
             moment = queries.used
             queries.mark(encoder)
-        lib.wgpuCommandEncoderCopyBufferToBuffer(
-            encoder, source.native, source_offset, target.native, target_offset, nbytes
-        )
+        lib.wgpuCommandEncoderCopyBufferToBuffer(encoder, source.native, start, target.native, to, size)
         if queries is not None:
             queries.mark(encoder)
         return moment

@@ -49,10 +49,11 @@ class CPrinter(Printer):
 
     kernel_name = ""  # which the names of its functions and tables begin with
     tables: frozenset[str] = frozenset()
+    workgroup_name = ""  # of a variable with the number of the workgroup, in a function
     patterns: Patterns | None = None  # of functions of float32, where there are better ones than C's
 
     def workgroup(self, axis: int) -> str:
-        return f"GROUP({axis})"
+        return self.workgroup_name or f"GROUP({axis})"
 
     def constant(self, value: float, type: Type) -> str:
         if type.dtype == "bool" or not type.dtype.startswith("float"):

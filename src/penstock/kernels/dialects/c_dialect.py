@@ -9,13 +9,12 @@ from penstock.kernels.dialects.c_expressions import expression
 from penstock.kernels.dialects.c_threads import ThreadPrinter
 from penstock.kernels.dialects.c_vectors import VectorPrinter
 from penstock.kernels.dialects.dialect import Dialect, RawKernel
-from penstock.kernels.ir import Function, KernelIR, Type, Var, WorkgroupId
+from penstock.kernels.ir import Function, KernelIR, Type
 from penstock.kernels.philox import PHILOX
-from penstock.kernels.rewriting import rewritten
 from penstock.kernels.source import C_TYPES, UNIT, KernelSource, declared, head
 
 _MOST_INT = (1 << 31) - 1
-_WORKGROUP = Var("workgroup")  # of a function
+_WORKGROUP = "workgroup"  # the parameter of a function that has its number
 
 
 def _printer(kernel: KernelIR, private: bool = False) -> CPrinter:
@@ -27,18 +26,19 @@ def _function(function: Function, name: str) -> str:
     kernel, linkage = function.kernel, f"{function.linkage} void"
     if isinstance(kernel, str):
         # One thread by itself has no memory of a workgroup.
-        words = f"#undef GROUP\n#undef LOCAL\n#define GROUP(axis) {_WORKGROUP.name}\n#define LOCAL\n"
-        text = kernel.replace(f"KERNEL {function.name}(", f"{linkage} {name}(int {_WORKGROUP.name}, ")
+        words = f"#undef GROUP\n#undef LOCAL\n#define GROUP(axis) {_WORKGROUP}\n#define LOCAL\n"
+        text = kernel.replace(f"KERNEL {function.name}(", f"{linkage} {name}(int {_WORKGROUP}, ")
         return words + text
-    leading, arrays = [f"int {_WORKGROUP.name}"], []
+    leading, arrays = [f"int {_WORKGROUP}"], []
     for array in kernel.arrays:
         if function.private:
             arrays.append(f"    {C_TYPES[array.dtype]} {array.name}[{array.length}];")
         else:
             leading.append(f"LOCAL_AT {C_TYPES[array.dtype]} *{array.name}")
-    body = rewritten(kernel.body, lambda expr: _WORKGROUP if isinstance(expr, WorkgroupId) else None)
+    printer = _printer(kernel, function.private)
+    printer.workgroup_name = _WORKGROUP
     lines = [head(name, *kernel.parameters, linkage=linkage, leading=leading).rstrip(), *arrays]
-    return "\n".join([*lines, *_printer(kernel, function.private).statements(body), "}"]) + "\n"
+    return "\n".join([*lines, *printer.statements(kernel.body), "}"]) + "\n"
 
 
 class CDialect(Dialect):

@@ -18,6 +18,8 @@ _COMPARISONS = {
     "greater": ">",
     "greater_equal": ">=",
 }
+# For an extreme: whether a value takes the place of another. A NaN takes that of every number.
+_EXTREMES = {"greater_or_nan": (">", "<="), "less_or_nan": ("<", ">=")}
 _SAME = {"positive": "({0})", "stop": "({0})"}
 _FUNCTIONS = """exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
 atanh floor ceil trunc atan2 hypot copysign nextafter pow"""
@@ -27,6 +29,8 @@ _FLOAT = {
     "multiply": "({0} * {1})",
     "divide": "({0} / {1})",
     "negative": "(-{0})",
+    "maximum_number": "({0} > {1} ? {0} : {1})",  # where the first is a NaN, the second
+    "minimum_number": "({0} < {1} ? {0} : {1})",
     "abs": "fabs({0})",
     "round": "rint({0})",
     "round_bfloat16": "FROM_BFLOAT16(TO_BFLOAT16({0}))",
@@ -194,6 +198,11 @@ def _pattern(operation: str, of: Type) -> str | None:
     vector, kind = of.width > 1, "b" if of.dtype == "bool" else of.dtype[0]
     if operation in _SAME:
         return _SAME[operation]
+    if operation in _EXTREMES:
+        better, not_better = _EXTREMES[operation]
+        return (
+            f"(!({{0}} {not_better} {{1}}) & ({{1}} == {{1}}))" if kind == "f" else f"({{0}} {better} {{1}})"
+        )
     if kind == "b":
         if operation in ("logical_not", "bitwise_invert"):
             return "(~{0})" if vector else "(!{0})"

@@ -60,6 +60,11 @@ _LOOSE = [
 ]
 _LOOSE += ["#ifdef cl_khr_fp64", "typedef double8 loose_double8 __attribute__((aligned(8)));", "#endif"]
 _VECTORS = "\n".join(_LOOSE) + "\n"
+_VECTORS_OF_16 = {
+    f"loose_{c_type}16": f"typedef {c_type}16 loose_{c_type}16 __attribute__((aligned({size})));\n"
+    for c_type, size in _ITEM_BYTES.items()
+    if size < 4
+}
 
 
 # Functions of vectors that take less time than PoCL's, to 1 and 3 units in the last
@@ -171,6 +176,7 @@ class OpenCL(CDialect):
         "cos_8(": _ANGLES,
         "tan_8(": _ANGLES,
         "loose_": _VECTORS,
+        **_VECTORS_OF_16,
         "BFLOAT16": _HALVES,
         "round_half": _HALVES,
         "_halves_": _HALVES,

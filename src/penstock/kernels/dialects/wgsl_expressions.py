@@ -36,6 +36,8 @@ _COMPARISONS = {
     "greater": "({0} > {1})",
     "greater_equal": "({0} >= {1})",
 }
+# For an extreme: whether a value takes the place of another. A NaN takes that of every number.
+_EXTREMES = {"greater_or_nan": ">", "less_or_nan": "<"}
 # Compilers may assume that there is no NaN, and put sums in another order: x - x is 0 on Mesa, (x + 1) - 1
 # is x. No such rule applies to a product with a number that they do not know: with 1, from `Words.opening`.
 _FLOAT = {
@@ -217,6 +219,10 @@ def _pattern(operation: str, of: str) -> str | None:
         return _BOOL.get(operation)
     if operation in _COMPARISONS:
         return _COMPARISONS[operation]
+    if operation in _EXTREMES:
+        better = f"({{0}} {_EXTREMES[operation]} {{1}})"
+        floats = _TYPES[of] == "f32"
+        return f"(!is_nan({{1}}) && (is_nan({{0}}) || {better}))" if floats else better
     if _TYPES[of] == "f32":
         return _FLOAT.get(operation)
     if operation in _WHOLE or operation in _WRAPPING:

@@ -79,7 +79,7 @@ from penstock.kernels.ir import (
 
 _HALVES = ("bfloat16", "float16")
 _AT_ONCE = 8  # values that one thread adds up between two barriers
-_UNROLLED = 4  # steps of a loop at a time, where it may be more; Mesa's software Vulkan counts the turns
+_UNROLLED = 4  # iterations of a loop in one step; Mesa's software Vulkan ends a loop after so many steps
 _MOST_LINES = 3000  # of a loop that is laid out; compilers take long for more
 
 

@@ -22,9 +22,9 @@ from penstock.execution import realize
 from penstock.execution.realize import programs
 from penstock.execution.structure import Structure
 from penstock.fusion import splitting
+from penstock.fusion.column_reductions import column_units, is_column_part
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.splitting import split
-from penstock.fusion.tallies import is_tally, units_with_tallies
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.node import Node
 from penstock.kernels.writer import fusible
@@ -34,14 +34,16 @@ GPU = replace(opencl_capabilities(NATIVE), vector_width=1, compute_units=4)
 
 def groups(*wanted: Node) -> list[Group]:
     parted = split(wanted, GPU)
-    found = partition(parted, lambda node: fusible(node, GPU), tallies=GPU.compute_units)
+    found = partition(parted, lambda node: fusible(node, GPU), column_units=GPU.compute_units)
     holds(found, parted)
     return found
 
 
-def with_tallies(found: list[Group]) -> list[tuple[str, int]]:
+def with_column_sums(found: list[Group]) -> list[tuple[str, int]]:
     """The kind of each group that keeps some, and how many."""
-    counts = [(group.kind, sum(map(is_tally, group.outputs))) for group in found if group.kind != "column"]
+    counts = [
+        (group.kind, sum(map(is_column_part, group.outputs))) for group in found if group.kind != "column"
+    ]
     return [(kind, count) for kind, count in counts if count]
 
 
@@ -63,7 +65,7 @@ def down(x: Node) -> Node:
 def test_a_map_adds_up_what_it_writes() -> None:
     y = elementwise.exp(rows())
     found = groups(y, down(y))
-    assert with_tallies(found) == [("row", 1)]
+    assert with_column_sums(found) == [("row", 1)]
     assert [group.kind for group in found] == ["row", "column"]
     assert found[0].columns == 96
 
@@ -73,14 +75,14 @@ def test_a_row_group_adds_up_what_it_reads_writes_and_could_compute() -> None:
     y = centred(x)
     found = groups(y, down(x), down(y), down(elementwise.multiply(x, y)))
     assert [group.kind for group in found][:2] == ["matmul", "row"]
-    assert with_tallies(found) == [("row", 3)]
+    assert with_column_sums(found) == [("row", 3)]
     assert found[1].inputs == (x,)
 
 
 def test_what_would_read_more_is_by_itself() -> None:
     x = rows()
     y = centred(x)
-    assert not with_tallies(groups(y, down(elementwise.multiply(y, rows()))))
+    assert not with_column_sums(groups(y, down(elementwise.multiply(y, rows()))))
 
 
 def test_a_kernel_keeps_few() -> None:
@@ -88,7 +90,7 @@ def test_a_kernel_keeps_few() -> None:
     powers = [y]
     for _ in range(4):
         powers.append(elementwise.multiply(powers[-1], y))
-    kept = with_tallies(groups(y, *map(down, powers)))
+    kept = with_column_sums(groups(y, *map(down, powers)))
     assert sum(count for _, count in kept) <= 3
 
 
@@ -96,7 +98,7 @@ def test_sums_of_what_no_kernel_has_are_by_themselves() -> None:
     x = rows()
     product = contraction.matmul(x, at(np.ones((96, 96), np.float32)))
     for found in (groups(down(x)), groups(product, down(product))):
-        assert not with_tallies(found)
+        assert not with_column_sums(found)
 
 
 def test_no_circle_arises() -> None:
@@ -105,25 +107,25 @@ def test_no_circle_arises() -> None:
     total = down(y)
     z = elementwise.divide(y, reducing.expand(shaping.reshape(total, (1, 96)), y.shape))
     found = groups(y, z, down(z))
-    assert with_tallies(found) == [("row", 1), ("row", 1)]
+    assert with_column_sums(found) == [("row", 1), ("row", 1)]
 
 
 def test_rows_that_lie_otherwise_are_read_otherwise() -> None:
     y = elementwise.exp(rows((512, 512)))
     turned = shaping.permute(y, (1, 0))
-    assert not with_tallies(groups(y, down(elementwise.negative(turned))))
+    assert not with_column_sums(groups(y, down(elementwise.negative(turned))))
 
 
 def test_short_wide_and_uneven_sums_are_cut_as_before() -> None:
     for shape in ((8, 4096), (509, 96), (64, 8192)):
         y = elementwise.exp(rows(shape))
-        assert not with_tallies(groups(y, down(y)))
+        assert not with_column_sums(groups(y, down(y)))
 
 
 def test_only_kernels_in_c_for_threads_keep_them() -> None:
-    assert units_with_tallies(GPU) == 4
-    assert not units_with_tallies(replace(GPU, vector_width=8))
-    assert not units_with_tallies(replace(GPU, language="wgsl"))
+    assert column_units(GPU) == 4
+    assert not column_units(replace(GPU, vector_width=8))
+    assert not column_units(replace(GPU, language="wgsl"))
 
 
 # On devices
@@ -148,10 +150,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 def kept(device: Device, *tensors: ps.Tensor) -> int:
-    """How many tallies the program of some tensors has."""
+    """How many fused column sums the program of some tensors has."""
     nodes = [tensor._node for tensor in tensors]
     program = programs(device).build(Structure(nodes))
-    return sum(count for _, count in with_tallies([step.group for step in program.schedule.groups]))
+    return sum(count for _, count in with_column_sums([step.group for step in program.schedule.groups]))
 
 
 def norm(x: Any, g: Any, of: Any) -> tuple[Any, ...]:
@@ -212,6 +214,7 @@ def test_a_network_learns_the_same(device: Device) -> None:
                 one[...] = ps.asarray(0.1 * draw.standard_normal(one.shape).astype(np.float32), device=where)
         batch = ps.asarray(tokens, device=where)
         model.loss(batch[:, :-1], batch[:, 1:]).backward()
+        realize.realize([one.grad._node for one in model.parameters()], batch.device)  # in one program
         gradients.append({name: one.grad.numpy() for name, one in model.named_parameters()})
     for name, expected in gradients[1].items():
         np.testing.assert_allclose(gradients[0][name], expected, rtol=1e-3, atol=1e-5, err_msg=name)

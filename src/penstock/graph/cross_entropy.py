@@ -1,0 +1,184 @@
+"""Cross-entropy, and that of a linear layer whose logits are never all there.
+
+The logits of a part of the rows are computed, used for the loss and its gradient, and let go before the next
+part. How many rows a part has depends on the target, so the whole loss is recorded as one primitive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.drivers.driver import Capabilities
+from penstock.graph.attention import softmax
+from penstock.graph.checkpoint import BARRIER
+from penstock.graph.contraction import gather, matmul
+from penstock.graph.creating import sequence
+from penstock.graph.custom_vjp import custom_vjp
+from penstock.graph.dtypes import HALVES, float32, int32, int64
+from penstock.graph.elementwise import (
+    add,
+    cast,
+    divide,
+    equal,
+    exp,
+    full,
+    like,
+    log,
+    multiply,
+    positive,
+    stop,
+    subtract,
+    where,
+)
+from penstock.graph.gradient import gradients
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
+from penstock.graph.reducing import expand, max_, sum_
+from penstock.graph.reference import by_parts
+from penstock.graph.shaping import permute, reshape, slice_
+
+
+def row_losses(logits: Node, labels: Node, kept: Node | None, smoothing: float) -> Node:
+    """The loss of each row, 0 where it is not kept. Nothing of such a row is in any result, not even NaN."""
+    rows, width = logits.shape
+    stored = stop(logits)
+    fixed = _wide(stored)
+    most = max_(fixed, (1,))
+    shifted = subtract(fixed, expand(reshape(most, (rows, 1)), logits.shape))
+    total = log(sum_(exp(shifted), (1,)))
+    picked = _wide(gather(reshape(stored, (rows * width,)), places(labels, rows, width)))
+    # On a GPU looked up by itself, before the gradient takes the place of the logits in memory.
+    picked = stop(Node(BARRIER, (stop(picked),), {"gpu_only": True}))
+    loss = subtract(total, subtract(picked, most))
+    if smoothing:
+        mean = divide(sum_(shifted, (1,)), like(total, float(width)))
+        even = multiply(subtract(total, mean), like(total, smoothing))
+        loss = add(multiply(loss, like(loss, 1 - smoothing)), even)
+    inputs = (logits, labels) if kept is None else (logits, labels, kept)
+    result = Node(_ROW_LOSSES, (loss, *inputs), {"smoothing": smoothing})
+    return result if kept is None else where(kept, result, like(result, 0))
+
+
+def _row_losses_gradient(g: Node, n: Node) -> list[Node | None]:
+    _, logits, labels, *kept = n.inputs
+    smoothing, (rows, width) = n.attributes["smoothing"], logits.shape
+    # In 32 bits, of which a vector holds twice as many as of 64.
+    classes = reshape(sequence(0, 1, width, int32), (1, width))
+    label = reshape(cast(labels, int32), (rows, 1))
+    chosen = equal(expand(label, logits.shape), expand(classes, logits.shape))
+    chances = softmax(_wide(logits), 1)
+    less = where(chosen, subtract(chances, like(chances, 1 - smoothing)), chances)
+    less = subtract(less, like(less, smoothing / width)) if smoothing else less
+    less = multiply(less, expand(reshape(g, (rows, 1)), logits.shape))
+    if kept:
+        less = where(expand(reshape(kept[0], (rows, 1)), logits.shape), less, like(less, 0))
+    return [cast(less, logits.dtype), None, *(None for _ in kept)]
+
+
+_ROW_LOSSES = custom_vjp("row_losses", _row_losses_gradient)
+
+
+def places(labels: Node, rows: int, width: int) -> Node:
+    """Where the logit of each row's label lies among all logits, in a dtype that holds the last one."""
+    dtype = int32 if rows * width <= np.iinfo(np.int32).max else int64
+    first = sequence(0, 1, rows, dtype)
+    return add(cast(labels, dtype), multiply(first, like(first, width)))
+
+
+def _wide(x: Node) -> Node:
+    return cast(x, float32) if x.dtype in HALVES else x
+
+
+# Of a linear layer
+
+
+def linear_cross_entropy(
+    items: Node, weight: Node, labels: Node, kept: Node | None, smoothing: float
+) -> Node:
+    """The sum of the losses of rows whose logits are `items @ weight.T`."""
+    inputs = (items, weight, labels) if kept is None else (items, weight, labels, kept)
+    return Node(LINEAR_CROSS_ENTROPY, inputs, {"smoothing": smoothing})
+
+
+def _shape(items: Node, *_: Node, smoothing: float) -> tuple[Shape, DType]:
+    return (), float32 if items.dtype in HALVES else items.dtype
+
+
+def _gradient_shape(*inputs: Node, smoothing: float, of: int) -> tuple[Shape, DType]:
+    return inputs[of].shape, inputs[of].dtype
+
+
+def _in_parts(rows: int, items: Node, weight: Node, labels: Node, *kept: Node, smoothing: float) -> Node:
+    """The same with so many rows of logits at a time."""
+    total = full((), float32 if items.dtype in HALVES else items.dtype, 0)
+    for start in range(0, items.shape[0], rows):
+        count = min(rows, items.shape[0] - start)
+        part = slice_(items, ((start, count, 1), (0, items.shape[1], 1)))
+        logits = matmul(part, permute(weight, (1, 0)))
+        own = [slice_(x, ((start, count, 1),)) for x in (labels, *kept)]
+        losses = row_losses(logits, own[0], own[1] if kept else None, smoothing)
+        total = add(total, sum_(losses, (0,)))
+    return total
+
+
+def _gradient_in_parts(rows: int, *inputs: Node, smoothing: float, of: int) -> Node:
+    operands = [positive(operand) for operand in inputs[:-1]]
+    loss = _in_parts(rows, *operands, smoothing=smoothing)
+    (found,) = gradients(loss, inputs[-1], [operands[of]], until=operands)
+    return like(operands[of], 0) if found is None else found
+
+
+def _rows_at_once(width: int, capabilities: Capabilities) -> int:
+    """How many rows of logits are computed together.
+
+    The gradient of a row's logits needs no other row's, so those of one part are let go before the next. The
+    weight's gradient is added up part by part: the fewer rows, the more it is read and written again. A part
+    has to fit into one memory, and into one buffer of a kernel.
+    """
+    cpu = capabilities.vector_width > 1
+    rows = max(512, (1 << 20) // width) if cpu else max(8192, (1 << 26) // width)
+    return max(1, min(rows, capabilities.bank_bytes // (4 * width)))
+
+
+def _decomposed(node: Node, capabilities: Capabilities) -> Node:
+    rows = _rows_at_once(node.inputs[1].shape[0], capabilities)
+    return _in_parts(rows, *node.inputs, **node.attributes)
+
+
+def _gradient_decomposed(node: Node, capabilities: Capabilities) -> Node:
+    rows = _rows_at_once(node.inputs[1].shape[0], capabilities)
+    return _gradient_in_parts(rows, *node.inputs, **node.attributes)
+
+
+def _reference(*arrays: Array, **attributes: Any) -> Array:
+    return by_parts(lambda *inputs: _in_parts(1 << 30, *inputs, **attributes), *arrays)
+
+
+def _gradient_reference(*arrays: Array, **attributes: Any) -> Array:
+    return by_parts(lambda *inputs: _gradient_in_parts(1 << 30, *inputs, **attributes), *arrays)
+
+
+def _gradients(g: Node, n: Node) -> list[Node | None]:
+    found: list[Node | None] = [None] * len(n.inputs)
+    for of in (0, 1):
+        found[of] = Node(LINEAR_CROSS_ENTROPY_GRADIENT, (*n.inputs, g), {**n.attributes, "of": of})
+    return found
+
+
+def _second_gradients(g: Node, n: Node) -> list[Node | None]:
+    own = tuple(positive(operand) for operand in n.inputs)
+    return gradients(_gradient_in_parts(1 << 30, *own, **n.attributes), g, own, until=own)
+
+
+LINEAR_CROSS_ENTROPY = Primitive(
+    "linear_cross_entropy", Kind.CONTRACTION, _shape, _reference, _gradients, decompose=_decomposed
+)
+LINEAR_CROSS_ENTROPY_GRADIENT = Primitive(
+    "linear_cross_entropy_gradient",
+    Kind.CONTRACTION,
+    _gradient_shape,
+    _gradient_reference,
+    _second_gradients,
+    decompose=_gradient_decomposed,
+)

@@ -1,0 +1,218 @@
+"""Argmax and argmin: the index of the first of the extreme items; a NaN comes before every number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.drivers.driver import Capabilities
+from penstock.graph.node import Node
+from penstock.kernels.builder import KernelBuilder
+from penstock.kernels.ir import BOOL, Const, Expr, Var
+from penstock.kernels.lone import SHORT_ROW, Launch, Lone, along, group_size, is_cpu
+from penstock.kernels.source import KernelSource
+from penstock.kernels.templates.tasks import Tasks
+from penstock.kernels.wgsl_steps import UNROLLED, most_steps
+
+_WIDEST = 256  # columns that one thread of a CPU compares side by side
+_FEW = 8  # columns; fewer are done one by one
+_VECTORS = 4  # of a row, compared side by side: one need not wait for the other
+_SEGMENT = 512  # items of a row that are searched a second time where they hold the extreme
+
+
+@dataclass(frozen=True)
+class _Extreme:
+    """What is looked for, in arrays of which shape: `length` items along the axis."""
+
+    largest: bool
+    dtype: str
+    outer: int
+    length: int
+    inner: int
+
+    def builder(self, name: str, capabilities: Capabilities) -> KernelBuilder:
+        """An empty kernel with the parameters."""
+        return KernelBuilder(name, capabilities, ["int64"], [self.dtype])
+
+    def wins(self, k: KernelBuilder, value: Expr, best: Expr) -> Expr:
+        """Whether a value takes the place of the best one before it."""
+        return k.call("greater_or_nan" if self.largest else "less_or_nan", value, best)
+
+    @property
+    def floats(self) -> bool:
+        """Whether there may be NaNs."""
+        return self.dtype.startswith("float")
+
+    @property
+    def reduction(self) -> str:
+        """The reduction that gives the extreme value."""
+        return "max" if self.largest else "min"
+
+    def better(self, k: KernelBuilder, value: Expr, best: Expr) -> Expr:
+        """One of two vectors' items each; a value that is a NaN is left out, in one instruction of a CPU."""
+        return k.call(f"{self.reduction}imum{'_number' if self.floats else ''}", value, best)
+
+
+def extreme(node: Node, capabilities: Capabilities) -> Lone | None:
+    """Kernels of `argmax` and `argmin`; None where a loop would have too many iterations."""
+    x = node.inputs[0]
+    # Truth values are compared as the numbers 0 and 1 that they are in memory.
+    dtype = "uint8" if x.dtype == np.bool_ else str(x.dtype)
+    shape = along(x.shape, node.attributes["axis"])
+    kind = _Extreme(node.primitive.name == "argmax", dtype, *shape)
+    long_row = kind.inner == 1 and kind.length > SHORT_ROW
+    if is_cpu(capabilities):
+        few = kind.inner < _FEW
+        build = _rows_on_cpu if long_row else _one_by_one if few else _columns_on_cpu
+    elif long_row:
+        build = _row
+    elif kind.length <= UNROLLED * most_steps(capabilities):
+        build = _one_by_one
+    else:
+        return None
+    return Lone((Launch(build(kind, capabilities), (0, 1)),))
+
+
+def _row(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
+    """For a GPU: a workgroup for each row."""
+    length, threads = kind.length, group_size(max(kind.length // 4, 32), capabilities)
+    k = kind.builder("extreme_of_row", capabilities)
+    x = k.inputs[0]
+    bests, indices = k.shared("bests", kind.dtype, threads), k.shared("indices", "int32", threads)
+    begin = k.let("begin", k.group() * length)
+    best = k.variable("best", k.load(x, begin + k.thread))
+    best_index = k.variable("best_index", k.thread)
+    with k.loop("i", k.thread + threads, length, threads) as i:
+        value = k.let("value", k.load(x, begin + i))
+        with k.when(kind.wins(k, value, best)):
+            k.assign(best, value)
+            k.assign(best_index, i)
+    k.store(bests, k.thread, best)
+    k.store(indices, k.thread, best_index)
+    apart = k.variable("apart", threads // 2)
+    with k.repeat(apart > 0):
+        k.barrier()
+        with k.when(k.thread < apart):
+            value = k.let("value", k.load(bests, k.thread + apart))
+            index = k.let("index", k.load(indices, k.thread + apart))
+            earlier = (index < best_index) & ~kind.wins(k, best, value)
+            with k.when(kind.wins(k, value, best) | earlier):
+                k.assign(best, value)
+                k.assign(best_index, index)
+                k.store(bests, k.thread, best)
+                k.store(indices, k.thread, best_index)
+        k.assign(apart, apart // 2)
+    with k.when(k.thread.eq(0)):
+        k.store(k.outputs[0], k.group(), best_index)
+    return k.source((kind.outer,), (threads,))
+
+
+def _one_by_one(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
+    """A task for each short row, or for each column."""
+    length, inner = kind.length, kind.inner
+    tasks, k = Tasks(kind.outer * inner, capabilities), kind.builder("extreme_of_each", capabilities)
+    x = k.inputs[0]
+    with tasks.each(k) as task:
+        begin = k.let("begin", task // inner * (length * inner) + task % inner)
+        best = k.variable("best", k.load(x, begin))
+        best_index = k.variable("best_index", 0)
+        with k.loop("i", 1, length, unrolled=0 if is_cpu(capabilities) else UNROLLED) as i:
+            value = k.let("value", k.load(x, begin + i * inner))
+            wins = k.let("wins", kind.wins(k, value, best))
+            k.assign(best, k.select(wins, value, best))
+            k.assign(best_index, k.select(wins, i, best_index))
+        k.store(k.outputs[0], task, best_index)
+    return k.source(tasks.grid, tasks.group)
+
+
+def _rows_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
+    """A task for each row. The extreme of a segment is computed in vectors, and searched for if it wins."""
+    tasks, k = Tasks(kind.outer, capabilities), kind.builder("extreme_of_rows", capabilities)
+    x, length = k.inputs[0], kind.length
+    width = 8 if np.dtype(kind.dtype).itemsize >= 4 else 16
+    step = width * _VECTORS
+    whole = length // step * step
+    with tasks.each(k) as task:
+        begin = k.let("begin", task * length)
+        best, best_index = k.variable("best", k.load(x, begin)), k.variable("best_index", 0)
+        with k.loop("start", 0, whole, _SEGMENT) as start:
+            stop = k.let("stop", k.call("minimum", start + _SEGMENT, whole))
+            extremes = [k.variable(f"extreme{lane}", k.broadcast(best, width)) for lane in range(_VECTORS)]
+            has_nan = k.variable("has_nan", k.broadcast(Const(False, BOOL), width)) if kind.floats else best
+            with k.loop("i", start, stop, step) as i:
+                vectors = [
+                    k.let(f"vector{lane}", k.load_vector(x, begin + i + lane * width, width))
+                    for lane in range(_VECTORS)
+                ]
+                for total, vector in zip(extremes, vectors, strict=True):
+                    k.assign(total, kind.better(k, vector, total))
+                for vector in vectors if kind.floats else ():
+                    k.assign(has_nan, k.call("logical_or", has_nan, k.call("not_equal", vector, vector)))
+            for other in extremes[1:]:
+                k.assign(extremes[0], kind.better(k, other, extremes[0]))
+            candidate = k.block_reduce("candidate", kind.reduction, extremes[0], 1, 1)
+            if kind.floats:
+                with k.when(k.block_reduce("any_nan", "any", has_nan, 1, 1)):
+                    k.assign(candidate, float("nan"))
+            with k.when(kind.wins(k, candidate, best)):
+                k.assign(best, candidate)
+                _search(kind, k, begin, start, step, best, best_index)
+        with k.loop("i", whole, length) as i:
+            value = k.let("value", k.load(x, begin + i))
+            with k.when(kind.wins(k, value, best)):
+                k.assign(best, value)
+                k.assign(best_index, i)
+        k.store(k.outputs[0], task, best_index)
+    return k.source(tasks.grid, tasks.group)
+
+
+def _search(
+    kind: _Extreme, k: KernelBuilder, begin: Expr, start: Expr, step: int, best: Expr, best_index: Var
+) -> None:
+    """Assign the index from `start` on of the first item that is equal to the best: in steps, then in one."""
+
+    def is_best(index: Expr) -> Expr:
+        value = k.let("value", k.load(k.inputs[0], begin + index))
+        equal = k.call("equal", value, best)
+        if not kind.floats:
+            return equal
+        # If the best is a NaN, only NaNs are equal to it; if it is not, there are none.
+        return k.call("logical_or", equal, k.call("not_equal", value, value))
+
+    k.assign(best_index, start - step)
+    found = k.variable("found", 0)
+    with k.repeat(found.eq(0)):
+        k.assign(best_index, best_index + step)
+        with k.loop("j", 0, step) as j:
+            k.assign(found, found | k.select(is_best(best_index + j), 1, 0))
+    k.assign(found, 0)
+    with k.repeat(found.eq(0)):
+        k.assign(found, k.select(is_best(best_index), 1, 0))
+        k.assign(best_index, best_index + 1 - found)
+
+
+def _columns_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
+    """A task for neighbouring columns, which goes from row to row."""
+    length, inner, width = kind.length, kind.inner, min(kind.inner, _WIDEST)
+    parts = -(-inner // width)
+    tasks, k = Tasks(kind.outer * parts, capabilities), kind.builder("extreme_of_columns", capabilities)
+    x = k.inputs[0]
+    with tasks.each(k) as task:
+        start = k.let("start", task % parts * width)
+        count = k.let("count", k.call("minimum", inner - start, width))
+        begin = k.let("begin", task // parts * (length * inner) + start)
+        bests, indices = k.registers("bests", kind.dtype, width), k.registers("indices", "int32", width)
+        with k.loop("j", 0, count) as j:
+            k.store(bests, j, k.load(x, begin + j))
+            k.store(indices, j, 0)
+        with k.loop("i", 1, length) as i:
+            row = k.pointer("row", x, begin + i * inner)
+            with k.loop("j", 0, count) as j:
+                value, best = k.let("value", k.load(row, j)), k.let("best", k.load(bests, j))
+                wins = k.let("wins", kind.wins(k, value, best))
+                k.store(bests, j, k.select(wins, value, best))
+                k.store(indices, j, k.select(wins, i, k.load(indices, j)))
+        with k.loop("j", 0, count) as j:
+            k.store(k.outputs[0], task // parts * inner + start + j, k.load(indices, j))
+    return k.source(tasks.grid, tasks.group)

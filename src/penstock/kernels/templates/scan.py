@@ -1,0 +1,227 @@
+"""Scans: cumulative sums, cumulative products and linear recurrences along an axis, from its start or end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.drivers.driver import Capabilities
+from penstock.graph.node import Node
+from penstock.graph.reducing import BLOCK
+from penstock.kernels.builder import KernelBuilder, Memory
+from penstock.kernels.ir import Const, Expr, Operand, Type, Var
+from penstock.kernels.lone import CPU_SHARES, SHORT_ROW, Launch, Lone, along, group_size, is_cpu
+from penstock.kernels.source import KernelSource
+from penstock.kernels.templates.tasks import Tasks
+from penstock.kernels.wgsl_steps import UNROLLED, most_steps
+
+_ROWS_AT_ONCE = 4  # on a CPU: each sum waits for the one before, so four rows take turns
+_WIDEST = 2048  # columns of a CPU's task, so that their running sums stay in the cache
+_ITEMS = 4  # of one thread in a workgroup's step
+_ROW_STEP = 256  # items of a row to each iteration of a loop, of all that a workgroup's step has
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What is computed. A linear recurrence has no operation, and the factors as a second input."""
+
+    dtype: str
+    operation: str = ""  # the primitive that takes in one more item: add or multiply
+    reverse: bool = False
+
+    def builder(self, name: str, capabilities: Capabilities) -> KernelBuilder:
+        """An empty kernel with the scan's parameters."""
+        return KernelBuilder(name, capabilities, [self.dtype], [self.dtype] * (1 if self.operation else 2))
+
+    def origin(self, index: Expr, length: int, stride: int = 1) -> Expr:
+        """The index of the item to begin with; `index` is that of the row's first item."""
+        return index + (length - 1) * stride if self.reverse else index
+
+    def moved(self, index: Expr, distance: Operand) -> Expr:
+        """An index after a distance along the scan's direction."""
+        return index - distance if self.reverse else index + distance
+
+    def following(self, k: KernelBuilder, carry: Expr, index: Expr, *inputs: Memory) -> Expr:
+        """The result at an index, from the result before it. `inputs`: other names for the kernel's."""
+        x, *factors = (k.load(memory, index).cast(carry.type.dtype) for memory in inputs or tuple(k.inputs))
+        if self.operation:
+            return k.call(self.operation, carry, x)
+        return k.call("add", x, k.call("multiply", factors[0], carry))
+
+    @property
+    def identity(self) -> Const:
+        """What leaves every item as it is: for a sum -0, since 0 would turn -0 into 0."""
+        value = 1.0 if self.operation == "multiply" else -0.0
+        return Const(value, Type(self.dtype))
+
+
+def scan(node: Node, capabilities: Capabilities) -> Lone | None:
+    """Kernels of a scan along an axis; None where a loop would have too many iterations."""
+    kind = Scan(str(node.dtype), node.primitive.combine, node.attributes["reverse"])
+    outer, length, inner = along(node.shape, node.attributes["axis"])
+    most = most_steps(capabilities)
+    if is_cpu(capabilities):
+        build = _rows_on_cpu if inner == 1 else _columns_on_cpu
+        source = build(kind, outer, length, inner, capabilities)
+    elif kind.operation and inner == 1 and SHORT_ROW < length <= _ROW_STEP * most:
+        source = row_scan("scan_row", kind, outer, length, capabilities)
+    elif length <= UNROLLED * most:
+        source = _columns(kind, outer, length, inner, capabilities)
+    else:
+        return None
+    return Lone((Launch(source, tuple(range(len(source.buffers)))),))
+
+
+class _Carry:
+    """The scan of values that come one after the other; `value` is the result so far.
+
+    A sum of many floating-point numbers is made of three: of the values since the last whole block, of the
+    blocks since the last block of blocks, and of all before. So its error grows more slowly.
+    """
+
+    def __init__(self, k: KernelBuilder, kind: Scan, first: Expr, count: int) -> None:
+        self._k = k
+        self.value = k.variable("carry", first)
+        self._blocked = kind.operation == "add" and kind.dtype.startswith("float") and count > BLOCK
+        if self._blocked:
+            self._near = k.variable("near", self.value)
+            self._blocks, self._far, self._before = (
+                k.variable(name, kind.identity) for name in ("blocks", "far", "before_near")
+            )
+            self._near_count = k.variable("near_count", 1)
+            self._block_count = k.variable("block_count", 0)
+
+    def take(self, value: Expr, following: Expr) -> None:
+        """One more value; `following` is the result with it, computed directly."""
+        k = self._k
+        if not self._blocked:
+            k.assign(self.value, following)
+            return
+        near, blocks = self._near, self._blocks
+        k.assign(near, near + value)
+        k.assign(self.value, self._before + near)
+        k.assign(self._near_count, self._near_count + 1)
+        with k.when(self._near_count.eq(BLOCK)):
+            k.assign(blocks, blocks + near)
+            k.assign(near, -0.0)
+            k.assign(self._near_count, 0)
+            k.assign(self._block_count, self._block_count + 1)
+            with k.when(self._block_count.eq(BLOCK)):
+                k.assign(self._far, self._far + blocks)
+                k.assign(blocks, -0.0)
+                k.assign(self._block_count, 0)
+            k.assign(self._before, self._far + blocks)
+
+
+def row_scan(name: str, kind: Scan, rows: int, length: int, capabilities: Capabilities) -> KernelSource:
+    """For a GPU: a workgroup for each row, which goes along it in steps. It may work in place."""
+    threads = group_size(max(length // _ITEMS, 32), capabilities)
+    k = kind.builder(name, capabilities)
+    x, y = k.inputs[0], k.outputs[0]
+    parts = k.shared("parts", kind.dtype, threads)
+
+    def combined(left: Expr, right: Expr) -> Expr:
+        return k.call(kind.operation, left, right)
+
+    begin = k.let("begin", kind.origin(k.group() * length, length))
+    carry = _Carry(k, kind, kind.identity, -(-length // (threads * _ITEMS)))
+    with k.loop("start", 0, length, threads * _ITEMS) as start:
+        first = k.let("first", start + k.thread * _ITEMS)
+        total = k.variable("total", kind.identity)
+        prefixes = []
+        for item in range(_ITEMS):
+            with k.when(first + item < length):
+                k.assign(total, combined(total, k.load(x, kind.moved(begin, first + item))))
+            prefixes.append(k.let(f"prefix{item}", total))
+        k.store(parts, k.thread, total)
+        k.barrier()
+        reach = k.variable("reach", 1)
+        with k.repeat(reach < threads):
+            with k.when(k.thread >= reach):
+                k.assign(total, combined(k.load(parts, k.thread - reach), total))
+            k.barrier()
+            k.store(parts, k.thread, total)
+            k.barrier()
+            k.assign(reach, reach * 2)
+        before = k.variable("before", carry.value)
+        with k.when(k.thread > 0):
+            k.assign(before, combined(carry.value, k.load(parts, k.thread - 1)))
+        for item, prefix in enumerate(prefixes):
+            with k.when(first + item < length):
+                k.store(y, kind.moved(begin, first + item), combined(before, prefix))
+        last = k.let("last", k.load(parts, threads - 1))
+        carry.take(last, combined(carry.value, last))
+        k.barrier()
+    return k.source((rows,), (threads,))
+
+
+def _columns(kind: Scan, outer: int, length: int, inner: int, capabilities: Capabilities) -> KernelSource:
+    """For a GPU: a thread for each short row, or for each column."""
+    tasks, k = Tasks(outer * inner, capabilities), kind.builder("scan_columns", capabilities)
+    x, y = k.inputs[0], k.outputs[0]
+    with tasks.each(k) as task:
+        begin = k.let("begin", kind.origin(task // inner * (length * inner) + task % inner, length, inner))
+        carry = _Carry(k, kind, k.load(x, begin), length)
+        k.store(y, begin, carry.value)
+        with k.loop("i", 1, length, unrolled=UNROLLED) as i:
+            index = k.let("index", kind.moved(begin, i * inner))
+            carry.take(k.load(x, index), kind.following(k, carry.value, index))
+            k.store(y, index, carry.value)
+    return k.source(tasks.grid, tasks.group)
+
+
+def _accumulator(kind: Scan, capabilities: Capabilities) -> str:
+    """The dtype in which a CPU adds up item by item: in float32 a sum of many would be inexact."""
+    wide = (kind.dtype, kind.operation) == ("float32", "add") and capabilities.float64
+    return "float64" if wide else kind.dtype
+
+
+def _rows_on_cpu(kind: Scan, outer: int, length: int, inner: int, capabilities: Capabilities) -> KernelSource:
+    """A task for several rows. The last task may have fewer, and then computes its last row several times."""
+    lanes = range(min(_ROWS_AT_ONCE, outer))
+    tasks, k = Tasks(-(-outer // len(lanes)), capabilities), kind.builder("scan_rows", capabilities)
+    x, y, wide = k.inputs[0], k.outputs[0], _accumulator(kind, capabilities)
+    with tasks.each(k) as task:
+        begins: list[Var] = []
+        for lane in lanes:
+            row = k.call("minimum", task * len(lanes) + lane, outer - 1)
+            begins.append(k.let(f"begin{lane}", kind.origin(row * length, length)))
+        carries = [
+            k.variable(f"carry{lane}", k.load(x, begin).cast(wide)) for lane, begin in enumerate(begins)
+        ]
+        for begin, carry in zip(begins, carries, strict=True):
+            k.store(y, begin, carry.cast(kind.dtype))
+        with k.loop("i", 1, length) as i:
+            for begin, carry in zip(begins, carries, strict=True):
+                k.assign(carry, kind.following(k, carry, kind.moved(begin, i)))
+            for begin, carry in zip(begins, carries, strict=True):
+                k.store(y, kind.moved(begin, i), carry.cast(kind.dtype))
+    return k.source(tasks.grid, tasks.group)
+
+
+def _columns_on_cpu(
+    kind: Scan, outer: int, length: int, inner: int, capabilities: Capabilities
+) -> KernelSource:
+    """A task for neighbouring columns, which goes from row to row."""
+    parts = -(-CPU_SHARES * capabilities.compute_units // outer)
+    width = min(-(-inner // (16 * parts)) * 16, inner, _WIDEST)
+    parts = -(-inner // width)
+    tasks, k = Tasks(outer * parts, capabilities), kind.builder("scan_columns", capabilities)
+    wide = _accumulator(kind, capabilities)
+    sums = k.shared("sums", wide, width)
+    with tasks.each(k) as task:
+        start = k.let("start", task % parts * width)
+        count = k.let("count", k.call("minimum", inner - start, width))
+        begin = k.let("begin", kind.origin(task // parts * (length * inner) + start, length, inner))
+        with k.loop("j", 0, count) as j:
+            first = k.let("first", k.load(k.inputs[0], begin + j))
+            k.store(sums, j, first.cast(wide))
+            k.store(k.outputs[0], begin + j, first)
+        with k.loop("i", 1, length) as i:
+            row = k.let("row", kind.moved(begin, i * inner))
+            inputs = [k.pointer(f"row_{memory.name}", memory, row) for memory in k.inputs]
+            result = k.pointer("result", k.outputs[0], row)
+            with k.loop("j", 0, count) as j:
+                total = k.let("total", kind.following(k, k.load(sums, j), j, *inputs))
+                k.store(sums, j, total)
+                k.store(result, j, total.cast(kind.dtype))
+    return k.source(tasks.grid, tasks.group)

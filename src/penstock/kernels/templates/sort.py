@@ -1,0 +1,336 @@
+"""Argsort: the indices that sort rows; equal items keep their order.
+
+Items of every dtype are sorted by keys: unsigned integers in the same order. Each key makes a pair with the
+item's index in its row. A thread sorts a short row by insertion, a workgroup of a GPU one that fits its local
+memory as a bitonic network. Others are sorted digit by digit, each time in a stable order.
+
+Keys are words of 32 bits on a GPU, the lowest first, and of up to 64 on a CPU. A pair in a GPU's memory is
+the index, followed by the words of the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.drivers.driver import Capabilities
+from penstock.graph.node import Node
+from penstock.kernels.builder import KernelBuilder, Memory
+from penstock.kernels.ir import Binary, Const, Expr, Operand, Type, Var
+from penstock.kernels.lone import CPU_SHARES, Launch, Lone, along, group_size, is_cpu
+from penstock.kernels.source import KernelSource
+from penstock.kernels.templates.scan import Scan, row_scan
+from penstock.kernels.templates.tasks import Tasks
+
+_DIGITS = 256  # values of a digit, which is a byte; on a GPU each has a thread
+_BLOCK = 2048  # items that one workgroup counts and places
+_INSERTED_ON_CPU = 32  # items of the longest row that is sorted by insertion
+_INSERTED_ON_GPU = 16
+_LOCAL_BYTES = 32768  # every GPU's workgroups have this much
+_WORD = 4  # bytes
+_MOST_WORDS = 1 << 31  # of all pairs, so that an index is an int32
+
+
+def sort(node: Node, capabilities: Capabilities) -> Lone | None:
+    """Kernels of `argsort`; None where workgroups are too small or indices too large."""
+    rows = _Rows(node, capabilities)
+    if rows.length <= (_INSERTED_ON_CPU if is_cpu(capabilities) else _INSERTED_ON_GPU):
+        return Lone((Launch(_insertion(rows, capabilities), (0, 1)),))
+    if is_cpu(capabilities):
+        slots = min(rows.count, CPU_SHARES * capabilities.compute_units)
+        scratch = slots * 2 * rows.length * rows.pair * 8
+        return Lone((Launch(_row_by_row(rows, slots, capabilities), (0, 2, 1)),), (scratch,))
+    padded = 1 << (rows.length - 1).bit_length()
+    if padded * rows.pair * _WORD <= min(_LOCAL_BYTES, capabilities.local_bytes):
+        return Lone((Launch(_in_local_memory(rows, padded, capabilities), (0, 1)),))
+    small = capabilities.max_group_size < _DIGITS or capabilities.local_bytes < _BLOCK * _WORD
+    if small or rows.count * rows.length * rows.pair > _MOST_WORDS:
+        return None
+    return _by_digits(rows, capabilities)
+
+
+class _Rows:
+    """The rows of one node: how many there are, where their items lie, and what the keys are."""
+
+    def __init__(self, node: Node, capabilities: Capabilities) -> None:
+        dtype = node.inputs[0].dtype
+        outer, self.length, self.inner = along(node.shape, node.attributes["axis"])
+        self.count = outer * self.inner
+        self.bytes = dtype.itemsize  # of a key: as many digits
+        wide, cpu = self.bytes == 8, is_cpu(capabilities)
+        self.words = 2 if wide and not cpu else 1
+        self.word = "uint64" if wide and cpu else "uint32"
+        # Items of scratch memory: words of 32 bits on a GPU, of 64 on a CPU.
+        self.pair = 1 + int(wide) if cpu else 1 + self.words
+        # The bits are read, whatever they mean.
+        self.dtype = "uint32" if self.words == 2 else f"uint{8 * self.bytes}"
+        self._kind, self._descending = dtype.kind, node.attributes["descending"]
+        self._bits = 8 * self.bytes // self.words  # of the highest word
+        self.largest = Const((1 << self._bits) - 1, Type(self.word))
+
+    def index(self, row: Expr, position: Expr) -> Expr:
+        """Where an item of a row lies."""
+        length, inner = self.length, self.inner
+        if inner == 1:
+            return row * length + position
+        return row // inner * (length * inner) + row % inner + position * inner
+
+    def key(self, k: KernelBuilder, row: Expr, position: Expr) -> list[Var]:
+        """The key of an item, the lowest word first."""
+        index, x = self.index(row, position), k.inputs[0]
+        places = [index * 2, index * 2 + 1] if self.words == 2 else [index]
+        bits = [k.let(f"bits_{n}", k.load(x, place).cast(self.word)) for n, place in enumerate(places)]
+        return [k.let(f"key_{n}", word) for n, word in enumerate(self._ordered(k, bits))]
+
+    def _ordered(self, k: KernelBuilder, bits: Sequence[Expr]) -> Sequence[Expr]:
+        """The bits of an item as a number that is in the same order as what they mean."""
+        *low, high = bits
+        sign = Const(1 << self._bits - 1, Type(self.word))
+        ordered = bits
+        if self._kind == "i":
+            ordered = [*low, high ^ sign]
+        if self._kind == "f":
+            # Every NaN is the largest; -0 is 0; a negative number is the smaller the larger its bits are.
+            zeros = [Const(0, Type(self.word)) for _ in low]
+            infinity = 0xFF << 24 if self.bytes == 4 else 0x7FF << self._bits - 11  # without its sign
+            is_nan = _greater([*low, high << 1], [*zeros, Const(infinity, Type(self.word))])
+            is_negative = _greater(bits, [*zeros, sign])
+            ordered = [
+                k.select(is_nan, self.largest, k.select(is_negative, ~word, positive))
+                for word, positive in zip(bits, [*low, high | sign], strict=True)
+            ]
+        return [word ^ self.largest for word in ordered] if self._descending else ordered
+
+
+def _greater(left: Sequence[Expr], right: Sequence[Expr]) -> Expr:
+    """Whether one number is greater than another, both given by their words, the lowest first."""
+    result = left[0] > right[0]
+    for a, b in zip(left[1:], right[1:], strict=True):
+        result = (a > b) | (a.eq(b) & result)
+    return result
+
+
+def _insertion(rows: _Rows, capabilities: Capabilities) -> KernelSource:
+    """A task for each row."""
+    n, tasks = rows.length, Tasks(rows.count, capabilities)
+    k = KernelBuilder("sort_short_rows", capabilities, ["int64"], [rows.dtype])
+    with tasks.each(k) as row:
+        keys = [k.registers(f"keys_{word}", rows.word, n) for word in range(rows.words)]
+        places = k.registers("places", "int32", n)
+        with k.loop("i", 0, n) as i:
+            key = rows.key(k, row, i)
+            j = k.variable("j", i)
+            with k.repeat((j > 0) & _greater([k.load(words, j - 1) for words in keys], key)):
+                for array in (*keys, places):
+                    k.store(array, j, k.load(array, j - 1))
+                k.assign(j, j - 1)
+            for array, value in zip((*keys, places), (*key, i), strict=True):
+                k.store(array, j, value)
+        with k.loop("i", 0, n) as i:
+            k.store(k.outputs[0], rows.index(row, i), k.load(places, i))
+    return k.source(tasks.grid, tasks.group)
+
+
+def _in_local_memory(rows: _Rows, padded: int, capabilities: Capabilities) -> KernelSource:
+    """For a GPU: a workgroup sorts a row as a bitonic network of pairs, with what pads it at the end."""
+    threads = group_size(padded // 2, capabilities)
+    k = KernelBuilder("sort_row", capabilities, ["int64"], [rows.dtype])
+    places = k.shared("places", "uint32", padded)
+    keys = [k.shared(f"keys_{word}", "uint32", padded) for word in range(rows.words)]
+    pairs = (places, *keys)
+    with k.loop("i", k.thread, padded, threads) as i:
+        k.store(places, i, i.cast("uint32"))
+        for array in keys:
+            k.store(array, i, rows.largest)
+        with k.when(i < rows.length):
+            for array, word in zip(keys, rows.key(k, k.group(), i), strict=True):
+                k.store(array, i, word)
+    size = k.variable("size", 2)
+    with k.repeat(size <= padded):
+        step = k.variable("step", size // 2)
+        with k.repeat(step > 0):
+            k.barrier()
+            with k.loop("i", k.thread, padded // 2, threads) as i:
+                low = k.let("low", i * 2 - (i & (step - 1)))
+                high = k.let("high", low + step)
+                a, b = (
+                    [k.let(f"{name}_{word}", k.load(array, at)) for word, array in enumerate(pairs)]
+                    for name, at in (("a", low), ("b", high))
+                )
+                falls = k.let("falls", _greater(a, b))
+                with k.when(falls.eq((low & size).eq(0))):
+                    for array, first, second in zip(pairs, a, b, strict=True):
+                        k.store(array, low, second)
+                        k.store(array, high, first)
+            k.assign(step, step // 2)
+        k.assign(size, size * 2)
+    k.barrier()
+    with k.loop("i", k.thread, rows.length, threads) as i:
+        k.store(k.outputs[0], rows.index(k.group(), i), k.load(places, i).cast("int32"))
+    return k.source((rows.count,), (threads,))
+
+
+def _by_digits(rows: _Rows, capabilities: Capabilities) -> Lone:
+    """For a GPU: the pairs are sorted by each byte of the keys, from the lowest on.
+
+    The scratch buffers hold the pairs, the pairs after a pass, and how many keys of each block have each
+    digit. The pairs change sides with every pass.
+    """
+    blocks = -(-rows.length // _BLOCK)
+    counts = _DIGITS * blocks
+    count, place = _counting(rows, blocks, capabilities), _placing(rows, blocks, capabilities)
+    sums = row_scan("sum_counts", Scan("int32", "add"), rows.count, counts, capabilities)
+    launches = [Launch(_loading(rows, capabilities), (2, 1))]
+    for digit in range(rows.bytes):
+        here, there = 2 + digit % 2, 3 - digit % 2
+        launches += [
+            Launch(count, (4, here), (8 * digit,)),
+            Launch(sums, (4, 4)),
+            Launch(place, (there, here, 4), (8 * digit,)),
+        ]
+    launches.append(Launch(_storing(rows, capabilities), (0, 2 + rows.bytes % 2)))
+    pairs = rows.count * rows.length * rows.pair * _WORD
+    return Lone(tuple(launches), (pairs, pairs, 4 * rows.count * counts))
+
+
+def _loading(rows: _Rows, capabilities: Capabilities) -> KernelSource:
+    tasks = Tasks(rows.count * rows.length, capabilities)
+    k = KernelBuilder("load_keys", capabilities, ["uint32"], [rows.dtype])
+    with tasks.each(k) as task:
+        position = k.let("position", task % rows.length)
+        key = rows.key(k, task // rows.length, position)
+        for word, value in enumerate((position.cast("uint32"), *key)):
+            k.store(k.outputs[0], task * rows.pair + word, value)
+    return k.source(tasks.grid, tasks.group)
+
+
+def _storing(rows: _Rows, capabilities: Capabilities) -> KernelSource:
+    tasks = Tasks(rows.count * rows.length, capabilities)
+    k = KernelBuilder("store_places", capabilities, ["int64"], ["uint32"])
+    with tasks.each(k) as task:
+        index = rows.index(task // rows.length, task % rows.length)
+        k.store(k.outputs[0], index, k.load(k.inputs[0], task * rows.pair).cast("int32"))
+    return k.source(tasks.grid, tasks.group)
+
+
+class _Block:
+    """What a workgroup knows of its block of a row: its pairs, their digits, and its item of the counts."""
+
+    def __init__(self, k: KernelBuilder, rows: _Rows, blocks: int, pairs: Memory) -> None:
+        self._k, self._rows, self._counts = k, rows, _DIGITS * blocks
+        (shift,) = k.scalars
+        block, self.row = k.let("block", k.group() % blocks), k.let("row", k.group() // blocks)
+        self.start = k.let("start", self.row * rows.length + block * _BLOCK)
+        self.length = k.let("n", k.call("minimum", rows.length - block * _BLOCK, _BLOCK))
+        self.counts = k.let("counts", self.row * self._counts)
+        self.slot = k.let("slot", self.counts + k.thread * blocks + block)
+        self._digits = k.shared("digits", "uint8", _BLOCK)
+        with k.loop("i", k.thread, self.length, _DIGITS) as i:
+            word = k.load(pairs, (self.start + i) * rows.pair + 1 + shift // 32)
+            digit = (word >> (shift % 32).cast("uint32")) & (_DIGITS - 1)
+            k.store(self._digits, i, digit.cast("uint8"))
+        k.barrier()
+
+    def is_own(self, i: Expr) -> Expr:
+        """Whether the digit of a key is that of this thread."""
+        return self._k.load(self._digits, i).cast("int32").eq(self._k.thread)
+
+
+def _counting(rows: _Rows, blocks: int, capabilities: Capabilities) -> KernelSource:
+    k = KernelBuilder("count_digits", capabilities, ["int32"], ["uint32"], ["int32"])
+    block = _Block(k, rows, blocks, k.inputs[0])
+    count = k.variable("count", 0)
+    with k.loop("i", 0, block.length) as i:
+        k.assign(count, count + k.select(block.is_own(i), 1, 0))
+    k.store(k.outputs[0], block.slot, count)
+    return k.source((rows.count * blocks,), (_DIGITS,))
+
+
+def _placing(rows: _Rows, blocks: int, capabilities: Capabilities) -> KernelSource:
+    k = KernelBuilder("place_by_digit", capabilities, ["uint32"], ["uint32", "int32"], ["int32"])
+    pairs, sums = k.inputs
+    block = _Block(k, rows, blocks, pairs)
+    place = k.variable("place", block.row * rows.length)
+    with k.when(block.slot > block.counts):
+        k.assign(place, place + k.load(sums, block.slot - 1))
+    with k.loop("i", 0, block.length) as i, k.when(block.is_own(i)):
+        for word in range(rows.pair):
+            value = k.load(pairs, (block.start + i) * rows.pair + word)
+            k.store(k.outputs[0], place * rows.pair + word, value)
+        k.assign(place, place + 1)
+    return k.source((rows.count * blocks,), (_DIGITS,))
+
+
+def _row_by_row(rows: _Rows, slots: int, capabilities: Capabilities) -> KernelSource:
+    """For a CPU: a thread sorts one row after the other, digit by digit, in its slot of the scratch.
+
+    A pair is an integer of 64 bits: the index, and the key in the lower half. A key that needs all 64 is
+    followed by the index.
+    """
+    n, each, size = rows.length, -(-rows.count // slots), rows.length * rows.pair
+    k = KernelBuilder("sort_rows", capabilities, ["int64", "uint64"], [rows.dtype])
+    y, memory = k.outputs
+    begin = k.let("begin", k.group() * each)
+    end = k.let("end", k.call("minimum", begin + each, rows.count))
+    pairs = k.pointer("pairs", memory, k.group().cast("int64") * (2 * size))
+    with k.loop("row", begin, end) as row:
+        counts = k.registers("counts", "int32", rows.bytes * _DIGITS)
+        with k.loop("i", 0, rows.bytes * _DIGITS) as i:
+            k.store(counts, i, 0)
+        with k.loop("i", 0, n) as i:
+            (key,) = rows.key(k, row, i)
+            words = _packed(rows, key, i)
+            for word, value in enumerate(words):
+                k.store(pairs, i * rows.pair + word, value)
+            for byte in range(rows.bytes):
+                counter = k.let(f"counter_{byte}", byte * _DIGITS + _digit(key, 8 * byte))
+                k.store(counts, counter, k.load(counts, counter) + 1)
+        # The pairs change sides with every digit. Two sides may have more items than an int can count.
+        source = k.variable("source", 0, "int64")
+        with k.loop("digit", 0, rows.bytes) as digit:
+            _pass(k, rows, pairs, counts, source, digit)
+        with k.loop("i", 0, n) as i:
+            last = k.load(pairs, Binary("+", source, i * rows.pair + (rows.pair - 1)))
+            place = last if rows.pair == 2 else Binary(">>", last, Const(32))
+            k.store(y, rows.index(row, i), place.cast("int64"))
+    return k.source((-(-rows.count // each),), (1,))
+
+
+def _packed(rows: _Rows, key: Expr, position: Expr) -> list[Expr]:
+    """A pair as integers of 64 bits."""
+    index = position.cast("uint64")
+    return [key, index] if rows.pair == 2 else [index << 32 | key.cast("uint64")]
+
+
+def _digit(word: Expr, shift: Operand) -> Expr:
+    """A byte of a word, by its first bit."""
+    by = shift if isinstance(shift, Expr) else Const(shift)
+    return (Binary(">>", word, by) & (_DIGITS - 1)).cast("int32")
+
+
+def _pass(k: KernelBuilder, rows: _Rows, pairs: Memory, counts: Memory, source: Var, digit: Expr) -> None:
+    """Sort the pairs of a row by one digit, unless it is the same in all."""
+    n, size = rows.length, rows.length * rows.pair
+    first, shift = k.let("first", digit * _DIGITS), k.let("shift", digit * 8)
+
+    def counter(word: Expr) -> Expr:
+        return first + _digit(word, shift)
+
+    with k.when(k.load(counts, counter(k.load(pairs, source))).ne(n)):
+        total = k.variable("total", 0)
+        with k.loop("i", first, first + _DIGITS) as i:
+            count = k.let("count", k.load(counts, i))
+            k.store(counts, i, total)
+            k.assign(total, total + count)
+        target = k.let("target", size - source)
+        with k.loop("i", 0, n) as i:
+            at = k.let("at", Binary("+", source, i * rows.pair))
+            words = [
+                k.let(f"word_{word}", k.load(pairs, Binary("+", at, Const(word))))
+                for word in range(rows.pair)
+            ]
+            own = k.let("own", counter(words[0]))
+            place = k.let("place", k.load(counts, own))
+            k.store(counts, own, place + 1)
+            for word, value in enumerate(words):
+                k.store(pairs, Binary("+", target, place * rows.pair + word), value)
+        k.assign(source, target)
