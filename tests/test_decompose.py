@@ -61,6 +61,13 @@ def test_the_error_function(device: ps.Device, dtype: type) -> None:
         assert steps.max() <= 3
 
 
+def test_the_error_function_takes_floating_point(device: ps.Device) -> None:
+    with pytest.raises(TypeError, match="erf does not take int32"):
+        ps.erf(ps.zeros(3, dtype=ps.int32, device=device))
+    found = ps.kernel("x * erf(1)")(ps.ones(2, device=device)).numpy()
+    np.testing.assert_allclose(found, math.erf(1), 1e-6)
+
+
 def test_the_error_function_of_special_values(device: ps.Device) -> None:
     x = np.array([0.0, -0.0, math.inf, -math.inf, math.nan, 30, -30], np.float32)
     found = ps.jit(ps.erf)(ps.asarray(x, device=device)).numpy()

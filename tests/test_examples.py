@@ -39,6 +39,7 @@ def test_xor_on_every_driver(device: Device, capsys: pytest.CaptureFixture[str])
     assert "0 xor 1 = 1.0" in capsys.readouterr().out
 
 
+@pytest.mark.slow("host", "host-late")
 def test_a_sine_on_every_driver(device: Device, capsys: pytest.CaptureFixture[str]) -> None:
     assert sine.main(device) < 1e-3
     assert "beside the sine" in capsys.readouterr().out

@@ -38,7 +38,7 @@ def source(build: Callable[[KernelBuilder], None], name: str, language: str = "o
 
 def launched(*builds: Callable[[KernelBuilder], None], language: str = "opencl") -> list[Launch]:
     """Kernels one after the other, of which the first have their sizes as constants."""
-    sizes = Sizes(language)
+    sizes = Sizes()
     return [
         sizes.launch(Launch(source(build, f"add_{number}", language), (0,)), number >= MOST_WRITTEN_OUT)
         for number, build in enumerate(builds)

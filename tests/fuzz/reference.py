@@ -193,10 +193,9 @@ class Reference:
                     found.slack = np.where(lost, found.slack + np.abs(exact), found.slack)
                     return found
 
-            @staticmethod
-            def erf(x: Value) -> Value:
-                a = wide(known(x)).astype(np.float64)
-                return off(np.vectorize(math.erf, otypes=[np.float64])(a), x.array.dtype, 8)
+    def erf(self, x: Value) -> Value:
+        a = wide(known(x)).astype(np.float64)
+        return off(np.vectorize(math.erf, otypes=[np.float64])(a), x.array.dtype, 8)
 
     def astype(self, x: Value, dtype: np.dtype[Any]) -> Value:
         if x.array.dtype == dtype:

@@ -1,8 +1,8 @@
 """Groups that would take more buffers than a kernel of the device may, as several that each take fewer.
 
-A part computes some of the outputs, and again for itself what it needs for them. Where a single output needs
-too much, something on the way to it is stored. A value may count as several buffers. Where a node needs too
-many by itself, it stands alone, and the device has no kernel for it.
+A part computes some of the outputs, and recomputes for itself what it needs for them. Where a single output
+needs too much, something on the way to it is stored. A value may count as several buffers. Where a node needs
+too many by itself, it stands alone, and the device has no kernel for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def bounded(groups: Iterable[Group], most: int, weigh: Callable[[Node], int] = l
             found = [group] if outputs else []
         else:
             found = _Parts(group, most, weigh, stored).groups
-        stored.update(node for one in found for node in one.outputs)
+        stored.update(node for part in found for node in part.outputs)
         result += found
     return result
 
@@ -84,7 +84,9 @@ class _Parts:
                 self._complete([between])
                 continue
             nodes = self._part([output]).nodes
-            large = (one for one in nodes if not one.primitive.is_free and not self._fits(self._part([one])))
+            large = (
+                node for node in nodes if not node.primitive.is_free and not self._fits(self._part([node]))
+            )
             blocked = next(large, output)
             self._alone(blocked)
             if blocked is output:

@@ -1,7 +1,7 @@
 """Clusters: sets of nodes that read what is at hand, and so can be one kernel.
 
 A node joins the cluster of an input wherever it reads exactly the item that is at hand there, through
-whatever views, as long as no circle of clusters arises.
+whatever views, as long as no cycle of clusters arises.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Clustering:
                     self._consumers[parent].append(node)
         self.required = {base(node) for node in wanted if node.value is None}  # stored whatever happens
         for node in order:
-            self.required.update(one for one in self._read_whole(node) if one.value is None)
+            self.required.update(read for read in self._read_whole(node) if read.value is None)
             if self._stands_alone(node):
                 self.required.add(node)
         for node in order:
             # Again, now that it is known which views are written out.
             if node.primitive.multiplies_matrices:
-                self.required.update(one for one in self._read_whole(node) if one.value is None)
+                self.required.update(read for read in self._read_whole(node) if read.value is None)
         self._for_columns = self._only_for_columns()
         for node in order:
             self._place(node)
@@ -151,7 +151,7 @@ class Clustering:
 
     def _place_elementwise(self, node: Node) -> None:
         found = self._candidates(node)
-        for cluster in sorted(found, key=lambda one: (-one.size, -one.last)):
+        for cluster in sorted(found, key=lambda candidate: (-candidate.size, -candidate.last)):
             if self._may_join(node, cluster, found[cluster]):
                 for other, reduced in found.items():
                     if (
@@ -207,7 +207,7 @@ class Clustering:
             if node not in seen:
                 seen.add(node)
                 stack += node.inputs if node in self._for_columns else ()
-        return frozenset(one for one in seen - self._for_columns if one.size >= source.size)
+        return frozenset(node for node in seen - self._for_columns if node.size >= source.size)
 
     def _candidates(self, node: Node) -> dict[Cluster, bool]:
         """The clusters that have an input at hand, item by item; True where it is one item for each row."""
@@ -244,8 +244,8 @@ class Clustering:
     def _bias(self, node: Node, product: Node) -> Node | None:
         """The vector that is added to the rows of a product."""
         vectors = (bias_vector(parent, product.shape[-1], self.required) for parent in node.inputs)
-        stored = (one for one in vectors if one is not None and one is not product)
-        return next((one for one in stored if one.value is not None or one in self.cluster), None)
+        stored = (vector for vector in vectors if vector is not None and vector is not product)
+        return next((v for v in stored if v.value is not None or v in self.cluster), None)
 
     def at_hand(self, producer: Node, spread: int, cluster: Cluster, reduced: bool) -> bool:
         """Whether a node in `cluster`, after a reduction or not, reads the item of its own place."""
@@ -254,7 +254,7 @@ class Clustering:
         return spread == 1 and not reduced and cluster.kind != "column"
 
     def _may_join(self, node: Node, cluster: Cluster, reduced: bool) -> bool:
-        """No circle of clusters must arise, and nothing inside be read at another place than its own."""
+        """Whether no cycle of clusters arises, and nothing inside is read at another place than its own."""
         if len(cluster.nodes) >= MAX_NODES:
             return False
         for parent in node.inputs:
@@ -298,10 +298,10 @@ class Clustering:
         """Note the place of a node in a cluster, and in all that need it."""
         stack = [cluster]
         while stack:
-            one = stack.pop()
-            if one.latest < number:
-                one.latest = number
-                stack += one.users
+            reached = stack.pop()
+            if reached.latest < number:
+                reached.latest = number
+                stack += reached.users
 
     def take_in(self, cluster: Cluster, other: Cluster) -> None:
         """Make one of two clusters, of which the other may need the first."""
@@ -371,5 +371,5 @@ def in_order(clusters: Iterable[Cluster]) -> list[Cluster]:
             result[cluster] = None
         elif cluster not in result:
             stack.append((cluster, True))
-            stack += [(other, False) for other in sorted(cluster.deps, key=lambda one: -one.first)]
+            stack += [(other, False) for other in sorted(cluster.deps, key=lambda needed: -needed.first)]
     return list(result)

@@ -51,22 +51,22 @@ def _joined(node: Node, capabilities: Capabilities) -> Node:
     inputs = node.inputs
     while not _fits(inputs, capabilities):
         parts: list[list[Node]] = []
-        for one in inputs:
-            if parts and _fits([*parts[-1], one], capabilities):
-                parts[-1].append(one)
+        for node_input in inputs:
+            if parts and _fits([*parts[-1], node_input], capabilities):
+                parts[-1].append(node_input)
             else:
-                parts.append([one])
+                parts.append([node_input])
         if len(parts) == len(inputs):
             return node  # they are too large for a kernel
         inputs = tuple(
-            one[0] if len(one) == 1 else Node(CONCAT, tuple(one), node.attributes) for one in parts
+            part[0] if len(part) == 1 else Node(CONCAT, tuple(part), node.attributes) for part in parts
         )
     return node if inputs is node.inputs else Node(CONCAT, inputs, node.attributes)
 
 
 def _fits(inputs: Sequence[Node], capabilities: Capabilities) -> bool:
     """Whether a kernel can join values."""
-    sizes = [one.nbytes for one in inputs]
+    sizes = [node.nbytes for node in inputs]
     return sum(map(capabilities.bindings, [sum(sizes), *sizes])) <= capabilities.max_buffers
 
 

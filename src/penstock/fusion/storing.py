@@ -1,7 +1,7 @@
-"""Once there are clusters: what is stored between them, and what each computes for itself.
+"""Once there are clusters: what is stored between them, and what each recomputes for itself.
 
-A cheap map is computed again where it is needed, rather than stored; so is whatever follows from values that
-are stored anyway, with no more to read.
+A cheap map is recomputed where it is needed, rather than stored; so is whatever follows from values that are
+stored anyway, with no more to read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from penstock.graph.node import Kind, Node
 
 
 class Storing:
-    """Which values lie in memory, and which are computed again wherever they are needed."""
+    """Which values lie in memory, and which are recomputed wherever they are needed."""
 
     def __init__(self, clustering: Clustering) -> None:
         self._clustering = clustering
@@ -24,9 +24,9 @@ class Storing:
                 self.stored.add(node)
         clusters = list(dict.fromkeys(clustering.cluster.values()))
         for cluster in clusters:
-            self._compute_again(cluster)
+            self._recompute(cluster)
         homes = {cluster: {cluster} for cluster in clusters}
-        for cluster in sorted(clusters, key=lambda one: -one.last):
+        for cluster in sorted(clusters, key=lambda cluster: -cluster.last):
             self._inline(cluster, homes)
         self.clusters = [
             cluster
@@ -44,12 +44,12 @@ class Storing:
         inside = self.inlined.get(cluster, set()) | set(cluster.nodes)
         cheap = len(inside) <= CHEAP_NODES and not any(node.primitive.costly for node in inside)
         same_size = all(target.size <= cluster.size for target in targets)
-        large = [one for one in self._sources(inside) if one.size >= cluster.size]
+        large = [source for source in self._sources(inside) if source.size >= cluster.size]
         if cluster.size == 1 and not self._sources(inside):
             cheap = True  # a constant
         pays = (len(targets) == 1 and (same_size or cheap)) or (cheap and len(large) <= 1)
         times = self._times_read(outputs)
-        if times > 1:  # again and again through clusters in a chain, it would be ever more
+        if times > 1:  # through clusters in a chain, it would be recomputed ever more often
             pays = pays and cheap and times * len(inside) <= RECOMPUTED_NODES
         fits = all(
             len(inside.union(target.nodes, self.inlined.get(target, ()))) <= 2 * MAX_NODES
@@ -64,7 +64,7 @@ class Storing:
             self.inlined.setdefault(target, set()).update(inside)
             target.deps = (target.deps - {cluster}) | cluster.deps
 
-    def _compute_again(self, cluster: Cluster) -> None:
+    def _recompute(self, cluster: Cluster) -> None:
         """Do not store what others can compute from what is stored anyway, with no more to read."""
         if cluster.kind not in ("map", "row", "matmul"):
             return
@@ -79,21 +79,21 @@ class Storing:
                     self.stored.update(leaf for leaf in leaves if leaf in self._clustering.cluster)
 
     def _leaves_to_read(self, node: Node, cluster: Cluster) -> set[Node] | None:
-        """What others would read to compute a node again; None if that is more, or takes long."""
+        """What others would read to recompute a node; None if that is more, or takes long."""
         inside, leaves = self._tree(node, cluster)
         large = [leaf for leaf in leaves if leaf.size >= node.size]
-        simple = not any(one.primitive.is_slow or one.primitive.reads_elsewhere for one in inside)
+        simple = not any(part.primitive.is_slow or part.primitive.reads_elsewhere for part in inside)
         return leaves if simple and len(large) <= 1 and len(inside) <= RECOMPUTED_NODES else None
 
     def _store_instead(self, node: Node, cluster: Cluster) -> None:
         """Store one value in place of two or more that can be computed from it."""
         after = [
-            one
-            for one in cluster.nodes
-            if one in self.stored and not self._must_stay(one) and node in self._tree(one, cluster)[0]
+            user
+            for user in cluster.nodes
+            if user in self.stored and not self._must_stay(user) and node in self._tree(user, cluster)[0]
         ]
         self.stored.add(node)
-        if len(after) < 2 or any(self._leaves_to_read(one, cluster) is None for one in after):
+        if len(after) < 2 or any(self._leaves_to_read(user, cluster) is None for user in after):
             self.stored.discard(node)
 
     def _must_stay(self, node: Node) -> bool:
@@ -138,4 +138,6 @@ class Storing:
     def _sources(self, inside: set[Node]) -> set[Node]:
         """What nodes read that is not among them."""
         found = {self._clustering.aligned(parent)[0] for node in inside for parent in node.inputs}
-        return {one for one in found if one not in inside and one.primitive.kind is not Kind.CREATION}
+        return {
+            source for source in found if source not in inside and source.primitive.kind is not Kind.CREATION
+        }

@@ -56,7 +56,7 @@ def rows_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | N
     node, index, _ = found
     step = 16 // operand.dtype.itemsize
     steps = [index.constant, *(factor for name, factor in index.terms if name != "j")]
-    return None if index.factor("j") != 1 or any(one % step for one in steps) else (node, index)
+    return None if index.factor("j") != 1 or any(stride % step for stride in steps) else (node, index)
 
 
 def repeats(shape: Shape, wide: Shape) -> int:

@@ -41,6 +41,12 @@ def _real(x: Node) -> tuple[Shape, DType]:
     return x.shape, float32 if x.dtype == complex64 else float64
 
 
+def _floating(x: Node) -> tuple[Shape, DType]:
+    if x.dtype.kind != "f":
+        raise TypeError(f"it takes floating point, and {x.dtype} was given")
+    return x.shape, x.dtype
+
+
 def _row(
     name: str,
     reference: Callable[..., Array],
@@ -215,8 +221,9 @@ acosh: Apply = _row(
 atanh: Apply = _row("atanh", np.arctanh, lambda g, n: (divide(g, _one_minus_square(n.inputs[0])),), **_SLOW)
 erf: Apply = _row(
     "erf",
-    lambda x: by_parts(_erf, x),
+    lambda x: by_parts(_erf, x.astype(np.float64) if x.dtype.kind in "biu" else x),
     lambda g, n: (multiply(g, _erf_slope(n.inputs[0])),),
+    _floating,
     decompose=lambda n, _: _erf(n.inputs[0]),
     **_SLOW,
 )

@@ -64,8 +64,8 @@ def _turns(node: Node, uses: Counter[Node]) -> bool:
 def _transposed(node: Node, inputs: tuple[Node, ...]) -> Node:
     """The transpose of a product: that of the transposes, in the other order."""
     axes = node.attributes["axes"]
-    turned = [Node(PERMUTE, (one,), {"axes": axes}) for one in inputs[0].inputs]
-    left, right = (_reduced(one, one.inputs) for one in reversed(turned))
+    turned = [Node(PERMUTE, (operand,), {"axes": axes}) for operand in inputs[0].inputs]
+    left, right = (_reduced(operand, operand.inputs) for operand in reversed(turned))
     return Node(MATMUL, (left, right), {})
 
 

@@ -29,7 +29,7 @@ class KernelCache:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.sizes = Sizes(device.capabilities.language)
+        self.sizes = Sizes()
         self._written = LRU[Hashable, Written | None](_MAX_KERNELS)
         self._kernels = LRU[str, Kernel](_MAX_KERNELS)  # by names, which end in a digest
 

@@ -116,14 +116,6 @@ class WorkgroupId(Expr):
 
 
 @dataclass(frozen=True)
-class Opaque(Expr):
-    """Text of the kernel's language, for templates that are text themselves."""
-
-    text: str
-    type: Type = INT
-
-
-@dataclass(frozen=True)
 class Affine(Expr):
     """A sum of integers times constants, and of a constant: an index."""
 

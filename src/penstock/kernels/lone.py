@@ -1,6 +1,6 @@
-"""What the kernels of single nodes share: the record of their launches, and how many threads they take.
+"""What the kernels of single nodes share: the record of their launches, and how work is divided.
 
-Kernels for a CPU give a thread many items, in plain loops; those for a GPU give it one, or work in groups.
+On a CPU a thread has many items, in plain loops; on a GPU it has one, or a workgroup works together.
 `capabilities.vector_width` decides.
 """
 

@@ -1,4 +1,4 @@
-"""Kernels of the primitives that do not fuse: which template builds each of them."""
+"""Kernels of the primitives that do not fuse: which module writes each of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.kernels.templates.scan import scan
 from penstock.kernels.templates.scatter import scatter
 from penstock.kernels.templates.sort import sort
 
-_WRITERS = {
+_TEMPLATES = {
     Kind.SCAN: scan,
     Kind.ARG_REDUCTION: extreme,
     Kind.SORT: sort,
@@ -29,7 +29,7 @@ def lone_kernels(node: Node, capabilities: Capabilities) -> Lone | None:
 
     All values are contiguous in row-major order. The output may hold anything before.
     """
-    write = _WRITERS.get(node.primitive.kind)
+    write = _TEMPLATES.get(node.primitive.kind)
     values = (node, *node.inputs)
     if write is None or not all(0 < value.size < _MOST_ITEMS for value in values):
         return None
@@ -42,7 +42,7 @@ def lone_kernels(node: Node, capabilities: Capabilities) -> Lone | None:
 def _takes_few(lone: Lone, values: Sequence[Node], capabilities: Capabilities) -> bool:
     """Whether there can be memories so large, and no launch takes more of them than a kernel may."""
     sizes = [*(value.nbytes for value in values), *lone.scratch]
-    taken = [sum(capabilities.bindings(sizes[at]) for at in one.buffers) for one in lone.launches]
+    taken = [sum(capabilities.bindings(sizes[at]) for at in launch.buffers) for launch in lone.launches]
     return max(lone.scratch, default=0) <= capabilities.max_allocation_bytes and (
         max(taken) <= capabilities.max_buffers
     )

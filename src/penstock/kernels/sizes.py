@@ -60,8 +60,7 @@ class _Family:
 class Sizes:
     """The families of the kernels of one device."""
 
-    def __init__(self, language: str) -> None:
-        self._wgsl = language == "wgsl"
+    def __init__(self) -> None:
         self._families = LRU[Hashable, _Family](_MOST_FAMILIES)
         self._shapes = LRU[Hashable, list[Hashable]](_MOST_FAMILIES)
 
@@ -119,7 +118,7 @@ class Sizes:
             return Integers(source.body.kernel, source.body.dialect.fixed_nodes)
         if not source.body or source.complete or not source.placed:
             return None
-        return TextIntegers(source, self._wgsl)
+        return TextIntegers(source)
 
     def _family(self, source: KernelSource, integers: Integers | TextIntegers) -> _Family:
         key = digest(integers.key), source.signature, source.group, source.resident

@@ -1,4 +1,4 @@
-"""The integers in texts that are no IR: those of templates which print themselves."""
+"""The integers in the text of a template that prints itself: the matrix product of a CPU."""
 
 from __future__ import annotations
 
@@ -16,22 +16,17 @@ _C = re.compile(
     rf'"(?:[^"\\]|\\.)*"|#[^\n]*|{_ARRAY}|__attribute__[^;]*|case\s+\w+|GROUP\(.\)|[A-Za-z_]\w*'
     rf"|{_LITERALS}|(?P<value>\d+)(?P<suffix>[uUlL]*)"
 )
-_WGSL = re.compile(
-    rf"array<[^>]*>|\bconst\b[^;]*;|case\s+\w+|[A-Za-z_@]\w*"
-    rf"|{_LITERALS}|\d+l?[fh]|(?P<value>\d+)(?P<suffix>l?[iu]|)"
-)
-_C_CASTS = {"": "{}", "u": "((uint){})", "l": "((long){})", "ul": "((ulong){})", "lu": "((ulong){})"}
-_WGSL_CASTS = {"": "{}", "i": "{}", "u": "u32({})", "li": "i64({})", "lu": "u64({})"}
+_CASTS = {"": "{}", "u": "((uint){})", "l": "((long){})", "ul": "((ulong){})", "lu": "((ulong){})"}
 
 
 class TextIntegers:
     """A kernel's text, taken apart at its integers."""
 
-    def __init__(self, source: KernelSource, wgsl: bool) -> None:
-        self._wgsl, self._name = wgsl, source.name
-        before, opening, text = source.text.partition(f"{'kernel' if wgsl else 'KERNEL'} {source.name}(")
+    def __init__(self, source: KernelSource) -> None:
+        self._name = source.name
+        before, opening, text = source.text.partition(f"KERNEL {source.name}(")
         pieces, values, suffixes, end = [], [], [], 0
-        for match in (_WGSL if wgsl else _C).finditer(text):
+        for match in _C.finditer(text):
             if match["value"] is not None and int(match["value"]) <= _LARGEST:
                 pieces.append(text[end : match.start()])
                 values.append(int(match["value"]))
@@ -43,15 +38,13 @@ class TextIntegers:
 
     def as_arguments(self, argument: Sequence[int | None], count: int, name: str) -> str:
         """The text with arguments for integers, which are parameters after the places of buffers."""
-        casts = _WGSL_CASTS if self._wgsl else _C_CASTS
         parts = [self._pieces[0]]
         for value, suffix, number, piece in zip(
             self.values, self._suffixes, argument, self._pieces[1:], strict=True
         ):
-            parts += [f"{value}{suffix}" if number is None else casts[suffix].format(f"size{number}"), piece]
-        parameters = [f"size{number}: i32" if self._wgsl else f"int size{number}" for number in range(count)]
+            parts += [f"{value}{suffix}" if number is None else _CASTS[suffix].format(f"size{number}"), piece]
+        parameters = [f"int size{number}" for number in range(count)]
         opening, brace, body = "".join(parts).partition("{")
-        places = r"\w+_place: i32" if self._wgsl else r"int \w+_place"
-        end = [match.end() for match in re.finditer(places, opening)][-1]
+        end = [match.end() for match in re.finditer(r"int \w+_place", opening)][-1]
         text = f"{self._before}{', '.join([opening[:end], *parameters])}{opening[end:]}{brace}{body}"
         return text.replace(self._name, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -144,15 +143,10 @@ def _name(group: Group) -> str:
 
 def _named(launches: tuple[Launch, ...], ending: str) -> tuple[Launch, ...]:
     """The same with names of their own."""
-    result = []
-    for launch in launches:
-        source = launch.source
-        name = f"{source.name}_{ending}"
-        body = source.body
-        if isinstance(body, str):
-            body = re.sub(rf"\b(kernel|KERNEL) {source.name}\(", rf"\1 {name}(", body)
-        result.append(replace(launch, source=replace(source, name=name, body=body)))
-    return tuple(result)
+    return tuple(
+        replace(launch, source=replace(launch.source, name=f"{launch.source.name}_{ending}"))
+        for launch in launches
+    )
 
 
 def _host(group: Group, name: str) -> Written:

@@ -176,18 +176,8 @@ class CPrinter(Printer):
                 return [self._atomic(statement)]
             case For():
                 return self._for(statement)
-            case While():
-                return [f"while ({self.expr(statement.condition)}) {{", *self.statements(statement.body), "}"]
-            case If():
-                lines = [f"if ({self.expr(statement.condition)}) {{", *self.statements(statement.body)]
-                match statement.otherwise:
-                    case []:
-                        return [*lines, "}"]
-                    case [If() as other]:
-                        first, *rest = self.lines(other)
-                        return [*lines, f"}} else {first}", *rest]
-                    case others:
-                        return [*lines, "} else {", *self.statements(others), "}"]
+            case While() | If():
+                return self.conditional(statement)
             case Barrier():
                 return ["DEVICE_BARRIER;" if statement.device_memory else "BARRIER;"]
             case _:

@@ -10,13 +10,14 @@ from penstock.kernels.ir import (
     Binary,
     Const,
     Expr,
-    Opaque,
+    If,
     Select,
     Statement,
     ThreadId,
     Type,
     Unary,
     Var,
+    While,
     WorkgroupId,
 )
 
@@ -56,8 +57,6 @@ class Printer(ABC):
                 return self.constant(expr.value, expr.type)
             case Var():
                 return self.name(expr, lane)
-            case Opaque():
-                return expr.text
             case ThreadId():
                 return "THREAD"
             case WorkgroupId():
@@ -71,6 +70,18 @@ class Printer(ABC):
                 return f"{left} {expr.operator} {self._side(expr, expr.right, lane, is_left=False)}"
             case _:
                 return self.value(expr, lane)
+
+    def conditional(self, statement: While | If) -> list[str]:
+        """Statements under a condition, once or as long as it holds."""
+        word = "while" if isinstance(statement, While) else "if"
+        lines = [f"{word} ({self.expr(statement.condition)}) {{", *self.statements(statement.body)]
+        match statement:
+            case If(otherwise=[If() as other]):
+                first, *rest = self.conditional(other)
+                return [*lines, f"}} else {first}", *rest]
+            case If(otherwise=[_, *_]):
+                lines += ["} else {", *self.statements(statement.otherwise)]
+        return [*lines, "}"]
 
     def name(self, var: Var, lane: int) -> str:
         """A variable."""

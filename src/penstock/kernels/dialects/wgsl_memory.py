@@ -61,11 +61,6 @@ class Words:
         target = f"{buffer}[{buffer}_at + {place}]"
         return f"atomicStore(&{target}, {bits});" if self._atomic else f"{target} = {bits};"
 
-    def put_index(self, buffer: str, index: str, value: str) -> str:
-        """The statements that write a whole number of 32 bits, from 0 on, as an item of 64."""
-        low = self.put_word(buffer, f"2 * ({index})", f"u32({value})")
-        return f"{low} {self.put_word(buffer, f'2 * ({index}) + 1', '0u')}"
-
     def put_wide(self, buffer: str, index: str, value: str) -> str:
         """The statements that write an integer of 32 bits as an item of 64."""
         low = self.put_word(buffer, f"2 * ({index})", "bitcast<u32>(wide_)")

@@ -249,13 +249,8 @@ class WgslPrinter(Printer):
                 return [self._atomic(statement)]
             case For():
                 return self._for(statement)
-            case While():
-                return [f"while ({self.expr(statement.condition)}) {{", *self.statements(statement.body), "}"]
-            case If():
-                lines = [f"if ({self.expr(statement.condition)}) {{", *self.statements(statement.body)]
-                if statement.otherwise:
-                    lines += ["} else {", *self.statements(statement.otherwise)]
-                return [*lines, "}"]
+            case While() | If():
+                return self.conditional(statement)
             case Barrier():
                 return ["storageBarrier();" if statement.device_memory else "workgroupBarrier();"]
 
