@@ -6,7 +6,6 @@ What it reads often is copied to where it stays in the cache, in the order in wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from math import ceil
 
 from penstock.drivers.driver import Capabilities
@@ -15,15 +14,17 @@ from penstock.kernels.dialects.c_vectors import VectorPrinter
 from penstock.kernels.ir import Expr, Type, Var
 from penstock.kernels.source import C_TYPES, KernelSource, head
 from penstock.kernels.templates.matmul import Epilogue, Matrix, Problem
+from penstock.kernels.templates.matmul_tiling import LANES, Tiling, tiling
 
-Body = tuple[str, tuple[int, ...], tuple[int, ...]]  # statements between a kernel's braces, grid and group
+_SPAN_STEPS = 128  # of a product of few rows or columns, before what they give is added to the rest
+_Body = tuple[str, tuple[int, ...], tuple[int, ...]]  # statements between a kernel's braces, grid and group
 
 
 def cpu_matmul(
     k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilogue: Epilogue, width: int = 1
 ) -> KernelSource:
     """The kernel of a product. The epilogue takes `width` neighbours at a time, or one."""
-    text, grid, group = cpu_body(problem, capabilities, epilogue, width)
+    text, grid, group = _body(problem, capabilities, epilogue, width)
     outputs, inputs, scalars = k.parameters
     stored = tuple("uint8" if dtype == "bool" else dtype for dtype, _ in scalars)
     buffers = tuple(dtype for dtype, _ in (*outputs, *inputs))
@@ -33,14 +34,14 @@ def cpu_matmul(
 
 def cpu_width(problem: Problem, capabilities: Capabilities, outputs: Sequence[str]) -> int:
     """How many neighbours of a row an epilogue may take."""
-    return _LANES
+    return LANES
 
 
-def cpu_body(problem: Problem, capabilities: Capabilities, epilogue: Epilogue, width: int) -> Body:
+def _body(problem: Problem, capabilities: Capabilities, epilogue: Epilogue, width: int) -> _Body:
     """The statements for threads that have vectors."""
     if _is_thin(problem):
         return _thin_body(problem, capabilities, epilogue)
-    plan = _plan(problem, capabilities)
+    plan = tiling(problem, capabilities)
     lines = _CpuWriter(problem, plan, epilogue, width).lines()
     return "".join(f"    {line}\n" for line in lines), (problem.batch * plan.tiles,), (1,)
 
@@ -57,139 +58,9 @@ def _text(expr: Expr) -> str:
     return VectorPrinter().expr(expr)
 
 
-def item(operand: Matrix, pointer: str, place: str) -> str:
+def _item(operand: Matrix, pointer: str, place: str) -> str:
     """One item of an operand, in float32."""
     return f"vload_half({place}, {pointer})" if operand.memory.dtype == "float16" else f"{pointer}[{place}]"
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How a CPU cuts the product up: tiles for work-items, K for its cache, blocks for its registers."""
-
-    rows: int  # of the block in registers
-    vectors: int  # columns of that block, in vectors
-    row_tiles: int
-    column_tiles: int
-    depth_blocks: int
-    pack_left: bool
-    pack_right: bool
-    chunk: int  # how many times `rows` are packed at once
-    span: int  # blocks of K that are added up one after the other, and then to what all before gave
-    floats: int  # of memory for all of it
-
-    @property
-    def tiles(self) -> int:
-        return self.row_tiles * self.column_tiles
-
-
-_LANES = 8  # of a vector
-_REGISTERS = 16  # for vectors
-_SUMS = 12  # of which hold sums
-_CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 for sums, 1/10 for the left side
-_DEPTH = 512  # steps along K before the next columns
-_PACKED_DEPTH = 352  # the same, where the left side is packed,
-_STREAM_DEPTH = 8  # and where the right side is not kept in the cache
-_SPAN_STEPS = 128  # of a product of few rows or columns, before what they give is added to the rest
-_MANY = 4096  # rows or columns: from here on the best block hardly depends on how many there are
-_DIRECT_LEFT = 1 << 15  # a transposed left side of no more items is read where it lies,
-_DIRECT_RIGHT = 1 << 16  # and a right side of no more: they stay in the cache anyway
-
-
-def _plan(problem: Problem, capabilities: Capabilities) -> _Plan:
-    """The plan that takes the fewest cycles, by a rough count of what each costs."""
-    left = problem.left
-    small = left.row_stride == 1 and problem.rows * problem.inner <= _DIRECT_LEFT
-    pack_left = not (left.memory.dtype == "float32" and (left.column_stride == 1 or small))
-    blocks = list(_register_blocks(problem))
-
-    def best_for(size: Problem) -> _Plan:
-        block = min(blocks, key=lambda block: _cycles(size, block[0], block[1], pack_left))
-        return _plan_with(problem, capabilities, block, pack_left)
-
-    plan = best_for(problem)
-    if problem.varied:  # the block that is best for all large sizes, if that adds in the same order
-        usual = best_for(replace(problem, rows=_MANY, columns=_MANY))
-        if (usual.depth_blocks, usual.span) == (plan.depth_blocks, plan.span):
-            return usual
-    return plan
-
-
-def _plan_with(
-    problem: Problem, capabilities: Capabilities, block_in_registers: tuple[int, int], pack_left: bool
-) -> _Plan:
-    """The best plan with so many rows and vectors in registers."""
-    right, inner = problem.right, problem.inner
-    rows, vectors = block_in_registers
-    width = vectors * _LANES
-    row_units, column_units = ceil(problem.rows / rows), ceil(problem.columns / width)
-    pack_right = (
-        right.column_stride != 1
-        or right.memory.dtype != "float32"
-        or problem.columns < width
-        or (inner * problem.columns > _DIRECT_RIGHT and row_units > 4)
-    )
-    stream_right = not pack_right and inner * problem.columns > _DIRECT_RIGHT
-    fetching_left = _fetch_left(rows, pack_left) * inner
-    fetching_right = pack_right * vectors * (8 if right.column_stride == 1 else 10) * inner
-
-    floats = min(_CACHE_BYTES, capabilities.local_bytes) // 4
-    left_steps = floats // 10 // (ceil(rows / _LANES) * _LANES)
-    right_steps = floats // 2 // width
-    deepest = min(left_steps, right_steps, _DEPTH) if pack_left else min(right_steps, 2 * _DEPTH)
-    good = min(deepest, _PACKED_DEPTH if pack_left else _DEPTH)
-    depth_blocks = 1 if inner <= deepest else ceil(inner / good)
-    if stream_right:  # read in the order of the memory, for it is read once or twice only
-        depth_blocks = ceil(inner / _STREAM_DEPTH)
-    depth = ceil(inner / depth_blocks)
-    span = 1 if not stream_right else _DEPTH // depth if inner > 2 * _DEPTH else depth_blocks
-    sums = floats * 3 // 8 // (2 if 1 < span < depth_blocks else 1)
-    widest = sums // (rows * width) if stream_right else right_steps // depth
-    block = _step(rows, vectors) * inner + 40 * depth_blocks
-    choices = []
-    for column_tiles in _counts(ceil(column_units / widest), column_units):
-        wide = ceil(column_units / column_tiles)
-        highest = row_units if depth_blocks == 1 else max(1, sums // (wide * width * rows))
-        for row_tiles in _counts(ceil(row_units / highest), row_units):
-            high = ceil(row_units / row_tiles)
-            tile = high * wide * block + high * fetching_left + wide * fetching_right + 500
-            rounds = ceil(problem.batch * row_tiles * column_tiles / capabilities.compute_units)
-            choices.append((rounds * tile, row_tiles, column_tiles))
-    _, row_tiles, column_tiles = min(choices)
-    chunk = max(1, min(8, left_steps // depth))
-    return _Plan(
-        rows, vectors, row_tiles, column_tiles, depth_blocks, pack_left, pack_right, chunk, span, floats
-    )
-
-
-def _register_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
-    """Sizes of the block in registers, no larger than the product where that has a vector's width."""
-    for vectors in range(1, max(1, min(_SUMS // 2, problem.columns // _LANES)) + 1):
-        most = min(problem.rows, _SUMS // vectors, (_REGISTERS - 1) // vectors - 1)
-        yield from ((rows, vectors) for rows in range(1, most + 1))
-
-
-def _step(rows: int, vectors: int) -> float:
-    """Cycles for one step along K: two sums or loads in each, and none of a sum within 4 of the last."""
-    return max(rows * vectors / 2, (rows + vectors) / 2, 4) + 0.6
-
-
-def _fetch_left(rows: int, pack_left: bool) -> int:
-    """Cycles to have the left side of a block in registers at hand, for each step along K."""
-    return ceil(rows / _LANES) * _LANES if pack_left else rows
-
-
-def _cycles(problem: Problem, rows: int, vectors: int, pack_left: bool) -> float:
-    """Cycles for the whole product, for each step along K."""
-    across = ceil(problem.columns / (vectors * _LANES)) * _step(rows, vectors)
-    return ceil(problem.rows / rows) * (across + ceil(problem.columns / 256) * _fetch_left(rows, pack_left))
-
-
-def _counts(fewest: int, most: int) -> Iterator[int]:
-    """Into how many tiles a side may be cut: not all numbers, for there may be thousands."""
-    count = max(fewest, 1)
-    while count <= most:
-        yield count
-        count += max(1, count // 4)
 
 
 class _CpuWriter:
@@ -199,16 +70,16 @@ class _CpuWriter:
     only the new ones are finished: so it reads nothing outside and needs no code of its own.
     """
 
-    def __init__(self, problem: Problem, plan: _Plan, epilogue: Epilogue, epilogue_width: int) -> None:
+    def __init__(self, problem: Problem, plan: Tiling, epilogue: Epilogue, epilogue_width: int) -> None:
         self.problem, self.plan = problem, plan
         self.epilogue, self.epilogue_width = epilogue, epilogue_width
-        self.width = plan.vectors * _LANES
+        self.width = plan.vectors * LANES
         self.row_units = ceil(problem.rows / plan.rows)
         self.column_units = ceil(problem.columns / self.width)
         self.tile_columns = ceil(self.column_units / plan.column_tiles)  # in units, the widest tile
         self.depth = ceil(problem.inner / plan.depth_blocks)  # of the deepest block
         self.has_spans = 1 < plan.span < plan.depth_blocks
-        self.has_vectors = problem.inner // plan.depth_blocks >= _LANES  # along K, in every block
+        self.has_vectors = problem.inner // plan.depth_blocks >= LANES  # along K, in every block
 
     def lines(self) -> Iterator[str]:
         problem, plan = self.problem, self.plan
@@ -249,7 +120,7 @@ class _CpuWriter:
         """The length of an array of so many vectors; where sizes vary, with room for more, up to a bound."""
         if not self.problem.varied:
             return vectors
-        return max(vectors, min(1 << (vectors - 1).bit_length(), floats // _LANES))
+        return max(vectors, min(1 << (vectors - 1).bit_length(), floats // LANES))
 
     def _declarations(self) -> Iterator[str]:
         problem, plan = self.problem, self.plan
@@ -265,7 +136,7 @@ class _CpuWriter:
             yield f"LOCAL float8 mm_panels[{self._room(panels, plan.floats // 2)}];"
         if plan.pack_left:
             floats = plan.chunk * self._left_packing()[1]
-            yield f"LOCAL float8 mm_slivers[{self._room(ceil(floats / _LANES), plan.floats // 10)}];"
+            yield f"LOCAL float8 mm_slivers[{self._room(ceil(floats / LANES), plan.floats // 10)}];"
         yield f"const int batch = GROUP(0) / {plan.tiles};"
         for axis, tile, tiles, units, unit, size, begin, end in (
             ("row", f"GROUP(0) / {plan.column_tiles} % {plan.row_tiles}", plan.row_tiles, self.row_units,
@@ -289,23 +160,23 @@ class _CpuWriter:
             yield f"for (int mm_column = mm_start; mm_column < mm_stop; mm_column += {width}) {{"
             place = f"(mm_k + mm_i) * {right.row_stride} + {self._at_most('mm_column', columns, width)}"
             for vector in range(plan.vectors):
-                yield f"mm_to[{vector}] = {_vector(right, 'mm_right', f'{place} + {vector * _LANES}')};"
+                yield f"mm_to[{vector}] = {_vector(right, 'mm_right', f'{place} + {vector * LANES}')};"
             yield f"mm_to += {panel};"
             yield "}}"
         elif right.row_stride == 1 and columns >= width and self.has_vectors:
             column = f"mm_start + mm_part / {plan.vectors} * {width}"
             yield f"for (int mm_part = 0; {column} < mm_stop; mm_part++) {{"
-            column = f"{self._at_most(column, columns, width)} + mm_part % {plan.vectors} * {_LANES}"
+            column = f"{self._at_most(column, columns, width)} + mm_part % {plan.vectors} * {LANES}"
             to = f"mm_part / {plan.vectors} * {panel} + mm_part % {plan.vectors}"
             yield f"const int mm_column = {column};"
             yield f"LOCAL float8 *mm_to = mm_panels + {to};"
-            yield f"for (int mm_step = 0; mm_step < mm_depth; mm_step += {_LANES}) {{"
-            yield f"const int mm_i = min(mm_step, mm_depth - {_LANES});"
-            for i in range(_LANES):
+            yield f"for (int mm_step = 0; mm_step < mm_depth; mm_step += {LANES}) {{"
+            yield f"const int mm_i = min(mm_step, mm_depth - {LANES});"
+            for i in range(LANES):
                 place = f"(mm_column + {i}) * {right.column_stride} + mm_k + mm_i"
                 yield f"float8 mm_x{i} = {_vector(right, 'mm_right', place)};"
             yield from _transposed()
-            for i in range(_LANES):
+            for i in range(LANES):
                 yield f"mm_to[(mm_i + {i}) * {plan.vectors}] = mm_x{i};"
             yield "}}"
         else:
@@ -315,14 +186,14 @@ class _CpuWriter:
             shifted = column if columns < width else self._at_most(column, columns, width)
             yield f"const int mm_column = min({shifted} + mm_j % {width}, {columns - 1});"
             place = f"(mm_k + mm_i) * {right.row_stride} + mm_column * {right.column_stride}"
-            to = f"mm_j / {width} * {panel * _LANES} + mm_i * {width} + mm_j % {width}"
-            yield f"((LOCAL float *)mm_panels)[{to}] = {item(right, 'mm_right', place)};"
+            to = f"mm_j / {width} * {panel * LANES} + mm_i * {width} + mm_j % {width}"
+            yield f"((LOCAL float *)mm_panels)[{to}] = {_item(right, 'mm_right', place)};"
             yield "}"
 
     def _left_packing(self) -> tuple[str, int, int, int]:
         """How rows for the registers are packed, the room that takes, and the strides of rows and K in it."""
         left, rows = self.problem.left, self.plan.rows
-        across = ceil(rows / _LANES) * _LANES
+        across = ceil(rows / LANES) * LANES
         if left.column_stride == 1 and self.has_vectors:
             return "rows", rows * self.depth, self.depth, 1
         if left.row_stride == 1 and self.problem.rows >= across:
@@ -339,15 +210,15 @@ class _CpuWriter:
             yield from self._each_row("mm_near", "mm_far")
             yield f"{to};"
             yield f"for (int mm_r = 0; mm_r < {rows}; mm_r++)"
-            yield f"for (int mm_step = 0; mm_step < mm_depth; mm_step += {_LANES}) {{"
-            yield f"const int mm_i = min(mm_step, mm_depth - {_LANES});"
+            yield f"for (int mm_step = 0; mm_step < mm_depth; mm_step += {LANES}) {{"
+            yield f"const int mm_i = min(mm_step, mm_depth - {LANES});"
             value = _vector(left, "mm_left", f"(mm_first + mm_r) * {left.row_stride} + mm_k + mm_i")
             yield f"*(LOCAL loose_float8 *)(mm_to + mm_r * {row_stride} + mm_i) = {value};"
         elif how == "columns":
             yield "for (int mm_i = 0; mm_i < mm_depth; mm_i++) {"
             yield f"LOCAL float *mm_to = (LOCAL float *)mm_slivers + mm_i * {k_stride};"
             yield f"for (int mm_row = mm_near; mm_row < mm_far; mm_row += {rows}) {{"
-            for vector in range(0, k_stride, _LANES):
+            for vector in range(0, k_stride, LANES):
                 row = f"min(mm_row, {self.problem.rows - k_stride}) + {vector}"
                 value = _vector(left, "mm_left", f"{row} + (mm_k + mm_i) * {left.column_stride}")
                 yield f"*(LOCAL loose_float8 *)(mm_to + {vector}) = {value};"
@@ -358,7 +229,7 @@ class _CpuWriter:
             yield f"for (int mm_i = 0; mm_i < {rows} * mm_depth; mm_i++) {{"
             row, k = f"(mm_first + mm_i % {rows})", f"(mm_k + mm_i / {rows})"
             place = f"{row} * {left.row_stride} + {k} * {left.column_stride}"
-            yield f"mm_to[mm_i] = {item(left, 'mm_left', place)};"
+            yield f"mm_to[mm_i] = {_item(left, 'mm_left', place)};"
         yield "}}"
 
     def _sums(self) -> Iterator[str]:
@@ -392,7 +263,7 @@ class _CpuWriter:
         else:
             yield f"GLOBAL const float *mm_b = mm_right + mm_begin + mm_k * {right.row_stride};"
             vectors = [
-                f"*(GLOBAL const loose_float8 *)(mm_b + {vector * _LANES})" for vector in range(plan.vectors)
+                f"*(GLOBAL const loose_float8 *)(mm_b + {vector * LANES})" for vector in range(plan.vectors)
             ]
             right_stride = right.row_stride
         kept, first = ("mm_span", f"mm_block % {plan.span}") if self.has_spans else ("mm_slot", "mm_block")
@@ -426,12 +297,12 @@ class _CpuWriter:
         yield f"LOCAL const float *mm_values = (LOCAL const float *)mm_slot + mm_r * {self.width} - mm_begin;"
         yield "const int mm_y = mm_first + mm_r;"
         yield "int mm_x = mm_column;"
-        if columns >= _LANES and self.epilogue_width > 1:
-            yield f"for (; mm_x + {_LANES} <= mm_end; mm_x += {_LANES}) {{"
+        if columns >= LANES and self.epilogue_width > 1:
+            yield f"for (; mm_x + {LANES} <= mm_end; mm_x += {LANES}) {{"
             yield "float8 mm_value = *(LOCAL const loose_float8 *)(mm_values + mm_x);"
-            yield from _finished(self.epilogue, _LANES)
+            yield from _finished(self.epilogue, LANES)
             yield "}"
-        if columns % _LANES or self.epilogue_width == 1:
+        if columns % LANES or self.epilogue_width == 1:
             yield "for (; mm_x < mm_end; mm_x++) {"
             yield "float mm_value = mm_values[mm_x];"
             yield from _finished(self.epilogue, 1)
@@ -445,18 +316,18 @@ def _pointer(name: str, operand: Matrix, place: str) -> str:
 
 def _vector(operand: Matrix, pointer: str, place: str) -> str:
     if operand.memory.dtype == "float16":
-        return f"from_halves_{_LANES}(*(GLOBAL const loose_ushort{_LANES} *)({pointer} + {place}))"
+        return f"from_halves_{LANES}(*(GLOBAL const loose_ushort{LANES} *)({pointer} + {place}))"
     return f"*(GLOBAL const loose_float8 *)({pointer} + {place})"
 
 
 def _transposed() -> Iterator[str]:
     """Transpose the matrix whose rows are the vectors `mm_x0`, `mm_x1`, ...: swap halves, quarters, ..."""
-    block = _LANES // 2
+    block = LANES // 2
     while block:
-        for i in (i for i in range(_LANES) if not i & block):
+        for i in (i for i in range(LANES) if not i & block):
             one, two = f"mm_x{i}", f"mm_x{i + block}"
-            low = [f"{two}.s{c - block:x}" if c & block else f"{one}.s{c:x}" for c in range(_LANES)]
-            high = [f"{two}.s{c:x}" if c & block else f"{one}.s{c + block:x}" for c in range(_LANES)]
+            low = [f"{two}.s{c - block:x}" if c & block else f"{one}.s{c:x}" for c in range(LANES)]
+            high = [f"{two}.s{c:x}" if c & block else f"{one}.s{c + block:x}" for c in range(LANES)]
             yield f"{{ const float8 mm_low = (float8)({', '.join(low)});"
             yield f"{two} = (float8)({', '.join(high)}); {one} = mm_low; }}"
         block //= 2
@@ -465,10 +336,10 @@ def _transposed() -> Iterator[str]:
 def _is_thin(problem: Problem) -> bool:
     """Whether so few rows or columns are multiplied that each item is best computed alone, along K."""
     along = problem.left.column_stride == 1 and problem.right.row_stride == 1
-    return along and min(problem.rows, problem.columns) <= 3 and problem.inner >= _LANES
+    return along and min(problem.rows, problem.columns) <= 3 and problem.inner >= LANES
 
 
-def _thin_body(problem: Problem, capabilities: Capabilities, epilogue: Epilogue) -> Body:
+def _thin_body(problem: Problem, capabilities: Capabilities, epilogue: Epilogue) -> _Body:
     """Items one by one, those that read the same row or column of the larger side one after the other."""
     left, right, inner = problem.left, problem.right, problem.inner
     items = problem.rows * problem.columns
@@ -479,11 +350,11 @@ def _thin_body(problem: Problem, capabilities: Capabilities, epilogue: Epilogue)
     if problem.rows > problem.columns:
         row, column = column, row
     chains = 4  # of sums, that a sum need not wait for the one before it
-    step = chains * _LANES
+    step = chains * LANES
 
     def products(count: int) -> Iterator[str]:
         for i in range(count):
-            place = f"mm_i + {i * _LANES}"
+            place = f"mm_i + {i * LANES}"
             one, two = _vector(left, "mm_a", place), _vector(right, "mm_b", place)
             yield f"mm_s{i} += {one} * {two};"
 
@@ -511,14 +382,14 @@ def _thin_body(problem: Problem, capabilities: Capabilities, epilogue: Epilogue)
         f"for (; mm_i + {step} <= {inner}; mm_i += {step}) {{",
         *products(chains),
         "}",
-        f"for (; mm_i + {_LANES} <= {inner}; mm_i += {_LANES}) {{",
+        f"for (; mm_i + {LANES} <= {inner}; mm_i += {LANES}) {{",
         *products(1),
         "}",
         f"mm_s0 += {' + '.join(f'mm_s{i}' for i in range(1, chains))};",
         *(["mm_s0 += mm_spans;"] if inner > span else []),
-        f"float mm_value = {' + '.join(f'mm_s0.s{i:x}' for i in range(_LANES))};",
+        f"float mm_value = {' + '.join(f'mm_s0.s{i:x}' for i in range(LANES))};",
         f"for (; mm_i < {inner}; mm_i++)",
-        f"    mm_value += {item(left, 'mm_a', 'mm_i')} * {item(right, 'mm_b', 'mm_i')};",
+        f"    mm_value += {_item(left, 'mm_a', 'mm_i')} * {_item(right, 'mm_b', 'mm_i')};",
         *_finished(epilogue, 1),
         "}",
     ]

@@ -1,0 +1,140 @@
+"""How a CPU cuts a matrix product up, by a rough count of the cycles that each way takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from penstock.drivers.driver import Capabilities
+from penstock.kernels.templates.matmul import Problem
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a CPU cuts the product up: tiles for work-items, K for its cache, blocks for its registers."""
+
+    rows: int  # of the block in registers
+    vectors: int  # columns of that block, in vectors
+    row_tiles: int
+    column_tiles: int
+    depth_blocks: int
+    pack_left: bool
+    pack_right: bool
+    chunk: int  # how many times `rows` are packed at once
+    span: int  # blocks of K that are added up one after the other, and then to what all before gave
+    floats: int  # of memory for all of it
+
+    @property
+    def tiles(self) -> int:
+        """Of one product."""
+        return self.row_tiles * self.column_tiles
+
+
+LANES = 8  # of a vector
+_REGISTERS = 16  # for vectors
+_SUMS = 12  # of which hold sums
+_CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 for sums, 1/10 for the left side
+_DEPTH = 512  # steps along K before the next columns
+_PACKED_DEPTH = 352  # the same, where the left side is packed,
+_STREAM_DEPTH = 8  # and where the right side is not kept in the cache
+_MANY = 4096  # rows or columns: from here on the best block hardly depends on how many there are
+_DIRECT_LEFT = 1 << 15  # a transposed left side of no more items is read where it lies,
+_DIRECT_RIGHT = 1 << 16  # and a right side of no more: they stay in the cache anyway
+
+
+def tiling(problem: Problem, capabilities: Capabilities) -> Tiling:
+    """The plan that takes the fewest cycles, by a rough count of what each costs."""
+    left = problem.left
+    small = left.row_stride == 1 and problem.rows * problem.inner <= _DIRECT_LEFT
+    pack_left = not (left.memory.dtype == "float32" and (left.column_stride == 1 or small))
+    blocks = list(_register_blocks(problem))
+
+    def best_for(size: Problem) -> Tiling:
+        block = min(blocks, key=lambda block: _cycles(size, block[0], block[1], pack_left))
+        return _tiling_with(problem, capabilities, block, pack_left)
+
+    plan = best_for(problem)
+    if problem.varied:  # the block that is best for all large sizes, if that adds in the same order
+        usual = best_for(replace(problem, rows=_MANY, columns=_MANY))
+        if (usual.depth_blocks, usual.span) == (plan.depth_blocks, plan.span):
+            return usual
+    return plan
+
+
+def _tiling_with(
+    problem: Problem, capabilities: Capabilities, block_in_registers: tuple[int, int], pack_left: bool
+) -> Tiling:
+    """The best plan with so many rows and vectors in registers."""
+    right, inner = problem.right, problem.inner
+    rows, vectors = block_in_registers
+    width = vectors * LANES
+    row_units, column_units = ceil(problem.rows / rows), ceil(problem.columns / width)
+    pack_right = (
+        right.column_stride != 1
+        or right.memory.dtype != "float32"
+        or problem.columns < width
+        or (inner * problem.columns > _DIRECT_RIGHT and row_units > 4)
+    )
+    stream_right = not pack_right and inner * problem.columns > _DIRECT_RIGHT
+    fetching_left = _fetch_left(rows, pack_left) * inner
+    fetching_right = pack_right * vectors * (8 if right.column_stride == 1 else 10) * inner
+
+    floats = min(_CACHE_BYTES, capabilities.local_bytes) // 4
+    left_steps = floats // 10 // (ceil(rows / LANES) * LANES)
+    right_steps = floats // 2 // width
+    deepest = min(left_steps, right_steps, _DEPTH) if pack_left else min(right_steps, 2 * _DEPTH)
+    good = min(deepest, _PACKED_DEPTH if pack_left else _DEPTH)
+    depth_blocks = 1 if inner <= deepest else ceil(inner / good)
+    if stream_right:  # read in the order of the memory, for it is read once or twice only
+        depth_blocks = ceil(inner / _STREAM_DEPTH)
+    depth = ceil(inner / depth_blocks)
+    span = 1 if not stream_right else _DEPTH // depth if inner > 2 * _DEPTH else depth_blocks
+    sums = floats * 3 // 8 // (2 if 1 < span < depth_blocks else 1)
+    widest = sums // (rows * width) if stream_right else right_steps // depth
+    block = _step(rows, vectors) * inner + 40 * depth_blocks
+    choices = []
+    for column_tiles in _counts(ceil(column_units / widest), column_units):
+        wide = ceil(column_units / column_tiles)
+        highest = row_units if depth_blocks == 1 else max(1, sums // (wide * width * rows))
+        for row_tiles in _counts(ceil(row_units / highest), row_units):
+            high = ceil(row_units / row_tiles)
+            tile = high * wide * block + high * fetching_left + wide * fetching_right + 500
+            rounds = ceil(problem.batch * row_tiles * column_tiles / capabilities.compute_units)
+            choices.append((rounds * tile, row_tiles, column_tiles))
+    _, row_tiles, column_tiles = min(choices)
+    chunk = max(1, min(8, left_steps // depth))
+    return Tiling(
+        rows, vectors, row_tiles, column_tiles, depth_blocks, pack_left, pack_right, chunk, span, floats
+    )
+
+
+def _register_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Sizes of the block in registers, no larger than the product where that has a vector's width."""
+    for vectors in range(1, max(1, min(_SUMS // 2, problem.columns // LANES)) + 1):
+        most = min(problem.rows, _SUMS // vectors, (_REGISTERS - 1) // vectors - 1)
+        yield from ((rows, vectors) for rows in range(1, most + 1))
+
+
+def _step(rows: int, vectors: int) -> float:
+    """Cycles for one step along K: two sums or loads in each, and none of a sum within 4 of the last."""
+    return max(rows * vectors / 2, (rows + vectors) / 2, 4) + 0.6
+
+
+def _fetch_left(rows: int, pack_left: bool) -> int:
+    """Cycles to have the left side of a block in registers at hand, for each step along K."""
+    return ceil(rows / LANES) * LANES if pack_left else rows
+
+
+def _cycles(problem: Problem, rows: int, vectors: int, pack_left: bool) -> float:
+    """Cycles for the whole product, for each step along K."""
+    across = ceil(problem.columns / (vectors * LANES)) * _step(rows, vectors)
+    return ceil(problem.rows / rows) * (across + ceil(problem.columns / 256) * _fetch_left(rows, pack_left))
+
+
+def _counts(fewest: int, most: int) -> Iterator[int]:
+    """Into how many tiles a side may be cut: not all numbers, for there may be thousands."""
+    count = max(fewest, 1)
+    while count <= most:
+        yield count
+        count += max(1, count // 4)
