@@ -25,10 +25,10 @@ from penstock.graph.gradient import gradients
 from penstock.graph.node import Kind, Node, leaf, topological
 from penstock.graph.reference import computed
 from penstock.graph.simplify import simplify
-from penstock.kernels.attention import attention_kernels
+from penstock.kernels.attention.kernels import attention_kernels
 from penstock.kernels.cache import whole_text
+from penstock.kernels.lower import fusible
 from penstock.kernels.source import KernelSource
-from penstock.kernels.writer import fusible
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.tensor.core import record
 

@@ -127,7 +127,7 @@ def weighed(most: int, wanted: list[Node]) -> list[Group]:
     outputs = [node for group in found for node in group.outputs]
     assert len(outputs) == len(set(outputs)), "nothing is stored twice"
     for group in found:
-        assert sum(map(by_bytes, (*group.inputs, *group.outputs))) <= most or group.kind == "lone"
+        assert sum(map(by_bytes, (*group.inputs, *group.outputs))) <= most or group.kind == "single"
     return found
 
 
@@ -146,7 +146,7 @@ def test_what_is_too_large_stands_alone_and_only_that() -> None:
     wide = elementwise.multiply(x, shaping.permute(shaping.permute(y, (1, 0)), (1, 0)))
     rows = elementwise.exp(elementwise.negative(reducing.sum_(wide, (1,))))
     found = weighed(9, [rows])
-    alone = {group.nodes[0].primitive.name for group in found if group.kind == "lone"}
+    alone = {group.nodes[0].primitive.name for group in found if group.kind == "single"}
     assert alone == {"multiply", "permute"}
     assert [node.primitive.name for node in found[-1].nodes] == ["sum", "negative", "exp"]
     same_values(found, [rows])

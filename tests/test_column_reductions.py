@@ -19,7 +19,7 @@ from penstock import Device, nn
 from penstock.drivers.driver import Driver
 from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
 from penstock.execution import realize
-from penstock.execution.realize import programs
+from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
 from penstock.fusion import splitting
 from penstock.fusion.column_reductions import column_units, is_column_part
@@ -27,7 +27,7 @@ from penstock.fusion.groups import Group, partition
 from penstock.fusion.splitting import split
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.node import Node
-from penstock.kernels.writer import fusible
+from penstock.kernels.lower import fusible
 
 GPU = replace(opencl_capabilities(NATIVE), vector_width=1, compute_units=4)
 
@@ -152,7 +152,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 def kept(device: Device, *tensors: ps.Tensor) -> int:
     """How many fused column sums the program of some tensors has."""
     nodes = [tensor._node for tensor in tensors]
-    program = programs(device).build(Structure(nodes))
+    program = executables(device).build(Structure(nodes))
     return sum(count for _, count in with_column_sums([step.group for step in program.schedule.groups]))
 
 

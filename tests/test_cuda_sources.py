@@ -22,7 +22,7 @@ from penstock.drivers.driver import Event, Grid, Kernel, Queue, Source
 from penstock.drivers.host import HostDriver
 from penstock.errors import CompileError, PenstockWarning
 from penstock.execution.executable import Executable
-from penstock.execution.realize import programs
+from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.dtypes import bfloat16
@@ -82,7 +82,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(Executable, "_on_host", lambda *_: None)  # it would read what was not computed
     made = Device.over(Imagined())
-    programs(made).kernels = Gathering(made)
+    executables(made).kernels = Gathering(made)
     yield made
     made.close()
 
@@ -105,14 +105,14 @@ def given(device: Device) -> Given:
 def build(device: Device, wanted: Sequence[Node]) -> None:
     """The program of some nodes, run on a device that computes nothing: the first run writes its kernels."""
     structure = Structure(wanted)
-    built = programs(device).build(structure)
+    built = executables(device).build(structure)
     built.run([node.value for node in structure.inputs], structure.constants())
 
 
 def check(device: Device, at_least: int, architectures: Sequence[str] = ()) -> None:
     """All that was gathered compiles; in the quick set for the newest architecture, unless some are named."""
     architectures = architectures or ARCHITECTURES[0 if conftest.whole else -1 :]
-    gathered = programs(device).kernels
+    gathered = executables(device).kernels
     assert isinstance(gathered, Gathering)
     sources = list(gathered.sources.values())
     assert len(sources) >= at_least

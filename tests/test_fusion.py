@@ -23,9 +23,10 @@ from penstock.fusion.views import base
 from penstock.graph import contraction, creating, elementwise, reducing, shaping
 from penstock.graph.node import Node, topological
 from penstock.graph.simplify import simplify
-from penstock.kernels import cache, lowering
-from penstock.kernels.lowering import lower
-from penstock.kernels.writer import constants, fusible
+from penstock.kernels import cache
+from penstock.kernels.lower import constants, fusible
+from penstock.kernels.lowering import fused
+from penstock.kernels.lowering.fused import lower
 
 CPU = opencl_capabilities(NATIVE)
 F32 = np.dtype(np.float32)
@@ -151,7 +152,7 @@ def test_other_primitives_stand_alone_with_groups_around_them() -> None:
     x = x_(4, 4)
     scan = reducing.cumulative_sum(elementwise.exp(x), 0)
     found = groups(elementwise.tanh(scan), alone=("cumulative_sum",))
-    assert [group.kind for group in found] == ["map", "lone", "map"]
+    assert [group.kind for group in found] == ["map", "single", "map"]
     assert found[1].outputs == (scan,)
 
 
@@ -212,10 +213,10 @@ def test_what_kernels_cannot_hold_stands_alone_even_if_it_is_a_view() -> None:
     out = elementwise.abs_(elementwise.add(wide, ones))
     found = partition([out], lambda node: fusible(node, CPU))
     holds(found, [out])
-    assert {group.kind for group in found} == {"lone"}
+    assert {group.kind for group in found} == {"single"}
     empty = shaping.slice_(x, ((0, 0, 1), (0, 8, 1)))
     found = partition([elementwise.exp(empty)], lambda node: fusible(node, CPU))
-    assert [group.kind for group in found] == ["lone", "lone"]
+    assert [group.kind for group in found] == ["single", "single"]
 
 
 # Rows, columns and products
@@ -508,7 +509,7 @@ def device(shared: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device that computes everything by kernels, at the first sight."""
     monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
     monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
-    monkeypatch.setattr(lowering, "_BUSY", 0)  # threads of a GPU have several items, even of small values
+    monkeypatch.setattr(fused, "_BUSY", 0)  # threads of a GPU have several items, even of small values
     return shared
 
 
@@ -862,7 +863,7 @@ def test_kernels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_MAX_KERNELS", 2)
     monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     device = Device.over(DRIVERS["host"]())
-    kernels = realize.programs(device).kernels
+    kernels = realize.executables(device).kernels
     tables = [table for table in vars(kernels).values() if isinstance(table, OrderedDict)]
     assert tables
     for length in (1, 2, 3, 4, 5, 1, 2):

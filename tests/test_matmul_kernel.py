@@ -18,7 +18,7 @@ from penstock.graph.dtypes import checked
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.cache import whole_text
 from penstock.kernels.ir import Const, Expr, Let, Load, Statement, Store, Var, call
-from penstock.kernels.source import UNIT, KernelSource
+from penstock.kernels.source import ALIGNMENT, KernelSource
 from penstock.kernels.templates import matmul_gpu
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Matrix, Problem
 from penstock.kernels.templates.matmul_cpu import cpu_matmul
@@ -53,7 +53,7 @@ def launch(driver: OpenCLDriver, source: KernelSource, arrays: list[np.ndarray])
     queue = driver.compute
     for memory, array in zip(memories, arrays, strict=True):
         driver.write(queue, memory, 0, array.view(np.uint8), None)
-    places = [np.int32(GUARD * array.itemsize // UNIT) for array in arrays]
+    places = [np.int32(GUARD * array.itemsize // ALIGNMENT) for array in arrays]
     args = [memory.native for memory in memories]
     driver.launch(queue, kernel, source.grid, source.group, [*args, *places], None)
     results = [np.empty_like(array) for array in arrays]

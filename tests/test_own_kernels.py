@@ -305,13 +305,13 @@ def test_a_formula_and_its_neighbours_are_one_group(opencl: Device) -> None:
 
 
 def test_a_number_that_changes_compiles_nothing(opencl: Device) -> None:
-    from penstock.execution.realize import programs
+    from penstock.execution.realize import executables
 
     swish = ps.kernel(SWISH)
     (x,) = at(opencl, array(256, 256))
     for beta in (0.5, 1.25, 1.5, 2.5):  # 1.0 is in the formula too, and would be the same number there
         swish(x, beta).realize()
-    assert len(programs(opencl)._programs) == 1
+    assert len(executables(opencl)._programs) == 1
 
 
 # Functions
@@ -659,7 +659,7 @@ def test_every_dtype_of_c(opencl: Device) -> None:
 
 
 def test_scalars_have_their_own_dtypes_and_compile_nothing(compiling: Device) -> None:
-    from penstock.execution.realize import programs
+    from penstock.execution.realize import executables
 
     text = "out[i] = x[i] + f32_cast(big) + f32_cast(small) * 0.5f;"
     sources = {
@@ -678,7 +678,7 @@ def test_scalars_have_their_own_dtypes_and_compile_nothing(compiling: Device) ->
     for big, small in [(1 << 20, 0.25), (-(1 << 20), 1.5), (3, -1)]:
         found = kernel(*at(compiling, x), big, small=small).numpy()
         np.testing.assert_allclose(found, x + np.float32(big) + np.float32(small) / 2, rtol=1e-6, atol=1e-6)
-    assert len(programs(compiling)._programs) == 1
+    assert len(executables(compiling)._programs) == 1
     with pytest.raises(ValueError, match="takes int32 as big, which cannot be 2147483648"):
         kernel(*at(compiling, x), 1 << 31, 0.5)
     with pytest.raises(TypeError, match=r"takes a number of int32 as big, not 1\.5"):

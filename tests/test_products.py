@@ -35,8 +35,8 @@ from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Node
 from penstock.graph.reference import computed
 from penstock.graph.simplify import simplify
-from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, Product, library_problem
-from penstock.kernels.writer import fusible, write
+from penstock.kernels.library.cublaslt import WORKSPACE, LibraryLaunch, Product, library_problem
+from penstock.kernels.lower import fusible, write
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.tensor import dtypes
 from penstock.tuning_cache import TuningCache

@@ -62,7 +62,7 @@ def array(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def count(device: Device) -> int:
-    return len(realize.programs(device)._programs)
+    return len(realize.executables(device)._programs)
 
 
 def work(m: Any, x: Any, y: Any, scale: float, offset: float) -> Any:
@@ -190,7 +190,7 @@ def test_temporaries_share_one_arena(device: Device) -> None:
     for _ in range(6):
         x = ps.cumulative_sum(ps.tanh(x), axis=0) * 0.01
         a = np.cumsum(np.tanh(a), axis=0) * np.float32(0.01)
-    (program,) = [realize.programs(device).build(Structure([x._node]))]
+    (program,) = [realize.executables(device).build(Structure([x._node]))]
     assert program.plan.arena_bytes <= 4 * a.nbytes, "values that are dead leave their places to others"
     np.testing.assert_allclose(x.numpy(), a, rtol=1e-4, atol=1e-6)
 
@@ -207,7 +207,7 @@ def test_tables_are_bounded(host: Device, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1 << 20)
     for length in range(1, 8):
         assert (ps.asarray(np.ones(length, np.float32), device=host) * 5).numpy().tolist() == [5.0] * length
-        assert len(realize.programs(host)._seen) <= 4
+        assert len(realize.executables(host)._seen) <= 4
 
 
 def test_what_was_used_last_is_kept(host: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ from penstock.execution.structure import Structure
 from penstock.graph import contraction, creating, elementwise, reducing, shaping
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.random import random_bits
-from penstock.kernels import chaining, lowering, writer
+from penstock.kernels import concatenation, lower
+from penstock.kernels.lowering import fused
 
 FLOATS = ("float32", "float32", "float32", "float16", "float64")
 WHOLES = ("int32", "int32", "int64", "uint32", "uint64", "int8", "uint8", "int16", "uint16")
@@ -448,13 +449,13 @@ def meaning(wanted: Sequence[Node]) -> list[np.ndarray]:
     values: dict[Node, np.ndarray] = {}
     for node in topological(wanted):
         inputs = [values[parent] for parent in node.inputs]
-        values[node] = node.value if node.value is not None else writer.computed(node, inputs)
+        values[node] = node.value if node.value is not None else lower.computed(node, inputs)
     return [values[node] for node in wanted]
 
 
 def check(device: Device, seed: int, size: int) -> None:
     """A graph as a program, run again with other values and constants."""
-    programs = realize.programs(device)
+    programs = realize.executables(device)
     built = len(programs._programs)
     for values in range(2):
         _, plain = grown(seed, size, values, lambda array: leaf(array, array.shape, array.dtype))
@@ -540,7 +541,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Device]]:
     monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
     monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
-    monkeypatch.setattr(lowering, "_BUSY", 0)  # threads of a GPU have several items, even of small values
+    monkeypatch.setattr(fused, "_BUSY", 0)  # threads of a GPU have several items, even of small values
     poison(monkeypatch)
     made: list[Device] = []
 
@@ -548,11 +549,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Device]]:
         if kind == "host-groups":  # groups as OpenCL has them, each computed by NumPy
 
             def fusible(node: Node, capabilities: Capabilities) -> bool:
-                return writer.fusible(node, CPU)
+                return lower.fusible(node, CPU)
 
             monkeypatch.setattr(passes, "fusible", fusible)
         if kind == "opencl-launches":  # every kernel by itself, however small
-            monkeypatch.setattr(chaining, "_SMALL", 0)
+            monkeypatch.setattr(concatenation, "_SMALL", 0)
         others = {"host-groups": DRIVERS["host"], "opencl-launches": DRIVERS["opencl-device"]}
         driver = {**DRIVERS, **others, "opencl-threads": _gpu}[kind]
         made.append(Device.over(driver()))

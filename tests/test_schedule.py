@@ -19,7 +19,7 @@ from penstock.compiler.target import Target
 from penstock.drivers.driver import Capabilities
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.executable import Executable
-from penstock.execution.realize import programs
+from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
 from penstock.graph import elementwise
 from penstock.graph.node import Node, leaf
@@ -138,9 +138,9 @@ def test_an_executable_copies_too(kind: str) -> None:
     device = Device.over(DRIVERS[kind]())
     x = np.arange(64, dtype=np.float32)
     structure = Structure([elementwise.exp(leaf(device.upload(x), x.shape, x.dtype))], checked=False)
-    kernels = programs(device).kernels
+    kernels = executables(device).kernels
     nodes, inputs = prepare(structure.wanted, structure.inputs)
-    target = Target(device.name, device.capabilities, kernels.written)
+    target = Target(device.name, device.capabilities, kernels.lowering)
     schedule = with_a_copy(compile_graph(nodes, inputs, structure.numbers, target))
     executable = Executable(schedule, device, kernels)
     for _ in range(3):

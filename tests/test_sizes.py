@@ -21,9 +21,9 @@ from penstock.drivers.driver import Driver
 from penstock.drivers.opencl import OpenCLDriver
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.ir import Const, Type
-from penstock.kernels.lone import Launch
 from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes, _with_arguments
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource
+from penstock.kernels.templates.launches import Launch
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 
 # The IR

@@ -24,9 +24,9 @@ from penstock.drivers.opencl import OpenCLDriver
 from penstock.execution import realize
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.node import Node
-from penstock.kernels import lowering
 from penstock.kernels.ir import INT, Barrier, Let, Load, RegisterArray, Statement, Store
-from penstock.kernels.lowering import lower
+from penstock.kernels.lowering import fused
+from penstock.kernels.lowering.fused import lower
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -54,7 +54,7 @@ def device(shared: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device that computes everything by kernels, with as many lanes as there can be."""
     monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
     monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
-    monkeypatch.setattr(lowering, "_BUSY", 0)
+    monkeypatch.setattr(fused, "_BUSY", 0)
     return shared
 
 
@@ -285,7 +285,7 @@ def test_what_a_later_pass_needs_stays_in_registers() -> None:
 def test_all_threads_of_a_row_have_read_what_its_result_is_written_over() -> None:
     x, r = x_(4, 256), x_(4)
     form = lower(only(elementwise.add(reducing.sum_(x, (1,)), r)), GPU)
-    assert form.over == ((1,),)
+    assert form.may_alias == ((1,),)
     assert any(isinstance(one, Barrier) for one in form.form.body)
     form = lower(only(elementwise.exp(reducing.sum_(x, (1,)))), GPU)
     assert not any(isinstance(one, Barrier) for one in form.form.body)
@@ -342,7 +342,7 @@ def test_sums_over_first_and_last_axes(device: Device) -> None:
 
 def lanes(node: Node, change: Callable[..., None]) -> set[int]:
     """The lanes that a group stores."""
-    change(lowering, "_BUSY", 0)
+    change(fused, "_BUSY", 0)
     group = only(node)
     return {one.type.width for one in statements(lower(group, GPU).form.body) if isinstance(one, Store)}
 
@@ -361,7 +361,7 @@ def test_lanes_are_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lanes(doubled(6, 5), change) == {2}
     x = at(np.ones((6, 8), np.float32))
     assert lanes(elementwise.add(x, shaping.slice_(x_(6, 9), ((0, 6, 1), (1, 8, 1)))), change) == {4}
-    change(lowering, "_BUSY", 1 << 20)
+    change(fused, "_BUSY", 1 << 20)
     few = lower(only(elementwise.add(x, x)), GPU)
     assert few.form.grid == (1,)
     assert {one.type.width for one in statements(few.form.body) if isinstance(one, Store)} == {1}

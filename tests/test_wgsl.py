@@ -20,15 +20,15 @@ from penstock import Device, nn, optim
 from penstock.drivers.driver import Capabilities, Driver
 from penstock.execution import realize
 from penstock.execution.executable import Executable
-from penstock.execution.realize import programs
+from penstock.execution.realize import executables
 from penstock.fusion.groups import Group
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.node import Node
 from penstock.graph.reference import computed
 from penstock.kernels.cache import whole_text
-from penstock.kernels.lone_kernels import lone_kernels
-from penstock.kernels.source import UNIT, KernelSource
-from penstock.kernels.writer import fusible, write
+from penstock.kernels.lower import fusible, write
+from penstock.kernels.source import ALIGNMENT, KernelSource
+from penstock.kernels.templates.choose import template_launches
 
 BOOL = np.dtype(bool)
 NAN, INF = float("nan"), float("inf")
@@ -65,7 +65,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(Executable, "_on_host", lambda *_: None)  # it would read what was not computed
     made = Device.over(ImaginedWgsl(request.param))
-    programs(made).kernels = Gathering(made)
+    executables(made).kernels = Gathering(made)
     yield made
     made.close()
 
@@ -77,7 +77,7 @@ def given(device: Device) -> Given:
 
 def check(device: Device, webgpu: Driver, at_least: int) -> None:
     """Naga accepts all that was gathered, and each takes no more than the device has."""
-    gathered = programs(device).kernels
+    gathered = executables(device).kernels
     assert isinstance(gathered, Gathering)
     assert len(gathered.sources) >= at_least
     having = device.capabilities
@@ -358,7 +358,7 @@ def launched(device: Device, group: Group, capabilities: Capabilities | None = N
     (launch,) = written.launches
     source = launch.source
     (kernel,) = device.compile(whole_text([source], "wgsl"), {source.name: source.signature}).values()
-    guard = np.full(UNIT, POISON, np.uint8)
+    guard = np.full(ALIGNMENT, POISON, np.uint8)
     arrays = [np.full(node.nbytes, POISON, np.uint8) for node in group.outputs]
     arrays += [np.ascontiguousarray(node.value).reshape(-1).view(np.uint8) for node in group.inputs]
     buffers = [device.upload(np.concatenate([guard, array, guard])) for array in arrays]
@@ -366,9 +366,9 @@ def launched(device: Device, group: Group, capabilities: Capabilities | None = N
     results = []
     for buffer, node in zip(buffers, group.outputs, strict=False):
         after = device.download(buffer).wait()
-        assert (after[:UNIT] == POISON).all()
-        assert (after[-UNIT:] == POISON).all()
-        results.append(after[UNIT:-UNIT].view(node.dtype).reshape(node.shape))
+        assert (after[:ALIGNMENT] == POISON).all()
+        assert (after[-ALIGNMENT:] == POISON).all()
+        results.append(after[ALIGNMENT:-ALIGNMENT].view(node.dtype).reshape(node.shape))
     return results
 
 
@@ -419,9 +419,9 @@ def test_without_64_bits_whole_numbers_are_for_numpy(real: Device) -> None:
     assert not fusible(elementwise.cast(small, np.dtype(np.uint64)), having)
     assert fusible(elementwise.negative(x), real.capabilities)
     assert fusible(elementwise.negative(small), having)
-    assert lone_kernels(reducing.cumulative_sum(x, 0), having) is None
+    assert template_launches(reducing.cumulative_sum(x, 0), having) is None
     for node in (reducing.argmax(small, 0), reducing.argsort(x, 0, False)):
-        lone = lone_kernels(node, having)
+        lone = template_launches(node, having)
         assert lone is not None
         assert not any("64(" in launch.source.text for launch in lone.launches)
 
@@ -433,8 +433,8 @@ def test_loops_that_software_would_end_are_for_numpy(real: Device) -> None:
     long = at(np.zeros((300_000, 2), np.float32))
     many = at(np.zeros((1, 1_000_000), np.float32))
     cases: list[tuple[Node, Callable[[Node, Capabilities], bool]]] = [
-        (reducing.cumulative_sum(long, 0), lambda node, having: lone_kernels(node, having) is not None),
-        (reducing.argmax(long, 0), lambda node, having: lone_kernels(node, having) is not None),
+        (reducing.cumulative_sum(long, 0), lambda node, having: template_launches(node, having) is not None),
+        (reducing.argmax(long, 0), lambda node, having: template_launches(node, having) is not None),
         (contraction.matmul(many, shaping.permute(many, (1, 0))), fusible),
         (reducing.sum_(at(np.zeros((1_000_000, 2), np.float32)), (0,)), fusible),
     ]

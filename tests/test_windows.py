@@ -27,7 +27,7 @@ from penstock.execution import realize
 from penstock.execution.executable import Executable
 from penstock.graph import contraction, reducing
 from penstock.graph.node import leaf
-from penstock.kernels import lowering
+from penstock.kernels.lowering import fused
 from penstock.memory import pool
 
 if not WEBGPU_KINDS:
@@ -430,7 +430,7 @@ def test_random_numbers_are_those_of_any_device(by_kernels: list[str]) -> None:
 def test_random_graphs(monkeypatch: pytest.MonkeyPatch, binding: int, buffers: int) -> None:
     monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
     monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
-    monkeypatch.setattr(lowering, "_BUSY", 0)
+    monkeypatch.setattr(fused, "_BUSY", 0)
     device = opened(binding, buffers)
     poison(monkeypatch)
     for seed in range(2):

@@ -91,7 +91,7 @@ class Device:
         self._open_driver = open_driver
         self._settings = settings
         self.running = threading.RLock()  # held while something is computed, or a program recorded
-        self.programs: Any = None  # what `penstock.execution.realize` keeps for this device
+        self.executables: Any = None  # what `penstock.execution.realize` keeps for this device
         self.dispatcher: Any = None  # what places programs, where this one stands for several devices
         self._lock = threading.RLock()
         self._opened: Layers | None = None

@@ -9,7 +9,7 @@ from penstock.compiler.schedule import InputUse, OutputWrite, Schedule
 from penstock.fusion.groups import Group
 from penstock.graph.node import Node
 from penstock.graph.reference import Constant
-from penstock.kernels.writer import Written
+from penstock.kernels.lower import Lowering
 from penstock.plan.arena import Value
 from penstock.plan.arenas import ArenaPlan
 
@@ -36,7 +36,7 @@ class Compilation:
     constants: Mapping[Constant, int]  # the number of each among the arguments of a run
     aliases: Mapping[int, int] = field(default_factory=dict)  # wanted values that should replace inputs
     groups: Sequence[Group] = ()
-    lowered: Sequence[Written | None] = ()  # for each group
+    lowered: Sequence[Lowering | None] = ()  # for each group
     turns: Sequence[Sequence[int]] = ()  # numbers of groups, in the order in which they run
     layout: Layout | None = None
     plan: ArenaPlan | None = None

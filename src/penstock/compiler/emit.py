@@ -13,12 +13,12 @@ from penstock.fusion.groups import Group
 from penstock.fusion.views import base
 from penstock.graph.node import Kind, Node
 from penstock.graph.reference import number_key
-from penstock.kernels.chaining import Call
+from penstock.kernels.concatenation import Call
 from penstock.kernels.costing import costs
-from penstock.kernels.cublaslt import LibraryLaunch
 from penstock.kernels.hazards import Range, Touched
-from penstock.kernels.source import UNIT
-from penstock.kernels.writer import Written, constants
+from penstock.kernels.library.cublaslt import LibraryLaunch
+from penstock.kernels.lower import Lowering, constants
+from penstock.kernels.source import ALIGNMENT
 
 
 def emit(state: Compilation, target: Target) -> Compilation:
@@ -65,7 +65,7 @@ class _Steps:
         reads = tuple(self._range(node) for node in dict.fromkeys(map(base, group.inputs)))
         writes = tuple(self._range(node) for node in group.outputs)
         # Kernels of scans, sorts and the like have no constants of their own.
-        takes_constants = group.kind != "lone" or written is None or written.function is not None
+        takes_constants = group.kind != "single" or written is None or written.function is not None
         named = constants(group) if takes_constants else []
         numbers = tuple(self._state.constants[number_key(node, name)] for node, name in named)
         calls: tuple[Call, ...] = ()
@@ -93,7 +93,7 @@ class _Steps:
             calls=calls,
             structure=group.structure,
             group=group,
-            written=written,
+            lowering=written,
         )
 
     def _location(self, node: Node) -> Location:
@@ -102,7 +102,7 @@ class _Steps:
         return self._layout.buffers[node], 0
 
     def _temporary(self, value: int) -> Location:
-        return self._arena(value), self._plan.offsets[value] // UNIT
+        return self._arena(value), self._plan.offsets[value] // ALIGNMENT
 
     def _arena(self, value: int) -> int:
         """The buffer that a temporary lies in."""
@@ -121,7 +121,7 @@ class _Steps:
         return self._arena(value), start, start + self._layout.lifetimes[value].nbytes
 
 
-def _kind(written: Written | None) -> Literal["kernel", "library", "host"]:
+def _kind(written: Lowering | None) -> Literal["kernel", "library", "host"]:
     if written is None:
         return "host"
     return "library" if isinstance(written.function, LibraryLaunch) else "kernel"
@@ -135,5 +135,5 @@ def _work(group: Group) -> int:
             total += node.size * node.inputs[0].shape[-1] // 8  # in vectors
         elif not node.primitive.is_free:
             source = max((node, *node.inputs), key=lambda value: value.size)
-            total += source.size * (8 if node.primitive.costly or group.kind == "lone" else 1)
+            total += source.size * (8 if node.primitive.costly or group.kind == "single" else 1)
     return total

@@ -13,9 +13,9 @@ from typing import Any
 
 from penstock.compiler.schedule import Copy, Schedule, Step
 from penstock.drivers.driver import Capabilities
-from penstock.kernels.chaining import Call, chained
+from penstock.kernels.concatenation import Call, concatenated
 from penstock.kernels.hazards import Range, Touched, orderings
-from penstock.kernels.side_by_side import joins, kind, side_by_side
+from penstock.kernels.horizontal_fusion import fuse_horizontally, joins, kind
 from penstock.kernels.sizes import Sizes
 
 # For each buffer of a horizontally fused launch: the number of its allocation, and its offset there in
@@ -49,7 +49,7 @@ def launch_parts(schedule: Schedule, capabilities: Capabilities) -> list[Part]:
 
 def _fuses(step: Step, capabilities: Capabilities) -> bool:
     """Whether the kernels of a step may be fused horizontally with those of its turn."""
-    return capabilities.vector_width == 1 and kind(step.group, step.written, capabilities) is not None
+    return capabilities.vector_width == 1 and kind(step.group, step.lowering, capabilities) is not None
 
 
 def fused_buffers(parts: Sequence[Part]) -> list[int]:
@@ -87,14 +87,14 @@ def arranged(
         for item in part:
             calls += [item] if isinstance(item, Call) else _fused(item, within, capabilities, sizes)
         gpu = capabilities.vector_width == 1
-        result.append(calls if gpu else chained(calls, schedule.arenas, capabilities))
+        result.append(calls if gpu else concatenated(calls, schedule.arenas, capabilities))
     return result
 
 
 def _fused(
     calls: Sequence[Call], within: Mapping[int, tuple[int, int]], capabilities: Capabilities, sizes: Sizes
 ) -> list[Call]:
-    launches = side_by_side(calls, within, capabilities)
+    launches = fuse_horizontally(calls, within, capabilities)
     if not any(call.source.sizes for call in calls):
         return launches
     return [launch if launch in calls else sizes.launch(launch, varied=True) for launch in launches]

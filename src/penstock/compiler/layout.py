@@ -14,8 +14,8 @@ from penstock.formatting import format_bytes
 from penstock.fusion.groups import Group
 from penstock.fusion.views import base
 from penstock.graph.node import Node
-from penstock.kernels.source import UNIT
-from penstock.kernels.writer import Written
+from penstock.kernels.lower import Lowering
+from penstock.kernels.source import ALIGNMENT
 from penstock.plan.arena import Value
 from penstock.plan.arenas import plan_arenas
 
@@ -34,7 +34,7 @@ def lay_out(state: Compilation, target: Target) -> Compilation:
     return replace(state, layout=_Lifetimes(state, buffers, wanted).layout(outputs))
 
 
-def _in_own_buffers(group: Group, written: Written | None) -> list[Node]:
+def _in_own_buffers(group: Group, written: Lowering | None) -> list[Node]:
     """What cannot lie in an arena, as a kernel takes no offsets for it."""
     offsets = written is None or all(launch.source.placed for launch in written.launches)
     return [] if offsets else [base(node) for node in (*group.outputs, *group.inputs)]
@@ -82,7 +82,7 @@ class _Lifetimes:
         group, written = self._state.groups[number], self._state.lowered[number]
         for at, node in enumerate(group.outputs):
             # Where several steps of a turn read a value, nobody knows which of them does so first.
-            in_place = [base(group.inputs[k]) for k in written.over[at]] if written else []
+            in_place = [base(group.inputs[k]) for k in written.may_alias[at]] if written else []
             in_place = [given for given in in_place if readers[given] <= 1]
             if node in self._buffers:
                 given = frozenset(self._buffers[value] for value in in_place if value in self._buffers)
@@ -114,7 +114,7 @@ def plan(state: Compilation, target: Target) -> Compilation:
             f"takes {format_bytes(largest.nbytes)}; compute it in parts",
             asked=largest.nbytes,
         )
-    planned = plan_arenas(layout.lifetimes, UNIT, can.bank_bytes, most)
+    planned = plan_arenas(layout.lifetimes, ALIGNMENT, can.max_arena_bytes, most)
     if target.budget is not None and planned.arena_bytes > target.budget:
         raise OutOfDeviceMemory(
             f"the temporaries of this graph take {format_bytes(planned.arena_bytes)} on {target.name}, and "

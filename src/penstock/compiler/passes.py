@@ -15,8 +15,8 @@ from penstock.fusion.products import by_library
 from penstock.fusion.splitting import split
 from penstock.fusion.views import base
 from penstock.graph.node import Node
-from penstock.kernels.side_by_side import MOST_CALLS, kind
-from penstock.kernels.writer import fusible
+from penstock.kernels.horizontal_fusion import MOST_CALLS, kind
+from penstock.kernels.lower import fusible
 from penstock.plan.order import Work, ordered
 from penstock.plan.turns import in_turns
 

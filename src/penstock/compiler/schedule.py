@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 from penstock.formatting import format_bytes
 from penstock.fusion.groups import Group
-from penstock.kernels.chaining import Call
+from penstock.kernels.concatenation import Call
 from penstock.kernels.hazards import Range
-from penstock.kernels.writer import Written
+from penstock.kernels.lower import Lowering
 from penstock.plan.arena import Value
 from penstock.plan.arenas import ArenaPlan
 
@@ -42,7 +42,7 @@ class Step:
     calls: tuple[Call, ...]
     structure: Hashable  # of the group: what it computes, apart from values
     group: Group = field(compare=False)
-    written: Written | None = field(compare=False)
+    lowering: Lowering | None = field(compare=False)
 
 
 @dataclass(frozen=True)

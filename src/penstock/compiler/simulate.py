@@ -12,8 +12,8 @@ from penstock.compiler.schedule import Copy, Location, Schedule, Step
 from penstock.fusion.views import base
 from penstock.graph.node import Array, Node
 from penstock.graph.reference import computed
-from penstock.kernels.source import UNIT
-from penstock.kernels.writer import constants
+from penstock.kernels.lower import constants
+from penstock.kernels.source import ALIGNMENT
 
 _POISON = 0xA5
 
@@ -36,7 +36,9 @@ def simulate(
     for _, turn in groupby(schedule.steps, lambda step: step.turn):
         for step in reversed(list(turn)):
             for (buffer, offset), array in _written(step, memory, numbers):
-                memory[buffer][offset * UNIT :][: array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
+                memory[buffer][offset * ALIGNMENT :][: array.nbytes] = np.frombuffer(
+                    array.tobytes(), np.uint8
+                )
     return [memory[at] for at in schedule.results]
 
 
@@ -46,7 +48,7 @@ def _written(
     """What a step writes, and where."""
     if isinstance(step, Copy):
         buffer, offset = step.source
-        return [(step.target, memory[buffer][offset * UNIT :][: step.nbytes].copy())]
+        return [(step.target, memory[buffer][offset * ALIGNMENT :][: step.nbytes].copy())]
     group = step.group
     count = len(group.outputs)
     given = zip(group.inputs, step.locations[count:], strict=False)
@@ -56,7 +58,7 @@ def _written(
         attributes = {name: scalars.get((node, name), value) for name, value in node.attributes.items()}
         known[node] = computed(node, [known[parent] for parent in node.inputs], attributes)
     scratch = step.locations[count + len(group.inputs) :]
-    sizes = step.written.scratch if step.written is not None else ()
+    sizes = step.lowering.scratch if step.lowering is not None else ()
     poisoned = [np.full(nbytes, _POISON, np.uint8) for nbytes in sizes]
     outputs = [np.ascontiguousarray(known[node]) for node in group.outputs]
     return [*zip(step.locations, outputs, strict=False), *zip(scratch, poisoned, strict=True)]
@@ -64,5 +66,5 @@ def _written(
 
 def _value(node: Node, location: Location, memory: Sequence[Array]) -> Array:
     buffer, offset = location
-    stored = memory[buffer][offset * UNIT :][: node.nbytes]
+    stored = memory[buffer][offset * ALIGNMENT :][: node.nbytes]
     return stored.copy().view(node.dtype).reshape(node.shape)

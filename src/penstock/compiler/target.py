@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
+from penstock.kernels.lower import Lowering, write
 from penstock.kernels.source import digest
-from penstock.kernels.writer import Written, write
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,14 @@ class Target:
 
     name: str  # for messages
     capabilities: Capabilities
-    lower: Callable[[Group], Written | None]  # the kernels of a group; None where NumPy has to compute it
+    lower: Callable[[Group], Lowering | None]  # the kernels of a group; None where NumPy has to compute it
     budget: int | None = None  # bytes that temporaries may take; None: as many as they need
 
     @classmethod
     def of(cls, capabilities: Capabilities, budget: int | None = None) -> Target:
         """A target without a device."""
 
-        def lower(group: Group) -> Written | None:
+        def lower(group: Group) -> Lowering | None:
             return write(group, capabilities, digest(repr(group.structure)))
 
         return cls(capabilities.description, capabilities, lower, budget)

@@ -71,7 +71,7 @@ class AutoDevice(Device):
         self._members = tuple(members)
         self._shared = first.capabilities.shared_memory
         self.dispatcher: Dispatcher = Dispatcher(self, self._members)
-        self.programs = self.dispatcher
+        self.executables = self.dispatcher
 
     @property
     def members(self) -> tuple[Device, ...]:

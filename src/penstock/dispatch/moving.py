@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.drivers.driver import Memory
 from penstock.graph.node import Node
-from penstock.kernels.source import UNIT
+from penstock.kernels.source import ALIGNMENT
 from penstock.lru import LRU
 from penstock.measuring.rates import Rates, at
 from penstock.memory.buffer import Buffer
@@ -28,7 +28,7 @@ class Places:
 
     def __init__(self, members: Sequence[Device]) -> None:
         self._members = members
-        self._step = math.lcm(UNIT, *(member.capabilities.offset_alignment for member in members))
+        self._step = math.lcm(ALIGNMENT, *(member.capabilities.offset_alignment for member in members))
         # Copies at places that values were moved from, by the buffers that they are in now.
         self.kept = LRU[int, _Kept](_KEPT)
         # How often a value would have been of use elsewhere: one that is used again and again is moved.

@@ -21,8 +21,8 @@ from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.execution.executable import Executable
 from penstock.execution.realize import (
     by_numpy,
+    executables,
     numpy_text,
-    programs,
     source,
     to_compute,
 )
@@ -105,7 +105,7 @@ class Dispatcher:
         """Whether computing it now would first build a program."""
         member = self._staying(structure)
         if member is not None:
-            return programs(member).builds(structure)
+            return executables(member).builds(structure)
         forced = self._forced or self.dictate is not None
         numpy = not forced and structure.waits_for_no_compiler(self.seen(structure))
         return structure.key not in self._placed and not numpy
@@ -115,7 +115,7 @@ class Dispatcher:
         numbers = structure.constants()
         member = self._staying(structure)
         if member is not None:
-            there = programs(member).known(structure)
+            there = executables(member).known(structure)
             assert there is not None
             return there.run(self.places.bring(structure.inputs, member), numbers), there
         placed = self._known(structure)
@@ -126,7 +126,7 @@ class Dispatcher:
         return program.run(inputs, numbers), program.programs[-1]
 
     def build(self, structure: Structure, aliases: Mapping[int, int] | None = None) -> Placed:
-        """A graph for any of the members; see `Programs.build`."""
+        """A graph for any of the members; see `ExecutableCache.build`."""
         nodes, inputs = prepare(structure.wanted, structure.inputs)
         placed = Placed(self, nodes, inputs, structure, aliases or {})
         self._everything.add(placed)
@@ -141,7 +141,7 @@ class Dispatcher:
         structure = Structure(wanted, self.device.capabilities)
         member = self._staying(structure)
         if member is not None:
-            there = programs(member).known(structure)
+            there = executables(member).known(structure)
             assert there is not None
             return f"on {member.name}, which holds the inputs:\n{there.schedule}"
         placed = self._placed.get(structure.key) or self.build(structure)
@@ -461,7 +461,7 @@ class Placed:
         aliases: Mapping[int, int] | None = None,
     ) -> Executable:
         """A program of a part of the graph."""
-        there = programs(device)
+        there = executables(device)
         before = there.build_seconds
         built = there.compile(nodes, inputs, self._numbers, aliases)
         self._dispatcher.build_seconds += there.build_seconds - before

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.compiler.passes import fused
-from penstock.execution.realize import programs
+from penstock.execution.realize import executables
 from penstock.fusion.groups import Group
 from penstock.graph.dtypes import HALVES, float32, float64
 from penstock.graph.node import Kind, Node, topological
@@ -41,7 +41,7 @@ def price(nodes: Sequence[Node], device: Device, rates: Rates, host: Rates) -> P
 
 def _seconds(group: Group, device: Device, rates: Rates, host: Rates) -> float:
     numpy = not device.capabilities.compiles
-    if group.kind == "lone" and not numpy and programs(device).kernels.written(group) is None:
+    if group.kind == "single" and not numpy and executables(device).kernels.lowering(group) is None:
         # NumPy computes it: the device is waited for, and values go there and back.
         read = sum(node.nbytes for node in group.inputs)
         there = rates.program + rates.moving_seconds(read)

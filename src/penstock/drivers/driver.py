@@ -66,7 +66,7 @@ class Capabilities:
         return self.language != "numpy"
 
     @property
-    def bank_bytes(self) -> int:
+    def max_arena_bytes(self) -> int:
         """The largest memory that takes one binding: in larger ones, every access chooses a binding."""
         return min(self.max_allocation_bytes, self.binding_bytes)
 

@@ -26,9 +26,9 @@ from penstock.drivers.driver import Kernel
 from penstock.graph.node import Array, Node
 from penstock.graph.reference import computed
 from penstock.kernels.cache import KernelCache
-from penstock.kernels.chaining import Call
-from penstock.kernels.source import UNIT
-from penstock.kernels.writer import constants
+from penstock.kernels.concatenation import Call
+from penstock.kernels.lower import constants
+from penstock.kernels.source import ALIGNMENT
 from penstock.memory.buffer import Buffer
 from penstock.plan.arenas import ArenaPlan
 from penstock.runtime import Device
@@ -47,10 +47,10 @@ class Executable:
         self._cache = cache
         self._parts = launch_parts(schedule, device.capabilities)
         self._functions = {
-            call.source.name: step.written.function
+            call.source.name: step.lowering.function
             for step in schedule.groups
             for call in step.calls
-            if step.written is not None and step.written.function is not None
+            if step.lowering is not None and step.lowering.function is not None
         }
         self._run_buffers = _RunBuffers(schedule, fused_buffers(self._parts))
         self._segments: dict[Arrangement | None, list[_Segment | Step | Copy]] = {}
@@ -128,7 +128,7 @@ class Executable:
 
     def _arenas(self) -> list[Buffer]:
         """Memory for temporaries. The device's may be larger than a kernel's argument can be."""
-        most = self.device.capabilities.bank_bytes
+        most = self.device.capabilities.max_arena_bytes
         return [
             arena if arena.nbytes <= most else arena.part(0, nbytes)
             for arena, nbytes in zip(self.device.scratch(self._arena_bytes), self._arena_bytes, strict=True)
@@ -164,8 +164,8 @@ class Executable:
             buffers[target],
             buffers[source],
             step.nbytes,
-            target_offset=to * UNIT,
-            source_offset=start * UNIT,
+            target_offset=to * ALIGNMENT,
+            source_offset=start * ALIGNMENT,
         )
 
     def _on_host(self, step: Step, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
@@ -182,13 +182,13 @@ class Executable:
         for recorder in self.device.stream.recorders:
             recorder.computed_by_host(node.primitive.name, start, perf_counter())
         if result.nbytes:
-            self.device.upload(result, buffers[target[0]], target[1] * UNIT)
+            self.device.upload(result, buffers[target[0]], target[1] * ALIGNMENT)
 
     def _read(self, node: Node, location: Location, buffers: Sequence[Buffer]) -> Array:
         if not node.size:
             return np.empty(node.shape, node.dtype)
         buffer, offset = location
-        return self.device.download(buffers[buffer], node.dtype, node.shape, offset * UNIT).wait()
+        return self.device.download(buffers[buffer], node.dtype, node.shape, offset * ALIGNMENT).wait()
 
 
 class _RunBuffers:
@@ -245,13 +245,13 @@ class _RunBuffers:
         for at in self.fused:
             buffer = buffers[at]
             offset = buffer.offset
-            aligned = not offset % UNIT
+            aligned = not offset % ALIGNMENT
             key = buffer.memory.serial if aligned else buffer
             number = numbers.get(key)
             if number is None:
                 number = numbers[key] = len(allocations)
                 allocations.append((at, aligned))
-            result.append((number, offset // UNIT if aligned else 0))
+            result.append((number, offset // ALIGNMENT if aligned else 0))
         self.allocations = allocations
         counts = Counter(buffer.place[0] for buffer in buffers)
         self._distinct = len(counts)

@@ -29,7 +29,7 @@ _MAX_PROGRAMS = 256
 _MAX_SEEN = 4096
 
 
-class Programs:
+class ExecutableCache:
     """The programs of one device, and what was seen; both bounded, they forget what was not used longest."""
 
     def __init__(self, device: Device) -> None:
@@ -87,19 +87,19 @@ class Programs:
         from penstock.execution.executable import Executable
 
         start = perf_counter()
-        target = Target(self._device.name, self._device.capabilities, self.kernels.written)
+        target = Target(self._device.name, self._device.capabilities, self.kernels.lowering)
         schedule = compile_graph(nodes, inputs, constants, target, aliases)
         built = Executable(schedule, self._device, self.kernels)
         self.build_seconds += perf_counter() - start
         return built
 
 
-def programs(device: Device) -> Programs:
+def executables(device: Device) -> ExecutableCache:
     """The programs of a device."""
     with device.running:
-        if device.programs is None:
-            device.programs = Programs(device)
-        own: Programs = device.programs
+        if device.executables is None:
+            device.executables = ExecutableCache(device)
+        own: ExecutableCache = device.executables
         return own
 
 
@@ -125,7 +125,7 @@ def _computed(structure: Structure, device: Device) -> tuple[list[Buffer], Execu
     if device.dispatcher is not None:
         result: tuple[list[Buffer], Executable | None] = device.dispatcher.computed(structure)
         return result
-    program = programs(device).known(structure)
+    program = executables(device).known(structure)
     if program is None:
         return by_numpy(structure.nodes, device), None
     return program.run([node.value for node in structure.inputs], structure.constants()), program
@@ -133,7 +133,7 @@ def _computed(structure: Structure, device: Device) -> tuple[list[Buffer], Execu
 
 def _told(structure: Structure, device: Device) -> tuple[list[Buffer], Executable | None]:
     """The same, and profiles are told of it."""
-    own = programs(device)
+    own = executables(device)
     fresh, built, start = not own.seen(structure), own.build_seconds, perf_counter()
     buffers, program = _computed(structure, device)
     wanted = structure.nodes
@@ -148,7 +148,7 @@ def _told(structure: Structure, device: Device) -> tuple[list[Buffer], Executabl
 def waits_for_a_compiler(node: Node, device: Device) -> bool:
     """Whether computing a node now would first build a program."""
     wanted = to_compute([node])
-    return bool(wanted) and programs(device).builds(Structure(wanted, device.capabilities))
+    return bool(wanted) and executables(device).builds(Structure(wanted, device.capabilities))
 
 
 def _alias(node: Node) -> bool:
@@ -182,7 +182,7 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
     if not wanted:
         return "computed already"
     with device.running:
-        own, structure = programs(device), Structure(wanted, device.capabilities)
+        own, structure = executables(device), Structure(wanted, device.capabilities)
         if not own.waits_for_no_compiler(structure):
             program = own.known(structure)
             assert program is not None

@@ -99,7 +99,7 @@ class _Parts:
             known = self._stored.union(map(base, self._group.inputs))
             if parent not in known and self._prepared(parent):
                 self._complete([parent])
-        self._add(Group("lone", (node,), node.inputs, (node,)))
+        self._add(Group("single", (node,), node.inputs, (node,)))
 
     def _complete(self, outputs: Sequence[Node]) -> None:
         self._add(self._part(outputs))

@@ -20,8 +20,8 @@ from penstock.graph.node import Kind, Node, Shape
 from penstock.graph.reducing import EXPAND
 from penstock.graph.shaping import RESHAPE
 
-GroupKind = Literal["map", "row", "column", "matmul", "attention", "raw", "lone"]
-_WHOLE: tuple[GroupKind, ...] = ("lone", "attention", "raw")  # which nothing joins
+GroupKind = Literal["map", "row", "column", "matmul", "attention", "raw", "single"]
+_WHOLE: tuple[GroupKind, ...] = ("single", "attention", "raw")  # which nothing joins
 
 
 class Cluster:
@@ -134,7 +134,7 @@ class Clustering:
         """Put a node into a cluster: that of what it reads, or a new one."""
         kind = node.primitive.kind
         if self._stands_alone(node):
-            self._enter(node, Cluster("lone", node.size))
+            self._enter(node, Cluster("single", node.size))
         elif node.primitive.is_free:
             if node in self.required:
                 self._enter(node, Cluster("map", node.size))

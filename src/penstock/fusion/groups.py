@@ -78,9 +78,9 @@ def partition(
 
 def _group(cluster: Cluster, clustering: Clustering, storing: Storing) -> Group:
     outputs = [node for node in cluster.nodes if node in storing.stored]
-    if cluster.kind == "lone":
+    if cluster.kind == "single":
         (node,) = outputs
-        return Group("lone", (node,), node.inputs, (node,))
+        return Group("single", (node,), node.inputs, (node,))
     if cluster.kind == "raw":
         parts = all_parts(cluster.nodes)
         return Group("raw", parts, parts[0].inputs, parts)

@@ -138,7 +138,7 @@ def _rows_at_once(width: int, capabilities: Capabilities) -> int:
     """
     cpu = capabilities.vector_width > 1
     rows = max(512, (1 << 20) // width) if cpu else max(8192, (1 << 26) // width)
-    return max(1, min(rows, capabilities.bank_bytes // (4 * width)))
+    return max(1, min(rows, capabilities.max_arena_bytes // (4 * width)))
 
 
 def _decomposed(node: Node, capabilities: Capabilities) -> Node:

@@ -11,12 +11,12 @@ from typing import Any
 from penstock.drivers.driver import Kernel
 from penstock.errors import CompileError
 from penstock.fusion.groups import Group
-from penstock.kernels.attention import ATTENTION_PRELUDE
+from penstock.kernels.attention.kernels import ATTENTION_PRELUDE
 from penstock.kernels.dialects import DIALECTS, dialect_of
+from penstock.kernels.lower import Lowering, without_sizes, write
 from penstock.kernels.raw_source import refused
 from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes
 from penstock.kernels.source import KernelSource, digest
-from penstock.kernels.writer import Written, without_sizes, write
 from penstock.lru import LRU
 from penstock.runtime import Device
 
@@ -30,17 +30,17 @@ class KernelCache:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.sizes = Sizes()
-        self._written = LRU[Hashable, Written | None](_MAX_KERNELS)
+        self._written = LRU[Hashable, Lowering | None](_MAX_KERNELS)
         self._kernels = LRU[str, Kernel](_MAX_KERNELS)  # by names, which end in a digest
 
-    def written(self, group: Group) -> Written | None:
+    def lowering(self, group: Group) -> Lowering | None:
         """The source of a group; None where the device has no kernel for it."""
         key = group.structure
         if key not in self._written:
             self._written[key] = self._write(group, key)
         return self._written.use(key)
 
-    def _write(self, group: Group, key: tuple[Any, ...]) -> Written | None:
+    def _write(self, group: Group, key: tuple[Any, ...]) -> Lowering | None:
         can, before = self._device.capabilities, self.sizes.shapes_before(without_sizes(key), key)
         varied = before >= MOST_WRITTEN_OUT
         written = write(group, can, digest(repr((key, varied))), varied)

@@ -12,7 +12,7 @@ from penstock.drivers.driver import Cost
 from penstock.fusion.groups import Group
 from penstock.fusion.views import base
 from penstock.graph.node import Kind, Node
-from penstock.kernels.writer import Written
+from penstock.kernels.lower import Lowering
 
 # Products of matrices in each pass of attention: the gradients compute the scores again, each for itself.
 _PASSES = {"attention_forward": 2, "attention_query_gradients": 3, "attention_key_gradients": 4}
@@ -20,7 +20,7 @@ _SHOWN = 4  # values of a side in the text of shapes
 _DIGEST = 13  # characters at the end of a kernel's name, which no person reads
 
 
-def costs(group: Group, written: Written) -> list[Cost]:
+def costs(group: Group, written: Lowering) -> list[Cost]:
     """Of each launch of a group."""
     needed = _needed(group)
     nodes = [*group.outputs, *group.inputs]

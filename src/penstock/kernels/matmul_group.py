@@ -12,8 +12,8 @@ from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.ir import Const, Expr, KernelIR, Let, Statement, Store, Type, Var
-from penstock.kernels.loop_nest import overwritable
-from penstock.kernels.scopes import LanesImpossible, Scopes, Value
+from penstock.kernels.lowering.loop_nest import overwritable
+from penstock.kernels.lowering.scopes import LanesImpossible, Scopes, Value
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.matmul import BATCH, Matrix, Problem
 from penstock.kernels.templates.matmul_cpu import cpu_matmul, cpu_width

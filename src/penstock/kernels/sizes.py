@@ -13,11 +13,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from penstock.kernels.chaining import Call
+from penstock.kernels.concatenation import Call
 from penstock.kernels.dialects.dialect import DialectBody
-from penstock.kernels.lone import Launch
 from penstock.kernels.rewriting import Integers
 from penstock.kernels.source import MOST_PARAMETER_BYTES, Body, KernelSource, digest
+from penstock.kernels.templates.launches import Launch
 from penstock.kernels.text_sizes import TextIntegers
 from penstock.lru import LRU
 

@@ -1,7 +1,7 @@
 """The text of a kernel, and how it is called: what every kernel writer shares.
 
 Kernels are written in a C that OpenCL and CUDA both take, with the words in which the two differ as macros.
-Buffers come first, then the place of each in its memory, then scalars. Places count in units of `UNIT`
+Buffers come first, then the place of each in its memory, then scalars. Places count in units of `ALIGNMENT`
 bytes, so that values of one arena are named by its one buffer and small numbers.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from penstock.kernels.ir import KernelIR
 
-UNIT = 256  # bytes; every value in an arena begins at a multiple
+ALIGNMENT = 256  # bytes; every value in an arena begins at a multiple
 MOST_PARAMETER_BYTES = 1000  # OpenCL promises 1024 for all parameters of a kernel
 
 C_TYPES = {
@@ -114,6 +114,6 @@ def head(
     parameters += [f"{C_TYPES[dtype]} {given}" for dtype, given in scalars]
     lines = [f"{linkage} {name}({', '.join(parameters)}) {{"]
     for dtype, given in (*outputs, *inputs):
-        items = UNIT // np.dtype(_STORED.get(dtype, dtype)).itemsize
+        items = ALIGNMENT // np.dtype(_STORED.get(dtype, dtype)).itemsize
         lines.append(f"    {given} += (size_t){given}_place * {items};")
     return "\n".join(lines) + "\n"

@@ -346,14 +346,14 @@ def _facts(program: Executable) -> _Facts:
     for step in program.schedule.groups:
         group = step.group
         wide_bytes += sum(node.nbytes for node in (*group.inputs, *group.outputs) if str(node.dtype) in WIDE)
-        if step.written is None:
+        if step.lowering is None:
             node = group.nodes[0]
             wide = next(
                 (str(operand.dtype) for operand in (node, *node.inputs) if str(operand.dtype) in WIDE), ""
             )
             host[f"{node.primitive.name} {wide or node.dtype}"] += 1
             continue
-        for cost in costs(group, step.written):
+        for cost in costs(group, step.lowering):
             operations += cost.operations
             moved += cost.nbytes
         for node in group.nodes:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from penstock.drivers.driver import Capabilities
 from penstock.errors import OutOfDeviceMemory
 from penstock.graph.node import Node, leaf
-from penstock.kernels.source import UNIT
+from penstock.kernels.source import ALIGNMENT
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.tensor.core import Tensor
@@ -107,7 +107,7 @@ def _parts(sizes: Sequence[int], capabilities: Capabilities) -> Iterator[list[in
     total = 0
     for number, size in enumerate(sizes):
         room = _room(size, capabilities)
-        if part and total + room > capabilities.bank_bytes:
+        if part and total + room > capabilities.max_arena_bytes:
             yield part
             part, total = [], 0
         part.append(number)
@@ -124,5 +124,5 @@ def _offsets(sizes: Sequence[int], capabilities: Capabilities) -> tuple[list[int
 
 def _room(size: int, capabilities: Capabilities) -> int:
     """The bytes from one value to the next, which begins where a kernel and the device can begin."""
-    step = math.lcm(UNIT, capabilities.offset_alignment)
+    step = math.lcm(ALIGNMENT, capabilities.offset_alignment)
     return -(-size // step) * step

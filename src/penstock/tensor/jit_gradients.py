@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.execution.realize import programs, realize
+from penstock.execution.realize import executables, realize
 from penstock.execution.structure import Structure
 from penstock.graph import elementwise
 from penstock.graph.checkpoint import copied
@@ -128,7 +128,7 @@ class Differentiable:
             outside = tracing.of_node(node)
             inputs.append(number.get(node, node) if outside is None else outside.origin)
         places = {node: place for place, node in enumerate(pending)}
-        program = programs(self._device).build(structure) if pending else None
+        program = executables(self._device).build(structure) if pending else None
         parts = [None if node is None else places.get(node, node) for node in found]
         return _Program(program, structure.constants(), inputs, parts)
 

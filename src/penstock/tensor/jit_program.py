@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.errors import CaptureError
-from penstock.execution.realize import programs
+from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
 from penstock.graph.custom_vjp import refusing
 from penstock.graph.node import Node, Primitive, leaf, topological
@@ -37,7 +37,7 @@ def captured_program(
     place = {node: at for at, node in enumerate(pending)}
     structure = Structure(pending, device.capabilities, checked=False)
     over = _replaced_inputs(stand_ins, place, structure.inputs)
-    program = programs(device).build(structure, over) if pending else None
+    program = executables(device).build(structure, over) if pending else None
     gradients, reads = _gradients(name, tracing, outputs, donated)
     return Captured(
         name=name,

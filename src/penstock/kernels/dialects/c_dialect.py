@@ -11,7 +11,7 @@ from penstock.kernels.dialects.c_vectors import VectorPrinter
 from penstock.kernels.dialects.dialect import Dialect, RawKernel
 from penstock.kernels.ir import Function, KernelIR, Type
 from penstock.kernels.philox import PHILOX
-from penstock.kernels.source import C_TYPES, UNIT, KernelSource, declared, head
+from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource, declared, head
 
 _MOST_INT = (1 << 31) - 1
 _WORKGROUP = "workgroup"  # the parameter of a function that has its number
@@ -90,7 +90,7 @@ class CDialect(Dialect):
             *(f"typedef {word} {array}_type;" for array, word, _ in arrays),
             *([f'#line 1 "header of {kernel.label}"', kernel.header] if kernel.header else []),
             f"{self.raw_opening.format(kernel.threads)} {kernel.name}({', '.join(parameters)}) {{",
-            *(f"{array} += (size_t){array}_place * {UNIT // size};" for array, _, size in arrays),
+            *(f"{array} += (size_t){array}_place * {ALIGNMENT // size};" for array, _, size in arrays),
         ]
         if kernel.count is not None:
             word = "int" if kernel.count <= _MOST_INT - kernel.threads else self.raw_types["int64"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.kernels.dialects.wgsl_expressions import wgsl_type
-from penstock.kernels.source import UNIT
+from penstock.kernels.source import ALIGNMENT
 
 WORD = 4  # bytes
 _SCALARS = {"bool": "uint32", "int8": "int32", "int16": "int32", "uint8": "uint32", "uint16": "uint32"}
@@ -39,7 +39,7 @@ class Words:
         kind = "array<atomic<u32>>" if self._atomic else "array<u32>"
         parameters = [f"{one}: {kind}" for one in buffers]
         parameters += [f"{one}_place: i32" for one in buffers]
-        lines = [f"    let {one}_at = {one}_place * {UNIT // WORD};" for one in buffers]
+        lines = [f"    let {one}_at = {one}_place * {ALIGNMENT // WORD};" for one in buffers]
         # Places are not negative, which no compiler knows.
         lines.append(f"    let ONE = f32(1 - ({buffers[0]}_place >> 31u));")
         for dtype, given in scalars:

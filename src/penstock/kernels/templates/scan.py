@@ -9,8 +9,16 @@ from penstock.graph.node import Node
 from penstock.graph.reducing import BLOCK
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.ir import Const, Expr, Operand, Type, Var
-from penstock.kernels.lone import CPU_SHARES, SHORT_ROW, Launch, Lone, along, group_size, is_cpu
 from penstock.kernels.source import KernelSource
+from penstock.kernels.templates.launches import (
+    CPU_SHARES,
+    SHORT_ROW,
+    Launch,
+    TemplateLaunches,
+    along,
+    group_size,
+    is_cpu,
+)
 from penstock.kernels.templates.tasks import Tasks
 from penstock.kernels.wgsl_steps import UNROLLED, most_steps
 
@@ -54,7 +62,7 @@ class Scan:
         return Const(value, Type(self.dtype))
 
 
-def scan(node: Node, capabilities: Capabilities) -> Lone | None:
+def scan(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
     """Kernels of a scan along an axis; None where a loop would have too many iterations."""
     kind = Scan(str(node.dtype), node.primitive.combine, node.attributes["reverse"])
     outer, length, inner = along(node.shape, node.attributes["axis"])
@@ -68,7 +76,7 @@ def scan(node: Node, capabilities: Capabilities) -> Lone | None:
         source = _columns(kind, outer, length, inner, capabilities)
     else:
         return None
-    return Lone((Launch(source, tuple(range(len(source.buffers)))),))
+    return TemplateLaunches((Launch(source, tuple(range(len(source.buffers)))),))
 
 
 class _Carry:

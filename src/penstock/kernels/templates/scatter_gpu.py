@@ -23,8 +23,8 @@ from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import MANY_STEPS
 from penstock.kernels.dialects.wgsl_memory import WORD
 from penstock.kernels.ir import Expr, Var
-from penstock.kernels.lone import group_size
 from penstock.kernels.source import KernelSource
+from penstock.kernels.templates.launches import group_size
 
 _THREADS = 512  # of a workgroup
 _TILE = 32  # threads that add up a row

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from penstock.drivers.driver import Capabilities
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.ir import Expr
-from penstock.kernels.lone import CPU_SHARES, GPU_THREADS, is_cpu
+from penstock.kernels.templates.launches import CPU_SHARES, GPU_THREADS, is_cpu
 
 
 class Tasks:

@@ -29,7 +29,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Lone:
+class TemplateLaunches:
     """The launches that compute one node, in order, and the bytes of the scratch buffers that they share."""
 
     launches: tuple[Launch, ...]

@@ -25,7 +25,7 @@ from penstock.kernels.ir import (
     Var,
     integer,
 )
-from penstock.kernels.scopes import LanesImpossible, Merge, Scopes, Value
+from penstock.kernels.lowering.scopes import LanesImpossible, Merge, Scopes, Value
 
 GROUP_THREADS = 256  # of a work-group on a GPU
 _TASKS = 4  # for each compute unit of a CPU, so that none waits long for the last
@@ -38,7 +38,7 @@ class Lowered:
     """A group's kernel in the IR, and which inputs each output may be written over."""
 
     form: KernelIR
-    over: tuple[tuple[int, ...], ...]  # for each output: numbers of inputs
+    may_alias: tuple[tuple[int, ...], ...]  # for each output: numbers of inputs
 
 
 class LoopNest:
@@ -222,13 +222,13 @@ class LoopNest:
         """Remember where an output is written, and in which pass."""
         self._stores[number] = (self.scopes.stage, index)
 
-    def over(self) -> tuple[tuple[int, ...], ...]:
+    def may_alias(self) -> tuple[tuple[int, ...], ...]:
         """For each output the inputs that it may be written over, once everything is written."""
         return overwritable(self.group, self.scopes.loads, self._stores)
 
     def lowered(self) -> Lowered:
         """The result, once everything is written."""
-        return Lowered(self.scopes.form, self.over())
+        return Lowered(self.scopes.form, self.may_alias())
 
 
 def at_most(begin: Expr, size: int, limit: Expr) -> Expr:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from penstock.fusion.index import Index, flat, unflatten, variable
 from penstock.graph.node import Kind, Node
-from penstock.kernels.blocks import Sums, in_blocks, is_inexact
 from penstock.kernels.ir import (
     INT,
     THREAD,
@@ -27,8 +26,9 @@ from penstock.kernels.ir import (
     Type,
     Var,
 )
-from penstock.kernels.loop_nest import GROUP_THREADS, LoopNest, Lowered, at_most
-from penstock.kernels.scopes import Merge, Value, computed_dtype
+from penstock.kernels.lowering.blocks import Sums, in_blocks, is_inexact
+from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered, at_most
+from penstock.kernels.lowering.scopes import Merge, Value, computed_dtype
 
 _BLOCK = 256  # columns that a thread of a CPU reduces at a time
 # Of a GPU.

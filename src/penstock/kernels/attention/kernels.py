@@ -10,10 +10,10 @@ from penstock.fusion.views import base, rows_index
 from penstock.graph.attention import ATTENTION, GRADIENT_PARTS
 from penstock.graph.dtypes import float16
 from penstock.graph.node import Node, Shape
-from penstock.kernels.attention_source import ATTENTION_PASSES
-from penstock.kernels.lone import Launch, Lone
+from penstock.kernels.attention.source import ATTENTION_PASSES
+from penstock.kernels.attention.tensor_tiles import TENSOR_TILES
 from penstock.kernels.source import KernelSource, head
-from penstock.kernels.tensor_tiles import TENSOR_TILES
+from penstock.kernels.templates.launches import Launch, TemplateLaunches
 
 ATTENTION_PRELUDE = TENSOR_TILES + ATTENTION_PASSES
 _BLOCK_ROWS, _BLOCK_THREADS = 64, 128  # of a group: four warps with 16 rows each
@@ -57,7 +57,7 @@ class _Parameter:
         return self.dtype, self.name
 
 
-def attention_kernels(group: Group, ending: str) -> Lone:
+def attention_kernels(group: Group, ending: str) -> TemplateLaunches:
     """The launches of a group, in kernels with names of this ending; what is not wanted goes to scratch."""
     writer = _Writer(group, ending)
     return writer.forward() if writer.primitive is ATTENTION else writer.backward()
@@ -83,7 +83,7 @@ class _Writer:
 
     # The passes
 
-    def forward(self) -> Lone:
+    def forward(self) -> TemplateLaunches:
         """One launch: the results, and the logarithm of the sum of each row."""
         result = self._output("result", "result", self._query)
         lse = _Parameter("lse", self._number("lse", self._rows * 4), "float32")
@@ -96,9 +96,9 @@ class _Writer:
         ]
         # The blocks with the most keys come first, so that the last ones to run are short.
         launch = self._launch("forward", [result, lse], inputs, tiling, self._queries, arguments, True)
-        return Lone((launch,), tuple(self._scratch))
+        return TemplateLaunches((launch,), tuple(self._scratch))
 
-    def backward(self) -> Lone:
+    def backward(self) -> TemplateLaunches:
         """Two launches: gradients of queries, and what is needed of each row; those of keys and values."""
         result, lse, slope = self._operands[3:]
         operands = (self._query, self._key, self._value, slope)
@@ -131,7 +131,7 @@ class _Writer:
             [*to_keys, *matrices, row],
             False,
         )
-        return Lone((queries, keys), tuple(self._scratch))
+        return TemplateLaunches((queries, keys), tuple(self._scratch))
 
     # Their launches
 

@@ -22,7 +22,7 @@ from penstock.fusion.groups import Group
 from penstock.fusion.products import Matrix, bias_vector, library_operand
 from penstock.graph.dtypes import checked, float32
 from penstock.graph.node import Array, Node
-from penstock.kernels.source import UNIT
+from penstock.kernels.source import ALIGNMENT
 
 _DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}  # cudaDataType_t
 # Bytes that an algorithm may use, for parts of long sums. The gradients of weights take up to 8% longer with
@@ -98,7 +98,7 @@ class LibraryLaunch:
         # NVIDIA's packages are only where there is a CUDA device, and take long to import.
         from nvmath.bindings import cublasLt
 
-        from penstock.kernels.cublaslt_tuning import tune
+        from penstock.kernels.library.cublaslt_tuning import tune
 
         self.descriptors = Descriptors(self.product)
         self._matmul = cublasLt.matmul
@@ -117,8 +117,8 @@ class LibraryLaunch:
         self._algorithm_address = algorithm.ctypes.data
 
     def __call__(self, stream: int, *args: int) -> None:
-        """Enqueue on a stream: `args` are the buffers' addresses, then their offsets in steps of `UNIT`."""
-        right, left, out, workspace, *bias = [args[n] + UNIT * args[p] + more for n, p, more in self._at]
+        """Enqueue on a stream: `args` are the buffers' addresses, then their offsets in `ALIGNMENT`s."""
+        right, left, out, workspace, *bias = [args[n] + ALIGNMENT * args[p] + more for n, p, more in self._at]
         of = self.descriptors
         if bias and bias[0] != self._bias:
             of.set_bias(bias[0])

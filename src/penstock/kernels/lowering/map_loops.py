@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.fusion.index import flat, unflatten
 from penstock.kernels.ir import THREAD, WORKGROUP, Const, Expr, For, If, Let, Statement, Type, Var
-from penstock.kernels.loop_nest import GROUP_THREADS, LoopNest, Lowered
-from penstock.kernels.scopes import Merge
+from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered
+from penstock.kernels.lowering.scopes import Merge
 
 _SECTOR = 32  # bytes that a GPU reads or writes, even of one item
 _NEIGHBOURS = 32  # threads that read and write together

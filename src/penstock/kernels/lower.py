@@ -17,26 +17,26 @@ from penstock.graph.dtypes import float16, float32
 from penstock.graph.elementwise import FULL
 from penstock.graph.node import Array, Kind, Node
 from penstock.graph.reference import computed
-from penstock.kernels.attention import attention_kernels
-from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch, library_problem
+from penstock.kernels.attention.kernels import attention_kernels
 from penstock.kernels.dialects import dialect_of
-from penstock.kernels.lone import Launch
-from penstock.kernels.lone_kernels import lone_kernels
-from penstock.kernels.lowering import lower
+from penstock.kernels.library.cublaslt import WORKSPACE, LibraryLaunch, library_problem
+from penstock.kernels.lowering.fused import lower
+from penstock.kernels.lowering.scopes import computed_dtype
 from penstock.kernels.matmul_group import matmul_group
 from penstock.kernels.raw_source import raw_source
-from penstock.kernels.scopes import computed_dtype
-from penstock.kernels.source import C_TYPES, UNIT, KernelSource
+from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource
+from penstock.kernels.templates.choose import template_launches
+from penstock.kernels.templates.launches import Launch
 from penstock.kernels.wgsl_steps import has_short_loops
 
 
 @dataclass(frozen=True)
-class Written:
+class Lowering:
     """The launches of a group: their buffers are numbers in [*outputs, *inputs, *scratch]."""
 
     launches: tuple[Launch, ...]
     scratch: tuple[int, ...]  # bytes
-    over: tuple[tuple[int, ...], ...]  # for each output: numbers of inputs that it may be written over
+    may_alias: tuple[tuple[int, ...], ...]  # for each output: numbers of inputs that it may be written over
     function: Callable[..., None] | None = None  # instead of text: on the host, or of a library
 
 
@@ -93,7 +93,7 @@ def _has(dtype: str, capabilities: Capabilities) -> bool:
     return dtype in C_TYPES and (dtype != "float64" or capabilities.float64)
 
 
-def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = False) -> Written | None:
+def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = False) -> Lowering | None:
     """What computes a group, in kernels with names of this ending; None where the device has none.
 
     `varied`: there are groups of many shapes that are otherwise equal, which the kernels should serve too.
@@ -102,15 +102,17 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
     if not capabilities.compiles:
         return _host(group, name)
     buffers = tuple(range(len(group.outputs) + len(group.inputs)))
-    if group.kind == "lone":
-        lone = lone_kernels(group.nodes[0], capabilities)
-        return None if lone is None else Written(_named(lone.launches, ending), lone.scratch, ((),))
+    if group.kind == "single":
+        template = template_launches(group.nodes[0], capabilities)
+        return (
+            None if template is None else Lowering(_named(template.launches, ending), template.scratch, ((),))
+        )
     if group.kind == "raw":
         own = Launch(raw_source(group, capabilities, ending), buffers)
-        return Written((own,), (), ((),) * len(group.outputs))
+        return Lowering((own,), (), ((),) * len(group.outputs))
     if group.kind == "attention":
         several = attention_kernels(group, ending)
-        return Written(several.launches, several.scratch, ((),) * len(group.outputs))
+        return Lowering(several.launches, several.scratch, ((),) * len(group.outputs))
     if group.kind == "matmul":
         product = next(node for node in group.nodes if node.primitive.kind is Kind.CONTRACTION)
         if by_library(product, capabilities):
@@ -118,11 +120,11 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
         source, over = matmul_group(group, capabilities, name, varied)
     else:
         lowered = lower(group, capabilities)
-        source, over = dialect_of(capabilities).render(lowered.form, name), lowered.over
-    return Written((Launch(source, buffers),), (), over)
+        source, over = dialect_of(capabilities).render(lowered.form, name), lowered.may_alias
+    return Lowering((Launch(source, buffers),), (), over)
 
 
-def _library(group: Group, product: Node, capabilities: Capabilities, name: str) -> Written:
+def _library(group: Group, product: Node, capabilities: Capabilities, name: str) -> Lowering:
     """A product as the launch of a library, which takes a workspace besides."""
     problem, operands = library_problem(group, product, capabilities)
     nodes = (*group.outputs, *group.inputs)
@@ -131,7 +133,7 @@ def _library(group: Group, product: Node, capabilities: Capabilities, name: str)
     places = {"out": 0, "workspace": len(nodes)}
     places |= {operand: nodes.index(node) for operand, node in operands.items()}
     launch = LibraryLaunch(problem, places, len(dtypes))
-    return Written((Launch(source, tuple(range(len(dtypes)))),), (WORKSPACE,), ((),), launch)
+    return Lowering((Launch(source, tuple(range(len(dtypes)))),), (WORKSPACE,), ((),), launch)
 
 
 def _name(group: Group) -> str:
@@ -149,7 +151,7 @@ def _named(launches: tuple[Launch, ...], ending: str) -> tuple[Launch, ...]:
     )
 
 
-def _host(group: Group, name: str) -> Written:
+def _host(group: Group, name: str) -> Lowering:
     """A group as a function of NumPy arrays, for the driver that runs such."""
     values = (*group.outputs, *group.inputs)
     scalars = tuple(str(node.dtype) for node, _ in constants(group))
@@ -163,7 +165,7 @@ def _host(group: Group, name: str) -> Written:
         )
         arrays: list[Array] = []
         for node, memory, place in zip(values, memories, places, strict=True):
-            part = memory[int(place) * UNIT :][: node.nbytes]
+            part = memory[int(place) * ALIGNMENT :][: node.nbytes]
             arrays.append(part.view(node.dtype).reshape(node.shape))
         known = dict(zip(group.inputs, arrays[len(group.outputs) :], strict=True))
         given = dict(zip(constants(group), numbers, strict=True))
@@ -178,4 +180,4 @@ def _host(group: Group, name: str) -> Written:
 
     # One output is written after everything was read, and NumPy minds where a copy overlaps its source.
     over = tuple(range(len(group.inputs))) if len(group.outputs) == 1 else ()
-    return Written((Launch(source, tuple(range(len(values)))),), (), (over,) * len(group.outputs), run)
+    return Lowering((Launch(source, tuple(range(len(values)))),), (), (over,) * len(group.outputs), run)

@@ -23,8 +23,8 @@ from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 from penstock.fusion.products import Matrix
 from penstock.graph.dtypes import checked as dtype_of
 from penstock.graph.node import Array
-from penstock.kernels.cublaslt import WORKSPACE, LibraryLaunch
-from penstock.kernels.source import UNIT, digest
+from penstock.kernels.library.cublaslt import WORKSPACE, LibraryLaunch
+from penstock.kernels.source import ALIGNMENT, digest
 from penstock.tuning_cache import TuningCache
 
 Call = Callable[[], None]
@@ -174,8 +174,8 @@ def memory(launch: LibraryLaunch, driver: Driver, random: bool = True) -> Iterat
     """Arguments for a launch: memory of its own, with random items or with what is there."""
     sizes: dict[int, int] = {}
     for name, at in launch.buffers.items():  # one buffer may be both operands
-        sizes[at] = max(sizes.get(at, 0), -(-launch.product.nbytes(name) // UNIT))
-    taken = driver.allocate(UNIT * sum(sizes.values()))
+        sizes[at] = max(sizes.get(at, 0), -(-launch.product.nbytes(name) // ALIGNMENT))
+    taken = driver.allocate(ALIGNMENT * sum(sizes.values()))
     try:
         if random:
             items = np.random.default_rng(0).standard_normal(_SAMPLE)
@@ -243,7 +243,7 @@ def _timed(stream: int, call: Call) -> float:
 def _alignment(matrix: Matrix, size: int) -> int:
     """The bytes, a power of two, at whose multiples an operand begins in memory that begins at a unit."""
     start = matrix.offset * size
-    return min(UNIT, start & -start) if start else UNIT
+    return min(ALIGNMENT, start & -start) if start else ALIGNMENT
 
 
 def _checked(result: tuple[Any, ...]) -> Any:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import SplitNeeded
-from penstock.kernels.column_loops import ColumnLoops
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.c_expressions import has_vectors
-from penstock.kernels.loop_nest import LoopNest, Lowered
-from penstock.kernels.map_loops import MapLoops
-from penstock.kernels.row_loops import RowLoops
-from penstock.kernels.scopes import LanesImpossible, computed_dtype
+from penstock.kernels.lowering.column_loops import ColumnLoops
+from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
+from penstock.kernels.lowering.map_loops import MapLoops
+from penstock.kernels.lowering.row_loops import RowLoops
+from penstock.kernels.lowering.scopes import LanesImpossible, computed_dtype
 
 _LANES = 8  # PoCL names 16 on CPUs with registers for 8, and its functions of 16 crash its compiler
 _ACCESS = 16  # bytes that a thread of a GPU reads or writes at once

@@ -10,7 +10,6 @@ from penstock.graph.contraction import GATHER
 from penstock.graph.dtypes import HALVES
 from penstock.graph.elementwise import PRIMITIVES
 from penstock.graph.node import Kind, Node, Primitive
-from penstock.kernels.blocks import Sums
 from penstock.kernels.ir import (
     THREAD,
     WORKGROUP,
@@ -33,8 +32,9 @@ from penstock.kernels.ir import (
     Type,
     Var,
 )
-from penstock.kernels.loop_nest import LoopNest, Lowered
-from penstock.kernels.scopes import Merge, Value, computed_dtype
+from penstock.kernels.lowering.blocks import Sums
+from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
+from penstock.kernels.lowering.scopes import Merge, Value, computed_dtype
 
 # Of a GPU. A thread has so many items of a row, if there are enough threads, and can keep them in registers.
 _ITEMS = 32
@@ -227,7 +227,7 @@ class RowLoops(LoopNest):
 
     def _by_one(self, stores: list[Statement], outputs: list[int]) -> list[Statement]:
         """Stores of what a row has one of, by its first thread."""
-        over = self.over()
+        over = self.may_alias()
         # Where such a value is written over another, all threads must have read that.
         waiting: list[Statement] = [Barrier(device_memory=True)] if any(over[at] for at in outputs) else []
         return [*waiting, If(Var("rank").eq(0), stores)]

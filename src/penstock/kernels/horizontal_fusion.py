@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
-from penstock.kernels.chaining import Call, together, total_cost
+from penstock.kernels.concatenation import Call, together, total_cost
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import Dialect
 from penstock.kernels.ir import (
@@ -38,9 +38,9 @@ from penstock.kernels.ir import (
     Var,
     While,
 )
+from penstock.kernels.lower import Lowering
 from penstock.kernels.rewriting import statement_count
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest, kernel_of
-from penstock.kernels.writer import Written
 
 MOST_CALLS = 1024  # in one launch
 _MOST_PIECES = 48  # calls in the kernel, which a compiler lays out
@@ -54,7 +54,7 @@ _KINDS = ("map", "row", "column")
 _GROUP = Var("group")  # the number of the workgroup in the whole launch
 
 
-def kind(group: Group, written: Written | None, capabilities: Capabilities) -> Hashable | None:
+def kind(group: Group, written: Lowering | None, capabilities: Capabilities) -> Hashable | None:
     """What groups have in common whose kernels may run side by side; None for those that run alone."""
     if written is None or written.function is not None or group.kind not in _KINDS:
         return None
@@ -76,7 +76,7 @@ def joins(calls: Sequence[Call]) -> bool:
     return len(calls) > 1 or len(calls[0].places) > _MANY_BUFFERS
 
 
-def side_by_side(
+def fuse_horizontally(
     calls: Sequence[Call], lies: Mapping[int, tuple[int, int]], capabilities: Capabilities
 ) -> list[Call]:
     """Calls that do not depend on one another, as few.

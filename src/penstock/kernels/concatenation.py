@@ -46,7 +46,7 @@ def total_cost(calls: Sequence[Call]) -> Cost | None:
     return merged([call.source.name for call in calls], [call.cost for call in calls])
 
 
-def chained(calls: Sequence[Call], arenas: Container[int], capabilities: Capabilities) -> list[Call]:
+def concatenated(calls: Sequence[Call], arenas: Container[int], capabilities: Capabilities) -> list[Call]:
     """The calls, of which neighbours that are small are one. `arenas`: buffers in which places vary."""
     dialect = dialect_of(capabilities)
     result: list[Call] = []

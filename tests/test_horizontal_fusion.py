@@ -22,9 +22,9 @@ from penstock.execution import executable, realize
 from penstock.execution.executable import Executable
 from penstock.execution.structure import Structure
 from penstock.graph.node import Node, leaf
-from penstock.kernels import side_by_side
+from penstock.kernels import horizontal_fusion
 from penstock.kernels.builder import KernelBuilder
-from penstock.kernels.chaining import Call
+from penstock.kernels.concatenation import Call
 from penstock.kernels.hazards import Touched
 from penstock.kernels.source import KernelSource
 
@@ -210,7 +210,7 @@ def test_random_graphs_in_poisoned_memory(seed: int, make: Make, monkeypatch: py
     graphs = [grown(2000 + seed, 30, at, to_device) for at in copies]
     wanted = [node for _, nodes in graphs for node in nodes]
     structure = Structure(wanted)
-    found = realize.programs(device).build(structure)
+    found = realize.executables(device).build(structure)
     assert found.schedule.turns < len(found.schedule.steps), "some are together"
     inputs = [node.value for node in structure.inputs]
     for turn in range(2):
@@ -227,7 +227,7 @@ def built(device: Device, wanted: list[ps.Tensor]) -> tuple[Executable, list[Any
     """A program with its inputs and constants."""
     nodes = [one._node for one in wanted]
     structure = Structure(nodes)
-    found = realize.programs(device).build(structure)
+    found = realize.executables(device).build(structure)
     return found, [node.value for node in structure.inputs], structure.constants()
 
 
@@ -291,22 +291,24 @@ def source(name: str, statements: int = 0) -> KernelSource:
 def test_texts_and_calls_are_bounded() -> None:
     capabilities = opencl_capabilities(NATIVE)
     lies = {0: (7, 100), 1: (8, 0)}
-    same = side_by_side.side_by_side([call(source("one"), at) for at in range(2000)], lies, capabilities)
+    same = horizontal_fusion.fuse_horizontally(
+        [call(source("one"), at) for at in range(2000)], lies, capabilities
+    )
     assert [len(one.source.text) < 40_000 for one in same] == [True, True]
     assert [one.source.grid for one in same] == [(3 * 1024,), (3 * 976,)]
     assert same[0].places == ((7, 0), (8, 0))
     others = [call(source(f"k{at}"), at) for at in range(100)]
-    assert len(side_by_side.side_by_side(others, lies, capabilities)) == 3
+    assert len(horizontal_fusion.fuse_horizontally(others, lies, capabilities)) == 3
     long = [call(source(f"k{at}", 700), at) for at in range(4)]
-    assert len(side_by_side.side_by_side(long, lies, capabilities)) == 2
+    assert len(horizontal_fusion.fuse_horizontally(long, lies, capabilities)) == 2
 
 
 def test_equal_calls_give_equal_texts() -> None:
     capabilities = opencl_capabilities(NATIVE)
     calls = [call(source(name), at) for at, name in enumerate("abab")]
     lies = {0: (0, 0), 1: (1, 0)}
-    (first,) = side_by_side.side_by_side(calls, lies, capabilities)
-    (second,) = side_by_side.side_by_side(calls, lies, capabilities)
-    (other,) = side_by_side.side_by_side(calls, {0: (0, 1), 1: (1, 0)}, capabilities)
+    (first,) = horizontal_fusion.fuse_horizontally(calls, lies, capabilities)
+    (second,) = horizontal_fusion.fuse_horizontally(calls, lies, capabilities)
+    (other,) = horizontal_fusion.fuse_horizontally(calls, {0: (0, 1), 1: (1, 0)}, capabilities)
     assert first == second != other
     assert first.source.text.count("DEVICE void") == 2

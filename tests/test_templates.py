@@ -21,8 +21,8 @@ from penstock.graph.dtypes import HALVES
 from penstock.graph.node import Node
 from penstock.graph.reference import computed
 from penstock.kernels.cache import whole_text
-from penstock.kernels.lone_kernels import lone_kernels
-from penstock.kernels.source import UNIT
+from penstock.kernels.source import ALIGNMENT
+from penstock.kernels.templates.choose import template_launches
 
 POISON = 0xAB
 NAN, INF = float("nan"), float("inf")
@@ -57,7 +57,7 @@ class Bench:
             pytest.skip("only OpenCL has vectors of eight numbers")
         if node.inputs[0].dtype == np.float64 and not self.device.capabilities.float64:
             pytest.skip("the device has no float64")
-        lone = lone_kernels(node, self.capabilities(variant))
+        lone = template_launches(node, self.capabilities(variant))
         assert lone is not None
         sources = {launch.source.name: launch.source for launch in lone.launches}
         assert all(sources[launch.source.name] == launch.source for launch in lone.launches)
@@ -82,15 +82,15 @@ class Bench:
             self.device.stream.launch(kernels[source.name], source.grid, source.group, args)
         for buffer, value in zip(buffers, values, strict=True):
             after = self.device.download(buffer).wait()
-            assert (after[:UNIT] == POISON).all()
-            assert (after[-UNIT:] == POISON).all()
+            assert (after[:ALIGNMENT] == POISON).all()
+            assert (after[-ALIGNMENT:] == POISON).all()
             if value is values[0]:
-                result = after[UNIT:-UNIT].view(node.dtype).reshape(node.shape)
+                result = after[ALIGNMENT:-ALIGNMENT].view(node.dtype).reshape(node.shape)
         return result
 
 
 def guarded(array: np.ndarray) -> np.ndarray:
-    guard = np.full(UNIT, POISON, np.uint8)
+    guard = np.full(ALIGNMENT, POISON, np.uint8)
     return np.concatenate([guard, array.reshape(-1).view(np.uint8), guard])
 
 
@@ -293,7 +293,7 @@ def test_scattering(
         values = items(dtype, shape)
     node = contraction.scatter_add(at(values), at(index), length)
     if variant == "cpu" and node.dtype in HALVES and bench.device.capabilities.language != "wgsl":
-        assert lone_kernels(node, bench.capabilities(variant)) is None
+        assert template_launches(node, bench.capabilities(variant)) is None
         return
     np.testing.assert_array_equal(bench.run(node, variant), computed(node, [values, index]))
 
@@ -341,18 +341,18 @@ def test_any_shape(bench: Bench, variant: str, shape: list[int], data: st.DataOb
 def test_what_has_no_kernel(bench: Bench, variant: str) -> None:
     having = bench.capabilities(variant)
     x = at(np.ones((3, 3), np.float32))
-    assert lone_kernels(contraction.matmul(x, x), having) is None
-    assert lone_kernels(reducing.argmax(at(np.ones(3, np.float16)), 0), having) is None
-    assert lone_kernels(reducing.cumulative_sum(at(np.ones((0, 3), np.float32)), 0), having) is None
+    assert template_launches(contraction.matmul(x, x), having) is None
+    assert template_launches(reducing.argmax(at(np.ones(3, np.float16)), 0), having) is None
+    assert template_launches(reducing.cumulative_sum(at(np.ones((0, 3), np.float32)), 0), having) is None
     wide = reducing.cumulative_sum(at(np.ones(3)), 0)
-    assert lone_kernels(wide, replace(having, float64=False)) is None
-    assert having.language != "opencl" or lone_kernels(wide, having) is not None
+    assert template_launches(wide, replace(having, float64=False)) is None
+    assert having.language != "opencl" or template_launches(wide, having) is not None
     huge = at(np.broadcast_to(np.float32(0), (1 << 30,)))
-    assert lone_kernels(reducing.argmax(huge, 0), having) is None
+    assert template_launches(reducing.argmax(huge, 0), having) is None
 
 
 def test_a_gpu_with_small_groups_sorts_what_fits_them(bench: Bench) -> None:
     small = replace(bench.capabilities("gpu"), max_group_size=64)
     for length, fits in ((4096, True), (4097, False)):
         node = reducing.argsort(at(np.ones(length, np.float32)), 0, False)
-        assert (lone_kernels(node, small) is not None) == fits
+        assert (template_launches(node, small) is not None) == fits

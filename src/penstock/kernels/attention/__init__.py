@@ -1,0 +1,1 @@
+"""Attention and its gradient on tensor cores, as text of CUDA C."""

@@ -1,0 +1,1 @@
+"""Products that a library computes: cuBLASLt, and the choice of its algorithms."""
