@@ -850,7 +850,7 @@ def test_explain_names_the_steps_and_the_plan(device: Device) -> None:
     assert len(lines) == 4
     assert lines[0].startswith("1. row [exp full multiply full add sum tanh] -> float32[64]")
     assert "16.0 KiB read, 256 B written" in lines[0]
-    assert lines[1].startswith("2. lone [cumulative_sum] -> float32[64]")
+    assert lines[1].startswith("2. single [cumulative_sum] -> float32[64]")
     assert lines[2].startswith("3. map [full add] -> float32[64]")
     assert lines[3].startswith("3 steps")
     assert "arena of" in lines[3]

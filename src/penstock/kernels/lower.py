@@ -104,9 +104,9 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
     buffers = tuple(range(len(group.outputs) + len(group.inputs)))
     if group.kind == "single":
         template = template_launches(group.nodes[0], capabilities)
-        return (
-            None if template is None else Lowering(_named(template.launches, ending), template.scratch, ((),))
-        )
+        if template is None:
+            return None
+        return Lowering(_named(template.launches, ending), template.scratch, ((),))
     if group.kind == "raw":
         own = Launch(raw_source(group, capabilities, ending), buffers)
         return Lowering((own,), (), ((),) * len(group.outputs))
