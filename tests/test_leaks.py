@@ -25,7 +25,11 @@ from penstock.stream.future import Future
 BOUNDS = Settings(
     max_commands=32, max_bytes=4 << 20, max_in_flight=3, staging_bytes=1 << 18, pool_bytes=4 << 20
 )
-OPERATIONS = {kind: examples(100_000 if kind == "opencl-svm" else 50_000, quick=20_000) for kind in DRIVERS}
+# On WebGPU, the resident size is flat only after some ten thousand operations.
+OPERATIONS = {
+    kind: examples(100_000 if kind == "opencl-svm" else 50_000, quick=50_000 if kind == "webgpu" else 20_000)
+    for kind in DRIVERS
+}
 SAMPLES = 20  # readings of the resident size in a run
 FLAT_BYTES = 1 << 20  # what the resident size may drift by over the second half of a run
 LARGEST = 3 << 20

@@ -235,6 +235,7 @@ def test_what_was_compiled_is_not_compiled_again(tmp_path: Path) -> None:
 
 
 @needs_pocl
+@pytest.mark.slow
 def test_a_killed_process_leaves_kernels_and_no_folder(tmp_path: Path) -> None:
     again = "time.sleep(1.1)\nps.jit(lambda t: ps.exp(t) + t)(ps.asarray(x)).numpy()\n"
     text = MAPS + "import time\n" + again * 2  # the first has a kernel that is new

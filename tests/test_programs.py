@@ -217,9 +217,9 @@ def test_what_was_used_last_is_kept(host: Device, monkeypatch: pytest.MonkeyPatc
         (ps.asarray(np.ones(length, np.float32), device=host) * 2).numpy()
 
     built: list[Any] = []
-    real = realize.Programs.build
+    real = realize.ExecutableCache.build
     monkeypatch.setattr(
-        realize.Programs, "build", lambda self, *rest: (built.append(rest), real(self, *rest))[1]
+        realize.ExecutableCache, "build", lambda self, *rest: (built.append(rest), real(self, *rest))[1]
     )
     for length in (1, 2, 1, 3, 1, 2):
         compute(length)

@@ -71,7 +71,7 @@ def slow_bits(state: list[int], count: int) -> list[int]:
 
 
 def meaning(state: list[int], shape: tuple[int, ...]) -> np.ndarray:
-    return RANDOM_BITS.numpy(np.array(state, np.uint32), shape=shape)
+    return RANDOM_BITS.reference(np.array(state, np.uint32), shape=shape)
 
 
 def given_words(words: Any) -> Node:

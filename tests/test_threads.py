@@ -22,7 +22,7 @@ from penstock import Device
 from penstock.drivers.driver import Driver
 from penstock.drivers.opencl import OpenCLDriver
 from penstock.execution import realize
-from penstock.graph import elementwise, reducing, shaping
+from penstock.graph import dtypes, elementwise, reducing, shaping
 from penstock.graph.node import Node
 from penstock.kernels.ir import INT, Barrier, Let, Load, RegisterArray, Statement, Store
 from penstock.kernels.lowering import fused
@@ -365,3 +365,12 @@ def test_lanes_are_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     few = lower(only(elementwise.add(x, x)), GPU)
     assert few.form.grid == (1,)
     assert {one.type.width for one in statements(few.form.body) if isinstance(one, Store)} == {1}
+
+
+def test_functions_of_integers_are_exact_beside_bfloat16() -> None:
+    x = at(np.ones((64, 96), BFLOAT16))
+    total = reducing.sum_(elementwise.cast(x, dtypes.float32), (1,))
+    assert lower(only(elementwise.exp(total)), GPU).form.quick
+    count = reducing.sum_(elementwise.cast(x, dtypes.int32), (1,))
+    group = only(elementwise.exp(elementwise.cast(count, dtypes.float32)))
+    assert not lower(group, GPU).form.quick

@@ -13,9 +13,9 @@ import pytest
 from conftest import SMALL, WEBGPU_KINDS, compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_lone_kernels import Bench, items
-from test_lone_kernels import meaning as single
 from test_random_graphs import check, poison
+from test_templates import Bench, items
+from test_templates import meaning as single
 
 import penstock as ps
 from penstock import Device, nn, optim

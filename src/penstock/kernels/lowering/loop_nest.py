@@ -10,6 +10,7 @@ from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Index, Variables, variable
 from penstock.graph.dtypes import HALVES
+from penstock.graph.elementwise import CAST
 from penstock.kernels.ir import (
     INT,
     WORKGROUP,
@@ -237,7 +238,9 @@ def at_most(begin: Expr, size: int, limit: Expr) -> Expr:
 
 
 def _of_halves(group: Group) -> bool:
-    """Whether what is computed comes from halves, so that their precision, and some more, is enough."""
+    """Whether everything comes from float16 and bfloat16, so that little more precision is enough."""
+    if any(node.primitive is CAST and node.inputs[0].dtype.kind in "iu" for node in group.nodes):
+        return False
     size = max((node.size for node in group.inputs), default=0)
     large = [node for node in group.inputs if 2 * node.size > size and node.dtype.kind == "f"]
     return bool(large) and all(node.dtype in HALVES for node in large)
