@@ -24,7 +24,6 @@ _TYPES = {
     "float16": "f32",
     "float32": "f32",
 }
-WGSL_DTYPES = frozenset(_TYPES)
 SUFFIXES = {"i32": "i", "u32": "u", "i64": "li", "u64": "lu"}
 # {0}, {1} and {2} are the inputs, {T} their type, {zero} and {one} its numbers.
 _SAME = {"positive": "{0}", "stop": "{0}"}
