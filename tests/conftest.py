@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import penstock as ps
+from penstock import nn, optim
 from penstock.config import Settings
 from penstock.drivers.driver import Driver, Event, Kernel, Queue, Source
 from penstock.drivers.host import HostDriver
@@ -282,3 +284,20 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 @pytest.fixture
 def kernels(device: Device) -> dict[str, Kernel]:
     return compiled(device)
+
+
+def gpt_losses(device: Device, layers: int, batches: int) -> tuple[list[float], Any]:
+    """The losses of a small GPT on random tokens, and the jitted step."""
+    ps.random.manual_seed(5)
+    model = nn.GPT(vocab_size=61, context=16, width=32, layers=layers, heads=2, device=device)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+
+    @ps.jit
+    def step(tokens: ps.Tensor) -> ps.Tensor:
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    tokens = np.random.default_rng(0).integers(0, 61, (batches, 8, 17))
+    return [step(ps.asarray(batch, device=device)).item() for batch in tokens], step

@@ -7,12 +7,12 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from conftest import DRIVERS
+from conftest import DRIVERS, gpt_losses
 from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock import Device, nn, optim
+from penstock import Device, nn
 from penstock.drivers.opencl import OpenCLDriver, find_devices
 from penstock.errors import OutOfDeviceMemory
 from penstock.plan.arena import Value, plan
@@ -98,21 +98,10 @@ def test_training_in_small_arenas_is_the_same(kind: str) -> None:
         if most is not None:
             driver.capabilities = replace(driver.capabilities, max_allocation_bytes=most)
         device = Device.over(driver)
-        ps.random.manual_seed(5)
-        model = nn.GPT(vocab_size=61, context=16, width=32, layers=2, heads=2, device=device)
-        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-
-        def step(tokens: ps.Tensor, model: nn.GPT = model, optimizer: optim.AdamW = optimizer) -> ps.Tensor:
-            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        jitted = ps.jit(step)
-        batches = np.random.default_rng(0).integers(0, 61, (5, 8, 17))
-        losses.append([jitted(ps.asarray(one, device=device)).item() for one in batches])
+        found, jitted = gpt_losses(device, layers=2, batches=5)
+        losses.append(found)
         if most is not None:
-            (captured,) = next(iter(jitted._captured.values()))  # type: ignore[attr-defined]
+            (captured,) = next(iter(jitted._captured.values()))
             assert len(captured.program.plan.plans) > 2
         device.close()
     assert losses[0] == losses[1]

@@ -32,7 +32,7 @@ from penstock.kernels.source import KernelSource
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.tensor.core import record
 
-HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+HALF_PRECISION = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 HOST: Capabilities = HostDriver("imagined").capabilities
 CUDA: Capabilities = replace(HOST, language="cuda", kind="gpu", tensor_cores=True)
 # (batch, queries, keys, heads, width of a head)
@@ -331,7 +331,7 @@ def distance(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(off / max(np.linalg.norm(wanted.astype(np.float64).ravel()), 1e-2))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", HALF_PRECISION)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_cuda_computes_it(
@@ -342,7 +342,7 @@ def test_cuda_computes_it(
     batch, queries, keys, heads, width = shape
     random = np.random.default_rng(queries)
     lengths = (queries, keys, keys, queries)
-    arrays = [random.normal(size=(batch, n, heads, width)).astype(HALVES[dtype]) for n in lengths]
+    arrays = [random.normal(size=(batch, n, heads, width)).astype(HALF_PRECISION[dtype]) for n in lengths]
     query, key, value, slope = (ps.asarray(one.swapaxes(1, 2), device=gpu) for one in arrays)
 
     def run() -> list[np.ndarray]:

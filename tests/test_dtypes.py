@@ -16,11 +16,11 @@ from conftest import CUDA_KINDS, DRIVERS, NATIVE, SMALL, WEBGPU_KINDS
 import penstock as ps
 from penstock import Device
 from penstock.drivers.opencl import OpenCLDriver
-from penstock.graph.dtypes import ALL, HALVES, DType
+from penstock.graph.dtypes import ALL, HALF_PRECISION, DType
 from penstock.kernels.source import KernelSource
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-both_halves = pytest.mark.parametrize("half", HALVES, ids=str)
+both_halves = pytest.mark.parametrize("half", HALF_PRECISION, ids=str)
 
 
 OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))  # whose memory the host sees

@@ -16,7 +16,7 @@ from penstock.drivers.driver import Capabilities
 from penstock.drivers.opencl import OpenCLDriver
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.cache import whole_text
-from penstock.kernels.ir import Const, Expr, Type, Var, all_of
+from penstock.kernels.ir.expressions import Const, Expr, Type, Var, all_of
 from penstock.kernels.source import KernelSource
 
 THREADS = 64

@@ -17,7 +17,8 @@ from penstock.drivers.opencl import OpenCLDriver, find_devices, opencl_capabilit
 from penstock.graph.dtypes import checked
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.cache import whole_text
-from penstock.kernels.ir import Const, Expr, Let, Load, Statement, Store, Var, call
+from penstock.kernels.ir.expressions import Const, Expr, Load, Var, call
+from penstock.kernels.ir.statements import Let, Statement, Store
 from penstock.kernels.source import ALIGNMENT, KernelSource
 from penstock.kernels.templates import matmul_gpu
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Matrix, Problem

@@ -20,7 +20,7 @@ from penstock import Device, nn
 from penstock.drivers.driver import Driver
 from penstock.drivers.opencl import OpenCLDriver
 from penstock.kernels.builder import KernelBuilder
-from penstock.kernels.ir import Const, Type
+from penstock.kernels.ir.expressions import Const, Type
 from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes, _with_arguments
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource
 from penstock.kernels.templates.launches import Launch

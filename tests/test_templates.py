@@ -17,7 +17,7 @@ from penstock import Device
 from penstock.drivers.driver import Capabilities
 from penstock.drivers.opencl import OpenCLDriver
 from penstock.graph import contraction, reducing
-from penstock.graph.dtypes import HALVES
+from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
 from penstock.graph.reference import computed
 from penstock.kernels.cache import whole_text
@@ -292,7 +292,7 @@ def test_scattering(
     else:
         values = items(dtype, shape)
     node = contraction.scatter_add(at(values), at(index), length)
-    if variant == "cpu" and node.dtype in HALVES and bench.device.capabilities.language != "wgsl":
+    if variant == "cpu" and node.dtype in HALF_PRECISION and bench.device.capabilities.language != "wgsl":
         assert template_launches(node, bench.capabilities(variant)) is None
         return
     np.testing.assert_array_equal(bench.run(node, variant), computed(node, [values, index]))

@@ -24,7 +24,8 @@ from penstock.drivers.opencl import OpenCLDriver
 from penstock.execution import realize
 from penstock.graph import dtypes, elementwise, reducing, shaping
 from penstock.graph.node import Node
-from penstock.kernels.ir import INT, Barrier, Let, Load, RegisterArray, Statement, Store
+from penstock.kernels.ir.expressions import INT, Load
+from penstock.kernels.ir.statements import Barrier, Let, RegisterArray, Statement, Store
 from penstock.kernels.lowering import fused
 from penstock.kernels.lowering.fused import lower
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL, WEBGPU_KINDS, compiled
+from conftest import SMALL, WEBGPU_KINDS, compiled, gpt_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_random_graphs import check, poison
@@ -510,19 +510,7 @@ def test_a_gpt_is_trained_with_windows() -> None:
     losses = []
     for binding in (8192, 1 << 27):
         device = opened(binding)
-        ps.random.manual_seed(5)
-        model = nn.GPT(vocab_size=61, context=16, width=32, layers=1, heads=2, device=device)
-        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-
-        def step(tokens: ps.Tensor, model: nn.GPT = model, optimizer: optim.AdamW = optimizer) -> ps.Tensor:
-            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        jitted = ps.jit(step)
-        batches = np.random.default_rng(0).integers(0, 61, (4, 8, 17))
-        losses.append([jitted(ps.asarray(one, device=device)).item() for one in batches])
+        losses.append(gpt_losses(device, layers=1, batches=4)[0])
         device.close()
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.compiler.passes import fused
 from penstock.execution.realize import executables
 from penstock.fusion.groups import Group
-from penstock.graph.dtypes import HALVES, float32, float64
+from penstock.graph.dtypes import HALF_PRECISION, float32, float64
 from penstock.graph.node import Kind, Node, topological
 from penstock.measuring.rates import Rates
 from penstock.runtime import Device
@@ -79,5 +79,5 @@ def _product_seconds(node: Node, rates: Rates, numpy: bool) -> float:
     if not numpy:
         return rates.product_seconds(each * count)  # those of a batch run side by side
     dtype = node.inputs[0].dtype
-    slower = 1 if dtype is float32 or dtype in HALVES else 2 if dtype is float64 else _SLOW_PRODUCT
+    slower = 1 if dtype is float32 or dtype in HALF_PRECISION else 2 if dtype is float64 else _SLOW_PRODUCT
     return count * slower * rates.product_seconds(each)

@@ -12,7 +12,7 @@ import math
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.clusters import Cluster, Clustering, reaches
 from penstock.fusion.costs import MAX_NODES
-from penstock.graph.dtypes import HALVES, float32
+from penstock.graph.dtypes import HALF_PRECISION, float32
 from penstock.graph.elementwise import CAST
 from penstock.graph.node import Kind, Node
 
@@ -46,7 +46,7 @@ def column_parts(node: Node, capabilities: Capabilities) -> int:
     """Into how many parts a reduction of the first axes is cut, if it may be fused; 1 if not."""
     source, units = node.inputs[0], column_units(capabilities)
     length = source.size // node.size
-    if not units or not (node.dtype == float32 or node.dtype in HALVES) or node.size == 1:
+    if not units or not (node.dtype == float32 or node.dtype in HALF_PRECISION) or node.size == 1:
         return 1
     if node.size <= _NARROW:
         return length // ROWS if length % ROWS == 0 and length <= _MAX_ROWS and _is_pending(source) else 1

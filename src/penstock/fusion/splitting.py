@@ -10,7 +10,7 @@ from penstock.fusion import costs
 from penstock.fusion.column_reductions import column_parts
 from penstock.fusion.views import trailing
 from penstock.graph.contraction import MATMUL, matmul
-from penstock.graph.dtypes import HALVES, float32
+from penstock.graph.dtypes import HALF_PRECISION, float32
 from penstock.graph.elementwise import CAST, add, cast
 from penstock.graph.node import Kind, Node, Shape, topological
 from penstock.graph.reducing import WIDE_SUM, sum_
@@ -94,7 +94,7 @@ def _in_parts(node: Node, capabilities: Capabilities) -> Node:
         parts = _parts(length, node.size, trailing(source.shape, axes), capabilities)
     if parts == 1:
         return node
-    wide = cast(source, float32) if node.dtype in HALVES else source  # parts of a sum are not rounded
+    wide = cast(source, float32) if node.dtype in HALF_PRECISION else source  # parts of a sum are not rounded
     cut = _reshaped(wide, (*source.shape[:first], parts, length // parts, *source.shape[last + 1 :]))
     part = Node(node.primitive, (cut,), {"axes": (first + 1,)})
     whole = Node(node.primitive, (part,), {"axes": (first,)})
@@ -107,7 +107,7 @@ def _product_in_parts(node: Node, capabilities: Capabilities) -> Node:
     inner, most = left.shape[-1], _most_products(node, capabilities)
     if inner <= most or node.size == 0 or node.dtype.kind != "f" or not capabilities.compiles:
         return node
-    if node.dtype in HALVES:  # parts of a sum are not rounded
+    if node.dtype in HALF_PRECISION:  # parts of a sum are not rounded
         wide = Node(MATMUL, (cast(left, float32), cast(right, float32)), {})
         return cast(_product_in_parts(wide, capabilities), node.dtype)
     fewest = -(-inner // most)
@@ -127,7 +127,7 @@ def _product_in_parts(node: Node, capabilities: Capabilities) -> Node:
 
 def _most_products(node: Node, capabilities: Capabilities) -> int:
     """How long the inner axis of a product may be."""
-    by_itself = capabilities.vector_width > 1 or node.dtype in HALVES
+    by_itself = capabilities.vector_width > 1 or node.dtype in HALF_PRECISION
     return _LONGEST_PRODUCTS if by_itself or min(node.shape[-2:]) > _FEW else _MOST_PRODUCTS
 
 

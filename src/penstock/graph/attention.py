@@ -19,7 +19,7 @@ from penstock.graph.checkpoint import checkpoint
 from penstock.graph.contraction import matmul
 from penstock.graph.creating import sequence
 from penstock.graph.custom_vjp import custom_vjp
-from penstock.graph.dtypes import HALVES, float32, int32
+from penstock.graph.dtypes import HALF_PRECISION, float32, int32
 from penstock.graph.elementwise import (
     add,
     cast,
@@ -52,7 +52,7 @@ def _shape(
     if part == "result":
         return query.shape, query.dtype
     batch, length, heads, _ = query.shape
-    return (batch, heads, length), float32 if query.dtype in HALVES else query.dtype
+    return (batch, heads, length), float32 if query.dtype in HALF_PRECISION else query.dtype
 
 
 def _gradient_shape(*inputs: Node, causal: bool, scale: float, part: str) -> tuple[Shape, DType]:
@@ -128,7 +128,7 @@ def has_kernel(node: Node, capabilities: Capabilities) -> bool:
     queries, keys, width = query.shape[1], key.shape[1], query.shape[-1]
     return (
         capabilities.tensor_cores
-        and query.dtype in HALVES
+        and query.dtype in HALF_PRECISION
         and width % 16 == 0
         and 16 <= width <= 128
         and query.size > 0
@@ -228,7 +228,7 @@ def softmax(x: Node, axis: int) -> Node:
     """exp(x), made to sum to 1 along an axis; float16 and bfloat16 are rounded once, at the end."""
     if not x.shape[axis]:
         return x
-    wide = cast(x, float32) if x.dtype in HALVES else x
+    wide = cast(x, float32) if x.dtype in HALF_PRECISION else x
     fixed, axes = stop(wide), (axis,)
     powers = exp(subtract(fixed, restore(max_(fixed, axes), fixed, axes)))
     total = _kept(sum_(powers, axes), x, axis)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.drivers.driver import Capabilities
-from penstock.graph.dtypes import HALVES, bfloat16, float32
+from penstock.graph.dtypes import HALF_PRECISION, bfloat16, float32
 from penstock.graph.elementwise import cast
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 from penstock.graph.reducing import BLOCK
@@ -30,7 +30,7 @@ def _scatter_shape(values: Node, index: Node, *, length: int) -> tuple[Shape, DT
 
 
 def _scatter_reference(values: Array, index: Array, length: int) -> Array:
-    if values.dtype in HALVES:
+    if values.dtype in HALF_PRECISION:
         return _scatter_reference(values.astype(np.float32), index, length).astype(values.dtype)
     inside = (index >= 0) & (index < length)
     return _added_rows(values[inside], index[inside].astype(np.intp), length)

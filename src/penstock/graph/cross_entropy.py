@@ -16,7 +16,7 @@ from penstock.graph.checkpoint import BARRIER
 from penstock.graph.contraction import gather, matmul
 from penstock.graph.creating import sequence
 from penstock.graph.custom_vjp import custom_vjp
-from penstock.graph.dtypes import HALVES, float32, int32, int64
+from penstock.graph.dtypes import HALF_PRECISION, float32, int32, int64
 from penstock.graph.elementwise import (
     add,
     cast,
@@ -87,7 +87,7 @@ def places(labels: Node, rows: int, width: int) -> Node:
 
 
 def _wide(x: Node) -> Node:
-    return cast(x, float32) if x.dtype in HALVES else x
+    return cast(x, float32) if x.dtype in HALF_PRECISION else x
 
 
 # Of a linear layer
@@ -102,7 +102,7 @@ def linear_cross_entropy(
 
 
 def _shape(items: Node, *_: Node, smoothing: float) -> tuple[Shape, DType]:
-    return (), float32 if items.dtype in HALVES else items.dtype
+    return (), float32 if items.dtype in HALF_PRECISION else items.dtype
 
 
 def _gradient_shape(*inputs: Node, smoothing: float, of: int) -> tuple[Shape, DType]:
@@ -111,7 +111,7 @@ def _gradient_shape(*inputs: Node, smoothing: float, of: int) -> tuple[Shape, DT
 
 def _in_parts(rows: int, items: Node, weight: Node, labels: Node, *kept: Node, smoothing: float) -> Node:
     """The same with so many rows of logits at a time."""
-    total = full((), float32 if items.dtype in HALVES else items.dtype, 0)
+    total = full((), float32 if items.dtype in HALF_PRECISION else items.dtype, 0)
     for start in range(0, items.shape[0], rows):
         count = min(rows, items.shape[0] - start)
         part = slice_(items, ((start, count, 1), (0, items.shape[1], 1)))

@@ -59,8 +59,8 @@ float32, float64 = DType(np.float32), DType(np.float64)
 complex64, complex128 = DType(np.complex64), DType(np.complex128)
 
 SIGNED, UNSIGNED = (int8, int16, int32, int64), (uint8, uint16, uint32, uint64)
-HALVES = (bfloat16, float16)  # stored only: they are computed in float32, and rounded once at the end
-FLOATING, COMPLEX = (*HALVES, float32, float64), (complex64, complex128)
+HALF_PRECISION = (bfloat16, float16)  # stored only: they are computed in float32, and rounded once at the end
+FLOATING, COMPLEX = (*HALF_PRECISION, float32, float64), (complex64, complex128)
 ALL = (bool_, *SIGNED, *UNSIGNED, *FLOATING, *COMPLEX)
 _BY_NUMPY = {dtype.numpy: dtype for dtype in ALL}
 _BY_NAME = {dtype.name: dtype for dtype in ALL}

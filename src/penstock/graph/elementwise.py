@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.graph.dtypes import HALVES, bool_, complex64, float32, float64
+from penstock.graph.dtypes import HALF_PRECISION, bool_, complex64, float32, float64
 from penstock.graph.node import (
     Array,
     DType,
@@ -280,7 +280,7 @@ _ERF_TAIL_WIDE = (
 
 
 def _erf(x: Node) -> Node:
-    if x.dtype in HALVES:
+    if x.dtype in HALF_PRECISION:
         return cast(_erf(cast(x, float32)), x.dtype)
     zero, one = like(x, 0), like(x, 1)
     below = less(x, zero)
@@ -299,7 +299,7 @@ def _erf(x: Node) -> Node:
 
 
 def _erf_slope(x: Node) -> Node:
-    if x.dtype in HALVES:
+    if x.dtype in HALF_PRECISION:
         return cast(_erf_slope(cast(x, float32)), x.dtype)
     return multiply(exp(multiply(negative(x), x)), like(x, 2 / math.sqrt(math.pi)))
 
@@ -334,7 +334,7 @@ hypot: Apply = _row(
 copysign: Apply = _row(
     "copysign", np.copysign, lambda g, n: (_copysign_gradient(g, *n.inputs), None), rounding=_EXACT
 )
-nextafter: Apply = _row("nextafter", np.nextafter, rounding=_EXACT, as_stored=True, no_kernel=HALVES)
+nextafter: Apply = _row("nextafter", np.nextafter, rounding=_EXACT, as_stored=True, no_kernel=HALF_PRECISION)
 logaddexp: Apply = _row(
     "logaddexp", np.logaddexp, lambda g, n: [multiply(g, exp(subtract(x, n))) for x in n.inputs], **_SLOW
 )

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.graph.dtypes import HALVES, checked
+from penstock.graph.dtypes import HALF_PRECISION, checked
 from penstock.graph.node import Array, Node, leaf, topological
 
 Constant = tuple[str, Any]  # dtype, and the bits of a number
-_HALVES = frozenset(dtype.numpy.type for dtype in HALVES)
+_HALVES = frozenset(dtype.numpy.type for dtype in HALF_PRECISION)
 
 
 def computed(node: Node, inputs: list[Array], attributes: dict[str, Any] | None = None) -> Array:

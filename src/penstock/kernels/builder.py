@@ -7,7 +7,7 @@
         k.store(y, i, k.load(x, length - 1 - i))
     source = k.source(grid, group)
 
-Values are expressions of `ir.py`. What is read keeps the dtype in which it is computed: halves are float32.
+Values are expressions of `ir/`. float16 and bfloat16 become float32 when they are read.
 """
 
 from __future__ import annotations
@@ -18,44 +18,46 @@ from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
 from penstock.kernels.dialects import dialect_of
-from penstock.kernels.ir import (
+from penstock.kernels.ir.expressions import (
     THREAD,
+    Broadcast,
+    Combine,
+    Const,
+    Expr,
+    Identity,
+    Lane,
+    Load,
+    LoadIndex,
+    Operand,
+    Select,
+    Type,
+    Var,
+    Vector,
+    WorkgroupId,
+    call,
+    constant,
+    integer,
+)
+from penstock.kernels.ir.statements import (
     Accumulate,
     Assign,
     AtomicAdd,
     Barrier,
     BlockReduce,
-    Broadcast,
-    Combine,
-    Const,
     Declare,
-    Expr,
     For,
-    Identity,
     If,
     KernelIR,
-    Lane,
     Let,
-    Load,
-    LoadIndex,
     LocalArray,
     MultiplyAdd,
-    Operand,
     Parameters,
     Pointer,
     RegisterArray,
-    Select,
     Statement,
     Store,
-    Type,
     UniformLoad,
-    Var,
-    Vector,
     While,
-    WorkgroupId,
-    call,
-    constant,
-    integer,
 )
 from penstock.kernels.source import KernelSource
 

@@ -14,7 +14,8 @@ from penstock.kernels.costing import merged
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import Dialect
 from penstock.kernels.hazards import Range, Touched
-from penstock.kernels.ir import CallFunction, Const, Expr, For, Function, KernelIR, Var
+from penstock.kernels.ir.expressions import Const, Expr, Var
+from penstock.kernels.ir.statements import CallFunction, For, Function, KernelIR
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest
 
 _SMALL = 100_000  # items times operations; about as long as two launches

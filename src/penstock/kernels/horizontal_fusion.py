@@ -18,24 +18,19 @@ from penstock.fusion.groups import Group
 from penstock.kernels.concatenation import Call, together, total_cost
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import Dialect
-from penstock.kernels.ir import (
-    INT,
+from penstock.kernels.ir.expressions import INT, WORKGROUP, Const, Expr, Load, Var
+from penstock.kernels.ir.statements import (
     LOCAL_MEMORY,
-    WORKGROUP,
     Assign,
     CallFunction,
-    Const,
     Declare,
-    Expr,
     Function,
     If,
     KernelIR,
     Let,
-    Load,
     LocalArray,
     Statement,
     Table,
-    Var,
     While,
 )
 from penstock.kernels.lower import Lowering

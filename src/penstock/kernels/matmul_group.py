@@ -11,7 +11,8 @@ from penstock.fusion.views import base, operand_index
 from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder
-from penstock.kernels.ir import Const, Expr, KernelIR, Let, Statement, Store, Type, Var
+from penstock.kernels.ir.expressions import Const, Expr, Type, Var
+from penstock.kernels.ir.statements import KernelIR, Let, Statement, Store
 from penstock.kernels.lowering.loop_nest import overwritable
 from penstock.kernels.lowering.scopes import LanesImpossible, Scopes, Value
 from penstock.kernels.source import KernelSource

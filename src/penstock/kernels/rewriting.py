@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from penstock.kernels.ir import Const, Expr, For, Function, KernelIR, Statement, Type, Var
+from penstock.kernels.ir.expressions import Const, Expr, Type, Var
+from penstock.kernels.ir.statements import For, Function, KernelIR, Statement
 
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
 _LARGEST = 2**31 - 1  # what an argument can be; larger integers stay constants

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from penstock.kernels.ir import KernelIR
+    from penstock.kernels.ir.statements import KernelIR
 
 ALIGNMENT = 256  # bytes; every value in an arena begins at a multiple
 MOST_PARAMETER_BYTES = 1000  # OpenCL promises 1024 for all parameters of a kernel

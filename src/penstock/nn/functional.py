@@ -94,7 +94,7 @@ def _with_slope(function: Function, slope: Function, x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Halves as float32: what has several steps rounds its result only."""
+    """float16 and bfloat16 as float32: what has several steps rounds its result only."""
     return astype(x, float32) if x.dtype.itemsize == 2 else x
 
 

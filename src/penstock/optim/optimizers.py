@@ -39,7 +39,7 @@ _GROWTH_STEPS = 1000  # without an overflow, until the scale of the loss is doub
 
 
 class Optimizer:
-    """What all optimizers share: groups of parameters, the rate, clipping, halves with their masters.
+    """What all optimizers share: groups of parameters, the rate, clipping, masters of half-precision ones.
 
     Parameters are given as tensors, or as groups: dicts with `params` and what differs for them. For those in
     half precision a float32 master is kept; with float16 `backward` scales the loss, and a step whose

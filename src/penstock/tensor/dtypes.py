@@ -11,7 +11,7 @@ from penstock.graph.dtypes import (
     ALL,
     COMPLEX,
     FLOATING,
-    HALVES,
+    HALF_PRECISION,
     SIGNED,
     UNSIGNED,
     DType,
@@ -37,7 +37,7 @@ from penstock.graph.dtypes import (
 __all__ = [
     "ALL",
     "DEFAULTS",
-    "HALVES",
+    "HALF_PRECISION",
     "KINDS",
     "bfloat16",
     "bool_",
@@ -93,7 +93,8 @@ def _common(one: DType, other: DType) -> DType:
     if _ORDER[low.kind] < _ORDER[high.kind]:
         return complex128 if low is float64 else high
     if high.kind in "fc":
-        return float32 if high in HALVES else high  # neither half has the range and the digits of both
+        # Neither float16 nor bfloat16 has the range and the digits of both.
+        return float32 if high in HALF_PRECISION else high
     common = checked(np.promote_types(low, high))
     if common.kind == "f":
         raise TypeError(f"{low} and {high} have no common integer type; convert one of them first")

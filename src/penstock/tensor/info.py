@@ -113,8 +113,8 @@ class NamespaceInfo:
         return devices()
 
     def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, DType]:
-        """The standard's dtypes by name, or those of a kind. The halves are there beyond it."""
-        standard = [dtype for dtype in dtypes.ALL if dtype not in dtypes.HALVES]
+        """The standard's dtypes by name, or those of a kind. float16 and bfloat16 are there beyond it."""
+        standard = [dtype for dtype in dtypes.ALL if dtype not in dtypes.HALF_PRECISION]
         return {str(dtype): dtype for dtype in standard if kind is None or isdtype(dtype, kind)}
 
 

@@ -82,8 +82,8 @@ any = _truth("any", reducing.any_, "Whether an item is true.")
 
 
 def widened(x: Tensor) -> Tensor:
-    """Halves in float32: what is done in several steps is rounded once, by `narrowed`."""
-    return record(elementwise.cast(x._node, dtypes.float32), x) if x.dtype in dtypes.HALVES else x
+    """float16 and bfloat16 in float32: what is done in several steps is rounded once, by `narrowed`."""
+    return record(elementwise.cast(x._node, dtypes.float32), x) if x.dtype in dtypes.HALF_PRECISION else x
 
 
 def narrowed(result: Tensor, dtype: DType) -> Tensor:

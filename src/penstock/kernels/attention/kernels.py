@@ -49,7 +49,7 @@ class _Parameter:
 
     name: str
     number: int
-    dtype: str = "uint16"  # halves, as bits
+    dtype: str = "uint16"  # float16 or bfloat16, as bits
 
     @property
     def declared(self) -> tuple[str, str]:

@@ -9,7 +9,8 @@ from penstock.kernels.dialects.c_expressions import expression
 from penstock.kernels.dialects.c_threads import ThreadPrinter
 from penstock.kernels.dialects.c_vectors import VectorPrinter
 from penstock.kernels.dialects.dialect import Dialect, RawKernel
-from penstock.kernels.ir import Function, KernelIR, Type
+from penstock.kernels.ir.expressions import Type
+from penstock.kernels.ir.statements import Function, KernelIR
 from penstock.kernels.philox import PHILOX
 from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource, declared, head
 

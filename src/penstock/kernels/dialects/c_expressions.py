@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from penstock.kernels.ir import Type
+from penstock.kernels.ir.expressions import Type
 from penstock.kernels.source import C_TYPES
 
 # {0}, {1} and {2} are the inputs, {T} their type, {U} the same without a sign.

@@ -20,44 +20,46 @@ from penstock.kernels.dialects.c_expressions import (
     expression,
     neutral,
 )
-from penstock.kernels.ir import (
-    Accumulate,
-    Assign,
-    BlockReduce,
+from penstock.kernels.ir.expressions import (
     Broadcast,
     Call,
     Const,
-    Declare,
     Expr,
-    Forget,
     Identity,
-    Let,
     Load,
-    MultiplyAdd,
     Random,
-    RegisterArray,
-    Statement,
-    Store,
-    StridedReduce,
     Type,
     Var,
     Vector,
     is_buffer,
 )
+from penstock.kernels.ir.statements import (
+    Accumulate,
+    Assign,
+    BlockReduce,
+    Declare,
+    Forget,
+    Let,
+    MultiplyAdd,
+    RegisterArray,
+    Statement,
+    Store,
+    StridedReduce,
+)
 
-HALVES = ("bfloat16", "float16")
+HALF_PRECISION = ("bfloat16", "float16")
 _WORD = 4  # bytes
 _ACCESS = 16  # bytes that a thread reads or writes at once, at most
 
 
 class ThreadPrinter(CPrinter):
-    """Prints statements; knows which arrays hold two halves in a word, and which values were rounded."""
+    """Prints statements; knows which arrays hold two 16-bit floats a word, and which values were rounded."""
 
     def __init__(self, quick: bool = False) -> None:
-        """Functions that are `quick` are exact enough for halves."""
+        """`quick` functions are exact enough for float16 and bfloat16."""
         self._quick = quick
         self.patterns = QUICK_PATTERNS if quick else THREAD_PATTERNS
-        self._packed: set[str] = set()  # arrays of halves, two in a word
+        self._packed: set[str] = set()  # arrays of float16 or bfloat16, two in a word
         self._rounded: dict[tuple[str, str], Expr] = {}  # by name and dtype: what it was before
         self._differences: dict[str, tuple[str, str]] = {}  # from numbers that all lanes share
         self._words: dict[tuple[str, str], str] = {}  # by name and dtype: the words that it was taken from
@@ -77,7 +79,7 @@ class ThreadPrinter(CPrinter):
                 return [f"{_each(statement.value.type)}{item}"]
             case Store():
                 return self._store(statement)
-            case RegisterArray() if statement.dtype in HALVES:
+            case RegisterArray() if statement.dtype in HALF_PRECISION:
                 self._packed.add(statement.name)
                 return [f"uint {statement.name}[{statement.length // 2}];"]
             case Forget():

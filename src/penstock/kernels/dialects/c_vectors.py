@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from penstock.kernels.dialects.c import CPrinter
 from penstock.kernels.dialects.c_expressions import c_type, combine
-from penstock.kernels.ir import (
-    BlockReduce,
-    Broadcast,
-    Expr,
-    Lane,
-    Load,
-    Statement,
-    Store,
-    Type,
-    Vector,
-    is_buffer,
-)
+from penstock.kernels.ir.expressions import Broadcast, Expr, Lane, Load, Type, Vector, is_buffer
+from penstock.kernels.ir.statements import BlockReduce, Statement, Store
 from penstock.kernels.source import C_TYPES
 
 

@@ -10,7 +10,7 @@ from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_
 from penstock.kernels.source import C_TYPES, KernelSource
 
 # What OpenCL has and CUDA has not, without a header: NVRTC comes with none. OpenCL's `long` has 64 bits, and
-# CUDA's has 32 on Windows; its `char` has a sign, which C leaves open. A half is bits in memory only.
+# CUDA's has 32 on Windows; its `char` has a sign, which C leaves open. float16 is bits in memory only.
 _PRELUDE = """
 #ifdef _WIN32
 #define long long long

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
-from penstock.kernels.ir import KernelIR
+from penstock.kernels.ir.statements import KernelIR
 from penstock.kernels.source import KernelSource
 
 MANY_STEPS = 1 << 31  # more than any loop has

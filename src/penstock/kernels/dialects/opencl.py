@@ -26,7 +26,7 @@ _PRELUDE = """
 #define BITS_FLOAT(u) as_float(u)
 """
 # A float as the nearest bfloat16, of two the even one; a NaN stays one. The values are names.
-# PoCL from 3.1 on crashes where vload_half8 reads halves that are not aligned to 16 bytes: it gets variables.
+# PoCL from 3.1 on crashes where vload_half8 reads float16 that is not aligned to 16 bytes: it gets variables.
 _HALVES = """
 #define BFLOAT16_OF(x, u) (((x) != (x) ? (u) | 0x400000 : (u) + 0x7fff + ((u) >> 16 & 1)) >> 16)
 #define TO_BFLOAT16(x) ((ushort)BFLOAT16_OF(x, FLOAT_BITS(x)))
@@ -100,8 +100,8 @@ static inline float8 sin_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(sin,
 static inline float8 cos_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(cos, x) : cos(x); }
 static inline float8 tan_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(tan, x) : tan(x); }
 """
-# Without an extension, C has pointers to halves only; through those to memory of a thread, PoCL loses what is
-# written after barriers.
+# Without an extension, C has pointers to float16 only; through those to memory of a thread, PoCL loses what
+# is written after barriers.
 _THREADS = """
 #define BITS_DOUBLE(u) as_double(u)
 #define DOUBLE_BITS(x) as_ulong(x)

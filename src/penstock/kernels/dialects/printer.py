@@ -5,21 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from penstock.kernels.ir import (
+from penstock.kernels.ir.expressions import (
     Affine,
     Binary,
     Const,
     Expr,
-    If,
     Select,
-    Statement,
     ThreadId,
     Type,
     Unary,
     Var,
-    While,
     WorkgroupId,
 )
+from penstock.kernels.ir.statements import If, Statement, While
 
 # How tightly operators bind. Those of bits stand in parentheses beside any other, as WGSL demands.
 _LEVELS = {"||": 1, "&&": 1, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}

@@ -10,7 +10,7 @@ from penstock.kernels.dialects.wgsl_expressions import wgsl_expression
 from penstock.kernels.dialects.wgsl_memory import Words, scalar_dtypes
 from penstock.kernels.dialects.wgsl_prelude import functions_for
 from penstock.kernels.dialects.wgsl_printer import WgslPrinter, writes_parts
-from penstock.kernels.ir import BlockReduce, KernelIR, StridedReduce
+from penstock.kernels.ir.statements import BlockReduce, KernelIR, StridedReduce
 from penstock.kernels.source import KernelSource
 
 _SOFTWARE_STEPS = (

@@ -32,49 +32,51 @@ from penstock.kernels.dialects.wgsl_memory import (
     shared_type,
     to_shared,
 )
-from penstock.kernels.ir import (
+from penstock.kernels.ir.expressions import (
     INT,
-    Accumulate,
     Affine,
-    Assign,
-    AtomicAdd,
-    Barrier,
     Binary,
     Bitcast,
-    BlockReduce,
     Broadcast,
     Call,
-    CallFunction,
     Cast,
     Clamp,
     Combine,
     Const,
-    Declare,
     Expr,
-    For,
-    Forget,
     Identity,
-    If,
     Lane,
-    Let,
     Load,
     LoadIndex,
+    Random,
+    Select,
+    Type,
+    Unary,
+    Var,
+    Vector,
+    is_buffer,
+)
+from penstock.kernels.ir.statements import (
+    Accumulate,
+    Assign,
+    AtomicAdd,
+    Barrier,
+    BlockReduce,
+    CallFunction,
+    Declare,
+    For,
+    Forget,
+    If,
+    Let,
     LocalArray,
     MultiplyAdd,
     Pointer,
-    Random,
     RegisterArray,
-    Select,
     Statement,
     Store,
     StridedReduce,
-    Type,
-    Unary,
     UniformLoad,
-    Var,
-    Vector,
     While,
-    is_buffer,
 )
 
 _HALVES = ("bfloat16", "float16")
@@ -104,7 +106,7 @@ class WgslPrinter(Printer):
         self._arrays = {array.name: array for array in arrays}
         self._shared: dict[str, tuple[str, int]] = {}  # memory of the group: types and lengths
         self._reductions = 0
-        self._packed: set[str] = set()  # arrays of halves, two in a word
+        self._packed: set[str] = set()  # arrays of float16 or bfloat16, two in a word
         self._constants: set[str] = set()  # integers that are known
 
     def declared(self) -> list[str]:

@@ -10,21 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.graph.reducing import BLOCK
-from penstock.kernels.ir import (
-    INT,
-    Accumulate,
-    Const,
-    Declare,
-    Expr,
-    For,
-    Identity,
-    If,
-    Let,
-    Select,
-    Statement,
-    Type,
-    Var,
-)
+from penstock.kernels.ir.expressions import INT, Const, Expr, Identity, Select, Type, Var
+from penstock.kernels.ir.statements import Accumulate, Declare, For, If, Let, Statement
 
 # Gives what starts the accumulators of the present level, and what adds them to those of the next.
 NextLevel = Callable[[], tuple[list[Statement], list[Statement]]]

@@ -6,25 +6,18 @@ from collections.abc import Callable
 
 from penstock.fusion.index import Index, flat, unflatten, variable
 from penstock.graph.node import Kind, Node
-from penstock.kernels.ir import (
-    INT,
-    THREAD,
-    WORKGROUP,
+from penstock.kernels.ir.expressions import INT, THREAD, WORKGROUP, Const, Identity, Select, Type, Var
+from penstock.kernels.ir.statements import (
     Accumulate,
     Barrier,
-    Const,
     Declare,
     For,
-    Identity,
     If,
     Let,
     LocalArray,
-    Select,
     Statement,
     Store,
     StridedReduce,
-    Type,
-    Var,
 )
 from penstock.kernels.lowering.blocks import Sums, in_blocks, is_inexact
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered, at_most

@@ -9,23 +9,10 @@ from dataclasses import dataclass
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Index, Variables, variable
-from penstock.graph.dtypes import HALVES
+from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST
-from penstock.kernels.ir import (
-    INT,
-    WORKGROUP,
-    Const,
-    Expr,
-    For,
-    KernelIR,
-    Let,
-    Operand,
-    Select,
-    Statement,
-    Store,
-    Var,
-    integer,
-)
+from penstock.kernels.ir.expressions import INT, WORKGROUP, Const, Expr, Operand, Select, Var, integer
+from penstock.kernels.ir.statements import For, KernelIR, Let, Statement, Store
 from penstock.kernels.lowering.scopes import LanesImpossible, Merge, Scopes, Value
 
 GROUP_THREADS = 256  # of a work-group on a GPU
@@ -243,7 +230,7 @@ def _of_halves(group: Group) -> bool:
         return False
     size = max((node.size for node in group.inputs), default=0)
     large = [node for node in group.inputs if 2 * node.size > size and node.dtype.kind == "f"]
-    return bool(large) and all(node.dtype in HALVES for node in large)
+    return bool(large) and all(node.dtype in HALF_PRECISION for node in large)
 
 
 def overwritable(

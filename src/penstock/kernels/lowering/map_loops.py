@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from penstock.fusion.index import flat, unflatten
-from penstock.kernels.ir import THREAD, WORKGROUP, Const, Expr, For, If, Let, Statement, Type, Var
+from penstock.kernels.ir.expressions import THREAD, WORKGROUP, Const, Expr, Type, Var
+from penstock.kernels.ir.statements import For, If, Let, Statement
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered
 from penstock.kernels.lowering.scopes import Merge
 

@@ -7,30 +7,23 @@ from collections.abc import Callable
 from penstock.fusion.column_reductions import is_column_part
 from penstock.fusion.index import Index, Place, flat, unflatten, variable
 from penstock.graph.contraction import GATHER
-from penstock.graph.dtypes import HALVES
+from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import PRIMITIVES
 from penstock.graph.node import Kind, Node, Primitive
-from penstock.kernels.ir import (
-    THREAD,
-    WORKGROUP,
+from penstock.kernels.ir.expressions import THREAD, WORKGROUP, Const, Expr, Identity, Load, Type, Var
+from penstock.kernels.ir.statements import (
     Accumulate,
     Barrier,
     BlockReduce,
-    Const,
     Declare,
-    Expr,
     For,
     Forget,
-    Identity,
     If,
     Let,
-    Load,
     LocalArray,
     RegisterArray,
     Statement,
     Store,
-    Type,
-    Var,
 )
 from penstock.kernels.lowering.blocks import Sums
 from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
@@ -298,9 +291,9 @@ class RowLoops(LoopNest):
         return kept[: max(0, room - len(known))]
 
     def _kept_dtype(self, node: Node) -> str:
-        """How a value is kept: halves as they were read, where two make a word."""
+        """How a value is kept: float16 and bfloat16 as they were read, where two make a word."""
         as_read = self.gpu and self.lanes > 1 and node in self.group.inputs
-        return str(node.dtype) if as_read and node.dtype in HALVES else computed_dtype(node)
+        return str(node.dtype) if as_read and node.dtype in HALF_PRECISION else computed_dtype(node)
 
     def _costly(self, primitive: Primitive) -> bool:
         """Whether computing again takes longer than registers for the value are worth."""

@@ -12,13 +12,13 @@ from penstock.fusion.groups import Group
 from penstock.fusion.index import ZERO, Index, Place, Variables, flat, source_place, variable
 from penstock.graph.contraction import GATHER
 from penstock.graph.creating import POSITIONS, SEQUENCE
-from penstock.graph.dtypes import HALVES
+from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST, FULL
 from penstock.graph.node import Kind, Node
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.shaping import CONCAT, PAD
 from penstock.kernels.dialects.c_expressions import COMBINE, expression
-from penstock.kernels.ir import (
+from penstock.kernels.ir.expressions import (
     BOOL,
     INT,
     TRUE,
@@ -28,16 +28,14 @@ from penstock.kernels.ir import (
     Clamp,
     Const,
     Expr,
-    KernelIR,
-    Let,
     Load,
     Random,
     Select,
-    Statement,
     Type,
     Var,
     all_of,
 )
+from penstock.kernels.ir.statements import KernelIR, Let, Statement
 
 
 def affine(index: Index) -> Expr:
@@ -68,8 +66,8 @@ class Value:
 
 
 def computed_dtype(node: Node) -> str:
-    """The dtype in which a kernel computes a node's values: halves are widened."""
-    return "float32" if node.dtype in HALVES else str(node.dtype)
+    """The dtype in which a kernel computes a node's values: float16 and bfloat16 are widened."""
+    return "float32" if node.dtype in HALF_PRECISION else str(node.dtype)
 
 
 @dataclass(frozen=True)
@@ -242,10 +240,10 @@ class Scopes:
         if lanes > 1 and self._vectors and expression(operation, result, of, names) is None:
             raise LanesImpossible
         if node.primitive is CAST and result.dtype == of.dtype:
-            value = wide[0]  # between halves and floats, which are the same inside a kernel
+            value = wide[0]  # between half precision and float32, which are the same inside a kernel
         else:
             value = self.let(Call(result, operation, inputs, of), depth)
-        if node.primitive is CAST and node.dtype in HALVES:  # whoever asks for a half wants it rounded
+        if node.primitive is CAST and node.dtype in HALF_PRECISION:  # who asks for it wants it rounded
             value = self.let(Call(result, f"round_{node.dtype}", (value.var,), result), depth)
         return value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.drivers.driver import Capabilities
-from penstock.graph.dtypes import HALVES
+from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Kind, Node
 from penstock.kernels.source import C_TYPES
 from penstock.kernels.templates.extreme import extreme
@@ -54,4 +54,4 @@ def _has_type(value: Node, node: Node, capabilities: Capabilities) -> bool:
         return capabilities.float64
     if dtype in _LONG and value is node.inputs[0] and node.primitive.kind is not Kind.SORT:
         return capabilities.int64  # indices, and keys of a sort, are taken as words
-    return dtype in C_TYPES and (value.dtype not in HALVES or node.primitive.kind is Kind.SCATTER)
+    return dtype in C_TYPES and (value.dtype not in HALF_PRECISION or node.primitive.kind is Kind.SCATTER)

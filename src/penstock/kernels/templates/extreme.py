@@ -9,7 +9,7 @@ import numpy as np
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder
-from penstock.kernels.ir import BOOL, Const, Expr, Var
+from penstock.kernels.ir.expressions import BOOL, Const, Expr, Var
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import SHORT_ROW, Launch, TemplateLaunches, along, group_size, is_cpu
 from penstock.kernels.templates.tasks import Tasks

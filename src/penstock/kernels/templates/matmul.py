@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.kernels.builder import Memory
-from penstock.kernels.ir import Expr, Operand, Statement, Var
+from penstock.kernels.ir.expressions import Expr, Operand, Var
+from penstock.kernels.ir.statements import Statement
 
 # Given the row, the column and a variable with neighbouring items of that row of matrix `BATCH`: statements
 # that compute with these items what the kernel stores, and store it. They stand in a block of their own.

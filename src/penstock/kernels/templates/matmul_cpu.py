@@ -11,7 +11,7 @@ from math import ceil
 from penstock.drivers.driver import Capabilities
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.dialects.c_vectors import VectorPrinter
-from penstock.kernels.ir import Expr, Type, Var
+from penstock.kernels.ir.expressions import Expr, Type, Var
 from penstock.kernels.source import C_TYPES, KernelSource, head
 from penstock.kernels.templates.matmul import Epilogue, Matrix, Problem
 from penstock.kernels.templates.matmul_tiling import LANES, Tiling, tiling

@@ -14,7 +14,7 @@ from penstock.drivers.driver import Capabilities
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.wgsl_memory import WORD, item_size
-from penstock.kernels.ir import Expr, Var, all_of
+from penstock.kernels.ir.expressions import Expr, Var, all_of
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem
 

@@ -8,7 +8,7 @@ from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.graph.reducing import BLOCK
 from penstock.kernels.builder import KernelBuilder, Memory
-from penstock.kernels.ir import Const, Expr, Operand, Type, Var
+from penstock.kernels.ir.expressions import Const, Expr, Operand, Type, Var
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import (
     CPU_SHARES,

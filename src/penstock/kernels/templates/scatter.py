@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 
 from penstock.drivers.driver import Capabilities
-from penstock.graph.dtypes import HALVES
+from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
 from penstock.graph.reducing import BLOCK
 from penstock.kernels.builder import KernelBuilder, Memory
-from penstock.kernels.ir import Const, Expr, Operand
+from penstock.kernels.ir.expressions import Const, Expr, Operand
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import Launch, TemplateLaunches, is_cpu
 from penstock.kernels.templates.scatter_gpu import add_rows
@@ -26,7 +26,7 @@ def scatter(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
     if not is_cpu(capabilities):
         source = add_rows(node, capabilities)
         return None if source is None else TemplateLaunches((Launch(source, (0, 1, 2)),))
-    if node.dtype in HALVES:
+    if node.dtype in HALF_PRECISION:
         return None
     if (length + index.size) * rest < _LOOK_UP * index.size:
         scratch = (4 * length, node.nbytes, node.nbytes) if _has_levels(node) else ()

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.drivers.driver import Capabilities
-from penstock.graph.dtypes import HALVES
+from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
 from penstock.graph.reducing import BLOCK
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import MANY_STEPS
 from penstock.kernels.dialects.wgsl_memory import WORD
-from penstock.kernels.ir import Expr, Var
+from penstock.kernels.ir.expressions import Expr, Var
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import group_size
 
@@ -47,7 +47,7 @@ class _Columns:
 
     def __init__(self, node: Node, tile: int, word_access: bool) -> None:
         self.rest = math.prod(node.shape[1:])
-        self.dtype = "float32" if node.dtype in HALVES else str(node.dtype)
+        self.dtype = "float32" if node.dtype in HALF_PRECISION else str(node.dtype)
         self.width = math.gcd(self.rest, max(1, (WORD if word_access else _ACCESS) // node.dtype.itemsize))
         parts = min(_PARTS, -(-self.rest // (tile * self.width))) if word_access else 1
         self.steps = [part * tile * self.width for part in range(parts)]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder, Memory
-from penstock.kernels.ir import Binary, Const, Expr, Operand, Type, Var
+from penstock.kernels.ir.expressions import Binary, Const, Expr, Operand, Type, Var
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import (
     CPU_SHARES,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from penstock.drivers.driver import Capabilities
 from penstock.kernels.builder import KernelBuilder
-from penstock.kernels.ir import Expr
+from penstock.kernels.ir.expressions import Expr
 from penstock.kernels.templates.launches import CPU_SHARES, GPU_THREADS, is_cpu
 
 
