@@ -20,7 +20,7 @@ from penstock.tensor.manipulation import astype
 from penstock.tensor.reduction import sum as sum_
 
 # How much sums in another order, and functions to their last digits, may differ; whole numbers may not.
-# float16 and bfloat16 are rounded after every node of the unfused form, but only at the end of a fused kernel.
+# float16 and bfloat16 are rounded after every node of the unfused form, but only at the end of a kernel.
 _TOLERANCES = {"bfloat16": 5e-2, "float16": 1e-2, "float32": 1e-5, "float64": 1e-11}
 _TOLERANCES |= {"complex64": 1e-5, "complex128": 1e-11}
 _NOISE = 0.1  # of the tolerance: what may be left where a value should be 0
