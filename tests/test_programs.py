@@ -197,7 +197,7 @@ def test_temporaries_share_one_arena(device: Device) -> None:
 
 def test_tables_are_bounded(host: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(realize, "_MAX_PROGRAMS", 3)
-    monkeypatch.setattr(realize, "_MAX_SEEN", 4)
+    monkeypatch.setattr(realize, "_MAX_HOST_PROGRAMS", 4)
     for _ in range(2):
         for length in range(1, 8):
             x = ps.asarray(np.ones(length, np.float32), device=host)
@@ -207,7 +207,7 @@ def test_tables_are_bounded(host: Device, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1 << 20)
     for length in range(1, 8):
         assert (ps.asarray(np.ones(length, np.float32), device=host) * 5).numpy().tolist() == [5.0] * length
-        assert len(realize.executables(host)._seen) <= 4
+        assert len(realize.executables(host)._host_programs) <= 4
 
 
 def test_what_was_used_last_is_kept(host: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from penstock.dispatch.pricing import price
 from penstock.dispatch.running import InTwo, OnOne, Wants, seconds_of
 from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.execution.executable import Executable
+from penstock.execution.host_program import HostProgram
 from penstock.execution.realize import (
-    by_numpy,
     executables,
     numpy_text,
     source,
@@ -110,18 +110,18 @@ class Dispatcher:
         numpy = not forced and structure.waits_for_no_compiler(self.seen(structure))
         return structure.key not in self._placed and not numpy
 
-    def computed(self, structure: Structure) -> tuple[list[Buffer], Executable | None]:
-        """The values of nodes, and a program that computed them, if NumPy did not."""
+    def computed(self, structure: Structure) -> tuple[list[Buffer], Executable | HostProgram]:
+        """The values of nodes, and a program that computed them."""
         numbers = structure.constants()
         member = self._staying(structure)
         if member is not None:
             there = executables(member).known(structure)
-            assert there is not None
+            assert isinstance(there, Executable)
             return there.run(self.places.bring(structure.inputs, member), numbers), there
-        placed = self._known(structure)
+        placed, inputs = self._known(structure), [node.value for node in structure.inputs]
         if placed is None:
-            return by_numpy(structure.nodes, self._sharing(structure.inputs)), None
-        inputs = [node.value for node in structure.inputs]
+            on_host = HostProgram(structure)
+            return on_host.run(inputs, numbers, self._sharing(structure.inputs)), on_host
         program, inputs = placed.chosen(inputs, lambda: structure.inputs, numbers)
         return program.run(inputs, numbers), program.programs[-1]
 
@@ -142,7 +142,7 @@ class Dispatcher:
         member = self._staying(structure)
         if member is not None:
             there = executables(member).known(structure)
-            assert there is not None
+            assert isinstance(there, Executable)
             return f"on {member.name}, which holds the inputs:\n{there.schedule}"
         placed = self._placed.get(structure.key) or self.build(structure)
         text = placed.explained(structure.inputs)

@@ -7,7 +7,7 @@ memory: buffers of the last run are known by their allocation's number only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from time import perf_counter
 from typing import Any
@@ -58,6 +58,10 @@ class Executable:
         if not self._run_buffers.fused:
             self._segments[()] = self._bound(())
         self._arena_bytes = [schedule.buffers[arena].nbytes for arena in schedule.arenas]
+        self._output_bytes = [schedule.buffers[output].nbytes for output in schedule.outputs]
+        # All launches, where they follow one another and each buffer is an argument of its own.
+        parts = self._segments.get((), [])
+        self._only = parts[0] if len(parts) == 1 and isinstance(parts[0], _Segment) else None
         self._shared = [
             buffer for buffer, shared in zip(schedule.results, schedule.shared, strict=True) if shared
         ]
@@ -84,6 +88,8 @@ class Executable:
 
         `aliases` names wanted values that are written over inputs.
         """
+        if self._only is not None and aliases is None:
+            return self._run_only(self._only, inputs, numbers)
         with self.device.running:
             self.wrote = False
             state = self._run_buffers
@@ -103,6 +109,27 @@ class Executable:
             buffers += [buffers[at].whole if whole else buffers[at] for at, whole in state.allocations]
             self._run_segments(buffers, numbers, moved, regrouped)
             state.places = places
+        for at in self._shared:
+            buffers[at].shared = True
+        return [buffers[at] for at in self.schedule.results]
+
+    def _run_only(self, segment: _Segment, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
+        """The same for launches that follow one another, with nothing to find out before them."""
+        device = self.device
+        with device.running:
+            self.wrote = False
+            before = device.stream.replayed
+            arena, *more_arenas = self._arenas() if segment.touches(self.schedule.arenas) else [None]
+            buffers: list[Any] = [arena, *inputs]
+            buffers += [device.empty(nbytes) for nbytes in self._output_bytes]
+            buffers += more_arenas
+            try:
+                segment.run_all(device, buffers, numbers)
+            except BaseException:
+                self.wrote = device.stream.replayed != before
+                raise
+            self._current = self._segments[()]
+            self._run_buffers.places = []  # of a run that was not this one
         for at in self._shared:
             buffers[at].shared = True
         return [buffers[at] for at in self.schedule.results]
@@ -318,6 +345,31 @@ class _Segment:
                     device.stream.rebind(self._bound, places, numbers[at])
             self._last_numbers = numbers
         device.stream.replay(self._bound, tuple([buffers[slot] for slot in self._held]))
+
+    def touches(self, slots: Iterable[int]) -> bool:
+        """Whether a launch takes one of these buffers."""
+        return any(slot in self._slots for slot in slots)
+
+    def run_all(self, device: Device, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
+        """Record the launches, wherever the buffers lie."""
+        if self._bound is None:
+            self._bind(device, buffers, numbers)
+        assert self._bound is not None
+        memories, changes = self._memories, []
+        for slot, positions in self._slots.items():
+            buffer = buffers[slot]
+            if memories[slot] != buffer.place:
+                changes.append((positions, buffer.native))
+                memories[slot] = buffer.place
+        if numbers != self._last_numbers or 0 in numbers:  # for 0 is -0
+            changes += [(positions, numbers[at]) for at, positions in self._places.items()]
+        self._last_numbers = numbers
+        self._held = []  # no longer known
+        try:
+            device.stream.replay(self._bound, tuple([buffers[slot] for slot in self._slots]), changes)
+        except BaseException:
+            self._memories = dict.fromkeys(memories, (-1, 0))  # some arguments may be the old ones
+            raise
 
     def _bind(self, device: Device, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
         for slot, places in self._slots.items():

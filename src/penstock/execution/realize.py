@@ -7,15 +7,13 @@ sees the memory of all its inputs. What lies in memory of the device's own is co
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import ExitStack
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
+from penstock.execution.host_program import HostProgram, names
 from penstock.execution.structure import MIN_ITEMS, Structure
-from penstock.graph.node import Array, Node, topological
-from penstock.graph.reference import Constant, computed
+from penstock.graph.node import Node, topological
+from penstock.graph.reference import Constant
 from penstock.graph.shaping import RESHAPE
 from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.execution.executable import Executable
 
 _MAX_PROGRAMS = 256
-_MAX_SEEN = 4096
+_MAX_HOST_PROGRAMS = 1024
 
 
 class ExecutableCache:
@@ -39,12 +37,12 @@ class ExecutableCache:
         self.kernels = KernelCache(device)
         self._forced = device.settings.force_kernels
         self._programs = LRU[Hashable, "Executable"](_MAX_PROGRAMS)
-        self._seen = LRU[Hashable, None](_MAX_SEEN)
+        self._host_programs = LRU[Hashable, HostProgram](_MAX_HOST_PROGRAMS)
         self.build_seconds = 0.0  # in all
 
     def seen(self, structure: Structure) -> bool:
         """Whether the same was computed before, as far as it is remembered."""
-        return structure.key in self._programs or structure.key in self._seen
+        return structure.key in self._programs or structure.key in self._host_programs
 
     def waits_for_no_compiler(self, structure: Structure) -> bool:
         """Whether NumPy computes it, and no kernel."""
@@ -54,15 +52,22 @@ class ExecutableCache:
         """Whether computing it now would first build a program."""
         return structure.key not in self._programs and not self.waits_for_no_compiler(structure)
 
-    def known(self, structure: Structure) -> Executable | None:
-        """The program of a structure; None as long as building one would not pay."""
+    def known(self, structure: Structure, repeated: bool = False) -> Executable | HostProgram:
+        """The program of a structure: of NumPy as long as building kernels would not pay.
+
+        `repeated`: it will be computed many times.
+        """
         key = structure.key
         program = self._programs.use(key)
-        if program is None:
-            if self.waits_for_no_compiler(structure):
-                self._seen[key] = None
-                return None
-            program = self._programs[key] = self.build(structure)
+        if program is not None:
+            return program
+        on_host = self._host_programs.use(key)
+        if on_host is not None and on_host.small and not repeated:
+            return on_host
+        if not repeated and self.waits_for_no_compiler(structure):
+            on_host = self._host_programs[key] = HostProgram(structure)
+            return on_host
+        program = self._programs[key] = self.build(structure)
         return program
 
     def build(self, structure: Structure, aliases: Mapping[int, int] | None = None) -> Executable:
@@ -103,43 +108,51 @@ def executables(device: Device) -> ExecutableCache:
         return own
 
 
-def realize(nodes: Sequence[Node], device: Device) -> None:
-    """Compute the nodes that have no value yet, and keep the results on the device."""
+def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> None:
+    """Compute the nodes that have no value yet, and keep the results on the device.
+
+    `repeated`: the same will be computed many times, so that kernels pay however small it is.
+    """
     with device.running:  # another thread may be about to compute the same
-        _realize(nodes, device)
+        wanted = [node for node in dict.fromkeys(nodes) if node.value is None and not _alias(node)]
+        if not wanted:
+            return
+        structure = Structure(wanted, device.capabilities)
+        buffers = (_told if device.stream.recorders else _computed)(structure, device, repeated)[0]
+        for node, buffer in zip(wanted, buffers, strict=False):
+            node.settle(buffer)
+        if structure.unchecked:
+            structure.watch(buffers[len(wanted) :], device)
 
 
-def _realize(nodes: Sequence[Node], device: Device) -> None:
-    wanted = [node for node in dict.fromkeys(nodes) if node.value is None and not _alias(node)]
-    if not wanted:
-        return
-    structure = Structure(wanted, device.capabilities)
-    buffers = (_told if device.stream.recorders else _computed)(structure, device)[0]
-    for node, buffer in zip(wanted, buffers, strict=False):
-        node.settle(buffer)
-    structure.watch(buffers[len(wanted) :], device)
-
-
-def _computed(structure: Structure, device: Device) -> tuple[list[Buffer], Executable | None]:
-    """The values, and the program that computed them, if it was one."""
+def _computed(
+    structure: Structure, device: Device, repeated: bool
+) -> tuple[list[Buffer], Executable | HostProgram]:
+    """The values, and the program that computed them."""
     if device.dispatcher is not None:
-        result: tuple[list[Buffer], Executable | None] = device.dispatcher.computed(structure)
+        result: tuple[list[Buffer], Executable | HostProgram] = device.dispatcher.computed(structure)
         return result
-    program = executables(device).known(structure)
-    if program is None:
-        return by_numpy(structure.nodes, device), None
-    return program.run([node.value for node in structure.inputs], structure.constants()), program
+    program = executables(device).known(structure, repeated)
+    inputs, numbers = [node.value for node in structure.inputs], structure.constants()
+    if isinstance(program, HostProgram):
+        return program.run(inputs, numbers, device), program
+    return program.run(inputs, numbers), program
 
 
-def _told(structure: Structure, device: Device) -> tuple[list[Buffer], Executable | None]:
+def _told(
+    structure: Structure, device: Device, repeated: bool
+) -> tuple[list[Buffer], Executable | HostProgram]:
     """The same, and profiles are told of it."""
     own = executables(device)
     fresh, built, start = not own.seen(structure), own.build_seconds, perf_counter()
-    buffers, program = _computed(structure, device)
+    buffers, program = _computed(structure, device, repeated)
     wanted = structure.nodes
     spent = own.build_seconds - built
-    how: Literal["program", "numpy"] = "numpy" if program is None else "program"
-    run = Run(how, program, fresh, spent, start, perf_counter(), topological(wanted), wanted)
+    by_host = isinstance(program, HostProgram)
+    how: Literal["program", "numpy"] = "numpy" if by_host else "program"
+    run = Run(
+        how, None if by_host else program, fresh, spent, start, perf_counter(), topological(wanted), wanted
+    )
     for recorder in device.stream.recorders:
         recorder.computed(run)
     return buffers, program
@@ -185,7 +198,7 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
         own, structure = executables(device), Structure(wanted, device.capabilities)
         if not own.waits_for_no_compiler(structure):
             program = own.known(structure)
-            assert program is not None
+            assert not isinstance(program, HostProgram)
             return str(program.schedule)
         steps = own.build(structure).schedule
         return f"{numpy_text(structure)}; in a jitted function:\n{steps}"
@@ -193,37 +206,8 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
 
 def numpy_text(structure: Structure) -> str:
     """What NumPy computes, and why."""
-    names = " ".join(_names(topological(structure.nodes)))
+    what = " ".join(names(topological(structure.nodes)))
     why = "the host sees all inputs" if structure.inputs else "there are no inputs"
     small = structure.largest < MIN_ITEMS
     why += f" and no step has {MIN_ITEMS} items" if small else " and it was not computed before"
-    return f"NumPy computes [{names}] on the host, as {why}"
-
-
-def by_numpy(wanted: Sequence[Node], device: Device) -> list[Buffer]:
-    """The values by NumPy, node by node; each is let go after its last use."""
-    recorders = device.stream.recorders
-    start = perf_counter() if recorders else 0.0
-    order = topological(wanted)
-    last = {parent: number for number, node in enumerate(order) for parent in node.inputs}
-    last.update({node: len(order) for node in wanted})
-    values: dict[Node, Array] = {}
-    with ExitStack() as views:
-        for number, node in enumerate(order):
-            if node.value is not None:
-                # The device's own memory, since values never change.
-                values[node] = views.enter_context(device.view(node.value, node.dtype, node.shape))
-                continue
-            values[node] = computed(node, [values[parent] for parent in node.inputs])
-            for parent in set(node.inputs):
-                if last[parent] == number:
-                    del values[parent]
-        for recorder in recorders:
-            recorder.computed_by_host(" ".join(_names(order)), start, perf_counter())
-        return [device.upload(np.ascontiguousarray(values[node])) for node in wanted]
-
-
-def _names(nodes: Sequence[Node]) -> list[str]:
-    """What some nodes do, each once."""
-    computed_ones = [node for node in nodes if node.value is None and not node.primitive.is_free]
-    return list(dict.fromkeys(node.primitive.name for node in computed_ones))
+    return f"NumPy computes [{what}] on the host, as {why}"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from penstock.drivers.driver import Capabilities
-from penstock.graph.bounds import unchecked, worst
+from penstock.graph.bounds import BOUNDED, unchecked, worst
+from penstock.graph.calls import CALL, Subgraph, inline
 from penstock.graph.decompose import decompose
 from penstock.graph.node import Kind, Node, topological
-from penstock.graph.reference import number_key
+from penstock.graph.reference import number, number_key
 from penstock.graph.rounding import is_exact
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
@@ -31,48 +31,113 @@ class Structure:
 
         `checked`: with what tells whether its indices are in range.
         """
-        self.inputs: list[Node] = []
-        self.numbers: dict[tuple[str, Any], int] = {}
-        order = topological(wanted)
-        if target is not None and any(_decomposes(node) for node in order):
+        if not self._walk(wanted, target):
+            assert target is not None
             wanted = decompose(wanted, target)
-            order = topological(wanted)
-        self.nodes = wanted
-        self.unchecked = unchecked(order) if checked else []  # indices that may be out of range
-        self.worst = worst(self.unchecked)  # what tells whether they are
-        place: dict[Node, int] = {}
-        parts: list[Any] = []
-        self.items = 0  # of all values, and of inputs that are read whole
-        self.largest = 0  # the most items that one operation reads or writes
-        self.far = False  # whether an input lies in memory that the host does not see
-        self.compiled = False  # whether it holds what NumPy cannot compute
-        self.drawn = False  # whether it draws random numbers
-        for node in order:
-            if node.value is None and node.primitive.is_identity:
-                place[node] = place[node.inputs[0]]
+            self._walk(wanted, None)
+        self._nodes = wanted
+        self.unchecked = unchecked(self.bounded) if checked and self.bounded else []  # may be out of range
+        self.worst = worst(self.unchecked) if self.unchecked else []  # what tells whether they are
+        position = self._position
+        ends: tuple[int | None, ...] = tuple([position[node] for node in wanted])
+        if self.unchecked:
+            ends += (None, *(position[node] for node in self.unchecked))
+        self.key: Hashable = (tuple(self._parts), ends)
+
+    def _walk(self, wanted: Sequence[Node], target: Capabilities | None) -> bool:
+        """Number the nodes, each after its inputs, and say what each is.
+
+        False: the target has no kernel for some of them, and the rest was not looked at.
+        """
+        self.inputs: list[Node] = []
+        self.pending: list[Node] = []  # what is to be computed
+        self.bounded: list[Node] = []
+        self.numbers: dict[tuple[str, Any], int] = {}
+        self._position: dict[Node, int] = {}
+        self._parts: list[Any] = []
+        self._calls = False
+        position, parts, numbers = self._position, self._parts, self.numbers
+        stack = list(reversed(wanted))
+        while stack:
+            node = stack[-1]
+            if node in position:
+                stack.pop()
                 continue
-            place[node] = len(parts)
             if node.value is not None:
+                stack.pop()
+                position[node] = len(parts)
                 self.inputs.append(node)
-                self.far = self.far or (node.size > 0 and not _seen_by_host(node.value))
                 parts.append((node.shape, node.dtype))
                 continue
-            size = _touched_items(node)
-            self.compiled = self.compiled or node.primitive.kind is Kind.OPAQUE
-            self.drawn = self.drawn or node.primitive.kind is Kind.RANDOM
-            self.items += size
-            self.largest = max(self.largest, size)
-            names = node.primitive.constants
-            numbers = [self.numbers.setdefault(number_key(node, n), len(self.numbers)) for n in names]
-            rest = tuple(value for name, value in node.attributes.items() if name not in names)
-            parts.append((node.primitive, tuple(place[parent] for parent in node.inputs), rest, *numbers))
-        ends = [*wanted, None, *self.unchecked] if self.unchecked else wanted
-        self.key: Hashable = (tuple(parts), tuple(node and place[node] for node in ends))
+            missing = [parent for parent in node.inputs if parent not in position]
+            if missing:
+                missing.reverse()
+                stack += missing
+                continue
+            stack.pop()
+            primitive = node.primitive
+            rule = primitive.decompose
+            if rule is not None and target is not None and rule(node, target) is not None:
+                return False
+            if primitive.is_identity:
+                position[node] = position[node.inputs[0]]
+                if primitive is BOUNDED:
+                    self.bounded.append(node)
+                continue
+            position[node] = len(parts)
+            self.pending.append(node)
+            where = tuple([position[parent] for parent in node.inputs])
+            if not node.attributes:
+                parts.append((primitive, where))
+                continue
+            if primitive is CALL:
+                self._calls = True
+                subgraph: Subgraph = node.attributes["subgraph"]
+                own = [numbers.setdefault(constant, len(numbers)) for constant in subgraph.constants]
+                parts.append((subgraph, where, *own))
+                continue
+            names = primitive.constants
+            rest = [value for name, value in node.attributes.items() if name not in names]
+            own = [numbers.setdefault(number_key(node, name), len(numbers)) for name in names]
+            parts.append((primitive, where, *rest, *own))
+        return True
 
-    @property
-    def wanted(self) -> list[Node]:
+    @cached_property
+    def nodes(self) -> Sequence[Node]:
+        """What is wanted, without calls."""
+        return self.wanted[: len(self._nodes)]
+
+    @cached_property
+    def wanted(self) -> Sequence[Node]:
         """The results of a program: what is wanted, and then what tells whether indices are in range."""
-        return [*self.nodes, *(index.node for index in self.worst)]
+        wanted = [*self._nodes, *(index.node for index in self.worst)]
+        return inline(wanted) if self._calls else wanted
+
+    @cached_property
+    def _pending(self) -> Sequence[Node]:
+        """What is computed, without calls."""
+        if not self._calls:
+            return self.pending
+        nodes = topological(self.wanted)
+        return [node for node in nodes if node.value is None and not node.primitive.is_identity]
+
+    @cached_property
+    def largest(self) -> int:
+        """The most items that one operation reads or writes."""
+        return max(map(_touched_items, self._pending), default=0)
+
+    @cached_property
+    def items(self) -> int:
+        """The items of all values, and of inputs that are read whole."""
+        return sum(map(_touched_items, self._pending))
+
+    @cached_property
+    def far(self) -> bool:
+        """Whether an input lies in memory that the host does not see."""
+        return any(node.size and not _seen_by_host(node.value) for node in self.inputs)
+
+    def _has(self, kind: Kind) -> bool:
+        return any(node.primitive.kind is kind for node in self._pending)
 
     def waits_for_no_compiler(self, seen: bool) -> bool:
         """Whether NumPy computes it: the host sees all inputs, and it is small or was not `seen` before."""
@@ -84,9 +149,11 @@ class Structure:
         The same expression gives the same bits at the first call as at the next. So it depends on `seen` only
         where NumPy's bits are those of kernels.
         """
-        if self.compiled or self.items >= LARGE_ITEMS:
+        if self.items >= LARGE_ITEMS or self._has(Kind.OPAQUE):
             return False
-        return self.largest < MIN_ITEMS or not (seen or self.drawn or not is_exact(topological(self.wanted)))
+        if self.largest < MIN_ITEMS:
+            return True
+        return not (seen or self._has(Kind.RANDOM)) and is_exact(topological(self.wanted))
 
     def watch(self, buffers: Sequence[Buffer], device: Device) -> None:
         """Have indices looked at when the host next reads, by the worst of them; NumPy has looked at them."""
@@ -97,11 +164,7 @@ class Structure:
 
     def constants(self) -> list[Any]:
         """The numbers, as arguments."""
-        return [np.frombuffer(bits, dtype)[0].item() for dtype, bits in self.numbers]
-
-
-def _decomposes(node: Node) -> bool:
-    return node.value is None and node.primitive.decompose is not None
+        return list(map(number, self.numbers))
 
 
 def _seen_by_host(buffer: Any) -> bool:

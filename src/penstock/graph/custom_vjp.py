@@ -15,10 +15,16 @@ def _first(value: Array, *_: Array, **__: Any) -> Array:
     return value
 
 
-def custom_vjp(name: str, vjp: Vjp) -> Primitive:
+def custom_vjp(name: str, vjp: Vjp, transient: bool = False) -> Primitive:
     """A primitive whose value is its first input; `vjp` gives the gradients of the other inputs."""
     return Primitive(
-        name, Kind.IDENTITY, _first_shape, _first, lambda g, n: [None, *vjp(g, n)], is_identity=True
+        name,
+        Kind.IDENTITY,
+        _first_shape,
+        _first,
+        lambda g, n: [None, *vjp(g, n)],
+        is_identity=True,
+        transient=transient,
     )
 
 

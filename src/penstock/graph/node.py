@@ -49,6 +49,7 @@ class Kind(Enum):
     SCATTER = auto()  # all rows that an index sends to its place
     HOST = auto()  # NumPy alone computes it
     OPAQUE = auto()  # a kernel that the user wrote; nothing is known of it
+    CALL = auto()  # a part of a graph that was recorded before; it is put back before anything is compiled
 
 
 class Rounding(Enum):
@@ -86,6 +87,7 @@ class Primitive:
     # (node, capabilities) -> the same of other primitives, for targets without a kernel of its own; else None
     decompose: Callable[[Node, Capabilities], Node | None] | None = None
     combine: str = ""  # of reductions and scans: the elementwise primitive that takes in one more item
+    transient: bool = False  # made for one node, and may hold values: nothing may keep it
     refuses: str = ""  # why nothing can be said of its gradient; `backward` raises that if one arrives here
 
     @cached_property
@@ -138,6 +140,7 @@ class Node:
         "depth",
         "dtype",
         "inputs",
+        "owner",
         "pending_bytes",
         "primitive",
         "shape",
@@ -153,6 +156,7 @@ class Node:
         self.attributes = attributes
         self.shape, self.dtype = primitive.shape_rule(*inputs, **attributes)
         self.value = value  # where the result is, once it was computed
+        self.owner: Any = None  # a weak reference to whatever collects the gradients that end here
         tracked, depth, pending = False, 0, 0
         for node in inputs:
             tracked = tracked or node.tracked

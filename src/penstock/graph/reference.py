@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from penstock.graph.dtypes import HALF_PRECISION, checked
+from penstock.graph.dtypes import HALF_PRECISION, DType, checked
 from penstock.graph.node import Array, Node, leaf, topological
 
 Constant = tuple[str, Any]  # dtype, and the bits of a number
@@ -36,6 +37,19 @@ def by_parts(parts: Callable[..., Node], *arrays: Array) -> Array:
 
 def number_key(node: Node, name: str) -> Constant:
     """A constant by its dtype and bits, so that 0 and -0 or 1 and True differ."""
-    dtype = node.primitive.dtypes.get(name, node.dtype)
+    dtype, value = node.primitive.dtypes.get(name, node.dtype), node.attributes[name]
+    # Python takes 0 and -0, and in a table of values 1 and True, for the same.
+    return _constant(dtype, value) if value else _constant.__wrapped__(dtype, value)
+
+
+@lru_cache(1 << 12, typed=True)
+def _constant(dtype: DType, value: Any) -> Constant:
     with np.errstate(over="ignore"):  # a number that is too large for the dtype is infinite in it
-        return str(dtype), np.asarray(node.attributes[name]).astype(dtype).tobytes()
+        return str(dtype), np.asarray(value).astype(dtype).tobytes()
+
+
+@lru_cache(1 << 12)
+def number(constant: Constant) -> Any:
+    """The Python number that a constant is."""
+    dtype, bits = constant
+    return np.frombuffer(bits, dtype)[0].item()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 from penstock.graph import attention as graph
 from penstock.graph import cross_entropy as graph_losses
 from penstock.tensor import attention, random
 from penstock.tensor.arithmetic import abs as abs_
 from penstock.tensor.arithmetic import erf, exp, log, sqrt, tanh, where
-from penstock.tensor.autograd import custom_vjp
+from penstock.tensor.autograd import lasting_vjp
 from penstock.tensor.core import Tensor, axes_of, record
 from penstock.tensor.creation import zeros_like
 from penstock.tensor.dtypes import float32, promote
@@ -49,7 +50,11 @@ def _sigmoid_slope(x: Tensor) -> Tensor:
 
 def silu(x: Tensor) -> Tensor:
     """`x * sigmoid(x)`."""
-    return _with_slope(lambda x: x * _sigmoid(x), lambda x: _sigmoid(x) * (1 + x * (1 - _sigmoid(x))), x)
+    return _with_slope(lambda x: x * _sigmoid(x), _silu_slope, x)
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    return _sigmoid(x) * (1 + x * (1 - _sigmoid(x)))
 
 
 def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
@@ -58,9 +63,7 @@ def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
         return _with_slope(lambda x: x * _about_below(x), _gelu_slope, x)
     if approximate != "none":
         raise ValueError(f"gelu is computed by 'tanh' or by 'none', and {approximate!r} was given")
-    return _with_slope(
-        lambda x: x * _below(x), lambda x: _below(x) + x * exp(x * x * -0.5) * (0.5 * _GELU), x
-    )
+    return _with_slope(lambda x: x * _below(x), _exact_gelu_slope, x)
 
 
 _GELU, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
@@ -74,6 +77,10 @@ def _about_below(x: Tensor) -> Tensor:
 def _gelu_slope(x: Tensor) -> Tensor:
     chance, inner = _about_below(x), x * x * (6 * _GELU * _GELU_CUBE) + 2 * _GELU
     return chance + x * chance * (1 - chance) * inner
+
+
+def _exact_gelu_slope(x: Tensor) -> Tensor:
+    return _below(x) + x * exp(x * x * -0.5) * (0.5 * _GELU)
 
 
 def _below(x: Tensor) -> Tensor:
@@ -90,7 +97,12 @@ def _with_slope(function: Function, slope: Function, x: Tensor) -> Tensor:
     So it is computed where `x` is at hand, and it alone is kept for the way back.
     """
     y = astype(function(_wide(x)), x.dtype)
-    return custom_vjp(y, [x], lambda g, _, x: [g * astype(slope(_wide(x)), x.dtype)])
+    return lasting_vjp(y, [x], _slope_rule(slope))
+
+
+@cache
+def _slope_rule(slope: Function) -> Callable[..., list[Tensor]]:
+    return lambda g, _, x: [g * astype(slope(_wide(x)), x.dtype)]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -267,12 +279,16 @@ def linear_cross_entropy(
         # The weight's gradient is a sum over all rows, in which 0 times NaN would be NaN. The gradient of the
         # rows themselves is 0 already where they are ignored.
         there = where(reshape(kept, (-1, 1)), items.detach(), 0)
-        items = custom_vjp(there, [items], lambda g, *_: [g])
+        items = lasting_vjp(there, [items], _unchanged)
     dtype = promote(items.dtype, weight.dtype)
     items, weight = astype(items, dtype), astype(weight, dtype)
     known = None if kept is None else kept._node
     total = graph_losses.linear_cross_entropy(items._node, weight._node, labels._node, known, label_smoothing)
     return record(total, items, weight) / _count(target, kept)
+
+
+def _unchanged(g: Tensor, *_: Tensor) -> list[Tensor]:
+    return [g]
 
 
 def _check_targets(rows: tuple[int, ...], target: Tensor, smoothing: float) -> None:

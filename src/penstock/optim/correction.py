@@ -38,15 +38,22 @@ class BiasCorrection:
         """Both powers of a parameter."""
         return self._powers[self._group[parameter]]
 
-    def advance(self, present: Collection[int], sound: Tensor | None) -> None:
-        """Count a step, in which the parameters `present` had gradients that may not have been `sound`."""
-        groups = {self._group[parameter] for parameter in present}
-        for group in groups:
+    @property
+    def groups(self) -> Sequence[int]:
+        """The group of each parameter."""
+        return self._group
+
+    def divide(self, present: Collection[int]) -> None:
+        """Have groups in which either all or none of the parameters are `present`, for a step of these."""
+        for group in {self._group[parameter] for parameter in present}:
             self._divide(group, present)
         capturing = capture.get()
         if capturing is not None:
             capturing.assume(lambda: self._divisions)
-        for group in groups:
+
+    def advance(self, present: Collection[int], sound: Tensor | None) -> None:
+        """Count a step, in which the parameters `present` had gradients that may not have been `sound`."""
+        for group in {self._group[parameter] for parameter in present}:
             for power, beta in zip(self._powers[group], self._betas, strict=True):
                 power._rebind(power * beta if sound is None else where(sound, power * beta, power))
 

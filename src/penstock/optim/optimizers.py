@@ -8,13 +8,17 @@ Parameters lie side by side in one memory, and so do their means, their squares 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.graph.calls import Subgraph, call, subgraph_between
+from penstock.graph.decompose import decompose
+from penstock.graph.node import placeholder
+from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
 from penstock.optim.correction import NAMES, BiasCorrection
 from penstock.runtime import Device
@@ -22,6 +26,7 @@ from penstock.tensor.arithmetic import divide, isfinite, maximum, minimum, multi
 from penstock.tensor.core import (
     Tensor,
     capture,
+    ends_at,
     from_numpy,
     no_grad,
     outside_capture,
@@ -36,6 +41,11 @@ from penstock.tensor.reduction import sum as sum_
 Parameters = Iterable[Tensor] | Iterable[Mapping[str, Any]]
 _FIRST_SCALE, LEAST_SCALE, _LARGEST_SCALE = 2.0**15, 1.0, 2.0**24  # of the loss
 _GROWTH_STEPS = 1000  # without an overflow, until the scale of the loss is doubled
+
+
+# A recorded step: the subgraph, the tensors that it takes, and those that its outputs are for, by number.
+_Step = tuple[Subgraph, list[int], list[int]]
+_MOST_STEPS = 8  # with gradients of other parameters, or other settings, that are remembered
 
 
 class Optimizer:
@@ -84,6 +94,7 @@ class Optimizer:
         self._lr = self._number(lr)
         self.lr = lr
         self._state: dict[str, list[Tensor]] = {}
+        self._steps = LRU[Hashable, _Step](_MOST_STEPS)
         self._numbers: dict[str, Tensor] = {}
         halves = {at: one for at, one in enumerate(self.parameters) if one._node.dtype.itemsize == 2}
         masters = gathered([one.numpy().astype(np.float32) for one in halves.values()], self._device)
@@ -132,14 +143,15 @@ class Optimizer:
                 if outside:
                     realize_together(outside)
                 self._gather()
+            self._divide(self._present())
             self._record_step()
             return
         losses = [source_of(one.grad) for one in self.parameters if one.grad is not None]
         tensors = self._all()
         before = [(tensor, tensor._actual_node, tensor._actual_grad) for tensor in tensors]
         try:
-            self._record_step()
-            realize_together([*self._all(), *(loss for loss in losses if loss is not None)])
+            self._repeat_step()
+            realize_together([*self._all(), *(loss for loss in losses if loss is not None)], repeated=True)
         except BaseException:  # all of it, or nothing
             for tensor, node, gradient in before:
                 tensor._actual_node, tensor._actual_grad = node, gradient
@@ -149,6 +161,53 @@ class Optimizer:
         """Every tensor that a step changes."""
         state = chain.from_iterable(tensors.values() for tensors in self._named())
         return [*self.parameters, *state, *self._counts()]
+
+    def _present(self) -> list[int]:
+        """The parameters that have a gradient."""
+        return [at for at, tensor in enumerate(self.parameters) if tensor.grad is not None]
+
+    def _repeat_step(self) -> None:
+        """`_record_step`, which records the same in every step: once, and from then on that is called."""
+        present = self._present()
+        self._divide(present)
+        settings = self._update_settings()
+        if settings is None:
+            self._record_step()
+            return
+        grads = [tensor.grad for tensor in self.parameters if tensor.grad is not None]
+        given = tuple((grad.shape, grad.dtype) for grad in grads)
+        groups = tuple(tuple(group.values()) for group in self._settings)
+        key = tuple(present), given, self.clip_norm, groups, settings
+        tensors = [*self._all(), self._lr, *grads]
+        known = self._steps.use(key)
+        if known is None:
+            known = self._steps[key] = self._recorded_step(tensors)
+        subgraph, taken, changed = known
+        results = call(subgraph, [tensors[at]._node for at in taken])
+        for at, node in zip(changed, results, strict=True):
+            if tensors[at]._actual_requires_grad:
+                ends_at(node, tensors[at])
+            tensors[at]._actual_node = node
+        self.zero_grad()
+
+    def _recorded_step(self, tensors: Sequence[Tensor]) -> _Step:
+        """A step from placeholders for these tensors, which are what they were afterwards."""
+        before = [(tensor, tensor._actual_node, tensor._actual_grad) for tensor in tensors]
+        leaves = [placeholder(tensor.shape, tensor.dtype) for tensor in tensors]
+        try:
+            for tensor, leaf in zip(tensors, leaves, strict=True):
+                tensor._actual_node = leaf
+            self._record_step()
+            nodes = [tensor._actual_node for tensor in tensors]
+        finally:
+            for tensor, node, gradient in before:
+                tensor._actual_node, tensor._actual_grad = node, gradient
+        changed = [at for at, node in enumerate(nodes) if node is not leaves[at]]
+        made = subgraph_between(
+            dict.fromkeys(leaves), decompose([nodes[at] for at in changed], self._device.capabilities)
+        )
+        assert made is not None, "an update reads what is no part of the optimizer"
+        return made[0], [leaves.index(leaf) for leaf in made[1]], changed
 
     def _record_step(self) -> None:
         with no_grad():
@@ -209,6 +268,13 @@ class Optimizer:
     def _update(self, at: int, value: Tensor, grad: Tensor) -> dict[str, Tensor]:
         """What a parameter becomes (`value`), and what its state becomes, by name."""
         raise NotImplementedError
+
+    def _update_settings(self) -> Hashable | None:
+        """What `_update` depends on besides tensors and groups; None: it has to be called in every step."""
+        return None
+
+    def _divide(self, present: Collection[int]) -> None:
+        """Get ready for a step in which only these parameters have gradients."""
 
     def _count(self, present: Collection[int], sound: Tensor | None) -> None:
         """Count a step for the parameters that have gradients, unless those are not `sound`."""
@@ -289,6 +355,9 @@ class SGD(Optimizer):
         if momentum:
             self._add_state("velocity")
 
+    def _update_settings(self) -> Hashable | None:
+        return (self._momentum,) if type(self) is SGD else None
+
     def _update(self, at: int, value: Tensor, grad: Tensor) -> dict[str, Tensor]:
         decay = self._settings[at]["weight_decay"]
         grad = grad + value * decay if decay else grad
@@ -337,6 +406,13 @@ class Adam(Optimizer):
                 raise ValueError(f"{name} has one of the shapes {shapes}, and {given} was given")
         super().load_state_dict(rest)
         self._correction.load({name: np.asarray(state[name], np.float32) for name in NAMES})
+
+    def _update_settings(self) -> Hashable | None:
+        known = type(self) in (Adam, AdamW)
+        return (self._betas, self._eps, *self._correction.groups) if known else None
+
+    def _divide(self, present: Collection[int]) -> None:
+        self._correction.divide(present)
 
     def _count(self, present: Collection[int], sound: Tensor | None) -> None:
         self._correction.advance(present, sound)

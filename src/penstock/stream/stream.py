@@ -129,18 +129,31 @@ class Stream:
 
         From then on `replay` has to be told the buffers.
         """
-        native = arg.native if isinstance(arg, Buffer) else arg
         with self.lock:
-            for launch, position in places:
-                dtype = program.commands[launch][0].dtypes[position]
-                self._driver.rebind(program.bound[launch], position, dtype, native)
+            self._rebind(program, places, arg.native if isinstance(arg, Buffer) else arg)
 
-    def replay(self, program: Program, buffers: tuple[Buffer, ...] | None = None) -> None:
-        """Record a program's launches, in order; `buffers`: all that they touch, if not those of `bind`."""
+    def _rebind(self, program: Program, places: Sequence[tuple[int, int]], native: Any) -> None:
+        for launch, position in places:
+            dtype = program.commands[launch][0].dtypes[position]
+            self._driver.rebind(program.bound[launch], position, dtype, native)
+
+    def replay(
+        self,
+        program: Program,
+        buffers: tuple[Buffer, ...] | None = None,
+        changes: Sequence[tuple[Sequence[tuple[int, int]], Any]] = (),
+    ) -> None:
+        """Record a program's launches, in order; `buffers`: all that they touch, if not those of `bind`.
+
+        `changes`: arguments that are set before, as with `rebind`; of buffers, what is native.
+        """
         touched = program.buffers if buffers is None else buffers
         step = self.policy.max_commands
         with self.lock:
-            self.check_available()
+            if self.unavailable:
+                self.check_available()
+            for places, native in changes:
+                self._rebind(program, places, native)
             sizes = BufferSizes([buffer.nbytes for buffer in touched])
             if self._graph(program):
                 # The command holds the program, because a graph that runs may not go.

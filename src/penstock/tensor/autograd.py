@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from penstock.graph import checkpoint as checkpoints
 from penstock.graph import custom_vjp as vjps
 from penstock.graph import elementwise
 from penstock.graph.gradient import gradients
-from penstock.graph.node import Node, topological
+from penstock.graph.node import Node, Primitive, topological
+from penstock.runtime import Device
+from penstock.tensor import backward as backward  # which gives tensors the method
 from penstock.tensor.core import Tensor, leaf_of, record
 
 
@@ -69,21 +72,40 @@ def checkpoint(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return record(checkpoints.checkpoint(value._node, list(nodes)), value)
 
 
-def custom_vjp(
-    value: Tensor, inputs: Sequence[Tensor], vjp: Callable[..., Sequence[Tensor | None]]
-) -> Tensor:
+Rule = Callable[..., Sequence[Tensor | None]]
+
+
+def custom_vjp(value: Tensor, inputs: Sequence[Tensor], vjp: Rule) -> Tensor:
     """`value` with a gradient by its inputs that is known better than that of the operations behind it.
 
     `vjp` takes the gradient of the value, the value, and the inputs: those of this node, which a checkpoint
     may have recomputed. It gives the gradient of each input.
     """
+    return _with_rule(value, inputs, lambda: _primitive(vjp, value.device, transient=True))
 
-    def nodes(g: Node, n: Node) -> list[Node | None]:
-        passed = [Tensor(one, value.device, one.tracked) for one in n.inputs[1:]]
-        found = vjp(Tensor(g, value.device), Tensor(n, value.device), *passed)
-        return [None if one is None else one._node for one in found]
 
-    if not any(one.requires_grad for one in inputs):
+def lasting_vjp(value: Tensor, inputs: Sequence[Tensor], vjp: Rule) -> Tensor:
+    """The same with a function that is there for good and holds no tensors: its gradients are recorded once.
+
+    `vjp` must be the same object in every call.
+    """
+    return _with_rule(value, inputs, lambda: _lasting(vjp, value.device))
+
+
+def _with_rule(value: Tensor, inputs: Sequence[Tensor], primitive: Callable[[], Primitive]) -> Tensor:
+    if not any(tensor.requires_grad for tensor in inputs):
         return value
-    node = Node(vjps.custom_vjp("given", nodes), (value._node, *(one._node for one in inputs)), {})
+    node = Node(primitive(), (value._node, *(tensor._node for tensor in inputs)), {})
     return record(node, *inputs)
+
+
+def _primitive(vjp: Rule, device: Device, transient: bool = False) -> Primitive:
+    def nodes(g: Node, n: Node) -> list[Node | None]:
+        passed = [Tensor(node, device, node.tracked) for node in n.inputs[1:]]
+        parts = vjp(Tensor(g, device), Tensor(n, device), *passed)
+        return [None if part is None else part._node for part in parts]
+
+    return vjps.custom_vjp("given", nodes, transient)
+
+
+_lasting = lru_cache(256)(_primitive)

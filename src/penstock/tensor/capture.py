@@ -230,7 +230,7 @@ class Tracing:
             self._assume_node(actual, node)  # what is behind it is part of the program then
             return [g]
 
-        return Node(custom_vjp("outside", passed), (first, node), {}, UNKNOWN)
+        return Node(custom_vjp("outside", passed, transient=True), (first, node), {}, UNKNOWN)
 
     def _assume_node(self, tensor: Tensor, node: Node) -> None:
         known = weakref.ref(node)

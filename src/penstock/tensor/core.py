@@ -17,8 +17,7 @@ from penstock.execution.realize import explain as explain_nodes
 from penstock.execution.realize import realize, waits_for_a_compiler
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.custom_vjp import refused, refusing
-from penstock.graph.gradient import gradients
-from penstock.graph.node import DType, Node, Shape, leaf, topological
+from penstock.graph.node import DType, Node, Shape, leaf
 from penstock.registry import default_device, find
 from penstock.runtime import Device
 from penstock.stream.future import Future
@@ -177,6 +176,7 @@ class Tensor:
         def mean(self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor: ...  # noqa: D102
         def max(self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor: ...  # noqa: D102
         def min(self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor: ...  # noqa: D102
+        def backward(self, gradient: Tensor | None = None) -> None: ...  # noqa: D102
 
     # What it is
 
@@ -410,32 +410,6 @@ class Tensor:
         else:
             capturing.set_grad(self, gradient)
 
-    def backward(self, gradient: Tensor | None = None) -> None:
-        """Add the gradient of this value to `.grad` of every tensor behind it that requires one."""
-        if gradient is None and self.size != 1:
-            raise ValueError(f"backward() is for one value, and the shape is {self.shape}; give its gradient")
-        if not self.requires_grad:
-            raise ValueError("nothing that this value was computed from requires a gradient")
-        history = topological([self._node], through_values=True)
-        leaves = [(node, tensor) for node in history if (tensor := leaf_of(node)) is not None]
-        refusing = [node for node in history if node.primitive.refuses or changed_since(node)]
-        seed = None if gradient is None else broadcast(gradient, self.shape)._node
-        parts = gradients(self._node, seed, [*(node for node, _ in leaves), *refusing])
-        for node, part in zip(refusing, parts[len(leaves) :], strict=True):
-            if part is not None and node.primitive.refuses:
-                raise TypeError(node.primitive.refuses)
-            if part is not None:
-                raise ValueError(
-                    f"a tensor of shape {node.shape} that requires a gradient was changed after this value "
-                    f"was computed from it; compute the value again, or call backward() before the change"
-                )
-        for (_, tensor), part in zip(leaves, parts[: len(leaves)], strict=True):
-            if part is not None:
-                before = tensor.grad
-                total = Tensor(part if before is None else elementwise.add(before._node, part), tensor.device)
-                total._source = weakref.ref(self)  # whoever computes the gradient may compute both
-                tensor.grad = total
-
     def requires_grad_(self, requires: bool = True) -> Tensor:
         """Compute gradients with respect to this tensor, or not; the tensor itself."""
         if requires and self.dtype.kind != "f":
@@ -504,23 +478,16 @@ class Tensor:
         tensor._actual_node, tensor._actual_requires_grad = node, tensor._actual_requires_grad or history
 
 
-# The tensors in which gradients end, by their nodes.
-_leaves: weakref.WeakKeyDictionary[Node, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
-
-
 def ends_at(node: Node, tensor: Tensor) -> None:
     """Let gradients end at a node, in a tensor that has it."""
     node.tracked = True
-    _leaves[node] = weakref.ref(tensor)
+    node.owner = weakref.ref(tensor)
 
 
 def leaf_of(node: Node) -> Tensor | None:
     """The tensor that collects gradients at a node, if there is one."""
-    found = _leaves.get(node)
-    tensor = found() if found else None
-    if tensor is None or not tensor.requires_grad:
-        return None
-    if tensor._node is node:
+    tensor = _owner(node)
+    if tensor is None or tensor._node is node:
         return tensor
     capturing = capture.get()
     return tensor if capturing is not None and capturing.still_at(tensor, node) else None
@@ -528,9 +495,15 @@ def leaf_of(node: Node) -> Tensor | None:
 
 def changed_since(node: Node) -> bool:
     """Whether a gradient ended here in a tensor that requires one and has another value by now."""
-    found = _leaves.get(node)
-    tensor = found() if found else None
-    return tensor is not None and tensor.requires_grad and leaf_of(node) is None
+    return _owner(node) is not None and leaf_of(node) is None
+
+
+def _owner(node: Node) -> Tensor | None:
+    """The tensor in which gradients ended at a node, if it still requires one."""
+    if node.owner is None:
+        return None
+    tensor: Tensor | None = node.owner()
+    return tensor if tensor is not None and tensor.requires_grad else None
 
 
 def recording() -> bool:
@@ -548,9 +521,9 @@ def no_grad() -> Iterator[None]:
         _recording.reset(token)
 
 
-def realize_together(tensors: Sequence[Tensor]) -> None:
-    """Compute several tensors of one device as one expression."""
-    realize([tensor._node for tensor in tensors], tensors[0].device)
+def realize_together(tensors: Sequence[Tensor], repeated: bool = False) -> None:
+    """Compute several tensors of one device as one expression; `repeated`: many times, as in a loop."""
+    realize([tensor._node for tensor in tensors], tensors[0].device, repeated)
 
 
 def source_of(gradient: Tensor) -> Tensor | None:

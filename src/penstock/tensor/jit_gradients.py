@@ -48,7 +48,9 @@ class Differentiable:
         self._outputs = [None if node is None else copied(node, self._leaves) for node in outputs]
         self._inputs = list(self._leaves.values())
         self._origins = [found.origin for found in read.values()]
-        self._primitives = [custom_vjp("jitted", self._rule(at)) for at in range(len(outputs))]
+        self._primitives = [
+            custom_vjp("jitted", self._rule(at), transient=True) for at in range(len(outputs))
+        ]
         self._programs: dict[int, _Program] = {}
         self._seeds: dict[int, Node] = {}
 
@@ -101,7 +103,7 @@ class Differentiable:
                 continue
             held = leaf(buffers[part], node.shape, node.dtype) if isinstance(part, int) else part
             held = g if part is self._seeds[at] else held
-            rule = custom_vjp("jitted gradient", self._second_rule(at, number))
+            rule = custom_vjp("jitted gradient", self._second_rule(at, number), transient=True)
             parts.append(Node(rule, (held, g, *read), {}, held.value))
         return parts
 

@@ -1,0 +1,102 @@
+"""Parts of a graph that were recorded before and are used again: one node stands for all of them.
+
+A training step records the same gradients and the same update every time. A call says which of them, and with
+which inputs, so a repeated step is a few nodes. They are put back (`inline`) where a program is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from penstock.graph.bounds import BOUNDED
+from penstock.graph.dtypes import bool_
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape, placeholder, topological
+from penstock.graph.reference import Constant, number_key
+
+
+class Subgraph:
+    """The nodes between inputs, which are placeholders, and outputs. Equal only to itself."""
+
+    __slots__ = ("constants", "inputs", "outputs")
+
+    def __init__(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> None:
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        pending = [node for node in topological(outputs) if node.value is None]
+        self.constants: tuple[Constant, ...] = tuple(
+            dict.fromkeys(number_key(node, name) for node in pending for name in node.primitive.constants)
+        )
+
+
+def _call_shape(*_: Node, subgraph: Subgraph) -> tuple[Shape, DType]:
+    return (), bool_  # its results have shapes of their own
+
+
+def _result_shape(call: Node, number: int) -> tuple[Shape, DType]:
+    output: Node = call.attributes["subgraph"].outputs[number]
+    return output.shape, output.dtype
+
+
+def _inlined_only(*_: Array, **__: object) -> Array:
+    raise AssertionError("calls are inlined before anything is computed")
+
+
+CALL = Primitive("call", Kind.CALL, _call_shape, _inlined_only, stop_gradient=True)
+RESULT = Primitive("result", Kind.CALL, _result_shape, _inlined_only, stop_gradient=True)
+
+
+def call(subgraph: Subgraph, inputs: Sequence[Node]) -> list[Node]:
+    """The outputs of a subgraph for other inputs. No gradient passes."""
+    node = Node(CALL, tuple(inputs), {"subgraph": subgraph})
+    return [Node(RESULT, (node,), {"number": number}) for number in range(len(subgraph.outputs))]
+
+
+def subgraph_between(inputs: Collection[Node], outputs: Sequence[Node]) -> tuple[Subgraph, list[Node]] | None:
+    """What computes the outputs from some nodes, and those of them that it takes, in order.
+
+    None where it could not be used again: it reads a value that is none of the inputs, or checks an index.
+    """
+    new: dict[Node, Node] = {}
+    taken: list[Node] = []
+    for node in topological(outputs, until=inputs):
+        if node in inputs:
+            new[node] = placeholder(node.shape, node.dtype)
+            taken.append(node)
+        elif node.value is not None or node.primitive is BOUNDED:
+            return None
+        else:
+            new[node] = Node(node.primitive, tuple(new[parent] for parent in node.inputs), node.attributes)
+    return Subgraph([new[node] for node in taken], [new[node] for node in outputs]), taken
+
+
+def detached(inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+    """Placeholders for inputs, and the outputs as they are computed from these: no node has a value."""
+    leaves = {node: placeholder(node.shape, node.dtype) for node in inputs}
+    return list(leaves.values()), _copied(outputs, leaves)
+
+
+def inline(outputs: Sequence[Node]) -> list[Node]:
+    """The same nodes with the contents of subgraphs in the place of calls."""
+    new: dict[Node, Node] = {}
+    results: dict[Node, list[Node]] = {}  # of each call
+    for node in topological(outputs):
+        if node.value is not None:
+            new[node] = node
+        elif node.primitive is CALL:
+            subgraph: Subgraph = node.attributes["subgraph"]
+            given = [new[parent] for parent in node.inputs]
+            results[node] = _copied(subgraph.outputs, dict(zip(subgraph.inputs, given, strict=True)))
+        elif node.primitive is RESULT:
+            new[node] = results[node.inputs[0]][node.attributes["number"]]
+        else:
+            inputs = tuple(new[parent] for parent in node.inputs)
+            new[node] = node if inputs == node.inputs else Node(node.primitive, inputs, node.attributes)
+    return [new[node] for node in outputs]
+
+
+def _copied(outputs: Sequence[Node], given: Mapping[Node, Node]) -> list[Node]:
+    new = dict(given)
+    for node in topological(outputs, until=given):
+        if node not in new:
+            new[node] = Node(node.primitive, tuple(new[parent] for parent in node.inputs), node.attributes)
+    return [new[node] for node in outputs]

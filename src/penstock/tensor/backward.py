@@ -1,0 +1,121 @@
+"""The backward pass from a tensor: gradients for the tensors behind it that require one.
+
+A training loop asks for the gradients of the same graph again and again. The graph of gradients is made once
+for each graph, and called from then on (`graph/calls.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+
+from penstock.graph import elementwise
+from penstock.graph.bounds import BOUNDED
+from penstock.graph.calls import Subgraph, call, subgraph_between
+from penstock.graph.decompose import decompose
+from penstock.graph.gradient import gradients
+from penstock.graph.node import Node, topological
+from penstock.lru import LRU
+from penstock.runtime import Device
+from penstock.tensor.core import Tensor, broadcast, capture, changed_since, install, leaf_of
+
+# The subgraph of gradients, which nodes of the graph it takes, and for each leaf whether it has a gradient.
+_Known = tuple[Subgraph, list[int], list[bool]]
+_MOST_KNOWN = 128  # graphs of one device whose gradients are remembered
+
+
+def backward(self: Tensor, gradient: Tensor | None = None) -> None:
+    """Add the gradient of this value to `.grad` of every tensor behind it that requires one."""
+    if gradient is None and self.size != 1:
+        raise ValueError(f"backward() is for one value, and the shape is {self.shape}; give its gradient")
+    if not self.requires_grad:
+        raise ValueError("nothing that this value was computed from requires a gradient")
+    history = topological([self._node], through_values=True)
+    leaves = [(node, tensor) for node in history if (tensor := leaf_of(node)) is not None]
+    refusing = [node for node in history if node.primitive.refuses or changed_since(node)]
+    nodes = [node for node, _ in leaves]
+    if gradient is None and not refusing and capture.get() is None:
+        parts = _repeated(history, nodes, self.device)
+    else:
+        seed = None if gradient is None else broadcast(gradient, self.shape)._node
+        parts = gradients(self._node, seed, [*nodes, *refusing])
+        _refuse(refusing, parts[len(leaves) :])
+    for (_, tensor), part in zip(leaves, parts, strict=False):
+        if part is not None:
+            before = tensor.grad
+            total = Tensor(part if before is None else elementwise.add(before._node, part), tensor.device)
+            total._source = weakref.ref(self)  # whoever computes the gradient may compute both
+            tensor.grad = total
+
+
+def _refuse(refusing: Sequence[Node], parts: Sequence[Node | None]) -> None:
+    """Raise if a gradient has arrived where none can be."""
+    for node, part in zip(refusing, parts, strict=True):
+        if part is not None and node.primitive.refuses:
+            raise TypeError(node.primitive.refuses)
+        if part is not None:
+            raise ValueError(
+                f"a tensor of shape {node.shape} that requires a gradient was changed after this value "
+                f"was computed from it; compute the value again, or call backward() before the change"
+            )
+
+
+# None where the gradients cannot be used again.
+_known: weakref.WeakKeyDictionary[Device, LRU[Hashable, _Known | None]] = weakref.WeakKeyDictionary()
+
+
+def _repeated(history: list[Node], leaves: Sequence[Node], device: Device) -> list[Node | None]:
+    """The gradients of the last node by the leaves, from those of an equal graph where there was one."""
+    key = _key(history, leaves)
+    if key is None:
+        return gradients(history[-1], None, leaves)
+    with device.running:  # another thread may come here at the same time
+        graphs = _known.setdefault(device, LRU(_MOST_KNOWN))
+        if key not in graphs:
+            graphs[key] = _recorded(history, leaves, device)
+        known = graphs.use(key)
+    if known is None:
+        return gradients(history[-1], None, leaves)
+    subgraph, taken, present = known
+    results = iter(call(subgraph, [history[number] for number in taken]))
+    return [next(results) if there else None for there in present]
+
+
+def _recorded(history: list[Node], leaves: Sequence[Node], device: Device) -> _Known | None:
+    parts = gradients(history[-1], None, leaves)
+    outputs = decompose([part for part in parts if part is not None], device.capabilities)
+    made = subgraph_between(dict.fromkeys(history), outputs)
+    if made is None:
+        return None
+    position = {node: number for number, node in enumerate(history)}
+    return made[0], [position[node] for node in made[1]], [part is not None for part in parts]
+
+
+def _key(history: list[Node], leaves: Sequence[Node]) -> Hashable | None:
+    """What the graph of gradients depends on; None where that cannot be told."""
+    position: dict[Node, int] = {}
+    parts: list[Hashable] = []
+    for node in history:
+        position[node] = len(parts)
+        computed = node.value is not None
+        if computed and not node.inputs:
+            parts.append((node.shape, node.dtype, node.tracked))
+            continue
+        primitive, attributes = node.primitive, node.attributes
+        if primitive.transient:
+            return None
+        where = tuple([position[parent] for parent in node.inputs])
+        values: list[Hashable] = []
+        if attributes and primitive is not BOUNDED:  # whose attribute says where it was recorded
+            # Constants may differ: what is computed from them takes their nodes, and no rule looks inside.
+            values = [value for name, value in attributes.items() if name not in primitive.constants]
+        parts.append((primitive, where, computed, node.tracked, *values))
+    key = tuple(parts), tuple([position[node] for node in leaves])
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+install("backward", backward)
