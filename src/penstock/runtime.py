@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from penstock.config import Settings, parse_bytes
 from penstock.drivers.driver import Capabilities, Driver, Kernel, Source
 from penstock.errors import DeviceUnavailable, OutOfDeviceMemory
 from penstock.formatting import format_bytes
+from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
 from penstock.memory.ledger import DeviceMemory, register, unregister
 from penstock.memory.pool import BufferPool
@@ -29,6 +30,7 @@ from penstock.stream.stream import Stream
 from penstock.stream.transfer import Transfers
 from penstock.stream.watching import Watched
 
+_MOST_SUBGRAPHS = 512
 _MUCH_IDLE = 64 << 20  # bytes, worth waiting to give back
 
 T = TypeVar("T")
@@ -92,6 +94,7 @@ class Device:
         self._settings = settings
         self.running = threading.RLock()  # held while something is computed, or a program recorded
         self.executables: Any = None  # what `penstock.execution.realize` keeps for this device
+        self.subgraphs = LRU[Hashable, Any](_MOST_SUBGRAPHS)  # what was recorded for it, and is called again
         self.dispatcher: Any = None  # what places programs, where this one stands for several devices
         self._lock = threading.RLock()
         self._opened: Layers | None = None
@@ -170,8 +173,9 @@ class Device:
 
     def _new(self, nbytes: int, unused: bool = False) -> Buffer:
         """A buffer for a kernel to write; `unused`: for the host, which should wait for no command there."""
-        opened = self.layers()
-        opened.stream.check_available()
+        opened = self._opened or self.layers()
+        if opened.stream.unavailable:
+            opened.stream.check_available()
         source = opened.source
         buffer = Buffer(opened.driver, nbytes, source)  # first, so that an interrupt loses no memory
         try:

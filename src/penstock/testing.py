@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.execution.realize import realize
+from penstock.graph.calls import inline
 from penstock.graph.node import Array, DType, Kind, Node, leaf, topological
 from penstock.graph.reference import computed
 from penstock.runtime import Device
@@ -120,6 +121,7 @@ def _weighted(function: Callable[..., Any]) -> Callable[..., Tensor]:
 def _one_by_one(wanted: Sequence[Node], device: Device) -> list[Array]:
     """The values of nodes, each computed by itself."""
     values: dict[Node, Array] = {}
+    wanted = inline(wanted)
     for node in topological(wanted):
         if node.value is not None:
             values[node] = device.download(node.value, node.dtype, node.shape).wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from penstock.formatting import format_bytes
@@ -83,18 +84,18 @@ class Schedule:
     input_uses: Mapping[int, InputUse]  # by buffer: inputs that an output may be written over
     output_writes: Mapping[int, OutputWrite]  # by buffer
 
-    @property
+    @cached_property
     def inputs(self) -> range:
         """The numbers of the input buffers."""
         return range(1, 1 + sum(buffer.role == "input" for buffer in self.buffers))
 
-    @property
+    @cached_property
     def outputs(self) -> range:
         """The numbers of the output buffers."""
         first = self.inputs.stop
         return range(first, first + sum(buffer.role == "output" for buffer in self.buffers))
 
-    @property
+    @cached_property
     def arenas(self) -> tuple[int, ...]:
         """The numbers of the arenas."""
         return 0, *range(self.outputs.stop, len(self.buffers))

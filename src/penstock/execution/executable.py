@@ -33,6 +33,7 @@ from penstock.memory.buffer import Buffer
 from penstock.plan.arenas import ArenaPlan
 from penstock.runtime import Device
 from penstock.stream.stream import Program as Launches
+from penstock.stream.stream import Stream
 
 _MAX_ARRANGEMENTS = 4  # for which kernels are fused; in others, every buffer is an argument of its own
 
@@ -62,6 +63,7 @@ class Executable:
         # All launches, where they follow one another and each buffer is an argument of its own.
         parts = self._segments.get((), [])
         self._only = parts[0] if len(parts) == 1 and isinstance(parts[0], _Segment) else None
+        self._has_arenas = self._only is not None and self._only.touches(schedule.arenas)
         self._shared = [
             buffer for buffer, shared in zip(schedule.results, schedule.shared, strict=True) if shared
         ]
@@ -115,21 +117,21 @@ class Executable:
 
     def _run_only(self, segment: _Segment, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
         """The same for launches that follow one another, with nothing to find out before them."""
-        device = self.device
+        device, stream = self.device, self.device.stream
         with device.running:
             self.wrote = False
-            before = device.stream.replayed
-            arena, *more_arenas = self._arenas() if segment.touches(self.schedule.arenas) else [None]
+            before = stream.replayed
+            arena, *more_arenas = self._arenas() if self._has_arenas else [None]
             buffers: list[Any] = [arena, *inputs]
             buffers += [device.empty(nbytes) for nbytes in self._output_bytes]
             buffers += more_arenas
             try:
-                segment.run_all(device, buffers, numbers)
+                segment.run_all(stream, buffers, numbers)
             except BaseException:
-                self.wrote = device.stream.replayed != before
+                self.wrote = stream.replayed != before
                 raise
             self._current = self._segments[()]
-            self._run_buffers.places = []  # of a run that was not this one
+            self._run_buffers.places = []  # which are those of another run
         for at in self._shared:
             buffers[at].shared = True
         return [buffers[at] for at in self.schedule.results]
@@ -331,7 +333,7 @@ class _Segment:
         `regrouped`: other buffers than before may lie in one memory.
         """
         if self._bound is None:
-            self._bind(device, buffers, numbers)
+            self._bind(device.stream, buffers, numbers)
         assert self._bound is not None
         for slot in self._slots if moved is None else moved:
             if slot in self._slots and self._memories[slot] != buffers[slot].place:
@@ -350,10 +352,10 @@ class _Segment:
         """Whether a launch takes one of these buffers."""
         return any(slot in self._slots for slot in slots)
 
-    def run_all(self, device: Device, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
+    def run_all(self, stream: Stream, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
         """Record the launches, wherever the buffers lie."""
         if self._bound is None:
-            self._bind(device, buffers, numbers)
+            self._bind(stream, buffers, numbers)
         assert self._bound is not None
         memories, changes = self._memories, []
         for slot, positions in self._slots.items():
@@ -366,20 +368,20 @@ class _Segment:
         self._last_numbers = numbers
         self._held = []  # no longer known
         try:
-            device.stream.replay(self._bound, tuple([buffers[slot] for slot in self._slots]), changes)
+            stream.replay(self._bound, tuple([buffers[slot] for slot in self._slots]), changes)
         except BaseException:
             self._memories = dict.fromkeys(memories, (-1, 0))  # some arguments may be the old ones
             raise
 
-    def _bind(self, device: Device, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
+    def _bind(self, stream: Stream, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
         for slot, places in self._slots.items():
             self._fill(places, buffers[slot])
             self._memories[slot] = buffers[slot].place
         for at, places in self._places.items():
             self._fill(places, numbers[at])
         self._last_numbers = numbers
-        self._bound = device.stream.bind([(*how, tuple(args)) for *how, args in self._launches], self._after)
-        device.stream.forget(self._bound)
+        self._bound = stream.bind([(*how, tuple(args)) for *how, args in self._launches], self._after)
+        stream.forget(self._bound)
         self._launches.clear()
 
     def _share(self, buffers: Sequence[Buffer]) -> None:

@@ -114,7 +114,8 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
     `repeated`: the same will be computed many times, so that kernels pay however small it is.
     """
     with device.running:  # another thread may be about to compute the same
-        wanted = [node for node in dict.fromkeys(nodes) if node.value is None and not _alias(node)]
+        several = dict.fromkeys(nodes) if len(nodes) > 1 else nodes
+        wanted = [node for node in several if node.value is None and not _alias(node)]
         if not wanted:
             return
         structure = Structure(wanted, device.capabilities)
@@ -166,6 +167,9 @@ def waits_for_a_compiler(node: Node, device: Device) -> bool:
 
 def _alias(node: Node) -> bool:
     """Settle a node that is another's value unchanged, where that is known."""
+    primitive = node.primitive
+    if not primitive.is_identity and primitive is not RESHAPE:
+        return False
     known = source(node).value
     if known is None:
         return False

@@ -6,7 +6,7 @@ which inputs, so a repeated step is a few nodes. They are put back (`inline`) wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 
 from penstock.graph.bounds import BOUNDED
 from penstock.graph.dtypes import bool_
@@ -58,6 +58,7 @@ def subgraph_between(inputs: Collection[Node], outputs: Sequence[Node]) -> tuple
     """
     new: dict[Node, Node] = {}
     taken: list[Node] = []
+    outputs = inline(outputs, inputs)
     for node in topological(outputs, until=inputs):
         if node in inputs:
             new[node] = placeholder(node.shape, node.dtype)
@@ -75,12 +76,12 @@ def detached(inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[list[Node
     return list(leaves.values()), _copied(outputs, leaves)
 
 
-def inline(outputs: Sequence[Node]) -> list[Node]:
-    """The same nodes with the contents of subgraphs in the place of calls."""
+def inline(outputs: Sequence[Node], until: Container[Node] = ()) -> list[Node]:
+    """The same nodes with the contents of subgraphs in the place of calls; those in `until` stay."""
     new: dict[Node, Node] = {}
     results: dict[Node, list[Node]] = {}  # of each call
-    for node in topological(outputs):
-        if node.value is not None:
+    for node in topological(outputs, until=until):
+        if node.value is not None or node in until:
             new[node] = node
         elif node.primitive is CALL:
             subgraph: Subgraph = node.attributes["subgraph"]

@@ -12,6 +12,7 @@ from penstock.tensor import attention, random
 from penstock.tensor.arithmetic import abs as abs_
 from penstock.tensor.arithmetic import erf, exp, log, sqrt, tanh, where
 from penstock.tensor.autograd import lasting_vjp
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, axes_of, record
 from penstock.tensor.creation import zeros_like
 from penstock.tensor.dtypes import float32, promote
@@ -27,11 +28,13 @@ from penstock.tensor.reduction import sum as sum_
 # Activations
 
 
+@composite
 def relu(x: Tensor) -> Tensor:
     """`x` where it is positive, else 0; at 0 the gradient is 0."""
     return where(x <= 0, 0, x)
 
 
+@composite
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), exact down to the smallest numbers."""
     return _with_slope(_sigmoid, _sigmoid_slope, x)
@@ -48,6 +51,7 @@ def _sigmoid_slope(x: Tensor) -> Tensor:
     return e / ((e + 1) * (e + 1))
 
 
+@composite
 def silu(x: Tensor) -> Tensor:
     """`x * sigmoid(x)`."""
     return _with_slope(lambda x: x * _sigmoid(x), _silu_slope, x)
@@ -57,6 +61,7 @@ def _silu_slope(x: Tensor) -> Tensor:
     return _sigmoid(x) * (1 + x * (1 - _sigmoid(x)))
 
 
+@composite
 def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
     """`x` times the chance that a normal number is below it; exactly, or by a tanh as in GPT-2."""
     if approximate == "tanh":
@@ -110,12 +115,14 @@ def _wide(x: Tensor) -> Tensor:
     return astype(x, float32) if x.dtype.itemsize == 2 else x
 
 
+@composite
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """exp(x), made to sum to 1 along an axis."""
     (place,) = axes_of(x, axis, "softmax")
     return record(graph.softmax(x._node, place), x)
 
 
+@composite
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     """The logarithm of softmax."""
     (place,) = axes_of(x, axis, "log_softmax")
@@ -145,6 +152,7 @@ def named_activation(name: str) -> Callable[[Tensor], Tensor]:
 # Layers
 
 
+@composite
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
     """`x @ weight.T + bias`, and an activation of it; the weight has a row for each output, as in PyTorch."""
     result = matmul(x, weight.T)
@@ -153,21 +161,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: st
     return result if activation is None else named_activation(activation)(result)
 
 
+@composite
 def add_relu(x: Tensor, y: Tensor) -> Tensor:
     """`relu(x + y)`."""
     return relu(x + y)
 
 
+@composite
 def mul_relu(x: Tensor, y: Tensor) -> Tensor:
     """`relu(x * y)`."""
     return relu(x * y)
 
 
+@composite
 def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """`x * scale + shift`."""
     return x * scale + shift
 
 
+@composite
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
@@ -180,6 +192,7 @@ def layer_norm(
     return astype(scaled if bias is None else scaled + bias, x.dtype)
 
 
+@composite
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Mean square 1 along the last axis, then scaled."""
     _check_width("rms_norm", x, weight)
@@ -211,6 +224,7 @@ def dropout(x: Tensor, probability: float = 0.5, training: bool = True) -> Tenso
     return where(keep, x * (1 / (1 - probability)), zeros_like(x))
 
 
+@composite
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
@@ -227,6 +241,7 @@ def scaled_dot_product_attention(
     return attention.attention(query, key, value, is_causal, factor)
 
 
+@composite
 def packed_attention(packed: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
     """The same of queries, keys and values in one tensor: (batch, length, 3, heads, width of a head).
 
@@ -241,6 +256,7 @@ def packed_attention(packed: Tensor, is_causal: bool = False, scale: float | Non
 # Losses
 
 
+@composite
 def mse_loss(x: Tensor, target: Tensor) -> Tensor:
     """The mean of the squared differences."""
     if x.shape != target.shape:

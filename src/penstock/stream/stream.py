@@ -155,13 +155,16 @@ class Stream:
             for places, native in changes:
                 self._rebind(program, places, native)
             sizes = BufferSizes([buffer.nbytes for buffer in touched])
-            if self._graph(program):
+            if len(program.bound) > 1 and self._graph(program):
                 # The command holds the program, because a graph that runs may not go.
                 self._record([program.graph], [("replay", 0, None, (program, sizes))], touched)
                 return
             commands: Sequence[Command] = program.commands
             if buffers is not None:
                 commands = [(kernel, grid, group, sizes) for kernel, grid, group, _ in program.commands]
+            if len(program.bound) <= step:
+                self._record(program.bound, commands, touched)
+                return
             for start in range(0, len(program.bound), step):
                 self._record(program.bound[start : start + step], commands[start : start + step], touched)
 
@@ -192,7 +195,7 @@ class Stream:
         if self.recorders:
             return False  # in a graph, nobody knows how long each launch takes
         program.replays += 1
-        if program.graph is None and self._driver.graphs and program.replays > 1 and len(program.bound) > 1:
+        if program.graph is None and self._driver.graphs and program.replays > 1:
             try:
                 program.graph = self._driver.capture(program.bound, program.after)
                 self._graphs.add(program)

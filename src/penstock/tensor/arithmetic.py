@@ -10,8 +10,9 @@ from penstock.graph import elementwise
 from penstock.graph.node import DType, Node
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import of_tensor
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, broadcast, common_shape, install, record, scalar
-from penstock.tensor.operands import OPERANDS, as_number, device_of, operand, operands
+from penstock.tensor.operands import OPERANDS, alike, as_number, device_of, operand, operands
 
 __all__ = [
     "abs",
@@ -118,8 +119,19 @@ def _unary(name: str, apply: Callable[[Node], Node], kinds: str, doc: str) -> Ca
 def _binary(
     name: str, apply: Callable[[Node, Node], Node], kinds: str, doc: str
 ) -> Callable[[Any, Any], Tensor]:
+    def general(x1: Any, x2: Any) -> Tensor:
+        return of_alike(*operands(x1, x2, name=name))
+
+    composed = composite(general)
+
     def function(x1: Any, x2: Any, /) -> Tensor:
-        a, b = operands(x1, x2, name=name)
+        pair = alike(x1, x2)
+        if pair is None:
+            both = isinstance(x1, Tensor) and isinstance(x2, Tensor)
+            return composed(x1, x2) if both else general(x1, x2)
+        return of_alike(*pair)
+
+    def of_alike(a: Tensor, b: Tensor) -> Tensor:
         if kinds == _FRACTION and a.dtype.kind in "biu":
             a, b = _to_floating(a), _to_floating(b)
         _check(name, kinds, a, b)

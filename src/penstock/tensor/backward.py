@@ -15,13 +15,11 @@ from penstock.graph.calls import Subgraph, call, subgraph_between
 from penstock.graph.decompose import decompose
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, topological
-from penstock.lru import LRU
 from penstock.runtime import Device
 from penstock.tensor.core import Tensor, broadcast, capture, changed_since, install, leaf_of
 
 # The subgraph of gradients, which nodes of the graph it takes, and for each leaf whether it has a gradient.
 _Known = tuple[Subgraph, list[int], list[bool]]
-_MOST_KNOWN = 128  # graphs of one device whose gradients are remembered
 
 
 def backward(self: Tensor, gradient: Tensor | None = None) -> None:
@@ -60,20 +58,15 @@ def _refuse(refusing: Sequence[Node], parts: Sequence[Node | None]) -> None:
             )
 
 
-# None where the gradients cannot be used again.
-_known: weakref.WeakKeyDictionary[Device, LRU[Hashable, _Known | None]] = weakref.WeakKeyDictionary()
-
-
 def _repeated(history: list[Node], leaves: Sequence[Node], device: Device) -> list[Node | None]:
     """The gradients of the last node by the leaves, from those of an equal graph where there was one."""
     key = _key(history, leaves)
     if key is None:
         return gradients(history[-1], None, leaves)
     with device.running:  # another thread may come here at the same time
-        graphs = _known.setdefault(device, LRU(_MOST_KNOWN))
-        if key not in graphs:
-            graphs[key] = _recorded(history, leaves, device)
-        known = graphs.use(key)
+        if key not in device.subgraphs:
+            device.subgraphs[key] = _recorded(history, leaves, device)
+        known: _Known | None = device.subgraphs.use(key)
     if known is None:
         return gradients(history[-1], None, leaves)
     subgraph, taken, present = known
@@ -82,6 +75,7 @@ def _repeated(history: list[Node], leaves: Sequence[Node], device: Device) -> li
 
 
 def _recorded(history: list[Node], leaves: Sequence[Node], device: Device) -> _Known | None:
+    """The subgraph of the gradients; None where it could not be used again."""
     parts = gradients(history[-1], None, leaves)
     outputs = decompose([part for part in parts if part is not None], device.capabilities)
     made = subgraph_between(dict.fromkeys(history), outputs)

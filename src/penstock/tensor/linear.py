@@ -11,6 +11,7 @@ import numpy as np
 from penstock.graph import contraction, elementwise
 from penstock.tensor import dtypes
 from penstock.tensor.arithmetic import conj, multiply
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, axes_of, broadcast, capture, common_shape, install, record
 from penstock.tensor.manipulation import expand_dims, moveaxis, permute_dims, reshape, squeeze, stack
 from penstock.tensor.operands import Array, as_tensors
@@ -18,6 +19,7 @@ from penstock.tensor.reduction import narrowed, widened
 from penstock.tensor.reduction import sum as sum_
 
 
+@composite
 def matmul(x1: Array, x2: Array, /) -> Tensor:
     """The product of the matrices in the last two axes; a vector is a row left, a column right."""
     x1, x2 = as_tensors("matmul", x1, x2)

@@ -38,9 +38,8 @@ _FITS = {float: "fc", int: "iufc"}  # the kinds of dtype that take a number as i
 
 def operands(*values: Any, name: str) -> list[Tensor]:
     """Tensors, numbers and arrays as tensors of one shape and one dtype, on one device."""
-    alike = _alike(values)
-    if alike is not None:
-        return alike
+    if len(values) == 2 and (pair := alike(*values)) is not None:
+        return pair
     note_used(*(value for value in values if isinstance(value, Tensor)))  # first: a constant may change
     device = device_of(name, *values)
     values = tuple(operand(value, device, name) for value in values)
@@ -137,11 +136,8 @@ def operand(value: Any, device: Device, name: str) -> Any:
     return as_number(value)
 
 
-def _alike(values: tuple[Any, ...]) -> list[Tensor] | None:
+def alike(x: Any, y: Any) -> list[Tensor] | None:
     """The quick way for what is most common: two tensors of one kind, or a tensor and a number that fits."""
-    if len(values) != 2:
-        return None
-    x, y = values
     if isinstance(x, Tensor):
         node = x._node
         if isinstance(y, Tensor):

@@ -15,6 +15,7 @@ from typing import Any, overload
 
 from penstock.errors import KernelError
 from penstock.graph import elementwise, reducing, shaping
+from penstock.graph.calls import inline
 from penstock.graph.node import Kind, Node, Shape, topological
 from penstock.tensor.core import Capture, Scalar, Tensor, capture, common_shape, record
 from penstock.tensor.formula import Formula
@@ -288,6 +289,7 @@ class _Check:
 
     def run(self, result: Node) -> None:
         """Raise KernelError for the first node that is not allowed."""
+        (result,) = inline([result], self._inputs)
         for node in topological([result], through_values=True, until=self._inputs):
             if node not in self._inputs:
                 self._check(node)

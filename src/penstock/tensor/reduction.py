@@ -11,6 +11,7 @@ from penstock.graph.node import DType, Node
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import integer, of_tensor
 from penstock.tensor.arithmetic import divide, equal, multiply, sqrt, subtract, where
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, axes_of, install, record
 from penstock.tensor.manipulation import concat, reshape
 from penstock.tensor.operands import Array
@@ -92,6 +93,7 @@ def narrowed(result: Tensor, dtype: DType) -> Tensor:
 
 
 @of_tensor
+@composite
 def mean(x: Tensor, /, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """The mean of the items; of none, undefined."""
     _check("mean", "fc", x)
@@ -101,6 +103,7 @@ def mean(x: Tensor, /, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 
 @of_tensor
+@composite
 def var(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Tensor:
     """The variance of the items; `correction` is taken from their number."""
     _check("var", "f", x)
@@ -113,6 +116,7 @@ def var(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: b
 
 
 @of_tensor
+@composite
 def std(x: Tensor, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Tensor:
     """The standard deviation of the items; where that is 0, so is its gradient."""
     _check("std", "f", x)
