@@ -151,10 +151,13 @@ class KernelBuilder:
         self._add(UniformLoad(name, memory.name, integer(index)))
         return Var(name)
 
-    def pointer(self, name: str, buffer: Memory, offset: Operand) -> Memory:
-        """A buffer from an offset on, on a CPU; its items overlap nothing that is reached in another way."""
-        self._add(Pointer(name, buffer.name, buffer.dtype, integer(offset)))
-        return Memory(name, buffer.dtype)
+    def pointer(self, name: str, memory: Memory, offset: Operand) -> Memory:
+        """A buffer or shared memory from an offset on, on a CPU.
+
+        Its items overlap nothing that is reached in another way.
+        """
+        self._add(Pointer(name, memory.name, memory.dtype, integer(offset)))
+        return Memory(name, memory.dtype)
 
     def store(self, memory: Memory, index: Operand, value: Operand, aligned: int = 1) -> None:
         """Write an item, or the items of a vector; an integer of 32 bits may go into memory of int64."""
