@@ -167,7 +167,7 @@ class KernelBuilder:
     def shared(self, name: str, dtype: str, length: int, atomic: bool = False, width: int = 1) -> Memory:
         """Memory of the workgroup; `atomic` where `atomic_add` changes it.
 
-        `width`: so many items are always read and written together, the first at a multiple of it.
+        `width`: it is aligned to so many items. In WGSL they are a vector, which is read and written whole.
         """
         self._kernel.arrays.append(LocalArray(name, dtype, length, atomic, width))
         return Memory(name, dtype)

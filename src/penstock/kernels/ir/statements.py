@@ -61,7 +61,7 @@ class LocalArray:
     dtype: str
     length: int
     atomic: bool = False  # it is changed by `AtomicAdd`
-    width: int = 1  # items that are always read and written together: in WGSL a vector, which is aligned
+    width: int = 1  # items that it is aligned to; in WGSL a vector, which is always read and written whole
 
 
 @dataclass(frozen=True)
