@@ -134,7 +134,7 @@ class _Side:
                 source = k.let("source", self._index(first + line, block.begin + step))
                 target = k.let("target", self._packed_index(panel - begin, line, step))
                 vectors = [
-                    k.let(f"x{i}", k.load_vector(memory, source + i * self.stride, LANES))
+                    k.let(f"x{i}", k.load_vector(memory, source + Const(i) * self.stride, LANES))
                     for i in range(together)
                 ]
                 for i, vector in enumerate(_transposed(k, vectors)):
@@ -216,9 +216,10 @@ class _TiledProduct:
         if count == 1:
             yield _DepthBlock(Const(0), Const(0), Const(inner))
             return
+        each, more = divmod(inner, count)
         with k.loop("block", 0, count) as number:
-            begin, end = _share(k, "block", number, inner, count)
-            yield _DepthBlock(number, begin, k.let("depth", end - begin))
+            begin = k.let("block_begin", number * each + _minimum(number, more))
+            yield _DepthBlock(number, begin, k.let("depth", (number < more).cast("int32") + each))
 
     def _multiply(
         self, block: _DepthBlock, rows: tuple[Expr, Expr], columns: tuple[Expr, Expr], top: Expr
@@ -266,7 +267,7 @@ class _TiledProduct:
                 for i in range(plan.vectors)
             ]
             for row in range(plan.rows):
-                item = k.load(left.memory, step * left.k_stride + row * left.stride)
+                item = k.load(left.memory, step * left.k_stride + Const(row) * left.stride)
                 factor = k.let(f"left{row}", k.broadcast(item, LANES))
                 for i, value in enumerate(rights):
                     k.multiply_add(sums[row * plan.vectors + i], factor, value)
@@ -314,11 +315,9 @@ def _minimum(left: Expr, right: Operand) -> Expr:
 
 
 def _share(k: KernelBuilder, name: str, number: Expr, total: int, parts: int) -> tuple[Var, Var]:
-    """Where a part of `total` begins and ends, by the part's number: all parts are as large, or one more."""
-    each, more = divmod(total, parts)
-    begin = k.let(f"{name}_begin", number * each + _minimum(number, more))
-    size = k.select(number < more, each + 1, each)
-    return begin, k.let(f"{name}_end", begin + size)
+    """Where a part of `total` begins and ends, by the part's number."""
+    ends = [(part.cast("int64") * total // parts).cast("int32") for part in (number, number + 1)]
+    return k.let(f"{name}_begin", ends[0]), k.let(f"{name}_end", ends[1])
 
 
 def _transposed(k: KernelBuilder, rows: Sequence[Var]) -> list[Var]:
@@ -368,19 +367,21 @@ def _thin(k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilog
                     k.multiply_add(total, left, right)
 
         first, second, third, fourth = sums
-        in_spans = inner // _SPAN * _SPAN if inner > _SPAN else 0
-        if in_spans:
+        in_spans: Expr = Const(0)
+        if inner > _SPAN:
+            in_spans = k.let("in_spans", Const(inner) // _SPAN * _SPAN)
             span_sums = k.variable("span_sums", zero)
             with k.loop("span", 0, in_spans, _SPAN) as span:
                 add_products(span, span + _SPAN, _CHAINS)
                 k.accumulate(span_sums, "sum", (first + second) + (third + fourth))
                 for total in sums:
                     k.assign(total, zero)
-        in_chains, in_vectors = (inner // size * size for size in (_CHAINS * LANES, LANES))
+        in_chains = k.let("in_chains", Const(inner) // (_CHAINS * LANES) * (_CHAINS * LANES))
+        in_vectors = k.let("in_vectors", Const(inner) // LANES * LANES)
         add_products(in_spans, in_chains, _CHAINS)
         add_products(in_chains, in_vectors, 1)
         k.accumulate(first, "sum", second + third + fourth)
-        if in_spans:
+        if inner > _SPAN:
             k.accumulate(first, "sum", span_sums)
         lanes = [k.lane(first, lane) for lane in range(LANES)]
         product = k.variable("product", reduce(Expr.__add__, lanes))
