@@ -57,8 +57,8 @@ class _Panel:
 class _Side:
     """One side of the product, in panels: of rows of the left side, or of columns of the right side.
 
-    Where there are no multiple of a panel's rows or columns, which are its lines, the last panel begins
-    early: so nothing is read outside, and no panel needs code of its own.
+    These are called lines here. Where their number is no multiple of a panel's, the last panel begins early:
+    so nothing is read outside, and no panel needs code of its own.
     """
 
     def __init__(self, k: KernelBuilder, problem: Problem, plan: Tiling, is_left: bool) -> None:
@@ -71,18 +71,21 @@ class _Side:
         self.is_packed = plan.pack_left if is_left else plan.pack_right
         self.lines = plan.rows if is_left else plan.vectors * LANES
         self.count = ceil(self.length / self.lines)  # of panels
-        self.across = ceil(self.lines / LANES) * LANES
+        self.across = ceil(self.lines / LANES) * LANES  # a panel's lines, in whole vectors
         self._choose_packing(ceil(problem.inner / plan.depth_blocks), problem.inner // plan.depth_blocks)
 
     def _choose_packing(self, deepest: int, shallowest: int) -> None:
-        """How a panel is packed, for so many steps of a block of K: its order, its size and its strides."""
+        """How a panel is packed, for so many steps of a block of K, at most and at least.
+
+        Copied are vectors of neighbouring lines, vectors of neighbouring steps, or single items.
+        """
         self.order, packed_lines = "items", self.lines
         if self.stride == 1 and self.length >= self.across:
             self.order, packed_lines = "lines", self.across
         elif self.k_stride == 1 and self.length >= self.lines and shallowest >= LANES:
             self.order = "steps"
         self.packed_stride, self.packed_k_stride = 1, packed_lines
-        if self.order == "steps" and self.is_left:  # of which single items are read
+        if self.order == "steps" and self.is_left:  # the micro-kernel reads single items of it, in any order
             self.packed_stride, self.packed_k_stride = deepest, 1
         # A cache line more: a power of two apart, panels would push each other out of the cache.
         self.panel_size = packed_lines * deepest + (16 if self.order == "lines" and self.is_left else 0)
