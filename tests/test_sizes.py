@@ -233,7 +233,7 @@ def test_later_shapes_give_the_bits_of_first_shapes(fresh: Callable[[], Device],
         assert found.tobytes() == alone.tobytes(), shape
 
 
-@settings(max_examples=examples(8, quick=3), deadline=None)
+@settings(max_examples=examples(8, quick=2), deadline=None)
 @given(st.lists(st.tuples(*[st.integers(1, 200)] * 3), min_size=4, max_size=6), st.integers(0, 3))
 def test_products_of_any_sizes_give_the_same_bits(sizes: list[tuple[int, int, int]], how: int) -> None:
     def function(x: ps.Tensor, y: ps.Tensor) -> ps.Tensor:
@@ -260,7 +260,7 @@ def test_products_of_any_sizes_give_the_same_bits(sizes: list[tuple[int, int, in
         shared.close()
 
 
-@pytest.mark.slow("opencl-threads")
+@pytest.mark.slow("opencl-threads", "webgpu")
 @pytest.mark.parametrize("fresh", KINDS, indirect=True)
 def test_new_batch_sizes_of_a_network_compile_little(
     fresh: Callable[[], Device], monkeypatch: pytest.MonkeyPatch
