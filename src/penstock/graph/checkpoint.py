@@ -22,7 +22,8 @@ def _checkpoint_gradient(g: Node, n: Node) -> Sequence[Node | None]:
     for node in barriers.values():
         node.tracked = True
     copy = copied(value, barriers)
-    return gradients(copy, g, [barriers[node] for node in inputs])
+    ends = [barriers[node] for node in inputs]
+    return gradients(copy, g, ends, until=frozenset(ends))  # behind them is all that came before
 
 
 def copied(value: Node, new: dict[Node, Node]) -> Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,31 +30,48 @@ def ordered(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) 
 def _greedy(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int], turn: int) -> list[int]:
     """Of steps that add the same, the first by number times `turn`."""
     readers: dict[int, set[int]] = {}
+    replacers: dict[int, list[int]] = {}
     for number, step in enumerate(steps):
         for value in step.reads:
             readers.setdefault(value, set()).add(number)
+        for value in step.replaces:
+            replacers.setdefault(value, []).append(number)
     writer = {value: number for number, step in enumerate(steps) for value in step.writes}
     missing = [len({writer[value] for value in step.reads if value in writer}) for step in steps]
-    ready = {number for number, count in enumerate(missing) if not count}
+    # The rank of each step that can run, and the steps by rank. A rank only ever falls, so an entry of the
+    # queue that is not the step's rank any more has another before it.
+    ranks: dict[int, tuple[bool, int, int]] = {}
+    queue: list[tuple[tuple[bool, int, int], int]] = []
+
+    def enter(number: int) -> None:
+        waits = any(readers[value] - {number} for value in steps[number].replaces if value in readers)
+        rank = waits, _added(number, steps, nbytes, kept, readers), turn * number
+        if ranks.get(number) != rank:
+            ranks[number] = rank
+            heapq.heappush(queue, (rank, number))
+
+    for number, count in enumerate(missing):
+        if not count:
+            enter(number)
     order: list[int] = []
-    while ready:
-        best = min(
-            ready,
-            key=lambda number: (
-                any(readers[value] - {number} for value in steps[number].replaces if value in readers),
-                _added(number, steps, nbytes, kept, readers),
-                turn * number,
-            ),
-        )
-        ready.remove(best)
+    while queue:
+        rank, best = heapq.heappop(queue)
+        if ranks.get(best) != rank:
+            continue
+        del ranks[best]
         order.append(best)
         followers = {number for value in steps[best].writes for number in readers.get(value, ())}
+        changed: set[int] = set()
         for value in steps[best].reads:
             readers[value].discard(best)
+            if len(readers[value]) <= 1:
+                changed.update(readers[value], replacers.get(value, ()))
+        for number in changed & ranks.keys():
+            enter(number)
         for number in followers:
             missing[number] -= 1
             if not missing[number]:
-                ready.add(number)
+                enter(number)
     return order
 
 
