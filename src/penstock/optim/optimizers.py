@@ -18,7 +18,6 @@ import numpy.typing as npt
 from penstock.graph.calls import Subgraph, call, subgraph_between
 from penstock.graph.decompose import decompose
 from penstock.graph.node import placeholder
-from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
 from penstock.optim.correction import NAMES, BiasCorrection
 from penstock.runtime import Device
@@ -45,7 +44,6 @@ _GROWTH_STEPS = 1000  # without an overflow, until the scale of the loss is doub
 
 # A recorded step: the subgraph, the tensors that it takes, and those that its outputs are for, by number.
 _Step = tuple[Subgraph, list[int], list[int]]
-_MOST_STEPS = 8  # with gradients of other parameters, or other settings, that are remembered
 
 
 class Optimizer:
@@ -94,7 +92,6 @@ class Optimizer:
         self._lr = self._number(lr)
         self.lr = lr
         self._state: dict[str, list[Tensor]] = {}
-        self._steps = LRU[Hashable, _Step](_MOST_STEPS)
         self._numbers: dict[str, Tensor] = {}
         halves = {at: one for at, one in enumerate(self.parameters) if one._node.dtype.itemsize == 2}
         masters = gathered([one.numpy().astype(np.float32) for one in halves.values()], self._device)
@@ -175,13 +172,14 @@ class Optimizer:
             self._record_step()
             return
         grads = [tensor.grad for tensor in self.parameters if tensor.grad is not None]
-        given = tuple((grad.shape, grad.dtype) for grad in grads)
-        groups = tuple(tuple(group.values()) for group in self._settings)
-        key = tuple(present), given, self.clip_norm, groups, settings
         tensors = [*self._all(), self._lr, *grads]
-        known = self._steps.use(key)
-        if known is None:
-            known = self._steps[key] = self._recorded_step(tensors)
+        kinds = tuple([(tensor._node.shape, tensor._node.dtype) for tensor in tensors])
+        groups = tuple([tuple(group.values()) for group in self._settings])
+        key = type(self), tuple(present), kinds, self.clip_norm, groups, settings
+        with self._device.running:  # another thread may come here at the same time
+            known: _Step | None = self._device.subgraphs.use(key)
+            if known is None:
+                known = self._device.subgraphs[key] = self._recorded_step(tensors)
         subgraph, taken, changed = known
         results = call(subgraph, [tensors[at]._node for at in taken])
         for at, node in zip(changed, results, strict=True):

@@ -1,0 +1,329 @@
+"""Graphs that are recorded once and called again: gradients, updates, and functions of several operations."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import penstock as ps
+from penstock import Device, nn, optim
+from penstock.execution.realize import executables
+from penstock.graph import elementwise, reducing
+from penstock.graph.calls import CALL, RESULT, call, inline, subgraph_between
+from penstock.graph.node import Node, placeholder, topological
+from penstock.graph.reference import by_parts
+from penstock.graph.shaping import reshape
+from penstock.tensor.autograd import custom_vjp
+from penstock.tensor.dtypes import float32
+
+F = nn.functional
+
+
+def array(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def calls(*tensors: ps.Tensor) -> int:
+    """How many calls stand behind tensors."""
+    return sum(node.primitive is CALL for node in topological([tensor._node for tensor in tensors]))
+
+
+# Graphs
+
+
+def spread(x: Node, y: Node) -> Node:
+    total = reducing.sum_(elementwise.multiply(x, y), (0,))
+    return elementwise.add(total, elementwise.like(total, 3.0))
+
+
+def test_a_call_is_what_it_stands_for() -> None:
+    leaves = [placeholder((4,), float32) for _ in range(2)]
+    made = subgraph_between(dict.fromkeys(leaves), [spread(*leaves), elementwise.exp(leaves[1])])
+    assert made is not None
+    subgraph, taken = made
+    assert taken == leaves
+    assert [node.shape for node in subgraph.outputs] == [(), (4,)]
+
+    def through_call(x: Node, y: Node) -> Node:
+        total, power = call(subgraph, [y, x])
+        assert {total.primitive, power.primitive} == {RESULT}
+        (result,) = inline([elementwise.add(power, reducing.expand(_reshaped(total), (4,)))])
+        assert not any(node.primitive in (CALL, RESULT) for node in topological([result]))
+        return result
+
+    def plain(x: Node, y: Node) -> Node:
+        return elementwise.add(elementwise.exp(x), reducing.expand(_reshaped(spread(y, x)), (4,)))
+
+    a, b = array(4), array(4, seed=1)
+    np.testing.assert_array_equal(by_parts(through_call, a, b), by_parts(plain, a, b))
+
+
+def _reshaped(node: Node) -> Node:
+    return reshape(node, (1,))
+
+
+def test_a_subgraph_with_calls_inside_has_none_itself() -> None:
+    x = placeholder((4,), float32)
+    inner = subgraph_between({x: None}, [elementwise.exp(x)])
+    assert inner is not None
+    (power,) = call(inner[0], [x])
+    outer = subgraph_between({x: None}, [elementwise.negative(power)])
+    assert outer is not None
+    assert [node.primitive.name for node in topological(outer[0].outputs)][1:] == ["exp", "negative"]
+
+
+def test_what_reads_a_value_of_its_own_is_no_subgraph() -> None:
+    x, other = placeholder((4,), float32), placeholder((4,), float32)
+    assert subgraph_between({x: None}, [elementwise.add(x, other)]) is None
+
+
+# Gradients
+
+
+def test_gradients_of_an_equal_graph_are_not_recorded_again(device: Device) -> None:
+    for turn in range(3):
+        a = array(5, 7, seed=turn)
+        x = ps.asarray(a, device=device).requires_grad_()
+        ps.sum(ps.tanh(x) * (turn + 0.5)).backward()
+        assert x.grad is not None
+        assert calls(x.grad) == 1
+        assert len(device.subgraphs) == 1
+        np.testing.assert_allclose(x.grad.numpy(), (1 - np.tanh(a) ** 2) * (turn + 0.5), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("read_first", [False, True])
+def test_a_loss_that_was_read_has_the_same_gradients(device: Device, read_first: bool) -> None:
+    found = []
+    for _ in range(2):
+        x = ps.asarray(array(6), device=device).requires_grad_()
+        loss = ps.sum(ps.exp(x) * x)
+        if read_first:
+            loss.item()
+        loss.backward()
+        assert x.grad is not None
+        found.append(x.grad.numpy())
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_allclose(found[0], np.exp(array(6)) * (1 + array(6)), rtol=1e-5)
+
+
+def test_what_differs_is_recorded_anew(device: Device) -> None:
+    """Another function, another shape, another tensor that requires a gradient, another exponent."""
+
+    def gradient(function: Callable[..., ps.Tensor], x: ps.Tensor, y: ps.Tensor) -> Any:
+        ps.sum(function(x, y)).backward()
+        return [None if t.grad is None else t.grad.numpy() for t in (x, y)]
+
+    a, b = np.abs(array(3, 4)) + 1, np.abs(array(3, 4, seed=1)) + 1
+    cases: list[tuple[Callable[..., ps.Tensor], Callable[..., Any]]] = [
+        (lambda x, y: x * y, lambda a, b: (b, a)),
+        (lambda x, y: x / y, lambda a, b: (1 / b, -a / b**2)),
+        (lambda x, y: x**2 + y, lambda a, b: (2 * a, np.ones_like(b))),
+        (lambda x, y: x**3 + y, lambda a, b: (3 * a**2, np.ones_like(b))),
+        (lambda x, y: ps.concat([x[:1], y[1:]]) * 1, lambda a, b: _rows(a, b, 1)),
+        (lambda x, y: ps.concat([x[:2], y[2:]]) * 1, lambda a, b: _rows(a, b, 2)),
+    ]
+    for _ in range(2):
+        for function, wanted in cases:
+            for x_too, y_too in ((True, True), (True, False), (False, True)):
+                x, y = (ps.asarray(v, device=device) for v in (a, b))
+                x.requires_grad_(x_too)
+                y.requires_grad_(y_too)
+                got = gradient(function, x, y)
+                for value, right, needed in zip(got, wanted(a, b), (x_too, y_too), strict=True):
+                    assert (value is not None) == needed
+                    if needed:
+                        np.testing.assert_allclose(value, right, rtol=1e-5)
+
+
+def _rows(a: Any, b: Any, first: int) -> tuple[Any, Any]:
+    x, y = np.zeros_like(a), np.zeros_like(b)
+    x[:first], y[first:] = 1, 1
+    return x, y
+
+
+def test_gradients_of_gradients_are_not_lost() -> None:
+    x = ps.asarray(array(4)).requires_grad_()
+    second = ps.grad(lambda x: ps.sum(ps.grad(lambda x: ps.sum(x**3))(x)))
+    np.testing.assert_allclose(second(x).numpy(), 6 * array(4), rtol=1e-5)
+
+
+def test_a_function_that_holds_tensors_is_not_kept() -> None:
+    device = ps.default_device()
+    held = ps.asarray(array(1000))
+    reference = weakref.ref(held)
+    before = len(device.subgraphs)
+    x = ps.asarray(array(1000)).requires_grad_()
+    loss = ps.sum(custom_vjp(x * held, [x], lambda g, *_, held=held: [g * held]))
+    loss.backward()
+    assert x.grad is not None
+    np.testing.assert_array_equal(x.grad.numpy(), array(1000))
+    del loss, held
+    x.grad = None
+    x = x.detach()
+    gc.collect()
+    assert reference() is None
+    assert len(device.subgraphs) <= before + 1  # of `x * held`
+
+
+def test_recorded_graphs_hold_no_memory(device: Device) -> None:
+    def turn() -> None:
+        x = ps.asarray(array(256, 64), device=device).requires_grad_()
+        ps.sum(F.softmax(x * 2) * x).backward()
+        assert x.grad is not None
+        x.grad.numpy()
+        F.gelu(x.detach()).numpy()
+
+    turn()
+    gc.collect()
+    device.sync()
+    held = device.memory_stats().live_bytes
+    turn()
+    gc.collect()
+    device.sync()
+    assert device.memory_stats().live_bytes == held
+    assert len(device.subgraphs) >= 2
+
+
+# Steps
+
+
+def trained(device: Device, jitted: bool, make: Callable[..., optim.Optimizer], steps: int = 6) -> list[Any]:
+    ps.random.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 8, device=device), nn.GELU(), nn.Linear(8, 2, device=device))
+    optimizer = make(model.parameters())
+
+    def step(x: ps.Tensor, y: ps.Tensor) -> ps.Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = ps.jit(step) if jitted else step
+    losses = []
+    for number in range(steps):
+        x, y = (ps.asarray(array(16, n, seed=number), device=device) for n in (5, 2))
+        losses.append(run(x, y).numpy())
+        optimizer.lr = 0.01 / (1 + number)
+    return [*losses, *model.state_dict().values(), *optimizer.state_dict().values()]
+
+
+MAKERS: dict[str, Callable[..., optim.Optimizer]] = {
+    "sgd": lambda p: optim.SGD(p, lr=0.1),
+    "momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: optim.Adam(p, lr=0.01),
+    "adamw": lambda p: optim.AdamW(p, lr=0.01, clip_norm=0.5),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_loop_without_jit_gives_the_bits_of_the_jitted_step(device: Device, name: str) -> None:
+    for got, wanted in zip(
+        trained(device, False, MAKERS[name]), trained(device, True, MAKERS[name]), strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_repeated_step_is_one_program(device: Device) -> None:
+    trained(device, False, MAKERS["adam"], steps=2)
+    before = len(executables(device)._programs)
+    trained(device, False, MAKERS["adam"], steps=4)  # of another model, whose steps are the same
+    assert len(executables(device)._programs) == before
+
+
+def test_settings_that_change_between_steps_take_effect() -> None:
+    weight = ps.asarray(np.ones(4, np.float32)).requires_grad_()
+    optimizer = optim.SGD([weight], lr=1.0)
+
+    def step() -> np.ndarray[Any, Any]:
+        before = weight.numpy()
+        ps.sum(weight * 10).backward()
+        optimizer.step()
+        return before - weight.numpy()
+
+    np.testing.assert_allclose(step(), 10, rtol=1e-6)
+    optimizer.clip_norm = 1.0
+    np.testing.assert_allclose(np.linalg.norm(step()), 1, rtol=1e-5)
+    optimizer.clip_norm = None
+    optimizer._settings[0]["weight_decay"] = 0.5
+    held = weight.numpy()
+    np.testing.assert_allclose(step(), 10 + 0.5 * held, rtol=1e-6)
+    optimizer.lr = 0.5
+    held = weight.numpy()
+    np.testing.assert_allclose(step(), 0.5 * (10 + 0.5 * held), rtol=1e-6)
+
+
+def test_an_optimizer_of_the_users_own_is_asked_in_every_step() -> None:
+    class Own(optim.SGD):
+        factor = 1.0
+
+        def _update(self, at: int, value: ps.Tensor, grad: ps.Tensor) -> dict[str, ps.Tensor]:
+            return {"value": value - grad * self.factor}
+
+    weight = ps.asarray(np.zeros(3, np.float32)).requires_grad_()
+    optimizer = Own([weight], lr=1.0)
+    for factor in (1.0, 2.0, 4.0):
+        optimizer.factor = factor
+        before = weight.numpy()
+        ps.sum(weight).backward()
+        optimizer.step()
+        np.testing.assert_array_equal(before - weight.numpy(), factor)
+
+
+def test_steps_with_gradients_of_some_parameters() -> None:
+    a, b = (ps.asarray(np.ones(3, np.float32)).requires_grad_() for _ in range(2))
+    optimizer = optim.Adam([a, b], lr=0.1)
+    for which in ((a,), (a, b), (b,), (a, b), (a,)):
+        before = a.numpy(), b.numpy()
+        for tensor in which:
+            ps.sum(tensor * tensor).backward()
+        optimizer.step()
+        for tensor, old in zip((a, b), before, strict=True):
+            moved = not np.array_equal(tensor.numpy(), old)
+            assert moved == any(tensor is other for other in which)
+
+
+# Functions
+
+
+FUNCTIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
+    "softmax": lambda x: F.softmax(x, axis=0),
+    "gelu": F.gelu,
+    "exact gelu": lambda x: F.gelu(x, "none"),
+    "layer norm": lambda x: F.layer_norm(x, eps=1e-3),
+    "var": lambda x: ps.var(x, axis=1, correction=1.0),
+    "row": lambda x: x + x[0],
+    "product": lambda x: x @ x.T,
+    "vector": lambda x: x @ x[0],
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_give_the_bits_that_they_give_with_gradients(device: Device, name: str) -> None:
+    """Where one passes, every operation is recorded."""
+    function = FUNCTIONS[name]
+    for seed in range(3):
+        x = ps.asarray(array(40, 33, seed=seed), device=device)
+        plain = function(x)
+        assert calls(plain) == 1
+        tracked = function(ps.asarray(array(40, 33, seed=seed), device=device).requires_grad_())
+        assert calls(tracked) == 0
+        np.testing.assert_array_equal(plain.numpy(), tracked.numpy())
+
+
+def test_other_arguments_are_other_functions() -> None:
+    x = ps.asarray(array(5, 7))
+    for correction in (0.0, 1.0, -0.0):
+        np.testing.assert_allclose(
+            ps.var(x, correction=correction).numpy(), array(5, 7).var(ddof=int(correction)), rtol=1e-5
+        )
+    for axis in (0, 1, None, (0, 1)):
+        np.testing.assert_allclose(
+            ps.mean(x, axis=axis).numpy(), array(5, 7).mean(axis=axis), rtol=1e-5, atol=1e-6
+        )
+    with pytest.raises(IndexError, match="axis 2"):
+        ps.mean(x, axis=2)
