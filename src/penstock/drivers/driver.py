@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import DeviceError
+from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
 Bytes = npt.NDArray[np.uint8]
 Queue = Any  # a driver's own object
@@ -163,6 +163,25 @@ def parameter_dtypes(name: str, signature: Sequence[str]) -> list[np.dtype[Any]]
     return dtypes
 
 
+def check_parameter_count(name: str, count: int, signature: Sequence[str]) -> None:
+    """Raise CompileError where a kernel has not as many parameters as its signature."""
+    if count != len(signature):
+        raise CompileError(
+            f"kernel {name!r} has {count} parameters, and the signature ({', '.join(signature)}) has "
+            f"{len(signature)}"
+        )
+
+
+class Life:
+    """Which native objects of a driver are open, by `id`, and whether they may be touched."""
+
+    __slots__ = ("abandoned", "open")
+
+    def __init__(self) -> None:
+        self.open: set[int] = set()  # every step on it is atomic: finalisers take no lock
+        self.abandoned = False  # after a fork
+
+
 class Driver(ABC):
     """One opened device. All calls may come from any thread; the layer above orders those on one queue."""
 
@@ -174,6 +193,11 @@ class Driver(ABC):
     graphs: bool = False  # whether `capture` makes one launch of many
     reaches_pinned: bool = False  # whether kernels take pinned memory like any other
     times: bool = False  # whether `ran` tells when commands ran
+
+    def __init__(self, name: str, capabilities: Capabilities) -> None:
+        self.name = name
+        self.capabilities = capabilities
+        self._allocations: set[Memory] = set()  # not freed; every step on it is atomic and needs no lock
 
     # Memory
 
@@ -190,9 +214,15 @@ class Driver(ABC):
         """A part of `memory` as a kernel argument; `offset` is a multiple of `offset_alignment`."""
 
     @property
-    @abstractmethod
     def allocated_bytes(self) -> int:
         """Bytes allocated and not freed, counted apart from the layers above."""
+        return sum(memory.nbytes for memory in self._allocations.copy())
+
+    def _no_memory(self, nbytes: int, reason: str) -> OutOfDeviceMemory:
+        """The error of an allocation that the device refused."""
+        largest = self.capabilities.max_allocation_bytes
+        hint = f"; one allocation may have {largest} bytes there" if nbytes > largest else ""
+        return OutOfDeviceMemory(f"{self.name} has no {nbytes} bytes ({reason}){hint}", asked=nbytes)
 
     @abstractmethod
     def native_handles(self) -> int:
@@ -204,11 +234,13 @@ class Driver(ABC):
     def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
         """All kernels that `signatures` names, from one source. Raises CompileError."""
 
-    @abstractmethod
     def launch(
         self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
     ) -> Event:
         """Record `grid` groups of `group` threads each. `args` are native."""
+        events: list[Event] = []
+        self.replay(queue, (self.bind(kernel, grid, group, args),), waits, events)
+        return events[0]
 
     @abstractmethod
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:

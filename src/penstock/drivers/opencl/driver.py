@@ -13,7 +13,6 @@ import ctypes
 import mmap
 import os
 import sys
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +35,11 @@ from penstock.drivers.driver import (
     Queue,
     Source,
     Waits,
+    check_parameter_count,
     parameter_dtypes,
 )
 from penstock.drivers.opencl import invokers, pocl
-from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
+from penstock.errors import CompileError, DeviceError
 from penstock.lru import LRU
 
 MemoryKind = Literal["svm", "mapped", "device"]
@@ -98,9 +98,8 @@ class OpenCLDriver(Driver):
     times = True
 
     def __init__(self, device: cl.Device, name: str, memory: MemoryKind | None = None) -> None:
-        self.name = name
         self._memory_kind = memory or best_memory_kind(device)
-        self.capabilities = opencl_capabilities(device, self._memory_kind)
+        super().__init__(name, opencl_capabilities(device, self._memory_kind))
         self._context = cl.Context([device])
         self._maps = cl.CommandQueue(self._context)  # always idle, so that a map waits for nothing else
         self._clock: _Clock | None = None  # while commands are timed
@@ -112,9 +111,6 @@ class OpenCLDriver(Driver):
         extra = os.environ.get("POCL_EXTRA_BUILD_FLAGS", "")  # which PoCL adds to the options by itself
         self._built_for = "\n".join((*version, *self._options, extra))
         self._cache = pocl.cache() if device.platform.name == pocl.PLATFORM else None
-        self._lock = threading.Lock()
-        self._allocations: set[Memory] = set()
-        self._allocated = 0
         self._copies: deque[Event] = deque()  # PyOpenCL's destructors of these wait until they are done
 
     def _open_queues(self, timed: bool) -> None:
@@ -129,14 +125,8 @@ class OpenCLDriver(Driver):
         except cl.Error as error:
             if error.code not in _NO_MEMORY:
                 raise DeviceError(str(error), f"allocation of {nbytes} bytes") from None
-            largest = self.capabilities.max_allocation_bytes
-            hint = f"; one allocation may have {largest} bytes there" if nbytes > largest else ""
-            raise OutOfDeviceMemory(
-                f"{self.name} has no {nbytes} bytes ({_words(error.code)}){hint}", asked=nbytes
-            ) from None
-        with self._lock:
-            self._allocations.add(memory)
-            self._allocated += nbytes
+            raise self._no_memory(nbytes, _words(error.code)) from None
+        self._allocations.add(memory)
         return memory
 
     def _allocate(self, nbytes: int, pinned: bool) -> Memory:
@@ -158,9 +148,7 @@ class OpenCLDriver(Driver):
         return Memory(buffer, nbytes, None)
 
     def free(self, memory: Memory) -> None:
-        with self._lock:
-            self._allocations.remove(memory)
-            self._allocated -= memory.nbytes
+        self._allocations.remove(memory)
         host, memory.host = memory.host, None
         native, memory.native = memory.native, None
         memory.parts = None
@@ -181,10 +169,6 @@ class OpenCLDriver(Driver):
         if part is None:
             part = memory.parts[offset, nbytes] = memory.native.get_sub_region(offset, nbytes)
         return part
-
-    @property
-    def allocated_bytes(self) -> int:
-        return self._allocated
 
     def native_handles(self) -> int:
         # Buffers, shared allocations, programs and queues each hold a reference to their context.
@@ -453,11 +437,7 @@ def _prefer_huge_pages(array: Bytes) -> None:
 
 
 def _set_types(native: cl.Kernel, signature: Sequence[str], dtypes: Sequence[np.dtype[Any]]) -> None:
-    if native.num_args != len(signature):
-        raise CompileError(
-            f"kernel {native.function_name!r} has {native.num_args} parameters, and the signature "
-            f"({', '.join(signature)}) has {len(signature)}"
-        )
+    check_parameter_count(native.function_name, native.num_args, signature)
     native.set_scalar_arg_dtypes(
         [None if kind.endswith("*") else dtype for kind, dtype in zip(signature, dtypes, strict=True)]
     )

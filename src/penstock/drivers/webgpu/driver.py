@@ -40,14 +40,12 @@ class WebGpuDriver(Driver):
     """One WebGPU device. Without `immediates`, all scalars go through uniform buffers."""
 
     def __init__(self, adapter: Adapter, name: str, *, immediates: bool = True) -> None:
-        self.name = name
-        self.capabilities = can = webgpu_capabilities(adapter)
+        super().__init__(name, webgpu_capabilities(adapter))
+        can = self.capabilities
         has_immediates = immediates and IMMEDIATES in adapter.features
         self.compute, self.incoming, self.outgoing = self._queues = [EncoderQueue() for _ in range(3)]
         self.times = TIMES in adapter.features
         self._lock = threading.RLock()
-        self._allocations: set[Memory] = set()
-        self._allocated = 0
         self._native = NativeDevice(adapter, name)
         self._layouts = Layouts(
             self._native, adapter.limits["maxImmediateSize"] if has_immediates else 0, self._lock
@@ -73,15 +71,12 @@ class WebGpuDriver(Driver):
             buffer = self._native.buffer(rounded(nbytes, BUFFER_ALIGNMENT), MEMORY_USAGE)
             memory = Memory(None, nbytes, None)
             memory.native = Range(buffer, 0, buffer.nbytes, memory.serial)
-        with self._lock:
-            self._allocations.add(memory)
-            self._allocated += nbytes
+        self._allocations.add(memory)
         return memory
 
     def free(self, memory: Memory) -> None:
         with self._lock:
             self._allocations.remove(memory)
-            self._allocated -= memory.nbytes
             native, memory.native, memory.host = memory.native, None, None
             if memory.pinned:
                 self._read_buffers.clear()  # nothing will be read before there is such memory again
@@ -94,10 +89,6 @@ class WebGpuDriver(Driver):
         size = min(rounded(nbytes, BUFFER_ALIGNMENT), buffer.nbytes - offset)
         return Range(buffer, offset, size, memory.serial)
 
-    @property
-    def allocated_bytes(self) -> int:
-        return self._allocated
-
     def native_handles(self) -> int:
         return len(self._native.life.open)
 
@@ -105,13 +96,6 @@ class WebGpuDriver(Driver):
 
     def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
         return self._pipelines.compile(source, signatures)
-
-    def launch(
-        self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
-    ) -> Event:
-        events: list[Event] = []
-        self.replay(queue, (self.bind(kernel, grid, group, args),), waits, events)
-        return events[0]
 
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
         self._native.require_alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,17 +27,15 @@ Parts = tuple[Part, ...]
 Dispatch = tuple[Owned, Owned, Any, int, bool, int, int, int]
 
 
+@dataclass(slots=True, eq=False)
 class Launch:
     """A kernel with its arguments."""
 
-    __slots__ = ("args", "dispatch", "function", "grid", "group")
-
-    def __init__(self, function: Function, grid: Grid, group: Grid, args: list[Any]) -> None:
-        self.function = function
-        self.grid = grid
-        self.group = group
-        self.args = args
-        self.dispatch: Dispatch | None = None  # None: an argument has changed
+    function: Function
+    grid: Grid
+    group: Grid
+    args: list[Any]
+    dispatch: Dispatch | None = None  # None: an argument has changed
 
 
 class BindGroups:

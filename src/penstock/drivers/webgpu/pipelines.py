@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.drivers.driver import Grid, Kernel, Source, parameter_dtypes
+from penstock.drivers.driver import Grid, Kernel, Source, check_parameter_count, parameter_dtypes
 from penstock.drivers.webgpu.native import NativeDevice, Owned
 from penstock.drivers.webgpu.wgsl import SCALARS, KernelText, module_text, parse
 from penstock.errors import CompileError, DeviceError
@@ -68,9 +68,7 @@ class Layouts:
         self._native = native
         self._immediate_bytes = immediate_bytes
         self._lock = lock
-        self._groups: dict[int, Owned] = {}
-        self._scalars: Owned | None = None
-        self._pipelines: dict[tuple[int, int], Owned] = {}
+        self._known: dict[Hashable, Owned] = {}
 
     def needs_uniform(self, scalar_bytes: int) -> bool:
         """Whether scalars of so many bytes go through a uniform buffer, since immediates hold fewer."""
@@ -78,26 +76,25 @@ class Layouts:
 
     def group(self, buffers: int) -> Owned:
         """The layout of a bind group of storage buffers."""
-        if buffers not in self._groups:
-            self._groups[buffers] = self._native.group_layout(buffers)
-        return self._groups[buffers]
+        return self._kept(buffers, lambda: self._native.group_layout(buffers))
 
     def scalars(self) -> Owned:
         """The layout of a bind group of one uniform buffer, which holds scalars."""
-        if self._scalars is None:
-            self._scalars = self._native.group_layout(1, uniform=True)
-        return self._scalars
+        return self._kept("scalars", lambda: self._native.group_layout(1, uniform=True))
 
     def pipeline(self, buffers: int, scalar_bytes: int) -> Owned:
         """The layout of a pipeline."""
+        uniform = self.needs_uniform(scalar_bytes)
+        groups = [self.group(buffers)] + ([self.scalars()] if uniform else [])
+        immediates = 0 if uniform else scalar_bytes
+        key = buffers, scalar_bytes
+        return self._kept(key, lambda: self._native.pipeline_layout(groups, immediates))
+
+    def _kept(self, key: Hashable, make: Callable[[], Owned]) -> Owned:
         with self._lock:
-            layout = self._pipelines.get((buffers, scalar_bytes))
-            if layout is None:
-                uniform = self.needs_uniform(scalar_bytes)
-                groups = [self.group(buffers)] + ([self.scalars()] if uniform else [])
-                layout = self._native.pipeline_layout(groups, 0 if uniform else scalar_bytes)
-                self._pipelines[buffers, scalar_bytes] = layout
-            return layout
+            if key not in self._known:
+                self._known[key] = make()
+            return self._known[key]
 
 
 class Pipelines:
@@ -168,11 +165,7 @@ class Pipelines:
 
 
 def _check_signature(kernel: KernelText, signature: Sequence[str]) -> None:
-    if len(kernel.parameters) != len(signature):
-        raise CompileError(
-            f"kernel {kernel.name!r} has {len(kernel.parameters)} parameters, and the signature "
-            f"({', '.join(signature)}) has {len(signature)}"
-        )
+    check_parameter_count(kernel.name, len(kernel.parameters), signature)
     for parameter, kind in zip(kernel.parameters, signature, strict=True):
         if not (kind.endswith("*") if parameter.is_buffer else SCALARS[parameter.type][0] == kind):
             raise CompileError(

@@ -31,26 +31,22 @@ _set_immediates = lib.wgpuComputePassEncoderSetImmediates
 _dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
 
 
+@dataclass(slots=True, eq=False)
 class EncoderQueue:
     """What is recorded and not submitted, and what is submitted and not known to be done."""
 
-    __slots__ = (
-        "batch", "encoder", "group", "in_flight", "native_pass", "offset", "pipeline", "ring", "ring_used",
-        "scalars", "staged",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.batch: Batch | None = None
-        self.in_flight: list[Batch] = []  # in the order of submission
-        self.encoder: Any = None
-        self.native_pass: Any = None  # inside the encoder
-        self.pipeline: Owned | None = None  # set in the pass
-        self.group: Owned | None = None
-        self.staged = 0  # bytes that were written and not submitted
-        self.ring: tuple[NativeBuffer, Owned] | None = None  # the uniform buffer and its bind group
-        self.ring_used = 0
-        self.scalars = ffi.new("uint8_t[]", _RING_BYTES)  # what will be written to it at the next submission
-        self.offset = ffi.new("uint32_t *")
+    batch: Batch | None = None
+    in_flight: list[Batch] = field(default_factory=list)  # in the order of submission
+    encoder: Any = None
+    native_pass: Any = None  # inside the encoder
+    pipeline: Owned | None = None  # set in the pass
+    group: Owned | None = None
+    staged: int = 0  # bytes that were written and not submitted
+    ring: tuple[NativeBuffer, Owned] | None = None  # the uniform buffer and its bind group
+    ring_used: int = 0
+    # What will be written to the ring at the next submission.
+    scalars: Any = field(default_factory=lambda: ffi.new("uint8_t[]", _RING_BYTES))
+    offset: Any = field(default_factory=lambda: ffi.new("uint32_t *"))
 
 
 @dataclass(slots=True, eq=False)
@@ -92,16 +88,14 @@ class Batch:
         self.done = True
 
 
+@dataclass(slots=True, eq=False)
 class CommandEvent:
     """One command of a batch."""
 
-    __slots__ = ("batch", "dispatch", "error", "moment")
-
-    def __init__(self, batch: Batch, dispatch: Dispatch | None, moment: int = -1) -> None:
-        self.batch = batch
-        self.moment = moment  # the index of its start in the batch's moments; -1 where it is not timed
-        self.dispatch = dispatch  # of a launch, until it is done
-        self.error = ""
+    batch: Batch
+    dispatch: Dispatch | None  # of a launch, until it is done
+    moment: int = -1  # the index of its start in the batch's moments; -1 where it is not timed
+    error: str = ""
 
 
 class Read(NamedTuple):

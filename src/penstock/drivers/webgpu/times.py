@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from wgpu.backends.wgpu_native import ffi, lib
 
-from penstock.drivers.webgpu.native import COPY_SRC, NativeDevice, Owned
+from penstock.drivers.webgpu.native import COPY_SRC, NativeDevice
 
 Moments = npt.NDArray[np.uint64]  # in ticks of the device's clock
 
@@ -22,16 +22,10 @@ class Queries:
     """Room on the device for the moments of one batch."""
 
     def __init__(self, native: NativeDevice) -> None:
-        descriptor = ffi.new("WGPUQuerySetDescriptor *")
-        descriptor.type, descriptor.count = lib.WGPUQueryType_Timestamp, _MOST
-        made = lib.wgpuDeviceCreateQuerySet(native.native, descriptor)
-        self._set = Owned(native.life, made, lib.wgpuQuerySetRelease)
-        native.raise_errors()
+        self._set = native.create("QuerySet", type=lib.WGPUQueryType_Timestamp, count=_MOST)
         self._resolved = native.buffer(_TICK_BYTES * _MOST, _QUERY_RESOLVE | COPY_SRC)
-        self._writes = ffi.new("WGPUPassTimestampWrites *")
-        self._writes.querySet = made
-        self._pass = ffi.new("WGPUComputePassDescriptor *")
-        self._pass.timestampWrites = self._writes
+        self._writes = ffi.new("WGPUPassTimestampWrites *", {"querySet": self._set.native})
+        self._pass = ffi.new("WGPUComputePassDescriptor *", {"timestampWrites": self._writes})
         self.used = 0  # moments, of which the first is the beginning of a command and the second its end
 
     @property

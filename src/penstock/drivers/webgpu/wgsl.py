@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.drivers.webgpu.windows import window_name, windowed
+from penstock.drivers.webgpu.windows import end_of, window_name, windowed
 from penstock.errors import CompileError
 
 OFFSET_ALIGNMENT = 256  # bytes; offsets of buffers are counted in steps of it
@@ -91,11 +91,11 @@ def parse(source: str) -> dict[str, KernelText]:
         if match.start() < end:
             continue
         around.append(text[end : match.start()])
-        close = _closing(text, match.end() - 1, "(", ")", match[1])
+        close = _closing(text, match.end(), match[1])
         opening = text.find("{", close)
         if text[close + 1 : opening].strip() or opening < 0:
             raise CompileError(f"kernel {match[1]!r} has no body in braces after its parameters")
-        end = _closing(text, opening, "{", "}", match[1]) + 1
+        end = _closing(text, opening + 1, match[1]) + 1
         found[match[1]] = (text[match.end() : close], text[opening + 1 : end - 1])
     around.append(text[end:])
     outside = "".join(around)
@@ -196,14 +196,12 @@ def _groups(folded: bool, counted: bool) -> list[str]:
     ]
 
 
-def _closing(text: str, start: int, opening: str, closing: str, name: str) -> int:
-    """Where the bracket that opens at `start` is closed."""
-    depth = 0
-    for position in range(start, len(text)):
-        depth += (text[position] == opening) - (text[position] == closing)
-        if not depth:
-            return position
-    raise CompileError(f"kernel {name!r} has a {opening!r} that is never closed")
+def _closing(text: str, start: int, name: str) -> int:
+    """Where the bracket before `start` is closed."""
+    end = end_of(text, start)
+    if end == len(text):
+        raise CompileError(f"kernel {name!r} has a {text[start - 1]!r} that is never closed")
+    return end
 
 
 def _parameters(kernel: str, text: str) -> tuple[Parameter, ...]:
