@@ -66,6 +66,11 @@ def _row(
     return apply
 
 
+def _over(denominator: Callable[[Node], Node]) -> Vjp:
+    """The gradient of a function whose derivative is 1 / `denominator`."""
+    return lambda g, n: (divide(g, denominator(n.inputs[0])),)
+
+
 def _cast_shape(x: Node, *, dtype: DType) -> tuple[Shape, DType]:
     return x.shape, dtype
 
@@ -77,6 +82,11 @@ def _full_shape(*, shape: Shape, dtype: DType, number: Any) -> tuple[Shape, DTyp
 def cast(x: Node, dtype: DType) -> Node:
     """`x` in another dtype."""
     return x if x.dtype is dtype or x.dtype == dtype else Node(CAST, (x,), {"dtype": dtype})
+
+
+def widened(x: Node) -> Node:
+    """`x` in the dtype in which it is computed: float16 and bfloat16 in float32."""
+    return cast(x, float32) if x.dtype in HALF_PRECISION else x
 
 
 def full(shape: Shape, dtype: DType, number: Any) -> Node:
@@ -155,32 +165,10 @@ def _power(x: Array, y: Array) -> Array:
 
 # One input
 
-PRIMITIVES["stop"] = Primitive(
-    "stop",
-    Kind.ELEMENTWISE,
-    same,
-    lambda x: x,
-    lambda g, n: (None,),
-    stop_gradient=True,
-    is_identity=True,
-)
-
-
-def stop(x: Node) -> Node:
-    """The same value, through which no gradient passes."""
-    return Node(PRIMITIVES["stop"], (x,), {})
-
-
-PRIMITIVES["positive"] = Primitive(
-    "positive", Kind.ELEMENTWISE, same, lambda x: x, lambda g, n: (g,), is_identity=True
-)
-
-
-def positive(x: Node) -> Node:
-    """The same value, as a node of its own."""
-    return Node(PRIMITIVES["positive"], (x,), {})
-
-
+_IDENTITY: dict[str, Any] = {"rounding": _EXACT, "is_identity": True}
+# The same value: `stop` lets no gradient pass, and `positive` is a node of its own.
+stop: Apply = _row("stop", lambda x: x, lambda g, n: (None,), stop_gradient=True, **_IDENTITY)
+positive: Apply = _row("positive", lambda x: x, lambda g, n: (g,), **_IDENTITY)
 negative: Apply = _row("negative", np.negative, lambda g, n: (negative(g),), rounding=_EXACT)
 abs_: Apply = _row("abs", np.abs, lambda g, n: (multiply(g, sign(n.inputs[0])),), _real, rounding=_EXACT)
 sign: Apply = _row("sign", np.sign, lambda g, n: (None,), rounding=_EXACT)
@@ -190,35 +178,25 @@ trunc: Apply = _row("trunc", np.trunc, lambda g, n: (None,), rounding=_EXACT)
 round_: Apply = _row("round", np.round, lambda g, n: (None,), rounding=_EXACT)
 exp: Apply = _row("exp", np.exp, lambda g, n: (multiply(g, n),), **_SLOW)
 expm1: Apply = _row("expm1", _expm1, lambda g, n: (multiply(g, add(n, like(n, 1))),), **_SLOW)
-log: Apply = _row("log", np.log, lambda g, n: (divide(g, n.inputs[0]),), **_SLOW)
-log1p: Apply = _row("log1p", np.log1p, lambda g, n: (divide(g, add(n.inputs[0], like(g, 1))),), **_SLOW)
-log2: Apply = _row(
-    "log2", np.log2, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(2)))),), **_SLOW
-)
-log10: Apply = _row(
-    "log10", np.log10, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(10)))),), **_SLOW
-)
+log: Apply = _row("log", np.log, _over(lambda x: x), **_SLOW)
+log1p: Apply = _row("log1p", np.log1p, _over(lambda x: add(x, like(x, 1))), **_SLOW)
+log2: Apply = _row("log2", np.log2, _over(lambda x: multiply(x, like(x, np.log(2)))), **_SLOW)
+log10: Apply = _row("log10", np.log10, _over(lambda x: multiply(x, like(x, np.log(10)))), **_SLOW)
 sqrt: Apply = _row("sqrt", np.sqrt, lambda g, n: (divide(multiply(g, like(g, 0.5)), n),), **_COSTLY)
 sin: Apply = _row("sin", np.sin, lambda g, n: (multiply(g, cos(n.inputs[0])),), **_SLOW)
 cos: Apply = _row("cos", np.cos, lambda g, n: (negative(multiply(g, sin(n.inputs[0]))),), **_SLOW)
 tan: Apply = _row("tan", np.tan, lambda g, n: (multiply(g, add(multiply(n, n), like(g, 1))),), **_SLOW)
-asin: Apply = _row(
-    "asin", np.arcsin, lambda g, n: (divide(g, sqrt(_one_minus_square(n.inputs[0]))),), **_SLOW
-)
+asin: Apply = _row("asin", np.arcsin, _over(lambda x: sqrt(_one_minus_square(x))), **_SLOW)
 acos: Apply = _row(
     "acos", np.arccos, lambda g, n: (negative(divide(g, sqrt(_one_minus_square(n.inputs[0])))),), **_SLOW
 )
-atan: Apply = _row("atan", np.arctan, lambda g, n: (divide(g, _square_plus(n.inputs[0], 1)),), **_SLOW)
+atan: Apply = _row("atan", np.arctan, _over(lambda x: _square_plus(x, 1)), **_SLOW)
 sinh: Apply = _row("sinh", np.sinh, lambda g, n: (multiply(g, cosh(n.inputs[0])),), **_SLOW)
 cosh: Apply = _row("cosh", np.cosh, lambda g, n: (multiply(g, sinh(n.inputs[0])),), **_SLOW)
 tanh: Apply = _row("tanh", _tanh, lambda g, n: (multiply(g, _one_minus_square(n)),), **_SLOW)
-asinh: Apply = _row(
-    "asinh", np.arcsinh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], 1))),), **_SLOW
-)
-acosh: Apply = _row(
-    "acosh", np.arccosh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], -1))),), **_SLOW
-)
-atanh: Apply = _row("atanh", np.arctanh, lambda g, n: (divide(g, _one_minus_square(n.inputs[0])),), **_SLOW)
+asinh: Apply = _row("asinh", np.arcsinh, _over(lambda x: sqrt(_square_plus(x, 1))), **_SLOW)
+acosh: Apply = _row("acosh", np.arccosh, _over(lambda x: sqrt(_square_plus(x, -1))), **_SLOW)
+atanh: Apply = _row("atanh", np.arctanh, _over(lambda x: _one_minus_square(x)), **_SLOW)
 erf: Apply = _row(
     "erf",
     lambda x: by_parts(_erf, x.astype(np.float64) if x.dtype.kind in "biu" else x),

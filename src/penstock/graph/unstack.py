@@ -69,8 +69,7 @@ class _Unstacking:
         index = _index(node)
         if index is not None and _base(node.inputs[0]) in products:
             return reshape(self._matrix(node.inputs[0], index), node.shape)
-        inputs = tuple(self._new[parent] for parent in node.inputs)
-        return node if inputs == node.inputs else Node(node.primitive, inputs, node.attributes)
+        return node.on(tuple(self._new[parent] for parent in node.inputs))
 
     def _matrix(self, node: Node, index: int) -> Node:
         """Matrix `index` of a stack, or of a product of stacks, in the new graph."""
