@@ -120,7 +120,7 @@ class Memory:
 class Cost:
     """What one launch of a kernel computes and moves, as a profile shows it."""
 
-    operations: int  # on numbers; a product of matrices has two for each pair of items
+    operations: int  # of arithmetic; a product of matrices has two for each pair of items
     read_bytes: int
     written_bytes: int
     shapes: str  # of what goes in and comes out, for people

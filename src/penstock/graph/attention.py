@@ -173,7 +173,7 @@ def _second_gradient(g: Node, n: Node) -> list[Node | None]:
 
 
 def _placed(part: Node, side: int, shape: Shape) -> Node:
-    """A gradient at its place in that of queries, keys and values together."""
+    """A gradient as a part of that of queries, keys and values together."""
     batch, length, _, heads, width = shape
     row = reshape(part, (batch, length, 1, heads, width))
     return pad(row, _side(side, shape), shape)

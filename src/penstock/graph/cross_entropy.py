@@ -48,8 +48,8 @@ def row_losses(logits: Node, labels: Node, kept: Node | None, smoothing: float) 
     most = max_(fixed, (1,))
     shifted = subtract(fixed, restore(most, logits, (1,)))
     total = log(sum_(exp(shifted), (1,)))
-    picked = widened(gather(reshape(stored, (rows * width,)), places(labels, rows, width)))
-    # On a GPU looked up by itself, before the gradient takes the place of the logits in memory.
+    picked = widened(gather(reshape(stored, (rows * width,)), label_positions(labels, rows, width)))
+    # On a GPU looked up by itself, before the gradient takes over the memory of the logits.
     picked = stop(Node(BARRIER, (stop(picked),), {"gpu_only": True}))
     loss = subtract(total, subtract(picked, most))
     if smoothing:
@@ -79,7 +79,7 @@ def _row_losses_gradient(g: Node, n: Node) -> list[Node | None]:
 _ROW_LOSSES = custom_vjp("row_losses", _row_losses_gradient)
 
 
-def places(labels: Node, rows: int, width: int) -> Node:
+def label_positions(labels: Node, rows: int, width: int) -> Node:
     """Where the logit of each row's label lies among all logits, in a dtype that holds the last one."""
     dtype = int32 if rows * width <= np.iinfo(np.int32).max else int64
     first = sequence(0, 1, rows, dtype)

@@ -212,7 +212,7 @@ def _products_before(x: Node, axis: int, reverse: bool = False) -> Node:
 
 
 def _shifted(x: Node, axis: int, reverse: bool, fill: int) -> Node:
-    """Each item one place later along an axis, or one earlier; `fill` where none comes from."""
+    """Each item one step later along an axis, or one earlier; `fill` where none comes from."""
     length = x.shape[axis]
     if not length:
         return x

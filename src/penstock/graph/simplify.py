@@ -95,9 +95,9 @@ def _joined(node: Node, before: Node) -> Node:
 
 
 def _hashable(node: Node) -> Any:
-    """Attributes as part of a key; numbers by their type and bits, so that 0 and -0 or 1 and True differ."""
-    numbers = node.primitive.constants
+    """Attributes as part of a key; constants by type and bits, so that 0 and -0 or 1 and True differ."""
+    constants = node.primitive.constants
     return tuple(
-        (name, type(value), np.asarray(value).tobytes() if name in numbers else value)
+        (name, type(value), np.asarray(value).tobytes() if name in constants else value)
         for name, value in node.attributes.items()
     )

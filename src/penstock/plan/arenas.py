@@ -53,9 +53,9 @@ def plan_arenas(values: Sequence[Value], alignment: int, most: int, largest: int
     arena_of, offsets = [0] * len(values), [0] * len(values)
     plans = [Plan((), 0, 0)]
     if small:
-        numbers, plans = _plan_small(_renumbered(values, small), alignment, most)
+        chosen, plans = _plan_small(_renumbered(values, small), alignment, most)
         placed = [0] * len(plans)
-        for at, arena in zip(small, numbers, strict=True):
+        for at, arena in zip(small, chosen, strict=True):
             arena_of[at], offsets[at] = arena, plans[arena].offsets[placed[arena]]
             placed[arena] += 1
     for sharing in _one_at_a_time(values, sizes, most):

@@ -132,14 +132,14 @@ class Clock:
     def _recent_base(self) -> _Base:
         """A base of the last second: the clocks drift apart, and CUDA rounds long distances."""
         if self._base is None or perf_counter() > self._due:
-            found = []
+            measured = []
             for _ in range(5):  # the host may be interrupted meanwhile, but not every time
                 before = perf_counter()
                 native = self._events.mark(self._queue, self._events.timed)
                 checked(cu.cuEventSynchronize(native))
                 after = perf_counter()
-                found.append((after - before, _Base(native, (before + after) / 2, self._events.timed)))
-            self._base = min(found, key=lambda pair: pair[0])[1]
+                measured.append((after - before, _Base(native, (before + after) / 2, self._events.timed)))
+            self._base = min(measured, key=lambda pair: pair[0])[1]
             self._due = perf_counter() + _CLOCK_SECONDS
         return self._base
 

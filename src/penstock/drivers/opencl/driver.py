@@ -49,7 +49,7 @@ _MAX_PARTS = 256  # sub-buffers kept for one allocation
 _LARGE = 4 << 20  # bytes, from which on the size of pages matters
 _LEAST_LANES = 4  # of a CPU's vectors
 _BUFFER_PARAMETERS = 12  # bytes of a kernel's parameters: a pointer, and where in its memory the array begins
-_OTHER_PARAMETERS = 128  # bytes that numbers may take
+_OTHER_PARAMETERS = 128  # bytes that scalars may take
 _DEFAULT_ALIGNMENT = 0  # lets OpenCL take that of its widest vector type, 128 bytes
 _RW = cl.mem_flags.READ_WRITE
 _SVM = cl.svm_mem_flags.READ_WRITE | cl.svm_mem_flags.SVM_FINE_GRAIN_BUFFER
@@ -70,7 +70,7 @@ _NO_MEMORY = {
 
 def find_devices() -> list[cl.Device]:
     """Every OpenCL device: GPUs first, then other accelerators, then CPUs; the largest memory first."""
-    found: list[cl.Device] = []
+    devices: list[cl.Device] = []
     invokers.keep_in_memory()
     with pocl.own_folder():
         try:
@@ -79,11 +79,11 @@ def find_devices() -> list[cl.Device]:
             return []
         for platform in platforms:
             try:
-                found += platform.get_devices()
+                devices += platform.get_devices()
             except cl.Error:  # a platform whose hardware is absent
                 continue
     order = {"gpu": 0, "accelerator": 1, "cpu": 2}
-    usable = [device for device in found if device.available and device.compiler_available]
+    usable = [device for device in devices if device.available and device.compiler_available]
     return sorted(usable, key=lambda device: (order[_kind(device)], -device.global_mem_size))
 
 
@@ -361,15 +361,15 @@ class _Clock:
         return nanoseconds * 1e-9 + self._offset
 
     def _set(self) -> None:
-        found = []
+        measured = []
         for _ in range(5):  # the host may be interrupted meanwhile, but not every time
             before = perf_counter()
             event = cl.enqueue_marker(self._queue)
             after = perf_counter()
             event.wait()
             queued: Any = event.get_profiling_info(_PROFILE.QUEUED)
-            found.append((after - before, (before + after) / 2 - queued * 1e-9))
-        self._offset = min(found)[1]
+            measured.append((after - before, (before + after) / 2 - queued * 1e-9))
+        self._offset = min(measured)[1]
         self._due = perf_counter() + _CLOCK_SECONDS
 
 

@@ -156,8 +156,8 @@ class PoclCache:
 
     def _files(self, folder: str) -> frozenset[str]:
         """The names of a program's files. PoCL writes each under another name first."""
-        found = (self.folder / folder).rglob("*")
-        wanted = [path for path in found if path.name == "program.bc" or path.suffix == ".so"]
+        paths = (self.folder / folder).rglob("*")
+        wanted = [path for path in paths if path.name == "program.bc" or path.suffix == ".so"]
         return frozenset(path.relative_to(self.folder).as_posix() for path in wanted)
 
     def _end(self) -> None:

@@ -107,10 +107,10 @@ def _enumerate(instance: Any) -> list[Adapter]:
     return best_adapters([_adapter(natives[index]) for index in range(count)])
 
 
-def best_adapters(found: Sequence[Adapter]) -> list[Adapter]:
+def best_adapters(adapters: Sequence[Adapter]) -> list[Adapter]:
     """The best first, each GPU by the best API that reaches it."""
     apis, sorts = list(_APIS.values()), list(_SORTS.values())
-    usable = [adapter for adapter in found if adapter.api in apis]
+    usable = [adapter for adapter in adapters if adapter.api in apis]
     best: dict[tuple[int, int], str] = {}
     for adapter in sorted(usable, key=lambda adapter: apis.index(adapter.api)):
         best.setdefault(adapter.hardware, adapter.api)

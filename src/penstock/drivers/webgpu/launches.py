@@ -151,16 +151,16 @@ class Binder:
             else:
                 parts.append((given.serial, given.offset, given.size))
                 large.setdefault((given.serial, function.buffer_types[number]), []).append(number)
-        for numbers in large.values():
-            _join_overlapping(parts, numbers)
+        for indices in large.values():
+            _join_overlapping(parts, indices)
         return parts
 
 
-def _join_overlapping(parts: list[Part], numbers: Sequence[int]) -> None:
+def _join_overlapping(parts: list[Part], indices: Sequence[int]) -> None:
     """Make one part of those that overlap in one memory: WebGPU permits no two bindings of the same bytes."""
     together: list[int] = []
     start = end = 0
-    for number in sorted(numbers, key=lambda number: parts[number][1]):
+    for number in sorted(indices, key=lambda number: parts[number][1]):
         serial, begin, size = parts[number]
         if begin >= end:
             together, start = [], begin

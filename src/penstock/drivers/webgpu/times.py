@@ -45,7 +45,7 @@ class Queries:
         return self._pass
 
     def mark(self, encoder: Any) -> None:
-        """Let the next moment be that at which the encoder's commands come to this place."""
+        """Let the next moment be that at which the encoder's commands come to this point."""
         lib.wgpuCommandEncoderWriteTimestamp(encoder, self._set.native, self.used)
         self.used += 1
 

@@ -70,7 +70,7 @@ class KernelText:
 
     @property
     def scalars(self) -> tuple[Parameter, ...]:
-        """The parameters that are numbers."""
+        """The parameters that are scalars."""
         return tuple(parameter for parameter in self.parameters if not parameter.is_buffer)
 
     def scalar_bytes(self, folded: bool) -> int:
@@ -86,7 +86,7 @@ class KernelText:
 def parse(source: str) -> dict[str, KernelText]:
     """The kernels of a text, by name."""
     text = _COMMENT.sub("", source)
-    around, found, end = [], {}, 0
+    around, kernels, end = [], {}, 0
     for match in _KERNEL.finditer(text):
         if match.start() < end:
             continue
@@ -96,12 +96,12 @@ def parse(source: str) -> dict[str, KernelText]:
         if text[close + 1 : opening].strip() or opening < 0:
             raise CompileError(f"kernel {match[1]!r} has no body in braces after its parameters")
         end = _closing(text, opening + 1, match[1]) + 1
-        found[match[1]] = (text[match.end() : close], text[opening + 1 : end - 1])
+        kernels[match[1]] = (text[match.end() : close], text[opening + 1 : end - 1])
     around.append(text[end:])
     outside = "".join(around)
     return {
         name: KernelText(name, _parameters(name, parameters), body, outside)
-        for name, (parameters, body) in found.items()
+        for name, (parameters, body) in kernels.items()
     }
 
 
@@ -205,7 +205,7 @@ def _closing(text: str, start: int, name: str) -> int:
 
 
 def _parameters(kernel: str, text: str) -> tuple[Parameter, ...]:
-    found = []
+    parameters = []
     for part in _split(text):
         name, colon, kind = (piece.strip() for piece in part.partition(":"))
         parameter = Parameter(name, re.sub(r"\s+", "", kind))
@@ -218,8 +218,8 @@ def _parameters(kernel: str, text: str) -> tuple[Parameter, ...]:
                 f"kernel {kernel!r} has a parameter of type {kind!r}; a buffer is an `array<...>`, "
                 f"a scalar one of {', '.join(SCALARS)}"
             )
-        found.append(parameter)
-    return tuple(found)
+        parameters.append(parameter)
+    return tuple(parameters)
 
 
 def _split(text: str) -> list[str]:

@@ -63,14 +63,14 @@ class _Rewriter:
                 result, at = result + before + match[0], match.end()
                 continue
             close = end_of(text, match.end() + 1, ";")
-            place = f"i32({self.rewritten(text[match.end() + 1 : close])})"
+            index = f"i32({self.rewritten(text[match.end() + 1 : close])})"
             close += 1
             if atomic := _ATOMIC.search(before):
                 end = end_of(text, close, ";")
                 more = self.rewritten(text[close:end])
                 if atomic[1].removeprefix("atomic") not in _ATOMICS or more.strip()[:1] not in ("", ","):
                     raise _cannot(name, f"it is given to {atomic[1]}")
-                result += before[: atomic.start()] + self._call(name, atomic[1], place + more)
+                result += before[: atomic.start()] + self._call(name, atomic[1], index + more)
                 at = end + 1
             elif _ADDRESS.search(before):
                 raise _cannot(name, "the address of an item is taken")
@@ -82,13 +82,13 @@ class _Rewriter:
                 if assigned[1]:
                     value, sign = "1", assigned[1][0]
                 if sign is None:
-                    result += before + self._call(name, "store", f"{place}, {value}")
+                    result += before + self._call(name, "store", f"{index}, {value}")
                 else:
                     old = self._call(name, "load", "_at")
                     new = self._call(name, "store", f"_at, {old} {sign} ({value})")
-                    result += f"{before}{{ let _at = {place}; {new}; }}"
+                    result += f"{before}{{ let _at = {index}; {new}; }}"
             else:
-                result, at = result + before + self._call(name, "load", place), close
+                result, at = result + before + self._call(name, "load", index), close
         return result + text[at:]
 
     def _call(self, name: str, verb: str, given: str) -> str:
