@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -90,25 +90,23 @@ class LibraryLaunch(Protocol):
 _serials = itertools.count()
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Memory:
     """One allocation of a driver."""
 
-    __slots__ = (
-        "__weakref__", "asked", "host", "idle_since", "native", "nbytes", "parts", "pinned", "serial",
-        "usage",
-    )  # fmt: skip
+    native: Any  # what a kernel takes as argument
+    nbytes: int
+    host: Bytes | None  # the same bytes as an array, where the host can always see them
+    pinned: bool = False  # memory of the host that the device can reach by itself
+    serial: int = field(default_factory=_serials.__next__)  # which allocation it is, of all that there were
+    parts: Any = None  # native objects for parts of it, where a driver keeps any
+    # The pool's notes: how much was asked for, since when nobody holds it, and who used it last.
+    asked: int = field(init=False)
+    idle_since: float = 0.0
+    usage: Any = None
 
-    def __init__(self, native: Any, nbytes: int, host: Bytes | None, pinned: bool = False) -> None:
-        self.serial = next(_serials)  # which allocation it is, of all that there were
-        self.native = native  # what a kernel takes as argument
-        self.nbytes = nbytes
-        self.host = host  # the same bytes as an array, where the host can always see them
-        self.pinned = pinned  # memory of the host that the device can reach by itself
-        self.parts: Any = None  # native objects for parts of it, where a driver keeps any
-        # The pool's notes: how much was asked for, since when nobody holds it, and who used it last.
-        self.asked = nbytes
-        self.idle_since = 0.0
-        self.usage: Any = None
+    def __post_init__(self) -> None:
+        self.asked = self.nbytes
 
     @property
     def is_freed(self) -> bool:

@@ -11,6 +11,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -36,19 +37,17 @@ from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 _FRESH, _FREED = 0xA5, 0xDD  # what a scheduler's driver writes over memory that it allocates and frees
 
 
+@dataclass(slots=True, eq=False)
 class _Command:
     """One recorded command, which is its own event."""
 
-    __slots__ = ("done", "error", "flushed", "ran", "run", "timed", "waits")
-
-    def __init__(self, run: Callable[[], None], waits: Waits, timed: bool) -> None:
-        self.run: Callable[[], None] | None = run
-        self.waits = waits or ()
-        self.flushed = False
-        self.done = False
-        self.error: str | None = None
-        self.timed = timed
-        self.ran: tuple[float, float] | None = None
+    run: Callable[[], None] | None
+    waits: Sequence[_Command]
+    timed: bool
+    flushed: bool = False
+    done: bool = False
+    error: str = ""
+    ran: tuple[float, float] | None = None
 
     def execute(self) -> None:
         assert self.run is not None
@@ -185,7 +184,7 @@ class HostDriver(Driver):
         return [(position, event.error) for position, event in enumerate(events) if event.error]
 
     def _record(self, queue: Queue, run: Callable[[], None], waits: Waits) -> Event:
-        command = _Command(run, waits, self._timed)
+        command = _Command(run, waits or (), self._timed)
         with self._lock:
             if self._scheduler:
                 queue.append(command)

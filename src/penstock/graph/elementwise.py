@@ -9,17 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.graph.dtypes import HALF_PRECISION, bool_, complex64, float32, float64
-from penstock.graph.node import (
-    Array,
-    DType,
-    Kind,
-    Node,
-    Primitive,
-    Rounding,
-    Shape,
-    Vjp,
-    same,
-)
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Rounding, Shape, Vjp, same
 from penstock.graph.reference import by_parts
 
 Apply = Callable[..., Node]
@@ -31,7 +21,7 @@ _COSTLY: dict[str, Any] = {"costly": True}
 _SLOW: dict[str, Any] = {"costly": True, "weight": 1}
 
 
-def _truth(*inputs: Node) -> tuple[Shape, DType]:
+def _predicate(*inputs: Node) -> tuple[Shape, DType]:
     return same(*inputs)[0], BOOL
 
 
@@ -207,10 +197,10 @@ erf: Apply = _row(
 )
 logical_not: Apply = _row("logical_not", np.logical_not)
 bitwise_invert: Apply = _row("bitwise_invert", np.invert)
-isnan: Apply = _row("isnan", np.isnan, shape_rule=_truth)
-isinf: Apply = _row("isinf", np.isinf, shape_rule=_truth)
-isfinite: Apply = _row("isfinite", np.isfinite, shape_rule=_truth)
-signbit: Apply = _row("signbit", np.signbit, shape_rule=_truth)
+isnan: Apply = _row("isnan", np.isnan, shape_rule=_predicate)
+isinf: Apply = _row("isinf", np.isinf, shape_rule=_predicate)
+isfinite: Apply = _row("isfinite", np.isfinite, shape_rule=_predicate)
+signbit: Apply = _row("signbit", np.signbit, shape_rule=_predicate)
 conj: Apply = _row("conj", np.conj, rounding=_EXACT)
 real: Apply = _row("real", np.real, shape_rule=_real, rounding=_EXACT)
 imag: Apply = _row("imag", np.imag, shape_rule=_real, rounding=_EXACT)
@@ -318,12 +308,12 @@ logaddexp: Apply = _row(
 )
 maximum: Apply = _row("maximum", np.maximum, lambda g, n: _extreme_gradient(g, n), rounding=_EXACT)
 minimum: Apply = _row("minimum", np.minimum, lambda g, n: _extreme_gradient(g, n), rounding=_EXACT)
-equal: Apply = _row("equal", np.equal, shape_rule=_truth)
-not_equal: Apply = _row("not_equal", np.not_equal, shape_rule=_truth)
-less: Apply = _row("less", np.less, shape_rule=_truth)
-less_equal: Apply = _row("less_equal", np.less_equal, shape_rule=_truth)
-greater: Apply = _row("greater", np.greater, shape_rule=_truth)
-greater_equal: Apply = _row("greater_equal", np.greater_equal, shape_rule=_truth)
+equal: Apply = _row("equal", np.equal, shape_rule=_predicate)
+not_equal: Apply = _row("not_equal", np.not_equal, shape_rule=_predicate)
+less: Apply = _row("less", np.less, shape_rule=_predicate)
+less_equal: Apply = _row("less_equal", np.less_equal, shape_rule=_predicate)
+greater: Apply = _row("greater", np.greater, shape_rule=_predicate)
+greater_equal: Apply = _row("greater_equal", np.greater_equal, shape_rule=_predicate)
 logical_and: Apply = _row("logical_and", np.logical_and)
 logical_or: Apply = _row("logical_or", np.logical_or)
 logical_xor: Apply = _row("logical_xor", np.logical_xor)

@@ -93,7 +93,7 @@ def _wide_sum_shape(x: Node, *, axes: Axes, dtype: DType) -> tuple[Shape, DType]
     return _reduced(x, axes=axes)[0], dtype
 
 
-# Where NumPy adds up integers as wider ones: they are not written out before.
+# A sum of integers in a wider dtype by NumPy, which stores no wide copy of them.
 WIDE_SUM = Primitive(
     "wide_sum",
     Kind.HOST,

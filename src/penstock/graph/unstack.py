@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from penstock.graph.contraction import MATMUL, matmul
 from penstock.graph.elementwise import CAST, PRIMITIVES, cast
-from penstock.graph.node import Node, topological
-from penstock.graph.shaping import CONCAT, PAD, PERMUTE, SLICE, permute, reshape, slice_
-from penstock.graph.simplify import simplify
+from penstock.graph.node import Node, Shape, topological
+from penstock.graph.shaping import CONCAT, PAD, PERMUTE, RESHAPE, SLICE, permute, reshape, slice_axis
 
 
 def unstack(outputs: Sequence[Node]) -> list[Node]:
@@ -27,13 +26,14 @@ class _Unstacking:
     def __init__(self, outputs: Sequence[Node]) -> None:
         self._new: dict[Node, Node] = {}
         self._stacks: dict[Node, dict[int, Node]] = {}
+        self._known: dict[tuple[Node, int], Node] = {}  # matrices in the new graph
         order = topological(outputs)
         products = self._products_read_by_index(order, outputs)
         self.outputs = list(outputs)
         if products:
             for node in order:
                 self._new[node] = self._rewritten(node, products)
-            self.outputs = simplify([self._new[node] for node in outputs])
+            self.outputs = [self._new[node] for node in outputs]
 
     def _products_read_by_index(self, order: Sequence[Node], outputs: Sequence[Node]) -> set[Node]:
         """The products of two stacks that are no output, and whose readers take one matrix each."""
@@ -69,10 +69,18 @@ class _Unstacking:
         index = _index(node)
         if index is not None and _base(node.inputs[0]) in products:
             return reshape(self._matrix(node.inputs[0], index), node.shape)
-        return node.on(tuple(self._new[parent] for parent in node.inputs))
+        inputs = tuple(self._new[parent] for parent in node.inputs)
+        if node.primitive is RESHAPE and inputs != node.inputs:
+            return _reshaped(inputs[0], node.shape)
+        return node.on(inputs)
 
     def _matrix(self, node: Node, index: int) -> Node:
         """Matrix `index` of a stack, or of a product of stacks, in the new graph."""
+        if (node, index) not in self._known:
+            self._known[node, index] = self._new_matrix(node, index)
+        return self._known[node, index]
+
+    def _new_matrix(self, node: Node, index: int) -> Node:
         if node.primitive is MATMUL:
             return matmul(*(self._matrix(operand, index) for operand in node.inputs))
         if node.primitive is CAST:
@@ -82,9 +90,15 @@ class _Unstacking:
             return permute(self._matrix(node.inputs[0], index), axes)
         matrix = self._matrices(node).get(index)
         if matrix is None:
-            rest = tuple((0, length, 1) for length in node.shape[1:])
-            return reshape(slice_(self._new[node], ((index, 1, 1), *rest)), node.shape[1:])
-        return reshape(self._new[matrix], node.shape[1:])
+            return reshape(slice_axis(self._new[node], 0, index, 1), node.shape[1:])
+        return _reshaped(self._new[matrix], node.shape[1:])
+
+
+def _reshaped(node: Node, shape: Shape) -> Node:
+    """A node in another shape, without the one that it had before."""
+    if node.primitive is RESHAPE and node.value is None:
+        node = node.inputs[0]
+    return reshape(node, shape)
 
 
 def _base(node: Node) -> Node:

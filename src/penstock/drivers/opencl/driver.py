@@ -47,7 +47,7 @@ MemoryKind = Literal["svm", "mapped", "device"]
 _NOTHING = np.zeros(1, np.uint8)
 _MAX_PARTS = 256  # sub-buffers kept for one allocation
 _LARGE = 4 << 20  # bytes, from which on the size of pages matters
-_LEAST_LANES = 4  # of a CPU's vectors
+_LEAST_VECTOR_WIDTH = 4  # of a CPU
 _BUFFER_PARAMETERS = 12  # bytes of a kernel's parameters: a pointer, and where in its memory the array begins
 _OTHER_PARAMETERS = 128  # bytes that scalars may take
 _DEFAULT_ALIGNMENT = 0  # lets OpenCL take that of its widest vector type, 128 bytes
@@ -397,7 +397,7 @@ def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> 
         max_group_size=device.max_work_group_size,
         local_bytes=device.local_mem_size,
         # By the device's type: some CPUs say 1, because their compiler makes vectors by itself.
-        vector_width=max(device.native_vector_width_float, _LEAST_LANES) if kind == "cpu" else 1,
+        vector_width=max(device.native_vector_width_float, _LEAST_VECTOR_WIDTH) if kind == "cpu" else 1,
         float16="cl_khr_fp16" in extensions,
         float64="cl_khr_fp64" in extensions,
         max_buffers=_most_buffers(device),

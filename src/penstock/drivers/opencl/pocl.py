@@ -19,7 +19,7 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -27,6 +27,7 @@ from typing import TypeVar
 
 from penstock.config import cache_folder
 from penstock.drivers.binaries import Binaries
+from penstock.drivers.environment import environment
 
 try:
     import fcntl
@@ -184,22 +185,10 @@ def cache() -> PoclCache | None:
     return _cache
 
 
-@contextmanager
-def own_folder() -> Iterator[None]:
+def own_folder() -> AbstractContextManager[None]:
     """PoCL, which is loaded and reads its settings inside the block, uses the folder of this process."""
-    own = cache()
-    if own is None:
-        yield
-        return
-    given = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = str(own.folder)
-    try:
-        yield
-    finally:  # for child processes, which have folders of their own
-        if given is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = given
+    own = cache()  # child processes have folders of their own
+    return nullcontext() if own is None else environment(_VARIABLE, str(own.folder))
 
 
 def _packed(base: Path, folder: str, names: Iterable[str]) -> bytes:

@@ -139,7 +139,7 @@ class WebGpuDriver(Driver):
             self._native.require_alive()
             buffer = self._read_buffers.take(nbytes)
             moment = self._recorder.copy(queue, buffer, 0, memory.native.buffer, start, nbytes)
-            self._recorder.batch(queue).reads.append(Read(buffer, nbytes, offset - start, target))
+            self._recorder.batch(queue).reads.append(Read(buffer, offset - start, target))
             return self._recorder.event(queue, moment=moment)
 
     def copy(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -176,11 +177,7 @@ def _sizes(
 ) -> tuple[tuple[int, int, int], bool]:
     """The workgroups of a dispatch in each axis, and whether the grid was folded into a rectangle for it."""
     most, *sizes = limits
-    threads = groups = 1
-    for size in group:
-        threads *= size
-    for size in grid:
-        groups *= size
+    threads, groups = math.prod(group), math.prod(grid)
     fits = all(1 <= size <= limit for size, limit in zip(group, sizes, strict=False)) and threads <= most
     if not 1 <= len(grid) == len(group) <= 3 or min(grid) < 1 or not fits:
         raise DeviceError(

@@ -44,10 +44,10 @@ class Function:
         scalars = {scalar.name: number for number, scalar in enumerate(text.scalars)}
         # For each buffer, which of the scalars is its offset, where it has one.
         self.offset_scalars = [scalars.get(f"{buffer.name}_place") for buffer in text.buffers]
-        self.scalar_bytes = [text.scalar_bytes(folded) for folded in (False, True)]
         self.pipelines: LRU[Variant, Owned] = LRU(_MAX_PIPELINES)
         self._dtypes = [dtypes[position] for position in self.scalar_positions]
         self._formats = [struct.Struct(text.scalar_format(folded)) for folded in (False, True)]
+        self.scalar_bytes = [form.size for form in self._formats]
 
     def packed(self, scalars: list[Any], folded: bool) -> bytes:
         """Scalars as the kernel reads them."""

@@ -102,7 +102,6 @@ class Read(NamedTuple):
     """A buffer to be mapped, and where its bytes go."""
 
     buffer: NativeBuffer
-    nbytes: int
     skip: int  # bytes before the first that was asked for
     target: Bytes
 
@@ -256,7 +255,7 @@ class Recorder:
         buffer = self._read_buffers.take(queries.nbytes)
         queries.resolve(self._encoder(queue), buffer.native)
         batch.moments = np.zeros(queries.used, np.uint64)
-        batch.reads.append(Read(buffer, queries.nbytes, 0, batch.moments.view(np.uint8)))
+        batch.reads.append(Read(buffer, 0, batch.moments.view(np.uint8)))
 
     def _finish(self, queue: EncoderQueue) -> tuple[list[Owned], list[tuple[int, str]]]:
         """The commands in a queue's encoder, ready to be submitted, and what WebGPU has against them."""

@@ -24,13 +24,13 @@ from penstock.errors import CompileError
 OFFSET_ALIGNMENT = 256  # bytes; offsets of buffers are counted in steps of it
 _KERNEL = re.compile(r"\bkernel\s+(\w+)\s*\(")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-# NumPy's word for a scalar, how `struct` writes it, and how many words it takes.
+# NumPy's word for a scalar, and how `struct` writes it.
 SCALARS = {
-    "i32": ("int32", "i", 1),
-    "u32": ("uint32", "I", 1),
-    "f32": ("float32", "f", 1),
-    "i64": ("int64", "q", 2),
-    "u64": ("uint64", "Q", 2),
+    "i32": ("int32", "i"),
+    "u32": ("uint32", "I"),
+    "f32": ("float32", "f"),
+    "i64": ("int64", "q"),
+    "u64": ("uint64", "Q"),
 }
 # What tells a folded grid, after all other scalars: groups in a row, in all, and in the first two axes.
 _FOLD = ("fold_width", "fold_length", "fold_0", "fold_1")
@@ -73,13 +73,8 @@ class KernelText:
         """The parameters that are scalars."""
         return tuple(parameter for parameter in self.parameters if not parameter.is_buffer)
 
-    def scalar_bytes(self, folded: bool) -> int:
-        """The size of all scalars, and of what a folded grid adds to them."""
-        words = sum(SCALARS[scalar.type][2] for scalar in self.scalars)
-        return 4 * (words + (len(_FOLD) if folded else 0))
-
     def scalar_format(self, folded: bool) -> str:
-        """All scalars as `struct` writes them."""
+        """All scalars as `struct` writes them, and what a folded grid adds to them."""
         return "<" + "".join(SCALARS[scalar.type][1] for scalar in self.scalars) + ("4i" if folded else "")
 
 

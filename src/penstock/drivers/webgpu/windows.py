@@ -1,8 +1,8 @@
 """Memories larger than one binding in a kernel's text: several bindings, which are windows side by side.
 
 WGSL has no pointer that could go to one of several bindings. So what a kernel reads and writes there becomes
-calls of functions that choose the window by the item's number. What is no plain use of an item cannot be
-written so, and is refused.
+calls of functions that choose the window by the item's index. Uses that cannot become such a call are
+refused.
 """
 
 from __future__ import annotations
