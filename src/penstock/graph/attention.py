@@ -37,7 +37,7 @@ from penstock.graph.elementwise import (
 from penstock.graph.gradient import gradients_of
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 from penstock.graph.reducing import expand, keep_axes, max_, restore, sum_
-from penstock.graph.shaping import concat, pad, permute, reshape, slice_, slice_axis
+from penstock.graph.shaping import concat, pad, permute, reshape, slice_axis
 
 GRADIENT_PARTS = ("query", "key", "value")
 _ROW_ITEMS = 1 << 24  # scores that are held at a time; of more, each part is computed twice in training
@@ -176,13 +176,7 @@ def _placed(part: Node, side: int, shape: Shape) -> Node:
     """A gradient as a part of that of queries, keys and values together."""
     batch, length, _, heads, width = shape
     row = reshape(part, (batch, length, 1, heads, width))
-    return pad(row, _side(side, shape), shape)
-
-
-def _side(side: int, shape: Shape) -> tuple[tuple[int, int, int], ...]:
-    """The slices that take queries, keys or values from all of them together."""
-    batch, length, _, heads, width = shape
-    return ((0, batch, 1), (0, length, 1), (side, 1, 1), (0, heads, 1), (0, width, 1))
+    return pad(row, ((0, batch, 1), (0, length, 1), (side, 1, 1), (0, heads, 1), (0, width, 1)), shape)
 
 
 def attend(query: Node, key: Node, value: Node, causal: bool, scale: float) -> Node:
@@ -266,6 +260,6 @@ def packed_attention(packed: Node, causal: bool, scale: float) -> Node:
     """The same of one (batch, length, 3, heads, width of a head), whose gradient is one value too."""
     batch, length, _, heads, width = packed.shape
     query, key, value = (
-        reshape(slice_(packed, _side(side, packed.shape)), (batch, length, heads, width)) for side in range(3)
+        reshape(slice_axis(packed, 2, side, 1), (batch, length, heads, width)) for side in range(3)
     )
     return Node(PACKED, (attention(query, key, value, causal, scale), packed), {})

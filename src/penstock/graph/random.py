@@ -27,7 +27,7 @@ from penstock.graph.elementwise import (
 )
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 from penstock.graph.reducing import INDEX, argsort
-from penstock.graph.shaping import reshape, slice_
+from penstock.graph.shaping import reshape, slice_axis
 
 WORD, DOUBLE_WORD = uint32, uint64
 WORDS_PER_BLOCK = 4
@@ -144,7 +144,7 @@ def _word(bits: Node, number: int) -> Node:
     if words > 1:
         count = math.prod(shape)
         rows = reshape(bits, (count, words))  # in a kernel, two axes cost fewer divisions than many
-        bits = slice_(rows, ((0, count, 1), (number, 1, 1)))
+        bits = slice_axis(rows, 1, number, 1)
     return reshape(bits, tuple(shape))
 
 

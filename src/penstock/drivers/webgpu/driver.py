@@ -55,8 +55,8 @@ class WebGpuDriver(Driver):
         self._binder = Binder(adapter, can, self._layouts, self._pipelines, self._groups)
         self._byte_copies = ByteCopies(self._pipelines, can.binding_bytes)
         self._read_buffers = ReadBuffers(self._native)
-        self._timing = Timing(self._native, TIMES_BETWEEN_PASSES in adapter.features)
-        self._recorder = Recorder(self._native, self._layouts, self._read_buffers, self._timing)
+        self._times_copies = TIMES_BETWEEN_PASSES in adapter.features
+        self._recorder = Recorder(self._native, self._layouts, self._read_buffers)
 
     # Memory
 
@@ -199,7 +199,7 @@ class WebGpuDriver(Driver):
         if on and not self.times:
             raise DeviceError(f"{self.name} does not tell when commands ran")
         with self._lock:
-            self._timing.switch(on)
+            self._recorder.timing = Timing(self._native, self._times_copies) if on else None
         for _ in range(3) if on else ():  # to learn how far the clocks are apart
             with self._lock:
                 self._native.require_alive()
@@ -211,11 +211,11 @@ class WebGpuDriver(Driver):
 
     def ran(self, event: Event) -> tuple[float, float] | None:
         batch: Batch = event.batch
-        clock, moments, moment = self._timing.clock, batch.moments, event.moment
-        if clock is None or moments is None or moment < 0 or event.error or batch.error or not batch.done:
+        timing, moments, moment = self._recorder.timing, batch.moments, event.moment
+        if timing is None or moments is None or moment < 0 or event.error or batch.error or not batch.done:
             return None
         start, end = int(moments[moment]), int(moments[moment + 1])
-        return clock.on_host(start), clock.on_host(max(start, end))
+        return timing.on_host(start), timing.on_host(max(start, end))
 
     # Life cycle
 

@@ -109,13 +109,11 @@ class Read(NamedTuple):
 class Recorder:
     """Records into queues, and submits what they hold. The caller has the driver's lock."""
 
-    def __init__(
-        self, native: NativeDevice, layouts: Layouts, read_buffers: ReadBuffers, timing: Timing
-    ) -> None:
+    def __init__(self, native: NativeDevice, layouts: Layouts, read_buffers: ReadBuffers) -> None:
         self._native = native
         self._layouts = layouts
         self._read_buffers = read_buffers
-        self._timing = timing
+        self.timing: Timing | None = None  # while commands are timed
 
     # Launches
 
@@ -124,7 +122,7 @@ class Recorder:
         pipeline, group, scalars, nbytes, uniform, x, y, z = dispatch
         if uniform and queue.ring_used + nbytes > _RING_BYTES:
             self.submit(queue)
-        if self._timing.clock is not None:
+        if self.timing is not None:
             self._make_room(queue)
         native = queue.native_pass or self.begin_pass(queue)
         if pipeline is not queue.pipeline:
@@ -172,7 +170,7 @@ class Recorder:
     ) -> int:
         """Record a copy between buffers; the index of its first moment, -1 where it is not timed."""
         queries, moment = None, -1
-        if self._timing.clock is not None and self._timing.copies:
+        if self.timing is not None and self.timing.copies:
             self._make_room(queue)
             queries = self.batch(queue).queries
         encoder = self._encoder(queue)
@@ -196,13 +194,13 @@ class Recorder:
     def batch(self, queue: EncoderQueue) -> Batch:
         """The batch that commands of a queue are recorded into."""
         if queue.batch is None:
-            queue.batch = Batch(queue, self._timing.queries())
+            queue.batch = Batch(queue, None if self.timing is None else self.timing.queries())
         return queue.batch
 
     def begin_pass(self, queue: EncoderQueue) -> Any:
         """Begin a compute pass, which is timed where commands are."""
         queue.pipeline = queue.group = None
-        queries = None if self._timing.clock is None else self.batch(queue).queries
+        queries = None if self.timing is None else self.batch(queue).queries
         how = _NULL if queries is None else queries.timed_pass()
         queue.native_pass = lib.wgpuCommandEncoderBeginComputePass(self._encoder(queue), how)
         return queue.native_pass
@@ -318,6 +316,6 @@ class Recorder:
         for read in batch.reads:
             self._native.read_mapped(read.buffer, read.skip, read.target, read.target.nbytes)
             self._read_buffers.give_back(read.buffer)
-        if batch.moments is not None:
-            self._timing.learn(batch.queries, batch.moments, batch.start)
+        if batch.moments is not None and self.timing is not None:
+            self.timing.learn(batch.queries, batch.moments, batch.start)
         batch.end()
