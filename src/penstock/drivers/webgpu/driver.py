@@ -28,7 +28,7 @@ from penstock.drivers.webgpu.byte_copies import ByteCopies
 from penstock.drivers.webgpu.launches import Binder, BindGroups, Launch
 from penstock.drivers.webgpu.memory import MEMORY_USAGE, WORD, Range, ReadBuffers, rounded
 from penstock.drivers.webgpu.native import NativeDevice
-from penstock.drivers.webgpu.pipelines import Layouts, Pipelines
+from penstock.drivers.webgpu.pipelines import Pipelines
 from penstock.drivers.webgpu.recorder import Batch, CommandEvent, EncoderQueue, Read, Recorder
 from penstock.drivers.webgpu.times import Timing
 from penstock.errors import DeviceError, OutOfDeviceMemory
@@ -47,16 +47,14 @@ class WebGpuDriver(Driver):
         self.times = TIMES in adapter.features
         self._lock = threading.RLock()
         self._native = NativeDevice(adapter, name)
-        self._layouts = Layouts(
-            self._native, adapter.limits["maxImmediateSize"] if has_immediates else 0, self._lock
-        )
-        self._pipelines = Pipelines(self._native, self._layouts, can.binding_bytes, self._lock)
-        self._groups = BindGroups(self._native, self._layouts, self._lock)
-        self._binder = Binder(adapter, can, self._layouts, self._pipelines, self._groups)
+        immediate_bytes = adapter.limits["maxImmediateSize"] if has_immediates else 0
+        self._pipelines = Pipelines(self._native, immediate_bytes, can.binding_bytes, self._lock)
+        self._groups = BindGroups(self._native, self._lock)
+        self._binder = Binder(adapter, can, self._pipelines, self._groups)
         self._byte_copies = ByteCopies(self._pipelines, can.binding_bytes)
         self._read_buffers = ReadBuffers(self._native)
         self._times_copies = TIMES_BETWEEN_PASSES in adapter.features
-        self._recorder = Recorder(self._native, self._layouts, self._read_buffers)
+        self._recorder = Recorder(self._native, self._read_buffers)
 
     # Memory
 

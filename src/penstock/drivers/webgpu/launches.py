@@ -15,7 +15,7 @@ from penstock.drivers.driver import Capabilities, Grid
 from penstock.drivers.webgpu.adapters import Adapter
 from penstock.drivers.webgpu.memory import Range
 from penstock.drivers.webgpu.native import NativeBuffer, NativeDevice, Owned
-from penstock.drivers.webgpu.pipelines import Function, Layouts, Pipelines, Variant
+from penstock.drivers.webgpu.pipelines import Function, Pipelines, Variant
 from penstock.drivers.webgpu.wgsl import OFFSET_ALIGNMENT
 from penstock.errors import DeviceError
 from penstock.lru import LRU
@@ -42,9 +42,8 @@ class Launch:
 class BindGroups:
     """Bind groups by what they bind, until one of their memories is freed. At most `_MAX_GROUPS`."""
 
-    def __init__(self, native: NativeDevice, layouts: Layouts, lock: threading.RLock) -> None:
+    def __init__(self, native: NativeDevice, lock: threading.RLock) -> None:
         self._native = native
-        self._layouts = layouts
         self._lock = lock
         self.known: LRU[Parts, Owned] = LRU(_MAX_GROUPS)
         self.by_memory: dict[int, set[Parts]] = {}  # by the memory's serial number
@@ -57,7 +56,7 @@ class BindGroups:
                 bound = [
                     (buffer, offset, size) for buffer, (_, offset, size) in zip(buffers, parts, strict=True)
                 ]
-                group = self._native.group(self._layouts.group(len(parts)), bound)
+                group = self._native.group(bound)
                 if self.known.full:
                     self._unlink(next(iter(self.known)))
                 for serial, _, _ in parts:
@@ -81,12 +80,7 @@ class Binder:
     """Makes the dispatches of launches."""
 
     def __init__(
-        self,
-        adapter: Adapter,
-        capabilities: Capabilities,
-        layouts: Layouts,
-        pipelines: Pipelines,
-        groups: BindGroups,
+        self, adapter: Adapter, capabilities: Capabilities, pipelines: Pipelines, groups: BindGroups
     ) -> None:
         limits = adapter.limits
         self._max_groups_per_axis = limits["maxComputeWorkgroupsPerDimension"]
@@ -96,7 +90,6 @@ class Binder:
         )
         self._max_buffers = capabilities.max_buffers
         self._binding_bytes = capabilities.binding_bytes
-        self._layouts = layouts
         self._pipelines = pipelines
         self._groups = groups
 
@@ -134,7 +127,7 @@ class Binder:
         packed = ffi.new("uint8_t[]", function.packed(scalars, folded)) if nbytes else None
         group = self._groups.get(tuple(parts), buffers)
         launch.dispatch = (
-            pipeline, group, packed, nbytes, self._layouts.needs_uniform(nbytes), *sizes
+            pipeline, group, packed, nbytes, self._pipelines.needs_uniform(nbytes), *sizes
         )  # fmt: skip
         return launch.dispatch
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -82,6 +83,8 @@ class NativeDevice:
         self.life = Life()
         self.dead = ""  # why every call fails
         self.errors: dict[int, list[tuple[int, str]]] = {}  # by thread: what its last calls were told
+        self._layouts: dict[Hashable, Owned] = {}  # of bind groups and pipelines
+        self._layouts_lock = threading.Lock()
         self.native = self._open(adapter)
         self.queue = lib.wgpuDeviceGetQueue(self.native)
 
@@ -155,40 +158,55 @@ class NativeDevice:
             raise CompileError(f"{self.name} refused the source of {name!r}:\n{words}\n{text}")
         return module
 
-    def group_layout(self, count: int, *, uniform: bool = False) -> Owned:
-        """How a bind group of so many storage buffers looks, or of uniform ones whose offset can change."""
-        kind = lib.WGPUBufferBindingType_Uniform if uniform else lib.WGPUBufferBindingType_Storage
-        buffer = {"type": kind, "hasDynamicOffset": uniform}
-        entries = [
-            {"binding": number, "visibility": _COMPUTE_STAGE, "buffer": buffer} for number in range(count)
-        ]
-        array = ffi.new("WGPUBindGroupLayoutEntry[]", entries)
-        return self.create("BindGroupLayout", entryCount=count, entries=array)
-
-    def group(self, layout: Owned, parts: Sequence[tuple[NativeBuffer, int, int]]) -> Owned:
-        """A bind group of buffers, each with an offset and a size."""
+    def group(self, parts: Sequence[tuple[NativeBuffer, int, int]], *, uniform: bool = False) -> Owned:
+        """A bind group of buffers, each with an offset and a size: storage, or uniform ones."""
         entries = [
             {"binding": number, "buffer": buffer.native, "offset": offset, "size": size}
             for number, (buffer, offset, size) in enumerate(parts)
         ]
         array = ffi.new("WGPUBindGroupEntry[]", entries)
+        layout = self._group_layout(len(parts), uniform)
         return self.create("BindGroup", layout=layout.native, entryCount=len(parts), entries=array)
 
-    def pipeline_layout(self, groups: Sequence[Owned], immediate_bytes: int) -> Owned:
-        """Which bind groups a pipeline takes, and how many bytes beside them."""
-        array = ffi.new("WGPUBindGroupLayout[]", [group.native for group in groups])
-        return self.create(
-            "PipelineLayout",
-            bindGroupLayoutCount=len(groups),
-            bindGroupLayouts=array,
-            immediateSize=immediate_bytes,
-        )
+    def pipeline(self, name: str, module: Owned, buffers: int, immediate_bytes: int | None) -> Owned:
+        """A module's entry point, compiled for the device, with so many storage buffers.
 
-    def pipeline(self, name: str, module: Owned, layout: Owned) -> Owned:
-        """A module's entry point, compiled for the device."""
+        Its scalars are immediates of so many bytes, or in a uniform buffer where None is given.
+        """
+        layout = self._pipeline_layout(buffers, immediate_bytes)
         entry = _string(name)
         compute = {"entryPoint": entry, "module": module.native}
         return self.create("ComputePipeline", label=entry, layout=layout.native, compute=compute)
+
+    def _group_layout(self, count: int, uniform: bool) -> Owned:
+        """How a bind group of so many storage buffers looks, or of uniform ones whose offset can change."""
+
+        def create() -> Owned:
+            kind = lib.WGPUBufferBindingType_Uniform if uniform else lib.WGPUBufferBindingType_Storage
+            entry = {"visibility": _COMPUTE_STAGE, "buffer": {"type": kind, "hasDynamicOffset": uniform}}
+            entries = [{"binding": number, **entry} for number in range(count)]
+            array = ffi.new("WGPUBindGroupLayoutEntry[]", entries)
+            return self.create("BindGroupLayout", entryCount=count, entries=array)
+
+        return self._kept(("group", count, uniform), create)
+
+    def _pipeline_layout(self, buffers: int, immediate_bytes: int | None) -> Owned:
+        groups = [self._group_layout(buffers, False)]
+        if immediate_bytes is None:
+            groups.append(self._group_layout(1, True))
+
+        def create() -> Owned:
+            array = ffi.new("WGPUBindGroupLayout[]", [group.native for group in groups])
+            sizes = {"bindGroupLayoutCount": len(groups), "immediateSize": immediate_bytes or 0}
+            return self.create("PipelineLayout", bindGroupLayouts=array, **sizes)
+
+        return self._kept(("pipeline", buffers, immediate_bytes), create)
+
+    def _kept(self, key: Hashable, create: Callable[[], Owned]) -> Owned:
+        with self._layouts_lock:
+            if key not in self._layouts:
+                self._layouts[key] = create()
+            return self._layouts[key]
 
     def create(self, kind: str, **fields: Any) -> Owned:
         """A native object of a kind such as "BindGroup", from the fields of its descriptor."""
@@ -254,6 +272,7 @@ class NativeDevice:
 
     def __del__(self) -> None:
         if hasattr(self, "queue") and not self.life.abandoned and not sys.is_finalizing():
+            self._layouts.clear()
             lib.wgpuQueueRelease(self.queue)
             lib.wgpuDeviceRelease(self.native)
 

@@ -1,4 +1,4 @@
-"""Compiled WGSL kernels: their modules, layouts and pipelines.
+"""Compiled WGSL kernels: their modules and pipelines.
 
 A kernel's module depends on how a launch binds its buffers, so each kernel has several pipelines, which are
 made when a launch first needs them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,50 +61,14 @@ class Function:
             return form.pack(*scalars)
 
 
-class Layouts:
-    """Layouts of bind groups and pipelines, by the number of buffers and the bytes of scalars."""
-
-    def __init__(self, native: NativeDevice, immediate_bytes: int, lock: threading.RLock) -> None:
-        self._native = native
-        self._immediate_bytes = immediate_bytes
-        self._lock = lock
-        self._known: dict[Hashable, Owned] = {}
-
-    def needs_uniform(self, scalar_bytes: int) -> bool:
-        """Whether scalars of so many bytes go through a uniform buffer, since immediates hold fewer."""
-        return scalar_bytes > self._immediate_bytes
-
-    def group(self, buffers: int) -> Owned:
-        """The layout of a bind group of storage buffers."""
-        return self._kept(buffers, lambda: self._native.group_layout(buffers))
-
-    def scalars(self) -> Owned:
-        """The layout of a bind group of one uniform buffer, which holds scalars."""
-        return self._kept("scalars", lambda: self._native.group_layout(1, uniform=True))
-
-    def pipeline(self, buffers: int, scalar_bytes: int) -> Owned:
-        """The layout of a pipeline."""
-        uniform = self.needs_uniform(scalar_bytes)
-        groups = [self.group(buffers)] + ([self.scalars()] if uniform else [])
-        immediates = 0 if uniform else scalar_bytes
-        key = buffers, scalar_bytes
-        return self._kept(key, lambda: self._native.pipeline_layout(groups, immediates))
-
-    def _kept(self, key: Hashable, make: Callable[[], Owned]) -> Owned:
-        with self._lock:
-            if key not in self._known:
-                self._known[key] = make()
-            return self._known[key]
-
-
 class Pipelines:
     """Compiles kernels: their texts at once, and their pipelines when a launch needs them."""
 
     def __init__(
-        self, native: NativeDevice, layouts: Layouts, binding_bytes: int, lock: threading.RLock
+        self, native: NativeDevice, immediate_bytes: int, binding_bytes: int, lock: threading.RLock
     ) -> None:
         self._native = native
-        self._layouts = layouts
+        self._immediate_bytes = immediate_bytes
         self._binding_bytes = binding_bytes
         self._lock = lock
 
@@ -126,6 +90,10 @@ class Pipelines:
             kernels[name] = Kernel(name, signature, function)
         return kernels
 
+    def needs_uniform(self, scalar_bytes: int) -> bool:
+        """Whether scalars of so many bytes go through a uniform buffer, since immediates hold fewer."""
+        return scalar_bytes > self._immediate_bytes
+
     def pipeline(self, function: Function, variant: Variant) -> Owned:
         """A pipeline of a kernel, known or new."""
         with self._lock:
@@ -138,15 +106,16 @@ class Pipelines:
 
     def _new_pipeline(self, function: Function, variant: Variant) -> Owned:
         nbytes = function.scalar_bytes[variant.folded]
-        if self._layouts.needs_uniform(nbytes) and nbytes > MAX_SCALAR_BYTES:
+        uniform = self.needs_uniform(nbytes)
+        if uniform and nbytes > MAX_SCALAR_BYTES:
             raise DeviceError(f"{nbytes} bytes of scalars; a kernel may have {MAX_SCALAR_BYTES} here")
         module = self._module(function, variant)
         firsts, windows = set(variant.bindings), variant.windows
         count = sum(windows[first] for first in firsts) if windows else len(firsts)
-        return self._native.pipeline(function.text.name, module, self._layouts.pipeline(count, nbytes))
+        return self._native.pipeline(function.text.name, module, count, None if uniform else nbytes)
 
     def _module(self, function: Function, variant: Variant) -> Owned:
-        uniform = self._layouts.needs_uniform(function.scalar_bytes[variant.folded])
+        uniform = self.needs_uniform(function.scalar_bytes[variant.folded])
         try:
             text = module_text(
                 function.text,

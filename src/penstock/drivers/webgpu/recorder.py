@@ -17,7 +17,7 @@ from penstock.drivers.driver import Bytes
 from penstock.drivers.webgpu.launches import Dispatch
 from penstock.drivers.webgpu.memory import ReadBuffers, rounded
 from penstock.drivers.webgpu.native import COPY_DST, UNIFORM, NativeBuffer, NativeDevice, Owned
-from penstock.drivers.webgpu.pipelines import MAX_SCALAR_BYTES, Layouts
+from penstock.drivers.webgpu.pipelines import MAX_SCALAR_BYTES
 from penstock.drivers.webgpu.times import Moments, Queries, Timing
 
 _RING_BYTES = 1 << 18  # of a queue's uniform buffer, in which each launch has its own scalars
@@ -109,9 +109,8 @@ class Read(NamedTuple):
 class Recorder:
     """Records into queues, and submits what they hold. The caller has the driver's lock."""
 
-    def __init__(self, native: NativeDevice, layouts: Layouts, read_buffers: ReadBuffers) -> None:
+    def __init__(self, native: NativeDevice, read_buffers: ReadBuffers) -> None:
         self._native = native
-        self._layouts = layouts
         self._read_buffers = read_buffers
         self.timing: Timing | None = None  # while commands are timed
 
@@ -146,7 +145,7 @@ class Recorder:
         """Let the next dispatch find its scalars in the queue's uniform buffer."""
         if queue.ring is None:
             buffer = self._native.buffer(_RING_BYTES + MAX_SCALAR_BYTES, UNIFORM | COPY_DST)
-            group = self._native.group(self._layouts.scalars(), [(buffer, 0, MAX_SCALAR_BYTES)])
+            group = self._native.group([(buffer, 0, MAX_SCALAR_BYTES)], uniform=True)
             queue.ring = buffer, group
         ffi.memmove(queue.scalars + queue.ring_used, scalars, nbytes)
         queue.offset[0] = queue.ring_used
