@@ -327,3 +327,50 @@ def test_other_arguments_are_other_functions() -> None:
         )
     with pytest.raises(IndexError, match="axis 2"):
         ps.mean(x, axis=2)
+
+
+# Single operations
+
+
+def test_single_operations_are_told_apart(device: Device) -> None:
+    """By the operation, its attributes, shapes, dtypes, and by which inputs are one."""
+    a, b = array(6, 6), array(6, 6, seed=1)
+    for _ in range(3):
+        x, y = ps.asarray(a, device=device), ps.asarray(b, device=device)
+        whole = ps.asarray(np.arange(36).reshape(6, 6), device=device)
+        for got, wanted in (
+            (x + y, a + b),
+            (y + x, b + a),
+            (x + x, a + a),
+            (x - y, a - b),
+            (x * 2, a * 2),
+            (x * -0.0, a * np.float32(-0.0)),
+            (x * 0.0, a * np.float32(0.0)),
+            (2 - x, 2 - a),
+            (x - 2, a - 2),
+            (whole * 2, np.arange(36).reshape(6, 6) * 2),
+            (x[1:], a[1:]),
+            (x[2:], a[2:]),
+            (x[::-1], a[::-1]),
+            (x[:, 3], a[:, 3]),
+            (x > y, a > b),
+            (x.astype(ps.int32), a.astype(np.int32)),
+            (x.astype(ps.float16), a.astype(np.float16)),
+            (ps.max(x, axis=0), a.max(0)),
+            (ps.max(x, axis=1), a.max(1)),
+            (ps.take(x, ps.asarray(np.array([4, 0]), device=device), axis=0), a[[4, 0]]),
+        ):
+            values = got.numpy()
+            np.testing.assert_array_equal(values, wanted)
+            assert values.tobytes() == np.ascontiguousarray(wanted, values.dtype).tobytes()
+
+
+def test_a_bad_index_is_refused_however_often(device: Device) -> None:
+    x = ps.asarray(array(6), device=device)
+    for index in (5, 6, 2, 6, 6):
+        result = ps.take(x, ps.asarray(np.array([index]), device=device))
+        if index == 6:
+            with pytest.raises(ps.errors.BadIndex, match="index 6"):
+                result.numpy()
+        else:
+            assert result.item() == array(6)[index]

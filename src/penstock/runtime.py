@@ -145,6 +145,11 @@ class Device:
         return self.layers().stream
 
     @property
+    def runs_programs(self) -> bool:
+        """Whether what is computed here is a program of this device, which no profile wants to be told of."""
+        return self.dispatcher is None and not self.layers().stream.recorders
+
+    @property
     def driver(self) -> Driver:
         """The driver below."""
         return self.layers().driver

@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 from penstock.execution.host_program import HostProgram, names
+from penstock.execution.single import single
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.node import Node, topological
 from penstock.graph.reference import Constant
@@ -38,6 +39,7 @@ class ExecutableCache:
         self._forced = device.settings.force_kernels
         self._programs = LRU[Hashable, "Executable"](_MAX_PROGRAMS)
         self._host_programs = LRU[Hashable, HostProgram](_MAX_HOST_PROGRAMS)
+        self.singles = LRU[Hashable, "Executable"](_MAX_PROGRAMS)  # programs of single operations
         self.build_seconds = 0.0  # in all
 
     def seen(self, structure: Structure) -> bool:
@@ -114,14 +116,23 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
     `repeated`: the same will be computed many times, so that kernels pay however small it is.
     """
     with device.running:  # another thread may be about to compute the same
+        alone = single(nodes[0]) if len(nodes) == 1 and device.runs_programs else None
+        if alone is not None:
+            known = executables(device).singles.get(alone.key)
+            if known is not None:
+                nodes[0].settle(known.run(alone.inputs, alone.numbers)[0])
+                return
         several = dict.fromkeys(nodes) if len(nodes) > 1 else nodes
         wanted = [node for node in several if node.value is None and not _alias(node)]
         if not wanted:
             return
         structure = Structure(wanted, device.capabilities)
-        buffers = (_told if device.stream.recorders else _computed)(structure, device, repeated)[0]
+        compute = _told if device.stream.recorders else _computed
+        buffers, program = compute(structure, device, repeated)
         for node, buffer in zip(wanted, buffers, strict=False):
             node.settle(buffer)
+        if alone is not None and not isinstance(program, HostProgram) and alone.is_all_of(structure):
+            executables(device).singles[alone.key] = program
         if structure.unchecked:
             structure.watch(buffers[len(wanted) :], device)
 
