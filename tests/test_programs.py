@@ -214,7 +214,7 @@ def test_what_was_used_last_is_kept(host: Device, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(realize, "_MAX_PROGRAMS", 2)
 
     def compute(length: int) -> None:
-        (ps.asarray(np.ones(length, np.float32), device=host) * 2).numpy()
+        (ps.asarray(np.ones(length, np.float32), device=host) * 2 + 1).numpy()
 
     built: list[Any] = []
     real = realize.ExecutableCache.build

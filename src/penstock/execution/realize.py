@@ -118,7 +118,7 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
     with device.running:  # another thread may be about to compute the same
         alone = single(nodes[0]) if len(nodes) == 1 and device.runs_programs else None
         if alone is not None:
-            known = executables(device).singles.get(alone.key)
+            known = executables(device).singles.use(alone.key)
             if known is not None:
                 nodes[0].settle(known.run(alone.inputs, alone.numbers)[0])
                 return
