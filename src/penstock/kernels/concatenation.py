@@ -10,12 +10,11 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from penstock.drivers.driver import Capabilities, Cost
+from penstock.kernels import ir
 from penstock.kernels.costing import merged
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import Dialect
 from penstock.kernels.hazards import Range, Touched
-from penstock.kernels.ir.expressions import Const, Expr, Var
-from penstock.kernels.ir.statements import CallFunction, For, Function, KernelIR
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest
 
 _SMALL = 100_000  # items times operations; about as long as two launches
@@ -90,12 +89,12 @@ class _Integers:
     as_arguments: bool
     values: list[int] = field(default_factory=list)  # of the arguments
 
-    def of(self, value: int) -> Expr:
+    def of(self, value: int) -> ir.Expr:
         """One of them."""
         if not self.as_arguments:
-            return Const(value)
+            return ir.Const(value)
         self.values.append(value)
-        return Var(f"size{len(self.values) - 1}")
+        return ir.Var(f"size{len(self.values) - 1}")
 
 
 def _concatenated(calls: Sequence[Call], arenas: Container[int], dialect: Dialect) -> Call:
@@ -107,18 +106,18 @@ def _concatenated(calls: Sequence[Call], arenas: Container[int], dialect: Dialec
     integers, body, said = _Integers(_takes_sizes(calls)), [], []
     for call in calls:
         groups = integers.of(math.prod(call.source.grid))
-        arguments = [integers.of(unit) if slot in arenas else Const(unit) for slot, unit in call.places]
+        arguments = [integers.of(unit) if slot in arenas else ir.Const(unit) for slot, unit in call.places]
         arguments += [integers.of(scalar) for scalar in call.scalars]
         said.append((call.source.name, [slot for slot, _ in call.places], groups, arguments, call.numbers))
-        arguments += [Var(f"c{list(numbers).index(number)}") for number in call.numbers]
+        arguments += [ir.Var(f"c{list(numbers).index(number)}") for number in call.numbers]
         buffers = tuple(
             (dtype, f"out{slots.index(slot)}")
             for dtype, (slot, _) in zip(call.source.buffers, call.places, strict=True)
         )
-        called = CallFunction(call.source.name, Var("group"), (), buffers, tuple(arguments))
-        body.append(For("group", Const(0), groups, Const(1), [called]))
+        called = ir.CallFunction(call.source.name, ir.Var("group"), (), buffers, tuple(arguments))
+        body.append(ir.For("group", ir.Const(0), groups, ir.Const(1), [called]))
     functions = {call.source.name: _function(call.source) for call in calls}
-    kernel = KernelIR(
+    kernel = ir.KernelIR(
         outputs=["uint8"] * len(slots),
         scalars=[*numbers.values()],
         functions=[*functions.values()],
@@ -137,6 +136,6 @@ def _concatenated(calls: Sequence[Call], arenas: Container[int], dialect: Dialec
     )
 
 
-def _function(source: KernelSource) -> Function:
+def _function(source: KernelSource) -> ir.Function:
     body = source.body if isinstance(source.body, str) else source.body.kernel
-    return Function(source.name, body, "static", private=True)
+    return ir.Function(source.name, body, "static", private=True)

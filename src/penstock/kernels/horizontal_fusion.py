@@ -15,24 +15,10 @@ import numpy as np
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
+from penstock.kernels import ir
 from penstock.kernels.concatenation import Call, together, total_cost
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import Dialect
-from penstock.kernels.ir.expressions import INT, WORKGROUP, Const, Expr, Load, Var
-from penstock.kernels.ir.statements import (
-    LOCAL_MEMORY,
-    Assign,
-    CallFunction,
-    Declare,
-    Function,
-    If,
-    KernelIR,
-    Let,
-    LocalArray,
-    Statement,
-    Table,
-    While,
-)
 from penstock.kernels.lower import Lowering
 from penstock.kernels.rewriting import statement_count
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest, kernel_of
@@ -46,7 +32,7 @@ _FEW_PIECES = 8
 _BUFFER_BYTES, _NUMBER_BYTES = 12, 8  # of a parameter: an address with its place, and a number
 _MANY_BUFFERS = 64  # from which on a kernel takes them as memories, even where it is by itself
 _KINDS = ("map", "row", "column")
-_GROUP = Var("group")  # the number of the workgroup in the whole launch
+_GROUP = ir.Var("group")  # the number of the workgroup in the whole launch
 
 
 def kind(group: Group, written: Lowering | None, capabilities: Capabilities) -> Hashable | None:
@@ -104,25 +90,25 @@ class _Rows:
     table: str
     rows: list[list[int]]
 
-    def search(self) -> list[Statement]:
+    def search(self) -> list[ir.Statement]:
         """What finds the row of a workgroup."""
-        row, end, middle = Var("row"), Var("end"), Var("middle")
-        first = Load(INT, self.table, "int32", middle * len(self.rows[0]))
-        halving: list[Statement] = [
-            Let("middle", (row + end) // 2),
-            If(first <= _GROUP, [Assign("row", middle)], [Assign("end", middle)]),
+        row, end, middle = ir.Var("row"), ir.Var("end"), ir.Var("middle")
+        first = ir.Load(ir.INT, self.table, "int32", middle * len(self.rows[0]))
+        halving: list[ir.Statement] = [
+            ir.Let("middle", (row + end) // 2),
+            ir.If(first <= _GROUP, [ir.Assign("row", middle)], [ir.Assign("end", middle)]),
         ]
         return [
-            Declare("row", Const(0)),
-            Declare("end", Const(len(self.rows))),
-            While(end - row > 1, halving),
+            ir.Declare("row", ir.Const(0)),
+            ir.Declare("end", ir.Const(len(self.rows))),
+            ir.While(end - row > 1, halving),
         ]
 
-    def item(self, column: int) -> Expr:
+    def item(self, column: int) -> ir.Expr:
         """A column of the row that was found; the number itself where it is the same in all rows."""
         if len({row[column] for row in self.rows}) == 1:
-            return Const(self.rows[0][column])
-        return Load(INT, self.table, "int32", Var("row") * len(self.rows[0]) + column)
+            return ir.Const(self.rows[0][column])
+        return ir.Load(ir.INT, self.table, "int32", ir.Var("row") * len(self.rows[0]) + column)
 
 
 class _Launch:
@@ -168,7 +154,7 @@ class _Launch:
         calls = [call for piece in self._pieces.values() for call in piece]
         said = [(call.source.name, call.places, call.scalars, call.numbers) for call in calls]
         name = f"side_by_side_{digest(repr(said))}"
-        kernel = KernelIR(
+        kernel = ir.KernelIR(
             outputs=["uint8"] * len(self._slots),
             scalars=[*self._numbers.values()],
             functions=self._functions(),
@@ -176,39 +162,39 @@ class _Launch:
             vectors=False,
         )
         kernel.arrays += self._local_memory()
-        branches: list[tuple[Expr, list[Statement]]] = []
+        branches: list[tuple[ir.Expr, list[ir.Statement]]] = []
         first = 0
         for number, piece in enumerate(self._pieces.values()):
             rows = []
             for call in piece:
                 rows.append([first, *(unit for _, unit in call.places)])
                 first += call.source.grid[0]
-            body: list[Statement] = []
+            body: list[ir.Statement] = []
             differing = _Rows(f"table{number}", rows)
             if len(rows) > 1:
-                kernel.tables.append(Table(differing.table, tuple(unit for row in rows for unit in row)))
+                kernel.tables.append(ir.Table(differing.table, tuple(unit for row in rows for unit in row)))
                 body += differing.search()
             branches.append((first > _GROUP, [*body, self._called(piece[0], differing)]))
         kernel.grid = (first,)
-        kernel.body = [Let(_GROUP.name, WORKGROUP), *_by_branch(branches)]
+        kernel.body = [ir.Let(_GROUP.name, ir.WORKGROUP), *_by_branch(branches)]
         slots = tuple((slot, 0) for slot in sorted(self._slots))
         work, cost = sum(call.work for call in calls), total_cost(self._given)
         source = self._dialect.render(kernel, name)
         return Call(source, slots, (), tuple(self._numbers), work, together(self._given), cost=cost)
 
-    def _functions(self) -> list[Function]:
+    def _functions(self) -> list[ir.Function]:
         linkage = "DEVICE" if len(self._pieces) <= _FEW_PIECES else "CALLED"
-        return [Function(name, kernel_of(source), linkage) for name, source in self._sources.items()]
+        return [ir.Function(name, kernel_of(source), linkage) for name, source in self._sources.items()]
 
-    def _local_memory(self) -> list[LocalArray]:
+    def _local_memory(self) -> list[ir.LocalArray]:
         """Memory of the workgroup that every piece uses for its own arrays."""
         room = max(
             sum(_words(dtype, length) for dtype, _, length in source.arrays)
             for source in self._sources.values()
         )
-        return [LocalArray(LOCAL_MEMORY, "uint64", room)] if room else []
+        return [ir.LocalArray(ir.LOCAL_MEMORY, "uint64", room)] if room else []
 
-    def _called(self, call: Call, rows: _Rows) -> CallFunction:
+    def _called(self, call: Call, rows: _Rows) -> ir.CallFunction:
         arrays, word = [], 0
         for dtype, _, length in call.source.arrays:
             arrays.append((dtype, word))
@@ -219,19 +205,19 @@ class _Launch:
             for dtype, (slot, _) in zip(call.source.buffers, call.places, strict=True)
         )
         arguments = [rows.item(1 + at) for at in range(len(call.places))]
-        arguments += [Const(scalar) for scalar in call.scalars]
-        arguments += [Var(f"c{numbers.index(number)}") for number in call.numbers]
+        arguments += [ir.Const(scalar) for scalar in call.scalars]
+        arguments += [ir.Var(f"c{numbers.index(number)}") for number in call.numbers]
         group = _GROUP - rows.item(0)
-        return CallFunction(call.source.name, group, tuple(arrays), buffers, tuple(arguments))
+        return ir.CallFunction(call.source.name, group, tuple(arrays), buffers, tuple(arguments))
 
 
-def _by_branch(branches: list[tuple[Expr, list[Statement]]]) -> list[Statement]:
+def _by_branch(branches: list[tuple[ir.Expr, list[ir.Statement]]]) -> list[ir.Statement]:
     """The first branch whose condition holds; one by itself needs no condition."""
     if len(branches) == 1:
         return branches[0][1]
-    result: list[Statement] = []
+    result: list[ir.Statement] = []
     for condition, body in reversed(branches):
-        result = [If(condition, body, result)]
+        result = [ir.If(condition, body, result)]
     return result
 
 

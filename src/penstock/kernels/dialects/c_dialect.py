@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from penstock.kernels import ir
 from penstock.kernels.dialects.c import CPrinter
 from penstock.kernels.dialects.c_expressions import expression
 from penstock.kernels.dialects.c_threads import ThreadPrinter
 from penstock.kernels.dialects.c_vectors import VectorPrinter
 from penstock.kernels.dialects.dialect import Dialect, RawKernel
-from penstock.kernels.ir.expressions import Type
-from penstock.kernels.ir.statements import Function, KernelIR
 from penstock.kernels.philox import PHILOX
 from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource, declared, head
 
@@ -18,11 +17,11 @@ _MOST_INT = (1 << 31) - 1
 _WORKGROUP = "workgroup"  # the parameter of a function that has its number
 
 
-def _printer(kernel: KernelIR, private: bool = False) -> CPrinter:
+def _printer(kernel: ir.KernelIR, private: bool = False) -> CPrinter:
     return VectorPrinter(private) if kernel.vectors else ThreadPrinter(kernel.quick)
 
 
-def _function(function: Function, name: str) -> str:
+def _function(function: ir.Function, name: str) -> str:
     """A kernel as a function of the number of its workgroup, its local arrays, and its parameters."""
     kernel, linkage = function.kernel, f"{function.linkage} void"
     if isinstance(kernel, str):
@@ -49,12 +48,12 @@ class CDialect(Dialect):
     optional_preludes: Mapping[str, str] = {"philox(": PHILOX}  # each by a word that asks for it
 
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
-        return expression(operation, Type(result), Type(of), ("x",) * inputs) is not None
+        return expression(operation, ir.Type(result), ir.Type(of), ("x",) * inputs) is not None
 
-    def scalar_dtypes(self, kernel: KernelIR) -> tuple[str, ...]:
+    def scalar_dtypes(self, kernel: ir.KernelIR) -> tuple[str, ...]:
         return tuple("uint8" if dtype == "bool" else dtype for dtype in kernel.scalars)
 
-    def print(self, kernel: KernelIR, name: str) -> str:
+    def print(self, kernel: ir.KernelIR, name: str) -> str:
         printer = _printer(kernel)
         printer.kernel_name, printer.tables = name, frozenset(table.name for table in kernel.tables)
         # Memory of a group has to be named before anything else.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from penstock.kernels.ir.expressions import Type
+from penstock.kernels import ir
 from penstock.kernels.source import C_TYPES
 
 # {0}, {1} and {2} are the inputs, {T} their type, {U} the same without a sign.
@@ -134,7 +134,7 @@ COMBINE = {
 }
 
 
-def c_type(given: Type) -> str:
+def c_type(given: ir.Type) -> str:
     """The C type of a value."""
     name = "int" if given.dtype == "bool" else C_TYPES[given.dtype]
     return name if given.width == 1 else f"{name}{given.width}"
@@ -146,7 +146,7 @@ def has_vectors(dtype: str) -> bool:
 
 
 def expression(
-    operation: str, result: Type, of: Type, inputs: tuple[str, ...], patterns: Patterns | None = None
+    operation: str, result: ir.Type, of: ir.Type, inputs: tuple[str, ...], patterns: Patterns | None = None
 ) -> str | None:
     """The C expression of a primitive on inputs of type `of`; None if it has none.
 
@@ -161,21 +161,21 @@ def expression(
         pattern = patterns.get(operation, pattern)
     if pattern is None:
         return None
-    unsigned = c_type(Type(of.dtype.replace("int", "uint"), of.width)) if of.dtype[0] == "i" else c_type(of)
+    unsigned = ir.Type(f"u{of.dtype}", of.width) if of.dtype[0] == "i" else of
     bits = 8 * np.dtype(of.dtype).itemsize
     return pattern.format(
-        *inputs, T=c_type(of), U=unsigned, width=of.width, bits=bits, limit=_TANH_LIMIT.get(of.dtype)
+        *inputs, T=c_type(of), U=c_type(unsigned), width=of.width, bits=bits, limit=_TANH_LIMIT.get(of.dtype)
     )
 
 
-def combine(reduction: str, type: Type, one: str, other: str, patterns: Patterns | None = None) -> str:
+def combine(reduction: str, type: ir.Type, one: str, other: str, patterns: Patterns | None = None) -> str:
     """One value from two, for a reduction."""
     found = expression(COMBINE[reduction], type, type, (one, other), patterns)
     assert found is not None
     return found
 
 
-def neutral(reduction: str, type: Type) -> str:
+def neutral(reduction: str, type: ir.Type) -> str:
     """What a reduction starts from."""
     if reduction in NEUTRAL:
         number = NEUTRAL[reduction]
@@ -194,7 +194,7 @@ def neutral(reduction: str, type: Type) -> str:
     return number if type.width == 1 else f"({c_type(type)})({number})"
 
 
-def _pattern(operation: str, of: Type) -> str | None:
+def _pattern(operation: str, of: ir.Type) -> str | None:
     vector, kind = of.width > 1, "b" if of.dtype == "bool" else of.dtype[0]
     if operation in _SAME:
         return _SAME[operation]
@@ -229,13 +229,13 @@ def _wrapping(pattern: str, vector: bool) -> str:
     return f"as_{{T}}({inside})" if vector else f"(({{T}})({inside}))"
 
 
-def _truth(comparison: str, of: Type) -> str:
+def _truth(comparison: str, of: ir.Type) -> str:
     """A comparison as a truth value: vectors' comparisons have the width of what they compare."""
     wide = of.width > 1 and np.dtype(of.dtype).itemsize != 4
     return f"__builtin_convertvector({comparison}, int{of.width})" if wide else comparison
 
 
-def _cast(result: Type, of: Type, value: str) -> str | None:
+def _cast(result: ir.Type, of: ir.Type, value: str) -> str | None:
     if result.dtype == "bool":
         return _truth(f"({value} != 0)", of) if of.dtype != "bool" else value
     if of.dtype[0] == "f" and result.dtype[0] != "f":
@@ -246,7 +246,7 @@ def _cast(result: Type, of: Type, value: str) -> str | None:
     return f"__builtin_convertvector({value}, {c_type(result)})"
 
 
-def _where(result: Type, inputs: tuple[str, ...]) -> str:
+def _where(result: ir.Type, inputs: tuple[str, ...]) -> str:
     condition, yes, no = inputs
     if result.width == 1:
         return f"({condition} ? {yes} : {no})"

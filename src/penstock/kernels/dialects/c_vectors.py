@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from penstock.kernels import ir
 from penstock.kernels.dialects.c import CPrinter
 from penstock.kernels.dialects.c_expressions import c_type, combine
-from penstock.kernels.ir.expressions import Broadcast, Expr, Lane, Load, Type, Vector, is_buffer
-from penstock.kernels.ir.statements import BlockReduce, Statement, Store
 from penstock.kernels.source import C_TYPES
 
 
@@ -16,18 +15,18 @@ class VectorPrinter(CPrinter):
         """`private`: arrays are those of the thread, and not of its workgroup."""
         self._array_space = "" if private else "LOCAL "
 
-    def lines(self, statement: Statement) -> list[str]:
-        return self._reduce(statement) if isinstance(statement, BlockReduce) else super().lines(statement)
+    def lines(self, statement: ir.Statement) -> list[str]:
+        return self._reduce(statement) if isinstance(statement, ir.BlockReduce) else super().lines(statement)
 
-    def value(self, expr: Expr, lane: int) -> str:
-        if isinstance(expr, Vector):
+    def value(self, expr: ir.Expr, lane: int) -> str:
+        if isinstance(expr, ir.Vector):
             return f"({c_type(expr.type)})({', '.join(map(self.expr, expr.items))})"
         return super().value(expr, lane)
 
-    def lane(self, expr: Lane) -> str:
+    def lane(self, expr: ir.Lane) -> str:
         return f"{expr.variable.name}.s{expr.number:x}"
 
-    def broadcast(self, expr: Broadcast) -> str:
+    def broadcast(self, expr: ir.Broadcast) -> str:
         value = self.expr(expr.value)
         if expr.type.width == 1:
             return value
@@ -38,7 +37,7 @@ class VectorPrinter(CPrinter):
         steps = ", ".join(str(lane * expr.step) for lane in range(expr.type.width))
         return f"{whole} + ({c_type(expr.type)})({steps})"
 
-    def load(self, expr: Load, index: str) -> str:
+    def load(self, expr: ir.Load, index: str) -> str:
         width = expr.type.width
         if width == 1:
             return super().load(expr, index)
@@ -52,11 +51,11 @@ class VectorPrinter(CPrinter):
             return f"FROM_BFLOAT16_{width}({value})"
         return f"(__builtin_convertvector({value}, int{width}) != 0)" if expr.type.dtype == "bool" else value
 
-    def _item(self, expr: Load, index: str) -> str:
+    def _item(self, expr: ir.Load, index: str) -> str:
         value = super().load(expr, index)
         return f"-({value} != 0)" if expr.type.dtype == "bool" else value
 
-    def store(self, statement: Store, index: str, value: str) -> str:
+    def store(self, statement: ir.Store, index: str, value: str) -> str:
         width = statement.type.width
         if width == 1:
             return super().store(statement, index, value)
@@ -68,21 +67,21 @@ class VectorPrinter(CPrinter):
             value = f"__builtin_convertvector({value} & 1, uchar{width})"
         return f"{self._vector(statement, index)} = {value};"
 
-    def _reduce(self, statement: BlockReduce) -> list[str]:
+    def _reduce(self, statement: ir.BlockReduce) -> list[str]:
         type, name = statement.variable.type, statement.name
         width, value, lines = type.width, statement.variable.name, []
         while width > 1:
             width //= 2
-            half = Type(type.dtype, width)
+            half = ir.Type(type.dtype, width)
             parts = (f"{value}.lo", f"{value}.hi")
             value = f"{name}_{width}"
             lines.append(f"{c_type(half)} {value} = {combine(statement.operation, half, *parts)};")
         if type.width > 1 and type.dtype == "bool":
             value = f"({value} & 1)"
-        return [*lines, f"{c_type(Type(type.dtype))} {name} = {value};"]
+        return [*lines, f"{c_type(ir.Type(type.dtype))} {name} = {value};"]
 
-    def _vector(self, access: Load | Store, index: str) -> str:
+    def _vector(self, access: ir.Load | ir.Store, index: str) -> str:
         """A vector in memory that is aligned for its items only."""
         item = "ushort" if access.stored == "float16" else C_TYPES[access.stored]
-        space = "GLOBAL " if is_buffer(access.buffer) else self._array_space
+        space = "GLOBAL " if ir.is_buffer(access.buffer) else self._array_space
         return f"*({space}loose_{item}{access.type.width} *)({access.buffer} + {index})"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
-from penstock.kernels.ir.statements import KernelIR
+from penstock.kernels import ir
 from penstock.kernels.source import KernelSource
 
 MANY_STEPS = 1 << 31  # more than any loop has
@@ -34,7 +34,7 @@ class DialectBody:
     """A kernel in the IR, with the dialect that prints it."""
 
     dialect: Dialect
-    kernel: KernelIR
+    kernel: ir.KernelIR
 
     def text(self, name: str) -> str:
         """The kernel's text under a name, without prelude."""
@@ -71,7 +71,7 @@ class Dialect(ABC):
 
     fixed_nodes: tuple[type, ...] = ()  # of the IR: the text depends on their constants
 
-    def render(self, kernel: KernelIR, name: str) -> KernelSource:
+    def render(self, kernel: ir.KernelIR, name: str) -> KernelSource:
         """A kernel that is printed when it is compiled."""
         return KernelSource(
             name,
@@ -85,11 +85,11 @@ class Dialect(ABC):
         )
 
     @abstractmethod
-    def scalar_dtypes(self, kernel: KernelIR) -> tuple[str, ...]:
+    def scalar_dtypes(self, kernel: ir.KernelIR) -> tuple[str, ...]:
         """The dtypes in which the scalars of a kernel are passed."""
 
     @abstractmethod
-    def print(self, kernel: KernelIR, name: str) -> str:
+    def print(self, kernel: ir.KernelIR, name: str) -> str:
         """The text of a kernel, without prelude."""
 
     @abstractmethod

@@ -5,40 +5,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from penstock.kernels.ir.expressions import (
-    Affine,
-    Binary,
-    Const,
-    Expr,
-    Select,
-    ThreadId,
-    Type,
-    Unary,
-    Var,
-    WorkgroupId,
-)
-from penstock.kernels.ir.statements import If, Statement, While
+from penstock.kernels import ir
 
 # How tightly operators bind. Those of bits stand in parentheses beside any other, as WGSL demands.
 _LEVELS = {"||": 1, "&&": 1, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}
 _LEVELS |= dict.fromkeys(("<", "<=", ">", ">=", "==", "!="), 2)
-_COMPOUND = (Binary, Select, Unary)  # which need parentheses beside another operator
+_COMPOUND = (ir.Binary, ir.Select, ir.Unary)  # which need parentheses beside another operator
 _BITS = ("&", "|", "^", "<<", ">>")
 
 
 class Printer(ABC):
     """Prints the statements of one kernel."""
 
-    def statements(self, body: Sequence[Statement], depth: int = 1) -> list[str]:
+    def statements(self, body: Sequence[ir.Statement], depth: int = 1) -> list[str]:
         """The lines of statements, set in by `depth` steps."""
         return ["    " * depth + line for statement in body for line in self.lines(statement)]
 
     @abstractmethod
-    def lines(self, statement: Statement) -> list[str]:
+    def lines(self, statement: ir.Statement) -> list[str]:
         """The lines of one statement."""
 
     @abstractmethod
-    def value(self, expr: Expr, lane: int) -> str:
+    def value(self, expr: ir.Expr, lane: int) -> str:
         """An expression of a kind that languages write differently."""
 
     @abstractmethod
@@ -46,62 +34,62 @@ class Printer(ABC):
         """The number of the workgroup."""
 
     @abstractmethod
-    def constant(self, value: float, type: Type) -> str:
+    def constant(self, value: float, type: ir.Type) -> str:
         """A number."""
 
-    def expr(self, expr: Expr, lane: int = 0) -> str:
+    def expr(self, expr: ir.Expr, lane: int = 0) -> str:
         """The text of an expression; of one with a width, that of one lane where lanes are apart."""
         match expr:
-            case Var():
+            case ir.Var():
                 return self.name(expr, lane)
-            case Const():
+            case ir.Const():
                 return self.constant(expr.value, expr.type)
-            case ThreadId():
+            case ir.ThreadId():
                 return "THREAD"
-            case WorkgroupId():
+            case ir.WorkgroupId():
                 return self.workgroup(expr.axis)
-            case Affine():
+            case ir.Affine():
                 return self._affine(expr)
-            case Unary():
+            case ir.Unary():
                 return f"{expr.operator}{self.operand(expr.operand, lane)}"
-            case Binary():
+            case ir.Binary():
                 left = self._side(expr, expr.left, lane, is_left=True)
                 return f"{left} {expr.operator} {self._side(expr, expr.right, lane, is_left=False)}"
             case _:
                 return self.value(expr, lane)
 
-    def conditional(self, statement: While | If) -> list[str]:
+    def conditional(self, statement: ir.While | ir.If) -> list[str]:
         """Statements under a condition, once or as long as it holds."""
-        word = "while" if isinstance(statement, While) else "if"
+        word = "while" if isinstance(statement, ir.While) else "if"
         lines = [f"{word} ({self.expr(statement.condition)}) {{", *self.statements(statement.body)]
         match statement:
-            case If(otherwise=[If() as other]):
+            case ir.If(otherwise=[ir.If() as other]):
                 first, *rest = self.conditional(other)
                 return [*lines, f"}} else {first}", *rest]
-            case If(otherwise=[_, *_]):
+            case ir.If(otherwise=[_, *_]):
                 lines += ["} else {", *self.statements(statement.otherwise)]
         return [*lines, "}"]
 
-    def name(self, var: Var, lane: int) -> str:
+    def name(self, var: ir.Var, lane: int) -> str:
         """A variable."""
         return var.name
 
-    def operand(self, expr: Expr, lane: int = 0) -> str:
+    def operand(self, expr: ir.Expr, lane: int = 0) -> str:
         """An expression as it can stand beside any operator."""
         text = self.expr(expr, lane)
         return f"({text})" if isinstance(expr, _COMPOUND) else text
 
-    def addend(self, expr: Expr) -> str:
+    def addend(self, expr: ir.Expr) -> str:
         """An expression as it can stand in a sum."""
-        arithmetic = isinstance(expr, Binary) and _LEVELS.get(expr.operator, 0) >= _LEVELS["+"]
+        arithmetic = isinstance(expr, ir.Binary) and _LEVELS.get(expr.operator, 0) >= _LEVELS["+"]
         return self.expr(expr) if arithmetic else self.operand(expr)
 
-    def named(self, expr: Expr) -> str:
+    def named(self, expr: ir.Expr) -> str:
         """An expression after an equals sign."""
         text = self.expr(expr)
-        return f"({text})" if isinstance(expr, Binary) and expr.operator == "&&" else text
+        return f"({text})" if isinstance(expr, ir.Binary) and expr.operator == "&&" else text
 
-    def _affine(self, expr: Affine) -> str:
+    def _affine(self, expr: ir.Affine) -> str:
         parts = [
             self.expr(term) if factor is None else f"{self.expr(term)} * {self.expr(factor)}"
             for term, factor in expr.terms
@@ -110,15 +98,15 @@ class Printer(ABC):
             parts.append(self.expr(expr.constant))
         return f"({' + '.join(parts)})"
 
-    def _side(self, parent: Binary, child: Expr, lane: int, is_left: bool) -> str:
+    def _side(self, parent: ir.Binary, child: ir.Expr, lane: int, is_left: bool) -> str:
         """An operand of a binary operator."""
-        if isinstance(child, Binary):
+        if isinstance(child, ir.Binary):
             text = self.expr(child, lane)
             if parent.operator in _BITS or child.operator in _BITS:
                 return f"({text})"
             outer, inner = _LEVELS[parent.operator], _LEVELS[child.operator]
             chained = inner in (3, 4) or child.operator == parent.operator == "&&"
             return text if inner > outer or (is_left and inner == outer and chained) else f"({text})"
-        if isinstance(child, Unary):
+        if isinstance(child, ir.Unary):
             return self.expr(child, lane)
         return self.operand(child, lane)

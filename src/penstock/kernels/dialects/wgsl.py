@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.drivers.driver import Capabilities
+from penstock.kernels import ir
 from penstock.kernels.dialects.dialect import MANY_STEPS, Dialect, RawKernel
 from penstock.kernels.dialects.wgsl_expressions import wgsl_expression
 from penstock.kernels.dialects.wgsl_memory import Words, scalar_dtypes
 from penstock.kernels.dialects.wgsl_prelude import functions_for
 from penstock.kernels.dialects.wgsl_printer import WgslPrinter, writes_parts
-from penstock.kernels.ir.statements import BlockReduce, KernelIR, StridedReduce
 from penstock.kernels.source import KernelSource
 
 _SOFTWARE_STEPS = (
@@ -26,7 +26,7 @@ class Wgsl(Dialect):
     pointers = False
     word_access = True
     one_kernel_modules = True
-    fixed_nodes = (BlockReduce, StridedReduce)
+    fixed_nodes = (ir.BlockReduce, ir.StridedReduce)
 
     moves_buffers = False  # there are no pointers that could be moved
     raw_types: Mapping[str, str] = {
@@ -58,10 +58,10 @@ class Wgsl(Dialect):
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
         return wgsl_expression(operation, result, of, ("x",) * inputs) is not None
 
-    def scalar_dtypes(self, kernel: KernelIR) -> tuple[str, ...]:
+    def scalar_dtypes(self, kernel: ir.KernelIR) -> tuple[str, ...]:
         return scalar_dtypes(kernel.scalars)
 
-    def print(self, kernel: KernelIR, name: str) -> str:
+    def print(self, kernel: ir.KernelIR, name: str) -> str:
         outputs, inputs, scalars = kernel.parameters
         words = Words(writes_parts(kernel.body))
         printer = WgslPrinter(words, kernel.arrays)

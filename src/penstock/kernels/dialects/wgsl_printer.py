@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 
+from penstock.kernels import ir
 from penstock.kernels.dialects.printer import Printer
 from penstock.kernels.dialects.wgsl_expressions import (
     SUFFIXES,
@@ -32,52 +33,6 @@ from penstock.kernels.dialects.wgsl_memory import (
     shared_type,
     to_shared,
 )
-from penstock.kernels.ir.expressions import (
-    INT,
-    Affine,
-    Binary,
-    Bitcast,
-    Broadcast,
-    Call,
-    Cast,
-    Clamp,
-    Combine,
-    Const,
-    Expr,
-    Identity,
-    Lane,
-    Load,
-    LoadIndex,
-    Random,
-    Select,
-    Type,
-    Unary,
-    Var,
-    Vector,
-    is_buffer,
-)
-from penstock.kernels.ir.statements import (
-    Accumulate,
-    Assign,
-    AtomicAdd,
-    Barrier,
-    BlockReduce,
-    CallFunction,
-    Declare,
-    For,
-    Forget,
-    If,
-    Let,
-    LocalArray,
-    MultiplyAdd,
-    Pointer,
-    RegisterArray,
-    Statement,
-    Store,
-    StridedReduce,
-    UniformLoad,
-    While,
-)
 
 _HALVES = ("bfloat16", "float16")
 _AT_ONCE = 8  # values that one thread adds up between two barriers
@@ -85,14 +40,14 @@ _UNROLLED = 4  # iterations of a loop in one step; Mesa's software Vulkan ends a
 _MOST_LINES = 3000  # of a loop that is laid out; compilers take long for more
 
 
-def writes_parts(body: Sequence[Statement]) -> bool:
+def writes_parts(body: Sequence[ir.Statement]) -> bool:
     """Whether any item is written without all others of its word."""
     for statement in body:
-        if isinstance(statement, For | While | If) and writes_parts(statement.body):
+        if isinstance(statement, ir.For | ir.While | ir.If) and writes_parts(statement.body):
             return True
-        if isinstance(statement, If) and writes_parts(statement.otherwise):
+        if isinstance(statement, ir.If) and writes_parts(statement.otherwise):
             return True
-        if isinstance(statement, Store) and is_buffer(statement.buffer) and _in_parts(statement):
+        if isinstance(statement, ir.Store) and ir.is_buffer(statement.buffer) and _in_parts(statement):
             return True
     return False
 
@@ -100,7 +55,7 @@ def writes_parts(body: Sequence[Statement]) -> bool:
 class WgslPrinter(Printer):
     """Prints the statements of a thread; knows what a group's memory holds, and which names are constants."""
 
-    def __init__(self, words: Words, arrays: Sequence[LocalArray] = ()) -> None:
+    def __init__(self, words: Words, arrays: Sequence[ir.LocalArray] = ()) -> None:
         self._words = words
         self._lengths = {array.name: array.length for array in arrays}
         self._arrays = {array.name: array for array in arrays}
@@ -121,7 +76,7 @@ class WgslPrinter(Printer):
     def workgroup(self, axis: int) -> str:
         return f"GROUP_{axis}"
 
-    def constant(self, value: float, type: Type) -> str:
+    def constant(self, value: float, type: ir.Type) -> str:
         kind = wgsl_type(type.dtype)
         if kind == "f32":
             if math.isfinite(value):
@@ -129,52 +84,52 @@ class WgslPrinter(Printer):
             return f"bits_float({struct.unpack('I', struct.pack('f', value))[0]:#x}u)"
         if kind == "bool":
             return "true" if value else "false"
-        return str(int(value)) if type == INT else f"{int(value)}{SUFFIXES[kind]}"
+        return str(int(value)) if type == ir.INT else f"{int(value)}{SUFFIXES[kind]}"
 
-    def name(self, var: Var, lane: int) -> str:
+    def name(self, var: ir.Var, lane: int) -> str:
         return f"{var.name}_{lane}" if var.type.width > 1 else var.name
 
-    def value(self, expr: Expr, lane: int) -> str:
+    def value(self, expr: ir.Expr, lane: int) -> str:
         match expr:
-            case Call():
+            case ir.Call():
                 inputs = tuple(self.operand(value, lane) for value in expr.inputs)
                 text = wgsl_expression(expr.operation, expr.type.dtype, expr.of.dtype, inputs)
                 assert text is not None, expr
                 return text
-            case Select():
+            case ir.Select():
                 no, yes = self.expr(expr.no, lane), self.expr(expr.yes, lane)
                 return f"select({no}, {yes}, {self.expr(expr.condition)})"
-            case Cast():
+            case ir.Cast():
                 return self._cast(expr, lane)
-            case Bitcast():
+            case ir.Bitcast():
                 return f"bitcast<{wgsl_type(expr.type.dtype)}>({self.expr(expr.value, lane)})"
-            case Clamp():
+            case ir.Clamp():
                 return self._clamped(expr)
-            case Combine():
+            case ir.Combine():
                 left, right = self.operand(expr.left, lane), self.operand(expr.right, lane)
                 return wgsl_combine(expr.reduction, expr.type.dtype, left, right)
-            case Identity():
+            case ir.Identity():
                 return wgsl_neutral(expr.reduction, expr.type.dtype)
-            case Broadcast() if expr.value.type.dtype == expr.type.dtype != "int32":
+            case ir.Broadcast() if expr.value.type.dtype == expr.type.dtype != "int32":
                 return self.expr(expr.value, lane)
-            case Broadcast():
+            case ir.Broadcast():
                 return converted(expr.type.dtype, _moved(self.addend(expr.value), expr.step, lane))
-            case Vector():
+            case ir.Vector():
                 return self.expr(expr.items[lane])
-            case Lane():
+            case ir.Lane():
                 return self.name(expr.variable, expr.number)
-            case Random():
+            case ir.Random():
                 state = ", ".join(self.expr(word) for word in expr.state)
                 return f"philox({state}, {_moved(self.addend(expr.index), expr.step, lane)})"
-            case Load():
+            case ir.Load():
                 return self._item(expr, lane)
-            case LoadIndex():
+            case ir.LoadIndex():
                 length = self.expr(expr.length)
                 return self._words.index(expr.buffer, expr.stored, self.expr(expr.index), length)
             case _:
                 raise AssertionError(f"{expr} has no text in WGSL")
 
-    def _cast(self, expr: Cast, lane: int) -> str:
+    def _cast(self, expr: ir.Cast, lane: int) -> str:
         target, source = (wgsl_type(type.dtype) for type in (expr.type, expr.value.type))
         value = self.expr(expr.value, lane)
         if {target, source} <= {"i32", "u32", "f32"}:
@@ -182,7 +137,7 @@ class WgslPrinter(Printer):
         text = cast(expr.type.dtype, expr.value.type.dtype, self.operand(expr.value, lane))
         return f"{target}({value})" if text is None else text
 
-    def _clamped(self, expr: Clamp) -> str:
+    def _clamped(self, expr: ir.Clamp) -> str:
         value, dtype, last = self.operand(expr.value), expr.value.type.dtype, self.expr(expr.last)
         kind = wgsl_type(dtype)
         if kind[0] == "u":
@@ -192,18 +147,18 @@ class WgslPrinter(Printer):
         outside = f"bitcast<{wide}>({value}) > {self._typed(expr.last, wide)}"
         return f"select(i32({value}), select({last}, 0, {value} < {number(dtype, 0)}), {outside})"
 
-    def _typed(self, expr: Expr, kind: str) -> str:
+    def _typed(self, expr: ir.Expr, kind: str) -> str:
         """An integer as one of a type of WGSL."""
         text = self.expr(expr)
-        return f"{text}{SUFFIXES[kind]}" if isinstance(expr, Const) else f"{kind}({text})"
+        return f"{text}{SUFFIXES[kind]}" if isinstance(expr, ir.Const) else f"{kind}({text})"
 
-    def _item(self, load: Load, lane: int) -> str:
+    def _item(self, load: ir.Load, lane: int) -> str:
         """One item of memory."""
         if load.buffer in self._packed:
             index = self.operand(load.index)
             return part(load.stored, f"{load.buffer}[{index} / 2 + {lane // 2}]", lane % 2)
         place = _moved(self.addend(load.index), load.step, lane)
-        if is_buffer(load.buffer):
+        if ir.is_buffer(load.buffer):
             return self._words.item(load.buffer, load.stored, place)
         text = f"{load.buffer}[{place}]"
         array = self._share_array(load.buffer)
@@ -213,89 +168,89 @@ class WgslPrinter(Printer):
 
     # Statements
 
-    def lines(self, statement: Statement) -> list[str]:
+    def lines(self, statement: ir.Statement) -> list[str]:
         match statement:
-            case Let():
+            case ir.Let():
                 return self._let(statement)
-            case Declare():
+            case ir.Declare():
                 return self._named(statement, "var")
-            case Assign():
-                target = Var(statement.name, statement.value.type)
+            case ir.Assign():
+                target = ir.Var(statement.name, statement.value.type)
                 lanes = range(target.type.width)
                 return [f"{self.expr(target, at)} = {self.expr(statement.value, at)};" for at in lanes]
-            case Store():
+            case ir.Store():
                 return self._store(statement)
-            case RegisterArray():
+            case ir.RegisterArray():
                 return [self._registers(statement)]
-            case Forget():
+            case ir.Forget():
                 return []
-            case Accumulate():
+            case ir.Accumulate():
                 return self._accumulate(statement)
-            case MultiplyAdd():
+            case ir.MultiplyAdd():
                 target, left, right = statement.target, statement.left, statement.right
                 return [
                     f"{self.expr(target, at)} += {self.operand(left, at)} * {self.operand(right, at)};"
                     for at in range(target.type.width)
                 ]
-            case BlockReduce():
+            case ir.BlockReduce():
                 return self._block_reduce(statement)
-            case StridedReduce():
+            case ir.StridedReduce():
                 return self._strided_reduce(statement)
-            case UniformLoad():
+            case ir.UniformLoad():
                 self._share_array(statement.array)
                 item = f"{statement.array}[{self.expr(statement.index)}]"
                 return [f"let {statement.name} = workgroupUniformLoad(&{item});"]
-            case Pointer() | CallFunction():
+            case ir.Pointer() | ir.CallFunction():
                 raise AssertionError("WGSL has no pointers into buffers")
-            case AtomicAdd():
+            case ir.AtomicAdd():
                 return [self._atomic(statement)]
-            case For():
+            case ir.For():
                 return self._for(statement)
-            case While() | If():
+            case ir.While() | ir.If():
                 return self.conditional(statement)
-            case Barrier():
+            case ir.Barrier():
                 return ["storageBarrier();" if statement.device_memory else "workgroupBarrier();"]
 
-    def _named(self, statement: Let | Declare, word: str = "let") -> list[str]:
+    def _named(self, statement: ir.Let | ir.Declare, word: str = "let") -> list[str]:
         """Names for the values of all lanes."""
         width, value = statement.type.width, statement.value
         if width == 1:
             return [f"{word} {statement.name} = {self.named(value)};"]
         return [f"{word} {statement.name}_{lane} = {self.expr(value, lane)};" for lane in range(width)]
 
-    def _let(self, statement: Let) -> list[str]:
+    def _let(self, statement: ir.Let) -> list[str]:
         value = statement.value
-        if isinstance(value, Load) and is_buffer(value.buffer):
+        if isinstance(value, ir.Load) and ir.is_buffer(value.buffer):
             return self._load(statement.name, value)
-        if isinstance(value, Load) and (array := self._vectors(value.buffer)):
+        if isinstance(value, ir.Load) and (array := self._vectors(value.buffer)):
             item = f"{array.name}[{self._vector_index(value.index, array.width)}]"
             lanes = _lane_names(statement.name, value.type, lambda lane: f"{statement.name}_all[{lane}]")
             return [f"let {statement.name}_all = {item};", *lanes]
-        if statement.type == INT:
+        if statement.type == ir.INT:
             if self._is_known(value):
                 self._constants.add(statement.name)
                 return [f"const {statement.name} = {self.expr(value)};"]
             self._constants.discard(statement.name)
         return self._named(statement)
 
-    def _is_known(self, expr: Expr) -> bool:
+    def _is_known(self, expr: ir.Expr) -> bool:
         """Whether an integer is made of constants."""
         match expr:
-            case Const():
+            case ir.Const():
                 return True
-            case Var():
+            case ir.Var():
                 return expr.name in self._constants
-            case Binary():
+            case ir.Binary():
                 return self._is_known(expr.left) and self._is_known(expr.right)
-            case Unary():
+            case ir.Unary():
                 return self._is_known(expr.operand)
-            case Affine():
+            case ir.Affine():
                 parts = [*(part for term in expr.terms for part in term), expr.constant]
                 return all(part is None or self._is_known(part) for part in parts)
             case _:
                 return False
 
-    def _accumulate(self, statement: Accumulate) -> list[str]:
+    def _accumulate(self, statement: ir.Accumulate) -> list[str]:
         lines = []
         for lane in range(statement.type.width):
             target, value = self.expr(statement.target, lane), self.expr(statement.value, lane)
@@ -305,17 +260,17 @@ class WgslPrinter(Printer):
 
     # Memory
 
-    def _registers(self, array: RegisterArray) -> str:
+    def _registers(self, array: ir.RegisterArray) -> str:
         if array.dtype not in _HALVES:
             return f"var {array.name}: array<{wgsl_type(array.dtype)}, {array.length}>;"
         self._packed.add(array.name)
         return f"var {array.name}: array<u32, {array.length // 2}>;"
 
-    def _load(self, name: str, load: Load) -> list[str]:
+    def _load(self, name: str, load: ir.Load) -> list[str]:
         """Items of a buffer."""
         if item_size(load.stored) < WORD and _in_words(load):
             return self._load_words(name, load)
-        let = Let(name, load)
+        let = ir.Let(name, load)
         if load.mask is None:
             return self._named(let)
         lanes = range(load.type.width)
@@ -323,11 +278,11 @@ class WgslPrinter(Printer):
         lines = _lane_names(name, load.type, zeros.__getitem__, "var")
         lines.append(f"if ({self.expr(load.mask)}) {{")
         lines += [
-            f"    {self.name(Var(name, load.type), lane)} = {self._item(load, lane)};" for lane in lanes
+            f"    {self.name(ir.Var(name, load.type), lane)} = {self._item(load, lane)};" for lane in lanes
         ]
         return [*lines, "}"]
 
-    def _load_words(self, name: str, load: Load) -> list[str]:
+    def _load_words(self, name: str, load: ir.Load) -> list[str]:
         """Lanes that lie side by side in whole words."""
         each, index = WORD // item_size(load.stored), self.operand(load.index)
         places = [f"({index} / {each} + {at})" for at in range(load.type.width // each)]
@@ -343,7 +298,7 @@ class WgslPrinter(Printer):
             name, load.type, lambda lane: part(load.stored, names[lane // each], lane % each)
         )
 
-    def _store(self, store: Store) -> list[str]:
+    def _store(self, store: ir.Store) -> list[str]:
         lanes, index = range(store.type.width), self.addend(store.index)
         values = [self.expr(store.value, lane) for lane in lanes]
         if store.buffer in self._packed:
@@ -353,7 +308,7 @@ class WgslPrinter(Printer):
         if array := self._vectors(store.buffer):
             place = self._vector_index(store.index, array.width)
             return [f"{store.buffer}[{place}] = {_vector_type(array)}({', '.join(values)});"]
-        if not is_buffer(store.buffer):
+        if not ir.is_buffer(store.buffer):
             return [self._store_in_array(store, _moved(index, 1, lane), values[lane]) for lane in lanes]
         each = WORD // item_size(store.stored)
         if each > 1 and _in_words(store):
@@ -365,14 +320,14 @@ class WgslPrinter(Printer):
                 )
                 for first in lanes[::each]
             ]
-        if store.stored == "int64" and store.value.type == INT:  # which needs no integers of 64 bits
+        if store.stored == "int64" and store.value.type == ir.INT:  # which needs no integers of 64 bits
             return [self._words.put_wide(store.buffer, index, values[0])]
         return [
             self._words.put(store.buffer, store.stored, _moved(index, 1, lane), values[lane])
             for lane in lanes
         ]
 
-    def _store_in_array(self, store: Store, index: str, value: str) -> str:
+    def _store_in_array(self, store: ir.Store, index: str, value: str) -> str:
         target, array = f"{store.buffer}[{index}]", self._share_array(store.buffer)
         if array is None:
             return f"{target} = {value};"
@@ -380,14 +335,14 @@ class WgslPrinter(Printer):
             return f"atomicStore(&{target}, {value});"
         return f"{target} = {to_shared(store.stored, value)};"
 
-    def _atomic(self, statement: AtomicAdd) -> str:
+    def _atomic(self, statement: ir.AtomicAdd) -> str:
         self._share_array(statement.array)
         text = f"atomicAdd(&{statement.array}[{self.expr(statement.index)}], {self.expr(statement.value)});"
         return f"let {statement.name} = {text}" if statement.name else text
 
     # What threads do together
 
-    def _block_reduce(self, statement: BlockReduce) -> list[str]:
+    def _block_reduce(self, statement: ir.BlockReduce) -> list[str]:
         variable, operation, name = statement.variable, statement.operation, statement.name
         dtype, width, threads = variable.type.dtype, variable.type.width, _number(statement.threads)
         lines = []
@@ -408,7 +363,7 @@ class WgslPrinter(Printer):
             lines += ["workgroupBarrier();", f"{name} = {from_shared(dtype, first)};"]
         return lines
 
-    def _strided_reduce(self, statement: StridedReduce) -> list[str]:
+    def _strided_reduce(self, statement: ir.StridedReduce) -> list[str]:
         target, array = statement.target, statement.array
         threads, stride = _number(statement.threads), _number(statement.stride)
         lanes, dtype = range(target.type.width), target.type.dtype
@@ -442,14 +397,14 @@ class WgslPrinter(Printer):
             lines.append("}")
         return lines
 
-    def _share_array(self, name: str) -> LocalArray | None:
+    def _share_array(self, name: str) -> ir.LocalArray | None:
         """Memory of the group by its name; None for an array of the thread."""
         array = self._arrays.get(name)
         if array is not None:
             self._share(array.name, array.dtype, array.length, array.atomic)
         return array
 
-    def _vectors(self, name: str) -> LocalArray | None:
+    def _vectors(self, name: str) -> ir.LocalArray | None:
         """Memory of the group by its name if it is vectors."""
         array = self._arrays.get(name)
         if array is None or array.width == 1:
@@ -457,9 +412,9 @@ class WgslPrinter(Printer):
         self._shared[name] = _vector_type(array), array.length // array.width
         return array
 
-    def _vector_index(self, index: Expr, width: int) -> str:
+    def _vector_index(self, index: ir.Expr, width: int) -> str:
         """The number of the vector that an item begins."""
-        if isinstance(index, Binary) and (index.operator, index.right) == ("*", Const(width)):
+        if isinstance(index, ir.Binary) and (index.operator, index.right) == ("*", ir.Const(width)):
             return self.expr(index.left)
         return f"{self.operand(index)} / {width}"
 
@@ -470,9 +425,9 @@ class WgslPrinter(Printer):
 
     # Loops
 
-    def _for(self, loop: For) -> list[str]:
+    def _for(self, loop: ir.For) -> list[str]:
         known = set(self._constants)
-        if loop.unrolled and loop.start == Const(0) and loop.stop == Const(loop.unrolled):
+        if loop.unrolled and loop.start == ir.Const(0) and loop.stop == ir.Const(loop.unrolled):
             self._constants = known | {loop.name}
             turns = [self.statements(loop.body) for _ in range(loop.unrolled)]
             self._constants = known
@@ -497,10 +452,10 @@ def _opening(name: str, start: str, stop: str, step: str) -> str:
     return f"for (var {name} = {start}; {name} < {stop}; {name} += {step}) {{"
 
 
-def _laid_out(loop: For, first: str, stop: str, step: str, count: int, body: list[str]) -> list[str]:
+def _laid_out(loop: ir.For, first: str, stop: str, step: str, count: int, body: list[str]) -> list[str]:
     """The body of a loop so many times, as far as the loop goes."""
     match loop:
-        case For(start=Const(begin), stop=Const(end), step=Const(by)):
+        case ir.For(start=ir.Const(begin), stop=ir.Const(end), step=ir.Const(by)):
             whole = (end - begin) % (by * count) == 0
         case _:
             whole = False
@@ -512,17 +467,17 @@ def _laid_out(loop: For, first: str, stop: str, step: str, count: int, body: lis
     return lines
 
 
-def _vector_type(array: LocalArray) -> str:
+def _vector_type(array: ir.LocalArray) -> str:
     return f"vec{array.width}<{shared_type(array.dtype)}>"
 
 
-def _number(expr: Expr) -> int:
+def _number(expr: ir.Expr) -> int:
     """A number that the text depends on."""
-    assert isinstance(expr, Const)
+    assert isinstance(expr, ir.Const)
     return int(expr.value)
 
 
-def _lane_names(name: str, kind: Type, text: Callable[[int], str], word: str = "let") -> list[str]:
+def _lane_names(name: str, kind: ir.Type, text: Callable[[int], str], word: str = "let") -> list[str]:
     """Names for texts of all lanes."""
     if kind.width == 1:
         return [f"{word} {name} = {text(0)};"]
@@ -534,11 +489,11 @@ def _moved(index: str, step: int, lane: int) -> str:
     return f"{index} + {lane * step}" if lane * step else index
 
 
-def _in_words(access: Load | Store) -> bool:
+def _in_words(access: ir.Load | ir.Store) -> bool:
     """Whether all lanes together fill whole words."""
-    together = isinstance(access, Store) or access.step == 1
+    together = isinstance(access, ir.Store) or access.step == 1
     return together and access.type.width > 1 and access.aligned * item_size(access.stored) >= WORD
 
 
-def _in_parts(store: Store) -> bool:
+def _in_parts(store: ir.Store) -> bool:
     return item_size(store.stored) < WORD and not _in_words(store)
