@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.kernels.ir.statements import KernelIR
 
 ALIGNMENT = 256  # bytes; every value in an arena begins at a multiple
+WORD = 4  # bytes
 MOST_PARAMETER_BYTES = 1000  # OpenCL promises 1024 for all parameters of a kernel
 
 C_TYPES = {
@@ -42,6 +43,11 @@ _STORED = {"bool": "uint8", "bfloat16": "uint16"}  # where C has no type of its 
 def digest(text: str) -> str:
     """A short name for a text: the same one in every process, so that compilers' caches find it."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def item_size(dtype: str) -> int:
+    """The bytes of an item."""
+    return int(np.dtype(_STORED.get(dtype, dtype)).itemsize)
 
 
 class Body(Protocol):
@@ -114,6 +120,5 @@ def head(
     parameters += [f"{C_TYPES[dtype]} {given}" for dtype, given in scalars]
     lines = [f"{linkage} {name}({', '.join(parameters)}) {{"]
     for dtype, given in (*outputs, *inputs):
-        items = ALIGNMENT // np.dtype(_STORED.get(dtype, dtype)).itemsize
-        lines.append(f"    {given} += (size_t){given}_place * {items};")
+        lines.append(f"    {given} += (size_t){given}_place * {ALIGNMENT // item_size(dtype)};")
     return "\n".join(lines) + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from penstock.kernels import ir
-from penstock.kernels.dialects.c_expressions import Patterns, c_type, combine, expression, neutral
+from penstock.kernels.dialects.c_expressions import c_type, expression, neutral
 from penstock.kernels.dialects.printer import Printer
 from penstock.kernels.source import C_TYPES
 
@@ -15,10 +15,12 @@ _SUFFIXES = {"uint32": "u", "int64": "l", "uint64": "ul", "float32": "f"}
 class CPrinter(Printer):
     """Prints single values; how values with a width are printed depends on who computes them."""
 
+    integer = variable = "int"
+    barriers = ("BARRIER;", "DEVICE_BARRIER;")
+    atomic_add = "LOCAL_ADD("
     kernel_name = ""  # which the names of its functions and tables begin with
     tables: frozenset[str] = frozenset()
     workgroup_name = ""  # of a variable with the number of the workgroup, in a function
-    patterns: Patterns | None = None  # of functions of float32, where there are better ones than C's
 
     def workgroup(self, axis: int) -> str:
         return self.workgroup_name or f"GROUP({axis})"
@@ -30,30 +32,27 @@ class CPrinter(Printer):
             return "NAN" if math.isnan(value) else "INFINITY" if value > 0 else "-INFINITY"
         return f"{float(value)!r}{_SUFFIXES.get(type.dtype, '')}"
 
-    def value(self, expr: ir.Expr, lane: int) -> str:
+    def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: tuple[str, ...]) -> str | None:
+        return expression(operation, result, of, inputs)
+
+    def neutral(self, reduction: str, type: ir.Type) -> str:
+        return neutral(reduction, type)
+
+    def value(self, expr: ir.Expr, lane: int | None) -> str:
         match expr:
-            case ir.Call():
-                return self.call(expr)
             case ir.Select():
                 return f"{self.expr(expr.condition)} ? {self.expr(expr.yes)} : {self.expr(expr.no)}"
             case ir.Cast():
                 return f"({c_type(expr.type)}){self.operand(expr.value)}"
             case ir.Bitcast():
-                return self.bits(expr)
+                return self._bits(expr)
             case ir.Clamp():
                 value, length, last = (self.operand(part) for part in (expr.value, expr.length, expr.last))
                 return f"{value} < 0 ? 0 : {value} < {length} ? (int){value} : {last}"
-            case ir.Combine():
-                left, right = self.operand(expr.left), self.operand(expr.right)
-                return combine(expr.reduction, expr.type, left, right, self.patterns)
-            case ir.Identity():
-                return neutral(expr.reduction, expr.type)
             case ir.Broadcast():
                 return self.broadcast(expr)
-            case ir.Lane():
-                return self.lane(expr)
             case ir.Random():
-                return self.random(expr)
+                return self.philox(expr, self.operand(expr.index))
             case ir.Load():
                 return self.load(expr, self.addend(expr.index))
             case ir.LoadIndex():
@@ -63,14 +62,7 @@ class CPrinter(Printer):
             case _:
                 raise AssertionError(f"{expr} has no text in C")
 
-    def call(self, expr: ir.Call) -> str:
-        """A primitive operation."""
-        inputs = tuple(map(self.operand, expr.inputs))
-        text = expression(expr.operation, expr.type, expr.of, inputs, self.patterns)
-        assert text is not None, expr
-        return text
-
-    def bits(self, expr: ir.Bitcast) -> str:
+    def _bits(self, expr: ir.Bitcast) -> str:
         """The bits of a value."""
         value, kinds = self.expr(expr.value), (expr.value.type.dtype, expr.type.dtype)
         if "float64" in kinds:
@@ -82,14 +74,6 @@ class CPrinter(Printer):
     def broadcast(self, expr: ir.Broadcast) -> str:
         """A number in every lane."""
         return self.expr(expr.value)
-
-    def lane(self, expr: ir.Lane) -> str:
-        """An item of a variable."""
-        return f"{expr.variable.name}[{expr.number}]"
-
-    def random(self, expr: ir.Random) -> str:
-        """A word of random bits."""
-        return self.philox(expr, self.operand(expr.index))
 
     def philox(self, expr: ir.Random, index: str) -> str:
         """The word of random bits with a number."""
@@ -107,47 +91,32 @@ class CPrinter(Printer):
             value = f"FROM_BFLOAT16({value})"
         return f"{self.expr(expr.mask)} ? {value} : 0" if expr.mask is not None else value
 
-    def store(self, statement: ir.Store, index: str, value: str) -> str:
+    def define(self, statement: ir.Let | ir.Declare) -> list[str]:
+        return [f"{c_type(statement.type)} {statement.name} = {self.named(statement.value)};"]
+
+    def store(self, statement: ir.Store) -> list[str]:
+        return [self.store_item(statement, self.addend(statement.index), self.expr(statement.value))]
+
+    def store_item(self, statement: ir.Store, index: str, value: str) -> str:
         """What writes an item."""
         if statement.stored == "float16":
             return f"vstore_half({value}, {index}, {statement.buffer});"
         rounded = f"TO_BFLOAT16({value})" if statement.stored == "bfloat16" else value
         return f"{statement.buffer}[{index}] = {rounded};"
 
-    def lines(self, statement: ir.Statement) -> list[str]:
+    def registers(self, name: str, dtype: str, length: int) -> str:
+        return f"{c_type(ir.Type(dtype))} {name}[{length}];"
+
+    def special(self, statement: ir.Statement) -> list[str]:
         match statement:
-            case ir.Let() | ir.Declare():
-                return [f"{c_type(statement.type)} {statement.name} = {self.named(statement.value)};"]
-            case ir.Assign():
-                return [f"{statement.name} = {self.expr(statement.value)};"]
-            case ir.Store():
-                return [self.store(statement, self.addend(statement.index), self.expr(statement.value))]
-            case ir.Accumulate():
-                target, value = self.expr(statement.target), self.expr(statement.value)
-                text = combine(statement.operation, statement.type, target, value, self.patterns)
-                return [f"{target} = {text};"]
-            case ir.MultiplyAdd():
-                left, right = self.operand(statement.left), self.operand(statement.right)
-                return [f"{self.expr(statement.target)} += {left} * {right};"]
-            case ir.RegisterArray():
-                return [f"{c_type(ir.Type(statement.dtype))} {statement.name}[{statement.length}];"]
-            case ir.Pointer():
-                const = "const " if statement.buffer.startswith("in") else ""
-                target = f"GLOBAL {const}{C_TYPES[statement.stored]} *RESTRICT {statement.name}"
-                return [f"{target} = {statement.buffer} + {self.addend(statement.offset)};"]
-            case ir.UniformLoad():
-                item = f"{statement.array}[{self.expr(statement.index)}]"
-                return ["BARRIER;", f"int {statement.name} = {item};"]
+            case ir.Pointer(name, buffer, stored, offset):
+                const = "const " if buffer.startswith("in") else ""
+                target = f"GLOBAL {const}{C_TYPES[stored]} *RESTRICT {name}"
+                return [f"{target} = {buffer} + {self.addend(offset)};"]
+            case ir.UniformLoad(name, array, index):
+                return ["BARRIER;", f"int {name} = {array}[{self.expr(index)}];"]
             case ir.CallFunction():
                 return [self._call_function(statement)]
-            case ir.AtomicAdd():
-                return [self._atomic(statement)]
-            case ir.For():
-                return self._for(statement)
-            case ir.While() | ir.If():
-                return self.conditional(statement)
-            case ir.Barrier():
-                return ["DEVICE_BARRIER;" if statement.device_memory else "BARRIER;"]
             case _:
                 raise AssertionError(f"{statement} is for the threads of a GPU")
 
@@ -160,14 +129,8 @@ class CPrinter(Printer):
         arguments += map(self.expr, statement.arguments)
         return f"{self.kernel_name}_{statement.function}({', '.join(arguments)});"
 
-    def _for(self, loop: ir.For) -> list[str]:
+    def loop(self, loop: ir.For) -> list[str]:
         unroll = f'_Pragma("unroll {loop.unrolled}") ' if loop.unrolled else ""
         start, stop, step = (self.expr(bound) for bound in (loop.start, loop.stop, loop.step))
         stop = f"({stop})" if isinstance(loop.stop, ir.Select) else stop
-        opening = f"for (int {loop.name} = {start}; {loop.name} < {stop}; {loop.name} += {step}) {{"
-        return [f"{unroll}{opening}", *self.statements(loop.body), "}"]
-
-    def _atomic(self, statement: ir.AtomicAdd) -> str:
-        place = f"{statement.array}[{self.expr(statement.index)}]"
-        text = f"LOCAL_ADD({place}, {self.expr(statement.value)});"
-        return f"int {statement.name} = {text}" if statement.name else text
+        return [unroll + self.opening(loop.name, start, stop, step), *self.statements(loop.body), "}"]

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.c import CPrinter
-from penstock.kernels.dialects.c_expressions import c_type, combine
+from penstock.kernels.dialects.c_expressions import c_type
 from penstock.kernels.source import C_TYPES
 
 
 class VectorPrinter(CPrinter):
     """Prints single values and vectors."""
 
+    packs = False
+
     def __init__(self, private: bool = False) -> None:
         """`private`: arrays are those of the thread, and not of its workgroup."""
+        super().__init__()
         self._array_space = "" if private else "LOCAL "
 
-    def lines(self, statement: ir.Statement) -> list[str]:
-        return self._reduce(statement) if isinstance(statement, ir.BlockReduce) else super().lines(statement)
+    def special(self, statement: ir.Statement) -> list[str]:
+        if isinstance(statement, ir.BlockReduce):
+            return self._reduce(statement)
+        return super().special(statement)
 
-    def value(self, expr: ir.Expr, lane: int) -> str:
+    def name(self, var: ir.Var, lane: int | None) -> str:
+        return var.name if lane is None else f"{var.name}.s{lane:x}"
+
+    def value(self, expr: ir.Expr, lane: int | None) -> str:
         if isinstance(expr, ir.Vector):
             return f"({c_type(expr.type)})({', '.join(map(self.expr, expr.items))})"
         return super().value(expr, lane)
-
-    def lane(self, expr: ir.Lane) -> str:
-        return f"{expr.variable.name}.s{expr.number:x}"
 
     def broadcast(self, expr: ir.Broadcast) -> str:
         value = self.expr(expr.value)
@@ -55,10 +60,10 @@ class VectorPrinter(CPrinter):
         value = super().load(expr, index)
         return f"-({value} != 0)" if expr.type.dtype == "bool" else value
 
-    def store(self, statement: ir.Store, index: str, value: str) -> str:
+    def store_item(self, statement: ir.Store, index: str, value: str) -> str:
         width = statement.type.width
         if width == 1:
-            return super().store(statement, index, value)
+            return super().store_item(statement, index, value)
         if statement.stored == "float16":
             value = f"to_halves_{width}({value})"
         elif statement.stored == "bfloat16":
@@ -75,7 +80,7 @@ class VectorPrinter(CPrinter):
             half = ir.Type(type.dtype, width)
             parts = (f"{value}.lo", f"{value}.hi")
             value = f"{name}_{width}"
-            lines.append(f"{c_type(half)} {value} = {combine(statement.operation, half, *parts)};")
+            lines.append(f"{c_type(half)} {value} = {self.combine(statement.operation, half, *parts)};")
         if type.width > 1 and type.dtype == "bool":
             value = f"({value} & 1)"
         return [*lines, f"{c_type(ir.Type(type.dtype))} {name} = {value};"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.printer import Printer
@@ -18,25 +18,15 @@ from penstock.kernels.dialects.wgsl_expressions import (
     cast,
     converted,
     number,
-    wgsl_combine,
     wgsl_expression,
     wgsl_neutral,
     wgsl_type,
 )
-from penstock.kernels.dialects.wgsl_memory import (
-    WORD,
-    Words,
-    from_shared,
-    item_size,
-    packed,
-    part,
-    shared_type,
-    to_shared,
-)
+from penstock.kernels.dialects.wgsl_memory import Words, from_shared, packed, part, shared_type, to_shared
+from penstock.kernels.source import WORD, item_size
 
-_HALVES = ("bfloat16", "float16")
 _AT_ONCE = 8  # values that one thread adds up between two barriers
-_UNROLLED = 4  # iterations of a loop in one step; Mesa's software Vulkan ends a loop after so many steps
+UNROLLED = 4  # iterations of a loop in one step; Mesa's software Vulkan ends a loop after so many steps
 _MOST_LINES = 3000  # of a loop that is laid out; compilers take long for more
 
 
@@ -55,13 +45,16 @@ def writes_parts(body: Sequence[ir.Statement]) -> bool:
 class WgslPrinter(Printer):
     """Prints the statements of a thread; knows what a group's memory holds, and which names are constants."""
 
+    integer, variable = "let", "var"
+    barriers = ("workgroupBarrier();", "storageBarrier();")
+    atomic_add = "atomicAdd(&"
+
     def __init__(self, words: Words, arrays: Sequence[ir.LocalArray] = ()) -> None:
+        super().__init__()
         self._words = words
-        self._lengths = {array.name: array.length for array in arrays}
         self._arrays = {array.name: array for array in arrays}
         self._shared: dict[str, tuple[str, int]] = {}  # memory of the group: types and lengths
         self._reductions = 0
-        self._packed: set[str] = set()  # arrays of float16 or bfloat16, two in a word
         self._constants: set[str] = set()  # integers that are known
 
     def declared(self) -> list[str]:
@@ -82,54 +75,48 @@ class WgslPrinter(Printer):
             if math.isfinite(value):
                 return repr(float(value))
             return f"bits_float({struct.unpack('I', struct.pack('f', value))[0]:#x}u)"
-        if kind == "bool":
-            return "true" if value else "false"
-        return str(int(value)) if type == ir.INT else f"{int(value)}{SUFFIXES[kind]}"
+        return str(int(value)) if type == ir.INT else number(type.dtype, int(value))
 
-    def name(self, var: ir.Var, lane: int) -> str:
-        return f"{var.name}_{lane}" if var.type.width > 1 else var.name
+    def name(self, var: ir.Var, lane: int | None) -> str:
+        return f"{var.name}_{lane or 0}" if var.type.width > 1 else var.name
 
-    def value(self, expr: ir.Expr, lane: int) -> str:
+    def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: tuple[str, ...]) -> str | None:
+        return wgsl_expression(operation, result.dtype, of.dtype, inputs)
+
+    def combine(self, reduction: str, type: ir.Type, left: str, right: str) -> str:
+        if reduction == "sum" and wgsl_type(type.dtype) == "f32":
+            return f"({left} + {right})"  # in whatever order
+        return super().combine(reduction, type, left, right)
+
+    def neutral(self, reduction: str, type: ir.Type) -> str:
+        return wgsl_neutral(reduction, type.dtype)
+
+    def value(self, expr: ir.Expr, lane: int | None) -> str:
         match expr:
-            case ir.Call():
-                inputs = tuple(self.operand(value, lane) for value in expr.inputs)
-                text = wgsl_expression(expr.operation, expr.type.dtype, expr.of.dtype, inputs)
-                assert text is not None, expr
-                return text
-            case ir.Select():
-                no, yes = self.expr(expr.no, lane), self.expr(expr.yes, lane)
-                return f"select({no}, {yes}, {self.expr(expr.condition)})"
+            case ir.Select(_, condition, yes, no):
+                return f"select({self.expr(no, lane)}, {self.expr(yes, lane)}, {self.expr(condition)})"
             case ir.Cast():
                 return self._cast(expr, lane)
             case ir.Bitcast():
                 return f"bitcast<{wgsl_type(expr.type.dtype)}>({self.expr(expr.value, lane)})"
             case ir.Clamp():
                 return self._clamped(expr)
-            case ir.Combine():
-                left, right = self.operand(expr.left, lane), self.operand(expr.right, lane)
-                return wgsl_combine(expr.reduction, expr.type.dtype, left, right)
-            case ir.Identity():
-                return wgsl_neutral(expr.reduction, expr.type.dtype)
             case ir.Broadcast() if expr.value.type.dtype == expr.type.dtype != "int32":
                 return self.expr(expr.value, lane)
-            case ir.Broadcast():
-                return converted(expr.type.dtype, _moved(self.addend(expr.value), expr.step, lane))
+            case ir.Broadcast(type, value, step):
+                return converted(type.dtype, _moved(self.addend(value), step, lane))
             case ir.Vector():
-                return self.expr(expr.items[lane])
-            case ir.Lane():
-                return self.name(expr.variable, expr.number)
-            case ir.Random():
-                state = ", ".join(self.expr(word) for word in expr.state)
-                return f"philox({state}, {_moved(self.addend(expr.index), expr.step, lane)})"
+                return self.expr(expr.items[lane or 0])
+            case ir.Random(_, state, index, step):
+                return f"philox({', '.join(map(self.expr, state))}, {_moved(self.addend(index), step, lane)})"
             case ir.Load():
                 return self._item(expr, lane)
-            case ir.LoadIndex():
-                length = self.expr(expr.length)
-                return self._words.index(expr.buffer, expr.stored, self.expr(expr.index), length)
+            case ir.LoadIndex(buffer, stored, index, length):
+                return self._words.index(buffer, stored, self.expr(index), self.expr(length))
             case _:
                 raise AssertionError(f"{expr} has no text in WGSL")
 
-    def _cast(self, expr: ir.Cast, lane: int) -> str:
+    def _cast(self, expr: ir.Cast, lane: int | None) -> str:
         target, source = (wgsl_type(type.dtype) for type in (expr.type, expr.value.type))
         value = self.expr(expr.value, lane)
         if {target, source} <= {"i32", "u32", "f32"}:
@@ -152,86 +139,59 @@ class WgslPrinter(Printer):
         text = self.expr(expr)
         return f"{text}{SUFFIXES[kind]}" if isinstance(expr, ir.Const) else f"{kind}({text})"
 
-    def _item(self, load: ir.Load, lane: int) -> str:
+    def _item(self, load: ir.Load, lane: int | None) -> str:
         """One item of memory."""
-        if load.buffer in self._packed:
-            index = self.operand(load.index)
-            return part(load.stored, f"{load.buffer}[{index} / 2 + {lane // 2}]", lane % 2)
-        place = _moved(self.addend(load.index), load.step, lane)
+        if load.buffer in self.packed:
+            word, half = divmod(lane or 0, 2)
+            return part(load.stored, f"{load.buffer}[{self.operand(load.index)} / 2 + {word}]", half)
+        index = _moved(self.addend(load.index), load.step, lane)
         if ir.is_buffer(load.buffer):
-            return self._words.item(load.buffer, load.stored, place)
-        text = f"{load.buffer}[{place}]"
-        array = self._share_array(load.buffer)
+            return self._words.item(load.buffer, load.stored, index)
+        item, array = self.shared_item(load.buffer, index), self._arrays.get(load.buffer)
         if array is None:
-            return text
-        return f"atomicLoad(&{text})" if array.atomic else from_shared(load.stored, text)
+            return item
+        return f"atomicLoad(&{item})" if array.atomic else from_shared(load.stored, item)
 
     # Statements
 
-    def lines(self, statement: ir.Statement) -> list[str]:
+    def each(self, type: ir.Type, text: Callable[[int | None], str]) -> list[str]:
+        return [text(lane) for lane in range(type.width)]
+
+    def special(self, statement: ir.Statement) -> list[str]:
         match statement:
-            case ir.Let():
-                return self._let(statement)
-            case ir.Declare():
-                return self._named(statement, "var")
-            case ir.Assign():
-                target = ir.Var(statement.name, statement.value.type)
-                lanes = range(target.type.width)
-                return [f"{self.expr(target, at)} = {self.expr(statement.value, at)};" for at in lanes]
-            case ir.Store():
-                return self._store(statement)
-            case ir.RegisterArray():
-                return [self._registers(statement)]
             case ir.Forget():
                 return []
-            case ir.Accumulate():
-                return self._accumulate(statement)
-            case ir.MultiplyAdd():
-                target, left, right = statement.target, statement.left, statement.right
-                return [
-                    f"{self.expr(target, at)} += {self.operand(left, at)} * {self.operand(right, at)};"
-                    for at in range(target.type.width)
-                ]
             case ir.BlockReduce():
                 return self._block_reduce(statement)
             case ir.StridedReduce():
                 return self._strided_reduce(statement)
-            case ir.UniformLoad():
-                self._share_array(statement.array)
-                item = f"{statement.array}[{self.expr(statement.index)}]"
-                return [f"let {statement.name} = workgroupUniformLoad(&{item});"]
-            case ir.Pointer() | ir.CallFunction():
-                raise AssertionError("WGSL has no pointers into buffers")
-            case ir.AtomicAdd():
-                return [self._atomic(statement)]
-            case ir.For():
-                return self._for(statement)
-            case ir.While() | ir.If():
-                return self.conditional(statement)
-            case ir.Barrier():
-                return ["storageBarrier();" if statement.device_memory else "workgroupBarrier();"]
+            case ir.UniformLoad(name, array, index):
+                return [f"let {name} = workgroupUniformLoad(&{self.shared_item(array, self.expr(index))});"]
+            case _:
+                raise AssertionError(f"{statement} needs pointers into buffers, which WGSL has not")
 
-    def _named(self, statement: ir.Let | ir.Declare, word: str = "let") -> list[str]:
-        """Names for the values of all lanes."""
-        width, value = statement.type.width, statement.value
-        if width == 1:
-            return [f"{word} {statement.name} = {self.named(value)};"]
-        return [f"{word} {statement.name}_{lane} = {self.expr(value, lane)};" for lane in range(width)]
-
-    def _let(self, statement: ir.Let) -> list[str]:
-        value = statement.value
+    def define(self, statement: ir.Let | ir.Declare) -> list[str]:
+        name, value, type = statement.name, statement.value, statement.type
+        if isinstance(statement, ir.Declare):
+            return self._names(name, type, lambda lane: self.named(value, lane), "var")
         if isinstance(value, ir.Load) and ir.is_buffer(value.buffer):
-            return self._load(statement.name, value)
+            return self._load(name, value)
         if isinstance(value, ir.Load) and (array := self._vectors(value.buffer)):
             item = f"{array.name}[{self._vector_index(value.index, array.width)}]"
-            lanes = _lane_names(statement.name, value.type, lambda lane: f"{statement.name}_all[{lane}]")
-            return [f"let {statement.name}_all = {item};", *lanes]
-        if statement.type == ir.INT:
+            return [f"let {name}_all = {item};", *self._names(name, type, lambda lane: f"{name}_all[{lane}]")]
+        if type == ir.INT:
             if self._is_known(value):
-                self._constants.add(statement.name)
-                return [f"const {statement.name} = {self.expr(value)};"]
-            self._constants.discard(statement.name)
-        return self._named(statement)
+                self._constants.add(name)
+                return [f"const {name} = {self.expr(value)};"]
+            self._constants.discard(name)
+        return self._names(name, type, lambda lane: self.named(value, lane))
+
+    def _names(
+        self, name: str, type: ir.Type, text: Callable[[int | None], str], word: str = "let"
+    ) -> list[str]:
+        """Names for the values of all lanes, by their texts."""
+        variable = ir.Var(name, type)
+        return self.each(type, lambda lane: f"{word} {self.name(variable, lane)} = {text(lane)};")
 
     def _is_known(self, expr: ir.Expr) -> bool:
         """Whether an integer is made of constants."""
@@ -250,159 +210,132 @@ class WgslPrinter(Printer):
             case _:
                 return False
 
-    def _accumulate(self, statement: ir.Accumulate) -> list[str]:
-        lines = []
-        for lane in range(statement.type.width):
-            target, value = self.expr(statement.target, lane), self.expr(statement.value, lane)
-            text = wgsl_combine(statement.operation, statement.type.dtype, target, value)
-            lines.append(f"{target} = {text};")
-        return lines
-
     # Memory
 
-    def _registers(self, array: ir.RegisterArray) -> str:
-        if array.dtype not in _HALVES:
-            return f"var {array.name}: array<{wgsl_type(array.dtype)}, {array.length}>;"
-        self._packed.add(array.name)
-        return f"var {array.name}: array<u32, {array.length // 2}>;"
+    def registers(self, name: str, dtype: str, length: int) -> str:
+        return f"var {name}: array<{wgsl_type(dtype)}, {length}>;"
 
     def _load(self, name: str, load: ir.Load) -> list[str]:
         """Items of a buffer."""
         if item_size(load.stored) < WORD and _in_words(load):
             return self._load_words(name, load)
-        let = ir.Let(name, load)
         if load.mask is None:
-            return self._named(let)
-        lanes = range(load.type.width)
-        zeros = [number(load.type.dtype, 0)] * len(lanes)
-        lines = _lane_names(name, load.type, zeros.__getitem__, "var")
-        lines.append(f"if ({self.expr(load.mask)}) {{")
-        lines += [
-            f"    {self.name(ir.Var(name, load.type), lane)} = {self._item(load, lane)};" for lane in lanes
-        ]
-        return [*lines, "}"]
+            return self._names(name, load.type, lambda lane: self._item(load, lane))
+        variable = ir.Var(name, load.type)
+        items = self.each(
+            load.type, lambda lane: f"    {self.name(variable, lane)} = {self._item(load, lane)};"
+        )
+        zeros = self._names(name, load.type, lambda _: number(load.type.dtype, 0), "var")
+        return [*zeros, f"if ({self.expr(load.mask)}) {{", *items, "}"]
 
     def _load_words(self, name: str, load: ir.Load) -> list[str]:
         """Lanes that lie side by side in whole words."""
         each, index = WORD // item_size(load.stored), self.operand(load.index)
-        places = [f"({index} / {each} + {at})" for at in range(load.type.width // each)]
-        words = [self._words.word(load.buffer, place) for place in places]
-        names = [f"{name}_word{at}" for at in range(len(words))]
-        if load.mask is not None:
-            lines = [f"var {word} = 0u;" for word in names]
-            taken = " ".join(f"{word} = {text};" for word, text in zip(names, words, strict=True))
-            lines.append(f"if ({self.expr(load.mask)}) {{ {taken} }}")
-        else:
-            lines = [f"let {word} = {text};" for word, text in zip(names, words, strict=True)]
-        return lines + _lane_names(
-            name, load.type, lambda lane: part(load.stored, names[lane // each], lane % each)
-        )
-
-    def _store(self, store: ir.Store) -> list[str]:
-        lanes, index = range(store.type.width), self.addend(store.index)
-        values = [self.expr(store.value, lane) for lane in lanes]
-        if store.buffer in self._packed:
-            pairs = [packed(store.stored, values[at : at + 2]) for at in lanes[::2]]
-            first = f"{store.buffer}[{self.operand(store.index)} / 2"
-            return [f"{first} + {at}] = {pair};" for at, pair in enumerate(pairs)]
-        if array := self._vectors(store.buffer):
-            place = self._vector_index(store.index, array.width)
-            return [f"{store.buffer}[{place}] = {_vector_type(array)}({', '.join(values)});"]
-        if not ir.is_buffer(store.buffer):
-            return [self._store_in_array(store, _moved(index, 1, lane), values[lane]) for lane in lanes]
-        each = WORD // item_size(store.stored)
-        if each > 1 and _in_words(store):
-            return [
-                self._words.put_word(
-                    store.buffer,
-                    f"({self.operand(store.index)} / {each} + {first // each})",
-                    packed(store.stored, values[first:][:each]),
-                )
-                for first in lanes[::each]
-            ]
-        if store.stored == "int64" and store.value.type == ir.INT:  # which needs no integers of 64 bits
-            return [self._words.put_wide(store.buffer, index, values[0])]
-        return [
-            self._words.put(store.buffer, store.stored, _moved(index, 1, lane), values[lane])
-            for lane in lanes
+        names = [f"{name}_word{at}" for at in range(load.type.width // each)]
+        words = [
+            f"{word} = {self._words.word(load.buffer, f'({index} / {each} + {at})')};"
+            for at, word in enumerate(names)
         ]
+        if load.mask is None:
+            lines = [f"let {word}" for word in words]
+        else:
+            lines = [f"var {word} = 0u;" for word in names]
+            lines.append(f"if ({self.expr(load.mask)}) {{ {' '.join(words)} }}")
 
-    def _store_in_array(self, store: ir.Store, index: str, value: str) -> str:
-        target, array = f"{store.buffer}[{index}]", self._share_array(store.buffer)
+        def item(lane: int | None) -> str:
+            word, number = divmod(lane or 0, each)
+            return part(load.stored, names[word], number)
+
+        return lines + self._names(name, load.type, item)
+
+    def store(self, store: ir.Store) -> list[str]:
+        lanes, index, buffer = range(store.type.width), self.addend(store.index), store.buffer
+        values = [self.expr(store.value, lane) for lane in lanes]
+        if array := self._vectors(buffer):
+            vector = self._vector_index(store.index, array.width)
+            return [f"{buffer}[{vector}] = {_vector_type(array)}({', '.join(values)});"]
+        each = WORD // item_size(store.stored)
+        if buffer in self.packed or (ir.is_buffer(buffer) and each > 1 and _in_words(store)):
+            words = [packed(store.stored, values[first:][:each]) for first in lanes[::each]]
+            indices = [f"{self.operand(store.index)} / {each} + {at}" for at in range(len(words))]
+            if buffer in self.packed:
+                return [f"{buffer}[{at}] = {word};" for at, word in zip(indices, words, strict=True)]
+            put_word = self._words.put_word
+            return [put_word(buffer, f"({at})", word) for at, word in zip(indices, words, strict=True)]
+        if store.stored == "int64" and store.value.type == ir.INT and ir.is_buffer(buffer):
+            return [self._words.put_wide(buffer, index, values[0])]  # which needs no integers of 64 bits
+        put = self._put if ir.is_buffer(buffer) else self._put_in_array
+        return [put(store, _moved(index, 1, lane), values[lane]) for lane in lanes]
+
+    def _put(self, store: ir.Store, index: str, value: str) -> str:
+        return self._words.put(store.buffer, store.stored, index, value)
+
+    def _put_in_array(self, store: ir.Store, index: str, value: str) -> str:
+        item, array = self.shared_item(store.buffer, index), self._arrays.get(store.buffer)
         if array is None:
-            return f"{target} = {value};"
+            return f"{item} = {value};"
         if array.atomic:
-            return f"atomicStore(&{target}, {value});"
-        return f"{target} = {to_shared(store.stored, value)};"
+            return f"atomicStore(&{item}, {value});"
+        return f"{item} = {to_shared(store.stored, value)};"
 
-    def _atomic(self, statement: ir.AtomicAdd) -> str:
-        self._share_array(statement.array)
-        text = f"atomicAdd(&{statement.array}[{self.expr(statement.index)}], {self.expr(statement.value)});"
-        return f"let {statement.name} = {text}" if statement.name else text
+    def shared_item(self, array: str, index: str) -> str:
+        """An item of memory of the group, or of an array of the thread."""
+        if shared := self._arrays.get(array):
+            self._share(array, shared.dtype, shared.length, shared.atomic)
+        return f"{array}[{index}]"
 
     # What threads do together
 
     def _block_reduce(self, statement: ir.BlockReduce) -> list[str]:
         variable, operation, name = statement.variable, statement.operation, statement.name
-        dtype, width, threads = variable.type.dtype, variable.type.width, _number(statement.threads)
+        type, width, threads = variable.type, variable.type.width, _number(statement.threads)
         lines = []
         while width > 1:
             width //= 2
             for lane in range(width):
-                target, other = (self.expr(variable, at) for at in (lane, lane + width))
-                lines.append(f"{target} = {wgsl_combine(operation, dtype, target, other)};")
+                target, other = (self.name(variable, at) for at in (lane, lane + width))
+                lines.append(f"{target} = {self.combine(operation, type, target, other)};")
         lines.append(f"var {name} = {self.expr(variable)};")
         if threads > 1:
             assert statement.array is not None
             # Two arrays take turns: when one is written again, all have read it before the barriers between.
-            array = f"fold_{shared_type(dtype)}_{self._reductions % 2}"
+            array = f"fold_{shared_type(type.dtype)}_{self._reductions % 2}"
             self._reductions += 1
-            self._share(array, dtype, self._lengths[statement.array])
-            lines += self._tree(operation, dtype, [name], [f"{array}[%s]"], 1, threads, f" % {threads}")
+            self._share(array, type.dtype, self._arrays[statement.array].length)
+            lines += self._tree(operation, type, {name: f"{array}[%s]"}, 1, threads, f" % {threads}")
             first = f"{array}[THREAD / {threads} * {threads}]"
-            lines += ["workgroupBarrier();", f"{name} = {from_shared(dtype, first)};"]
+            lines += ["workgroupBarrier();", f"{name} = {from_shared(type.dtype, first)};"]
         return lines
 
     def _strided_reduce(self, statement: ir.StridedReduce) -> list[str]:
-        target, array = statement.target, statement.array
+        target, array, type = statement.target, statement.array, statement.target.type
         threads, stride = _number(statement.threads), _number(statement.stride)
-        lanes, dtype = range(target.type.width), target.type.dtype
-        self._share(array, dtype, self._lengths[array])
-        names = [self.expr(target, lane) for lane in lanes]
-        places = [f"{array}[%s{f' + {lane * threads}' if lane else ''}]" for lane in lanes]
-        return self._tree(statement.operation, dtype, names, places, stride, threads // stride, "")
+        self._share(array, type.dtype, self._arrays[array].length)
+        items = {
+            self.name(target, lane): f"{array}[%s{f' + {lane * threads}' if lane else ''}]"
+            for lane in range(type.width)
+        }
+        return self._tree(statement.operation, type, items, stride, threads // stride, "")
 
     def _tree(
-        self,
-        operation: str,
-        dtype: str,
-        names: Sequence[str],
-        places: Sequence[str],
-        stride: int,
-        count: int,
-        rank: str,
+        self, operation: str, type: ir.Type, items: Mapping[str, str], stride: int, count: int, rank: str
     ) -> list[str]:
-        """Combine values of `count` threads, `stride` apart, into those of the first, which `rank` tells."""
-        both = list(zip(names, places, strict=True))
-        lines = [f"{place % 'THREAD'} = {to_shared(dtype, name)};" for name, place in both]
+        """Combine values of `count` threads, `stride` apart, into those of the first, which `rank` tells.
+
+        `items` are in memory of the group, by the names of the values, with a gap for a thread's number.
+        """
+        lines = [f"{item % 'THREAD'} = {to_shared(type.dtype, name)};" for name, item in items.items()]
         while count > 1:
             parts = min(_AT_ONCE, count)
             count //= parts
             lines += ["workgroupBarrier();", f"if (THREAD{rank} < {count * stride}) {{"]
-            for name, place in both:
+            for name, item in items.items():
                 for other in range(1, parts):
-                    value = from_shared(dtype, place % f"THREAD + {other * count * stride}")
-                    lines.append(f"    {name} = {wgsl_combine(operation, dtype, name, value)};")
-                lines.append(f"    {place % 'THREAD'} = {to_shared(dtype, name)};")
+                    value = from_shared(type.dtype, item % f"THREAD + {other * count * stride}")
+                    lines.append(f"    {name} = {self.combine(operation, type, name, value)};")
+                lines.append(f"    {item % 'THREAD'} = {to_shared(type.dtype, name)};")
             lines.append("}")
         return lines
-
-    def _share_array(self, name: str) -> ir.LocalArray | None:
-        """Memory of the group by its name; None for an array of the thread."""
-        array = self._arrays.get(name)
-        if array is not None:
-            self._share(array.name, array.dtype, array.length, array.atomic)
-        return array
 
     def _vectors(self, name: str) -> ir.LocalArray | None:
         """Memory of the group by its name if it is vectors."""
@@ -425,7 +358,7 @@ class WgslPrinter(Printer):
 
     # Loops
 
-    def _for(self, loop: ir.For) -> list[str]:
+    def loop(self, loop: ir.For) -> list[str]:
         known = set(self._constants)
         if loop.unrolled and loop.start == ir.Const(0) and loop.stop == ir.Const(loop.unrolled):
             self._constants = known | {loop.name}
@@ -440,16 +373,12 @@ class WgslPrinter(Printer):
         start, stop, step = (self.expr(bound) for bound in (loop.start, loop.stop, loop.step))
         body = self.statements(loop.body)
         self._constants = known
-        count = min(loop.unrolled, _UNROLLED)
+        count = min(loop.unrolled, UNROLLED)
         if count > 1:
             first, step = f"{loop.name}_first", self.operand(loop.step)
             laid_out = _laid_out(loop, first, stop, step, count, body)
-            return [_opening(first, start, stop, f"{count} * {step}"), *laid_out, "}"]
-        return [_opening(loop.name, start, stop, step), *body, "}"]
-
-
-def _opening(name: str, start: str, stop: str, step: str) -> str:
-    return f"for (var {name} = {start}; {name} < {stop}; {name} += {step}) {{"
+            return [self.opening(first, start, stop, f"{count} * {step}"), *laid_out, "}"]
+        return [self.opening(loop.name, start, stop, step), *body, "}"]
 
 
 def _laid_out(loop: ir.For, first: str, stop: str, step: str, count: int, body: list[str]) -> list[str]:
@@ -477,16 +406,9 @@ def _number(expr: ir.Expr) -> int:
     return int(expr.value)
 
 
-def _lane_names(name: str, kind: ir.Type, text: Callable[[int], str], word: str = "let") -> list[str]:
-    """Names for texts of all lanes."""
-    if kind.width == 1:
-        return [f"{word} {name} = {text(0)};"]
-    return [f"{word} {name}_{lane} = {text(lane)};" for lane in range(kind.width)]
-
-
-def _moved(index: str, step: int, lane: int) -> str:
+def _moved(index: str, step: int, lane: int | None) -> str:
     """An index in a lane."""
-    return f"{index} + {lane * step}" if lane * step else index
+    return f"{index} + {lane * step}" if lane and step else index
 
 
 def _in_words(access: ir.Load | ir.Store) -> bool:

@@ -28,12 +28,8 @@ class Declare(_Binding):
     """A variable, which may be assigned another value."""
 
 
-@dataclass(frozen=True)
-class Assign:
+class Assign(_Binding):
     """Another value for a variable."""
-
-    name: str
-    value: Expr
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from penstock.graph.elementwise import CAST, FULL
 from penstock.graph.node import Kind, Node
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.shaping import CONCAT, PAD
-from penstock.kernels.dialects.c_expressions import COMBINE, expression
+from penstock.kernels.dialects.c_expressions import expression
+from penstock.kernels.dialects.patterns import COMBINE
 from penstock.kernels.ir.expressions import (
     BOOL,
     INT,

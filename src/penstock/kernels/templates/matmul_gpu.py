@@ -13,9 +13,8 @@ from math import ceil, gcd
 from penstock.drivers.driver import Capabilities
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.dialects import dialect_of
-from penstock.kernels.dialects.wgsl_memory import WORD, item_size
 from penstock.kernels.ir.expressions import Expr, Var, all_of
-from penstock.kernels.source import KernelSource
+from penstock.kernels.source import WORD, KernelSource, item_size
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem
 
 _TILE_DEPTH = 16

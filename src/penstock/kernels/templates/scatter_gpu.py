@@ -21,9 +21,8 @@ from penstock.graph.reducing import BLOCK
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import MANY_STEPS
-from penstock.kernels.dialects.wgsl_memory import WORD
 from penstock.kernels.ir.expressions import Expr, Var
-from penstock.kernels.source import KernelSource
+from penstock.kernels.source import WORD, KernelSource
 from penstock.kernels.templates.launches import group_size
 
 _THREADS = 512  # of a workgroup
