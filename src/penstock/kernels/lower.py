@@ -27,7 +27,6 @@ from penstock.kernels.raw_source import raw_source
 from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource
 from penstock.kernels.templates.choose import template_launches
 from penstock.kernels.templates.launches import Launch
-from penstock.kernels.wgsl_steps import has_short_loops
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     values = (node, *node.inputs)
     if not all(_has(str(one.dtype), capabilities) and 0 < one.size < costs.MOST_ITEMS for one in values):
         return False
-    if not has_short_loops(node, capabilities):
+    if not dialect_of(capabilities).has_short_loops(node, capabilities):
         return False
     if primitive.is_free or primitive.reads_elsewhere or kind is Kind.REDUCTION:
         return True

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
+from penstock.graph.node import Node
 from penstock.kernels import ir
 from penstock.kernels.source import KernelSource
 
 MANY_STEPS = 1 << 31  # more than any loop has
+UNROLLED = 4  # iterations that loops along an axis take in one step, where a dialect bounds the steps
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Dialect(ABC):
     def most_steps(self, capabilities: Capabilities) -> int:
         """How many steps the loops of one thread may take."""
         return MANY_STEPS
+
+    def has_short_loops(self, node: Node, capabilities: Capabilities) -> bool:
+        """Whether a thread of a kernel that holds the node takes no more steps than it may."""
+        return True
 
     @abstractmethod
     def raw_text(self, kernel: RawKernel) -> str:

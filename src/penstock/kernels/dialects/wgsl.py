@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.drivers.driver import Capabilities
+from penstock.fusion.views import trailing
+from penstock.graph.contraction import MATMUL
+from penstock.graph.node import Kind, Node
 from penstock.kernels import ir
 from penstock.kernels.dialects.dialect import MANY_STEPS, Dialect, RawKernel
 from penstock.kernels.dialects.wgsl_expressions import wgsl_expression
@@ -13,9 +16,12 @@ from penstock.kernels.dialects.wgsl_prelude import functions_for
 from penstock.kernels.dialects.wgsl_printer import WgslPrinter, writes_parts
 from penstock.kernels.source import KernelSource
 
-_SOFTWARE_STEPS = (
-    60_000  # Mesa's software Vulkan ends the loops of a thread after 65535 steps, and says nothing
-)
+# Mesa's software Vulkan ends the loops of a thread after 65535 steps, and says nothing.
+_SOFTWARE_STEPS = 60_000
+# Items of a reduction along rows: at least a few threads of a group share a row, in a few passes.
+_ROW_ITEMS = 1 << 22
+# Items for each step of a reduction along columns, and of a product whose items are multiplied one by one.
+_COLUMN_ITEMS, _PRODUCT_ITEMS = 12, 2
 
 
 class Wgsl(Dialect):
@@ -39,6 +45,16 @@ class Wgsl(Dialect):
 
     def most_steps(self, capabilities: Capabilities) -> int:
         return _SOFTWARE_STEPS if capabilities.kind == "cpu" else MANY_STEPS
+
+    def has_short_loops(self, node: Node, capabilities: Capabilities) -> bool:
+        steps = self.most_steps(capabilities)
+        if steps == MANY_STEPS:
+            return True
+        if node.primitive.kind is Kind.REDUCTION:
+            source = node.inputs[0]
+            along_rows = trailing(source.shape, node.attributes["axes"])
+            return source.size // node.size <= (_ROW_ITEMS if along_rows else _COLUMN_ITEMS * steps)
+        return node.primitive is not MATMUL or node.inputs[0].shape[-1] <= _PRODUCT_ITEMS * steps
 
     def raw_text(self, kernel: RawKernel) -> str:
         arrays = (*kernel.outputs, *kernel.inputs)

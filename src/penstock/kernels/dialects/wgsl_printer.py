@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.kernels import ir
+from penstock.kernels.dialects.dialect import UNROLLED
 from penstock.kernels.dialects.printer import Printer
 from penstock.kernels.dialects.wgsl_expressions import (
     SUFFIXES,
@@ -26,7 +27,6 @@ from penstock.kernels.dialects.wgsl_memory import Words, from_shared, packed, pa
 from penstock.kernels.source import WORD, item_size
 
 _AT_ONCE = 8  # values that one thread adds up between two barriers
-UNROLLED = 4  # iterations of a loop in one step; Mesa's software Vulkan ends a loop after so many steps
 _MOST_LINES = 3000  # of a loop that is laid out; compilers take long for more
 
 

@@ -9,11 +9,12 @@ import numpy as np
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder
+from penstock.kernels.dialects import dialect_of
+from penstock.kernels.dialects.dialect import UNROLLED
 from penstock.kernels.ir.expressions import BOOL, Const, Expr, Var
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import SHORT_ROW, Launch, TemplateLaunches, along, group_size, is_cpu
 from penstock.kernels.templates.tasks import Tasks
-from penstock.kernels.wgsl_steps import UNROLLED, most_steps
 
 _WIDEST = 256  # columns that one thread of a CPU compares side by side
 _FEW = 8  # columns; fewer are done one by one
@@ -67,7 +68,7 @@ def extreme(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
         build = _rows_on_cpu if long_row else _one_by_one if few else _columns_on_cpu
     elif long_row:
         build = _row
-    elif kind.length <= UNROLLED * most_steps(capabilities):
+    elif kind.length <= UNROLLED * dialect_of(capabilities).most_steps(capabilities):
         build = _one_by_one
     else:
         return None

@@ -8,6 +8,8 @@ from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.graph.reducing import BLOCK
 from penstock.kernels.builder import KernelBuilder, Memory
+from penstock.kernels.dialects import dialect_of
+from penstock.kernels.dialects.dialect import UNROLLED
 from penstock.kernels.ir.expressions import Const, Expr, Operand, Type, Var
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import (
@@ -20,7 +22,6 @@ from penstock.kernels.templates.launches import (
     is_cpu,
 )
 from penstock.kernels.templates.tasks import Tasks
-from penstock.kernels.wgsl_steps import UNROLLED, most_steps
 
 _ROWS_AT_ONCE = 4  # on a CPU: each sum waits for the one before, so four rows take turns
 _WIDEST = 2048  # columns of a CPU's task, so that their running sums stay in the cache
@@ -66,7 +67,7 @@ def scan(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
     """Kernels of a scan along an axis; None where a loop would have too many iterations."""
     kind = Scan(str(node.dtype), node.primitive.combine, node.attributes["reverse"])
     outer, length, inner = along(node.shape, node.attributes["axis"])
-    most = most_steps(capabilities)
+    most = dialect_of(capabilities).most_steps(capabilities)
     if is_cpu(capabilities):
         build = _rows_on_cpu if inner == 1 else _columns_on_cpu
         source = build(kind, outer, length, inner, capabilities)
