@@ -67,8 +67,7 @@ _VECTORS_OF_16 = {
 }
 
 
-# Functions of vectors that take less time than PoCL's, to 1 and 3 units in the last
-# place. exp: x is n log(2)
+# Functions of vectors that take less time than PoCL's, to 1 and 3 units in the last place. exp: x is n log(2)
 # plus a rest; n comes from the low bits of a sum that rounds, and goes into the exponent; what would be
 # subnormal is 0. tanh: a polynomial where exp would cancel. The coefficients are Chebyshev fits.
 _FUNCTIONS = """
@@ -106,7 +105,6 @@ _THREADS = """
 #define BITS_DOUBLE(u) as_double(u)
 #define DOUBLE_BITS(x) as_ulong(x)
 #define BFLOAT16_PAIR(a, b) TWO_SHORTS(TO_BFLOAT16(a), TO_BFLOAT16(b))
-#define FLOAT16_PAIR(a, b) TWO_SHORTS(float_half(a), float_half(b))
 #define LOCAL_ADD(counter, more) atomic_add(&counter, more)
 #define FORGET(word)
 #define NEGATE_INT8(x) ((char)(0 - (uchar)(x)))
