@@ -19,7 +19,7 @@ from penstock.drivers.opencl import OpenCLDriver
 from penstock.graph import random as graph
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.random import RANDOM_BITS, philox, random_bits
-from penstock.kernels.philox import PHILOX
+from penstock.kernels.dialects.philox import PHILOX
 from penstock.tensor import random
 from penstock.tensor.random import Generator
 

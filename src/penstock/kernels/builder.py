@@ -12,16 +12,17 @@ Values are expressions of `ir/`. float16 and bfloat16 become float32 when they a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from penstock.drivers.driver import Capabilities
 from penstock.kernels import ir
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.source import KernelSource
 
-_HALVES = ("bfloat16", "float16")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Memory:
     @property
     def type(self) -> ir.Type:
         """What its items are when they are computed with."""
-        return ir.Type("float32" if self.dtype in _HALVES else self.dtype)
+        return ir.Type("float32" if self.dtype in ir.HALF_PRECISION else self.dtype)
 
 
 class KernelBuilder:
@@ -49,8 +50,7 @@ class KernelBuilder:
         scalars: Sequence[str] = (),
     ) -> None:
         """`outputs`, `inputs` and `scalars` are dtypes."""
-        self.name = name
-        self._dialect = dialect_of(capabilities)
+        self.name, self._dialect = name, dialect_of(capabilities)
         vectors = capabilities.vector_width > 1
         self._kernel = ir.KernelIR([*outputs], [*inputs], [*scalars], vectors=vectors)
         self._bodies: list[list[ir.Statement]] = [self._kernel.body]
@@ -202,37 +202,26 @@ class KernelBuilder:
 
     # Control
 
-    @contextmanager
     def loop(
         self, name: str, start: ir.Operand, stop: ir.Operand, step: ir.Operand = 1, unrolled: int = 0
-    ) -> Iterator[ir.Var]:
+    ) -> AbstractContextManager[ir.Var]:
         """A loop from `start` to before `stop`; `unrolled`: how often its body is laid out."""
-        with self._inside() as body:
-            yield ir.Var(name)
-        self._add(ir.For(name, ir.integer(start), ir.integer(stop), ir.integer(step), body, unrolled))
+        bounds = ir.integer(start), ir.integer(stop), ir.integer(step)
+        return self._nested(lambda body: ir.For(name, *bounds, body, unrolled), ir.Var(name))
 
-    @contextmanager
-    def repeat(self, condition: ir.Expr) -> Iterator[None]:
+    def repeat(self, condition: ir.Expr) -> AbstractContextManager[None]:
         """A loop for as long as a condition holds."""
-        with self._inside() as body:
-            yield
-        self._add(ir.While(condition, body))
+        return self._nested(lambda body: ir.While(condition, body), None)
 
-    @contextmanager
-    def when(self, condition: ir.Expr) -> Iterator[None]:
+    def when(self, condition: ir.Expr) -> AbstractContextManager[None]:
         """Statements under a condition."""
-        with self._inside() as body:
-            yield
-        self._add(ir.If(condition, body))
+        return self._nested(lambda body: ir.If(condition, body), None)
 
-    @contextmanager
-    def otherwise(self) -> Iterator[None]:
+    def otherwise(self) -> AbstractContextManager[None]:
         """Statements where the condition of the `when` before does not hold."""
         before = self._bodies[-1].pop()
         assert isinstance(before, ir.If), "`otherwise` follows `when`"
-        with self._inside() as body:
-            yield
-        self._add(ir.If(before.condition, before.body, body))
+        return self._nested(lambda body: ir.If(before.condition, before.body, body), None)
 
     def source(
         self, grid: tuple[int, ...], group: tuple[int, ...], resident: int = 1, quick: bool = False
@@ -250,9 +239,11 @@ class KernelBuilder:
         return ir.Var(statement.name, statement.type)
 
     @contextmanager
-    def _inside(self) -> Iterator[list[ir.Statement]]:
+    def _nested(self, statement: Callable[[list[ir.Statement]], ir.Statement], value: T) -> Iterator[T]:
+        """What is added inside becomes the body of a statement."""
         self._bodies.append([])
         try:
-            yield self._bodies[-1]
+            yield value
         finally:
-            self._bodies.pop()
+            body = self._bodies.pop()
+        self._add(statement(body))

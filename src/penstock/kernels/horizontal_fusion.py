@@ -16,7 +16,7 @@ import numpy as np
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.kernels import ir
-from penstock.kernels.concatenation import Call, together, total_cost
+from penstock.kernels.concatenation import BUFFER_BYTES, CONSTANT_BYTES, Call, MergedCalls
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import Dialect
 from penstock.kernels.lower import Lowering
@@ -29,19 +29,18 @@ _MOST_STATEMENTS = 1500  # of functions
 # Pieces, beyond which functions are called and not inlined: NVRTC takes 10 s for the kernel that draws the
 # first weights of a GPT where it inlines all of them, and half a second where it does not.
 _FEW_PIECES = 8
-_BUFFER_BYTES, _NUMBER_BYTES = 12, 8  # of a parameter: an address with its place, and a number
 _MANY_BUFFERS = 64  # from which on a kernel takes them as memories, even where it is by itself
 _KINDS = ("map", "row", "column")
 _GROUP = ir.Var("group")  # the number of the workgroup in the whole launch
 
 
-def kind(group: Group, written: Lowering | None, capabilities: Capabilities) -> Hashable | None:
+def kind(group: Group, lowering: Lowering | None, capabilities: Capabilities) -> Hashable | None:
     """What groups have in common whose kernels may run side by side; None for those that run alone."""
-    if written is None or written.function is not None or group.kind not in _KINDS:
+    if lowering is None or lowering.function is not None or group.kind not in _KINDS:
         return None
     if not dialect_of(capabilities).pointers:
         return None
-    source = written.launches[0].source
+    source = lowering.launches[0].source
     if source.arrays:  # which take room from all the groups of a launch
         return source.group, "any" if _may_branch(source, capabilities) else source.name
     return source.group, None
@@ -62,11 +61,11 @@ def fuse_horizontally(
 ) -> list[Call]:
     """Calls that do not depend on one another, as few.
 
-    `lies` says of buffers, by their numbers in the program, which buffer has them inside, and at which unit.
+    `lies`: for buffers, by their numbers in the program, the buffer that they lie in, and the offset there.
     """
 
     def moved(call: Call) -> Call:
-        places = ((lies[slot][0], lies[slot][1] + unit) for slot, unit in call.places)
+        places = ((lies[slot][0], lies[slot][1] + offset) for slot, offset in call.places)
         return replace(call, places=tuple(places))
 
     most = _MOST_PIECES if _may_branch(calls[0].source, capabilities) else 1
@@ -75,7 +74,7 @@ def fuse_horizontally(
         if not launches or not launches[-1].has_room(new):
             launches.append(_Launch(most, dialect_of(capabilities)))
         launches[-1].add(new, call)
-    return [launch.written() for launch in launches]
+    return [launch.fused() for launch in launches]
 
 
 def _piece(call: Call) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -120,17 +119,17 @@ class _Launch:
         self._sources: dict[str, KernelSource] = {}
         self._statements = 0  # of those
         self._slots: set[int] = set()
-        self._numbers: dict[int, str] = {}  # dtypes
+        self._constants: set[int] = set()
         self._given: list[Call] = []
 
     def has_room(self, call: Call) -> bool:
         """Whether one more call fits into the bounds."""
         slots = self._slots.union(slot for slot, _ in call.places)
-        parameters = _BUFFER_BYTES * len(slots) + _NUMBER_BYTES * len({*self._numbers, *call.numbers})
+        constants = self._constants.union(call.numbers)
         return (
             len(self._given) < MOST_CALLS
             and len({*self._pieces, _piece(call)}) <= self._most_pieces
-            and parameters <= MOST_PARAMETER_BYTES
+            and BUFFER_BYTES * len(slots) + CONSTANT_BYTES * len(constants) <= MOST_PARAMETER_BYTES
             and self._statements + self._new_statements(call) <= _MOST_STATEMENTS
         )
 
@@ -144,43 +143,39 @@ class _Launch:
         self._pieces.setdefault(_piece(call), []).append(call)
         self._sources[call.source.name] = call.source
         self._slots.update(slot for slot, _ in call.places)
-        self._numbers.update(zip(call.numbers, call.source.scalars[len(call.scalars) :], strict=True))
+        self._constants.update(call.numbers)
         self._given.append(given)
 
-    def written(self) -> Call:
+    def fused(self) -> Call:
         """All calls as one. One by itself stays what it is: its kernel serves others elsewhere."""
         if not joins(self._given):
             return self._given[0]
         calls = [call for piece in self._pieces.values() for call in piece]
-        said = [(call.source.name, call.places, call.scalars, call.numbers) for call in calls]
-        name = f"side_by_side_{digest(repr(said))}"
+        merging = MergedCalls(calls)
         kernel = ir.KernelIR(
-            outputs=["uint8"] * len(self._slots),
-            scalars=[*self._numbers.values()],
             functions=self._functions(),
+            arrays=self._local_memory(),
             group=calls[0].source.group,
             vectors=False,
         )
-        kernel.arrays += self._local_memory()
         branches: list[tuple[ir.Expr, list[ir.Statement]]] = []
         first = 0
         for number, piece in enumerate(self._pieces.values()):
             rows = []
             for call in piece:
-                rows.append([first, *(unit for _, unit in call.places)])
+                rows.append([first, *(offset for _, offset in call.places)])
                 first += call.source.grid[0]
             body: list[ir.Statement] = []
             differing = _Rows(f"table{number}", rows)
             if len(rows) > 1:
-                kernel.tables.append(ir.Table(differing.table, tuple(unit for row in rows for unit in row)))
+                integers = tuple(integer for row in rows for integer in row)
+                kernel.tables.append(ir.Table(differing.table, integers))
                 body += differing.search()
-            branches.append((first > _GROUP, [*body, self._called(piece[0], differing)]))
+            branches.append((first > _GROUP, [*body, _called(piece[0], merging, differing)]))
         kernel.grid = (first,)
         kernel.body = [ir.Let(_GROUP.name, ir.WORKGROUP), *_by_branch(branches)]
-        slots = tuple((slot, 0) for slot in sorted(self._slots))
-        work, cost = sum(call.work for call in calls), total_cost(self._given)
-        source = self._dialect.render(kernel, name)
-        return Call(source, slots, (), tuple(self._numbers), work, together(self._given), cost=cost)
+        identity = [(call.source.name, call.places, call.scalars, call.numbers) for call in calls]
+        return merging.as_one(kernel, f"side_by_side_{digest(repr(identity))}", self._dialect)
 
     def _functions(self) -> list[ir.Function]:
         linkage = "DEVICE" if len(self._pieces) <= _FEW_PIECES else "CALLED"
@@ -194,21 +189,16 @@ class _Launch:
         )
         return [ir.LocalArray(ir.LOCAL_MEMORY, "uint64", room)] if room else []
 
-    def _called(self, call: Call, rows: _Rows) -> ir.CallFunction:
-        arrays, word = [], 0
-        for dtype, _, length in call.source.arrays:
-            arrays.append((dtype, word))
-            word += _words(dtype, length)
-        slots, numbers = sorted(self._slots), list(self._numbers)
-        buffers = tuple(
-            (dtype, f"out{slots.index(slot)}")
-            for dtype, (slot, _) in zip(call.source.buffers, call.places, strict=True)
-        )
-        arguments = [rows.item(1 + at) for at in range(len(call.places))]
-        arguments += [ir.Const(scalar) for scalar in call.scalars]
-        arguments += [ir.Var(f"c{numbers.index(number)}") for number in call.numbers]
-        group = _GROUP - rows.item(0)
-        return ir.CallFunction(call.source.name, group, tuple(arrays), buffers, tuple(arguments))
+
+def _called(call: Call, merging: MergedCalls, rows: _Rows) -> ir.CallFunction:
+    """A call of a piece's function, with the offsets of its row."""
+    arrays, word = [], 0
+    for dtype, _, length in call.source.arrays:
+        arrays.append((dtype, word))
+        word += _words(dtype, length)
+    arguments = [rows.item(1 + at) for at in range(len(call.places))]
+    arguments += [ir.Const(scalar) for scalar in call.scalars]
+    return merging.call(call, _GROUP - rows.item(0), arguments, arrays)
 
 
 def _by_branch(branches: list[tuple[ir.Expr, list[ir.Statement]]]) -> list[ir.Statement]:
@@ -222,5 +212,5 @@ def _by_branch(branches: list[tuple[ir.Expr, list[ir.Statement]]]) -> list[ir.St
 
 
 def _words(dtype: str, length: int) -> int:
-    """How many units of 8 bytes an array takes."""
+    """How many words of 8 bytes an array takes."""
     return -(-np.dtype(dtype).itemsize * length // 8)

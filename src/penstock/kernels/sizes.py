@@ -16,7 +16,7 @@ from typing import TypeVar
 from penstock.kernels.concatenation import Call
 from penstock.kernels.dialects.dialect import DialectBody
 from penstock.kernels.rewriting import Integers
-from penstock.kernels.source import MOST_PARAMETER_BYTES, Body, KernelSource, digest
+from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest
 from penstock.kernels.templates.launches import Launch
 from penstock.kernels.text_sizes import TextIntegers
 from penstock.lru import LRU
@@ -36,10 +36,10 @@ class _Family:
     # are equal to one another.
     known: list[tuple[int, ...]] = field(default_factory=list)
     # The names and bodies of those without arguments, by their integers.
-    constant: dict[tuple[int, ...], tuple[str, Body | str]] = field(default_factory=dict)
+    constant: dict[tuple[int, ...], tuple[str, DialectBody | str]] = field(default_factory=dict)
     argument: tuple[int | None, ...] = ()  # for each integer, the argument that it is, if any
     name: str = ""
-    body: Body | str = ""  # with arguments; empty before there is one
+    body: DialectBody | str = ""  # with arguments; empty before there is one
 
     def fits(self, values: tuple[int, ...]) -> bool:
         """Whether the kernel with arguments can have these integers."""

@@ -11,12 +11,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from penstock.kernels.ir.statements import KernelIR
+    from penstock.kernels.dialects.dialect import DialectBody
+    from penstock.kernels.ir import KernelIR
 
 ALIGNMENT = 256  # bytes; every value in an arena begins at a multiple
 WORD = 4  # bytes
@@ -50,23 +51,12 @@ def item_size(dtype: str) -> int:
     return int(np.dtype(_STORED.get(dtype, dtype)).itemsize)
 
 
-class Body(Protocol):
-    """A kernel in the IR, with the dialect that prints it."""
-
-    @property
-    def kernel(self) -> KernelIR:
-        """What the kernel does."""
-
-    def text(self, name: str) -> str:
-        """The kernel's text under a name, without prelude."""
-
-
 @dataclass(frozen=True)
 class KernelSource:
     """One kernel: what it does, its parameters, and the threads that it wants."""
 
     name: str
-    body: Body | str  # in the IR, which is printed when the kernel is compiled, or opaque text
+    body: DialectBody | str  # in the IR, which is printed when the kernel is compiled, or opaque text
     buffers: tuple[str, ...]  # dtypes; outputs first
     scalars: tuple[str, ...]  # dtypes
     grid: tuple[int, ...]

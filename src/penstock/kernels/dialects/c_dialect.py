@@ -10,7 +10,7 @@ from penstock.kernels.dialects.c_expressions import expression
 from penstock.kernels.dialects.c_threads import ThreadPrinter
 from penstock.kernels.dialects.c_vectors import VectorPrinter
 from penstock.kernels.dialects.dialect import Dialect, RawKernel
-from penstock.kernels.philox import PHILOX
+from penstock.kernels.dialects.philox import PHILOX
 from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource, declared, head
 
 _MOST_INT = (1 << 31) - 1

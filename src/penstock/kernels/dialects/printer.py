@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from penstock.kernels import ir
 from penstock.kernels.dialects.patterns import COMBINE
 
-HALF_PRECISION = ("bfloat16", "float16")
 # How tightly operators bind. Those of bits stand in parentheses beside any other, as WGSL demands.
 _LEVELS = {"||": 1, "&&": 1, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}
 _LEVELS |= dict.fromkeys(("<", "<=", ">", ">=", "==", "!="), 2)
@@ -49,7 +48,7 @@ class Printer(ABC):
             case ir.Store():
                 return self.store(statement)
             case ir.RegisterArray(name, dtype, length):
-                if self.packs and dtype in HALF_PRECISION:
+                if self.packs and dtype in ir.HALF_PRECISION:
                     self.packed.add(name)
                     dtype, length = "uint32", length // 2
                 return [self.registers(name, dtype, length)]
