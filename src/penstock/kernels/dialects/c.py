@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.c_expressions import c_type, expression, neutral
@@ -32,7 +33,7 @@ class CPrinter(Printer):
             return "NAN" if math.isnan(value) else "INFINITY" if value > 0 else "-INFINITY"
         return f"{float(value)!r}{_SUFFIXES.get(type.dtype, '')}"
 
-    def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: tuple[str, ...]) -> str | None:
+    def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str]) -> str | None:
         return expression(operation, result, of, inputs)
 
     def neutral(self, reduction: str, type: ir.Type) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -144,7 +144,7 @@ def has_vectors(dtype: str) -> bool:
 
 
 def expression(
-    operation: str, result: ir.Type, of: ir.Type, inputs: tuple[str, ...], patterns: Patterns | None = None
+    operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str], patterns: Patterns | None = None
 ) -> str | None:
     """The C expression of a primitive on inputs of type `of`; None if it has none.
 
@@ -196,7 +196,7 @@ def _cast(result: ir.Type, of: ir.Type, value: str) -> str | None:
     return f"__builtin_convertvector({value}, {c_type(result)})"
 
 
-def _where(result: ir.Type, inputs: tuple[str, ...]) -> str:
+def _where(result: ir.Type, inputs: Sequence[str]) -> str:
     condition, yes, no = inputs
     if result.width > 1 and result.dtype == "bool":
         return f"(({condition} & {yes}) | (~{condition} & {no}))"

@@ -7,7 +7,7 @@ OpenCL and CUDA, which has no vectors. Single values stand beside arrays as they
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.kernels import ir
@@ -42,7 +42,7 @@ class ThreadPrinter(CPrinter):
     def name(self, var: ir.Var, lane: int | None) -> str:
         return f"{var.name}[{'l_' if lane is None else lane}]" if var.type.width > 1 else var.name
 
-    def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: tuple[str, ...]) -> str | None:
+    def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str]) -> str | None:
         return expression(operation, ir.Type(result.dtype), ir.Type(of.dtype), inputs, self._patterns)
 
     def neutral(self, reduction: str, type: ir.Type) -> str:
@@ -81,7 +81,7 @@ class ThreadPrinter(CPrinter):
                     self._differences[name] = self.expr(minuend), self.expr(less)
         return [self._named(type, name, self.named(value))]
 
-    def call(self, expr: ir.Call, inputs: tuple[str, ...]) -> str:
+    def call(self, expr: ir.Call, inputs: Sequence[str]) -> str:
         first, dtype = expr.inputs[0], expr.type.dtype
         if expr.operation == "exp" and isinstance(first, ir.Var) and first.name in self._differences:
             return "QUICK_EXP_LESS({}, {})".format(*self._differences[first.name])

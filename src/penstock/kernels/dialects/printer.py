@@ -168,7 +168,7 @@ class Printer(ABC):
         """The number of the workgroup."""
 
     @abstractmethod
-    def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: tuple[str, ...]) -> str | None:
+    def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str]) -> str | None:
         """A primitive on inputs of type `of`; None if it has no text."""
 
     @abstractmethod
@@ -179,7 +179,7 @@ class Printer(ABC):
     def value(self, expr: ir.Expr, lane: int | None) -> str:
         """An expression of a kind that languages write differently."""
 
-    def call(self, expr: ir.Call, inputs: tuple[str, ...]) -> str:
+    def call(self, expr: ir.Call, inputs: Sequence[str]) -> str:
         """A primitive operation, given the texts of its inputs."""
         text = self.expression(expr.operation, expr.type, expr.of, inputs)
         assert text is not None, expr

@@ -6,6 +6,8 @@ and cut after every operation that may leave their range. Truth values are of a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from penstock.kernels.dialects.patterns import (
@@ -116,7 +118,7 @@ def converted(dtype: str, whole: str) -> str:
     return result
 
 
-def wgsl_expression(operation: str, result: str, of: str, inputs: tuple[str, ...]) -> str | None:
+def wgsl_expression(operation: str, result: str, of: str, inputs: Sequence[str]) -> str | None:
     """The expression of a primitive on inputs of dtype `of`; None if it has none."""
     if operation == "cast":
         return cast(result, of, inputs[0])

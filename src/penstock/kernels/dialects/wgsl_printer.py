@@ -80,7 +80,7 @@ class WgslPrinter(Printer):
     def name(self, var: ir.Var, lane: int | None) -> str:
         return f"{var.name}_{lane or 0}" if var.type.width > 1 else var.name
 
-    def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: tuple[str, ...]) -> str | None:
+    def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str]) -> str | None:
         return wgsl_expression(operation, result.dtype, of.dtype, inputs)
 
     def combine(self, reduction: str, type: ir.Type, left: str, right: str) -> str:
