@@ -29,12 +29,6 @@ def rewritten(tree: Any, change: Callable[[ir.Expr], ir.Expr | None], skipped: t
     return replace(tree, **{name: rewritten(getattr(tree, name), change, skipped) for name in names})
 
 
-def statement_count(body: Sequence[ir.Statement]) -> int:
-    """How many statements there are, with those inside others."""
-    inside = (getattr(statement, part, []) for statement in body for part in ("body", "otherwise"))
-    return len(body) + sum(map(statement_count, inside))
-
-
 class Integers:
     """The integers among the constants of a kernel, each of which might be an argument."""
 
@@ -49,12 +43,12 @@ class Integers:
 
     def as_arguments(self, argument: Sequence[int | None], count: int) -> ir.KernelIR:
         """The kernel with arguments for integers, by their numbers; they are its first scalars."""
-        numbers = iter(argument)
+        arguments = iter(argument)
 
         def change(expr: ir.Expr) -> ir.Expr | None:
             if not _is_integer(expr):
                 return None
-            number = next(numbers)
+            number = next(arguments)
             return expr if number is None else ir.Var(f"size{number}").cast(expr.type.dtype)
 
         body = rewritten(self._kernel.body, change, self._fixed)

@@ -19,6 +19,7 @@ from penstock.kernels.dialects.c_expressions import (
     expression,
     neutral,
 )
+from penstock.kernels.dialects.printer import fills_words
 from penstock.kernels.source import WORD, item_size
 
 _ACCESS = 16  # bytes that a thread reads or writes at once, at most
@@ -204,12 +205,9 @@ def _moved(index: str, step: int) -> str:
 
 
 def _word_count(access: ir.Load | ir.Store) -> int:
-    """How many words hold the items of all lanes; 0 where items lie apart, or do not fill words."""
-    size, width = item_size(access.stored), access.type.width
-    together = isinstance(access, ir.Store) or access.step == 1
-    if width == 1 or not together or not ir.is_buffer(access.buffer) or access.aligned * size < WORD:
-        return 0
-    return width * size // WORD
+    """How many words hold the items of all lanes; 0 where they are read and written one by one."""
+    in_words = ir.is_buffer(access.buffer) and fills_words(access)
+    return access.type.width * item_size(access.stored) // WORD if in_words else 0
 
 
 def _accesses(macro: str, access: ir.Load | ir.Store, index: str, words: str) -> str:

@@ -182,6 +182,6 @@ class Cuda(CDialect):
 
     def text(self, source: KernelSource) -> str:
         """A kernel's text: told how many threads a group has, or NVRTC gives each too many registers."""
-        numbers = [math.prod(source.group), *([source.resident] if source.resident > 1 else ())]
-        bounds = f"KERNEL __launch_bounds__({', '.join(map(str, numbers))}) {source.name}("
-        return source.text.replace(f"KERNEL {source.name}(", bounds)
+        bounds = [math.prod(source.group), *([source.resident] if source.resident > 1 else ())]
+        opening = f"KERNEL __launch_bounds__({', '.join(map(str, bounds))}) {source.name}("
+        return source.text.replace(f"KERNEL {source.name}(", opening)

@@ -7,12 +7,19 @@ from collections.abc import Callable, Sequence
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.patterns import COMBINE
+from penstock.kernels.source import WORD, item_size
 
 # How tightly operators bind. Those of bits stand in parentheses beside any other, as WGSL demands.
 _LEVELS = {"||": 1, "&&": 1, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}
 _LEVELS |= dict.fromkeys(("<", "<=", ">", ">=", "==", "!="), 2)
 _COMPOUND = (ir.Binary, ir.Select, ir.Unary)  # which need parentheses beside another operator
 _BITS = ("&", "|", "^", "<<", ">>")
+
+
+def fills_words(access: ir.Load | ir.Store) -> bool:
+    """Whether the items of all lanes lie side by side, and together fill whole words."""
+    together = isinstance(access, ir.Store) or access.step == 1
+    return together and access.type.width > 1 and access.aligned * item_size(access.stored) >= WORD
 
 
 class Printer(ABC):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.dialect import UNROLLED
-from penstock.kernels.dialects.printer import Printer
+from penstock.kernels.dialects.printer import Printer, fills_words
 from penstock.kernels.dialects.wgsl_expressions import (
     SUFFIXES,
     cast,
@@ -32,14 +32,11 @@ _MOST_LINES = 3000  # of a loop that is laid out; compilers take long for more
 
 def writes_parts(body: Sequence[ir.Statement]) -> bool:
     """Whether any item is written without all others of its word."""
-    for statement in body:
-        if isinstance(statement, ir.For | ir.While | ir.If) and writes_parts(statement.body):
-            return True
-        if isinstance(statement, ir.If) and writes_parts(statement.otherwise):
-            return True
-        if isinstance(statement, ir.Store) and ir.is_buffer(statement.buffer) and _in_parts(statement):
-            return True
-    return False
+    stores = (statement for statement in ir.walk(body) if isinstance(statement, ir.Store))
+    return any(
+        ir.is_buffer(store.buffer) and item_size(store.stored) < WORD and not fills_words(store)
+        for store in stores
+    )
 
 
 class WgslPrinter(Printer):
@@ -217,7 +214,7 @@ class WgslPrinter(Printer):
 
     def _load(self, name: str, load: ir.Load) -> list[str]:
         """Items of a buffer."""
-        if item_size(load.stored) < WORD and _in_words(load):
+        if item_size(load.stored) < WORD and fills_words(load):
             return self._load_words(name, load)
         if load.mask is None:
             return self._names(name, load.type, lambda lane: self._item(load, lane))
@@ -255,7 +252,7 @@ class WgslPrinter(Printer):
             vector = self._vector_index(store.index, array.width)
             return [f"{buffer}[{vector}] = {_vector_type(array)}({', '.join(values)});"]
         each = WORD // item_size(store.stored)
-        if buffer in self.packed or (ir.is_buffer(buffer) and each > 1 and _in_words(store)):
+        if buffer in self.packed or (ir.is_buffer(buffer) and each > 1 and fills_words(store)):
             words = [packed(store.stored, values[first:][:each]) for first in lanes[::each]]
             indices = [f"{self.operand(store.index)} / {each} + {at}" for at in range(len(words))]
             if buffer in self.packed:
@@ -409,13 +406,3 @@ def _number(expr: ir.Expr) -> int:
 def _moved(index: str, step: int, lane: int | None) -> str:
     """An index in a lane."""
     return f"{index} + {lane * step}" if lane and step else index
-
-
-def _in_words(access: ir.Load | ir.Store) -> bool:
-    """Whether all lanes together fill whole words."""
-    together = isinstance(access, ir.Store) or access.step == 1
-    return together and access.type.width > 1 and access.aligned * item_size(access.stored) >= WORD
-
-
-def _in_parts(store: ir.Store) -> bool:
-    return item_size(store.stored) < WORD and not _in_words(store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.kernels.ir.expressions import ONE, Expr, Type, Var
@@ -222,6 +223,14 @@ Statement = (
     | If
     | Barrier
 )
+
+
+def walk(body: Sequence[Statement]) -> Iterator[Statement]:
+    """Statements, and those inside others."""
+    for statement in body:
+        yield statement
+        for part in ("body", "otherwise"):
+            yield from walk(getattr(statement, part, ()))
 
 
 Parameters = list[tuple[str, str]]
