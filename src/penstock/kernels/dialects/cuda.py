@@ -162,7 +162,6 @@ class Cuda(CDialect):
 
     name = "cuda"
     label = "CUDA C"
-    barriers_in_branches = True
     compiles_side_by_side = True
     inline_assembly = True
     raw_types: Mapping[str, str] = {dtype: _PLAIN_TYPES.get(word, word) for dtype, word in C_TYPES.items()}
@@ -172,9 +171,7 @@ class Cuda(CDialect):
     raw_opening = 'extern "C" __global__ void __launch_bounds__({})'
     prelude = _PRELUDE
     optional_preludes: Mapping[str, str] = {
-        "BFLOAT16": _HALVES,
-        "round_half": _HALVES,
-        "_halves_": _HALVES,
+        **dict.fromkeys(("BFLOAT16", "round_half"), _HALVES),
         **CDialect.optional_preludes,
         **dict.fromkeys(THREAD_NAMES, THREAD_WORDS + _THREADS + TANH),
         "half *": _HALVES,
