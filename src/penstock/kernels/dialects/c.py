@@ -45,8 +45,6 @@ class CPrinter(Printer):
                 return f"{self.expr(expr.condition)} ? {self.expr(expr.yes)} : {self.expr(expr.no)}"
             case ir.Cast():
                 return f"({c_type(expr.type)}){self.operand(expr.value)}"
-            case ir.Bitcast():
-                return self._bits(expr)
             case ir.Clamp():
                 value, length, last = (self.operand(part) for part in (expr.value, expr.length, expr.last))
                 return f"{value} < 0 ? 0 : {value} < {length} ? (int){value} : {last}"
@@ -62,15 +60,6 @@ class CPrinter(Printer):
                 return f"(({unsigned}){item} < {self.operand(expr.length)} ? (int){item} : -1)"
             case _:
                 raise AssertionError(f"{expr} has no text in C")
-
-    def _bits(self, expr: ir.Bitcast) -> str:
-        """The bits of a value."""
-        value, kinds = self.expr(expr.value), (expr.value.type.dtype, expr.type.dtype)
-        if "float64" in kinds:
-            return f"BITS_DOUBLE({value})" if kinds[1] == "float64" else f"(ulong)DOUBLE_BITS({value})"
-        if "float32" in kinds:
-            return f"BITS_FLOAT({value})" if kinds[1] == "float32" else f"FLOAT_BITS({value})"
-        return f"({c_type(expr.type)}){self.operand(expr.value)}"
 
     def broadcast(self, expr: ir.Broadcast) -> str:
         """A number in every lane."""

@@ -39,9 +39,9 @@ class Printer(ABC):
 
     # Statements
 
-    def statements(self, body: Sequence[ir.Statement], depth: int = 1) -> list[str]:
-        """The lines of statements, set in by `depth` steps."""
-        return ["    " * depth + line for statement in body for line in self.lines(statement)]
+    def statements(self, body: Sequence[ir.Statement]) -> list[str]:
+        """The lines of statements, indented by one step."""
+        return [f"    {line}" for statement in body for line in self.lines(statement)]
 
     def lines(self, statement: ir.Statement) -> list[str]:
         """The lines of one statement."""

@@ -135,10 +135,8 @@ def from_shared(dtype: str, value: str) -> str:
 
 
 def part(dtype: str, word: str, number: int) -> str:
-    """An item of a word, or of two where it takes them, by its number there."""
+    """One of the items that share a word, by its number there."""
     size = item_size(dtype)
-    if size == WORD:
-        return from_bits(dtype, word)
     bits = word if number == 0 else f"({word} >> {8 * size * number}u)"
     if number < WORD // size - 1:
         bits = f"({bits} & {_mask(size)})"

@@ -94,8 +94,6 @@ class WgslPrinter(Printer):
                 return f"select({self.expr(no, lane)}, {self.expr(yes, lane)}, {self.expr(condition)})"
             case ir.Cast():
                 return self._cast(expr, lane)
-            case ir.Bitcast():
-                return f"bitcast<{wgsl_type(expr.type.dtype)}>({self.expr(expr.value, lane)})"
             case ir.Clamp():
                 return self._clamped(expr)
             case ir.Broadcast() if expr.value.type.dtype == expr.type.dtype != "int32":

@@ -71,10 +71,6 @@ class Expr:
         """The value as one of another dtype."""
         return self if dtype == self.type.dtype else Cast(Type(dtype, self.type.width), self)
 
-    def bits(self, dtype: str) -> Expr:
-        """The value's bits as a value of a dtype of the same size."""
-        return self if dtype == self.type.dtype else Bitcast(Type(dtype), self)
-
 
 Operand = Expr | int | float
 
@@ -149,14 +145,6 @@ class Binary(Expr):
 @dataclass(frozen=True)
 class Cast(Expr):
     """A value as one of another dtype."""
-
-    type: Type
-    value: Expr
-
-
-@dataclass(frozen=True)
-class Bitcast(Expr):
-    """The bits of a value as a value of another dtype of the same size."""
 
     type: Type
     value: Expr
