@@ -85,7 +85,7 @@ class MergedCalls:
 
 
 def concatenated(calls: Sequence[Call], arenas: Container[int], capabilities: Capabilities) -> list[Call]:
-    """The calls, of which neighbours that are small are one. `arenas`: buffers in which places vary."""
+    """The calls, with small neighbours merged. `arenas`: buffers whose values lie at offsets that vary."""
     dialect = dialect_of(capabilities)
     result: list[Call] = []
     run: list[Call] = []

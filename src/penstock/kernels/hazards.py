@@ -17,9 +17,9 @@ class Touched:
 
 
 def orderings(touched: Sequence[Touched], over: Mapping[int, Collection[int]]) -> list[list[int]]:
-    """For each launch the earlier ones that must have ended, but for those that follow from others.
+    """For each launch the earlier ones that it must wait for, without those that others of them wait for.
 
-    `over` names memories that may turn out to be one with others, which are read only before.
+    `over`: for a memory, others that it may share bytes with; launches that write it wait for all their uses.
     """
     uses: dict[int, list[tuple[int, int, int, bool]]] = {}  # of each memory: first byte, end, launch, writes
     before: list[int] = []  # for each launch, a bit for every one that it follows, however indirectly

@@ -1,9 +1,9 @@
 """Horizontal fusion: kernels of a GPU that do not depend on one another, as one launch.
 
 Each gets a range of the launch's workgroups, and becomes a function that is told the number of its workgroup.
-Calls that differ only in the places of their buffers, as those for the layers of a network do, are one piece
-of the kernel: a table has their places. Buffers that lie in one memory are one parameter, of which a device
-takes few.
+Calls that differ only in the offsets of their buffers, as those for the layers of a network do, are one piece
+of the kernel: a table has their offsets. Buffers that lie in one memory are one parameter, as a device takes
+few parameters.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def fuse_horizontally(
 
 
 def _piece(call: Call) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Equal for calls that differ in places only."""
+    """Equal for calls that differ in offsets only."""
     return call.source.name, tuple(slot for slot, _ in call.places), call.scalars, call.numbers
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the calls of one piece differ in: a row for each, its first group and then the places."""
+    """What the calls of one piece differ in: a row for each, with its first workgroup, then its offsets."""
 
     table: str
     rows: list[list[int]]
@@ -103,7 +103,7 @@ class _Rows:
         ]
 
     def item(self, column: int) -> ir.Expr:
-        """A column of the row that was found; the number itself where it is the same in all rows."""
+        """A column of the workgroup's row; a constant where all rows have the same integer."""
         if len({row[column] for row in self.rows}) == 1:
             return ir.Const(self.rows[0][column])
         return ir.Load(ir.INT, self.table, "int32", ir.Var("row") * len(self.rows[0]) + column)

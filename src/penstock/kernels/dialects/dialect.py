@@ -49,15 +49,15 @@ class Dialect(ABC):
     name: str
     label: str  # for people
     pointers = True  # a part of a memory can be a parameter of a function
-    barriers_in_branches = True  # each workgroup of a launch may run another piece of a text with barriers
-    word_access = False  # memory is words of 4 bytes, so a thread writes whole ones where it can
+    barriers_in_branches = True  # branches with barriers, of which each workgroup takes one
+    word_access = False  # memory is words of 4 bytes, which a thread should write whole
     inline_assembly = False  # kernels may have PTX, whatever the device's own code is
     one_kernel_modules = False  # each kernel is a text of its own
-    compiles_side_by_side = False  # compilers may run at the same time, each with a part of the kernels
+    compiles_side_by_side = False  # several compilers may run at a time, each with some of the kernels
 
     # Of users' own kernels: the types of array items, by dtype.
     raw_types: Mapping[str, str]
-    moves_buffers = True  # a kernel takes the place of each buffer; else each is bound where its value begins
+    moves_buffers = True  # a kernel takes the offset of each buffer; else each is bound at its offset
 
     def most_steps(self, capabilities: Capabilities) -> int:
         """How many steps the loops of one thread may take."""
@@ -75,7 +75,7 @@ class Dialect(ABC):
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
         """Whether a primitive on values of dtype `of` has a text."""
 
-    fixed_nodes: tuple[type, ...] = ()  # of the IR: the text depends on their constants
+    fixed_nodes: tuple[type, ...] = ()  # kinds of statements whose constants cannot become arguments
 
     def render(self, kernel: ir.KernelIR, name: str) -> KernelSource:
         """A kernel that is printed when it is compiled."""
@@ -100,7 +100,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def whole_text(self, sources: Sequence[KernelSource], preludes: Mapping[str, str]) -> str:
-        """The texts of kernels after the functions that they use.
+        """The texts of kernels, after the functions that they use.
 
-        `preludes`: texts that are wanted besides, each by a word that asks for it.
+        `preludes`: further texts, each by a word that a kernel has if it needs the text.
         """
