@@ -7,7 +7,7 @@ OpenCL and CUDA, which has no vectors. Single values stand beside arrays as they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.kernels import ir
@@ -19,7 +19,7 @@ from penstock.kernels.dialects.c_expressions import (
     expression,
     neutral,
 )
-from penstock.kernels.dialects.printer import fills_words
+from penstock.kernels.dialects.printer import Text, fills_words
 from penstock.kernels.source import WORD, item_size
 
 _ACCESS = 16  # bytes that a thread reads or writes at once, at most
@@ -37,7 +37,7 @@ class ThreadPrinter(CPrinter):
         self._differences: dict[str, tuple[str, str]] = {}  # from numbers that all lanes share
         self._words: dict[tuple[str, str], str] = {}  # by name and dtype: the words that it was taken from
 
-    def each(self, type: ir.Type, text: Callable[[int | None], str]) -> list[str]:
+    def each(self, type: ir.Type, text: Text) -> list[str]:
         return [f"{_each(type)}{text(None)}"]
 
     def name(self, var: ir.Var, lane: int | None) -> str:

@@ -15,6 +15,8 @@ _LEVELS |= dict.fromkeys(("<", "<=", ">", ">=", "==", "!="), 2)
 _COMPOUND = (ir.Binary, ir.Select, ir.Unary)  # which need parentheses beside another operator
 _BITS = ("&", "|", "^", "<<", ">>")
 
+Text = Callable[[int | None], str]  # by the number of a lane
+
 
 def fills_words(access: ir.Load | ir.Store) -> bool:
     """Whether the items of all lanes lie side by side, and together fill whole words."""
@@ -71,7 +73,7 @@ class Printer(ABC):
             case _:
                 return self.special(statement)
 
-    def each(self, type: ir.Type, text: Callable[[int | None], str]) -> list[str]:
+    def each(self, type: ir.Type, text: Text) -> list[str]:
         """What is done to all items of a type, given the text for a lane."""
         return [text(None)]
 

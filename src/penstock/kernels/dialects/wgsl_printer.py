@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.dialect import UNROLLED
-from penstock.kernels.dialects.printer import Printer, fills_words
+from penstock.kernels.dialects.printer import Printer, Text, fills_words
 from penstock.kernels.dialects.wgsl_expressions import (
     SUFFIXES,
     cast,
@@ -50,15 +51,15 @@ class WgslPrinter(Printer):
         super().__init__()
         self._words = words
         self._arrays = {array.name: array for array in arrays}
-        self._shared: dict[str, tuple[str, int]] = {}  # memory of the group: types and lengths
+        self._shared: dict[str, ir.LocalArray] = {}  # those that are used, and others of reductions
         self._reductions = 0
         self._constants: set[str] = set()  # integers that are known
 
     def declared(self) -> list[str]:
         """The lines that name the memory of the group, before the kernel."""
         return [
-            f"var<workgroup> {name}: array<{kind}, {length}>;"
-            for name, (kind, length) in self._shared.items()
+            f"var<workgroup> {array.name}: array<{_item_type(array)}, {array.length // array.width}>;"
+            for array in self._shared.values()
         ]
 
     # Expressions
@@ -149,7 +150,7 @@ class WgslPrinter(Printer):
 
     # Statements
 
-    def each(self, type: ir.Type, text: Callable[[int | None], str]) -> list[str]:
+    def each(self, type: ir.Type, text: Text) -> list[str]:
         return [text(lane) for lane in range(type.width)]
 
     def special(self, statement: ir.Statement) -> list[str]:
@@ -181,9 +182,7 @@ class WgslPrinter(Printer):
             self._constants.discard(name)
         return self._names(name, type, lambda lane: self.named(value, lane))
 
-    def _names(
-        self, name: str, type: ir.Type, text: Callable[[int | None], str], word: str = "let"
-    ) -> list[str]:
+    def _names(self, name: str, type: ir.Type, text: Text, word: str = "let") -> list[str]:
         """Names for the values of all lanes, by their texts."""
         variable = ir.Var(name, type)
         return self.each(type, lambda lane: f"{word} {self.name(variable, lane)} = {text(lane)};")
@@ -248,7 +247,7 @@ class WgslPrinter(Printer):
         values = [self.expr(store.value, lane) for lane in lanes]
         if array := self._vectors(buffer):
             vector = self._vector_index(store.index, array.width)
-            return [f"{buffer}[{vector}] = {_vector_type(array)}({', '.join(values)});"]
+            return [f"{buffer}[{vector}] = {_item_type(array)}({', '.join(values)});"]
         each = WORD // item_size(store.stored)
         if buffer in self.packed or (ir.is_buffer(buffer) and each > 1 and fills_words(store)):
             words = [packed(store.stored, values[first:][:each]) for first in lanes[::each]]
@@ -276,7 +275,7 @@ class WgslPrinter(Printer):
     def shared_item(self, array: str, index: str) -> str:
         """An item of memory of the group, or of an array of the thread."""
         if shared := self._arrays.get(array):
-            self._share(array, shared.dtype, shared.length, shared.atomic)
+            self._share(shared)
         return f"{array}[{index}]"
 
     # What threads do together
@@ -296,7 +295,7 @@ class WgslPrinter(Printer):
             # Two arrays take turns: when one is written again, all have read it before the barriers between.
             array = f"fold_{shared_type(type.dtype)}_{self._reductions % 2}"
             self._reductions += 1
-            self._share(array, type.dtype, self._arrays[statement.array].length)
+            self._share(ir.LocalArray(array, type.dtype, self._arrays[statement.array].length))
             lines += self._tree(operation, type, {name: f"{array}[%s]"}, 1, threads, f" % {threads}")
             first = f"{array}[THREAD / {threads} * {threads}]"
             lines += ["workgroupBarrier();", f"{name} = {from_shared(type.dtype, first)};"]
@@ -305,7 +304,7 @@ class WgslPrinter(Printer):
     def _strided_reduce(self, statement: ir.StridedReduce) -> list[str]:
         target, array, type = statement.target, statement.array, statement.target.type
         threads, stride = _number(statement.threads), _number(statement.stride)
-        self._share(array, type.dtype, self._arrays[array].length)
+        self._share(replace(self._arrays[array], dtype=type.dtype))
         items = {
             self.name(target, lane): f"{array}[%s{f' + {lane * threads}' if lane else ''}]"
             for lane in range(type.width)
@@ -337,7 +336,7 @@ class WgslPrinter(Printer):
         array = self._arrays.get(name)
         if array is None or array.width == 1:
             return None
-        self._shared[name] = _vector_type(array), array.length // array.width
+        self._share(array)
         return array
 
     def _vector_index(self, index: ir.Expr, width: int) -> str:
@@ -346,10 +345,10 @@ class WgslPrinter(Printer):
             return self.expr(index.left)
         return f"{self.operand(index)} / {width}"
 
-    def _share(self, name: str, dtype: str, length: int, atomic: bool = False) -> None:
-        _, known = self._shared.get(name, ("", 0))
-        kind = f"atomic<{shared_type(dtype)}>" if atomic else shared_type(dtype)
-        self._shared[name] = kind, max(known, length)
+    def _share(self, array: ir.LocalArray) -> None:
+        """Declare memory of the group, as long as its longest use needs it."""
+        known = self._shared.get(array.name, array)
+        self._shared[array.name] = replace(array, length=max(known.length, array.length))
 
     # Loops
 
@@ -391,8 +390,11 @@ def _laid_out(loop: ir.For, first: str, stop: str, step: str, count: int, body: 
     return lines
 
 
-def _vector_type(array: ir.LocalArray) -> str:
-    return f"vec{array.width}<{shared_type(array.dtype)}>"
+def _item_type(array: ir.LocalArray) -> str:
+    type = shared_type(array.dtype)
+    if array.width > 1:
+        return f"vec{array.width}<{type}>"
+    return f"atomic<{type}>" if array.atomic else type
 
 
 def _number(expr: ir.Expr) -> int:
