@@ -7,15 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from penstock.kernels import ir
-from penstock.kernels.dialects.patterns import (
-    ARITHMETIC,
-    BITS,
-    COMPARISONS,
-    EXTREMES,
-    identity,
-    infix,
-    of_truths,
-)
+from penstock.kernels.dialects import patterns
 from penstock.kernels.source import C_TYPES
 
 # {0}, {1} and {2} are the inputs, {T} their type, {U} the same without a sign.
@@ -25,8 +17,8 @@ _UNARY = """exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh 
 atanh floor ceil trunc"""
 _FLOAT = {
     **_SAME,
-    **COMPARISONS,
-    **ARITHMETIC,
+    **patterns.COMPARISONS,
+    **patterns.ARITHMETIC,
     **{name: f"{name}({{0}})" for name in _UNARY.split()},
     **{name: f"{name}({{0}}, {{1}})" for name in ("atan2", "hypot", "copysign", "nextafter", "pow")},
     # A NaN takes the place of every number.
@@ -61,18 +53,11 @@ _FLOAT_VECTOR = {
     "round_bfloat16": "FROM_BFLOAT16_{width}(TO_BFLOAT16_{width}({0}))",
     "round_float16": "round_half{width}({0})",
 }
-# For a GPU: in fewer instructions than the compiler would need; see `thread_prelude.py`.
 Patterns = Mapping[str, str]
-THREAD_PATTERNS: Patterns = {
-    "tanh": "tanh_1({0})",
-    "maximum": "MAXIMUM({0}, {1})",
-    "minimum": "MINIMUM({0}, {1})",
-}
-QUICK_PATTERNS: Patterns = {
-    **THREAD_PATTERNS,
-    "exp": "QUICK_EXP({0})",
-    "divide": "QUICK_DIVIDE({0}, {1})",
-}
+# For a GPU, by whether functions are quick: fewer instructions than the compiler would need.
+_THREAD = {"tanh": "tanh_1({0})", "maximum": "MAXIMUM({0}, {1})", "minimum": "MINIMUM({0}, {1})"}
+_QUICK = _THREAD | {"exp": "QUICK_EXP({0})", "divide": "QUICK_DIVIDE({0}, {1})"}
+THREAD_PATTERNS: Mapping[bool, Patterns] = {False: _THREAD, True: _QUICK}
 
 
 def _wrapping(result: str, operand: str) -> dict[str, str]:
@@ -84,9 +69,9 @@ def _wrapping(result: str, operand: str) -> dict[str, str]:
 
 _INTEGER = {
     **_SAME,
-    **COMPARISONS,
-    **EXTREMES,
-    **BITS,
+    **patterns.COMPARISONS,
+    **patterns.EXTREMES,
+    **patterns.BITS,
     "maximum": "({0} > {1} ? {0} : {1})",
     "minimum": "({0} < {1} ? {0} : {1})",
 }
@@ -116,11 +101,11 @@ _UNSIGNED_SCALAR = {
     "remainder": "({1} == 0 ? ({T})0 : {0} % {1})",
 }
 # Truth values are 0 and 1 by themselves; in a vector they are 0 and -1, all bits set.
-_BOOL = {**_SAME, **EXTREMES, **of_truths("&", "|", "^")}
+_BOOL = {**_SAME, **patterns.EXTREMES, **patterns.of_truths("&", "|", "^")}
 _BOOL_VECTOR = _BOOL | {"logical_not": "(~{0})", "bitwise_invert": "(~{0})", "equal": "~({0} ^ {1})"}
 # By the first letter of a dtype, and whether there are several values.
 _PATTERNS: dict[tuple[str, bool], Patterns] = {
-    ("b", False): _BOOL | infix(equal="=="),
+    ("b", False): _BOOL | patterns.infix(equal="=="),
     ("b", True): _BOOL_VECTOR,
     ("f", False): _FLOAT_SCALAR,
     ("f", True): _FLOAT_VECTOR,
@@ -144,30 +129,30 @@ def has_vectors(dtype: str) -> bool:
 
 
 def expression(
-    operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str], patterns: Patterns | None = None
+    operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str], first: Patterns | None = None
 ) -> str | None:
     """The C expression of a primitive on inputs of type `of`; None if it has none.
 
-    For float32, `patterns` come first.
+    For float32, patterns in `first` come before others.
     """
     if operation == "cast":
         return _cast(result, of, inputs[0])
     if operation == "where":
         return _where(result, inputs)
     pattern = _PATTERNS[of.dtype[0], of.width > 1].get(operation)
-    if patterns and of.dtype == "float32":
-        pattern = patterns.get(operation, pattern)
+    if first and of.dtype == "float32":
+        pattern = first.get(operation, pattern)
     if pattern is None:
         return None
     unsigned = ir.Type(f"u{of.dtype}", of.width) if of.dtype[0] == "i" else of
     bits, limit = 8 * np.dtype(of.dtype).itemsize, _TANH_LIMIT.get(of.dtype)
     text = pattern.format(*inputs, T=c_type(of), U=c_type(unsigned), width=of.width, bits=bits, limit=limit)
-    return _truth(text, of) if operation in COMPARISONS else text
+    return _truth(text, of) if operation in patterns.COMPARISONS else text
 
 
 def neutral(reduction: str, type: ir.Type) -> str:
     """What a reduction starts from."""
-    value = identity(reduction, type.dtype)
+    value = patterns.identity(reduction, type.dtype)
     if isinstance(value, float):
         text = "INFINITY" if value > 0 else "-INFINITY"
     elif value < 0:

@@ -12,13 +12,7 @@ from dataclasses import replace
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.c import CPrinter
-from penstock.kernels.dialects.c_expressions import (
-    QUICK_PATTERNS,
-    THREAD_PATTERNS,
-    c_type,
-    expression,
-    neutral,
-)
+from penstock.kernels.dialects.c_expressions import THREAD_PATTERNS, c_type, expression, neutral
 from penstock.kernels.dialects.printer import Text, fills_words
 from penstock.kernels.source import WORD, item_size
 
@@ -32,7 +26,7 @@ class ThreadPrinter(CPrinter):
         """`quick` functions are exact enough for float16 and bfloat16."""
         super().__init__()
         self._quick = quick
-        self._patterns = QUICK_PATTERNS if quick else THREAD_PATTERNS
+        self._patterns = THREAD_PATTERNS[quick]
         self._rounded: dict[tuple[str, str], ir.Expr] = {}  # by name and dtype: what it was before
         self._differences: dict[str, tuple[str, str]] = {}  # from numbers that all lanes share
         self._words: dict[tuple[str, str], str] = {}  # by name and dtype: the words that it was taken from

@@ -10,7 +10,7 @@ from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Kind, Node
 from penstock.kernels import ir
 from penstock.kernels.dialects.dialect import MANY_STEPS, Dialect, RawKernel
-from penstock.kernels.dialects.wgsl_expressions import wgsl_expression
+from penstock.kernels.dialects.wgsl_expressions import expression
 from penstock.kernels.dialects.wgsl_memory import Words, scalar_dtypes
 from penstock.kernels.dialects.wgsl_prelude import functions_for
 from penstock.kernels.dialects.wgsl_printer import WgslPrinter, writes_parts
@@ -72,7 +72,7 @@ class Wgsl(Dialect):
         return "\n".join([*lines, kernel.body, "}", ""])
 
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
-        return wgsl_expression(operation, result, of, ("x",) * inputs) is not None
+        return expression(operation, result, of, ("x",) * inputs) is not None
 
     def scalar_dtypes(self, kernel: ir.KernelIR) -> tuple[str, ...]:
         return scalar_dtypes(kernel.scalars)

@@ -10,15 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.kernels.dialects.patterns import (
-    ARITHMETIC,
-    BITS,
-    COMPARISONS,
-    EXTREMES,
-    identity,
-    infix,
-    of_truths,
-)
+from penstock.kernels.dialects import patterns
 
 _TYPES = {
     "bool": "bool",
@@ -31,13 +23,13 @@ _TYPES = {
 SUFFIXES = {"i32": "i", "u32": "u", "i64": "li", "u64": "lu"}
 # {0}, {1} and {2} are the inputs, {T} their type, {zero} and {one} its numbers.
 _SAME = {"positive": "{0}", "stop": "{0}"}
-_COMPARISONS = COMPARISONS | {"not_equal": "(!({0} == {1}))"}  # a NaN is not WGSL's != to anything
+_COMPARISONS = patterns.COMPARISONS | {"not_equal": "(!({0} == {1}))"}  # a NaN is not WGSL's != to anything
 # Functions of the prelude, which are more exact than the language's own.
 _OWN = "exp expm1 log log1p log2 log10 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sign"
 _FLOAT = {
     **_SAME,
     **_COMPARISONS,
-    **ARITHMETIC,
+    **patterns.ARITHMETIC,
     **{name: f"{name}({{0}})" for name in ("abs", "sqrt", "floor", "ceil", "trunc", "round")},
     **{name: f"{name}_1({{0}})" for name in _OWN.split()},
     **{name: f"{name}_1({{0}}, {{1}})" for name in ("atan2", "hypot", "pow")},
@@ -66,9 +58,9 @@ _WRAPPING = ("add", "subtract", "multiply", "negative", "floor_divide", "remaind
 _INTEGER = {
     **_SAME,
     **_COMPARISONS,
-    **EXTREMES,
-    **BITS,
-    **infix(add="+", subtract="-", multiply="*"),
+    **patterns.EXTREMES,
+    **patterns.BITS,
+    **patterns.infix(add="+", subtract="-", multiply="*"),
     "maximum": "select({1}, {0}, {0} > {1})",
     "minimum": "select({1}, {0}, {0} < {1})",
     "negative": "({zero} - {0})",
@@ -78,7 +70,7 @@ _INTEGER = {
 }
 # By the first letter of a type.
 _PATTERNS = {
-    "b": {**_SAME, **of_truths("&&", "||", "!="), **infix(equal="==")},
+    "b": {**_SAME, **patterns.of_truths("&&", "||", "!="), **patterns.infix(equal="==")},
     "f": _FLOAT,
     "i": {
         **_INTEGER,
@@ -96,7 +88,7 @@ _PATTERNS = {
 }
 
 
-def wgsl_type(dtype: str) -> str:
+def type_name(dtype: str) -> str:
     """The type in which values of a dtype are computed."""
     return _TYPES[dtype]
 
@@ -118,7 +110,7 @@ def converted(dtype: str, whole: str) -> str:
     return result
 
 
-def wgsl_expression(operation: str, result: str, of: str, inputs: Sequence[str]) -> str | None:
+def expression(operation: str, result: str, of: str, inputs: Sequence[str]) -> str | None:
     """The expression of a primitive on inputs of dtype `of`; None if it has none."""
     if operation == "cast":
         return cast(result, of, inputs[0])
@@ -142,9 +134,9 @@ def wgsl_expression(operation: str, result: str, of: str, inputs: Sequence[str])
     return _cut(of, text) if wraps and of[0] in "iu" else text
 
 
-def wgsl_neutral(reduction: str, dtype: str) -> str:
+def neutral(reduction: str, dtype: str) -> str:
     """What a reduction starts from."""
-    value = identity(reduction, dtype)
+    value = patterns.identity(reduction, dtype)
     if isinstance(value, float):
         return f"bits_float({'0x7f800000u' if value > 0 else '0xff800000u'})"
     if value < 0:  # WGSL has no literal for the least integer

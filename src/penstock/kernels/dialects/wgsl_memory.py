@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.kernels.dialects.wgsl_expressions import wgsl_type
+from penstock.kernels.dialects.wgsl_expressions import type_name
 from penstock.kernels.source import ALIGNMENT, WORD, item_size
 
 _SCALARS = {"bool": "uint32", "int8": "int32", "int16": "int32", "uint8": "uint32", "uint16": "uint32"}
@@ -58,7 +58,7 @@ class Words:
                 parameters.append(f"{given}_word: u32")
                 lines.append(f"    let {given} = {given}_word != 0u;")
             else:
-                parameters.append(f"{given}: {wgsl_type(dtype)}")
+                parameters.append(f"{given}: {type_name(dtype)}")
         lines = [f"kernel {name}({', '.join(parameters)}) {{", *lines]
         return "\n".join(lines) + "\n"
 
@@ -82,7 +82,7 @@ class Words:
         if item_size(dtype) == 8:
             return f"index_of({self._words(buffer, index)}, u32({length}))"
         item = self.item(buffer, dtype, index)
-        item = item if wgsl_type(dtype) == "u32" else f"bitcast<u32>({item})"
+        item = item if type_name(dtype) == "u32" else f"bitcast<u32>({item})"
         return f"index_of({item}, 0u, u32({length}))"
 
     def item(self, buffer: str, dtype: str, index: str) -> str:
@@ -121,7 +121,7 @@ class Words:
 
 def shared_type(dtype: str) -> str:
     """The type of values in the memory of a group, which holds no truth values."""
-    return "u32" if dtype == "bool" else wgsl_type(dtype)
+    return "u32" if dtype == "bool" else type_name(dtype)
 
 
 def to_shared(dtype: str, value: str) -> str:
@@ -152,7 +152,7 @@ def packed(dtype: str, values: Sequence[str]) -> str:
 
 def from_bits(dtype: str, bits: str) -> str:
     """A value from its bits: a word in which all others are 0, or 64 of them."""
-    return _FROM_BITS.get(dtype, f"bitcast<{wgsl_type(dtype)}>({{}})").format(bits)
+    return _FROM_BITS.get(dtype, f"bitcast<{type_name(dtype)}>({{}})").format(bits)
 
 
 def to_bits(dtype: str, value: str) -> str:

@@ -13,17 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.kernels import ir
+from penstock.kernels.dialects import wgsl_expressions as wgsl
 from penstock.kernels.dialects.dialect import UNROLLED
 from penstock.kernels.dialects.printer import Printer, Text, fills_words
-from penstock.kernels.dialects.wgsl_expressions import (
-    SUFFIXES,
-    cast,
-    converted,
-    number,
-    wgsl_expression,
-    wgsl_neutral,
-    wgsl_type,
-)
 from penstock.kernels.dialects.wgsl_memory import Words, from_shared, packed, part, shared_type, to_shared
 from penstock.kernels.source import WORD, item_size
 
@@ -68,26 +60,26 @@ class WgslPrinter(Printer):
         return f"GROUP_{axis}"
 
     def constant(self, value: float, type: ir.Type) -> str:
-        kind = wgsl_type(type.dtype)
+        kind = wgsl.type_name(type.dtype)
         if kind == "f32":
             if math.isfinite(value):
                 return repr(float(value))
             return f"bits_float({struct.unpack('I', struct.pack('f', value))[0]:#x}u)"
-        return str(int(value)) if type == ir.INT else number(type.dtype, int(value))
+        return str(int(value)) if type == ir.INT else wgsl.number(type.dtype, int(value))
 
     def name(self, var: ir.Var, lane: int | None) -> str:
         return f"{var.name}_{lane or 0}" if var.type.width > 1 else var.name
 
     def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str]) -> str | None:
-        return wgsl_expression(operation, result.dtype, of.dtype, inputs)
+        return wgsl.expression(operation, result.dtype, of.dtype, inputs)
 
     def combine(self, reduction: str, type: ir.Type, left: str, right: str) -> str:
-        if reduction == "sum" and wgsl_type(type.dtype) == "f32":
+        if reduction == "sum" and wgsl.type_name(type.dtype) == "f32":
             return f"({left} + {right})"  # in whatever order
         return super().combine(reduction, type, left, right)
 
     def neutral(self, reduction: str, type: ir.Type) -> str:
-        return wgsl_neutral(reduction, type.dtype)
+        return wgsl.neutral(reduction, type.dtype)
 
     def value(self, expr: ir.Expr, lane: int | None) -> str:
         match expr:
@@ -100,7 +92,7 @@ class WgslPrinter(Printer):
             case ir.Broadcast() if expr.value.type.dtype == expr.type.dtype != "int32":
                 return self.expr(expr.value, lane)
             case ir.Broadcast(type, value, step):
-                return converted(type.dtype, _moved(self.addend(value), step, lane))
+                return wgsl.converted(type.dtype, _moved(self.addend(value), step, lane))
             case ir.Vector():
                 return self.expr(expr.items[lane or 0])
             case ir.Random(_, state, index, step):
@@ -113,27 +105,27 @@ class WgslPrinter(Printer):
                 raise AssertionError(f"{expr} has no text in WGSL")
 
     def _cast(self, expr: ir.Cast, lane: int | None) -> str:
-        target, source = (wgsl_type(type.dtype) for type in (expr.type, expr.value.type))
+        target, source = (wgsl.type_name(type.dtype) for type in (expr.type, expr.value.type))
         value = self.expr(expr.value, lane)
         if {target, source} <= {"i32", "u32", "f32"}:
             return f"{target}({value})"
-        text = cast(expr.type.dtype, expr.value.type.dtype, self.operand(expr.value, lane))
+        text = wgsl.cast(expr.type.dtype, expr.value.type.dtype, self.operand(expr.value, lane))
         return f"{target}({value})" if text is None else text
 
     def _clamped(self, expr: ir.Clamp) -> str:
         value, dtype, last = self.operand(expr.value), expr.value.type.dtype, self.expr(expr.last)
-        kind = wgsl_type(dtype)
+        kind = wgsl.type_name(dtype)
         if kind[0] == "u":
             return f"select(i32({value}), {last}, {value} > {self._typed(expr.last, kind)})"
         # Compared without a sign: Mesa's software Vulkan takes `i64(x) > 15li` for true, whatever `x` is.
         wide = {"i32": "u32", "i64": "u64"}[kind]
         outside = f"bitcast<{wide}>({value}) > {self._typed(expr.last, wide)}"
-        return f"select(i32({value}), select({last}, 0, {value} < {number(dtype, 0)}), {outside})"
+        return f"select(i32({value}), select({last}, 0, {value} < {wgsl.number(dtype, 0)}), {outside})"
 
     def _typed(self, expr: ir.Expr, kind: str) -> str:
         """An integer as one of a type of WGSL."""
         text = self.expr(expr)
-        return f"{text}{SUFFIXES[kind]}" if isinstance(expr, ir.Const) else f"{kind}({text})"
+        return f"{text}{wgsl.SUFFIXES[kind]}" if isinstance(expr, ir.Const) else f"{kind}({text})"
 
     def _item(self, load: ir.Load, lane: int | None) -> str:
         """One item of memory."""
@@ -207,7 +199,7 @@ class WgslPrinter(Printer):
     # Memory
 
     def registers(self, name: str, dtype: str, length: int) -> str:
-        return f"var {name}: array<{wgsl_type(dtype)}, {length}>;"
+        return f"var {name}: array<{wgsl.type_name(dtype)}, {length}>;"
 
     def _load(self, name: str, load: ir.Load) -> list[str]:
         """Items of a buffer."""
@@ -219,7 +211,7 @@ class WgslPrinter(Printer):
         items = self.each(
             load.type, lambda lane: f"    {self.name(variable, lane)} = {self._item(load, lane)};"
         )
-        zeros = self._names(name, load.type, lambda _: number(load.type.dtype, 0), "var")
+        zeros = self._names(name, load.type, lambda _: wgsl.number(load.type.dtype, 0), "var")
         return [*zeros, f"if ({self.expr(load.mask)}) {{", *items, "}"]
 
     def _load_words(self, name: str, load: ir.Load) -> list[str]:
