@@ -44,14 +44,12 @@ def _function(function: ir.Function, name: str) -> str:
 class CDialect(Dialect):
     """A dialect of C."""
 
+    passed_as: Mapping[str, str] = {"bool": "uint8"}
     prelude: str
     optional_preludes: Mapping[str, str] = {"philox(": PHILOX}  # each by a word that asks for it
 
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
         return expression(operation, ir.Type(result), ir.Type(of), ("x",) * inputs) is not None
-
-    def scalar_dtypes(self, kernel: ir.KernelIR) -> tuple[str, ...]:
-        return tuple("uint8" if dtype == "bool" else dtype for dtype in kernel.scalars)
 
     def print(self, kernel: ir.KernelIR, name: str) -> str:
         printer = _printer(kernel)

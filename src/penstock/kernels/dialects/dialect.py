@@ -75,6 +75,7 @@ class Dialect(ABC):
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
         """Whether a primitive on values of dtype `of` has a text."""
 
+    passed_as: Mapping[str, str]  # for dtypes of scalars that are passed in another dtype, the other
     fixed_nodes: tuple[type, ...] = ()  # kinds of statements whose constants cannot become arguments
 
     def render(self, kernel: ir.KernelIR, name: str) -> KernelSource:
@@ -83,16 +84,12 @@ class Dialect(ABC):
             name,
             DialectBody(self, kernel),
             (*kernel.outputs, *kernel.inputs),
-            ("int32",) * kernel.sizes + self.scalar_dtypes(kernel),
+            ("int32",) * kernel.sizes + tuple(self.passed_as.get(dtype, dtype) for dtype in kernel.scalars),
             kernel.grid,
             kernel.group,
             tuple((array.dtype, array.name, array.length) for array in kernel.arrays),
             kernel.resident,
         )
-
-    @abstractmethod
-    def scalar_dtypes(self, kernel: ir.KernelIR) -> tuple[str, ...]:
-        """The dtypes in which the scalars of a kernel are passed."""
 
     @abstractmethod
     def print(self, kernel: ir.KernelIR, name: str) -> str:

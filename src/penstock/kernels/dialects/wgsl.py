@@ -10,8 +10,8 @@ from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Kind, Node
 from penstock.kernels import ir
 from penstock.kernels.dialects.dialect import MANY_STEPS, Dialect, RawKernel
-from penstock.kernels.dialects.wgsl_expressions import expression
-from penstock.kernels.dialects.wgsl_memory import Words, scalar_dtypes
+from penstock.kernels.dialects.wgsl_expressions import expression, type_name
+from penstock.kernels.dialects.wgsl_memory import Words
 from penstock.kernels.dialects.wgsl_prelude import functions_for
 from penstock.kernels.dialects.wgsl_printer import WgslPrinter, writes_parts
 from penstock.kernels.source import KernelSource
@@ -36,11 +36,12 @@ class Wgsl(Dialect):
 
     moves_buffers = False  # there are no pointers that could be moved
     raw_types: Mapping[str, str] = {
-        "int32": "i32",
-        "uint32": "u32",
-        "int64": "i64",
-        "uint64": "u64",
-        "float32": "f32",
+        dtype: type_name(dtype) for dtype in ("int32", "uint32", "int64", "uint64", "float32")
+    }
+    # No scalar is smaller than a word.
+    passed_as: Mapping[str, str] = {
+        **dict.fromkeys(("int8", "int16"), "int32"),
+        **dict.fromkeys(("bool", "uint8", "uint16"), "uint32"),
     }
 
     def most_steps(self, capabilities: Capabilities) -> int:
@@ -74,16 +75,13 @@ class Wgsl(Dialect):
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
         return expression(operation, result, of, ("x",) * inputs) is not None
 
-    def scalar_dtypes(self, kernel: ir.KernelIR) -> tuple[str, ...]:
-        return scalar_dtypes(kernel.scalars)
-
     def print(self, kernel: ir.KernelIR, name: str) -> str:
         outputs, inputs, scalars = kernel.parameters
         words = Words(writes_parts(kernel.body))
         printer = WgslPrinter(words, kernel.arrays)
         body = printer.statements(kernel.body)
-        opening = words.opening(name, [buffer for _, buffer in (*outputs, *inputs)], scalars).rstrip()
-        return "\n".join([*printer.declared(), opening, *body, "}"]) + "\n"
+        opening = words.opening(name, [buffer for _, buffer in (*outputs, *inputs)], scalars)
+        return "\n".join([*printer.declared(), *opening, *body, "}", ""])
 
     def whole_text(self, sources: Sequence[KernelSource], preludes: Mapping[str, str]) -> str:
         text = "\n".join(source.text for source in sources)

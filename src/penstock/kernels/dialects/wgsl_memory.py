@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from penstock.kernels.dialects.wgsl_expressions import type_name
 from penstock.kernels.source import ALIGNMENT, WORD, item_size
 
-_SCALARS = {"bool": "uint32", "int8": "int32", "int16": "int32", "uint8": "uint32", "uint16": "uint32"}
 _SHIFTS = {1: 2, 2: 1}  # from the number of an item to that of its word, by the bytes of an item
 _UNSIGNED = dict.fromkeys(("uint8", "uint16", "uint32", "uint64"), "{}")
 # Of dtypes whose bits are not a value's own.
@@ -34,24 +33,19 @@ _TO_BITS = {
 }
 
 
-def scalar_dtypes(dtypes: Sequence[str]) -> tuple[str, ...]:
-    """The dtypes in which scalars are passed to a kernel: none is smaller than a word."""
-    return tuple(_SCALARS.get(dtype, dtype) for dtype in dtypes)
-
-
 class Words:
     """How the buffers of one kernel are read and written."""
 
     def __init__(self, atomic: bool = False) -> None:
         self._atomic = atomic
 
-    def opening(self, name: str, buffers: Sequence[str], scalars: Sequence[tuple[str, str]] = ()) -> str:
-        """The first lines of a kernel, up to the places of its buffers. Scalars are (dtype, name)."""
+    def opening(self, name: str, buffers: Sequence[str], scalars: Sequence[tuple[str, str]]) -> list[str]:
+        """The first lines of a kernel, up to the offsets of its buffers. Scalars are (dtype, name)."""
         kind = "array<atomic<u32>>" if self._atomic else "array<u32>"
         parameters = [f"{buffer}: {kind}" for buffer in buffers]
         parameters += [f"{buffer}_place: i32" for buffer in buffers]
         lines = [f"    let {buffer}_at = {buffer}_place * {ALIGNMENT // WORD};" for buffer in buffers]
-        # Places are not negative, which no compiler knows.
+        # Offsets are not negative, which no compiler knows.
         lines.append(f"    let ONE = f32(1 - ({buffers[0]}_place >> 31u));")
         for dtype, given in scalars:
             if dtype == "bool":  # which none can be
@@ -59,8 +53,7 @@ class Words:
                 lines.append(f"    let {given} = {given}_word != 0u;")
             else:
                 parameters.append(f"{given}: {type_name(dtype)}")
-        lines = [f"kernel {name}({', '.join(parameters)}) {{", *lines]
-        return "\n".join(lines) + "\n"
+        return [f"kernel {name}({', '.join(parameters)}) {{", *lines]
 
     def word(self, buffer: str, number: str) -> str:
         """A word, by its number after the buffer's offset."""
