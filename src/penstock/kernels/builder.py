@@ -111,10 +111,13 @@ class KernelBuilder:
         self._add(ir.UniformLoad(name, memory.name, ir.integer(index)))
         return ir.Var(name)
 
-    def pointer(self, name: str, buffer: Memory, offset: ir.Operand) -> Memory:
-        """A buffer from an offset on, on a CPU; its items overlap nothing that is reached in another way."""
-        self._add(ir.Pointer(name, buffer.name, buffer.dtype, ir.integer(offset)))
-        return Memory(name, buffer.dtype)
+    def pointer(self, name: str, memory: Memory, offset: ir.Operand) -> Memory:
+        """A buffer or shared memory from an offset on, on a CPU.
+
+        Its items overlap nothing that is reached in another way.
+        """
+        self._add(ir.Pointer(name, memory.name, memory.dtype, ir.integer(offset)))
+        return Memory(name, memory.dtype)
 
     def store(self, memory: Memory, index: ir.Operand, value: ir.Operand, aligned: int = 1) -> None:
         """Write an item, or the items of a vector; an integer of 32 bits may go into memory of int64."""
@@ -124,7 +127,7 @@ class KernelBuilder:
     def shared(self, name: str, dtype: str, length: int, atomic: bool = False, width: int = 1) -> Memory:
         """Memory of the workgroup; `atomic` where `atomic_add` changes it.
 
-        `width`: so many items are always read and written together, the first at a multiple of it.
+        `width`: it is aligned to so many items. In WGSL they are a vector, which is read and written whole.
         """
         self._kernel.arrays.append(ir.LocalArray(name, dtype, length, atomic, width))
         return Memory(name, dtype)

@@ -15,7 +15,7 @@ from penstock.kernels.costing import merged
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import Dialect
 from penstock.kernels.hazards import Range, Touched
-from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest
+from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest, kernel_of
 
 BUFFER_BYTES, CONSTANT_BYTES = 12, 8  # of parameters: an address with its offset, and a constant
 _SMALL = 100_000  # items times operations; about as long as two launches
@@ -140,11 +140,9 @@ def _concatenated(calls: Sequence[Call], arenas: Container[int], dialect: Dialec
         body.append(ir.For("group", ir.Const(0), groups, ir.Const(1), [called]))
         slots = [slot for slot, _ in call.places]
         identity.append((call.source.name, slots, groups, [*called.arguments], call.numbers))
-    functions = {call.source.name: _function(call.source) for call in calls}
-    kernel = ir.KernelIR(functions=[*functions.values()], body=body, sizes=len(sizes))
+    sources = {call.source.name: call.source for call in calls}
+    functions = [
+        ir.Function(name, kernel_of(source), "static", private=True) for name, source in sources.items()
+    ]
+    kernel = ir.KernelIR(functions=functions, body=body, sizes=len(sizes))
     return merging.as_one(kernel, f"chain_{digest(repr(identity))}", dialect, sizes)
-
-
-def _function(source: KernelSource) -> ir.Function:
-    body = source.body if isinstance(source.body, str) else source.body.kernel
-    return ir.Function(source.name, body, "static", private=True)

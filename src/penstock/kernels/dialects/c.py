@@ -99,10 +99,6 @@ class CPrinter(Printer):
 
     def special(self, statement: ir.Statement) -> list[str]:
         match statement:
-            case ir.Pointer(name, buffer, stored, offset):
-                const = "const " if buffer.startswith("in") else ""
-                target = f"GLOBAL {const}{C_TYPES[stored]} *RESTRICT {name}"
-                return [f"{target} = {buffer} + {self.addend(offset)};"]
             case ir.UniformLoad(name, array, index):
                 return ["BARRIER;", f"int {name} = {array}[{self.expr(index)}];"]
             case ir.CallFunction():

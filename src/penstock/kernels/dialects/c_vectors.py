@@ -17,11 +17,19 @@ class VectorPrinter(CPrinter):
         """`private`: arrays are those of the thread, and not of its workgroup."""
         super().__init__()
         self._array_space = "" if private else "LOCAL "
+        self._pointers: dict[str, str] = {}  # by name: the buffer or array that a pointer points into
 
     def special(self, statement: ir.Statement) -> list[str]:
-        if isinstance(statement, ir.BlockReduce):
-            return self._reduce(statement)
-        return super().special(statement)
+        match statement:
+            case ir.BlockReduce():
+                return self._reduce(statement)
+            case ir.Pointer(name, buffer, stored, offset):
+                self._pointers[name] = buffer
+                const = "const " if buffer.startswith("in") else ""
+                target = f"{self._space(buffer)}{const}{C_TYPES[stored]} *RESTRICT {name}"
+                return [f"{target} = {buffer} + {self.addend(offset)};"]
+            case _:
+                return super().special(statement)
 
     def name(self, var: ir.Var, lane: int | None) -> str:
         return var.name if lane is None else f"{var.name}.s{lane:x}"
@@ -85,8 +93,11 @@ class VectorPrinter(CPrinter):
             value = f"({value} & 1)"
         return [*lines, f"{c_type(ir.Type(type.dtype))} {name} = {value};"]
 
+    def _space(self, buffer: str) -> str:
+        """The address space of a buffer, an array or a pointer."""
+        return "GLOBAL " if ir.is_buffer(self._pointers.get(buffer, buffer)) else self._array_space
+
     def _vector(self, access: ir.Load | ir.Store, index: str) -> str:
         """A vector in memory that is aligned for its items only."""
         item = "ushort" if access.stored == "float16" else C_TYPES[access.stored]
-        space = "GLOBAL " if ir.is_buffer(access.buffer) else self._array_space
-        return f"*({space}loose_{item}{access.type.width} *)({access.buffer} + {index})"
+        return f"*({self._space(access.buffer)}loose_{item}{access.type.width} *)({access.buffer} + {index})"
