@@ -94,18 +94,18 @@ def type_name(dtype: str) -> str:
 
 
 def number(dtype: str, value: int) -> str:
-    """A small whole number as a value of a dtype."""
+    """An integer as a value of a dtype."""
     kind = _TYPES[dtype]
     if kind == "bool":
         return "true" if value else "false"
     return f"{value}.0" if kind == "f32" else f"{value}{SUFFIXES[kind]}"
 
 
-def converted(dtype: str, whole: str) -> str:
-    """A whole number of 32 bits with a sign, given by a text, as a value of a dtype."""
+def converted(dtype: str, integer: str) -> str:
+    """An int32, given by a text, as a value of a dtype."""
     if dtype == "bool":
-        return f"({whole} != 0)"
-    result = cast(dtype, "int32", f"({whole})")
+        return f"({integer} != 0)"
+    result = cast(dtype, "int32", f"({integer})")
     assert result is not None
     return result
 
@@ -163,7 +163,7 @@ def cast(result: str, of: str, value: str) -> str | None:
 
 
 def _moved(target: str, source: str, value: str) -> str:
-    """A whole number as one of another type: the bits that there is room for."""
+    """An integer of one type as one of another: the bits that there is room for."""
     if target == source:
         return value
     if target[1:] == source[1:]:
