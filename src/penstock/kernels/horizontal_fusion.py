@@ -16,7 +16,7 @@ import numpy as np
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.kernels import ir
-from penstock.kernels.concatenation import BUFFER_BYTES, CONSTANT_BYTES, Call, MergedCalls
+from penstock.kernels.concatenation import Call, MergedCalls
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import Dialect
 from penstock.kernels.lower import Lowering
@@ -115,46 +115,39 @@ class _Launch:
     def __init__(self, most_pieces: int, dialect: Dialect) -> None:
         self._most_pieces, self._dialect = most_pieces, dialect
         self._pieces: dict[Hashable, list[Call]] = {}
-        self._sources: dict[str, KernelSource] = {}
-        self._statements = 0  # of those
-        self._slots: set[int] = set()
-        self._constants: set[int] = set()
+        self._merging = MergedCalls()
+        self._statements = 0  # of the kernel's functions
         self._given: list[Call] = []
 
     def has_room(self, call: Call) -> bool:
         """Whether one more call fits into the bounds."""
-        slots = self._slots.union(slot for slot, _ in call.places)
-        constants = self._constants.union(call.numbers)
         return (
             len(self._given) < MOST_CALLS
             and len({*self._pieces, _piece(call)}) <= self._most_pieces
-            and BUFFER_BYTES * len(slots) + CONSTANT_BYTES * len(constants) <= MOST_PARAMETER_BYTES
+            and self._merging.parameter_bytes(call) <= MOST_PARAMETER_BYTES
             and self._statements + self._new_statements(call) <= _MOST_STATEMENTS
         )
 
     def _new_statements(self, call: Call) -> int:
-        known = call.source.name in self._sources
+        known = call.source.name in self._merging.sources
         return 0 if known else sum(1 for _ in ir.walk(kernel_of(call.source).body))
 
     def add(self, call: Call, given: Call) -> None:
         """One more call, and what it was before it was told in which memories its buffers lie."""
         self._statements += self._new_statements(call)
         self._pieces.setdefault(_piece(call), []).append(call)
-        self._sources[call.source.name] = call.source
-        self._slots.update(slot for slot, _ in call.places)
-        self._constants.update(call.numbers)
+        self._merging.add(call)
         self._given.append(given)
 
     def fused(self) -> Call:
         """All calls as one. One by itself stays what it is: its kernel serves others elsewhere."""
         if not joins(self._given):
             return self._given[0]
-        calls = [call for piece in self._pieces.values() for call in piece]
-        merging = MergedCalls(calls)
+        merging, linkage = self._merging, "DEVICE" if len(self._pieces) <= _FEW_PIECES else "CALLED"
         kernel = ir.KernelIR(
-            functions=self._functions(),
+            functions=merging.functions(linkage),
             arrays=self._local_memory(),
-            group=calls[0].source.group,
+            group=self._given[0].source.group,
             vectors=False,
         )
         branches: list[tuple[ir.Expr, list[ir.Statement]]] = []
@@ -173,18 +166,14 @@ class _Launch:
             branches.append((first > _GROUP, [*body, _called(piece[0], merging, differing)]))
         kernel.grid = (first,)
         kernel.body = [ir.Let(_GROUP.name, ir.WORKGROUP), *_by_branch(branches)]
-        identity = [(call.source.name, call.places, call.scalars, call.numbers) for call in calls]
+        identity = [(call.source.name, call.places, call.scalars, call.numbers) for call in merging.calls]
         return merging.as_one(kernel, f"side_by_side_{digest(repr(identity))}", self._dialect)
-
-    def _functions(self) -> list[ir.Function]:
-        linkage = "DEVICE" if len(self._pieces) <= _FEW_PIECES else "CALLED"
-        return [ir.Function(name, kernel_of(source), linkage) for name, source in self._sources.items()]
 
     def _local_memory(self) -> list[ir.LocalArray]:
         """Memory of the workgroup that every piece uses for its own arrays."""
         room = max(
             sum(_words(dtype, length) for dtype, _, length in source.arrays)
-            for source in self._sources.values()
+            for source in self._merging.sources.values()
         )
         return [ir.LocalArray(ir.LOCAL_MEMORY, "uint64", room)] if room else []
 
