@@ -73,9 +73,9 @@ class _Steps:
             calls = tuple(
                 Call(
                     source=launch.source,
-                    places=tuple(places[at] for at in launch.buffers),
+                    locations=tuple(places[at] for at in launch.buffers),
                     scalars=launch.scalars,
-                    numbers=numbers,
+                    constants=numbers,
                     work=_work(group),
                     touched=Touched(reads, writes),
                     scratch=tuple(self._span(value) for value in scratch),

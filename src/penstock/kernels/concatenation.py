@@ -28,9 +28,9 @@ class Call:
     """A launch before it is bound: what its arguments are, apart from buffers and constants themselves."""
 
     source: KernelSource
-    places: tuple[tuple[int, int], ...]  # of each buffer: its number in the program, and its offset there
+    locations: tuple[tuple[int, int], ...]  # of each buffer: its number in the program, and its offset there
     scalars: tuple[int, ...]
-    numbers: tuple[int, ...]  # of the constants in the program
+    constants: tuple[int, ...]  # by their numbers in the program
     work: int
     touched: Touched
     scratch: tuple[Range, ...] = ()  # what it may write besides, for itself
@@ -50,14 +50,14 @@ class MergedCalls:
         """One more call."""
         self.calls.append(call)
         self.sources[call.source.name] = call.source
-        self._slots.update(slot for slot, _ in call.places)
+        self._slots.update(slot for slot, _ in call.locations)
         dtypes = call.source.scalars[len(call.scalars) :]
-        self._constants.update(zip(call.numbers, dtypes, strict=True))
+        self._constants.update(zip(call.constants, dtypes, strict=True))
 
     def parameter_bytes(self, more: Call) -> int:
         """The bytes of the kernel's parameters with one more call, without sizes."""
-        slots = self._slots.union(slot for slot, _ in more.places)
-        return _BUFFER_BYTES * len(slots) + _CONSTANT_BYTES * len({*self._constants, *more.numbers})
+        slots = self._slots.union(slot for slot, _ in more.locations)
+        return _BUFFER_BYTES * len(slots) + _CONSTANT_BYTES * len({*self._constants, *more.constants})
 
     def functions(self, linkage: str, private: bool = False) -> list[ir.Function]:
         """The functions of the kernel."""
@@ -76,9 +76,9 @@ class MergedCalls:
         slots = sorted(self._slots)
         buffers = tuple(
             (dtype, f"out{slots.index(slot)}")
-            for dtype, (slot, _) in zip(call.source.buffers, call.places, strict=True)
+            for dtype, (slot, _) in zip(call.source.buffers, call.locations, strict=True)
         )
-        constants = [ir.Var(f"c{list(self._constants).index(number)}") for number in call.numbers]
+        constants = [ir.Var(f"c{list(self._constants).index(number)}") for number in call.constants]
         return ir.CallFunction(call.source.name, workgroup, tuple(arrays), buffers, (*arguments, *constants))
 
     def as_one(self, kernel: ir.KernelIR, name: str, dialect: Dialect, scalars: Sequence[int] = ()) -> Call:
@@ -123,7 +123,7 @@ def _has_room(run: MergedCalls, call: Call) -> bool:
     together = [*run.calls, call]
     if len(together) > _MAX_CALLS or not _takes_sizes(together):
         return len(together) <= _MAX_CALLS
-    sizes = sum(1 + len(call.places) + len(call.scalars) for call in together)
+    sizes = sum(1 + len(call.locations) + len(call.scalars) for call in together)
     return run.parameter_bytes(call) + _SIZE_BYTES * sizes <= MOST_PARAMETER_BYTES
 
 
@@ -148,11 +148,13 @@ def _concatenated(run: MergedCalls, arenas: Container[int], dialect: Dialect) ->
     identity = []  # what the kernel's name tells apart
     for call in run.calls:
         groups = integer(math.prod(call.source.grid))
-        arguments = [integer(offset) if slot in arenas else ir.Const(offset) for slot, offset in call.places]
+        arguments = [
+            integer(offset) if slot in arenas else ir.Const(offset) for slot, offset in call.locations
+        ]
         arguments += [integer(scalar) for scalar in call.scalars]
         called = run.call(call, ir.Var("group"), arguments)
         body.append(ir.For("group", ir.Const(0), groups, ir.Const(1), [called]))
-        slots = [slot for slot, _ in call.places]
-        identity.append((call.source.name, slots, groups, [*called.arguments], call.numbers))
+        slots = [slot for slot, _ in call.locations]
+        identity.append((call.source.name, slots, groups, [*called.arguments], call.constants))
     kernel = ir.KernelIR(functions=run.functions("static", private=True), body=body, sizes=len(sizes))
     return run.as_one(kernel, f"chain_{digest(repr(identity))}", dialect, sizes)

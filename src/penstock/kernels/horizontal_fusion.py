@@ -52,7 +52,7 @@ def _may_branch(source: KernelSource, capabilities: Capabilities) -> bool:
 
 def joins(calls: Sequence[Call]) -> bool:
     """Whether calls that may run side by side are to become another kernel."""
-    return len(calls) > 1 or len(calls[0].places) > _MANY_BUFFERS
+    return len(calls) > 1 or len(calls[0].locations) > _MANY_BUFFERS
 
 
 def fuse_horizontally(
@@ -64,8 +64,8 @@ def fuse_horizontally(
     """
 
     def moved(call: Call) -> Call:
-        places = ((lies[slot][0], lies[slot][1] + offset) for slot, offset in call.places)
-        return replace(call, places=tuple(places))
+        locations = ((lies[slot][0], lies[slot][1] + offset) for slot, offset in call.locations)
+        return replace(call, locations=tuple(locations))
 
     most = _MOST_PIECES if _may_branch(calls[0].source, capabilities) else 1
     launches: list[_Launch] = []
@@ -78,7 +78,7 @@ def fuse_horizontally(
 
 def _piece(call: Call) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Equal for calls that differ in offsets only."""
-    return call.source.name, tuple(slot for slot, _ in call.places), call.scalars, call.numbers
+    return call.source.name, tuple(slot for slot, _ in call.locations), call.scalars, call.constants
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class _Launch:
         for number, piece in enumerate(self._pieces.values()):
             rows = []
             for call in piece:
-                rows.append([first, *(offset for _, offset in call.places)])
+                rows.append([first, *(offset for _, offset in call.locations)])
                 first += call.source.grid[0]
             body: list[ir.Statement] = []
             differing = _Rows(f"table{number}", rows)
@@ -166,7 +166,9 @@ class _Launch:
             branches.append((first > _GROUP, [*body, _called(piece[0], merging, differing)]))
         kernel.grid = (first,)
         kernel.body = [ir.Let(_GROUP.name, ir.WORKGROUP), *_by_branch(branches)]
-        identity = [(call.source.name, call.places, call.scalars, call.numbers) for call in merging.calls]
+        identity = [
+            (call.source.name, call.locations, call.scalars, call.constants) for call in merging.calls
+        ]
         return merging.as_one(kernel, f"side_by_side_{digest(repr(identity))}", self._dialect)
 
     def _local_memory(self) -> list[ir.LocalArray]:
@@ -184,7 +186,7 @@ def _called(call: Call, merging: MergedCalls, rows: _Rows) -> ir.CallFunction:
     for dtype, _, length in call.source.arrays:
         arrays.append((dtype, word))
         word += _words(dtype, length)
-    arguments = [rows.item(1 + at) for at in range(len(call.places))]
+    arguments = [rows.item(1 + at) for at in range(len(call.locations))]
     arguments += [ir.Const(scalar) for scalar in call.scalars]
     return merging.call(call, _GROUP - rows.item(0), arguments, arrays)
 
