@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from penstock.kernels import ir
@@ -27,11 +28,12 @@ class CPrinter(Printer):
         return self.workgroup_name or f"GROUP({axis})"
 
     def constant(self, value: float, type: ir.Type) -> str:
-        if type.dtype == "bool" or not type.dtype.startswith("float"):
-            return f"{int(value)}{_SUFFIXES.get(type.dtype, '')}"
-        if not math.isfinite(value):
-            return "NAN" if math.isnan(value) else "INFINITY" if value > 0 else "-INFINITY"
-        return f"{float(value)!r}{_SUFFIXES.get(type.dtype, '')}"
+        suffix = _SUFFIXES.get(type.dtype, "")
+        if not type.dtype.startswith("float"):
+            return f"{int(value)}{suffix}"
+        if math.isfinite(value):
+            return f"{float(value)!r}{suffix}"
+        return "NAN" if math.isnan(value) else "INFINITY" if value > 0 else "-INFINITY"
 
     def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str]) -> str | None:
         return expression(operation, result, of, inputs)
@@ -61,9 +63,9 @@ class CPrinter(Printer):
             case _:
                 raise AssertionError(f"{expr} has no text in C")
 
+    @abstractmethod
     def broadcast(self, expr: ir.Broadcast) -> str:
         """A number in every lane."""
-        return self.expr(expr.value)
 
     def philox(self, expr: ir.Random, index: str) -> str:
         """The word of random bits with a number."""
