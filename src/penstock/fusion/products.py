@@ -79,7 +79,7 @@ def library_operand(operand: Node, stored: Container[Node]) -> tuple[Node, Matri
     found = operand_index(operand, stored)
     if found is None:
         return None
-    node, index, _ = found
+    node, index = found
     lengths = operand.shape[:-2]
     stride = batch_stride(lengths, [index.factor(f"b{axis}") for axis in range(len(lengths))])
     if stride is None or stride < 0:
@@ -96,5 +96,5 @@ def bias_vector(operand: Node, columns: int, stored: Container[Node]) -> Node | 
     found = operand_index(operand, stored)
     if found is None or found[0].size != columns:
         return None
-    node, index, _ = found
+    node, index = found
     return node if index == (variable("j") if columns > 1 else ZERO) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 from penstock.fusion.index import ZERO, Index, SplitNeeded, Variables, flat, source_place, variable
 from penstock.graph.node import Kind, Node, Shape
@@ -24,7 +24,7 @@ def trailing(shape: Shape, axes: tuple[int, ...]) -> bool:
     return not reduced or long[-len(reduced) :] == reduced
 
 
-def operand_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index, Variables] | None:
+def operand_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | None:
     """What a matrix operand looks at, and where its item (b0, b1, ..., i, j) lies there, in items.
 
     Views in `stored` are looked at as they are, since they are written out.
@@ -38,14 +38,19 @@ def operand_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index, 
         while node.primitive.kind is Kind.VIEW and node.value is None and node not in stored:
             source = base(node)
             if source is not node and (not source.primitive.is_free or source in stored):
-                return source, flat(place, node.shape), variables
+                return source, flat(place, node.shape)
             place = source_place(node, place, variables)
             node = node.inputs[0]
     except SplitNeeded:
         return None
     if variables.computed or (node.primitive.is_free and node.value is None and node not in stored):
         return None
-    return node, flat(place, node.shape), variables
+    return node, flat(place, node.shape)
+
+
+def operand_reader(node: Node) -> Callable[[Node, Container[Node]], tuple[Node, Index] | None]:
+    """How the operands of a product or of attention are read: `operand_index` or `rows_index`."""
+    return rows_index if node.primitive.kind is Kind.ATTENTION else operand_index
 
 
 def rows_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | None:
@@ -53,7 +58,7 @@ def rows_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | N
     found = operand_index(operand, stored)
     if found is None:
         return None
-    node, index, _ = found
+    node, index = found
     step = 16 // operand.dtype.itemsize
     steps = [index.constant, *(factor for name, factor in index.terms if name != "j")]
     return None if index.factor("j") != 1 or any(stride % step for stride in steps) else (node, index)

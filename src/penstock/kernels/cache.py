@@ -46,7 +46,7 @@ class KernelCache:
         written = write(group, can, digest(repr((key, varied))), varied)
         if written is None or written.function is not None or group.kind == "attention":
             return written
-        if group.kind == "matmul" and before == MOST_WRITTEN_OUT - 1:
+        if group.kind.has_varied_kernel and before == MOST_WRITTEN_OUT - 1:
             compared = write(group, can, digest(repr((key, True))), varied=True)  # with the next shape
             assert compared is not None
             self.sizes.learn(compared.launches[0].source)

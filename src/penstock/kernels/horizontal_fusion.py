@@ -45,13 +45,12 @@ _MOST_STATEMENTS = 1500  # of functions
 _FEW_PIECES = 8
 _BUFFER_BYTES, _NUMBER_BYTES = 12, 8  # of a parameter: an address with its place, and a number
 _MANY_BUFFERS = 64  # from which on a kernel takes them as memories, even where it is by itself
-_KINDS = ("map", "row", "column")
 _GROUP = Var("group")  # the number of the workgroup in the whole launch
 
 
 def kind(group: Group, written: Lowering | None, capabilities: Capabilities) -> Hashable | None:
     """What groups have in common whose kernels may run side by side; None for those that run alone."""
-    if written is None or written.function is not None or group.kind not in _KINDS:
+    if written is None or written.function is not None or not group.kind.has_loops:
         return None
     if not dialect_of(capabilities).pointers:
         return None

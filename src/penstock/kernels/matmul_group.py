@@ -8,27 +8,22 @@ from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import Index, Variables, flat, unflatten, variable
 from penstock.fusion.views import base, operand_index
-from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.ir.expressions import Const, Expr, Type, Var
 from penstock.kernels.ir.statements import KernelIR, Let, Statement, Store
 from penstock.kernels.lowering.loop_nest import overwritable
 from penstock.kernels.lowering.scopes import LanesImpossible, Scopes, Value
-from penstock.kernels.source import KernelSource
+from penstock.kernels.templates.launches import Lowering, one_launch
 from penstock.kernels.templates.matmul import BATCH, Matrix, Problem
 from penstock.kernels.templates.matmul_cpu import cpu_matmul, cpu_width
 from penstock.kernels.templates.matmul_gpu import gpu_matmul, gpu_width
 
 
 def matmul_group(
-    group: Group, capabilities: Capabilities, name: str, varied: bool
-) -> tuple[KernelSource, tuple[tuple[int, ...], ...]]:
-    """The kernel of a matmul group, and which inputs each output may be written over.
-
-    `varied`: it should serve many sizes.
-    """
-    product = next(node for node in group.nodes if node.primitive is MATMUL)
+    group: Group, product: Node, capabilities: Capabilities, name: str, varied: bool
+) -> Lowering:
+    """The kernel of a matmul group; `varied`: it should serve many sizes."""
     vectors = capabilities.vector_width > 1
     epilogue = _Epilogue(group, product, vectors)
     form = epilogue.form
@@ -48,13 +43,12 @@ def matmul_group(
     source = build(k, problem, capabilities, epilogue.statements, width)
     operands = {group.inputs.index(node) for node, _ in sides}
     over = overwritable(group, epilogue.loads, epilogue.stores)
-    return source, tuple(tuple(at for at in inputs if at not in operands) for inputs in over)
+    return one_launch(source, tuple(tuple(at for at in inputs if at not in operands) for inputs in over))
 
 
 def _matrix(k: KernelBuilder, group: Group, operand: Node, product: Node) -> tuple[Node, Matrix]:
     """What an operand looks at, and how it lies there."""
-    found = operand_index(operand, group.inputs)
-    node, index, _ = found if found is not None else (base(operand), _contiguous(operand), None)
+    node, index = operand_index(operand, group.inputs) or (base(operand), _contiguous(operand))
     lengths = product.shape[:-2]
     begin: Expr = Const(index.constant)
     for axis, length in enumerate(lengths):

@@ -9,7 +9,7 @@ from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Kind, Node
 from penstock.kernels.source import C_TYPES
 from penstock.kernels.templates.extreme import extreme
-from penstock.kernels.templates.launches import TemplateLaunches
+from penstock.kernels.templates.launches import Lowering
 from penstock.kernels.templates.scan import scan
 from penstock.kernels.templates.scatter import scatter
 from penstock.kernels.templates.sort import sort
@@ -24,7 +24,7 @@ _LONG = ("int64", "uint64")
 _MOST_ITEMS = 1 << 30  # so that no place in a kernel leaves an int, even one padded or a step further
 
 
-def template_launches(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
+def template_launches(node: Node, capabilities: Capabilities) -> Lowering | None:
     """The launches that compute `node` from its inputs' values; None where there are no kernels for it.
 
     All values are contiguous in row-major order. The output may hold anything before.
@@ -39,7 +39,7 @@ def template_launches(node: Node, capabilities: Capabilities) -> TemplateLaunche
     return launches if launches is None or _takes_few(launches, values, capabilities) else None
 
 
-def _takes_few(launches: TemplateLaunches, values: Sequence[Node], capabilities: Capabilities) -> bool:
+def _takes_few(launches: Lowering, values: Sequence[Node], capabilities: Capabilities) -> bool:
     """Whether there can be memories so large, and no launch takes more of them than a kernel may."""
     sizes = [*(value.nbytes for value in values), *launches.scratch]
     taken = [sum(capabilities.bindings(sizes[at]) for at in launch.buffers) for launch in launches.launches]

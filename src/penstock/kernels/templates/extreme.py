@@ -11,7 +11,7 @@ from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.ir.expressions import BOOL, Const, Expr, Var
 from penstock.kernels.source import KernelSource
-from penstock.kernels.templates.launches import SHORT_ROW, Launch, TemplateLaunches, along, group_size, is_cpu
+from penstock.kernels.templates.launches import SHORT_ROW, Launch, Lowering, along, group_size, is_cpu
 from penstock.kernels.templates.tasks import Tasks
 from penstock.kernels.wgsl_steps import UNROLLED, most_steps
 
@@ -54,7 +54,7 @@ class _Extreme:
         return k.call(f"{self.reduction}imum{'_number' if self.floats else ''}", value, best)
 
 
-def extreme(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
+def extreme(node: Node, capabilities: Capabilities) -> Lowering | None:
     """Kernels of `argmax` and `argmin`; None where a loop would have too many iterations."""
     x = node.inputs[0]
     # Truth values are compared as the numbers 0 and 1 that they are in memory.
@@ -71,7 +71,7 @@ def extreme(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
         build = _one_by_one
     else:
         return None
-    return TemplateLaunches((Launch(build(kind, capabilities), (0, 1)),))
+    return Lowering((Launch(build(kind, capabilities), (0, 1)),))
 
 
 def _row(kind: _Extreme, capabilities: Capabilities) -> KernelSource:

@@ -14,7 +14,7 @@ from penstock.kernels.templates.launches import (
     CPU_SHARES,
     SHORT_ROW,
     Launch,
-    TemplateLaunches,
+    Lowering,
     along,
     group_size,
     is_cpu,
@@ -62,7 +62,7 @@ class Scan:
         return Const(value, Type(self.dtype))
 
 
-def scan(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
+def scan(node: Node, capabilities: Capabilities) -> Lowering | None:
     """Kernels of a scan along an axis; None where a loop would have too many iterations."""
     kind = Scan(str(node.dtype), node.primitive.combine, node.attributes["reverse"])
     outer, length, inner = along(node.shape, node.attributes["axis"])
@@ -76,7 +76,7 @@ def scan(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
         source = _columns(kind, outer, length, inner, capabilities)
     else:
         return None
-    return TemplateLaunches((Launch(source, tuple(range(len(source.buffers)))),))
+    return Lowering((Launch(source, tuple(range(len(source.buffers)))),))
 
 
 class _Carry:

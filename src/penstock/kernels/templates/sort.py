@@ -20,7 +20,7 @@ from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import (
     CPU_SHARES,
     Launch,
-    TemplateLaunches,
+    Lowering,
     along,
     group_size,
     is_cpu,
@@ -37,18 +37,18 @@ _WORD = 4  # bytes
 _MOST_WORDS = 1 << 31  # of all pairs, so that an index is an int32
 
 
-def sort(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
+def sort(node: Node, capabilities: Capabilities) -> Lowering | None:
     """Kernels of `argsort`; None where workgroups are too small or indices too large."""
     rows = _Rows(node, capabilities)
     if rows.length <= (_INSERTED_ON_CPU if is_cpu(capabilities) else _INSERTED_ON_GPU):
-        return TemplateLaunches((Launch(_insertion(rows, capabilities), (0, 1)),))
+        return Lowering((Launch(_insertion(rows, capabilities), (0, 1)),))
     if is_cpu(capabilities):
         slots = min(rows.count, CPU_SHARES * capabilities.compute_units)
         scratch = slots * 2 * rows.length * rows.pair * 8
-        return TemplateLaunches((Launch(_row_by_row(rows, slots, capabilities), (0, 2, 1)),), (scratch,))
+        return Lowering((Launch(_row_by_row(rows, slots, capabilities), (0, 2, 1)),), (scratch,))
     padded = 1 << (rows.length - 1).bit_length()
     if padded * rows.pair * _WORD <= min(_LOCAL_BYTES, capabilities.local_bytes):
-        return TemplateLaunches((Launch(_in_local_memory(rows, padded, capabilities), (0, 1)),))
+        return Lowering((Launch(_in_local_memory(rows, padded, capabilities), (0, 1)),))
     small = capabilities.max_group_size < _DIGITS or capabilities.local_bytes < _BLOCK * _WORD
     if small or rows.count * rows.length * rows.pair > _MOST_WORDS:
         return None
@@ -176,7 +176,7 @@ def _in_local_memory(rows: _Rows, padded: int, capabilities: Capabilities) -> Ke
     return k.source((rows.count,), (threads,))
 
 
-def _by_digits(rows: _Rows, capabilities: Capabilities) -> TemplateLaunches:
+def _by_digits(rows: _Rows, capabilities: Capabilities) -> Lowering:
     """For a GPU: the pairs are sorted by each byte of the keys, from the lowest on.
 
     The scratch buffers hold the pairs, the pairs after a pass, and how many keys of each block have each
@@ -196,7 +196,7 @@ def _by_digits(rows: _Rows, capabilities: Capabilities) -> TemplateLaunches:
         ]
     launches.append(Launch(_storing(rows, capabilities), (0, 2 + rows.bytes % 2)))
     pairs = rows.count * rows.length * rows.pair * _WORD
-    return TemplateLaunches(tuple(launches), (pairs, pairs, 4 * rows.count * counts))
+    return Lowering(tuple(launches), (pairs, pairs, 4 * rows.count * counts))
 
 
 def _loading(rows: _Rows, capabilities: Capabilities) -> KernelSource:
