@@ -29,9 +29,8 @@ _NEAR = 16  # nodes behind a sum that are looked at
 
 
 def column_units(capabilities: Capabilities) -> int:
-    """The compute units of a device whose row kernels can keep column sums (a GPU, not in WGSL); else 0."""
-    able = capabilities.vector_width == 1 and capabilities.language in ("opencl", "cuda")
-    return capabilities.compute_units if able else 0
+    """The compute units of a device whose row kernels can keep column sums; else 0."""
+    return capabilities.compute_units if capabilities.register_arrays else 0
 
 
 def is_column_part(node: Node) -> bool:

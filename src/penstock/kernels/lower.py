@@ -21,6 +21,7 @@ from penstock.graph.reference import computed
 from penstock.kernels.attention.kernels import attention_kernels
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.library.cublaslt import library_launch
+from penstock.kernels.loop_steps import has_short_loops
 from penstock.kernels.lowering.fused import LOOPS, lower
 from penstock.kernels.lowering.scopes import computed_dtype
 from penstock.kernels.matmul_group import matmul_group
@@ -29,7 +30,6 @@ from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource
 from penstock.kernels.templates.choose import template_launches
 from penstock.kernels.templates.launches import Lowering as Lowering
 from penstock.kernels.templates.launches import one_launch
-from penstock.kernels.wgsl_steps import has_short_loops
 
 
 def without_sizes(structure: tuple[Any, ...]) -> tuple[Any, ...]:

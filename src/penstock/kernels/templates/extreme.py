@@ -10,10 +10,10 @@ from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.ir.expressions import BOOL, Const, Expr, Var
+from penstock.kernels.loop_steps import UNROLLED, most_steps
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import SHORT_ROW, Launch, Lowering, along, group_size, is_cpu
 from penstock.kernels.templates.tasks import Tasks
-from penstock.kernels.wgsl_steps import UNROLLED, most_steps
 
 _WIDEST = 256  # columns that one thread of a CPU compares side by side
 _FEW = 8  # columns; fewer are done one by one
