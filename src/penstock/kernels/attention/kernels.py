@@ -49,12 +49,8 @@ class _Parameter:
 
     name: str
     number: int
+    argument: str  # what the pass gets of it: where the rows of a head begin, and how far they are apart
     dtype: str = "uint16"  # float16 or bfloat16, as bits
-
-    @property
-    def declared(self) -> tuple[str, str]:
-        """Dtype and name."""
-        return self.dtype, self.name
 
 
 def attention_kernels(group: Group, ending: str) -> Lowering:
@@ -85,58 +81,30 @@ class _Writer:
 
     def forward(self) -> Lowering:
         """One launch: the results, and the logarithm of the sum of each row."""
-        result = self._output("result", "result", self._query)
-        lse = _Parameter("lse", self._number("lse", self._rows * 4), "float32")
-        inputs, matrices = self._inputs(self._operands)
-        target = self._target(result, "result", self._query.shape)
-        arguments = [*target, f"lse + {self._row_place}", *matrices]
-        launch = self._launch(_FORWARD, [result, lse], inputs, arguments)
+        lse = self._number("lse", self._rows * 4)
+        launch = self._launch(
+            _FORWARD,
+            [self._output("result", "result", self._query), self._of_rows("lse", lse)],
+            self._inputs(self._operands),
+        )
         return Lowering((launch,), tuple(self._scratch))
 
     def backward(self) -> Lowering:
         """Two launches: gradients of queries, and what is needed of each row; those of keys and values."""
         result, lse, slope = self._operands[3:]
-        inputs, matrices = self._inputs((self._query, self._key, self._value, slope))
-        rows = _Parameter("rows", self._more(self._rows * 8), "float32")
-        row = f"(float2 *)rows + {self._row_place}"
-        dq, dk, dv = (
-            self._output(name, part, like)
-            for name, part, like in (
-                ("dq", "query", self._query),
-                ("dk", "key", self._key),
-                ("dv", "value", self._value),
-            )
-        )
+        inputs = self._inputs((self._query, self._key, self._value, slope))
+        rows = self._of_rows("rows", self._more(self._rows * 8), "(float2 *)rows")
+        dq = self._output("dq", "query", self._query)
+        dk = self._output("dk", "key", self._key)
+        dv = self._output("dv", "value", self._value)
+        of_rows = self._of_rows("lse", self._input_number(lse))
         queries = self._launch(
-            _QUERY_GRADIENTS,
-            [dq, rows],
-            [*inputs, self._input("lse", lse, "float32"), self._input("result", result)],
-            [
-                *self._target(dq, "query", self._query.shape),
-                *(row, f"lse + {self._row_place}", *matrices, self._matrix("result", result)),
-            ],
+            _QUERY_GRADIENTS, [dq, rows], [*inputs, of_rows, self._input("result", result)]
         )
-        keys = self._launch(
-            _KEY_GRADIENTS,
-            [dk, dv],
-            [*inputs, rows],
-            [
-                *self._target(dk, "key", self._key.shape),
-                *self._target(dv, "value", self._key.shape),
-                *(*matrices, row),
-            ],
-        )
+        keys = self._launch(_KEY_GRADIENTS, [dk, dv], [*inputs, rows])
         return Lowering((queries, keys), tuple(self._scratch))
 
-    # Their launches
-
-    def _launch(
-        self,
-        kernel: _Pass,
-        outputs: Sequence[_Parameter],
-        inputs: Sequence[_Parameter],
-        arguments: Sequence[str],
-    ) -> Launch:
+    def _launch(self, kernel: _Pass, outputs: Sequence[_Parameter], inputs: Sequence[_Parameter]) -> Launch:
         """A pass over all heads and blocks of rows."""
         over_keys = kernel is _KEY_GRADIENTS
         tiling = kernel.narrow if self._width <= 64 else kernel.wide
@@ -145,31 +113,25 @@ class _Writer:
         kind += f", {self._queries}, {self._keys}"
         # The blocks with the most keys come first, so that the last ones to run are short.
         block = "block" if over_keys else f"{blocks - 1} - block"
+        parameters = (*outputs, *inputs)
+        arguments = ", ".join(parameter.argument for parameter in parameters)
         body = (
             f"    int block = GROUP(0) % {blocks}, head = GROUP(0) / {blocks} % {self._heads};\n"
             f"    long batch = GROUP(0) / {blocks * self._heads};\n"
-            f"    attention_{kernel.name}<{kind}>({', '.join(arguments)}, {block}, {self._scale});\n"
+            f"    attention_{kernel.name}<{kind}>({arguments}, {block}, {self._scale});\n"
         )
         name = f"attention_{kernel.name}_{self._ending}"
-        text = head(
-            name,
-            [parameter.declared for parameter in outputs],
-            [parameter.declared for parameter in inputs],
-        )
+        declared = [[(parameter.dtype, parameter.name) for parameter in side] for side in (outputs, inputs)]
         bounds = f"__launch_bounds__({_BLOCK_THREADS}, {tiling.groups}) "
-        text = text.replace(f"KERNEL {name}(", f"KERNEL {bounds}{name}(") + body + "}\n"
-        parameters = (*outputs, *inputs)
+        text = head(name, *declared).replace(f"KERNEL {name}(", f"KERNEL {bounds}{name}(") + body + "}\n"
         dtypes = tuple(parameter.dtype for parameter in parameters)
         grid = (blocks * self._heads * self._batch,)
         source = KernelSource(name, text, dtypes, (), grid, (_BLOCK_THREADS,))
         buffers = tuple(parameter.number for parameter in parameters)
-        return Launch(source, buffers, operations=2 * kernel.products * self._products)
-
-    @property
-    def _products(self) -> int:
-        """Multiplications of one product: pairs of a query and a key that it sees, times the width."""
+        # For each product, pairs of a query and a key that it sees, times the width.
         unseen = self._queries * (self._queries - 1) // 2 if self._causal == "true" else 0
-        return self._batch * self._heads * self._width * (self._queries * self._keys - unseen)
+        pairs = self._batch * self._heads * (self._queries * self._keys - unseen)
+        return Launch(source, buffers, operations=2 * kernel.products * pairs * self._width)
 
     # Buffers, and where a head's matrices begin in them
 
@@ -177,13 +139,20 @@ class _Writer:
     def _rows(self) -> int:
         return self._batch * self._heads * self._queries
 
-    @property
-    def _row_place(self) -> str:
-        return f"(batch * {self._heads} + head) * {self._queries}"
+    def _of_rows(self, name: str, number: int, pointer: str = "") -> _Parameter:
+        """A buffer with something of each row."""
+        first_row = f"(batch * {self._heads} + head) * {self._queries}"
+        return _Parameter(name, number, f"{pointer or name} + {first_row}", "float32")
 
     def _output(self, name: str, part: str, like: Node) -> _Parameter:
-        number = self._parts["packed"] if "packed" in self._parts else self._number(part, like.nbytes)
-        return _Parameter(name, number)
+        """An output of matrices; all of them may be parts of one."""
+        if "packed" not in self._parts:
+            offset, stride = _contiguous(like.shape)
+            return _Parameter(name, self._number(part, like.nbytes), f"{name} + {offset}, {stride}")
+        width = self._heads * self._width
+        factors = {"batch": 3 * self._queries * width, "head": self._width}
+        offset = _sum(GRADIENT_PARTS.index(part) * width, **factors)
+        return _Parameter(name, self._parts["packed"], f"{name} + {offset}, {3 * width}")
 
     def _number(self, part: str, nbytes: int) -> int:
         return self._parts[part] if part in self._parts else self._more(nbytes)
@@ -193,37 +162,24 @@ class _Writer:
         self._scratch.append(nbytes)
         return len(self._group.outputs) + len(self._group.inputs) + len(self._scratch) - 1
 
-    def _inputs(self, operands: Sequence[Node]) -> tuple[list[_Parameter], list[str]]:
-        """Queries, keys, values and gradients as parameters, and the matrices of a head in them."""
-        named = list(zip("qkvg", operands, strict=False))
-        return [self._input(name, operand) for name, operand in named], [
-            self._matrix(name, operand) for name, operand in named
-        ]
+    def _inputs(self, operands: Sequence[Node]) -> list[_Parameter]:
+        """Queries, keys, values and perhaps gradients."""
+        return [self._input(name, operand) for name, operand in zip("qkvg", operands, strict=False)]
 
-    def _input(self, name: str, operand: Node, dtype: str = "uint16") -> _Parameter:
-        found = rows_index(operand, self._group.inputs)
-        source = base(operand) if found is None else found[0]
-        return _Parameter(name, len(self._group.outputs) + self._group.inputs.index(source), dtype)
-
-    def _target(self, parameter: _Parameter, part: str, shape: Shape) -> list[str]:
-        """The matrix of a head in an output, as two arguments."""
-        offset, stride = _contiguous(shape)
-        if "packed" in self._parts:
-            width = self._heads * self._width
-            factors = {"batch": 3 * self._queries * width, "head": self._width}
-            offset, stride = _sum(GRADIENT_PARTS.index(part) * width, **factors), 3 * width
-        return [f"{parameter.name} + {offset}", str(stride)]
-
-    def _matrix(self, name: str, operand: Node) -> str:
-        """The matrix of a head in an input, as one argument."""
-        found = rows_index(operand, self._group.inputs)
-        if found is None:
-            offset, stride = _contiguous(operand.shape)
-        else:
-            index = found[1]
+    def _input(self, name: str, operand: Node) -> _Parameter:
+        """An input of matrices."""
+        if in_place := rows_index(operand, self._group.inputs):
+            index = in_place[1]
             offset = _sum(index.constant, batch=index.factor("b0"), head=index.factor("i"))
             stride = index.factor("b1")
-        return f"Matrix{{{name} + {offset}, {stride}}}"
+        else:
+            offset, stride = _contiguous(operand.shape)
+        return _Parameter(name, self._input_number(operand), f"Matrix{{{name} + {offset}, {stride}}}")
+
+    def _input_number(self, operand: Node) -> int:
+        in_place = rows_index(operand, self._group.inputs)
+        source = in_place[0] if in_place else base(operand)
+        return len(self._group.outputs) + self._group.inputs.index(source)
 
 
 def _contiguous(shape: Shape) -> tuple[str, int]:

@@ -211,7 +211,7 @@ DEVICE void attention_key_gradients(
 // left in `rows`: log2(e) times the logarithm of the sum, and the sum of result * gradient.
 template <bool HALF, int D, int TILE, int STAGES, bool CAUSAL, int QUERIES, int KEYS>
 DEVICE void attention_query_gradients(
-    ushort *dq, long dq_stride, float2 *rows, const float *lse, Matrix q, Matrix k, Matrix v, Matrix gradient,
+    ushort *dq, long dq_stride, float2 *rows, Matrix q, Matrix k, Matrix v, Matrix gradient, const float *lse,
     Matrix result, int block, float scale) {
     auto last = last_key<QUERIES, KEYS, CAUSAL>;
     const int bytes = TILE * 128 * Panels<D>::count, own_bytes = 2048 * Panels<D>::count;
