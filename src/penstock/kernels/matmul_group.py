@@ -6,7 +6,7 @@ import math
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
-from penstock.fusion.index import Index, Variables, flat, unflatten, variable
+from penstock.fusion.index import Index, Variables, flat, variable
 from penstock.fusion.views import base, operand_index
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder
@@ -99,8 +99,8 @@ class _Epilogue:
         number = flat(place, shape)
         values = []
         for node in self._group.outputs:
-            at = place if node.shape == shape else unflatten(number, node.shape, variables)
-            values.append(scopes.widened(scopes.value(node, at), width))
+            value = scopes.value(node, place) if node.shape == shape else scopes.at_number(node, number)
+            values.append(scopes.widened(value, width))
         index, _, _ = scopes.index(number)
         aligned = 1 if self._vectors else scopes.aligned(number)
         body = [*scopes.bodies[0], *scopes.bodies[1]]

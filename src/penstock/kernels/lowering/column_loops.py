@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.fusion.index import Index, flat, unflatten, variable
+from penstock.fusion.index import Index, variable
 from penstock.graph.node import Kind, Node
 from penstock.kernels.ir.expressions import INT, THREAD, WORKGROUP, Const, Identity, Select, Type, Var
 from penstock.kernels.ir.statements import (
@@ -21,7 +21,7 @@ from penstock.kernels.ir.statements import (
 )
 from penstock.kernels.lowering.blocks import Sums, in_blocks, is_inexact
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered, at_most
-from penstock.kernels.lowering.scopes import Merge, Value, computed_dtype
+from penstock.kernels.lowering.scopes import Value, computed_dtype
 
 _BLOCK = 256  # columns that a thread of a CPU reduces at a time
 # Of a GPU.
@@ -33,63 +33,18 @@ class ColumnLoops(LoopNest):
     """Reductions over axes that are not the last: neighbouring results are computed side by side."""
 
     def space(self) -> None:
-        first = next(node for node in self.group.nodes if node.primitive.kind is Kind.REDUCTION)
-        self._source, axes = first.inputs[0], first.attributes["axes"]
-        shape = self._source.shape
-        self._kept, kept = self.axes("r", [1 if axis in axes else n for axis, n in enumerate(shape)])
-        self._reduced, reduced = self.axes("c", [n if axis in axes else 1 for axis, n in enumerate(shape)])
-        self._place = tuple(reduced[axis] if axis in axes else kept[axis] for axis in range(len(shape)))
-        self._row = flat(tuple(kept), tuple(1 if axis in axes else n for axis, n in enumerate(shape)))
         self._reductions = [node for node in self.group.nodes if node.primitive.kind is Kind.REDUCTION]
-
-    def merges(self) -> list[Merge]:
-        return self.found_merges(self._kept, self._reduced)
+        source, axes = self._reductions[0].inputs[0], self._reductions[0].attributes["axes"]
+        self._kept, self._reduced, self._row, _, self._place = self.reduction_axes(source.shape, axes)
 
     def _results(self) -> None:
         """What is done to each result, and its store."""
-        scopes = self.scopes
-        results = []
-        for at, node in enumerate(self.group.outputs):
-            place = unflatten(self._row, node.shape, scopes.variables)
-            results.append((at, scopes.value(node, place), self._row))
-        self.store(results)
+        outputs = enumerate(self.group.outputs)
+        self.store([(at, self.scopes.at_number(node, self._row), self._row) for at, node in outputs])
 
     def write(self) -> Lowered:
         kept = self.joined(self._kept)
-        if self.gpu:
-            return self._by_threads(kept)
-        return self._by_blocks(kept) if kept else self._by_one(kept)
-
-    def _by_one(self, kept: list[str]) -> Lowered:
-        scopes, form = self.scopes, self.scopes.form
-        size = self.count(kept)
-        form.grid, form.group = (size,), (1,)
-        form.body = [Let("item", WORKGROUP * 1 + THREAD)]
-        inside = self.unpack("item", kept, 0)
-        sums = Sums(scopes.name)
-        names = {node: scopes.name("sum") for node in self._reductions}
-        around = self.joined(self._reduced)
-        for name in around:
-            scopes.depth_of[name] = 1
-        for node, name in names.items():
-            value = scopes.value(node.inputs[0], self._place)
-            target = Var(name, value.type)
-            scopes.bodies[1].append(Accumulate(target, node.primitive.name, value.var, value.type))
-            sums.add(name, Type(computed_dtype(node)), node.primitive.name)
-        before, scopes.bodies[0] = scopes.bodies[0], []
-        loops, each = scopes.leave(), 1
-        for name in reversed(around):
-            turns = self.count([name])
-            loop, each = sums.blocked(For(name, Const(0), Const(turns), Const(1), loops, trips=turns), each)
-            loops = [loop]
-        scopes.stage = 1
-        for node, name in names.items():
-            scopes.given[node] = Value(Var(sums.last(name), Type(computed_dtype(node))), 0)
-        variables = [sums.variable(name) for name in names.values()]
-        self._results()
-        whole = [*inside, *before, *variables, *loops, *scopes.bodies[0], *scopes.leave()]
-        form.body.append(For("once", Var("item"), Const(size), Const(size), whole))
-        return self.lowered()
+        return self._by_threads(kept) if self.gpu else self._by_blocks(kept)
 
     def _by_threads(self, kept: list[str]) -> Lowered:
         """Some threads of a group have neighbouring columns, others the same columns of other rows."""

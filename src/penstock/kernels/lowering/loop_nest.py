@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
-from penstock.fusion.index import ZERO, Index, Variables, variable
+from penstock.fusion.index import ZERO, Index, Place, Variables, flat, variable
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST
+from penstock.graph.node import Shape
 from penstock.kernels.ir.expressions import INT, WORKGROUP, Const, Expr, Operand, Select, Var, integer
 from penstock.kernels.ir.statements import For, KernelIR, Let, Statement, Store
-from penstock.kernels.lowering.scopes import LanesImpossible, Merge, Scopes, Value
+from penstock.kernels.lowering.scopes import LanesImpossible, Merge, Scopes, Value, merged
 
 GROUP_THREADS = 256  # of a work-group on a GPU
 _TASKS = 4  # for each compute unit of a CPU, so that none waits long for the last
@@ -48,11 +49,11 @@ class LoopNest:
         self.lanes = lanes
         self._splits = splits
         self._lengths: dict[str, int] = {}
-        self._merges = merges
+        self._axes: list[list[str]] = []  # the variables of each call of `axes`
         self._stores: dict[int, tuple[int, Index]] = {}  # of each output: the stage, and where
         self.space()
         self.scopes = Scopes(group, Variables(self._lengths), vectors=not self.gpu)
-        self.scopes.merged = merges
+        self.scopes.merges = merges
         self.scopes.form.quick = self.gpu and _of_halves(group)
         for merge in merges:
             length = self._lengths[merge.outer] * merge.length
@@ -68,7 +69,7 @@ class LoopNest:
 
     # Variables
 
-    def axes(self, prefix: str, lengths: Sequence[int]) -> tuple[list[str], list[Index]]:
+    def axes(self, prefix: str, lengths: Sequence[int]) -> tuple[list[str], Place]:
         """Variables for axes, and the index along each; an axis that must be split has several."""
         names: list[str] = []
         indices: list[Index] = []
@@ -85,22 +86,32 @@ class LoopNest:
             self._lengths.update(pieces)
             names += [name for name, _ in pieces]
             indices.append(index)
-        return names, indices
+        self._axes.append(names)
+        return names, tuple(indices)
+
+    def reduction_axes(
+        self, shape: Shape, axes: tuple[int, ...]
+    ) -> tuple[list[str], list[str], Index, Index, Place]:
+        """Variables for the axes that a reduction keeps and for those that it reduces, and what they tell.
+
+        That is the number of the result, the number of the item among those that it reduces, and the place.
+        """
+        kept = tuple(1 if axis in axes else length for axis, length in enumerate(shape))
+        reduced = tuple(length if axis in axes else 1 for axis, length in enumerate(shape))
+        rows, row = self.axes("r", kept)
+        columns, column = self.axes("c", reduced)
+        place = tuple(outer + inner for outer, inner in zip(row, column, strict=True))
+        return rows, columns, flat(row, kept), flat(column, reduced), place
 
     def merges(self) -> list[Merge]:
-        """The neighbours that every index uses as one, once all is written without merging."""
-        raise NotImplementedError
-
-    def found_merges(self, *lists: list[str]) -> list[Merge]:
-        """The neighbours in each list that every index uses as one."""
+        """The neighbours that every index uses as one, once all is built without merging."""
         result: list[Merge] = []
         lengths = dict(self._lengths)
-        for names in lists:
-            names = list(names)
+        for names in map(list, self._axes):
             at = len(names) - 2
             while at >= 0:
                 outer, inner = names[at], names[at + 1]
-                indices = [self._after(index, result) for index in self.scopes.used]
+                indices = [merged(index, result) for index in self.scopes.used]
                 if all(index.factor(outer) == index.factor(inner) * lengths[inner] for index in indices):
                     merge = Merge(f"{outer}{inner}", outer, inner, lengths[inner])
                     lengths[merge.name] = lengths[outer] * lengths[inner]
@@ -109,20 +120,10 @@ class LoopNest:
                 at -= 1
         return result
 
-    def merged(self, index: Index) -> Index:
-        """An index after merging."""
-        return self._after(index, self._merges)
-
-    @staticmethod
-    def _after(index: Index, merges: list[Merge]) -> Index:
-        for merge in merges:
-            index = merge.applied(index)
-        return index
-
     def joined(self, names: list[str]) -> list[str]:
         """Variables after merging."""
         result = list(names)
-        for merge in self._merges:
+        for merge in self.scopes.merges:
             if merge.outer in result:
                 at = result.index(merge.outer)
                 result[at : at + 2] = [merge.name]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.fusion.index import flat, unflatten
+from penstock.fusion.index import flat
 from penstock.kernels.ir.expressions import THREAD, WORKGROUP, Const, Expr, Type, Var
 from penstock.kernels.ir.statements import For, If, Let, Statement
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered
-from penstock.kernels.lowering.scopes import Merge
+from penstock.kernels.lowering.scopes import merged
 
 _SECTOR = 32  # bytes that a GPU reads or writes, even of one item
 _NEIGHBOURS = 32  # threads that read and write together
@@ -16,21 +16,18 @@ class MapLoops(LoopNest):
     """Every item by itself: a thread of a GPU computes a few, a thread of a CPU a part of an axis."""
 
     def space(self) -> None:
-        self._names, self._place = self.axes("a", max(self.group.outputs, key=lambda node: node.ndim).shape)
-        self._shape = max(self.group.outputs, key=lambda node: node.ndim).shape
-
-    def merges(self) -> list[Merge]:
-        return self.found_merges(self._names)
+        self._shape = max((node.shape for node in self.group.outputs), key=len)
+        self._names, self._place = self.axes("a", self._shape)
+        self._number = flat(self._place, self._shape)
 
     def _body(self) -> None:
-        number = flat(tuple(self._place), self._shape)
         results = []
         for at, node in enumerate(self.group.outputs):
             if node.shape == self._shape:
-                place = tuple(self._place)
+                value = self.scopes.value(node, self._place)
             else:
-                place = unflatten(number, node.shape, self.scopes.variables)
-            results.append((at, self.scopes.value(node, place), number))
+                value = self.scopes.at_number(node, self._number)
+            results.append((at, value, self._number))
         self.store(results)
 
     def write(self) -> Lowered:
@@ -90,10 +87,10 @@ class MapLoops(LoopNest):
 
         A thread by itself has neighbours along the last one anyway.
         """
-        accesses = [(flat(tuple(self._place), self._shape), node) for node in self.group.outputs]
+        accesses = [(self._number, node) for node in self.group.outputs]
         for number, places in self.scopes.loads.items():
             accesses += [(index, self.group.inputs[number]) for _, index in places]
-        factors = [(self.merged(index), node.dtype.itemsize) for index, node in accesses]
+        factors = [(merged(index, self.scopes.merges), node.dtype.itemsize) for index, node in accesses]
 
         def traffic(name: str) -> float:
             """Bytes for an item, if neighbouring threads differ in this variable."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.fusion.column_reductions import is_column_part
-from penstock.fusion.index import Index, Place, flat, unflatten, variable
+from penstock.fusion.index import Index, Place, variable
 from penstock.graph.contraction import GATHER
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import PRIMITIVES
@@ -27,7 +27,7 @@ from penstock.kernels.ir.statements import (
 )
 from penstock.kernels.lowering.blocks import Sums
 from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
-from penstock.kernels.lowering.scopes import Merge, Value, computed_dtype
+from penstock.kernels.lowering.scopes import Value, computed_dtype
 
 # Of a GPU. A thread has so many items of a row, if there are enough threads, and can keep them in registers.
 _ITEMS = 32
@@ -54,17 +54,9 @@ class RowLoops(LoopNest):
         source, axes = first.inputs[0], first.attributes["axes"]
         if not self._folds(first):
             axes = tuple(range(2, source.ndim))
-        kept = [1 if axis in axes else n for axis, n in enumerate(source.shape)]
-        reduced = [n if axis in axes else 1 for axis, n in enumerate(source.shape)]
-        self._rows, row_indices = self.axes("r", kept)
-        self._columns, column_indices = self.axes("c", reduced)
-        self._row = flat(tuple(row_indices), tuple(kept))
-        self._column = flat(tuple(column_indices), tuple(reduced))
+        self._rows, self._columns, self._row, self._column, _ = self.reduction_axes(source.shape, axes)
         self._number = self._row * self.group.columns + self._column
         self._levels = self._stages()
-
-    def merges(self) -> list[Merge]:
-        return self.found_merges(self._rows, self._columns)
 
     def _stages(self) -> dict[Node, int]:
         """How many passes must be over before a node can be computed."""
@@ -104,7 +96,7 @@ class RowLoops(LoopNest):
             keep = self._kept(needed, stage)
             self._pass(stage, keep)
         reduced = [
-            (at, self._reduced_value(node), self._row)
+            (at, self.scopes.at_number(node, self._row), self._row)
             for at, node in enumerate(self.group.outputs)
             if not self._whole(node) and at not in self._tallies
         ]
@@ -225,8 +217,9 @@ class RowLoops(LoopNest):
         waiting: list[Statement] = [Barrier(device_memory=True)] if any(over[at] for at in outputs) else []
         return [*waiting, If(Var("rank").eq(0), stores)]
 
-    def _reduced_value(self, node: Node) -> Value:
-        return self.scopes.value(node, unflatten(self._row, node.shape, self.scopes.variables))
+    def _item(self, node: Node) -> Value:
+        """A value before any reduction, at the item that the loops are at."""
+        return self.scopes.at_number(node, self._number)
 
     def _roots(self, stage: int) -> tuple[list[Node], list[tuple[int, Node]], list[tuple[int, Node]]]:
         """The reductions that a pass computes, the outputs that it writes, and what it adds to tallies."""
@@ -328,11 +321,8 @@ class RowLoops(LoopNest):
                 scopes.form.arrays.append(LocalArray(name, computed_dtype(node), self.group.columns))
 
         def body() -> None:
-            results = []
             for node in reductions:
-                source = node.inputs[0]
-                value = scopes.value(source, unflatten(self._number, source.shape, scopes.variables))
-                wide = scopes.widened(value, scopes.lanes)
+                wide = scopes.widened(self._item(node.inputs[0]), scopes.lanes)
                 known = {lanes: name for name, lanes in lanes_of[node]}
                 name = known.get(scopes.lanes) or scopes.name("sum")
                 if scopes.lanes not in known:
@@ -341,15 +331,12 @@ class RowLoops(LoopNest):
                 kind = Type(wide.type.dtype, scopes.lanes)
                 scopes.bodies[1].append(Accumulate(Var(name, kind), node.primitive.name, wide.var, kind))
             for at, node in tallies:
-                source = node.inputs[0]
-                value = scopes.value(source, unflatten(self._number, source.shape, scopes.variables))
+                value = self._item(node.inputs[0])
                 kind = Type(value.type.dtype, scopes.lanes)
                 target, operation = Var(self._sums[at], kind), node.primitive.name
                 scopes.bodies[1].append(Accumulate(target, operation, value.var, kind, Var("slot")))
                 self.note_store(at, _NOWHERE)
-            for at, node in outputs:
-                whole = unflatten(self._number, node.shape, scopes.variables)
-                results.append((at, scopes.value(node, whole), self._number))
+            results = [(at, self._item(node), self._number) for at, node in outputs]
             for key, value in scopes.computed(keep):
                 wide = scopes.widened(value, scopes.lanes)
                 spot, _, _ = scopes.index(place)

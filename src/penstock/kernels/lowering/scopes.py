@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from penstock.fusion.groups import Group
-from penstock.fusion.index import ZERO, Index, Place, Variables, flat, source_place, variable
+from penstock.fusion.index import ZERO, Index, Place, Variables, flat, source_place, unflatten, variable
 from penstock.graph.contraction import GATHER
 from penstock.graph.creating import POSITIONS, SEQUENCE
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST, FULL
-from penstock.graph.node import Kind, Node
+from penstock.graph.node import Kind, Node, Primitive
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.shaping import CONCAT, PAD
 from penstock.kernels.dialects.c_expressions import COMBINE, expression
@@ -86,6 +86,13 @@ class Merge:
         return index + both * -factor + variable(self.name) * factor
 
 
+def merged(index: Index, merges: Sequence[Merge]) -> Index:
+    """An index after merging."""
+    for merge in merges:
+        index = merge.applied(index)
+    return index
+
+
 class Scopes:
     """Writes the statements of a kernel. Every value is computed once, in the outermost loop where it can be.
 
@@ -107,7 +114,7 @@ class Scopes:
         self.given: dict[Node, Value] = {}  # values that are at hand whatever the place
         self.kept: dict[tuple[Node, Place], tuple[str, Index, str]] = {}  # values in arrays, with dtypes
         self.used: set[Index] = set()
-        self.merged: list[Merge] = []
+        self.merges: list[Merge] = []
         self.loads: dict[int, set[tuple[int, Index]]] = {}  # of each input: the stages, and where
         self.stage = 0
         self._vectors = vectors
@@ -144,8 +151,7 @@ class Scopes:
         """An index as an expression, the scope in which it is known, and its step from lane to lane."""
         depth = step = 0
         self.used.add(index)
-        for merge in self.merged:
-            index = merge.applied(index)
+        index = merged(index, self.merges)
         for name, factor in index.terms:
             self._define(name)
             depth = max(depth, self.depth_of[name])
@@ -170,8 +176,7 @@ class Scopes:
 
     def aligned(self, index: Index) -> int:
         """Of how many items the index of the first lane is a multiple, at least; no more than the lanes."""
-        for merge in self.merged:
-            index = merge.applied(index)
+        index = merged(index, self.merges)
         others = (factor for name, factor in index.terms if not self.lane_steps.get(name))
         return math.gcd(self.lanes, index.constant, *others)
 
@@ -204,29 +209,26 @@ class Scopes:
             self._values[key] = self._value(node, place)
         return self._values[key]
 
+    def at_number(self, node: Node, number: Index) -> Value:
+        """A node's value at a place that is given by its number in row-major order."""
+        return self.value(node, unflatten(number, node.shape, self.variables))
+
     def _value(self, node: Node, place: Place) -> Value:
         if node in self.group.inputs:
             number, index = self.group.inputs.index(node), flat(place, node.shape)
             self.loads.setdefault(number, set()).add((self.stage, index))
             return self._load(f"in{number}", computed_dtype(node), str(node.dtype), index)
         primitive = node.primitive
-        if primitive is FULL:
-            return Value(Var(self._scalars[node][0], Type(computed_dtype(node))), 0)
-        if primitive is POSITIONS:
-            return self.number(place[0], computed_dtype(node))
-        if primitive is SEQUENCE:
-            return self._sequence(node, place)
-        if primitive is RANDOM_BITS:
-            return self._random(node, place)
-        if primitive is PAD:
-            return self._pad(node, place)
-        if primitive is CONCAT:
-            return self._concat(node, place)
-        if primitive is GATHER:
-            return self._gather(node, place)
+        if primitive in _LOWERINGS:
+            return _LOWERINGS[primitive](self, node, place)
         assert primitive.kind is Kind.ELEMENTWISE, node
-        values = [self.value(parent, place) for parent in node.inputs]
-        return self.apply(node, values)
+        return self.apply(node, [self.value(parent, place) for parent in node.inputs])
+
+    def _full(self, node: Node, place: Place) -> Value:
+        return Value(Var(self._scalars[node][0], Type(computed_dtype(node))), 0)
+
+    def _positions(self, node: Node, place: Place) -> Value:
+        return self.number(place[0], computed_dtype(node))
 
     def apply(self, node: Node, values: Sequence[Value]) -> Value:
         """A primitive on values."""
@@ -411,3 +413,15 @@ class Scopes:
         # An index out of range must not read what is not there.
         row = self.integer(Clamp(number.var, Const(length), Const(length - 1)), number.depth, length)
         return self.value(source, (row, *place[index.ndim :]))
+
+
+# Primitives that are not elementwise: what computes one item.
+_LOWERINGS: dict[Primitive, Callable[[Scopes, Node, Place], Value]] = {
+    FULL: Scopes._full,
+    POSITIONS: Scopes._positions,
+    SEQUENCE: Scopes._sequence,
+    RANDOM_BITS: Scopes._random,
+    PAD: Scopes._pad,
+    CONCAT: Scopes._concat,
+    GATHER: Scopes._gather,
+}
