@@ -121,9 +121,12 @@ class _Writer:
             f"    attention_{kernel.name}<{kind}>({arguments}, {block}, {self._scale});\n"
         )
         name = f"attention_{kernel.name}_{self._ending}"
-        declared = [[(parameter.dtype, parameter.name) for parameter in side] for side in (outputs, inputs)]
+        declared_outputs, declared_inputs = (
+            [(parameter.dtype, parameter.name) for parameter in side] for side in (outputs, inputs)
+        )
         bounds = f"__launch_bounds__({_BLOCK_THREADS}, {tiling.groups}) "
-        text = head(name, *declared).replace(f"KERNEL {name}(", f"KERNEL {bounds}{name}(") + body + "}\n"
+        text = head(name, declared_outputs, declared_inputs)
+        text = text.replace(f"KERNEL {name}(", f"KERNEL {bounds}{name}(") + body + "}\n"
         dtypes = tuple(parameter.dtype for parameter in parameters)
         grid = (blocks * self._heads * self._batch,)
         source = KernelSource(name, text, dtypes, (), grid, (_BLOCK_THREADS,))

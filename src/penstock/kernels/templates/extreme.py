@@ -12,7 +12,7 @@ from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.ir.expressions import BOOL, Const, Expr, Var
 from penstock.kernels.loop_steps import UNROLLED, most_steps
 from penstock.kernels.source import KernelSource
-from penstock.kernels.templates.launches import SHORT_ROW, Launch, Lowering, along, group_size, is_cpu
+from penstock.kernels.templates.launches import SHORT_ROW, Lowering, along, group_size, is_cpu, one_launch
 from penstock.kernels.templates.tasks import Tasks
 
 _WIDEST = 256  # columns that one thread of a CPU compares side by side
@@ -71,7 +71,7 @@ def extreme(node: Node, capabilities: Capabilities) -> Lowering | None:
         build = _one_by_one
     else:
         return None
-    return Lowering((Launch(build(kind, capabilities), (0, 1)),))
+    return one_launch(build(kind, capabilities))
 
 
 def _row(kind: _Extreme, capabilities: Capabilities) -> KernelSource:

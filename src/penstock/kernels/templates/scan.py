@@ -15,11 +15,11 @@ from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import (
     CPU_SHARES,
     SHORT_ROW,
-    Launch,
     Lowering,
     along,
     group_size,
     is_cpu,
+    one_launch,
 )
 from penstock.kernels.templates.tasks import Tasks
 
@@ -104,7 +104,7 @@ def scan(node: Node, capabilities: Capabilities) -> Lowering | None:
         source = _columns(kind, outer, length, inner, capabilities)
     else:
         return None
-    return Lowering((Launch(source, tuple(range(len(source.buffers)))),))
+    return one_launch(source)
 
 
 class _Carry:

@@ -12,7 +12,7 @@ from penstock.graph.reducing import BLOCK
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.ir.expressions import Const, Expr, Operand
 from penstock.kernels.source import KernelSource
-from penstock.kernels.templates.launches import Launch, Lowering, is_cpu
+from penstock.kernels.templates.launches import Launch, Lowering, is_cpu, one_launch
 from penstock.kernels.templates.scatter_gpu import add_rows
 
 _NARROW = 64  # columns; a thread of a CPU has no fewer, unless there are none
@@ -25,7 +25,7 @@ def scatter(node: Node, capabilities: Capabilities) -> Lowering | None:
     index, length, rest = node.inputs[1], node.shape[0], math.prod(node.shape[1:])
     if not is_cpu(capabilities):
         source = add_rows(node, capabilities)
-        return None if source is None else Lowering((Launch(source, (0, 1, 2)),))
+        return None if source is None else one_launch(source)
     if node.dtype in HALF_PRECISION:
         return None
     if (length + index.size) * rest < _LOOK_UP * index.size:
