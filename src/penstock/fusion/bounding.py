@@ -28,11 +28,11 @@ def bounded(groups: Iterable[Group], most: int, weigh: Callable[[Node], int] = l
         if len(outputs) < len(group.outputs):
             group = _part(group, outputs, set(group.inputs))
         if sum(map(weigh, (*group.inputs, *group.outputs))) <= most or not group.kind.fuses:
-            found = [group] if outputs else []
+            parts = [group] if outputs else []
         else:
-            found = _Parts(group, most, weigh, stored).groups
-        stored.update(node for part in found for node in part.outputs)
-        result += found
+            parts = _Parts(group, most, weigh, stored).groups
+        stored.update(node for part in parts for node in part.outputs)
+        result += parts
     return result
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from penstock.fusion.costs import MAX_NODES
 from penstock.fusion.kinds import GroupKind
 from penstock.fusion.products import bias_vector, library_operand
-from penstock.fusion.views import base, keeps_order, operand_reader, repeats, trailing
+from penstock.fusion.views import base, keeps_order, operand_reader, operand_source, repeats, trailing
 from penstock.graph.checkpoint import BARRIER
 from penstock.graph.elementwise import PRIMITIVES
 from penstock.graph.node import Kind, Node, Shape
@@ -98,9 +98,7 @@ class Clustering:
             yield from map(base, node.inputs)
         elif node.primitive.multiplies_matrices:
             read = library_operand if self._is_by_library(node) else operand_reader(node)
-            for operand in node.inputs:
-                found = read(operand, self.required)
-                yield base(operand) if found is None else found[0]
+            yield from (operand_source(operand, self.required, read) for operand in node.inputs)
         elif node.primitive is BARRIER or node.primitive.kind in (Kind.GATHER, Kind.RANDOM):
             yield base(node.inputs[0])
 
@@ -112,12 +110,12 @@ class Clustering:
 
     def _only_for_columns(self) -> set[Node]:
         """Elementwise nodes that only reductions to columns need, which compute them by themselves."""
-        found: set[Node] = set()
+        result: set[Node] = set()
         for node in reversed(self._order):
             users = list(self.users(node))
-            if node not in self.required and users and all(self._is_column(u) or u in found for u in users):
-                found.add(node)
-        return found
+            if node not in self.required and users and all(self._is_column(u) or u in result for u in users):
+                result.add(node)
+        return result
 
     def only_for_columns(self, node: Node) -> bool:
         """Whether a node is computed by the reductions to columns that need it."""
@@ -159,17 +157,17 @@ class Clustering:
             self._place_elementwise(node)
 
     def _place_elementwise(self, node: Node) -> None:
-        found = self._candidates(node)
-        for cluster in sorted(found, key=lambda candidate: (-candidate.size, -candidate.last)):
-            if self._may_join(node, cluster, found[cluster]):
-                for other, reduced in found.items():
+        candidates = self._candidates(node)
+        for cluster in sorted(candidates, key=lambda candidate: (-candidate.size, -candidate.last)):
+            if self._may_join(node, cluster, candidates[cluster]):
+                for other, reduced in candidates.items():
                     if (
-                        reduced == found[cluster]
+                        reduced == candidates[cluster]
                         and mergeable(cluster, other)
                         and self._may_join(node, other, reduced)
                     ):
                         self._merge(cluster, other)
-                if found[cluster]:
+                if candidates[cluster]:
                     self.reduced.add(node)
                 self._enter(node, cluster)
                 if cluster.by_library:
@@ -217,9 +215,9 @@ class Clustering:
 
     def _candidates(self, node: Node) -> dict[Cluster, bool]:
         """The clusters that have an input at hand, item by item; True where it is one item for each row."""
-        found: dict[Cluster, bool] = {}
+        candidates: dict[Cluster, bool] = {}
         if node.primitive.reads_elsewhere or node in self._for_columns:
-            return found
+            return candidates
         for parent in node.inputs:
             producer, spread = self.aligned(parent)
             cluster = self.cluster.get(producer)
@@ -229,8 +227,8 @@ class Clustering:
                 continue
             reduced = producer in self.reduced and spread == 1
             if self.at_hand(producer, spread, cluster, reduced):
-                found[cluster] = reduced
-        return found
+                candidates[cluster] = reduced
+        return candidates
 
     def _may_add_bias(self, node: Node, cluster: Cluster) -> bool:
         """Whether a library computes a node besides its product, which it does for the sum with a bias.
@@ -283,8 +281,8 @@ class Clustering:
 
     def _read(self, node: Node) -> set[Cluster]:
         """The clusters whose values a node needs."""
-        found = (self.cluster.get(self.aligned(parent)[0]) for parent in node.inputs)
-        return {cluster for cluster in found if cluster is not None}
+        sources = (self.aligned(parent)[0] for parent in node.inputs)
+        return {self.cluster[source] for source in sources if source in self.cluster}
 
     def _enter(self, node: Node, cluster: Cluster) -> None:
         number = self._number[node]

@@ -16,7 +16,7 @@ from penstock.fusion.clusters import Cluster, Clustering
 from penstock.fusion.column_reductions import fuse_column_reductions
 from penstock.fusion.kinds import GroupKind
 from penstock.fusion.storing import Storing
-from penstock.fusion.views import base, operand_reader
+from penstock.fusion.views import operand_reader, operand_source
 from penstock.graph.node import Kind, Node, topological
 from penstock.graph.raw import all_parts
 
@@ -100,8 +100,7 @@ def _group(cluster: Cluster, clustering: Clustering, storing: Storing) -> Group:
 
 def _operand_views(node: Node, operand: Node, stored: Container[Node]) -> Iterator[Node]:
     """The views through which a matrix operand is read, even where one is stored for another use."""
-    found = operand_reader(node)(operand, stored)
-    last = base(operand) if found is None else found[0]
+    last = operand_source(operand, stored, operand_reader(node))
     while operand is not last:
         yield operand
         operand = operand.inputs[0]

@@ -138,7 +138,5 @@ class Storing:
 
     def _sources(self, inside: set[Node]) -> set[Node]:
         """What nodes read that is not among them."""
-        found = {self._clustering.aligned(parent)[0] for node in inside for parent in node.inputs}
-        return {
-            source for source in found if source not in inside and source.primitive.kind is not Kind.CREATION
-        }
+        sources = {self._clustering.aligned(parent)[0] for node in inside for parent in node.inputs}
+        return {source for source in sources - inside if source.primitive.kind is not Kind.CREATION}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container
+from typing import Any
 
 from penstock.fusion.index import ZERO, Index, SplitNeeded, Variables, flat, source_place, variable
 from penstock.graph.node import Kind, Node, Shape
@@ -48,20 +49,28 @@ def operand_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] 
     return node, flat(place, node.shape)
 
 
-def operand_reader(node: Node) -> Callable[[Node, Container[Node]], tuple[Node, Index] | None]:
-    """How the operands of a product or of attention are read: `operand_index` or `rows_index`."""
-    return rows_index if node.primitive.kind is Kind.ATTENTION else operand_index
-
-
 def rows_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | None:
     """The same of an operand whose rows are read 16 bytes at a time; None if they do not lie so."""
-    found = operand_index(operand, stored)
-    if found is None:
+    in_place = operand_index(operand, stored)
+    if in_place is None:
         return None
-    node, index = found
+    node, index = in_place
     step = 16 // operand.dtype.itemsize
     steps = [index.constant, *(factor for name, factor in index.terms if name != "j")]
     return None if index.factor("j") != 1 or any(stride % step for stride in steps) else (node, index)
+
+
+def operand_source(
+    operand: Node, stored: Container[Node], read: Callable[[Node, Container[Node]], tuple[Node, Any] | None]
+) -> Node:
+    """The value that a kernel reads an operand from: through views as far as `read` can, else written out."""
+    in_place = read(operand, stored)
+    return base(operand) if in_place is None else in_place[0]
+
+
+def operand_reader(node: Node) -> Callable[[Node, Container[Node]], tuple[Node, Index] | None]:
+    """How the operands of a product or of attention are read."""
+    return rows_index if node.primitive.kind is Kind.ATTENTION else operand_index
 
 
 def repeats(shape: Shape, wide: Shape) -> int:

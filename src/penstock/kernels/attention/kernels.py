@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.fusion.groups import Group
-from penstock.fusion.views import base, rows_index
+from penstock.fusion.views import operand_source, rows_index
 from penstock.graph.attention import ATTENTION, GRADIENT_PARTS
 from penstock.graph.dtypes import float16
 from penstock.graph.node import Node, Shape
@@ -180,8 +180,7 @@ class _Writer:
         return _Parameter(name, self._input_number(operand), f"Matrix{{{name} + {offset}, {stride}}}")
 
     def _input_number(self, operand: Node) -> int:
-        in_place = rows_index(operand, self._group.inputs)
-        source = in_place[0] if in_place else base(operand)
+        source = operand_source(operand, self._group.inputs, rows_index)
         return len(self._group.outputs) + self._group.inputs.index(source)
 
 

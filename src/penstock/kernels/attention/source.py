@@ -244,7 +244,7 @@ DEVICE void attention_query_gradients(
         left_rows<D>(both, result.items, result.stride, row, QUERIES);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int one = row + lane / 4 + h * 8;
+            int own_row = row + lane / 4 + h * 8;
             float sum = 0;
 #pragma unroll
             for (int step = 0; step < D / 16; step++)
@@ -255,8 +255,8 @@ DEVICE void attention_query_gradients(
                 }
             sum += __shfl_xor_sync(ALL_LANES, sum, 1);
             sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-            of[h] = one < QUERIES ? make_float2(lse[one] * 1.44269504f, sum) : make_float2(0, 0);
-            if (lane % 4 == 0 && one < QUERIES) rows[one] = of[h];
+            of[h] = own_row < QUERIES ? make_float2(lse[own_row] * 1.44269504f, sum) : make_float2(0, 0);
+            if (lane % 4 == 0 && own_row < QUERIES) rows[own_row] = of[h];
         }
     }
     clear(to_query);
