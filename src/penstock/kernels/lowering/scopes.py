@@ -288,9 +288,14 @@ class Scopes:
 
     def combined(self, reduction: Node, left: Value, right: Value) -> Value:
         """A reduction of two values."""
-        operation = COMBINE[reduction.primitive.name]
-        depth = max(left.depth, right.depth)
-        return self.let(Call(left.type, operation, (left.var, right.var), left.type), depth)
+        return self._call(COMBINE[reduction.primitive.name], left, right)
+
+    def _call(self, operation: str, left: Value, right: Value) -> Value:
+        """An elementwise primitive on two values of one dtype, by its name."""
+        lanes = max(left.type.width, right.type.width)
+        left, right = self.widened(left, lanes), self.widened(right, lanes)
+        kind = Type(left.type.dtype, lanes)
+        return self.let(Call(kind, operation, (left.var, right.var), kind), max(left.depth, right.depth))
 
     def computed(self, nodes: Sequence[Node]) -> list[tuple[tuple[Node, Place], Value]]:
         """The values of nodes that the inner scope has computed, each at its one place."""
@@ -302,11 +307,7 @@ class Scopes:
     def _sequence(self, node: Node, place: Place) -> Value:
         start, step = (Value(Var(name, Type(computed_dtype(node))), 0) for name in self._scalars[node])
         position = self.number(place[0] if node.ndim else ZERO, start.type.dtype)
-        lanes = position.type.width
-        factors = (position.var, self.widened(step, lanes).var)
-        scaled = self.let(Call(position.type, "multiply", factors, position.type), position.depth)
-        first = self.widened(start, lanes)
-        return self.let(Call(position.type, "add", (first.var, scaled.var), position.type), position.depth)
+        return self._call("add", start, self._call("multiply", position, step))
 
     def number(self, index: Index, dtype: str) -> Value:
         """An index as a value."""
