@@ -231,9 +231,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_slow(item: pytest.Item) -> bool:
-    """Marked with `slow`; or with `slow(value, ...)`, and one of its parameters has such a value."""
-    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    given = set(map(str, parameters))
+    """Marked with `slow`; or with `slow(value, ...)`, and one of its parameters has such a value or name."""
+    call = getattr(item, "callspec", None)
+    given = set() if call is None else {*map(str, call.params.values()), *call._idlist}
     return any(not marker.args or given.intersection(marker.args) for marker in item.iter_markers("slow"))
 
 

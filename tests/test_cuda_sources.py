@@ -210,6 +210,7 @@ def test_random_numbers(device: Device) -> None:
     check(device, 8)
 
 
+@pytest.mark.slow
 def test_training_steps(device: Device) -> None:
     ps.random.manual_seed(0)
     gpt = nn.GPT(vocab_size=50, context=16, width=32, layers=2, heads=2, device=device)

@@ -39,7 +39,7 @@ def test_xor_on_every_driver(device: Device, capsys: pytest.CaptureFixture[str])
     assert "0 xor 1 = 1.0" in capsys.readouterr().out
 
 
-@pytest.mark.slow("host", "host-late")
+@pytest.mark.slow("host", "host-late", "host-far")
 def test_a_sine_on_every_driver(device: Device, capsys: pytest.CaptureFixture[str]) -> None:
     assert sine.main(device) < 1e-3
     assert "beside the sine" in capsys.readouterr().out
@@ -51,6 +51,7 @@ def test_pictures_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     assert right > 95
 
 
+@pytest.mark.slow
 def test_a_gpt_learns_a_rhyme(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpt.main() < 0.6
     written = capsys.readouterr().out.splitlines()[1:]
@@ -58,6 +59,7 @@ def test_a_gpt_learns_a_rhyme(capsys: pytest.CaptureFixture[str]) -> None:
     assert len("\n".join(written)) == 68
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("kind", [OPENCL, *CUDA_KINDS, *WEBGPU_KINDS])
 def test_ten_thousand_further_steps_take_no_memory(kind: str) -> None:
     device = Device.over(DRIVERS[kind]())
@@ -76,6 +78,7 @@ def test_ten_thousand_further_steps_take_no_memory(kind: str) -> None:
     device.close()
 
 
+@pytest.mark.slow("host-far")
 @pytest.mark.parametrize("kind", [OPENCL, "host-far", *CUDA_KINDS, *WEBGPU_KINDS])
 def test_twenty_trainings_leave_nothing_alive(kind: str) -> None:
     device = Device.over(DRIVERS[kind]())

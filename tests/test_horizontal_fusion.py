@@ -172,7 +172,7 @@ def train_gpt(device: Device, dtype: Any = ps.float32) -> list[float]:
 
 
 @on_every_gpu
-@pytest.mark.slow("float16")
+@pytest.mark.slow("float16", "opencl-threads")
 @pytest.mark.parametrize("dtype", [ps.float32, ps.float16], ids=str)
 def test_a_gpt_learns_the_same(dtype: Any, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     together = train_gpt(make(), dtype)

@@ -150,6 +150,7 @@ def test_memory_is_reused_in_place_unless_somebody_else_refers_to_it(device: Dev
     assert weight.numpy()[0] == 16
 
 
+@pytest.mark.slow("webgpu", "host-far")
 def test_training_is_the_same_with_and_without(device: Device) -> None:
     x, y = at(device, [[0, 0], [0, 1], [1, 0], [1, 1]], [[0], [1], [1], [0]])
 

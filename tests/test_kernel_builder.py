@@ -177,7 +177,11 @@ def weighted(capabilities: Capabilities) -> KernelSource:
     turned = k.let("turned", k.vector([k.lane(own, lane) for lane in reversed(range(width))]))
     k.store(tile, k.thread * width, turned)
     k.barrier()
-    other = k.let("other", k.load_vector(tile, (THREADS - 1 - k.thread) * width, width))
+    mirrored = (THREADS - 1 - k.thread) * width
+    if capabilities.vector_width > 1:
+        other = k.let("other", k.load_vector(k.pointer("last", tile, mirrored), 0, width))
+    else:
+        other = k.let("other", k.load_vector(tile, mirrored, width))
     total = k.variable("total", k.identity("sum", "float32", width))
     with k.loop("i", k.thread, 90, 7, unrolled=3) as i:
         k.multiply_add(total, i.cast("float32"), other)

@@ -158,6 +158,7 @@ def churned(request: pytest.FixtureRequest) -> Iterator[tuple[Device, dict[str, 
     device.close()
 
 
+@pytest.mark.slow("opencl-mapped")
 def test_random_operations_leave_no_handle_no_byte_and_a_flat_resident_size(
     churned: tuple[Device, dict[str, Kernel], int],
 ) -> None:
@@ -227,6 +228,7 @@ def use_and_close(kind: str) -> tuple[weakref.ref[Device], weakref.ref[object], 
     return weakref.ref(device), weakref.ref(driver), context
 
 
+@pytest.mark.slow("host-late", "host-far")
 @pytest.mark.parametrize("kind", DRIVERS)
 def test_a_hundred_devices_opened_and_closed_leave_a_flat_resident_size(kind: str) -> None:
     samples = []

@@ -475,7 +475,7 @@ def stored_matrices(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[np.ndarray
     return rng.standard_normal((*batch, rows, before + columns)), lambda x: x[..., before:]
 
 
-@settings(max_examples=examples(20, quick=8), deadline=None)
+@settings(max_examples=examples(20, quick=4), deadline=None)
 @given(data=st.data())
 def test_products_and_endings_on_a_device(opened: Device, data: st.DataObject) -> None:
     """The values, and the gradients of both operands, against double precision."""

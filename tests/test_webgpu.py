@@ -280,6 +280,7 @@ def test_scalars_of_every_type_arrive_as_they_are(either: Device) -> None:
     assert got[2:3].view(np.float32)[0] == np.inf
 
 
+@pytest.mark.slow("1000")
 @pytest.mark.parametrize("count", [32, 33, 1000])
 def test_more_scalars_than_immediates_hold_go_through_a_buffer(device: Device, count: int) -> None:
     names = [f"s{i}" for i in range(count)]
@@ -604,8 +605,8 @@ def settled_counts(device: Device) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.slow("10000")
-@pytest.mark.parametrize("steps", [1_000, 10_000])
+@pytest.mark.slow("1000", "10000")
+@pytest.mark.parametrize("steps", [300, 1_000, 10_000])
 def test_steps_of_training_with_changing_shapes_leave_the_native_counts_flat(steps: int) -> None:
     device = opened()
     model = nn.Sequential(nn.Linear(3, 8, device=device), nn.Tanh(), nn.Linear(8, 1, device=device))

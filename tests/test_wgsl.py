@@ -98,6 +98,7 @@ def local_bytes(text: str) -> int:
     return sum(sizes[kind] * int(length) for kind, length in arrays) + sum(sizes[kind] for kind in single)
 
 
+@pytest.mark.slow("little")
 def test_elementwise_primitives_of_every_dtype(device: Device, given: Given, webgpu: Driver) -> None:
     for dtype in DTYPES:
         nodes = [
@@ -113,6 +114,7 @@ def test_elementwise_primitives_of_every_dtype(device: Device, given: Given, web
     check(device, webgpu, 200)
 
 
+@pytest.mark.slow("plenty")
 def test_reductions_and_views_of_every_dtype(device: Device, given: Given, webgpu: Driver) -> None:
     for dtype in DTYPES:
         for shape in ((6, 300), (3, 5000)):
@@ -128,6 +130,7 @@ def test_reductions_and_views_of_every_dtype(device: Device, given: Given, webgp
     check(device, webgpu, 200)
 
 
+@pytest.mark.slow("plenty")
 def test_kernels_of_single_nodes(device: Device, given: Given, webgpu: Driver) -> None:
     for dtype in DTYPES:
         for shape, axis in (((5, 6), 0), ((3, 500), 1), ((2, 9000), 1)):
@@ -172,6 +175,7 @@ def test_random_numbers(device: Device, webgpu: Driver) -> None:
     check(device, webgpu, 6)
 
 
+@pytest.mark.slow("little")
 def test_training_steps(device: Device, webgpu: Driver) -> None:
     ps.random.manual_seed(0)
     gpt = nn.GPT(vocab_size=50, context=16, width=32, layers=2, heads=2, device=device)
@@ -315,6 +319,7 @@ def items(dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([a, more[0]]), np.concatenate([b, more[1]])
 
 
+@pytest.mark.slow("int8", "uint16", "int64", "bool")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int32", "int64", "uint8", "bool", "int8", "uint16"])
 def test_the_namespace_means_what_numpy_means(real: Device, dtype: str) -> None:
     a, b = items(dtype)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL, WEBGPU_KINDS, compiled, gpt_losses
+from conftest import SMALL, WEBGPU_KINDS, compiled, examples, gpt_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_random_graphs import check, poison
@@ -396,7 +396,7 @@ def test_numpy_computes_what_takes_too_many_windows(by_kernels: list[str], name:
     assert by_kernels
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60, quick=20), deadline=None)
 @given(
     st.sampled_from([(256, 32), (512, 16), (1024, 8), (768, 32)]),
     st.sampled_from(sorted(FLOATS | ANY | WHOLE)),
@@ -496,6 +496,7 @@ def trained(device: Device, steps: int = 3) -> list[np.ndarray]:
     return [np.stack(losses), *(one.numpy() for one in parameters)]
 
 
+@pytest.mark.slow("4096", "8192")
 @pytest.mark.parametrize(("binding", "buffers"), [(4096, 32), (8192, 10), (1024, 8)])
 def test_a_table_larger_than_a_binding_is_trained(binding: int, buffers: int) -> None:
     device, plain = opened(binding, buffers), opened(1 << 27)
@@ -541,6 +542,7 @@ def true_size() -> Iterator[Device]:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_tensor_larger_than_a_true_binding(true_size: Device) -> None:
     """160 MiB, where a binding may have 128."""
     shape = (40 << 10, 1 << 10)

@@ -151,10 +151,13 @@ class KernelBuilder:
         self._add(UniformLoad(name, memory.name, integer(index)))
         return Var(name)
 
-    def pointer(self, name: str, buffer: Memory, offset: Operand) -> Memory:
-        """A buffer from an offset on, on a CPU; its items overlap nothing that is reached in another way."""
-        self._add(Pointer(name, buffer.name, buffer.dtype, integer(offset)))
-        return Memory(name, buffer.dtype)
+    def pointer(self, name: str, memory: Memory, offset: Operand) -> Memory:
+        """A buffer or shared memory from an offset on, on a CPU.
+
+        Its items overlap nothing that is reached in another way.
+        """
+        self._add(Pointer(name, memory.name, memory.dtype, integer(offset)))
+        return Memory(name, memory.dtype)
 
     def store(self, memory: Memory, index: Operand, value: Operand, aligned: int = 1) -> None:
         """Write an item, or the items of a vector; an integer of 32 bits may go into memory of int64."""
@@ -164,7 +167,7 @@ class KernelBuilder:
     def shared(self, name: str, dtype: str, length: int, atomic: bool = False, width: int = 1) -> Memory:
         """Memory of the workgroup; `atomic` where `atomic_add` changes it.
 
-        `width`: so many items are always read and written together, the first at a multiple of it.
+        `width`: it is aligned to so many items. In WGSL they are a vector, which is read and written whole.
         """
         self._kernel.arrays.append(LocalArray(name, dtype, length, atomic, width))
         return Memory(name, dtype)

@@ -16,7 +16,7 @@ from penstock.kernels.dialects.dialect import Dialect
 from penstock.kernels.hazards import Range, Touched
 from penstock.kernels.ir.expressions import Const, Expr, Var
 from penstock.kernels.ir.statements import CallFunction, For, Function, KernelIR
-from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest
+from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest, kernel_of
 
 _SMALL = 100_000  # items times operations; about as long as two launches
 _MAX_CALLS = 64  # in one kernel, which a compiler has to take
@@ -117,7 +117,10 @@ def _concatenated(calls: Sequence[Call], arenas: Container[int], dialect: Dialec
         )
         called = CallFunction(call.source.name, Var("group"), (), buffers, tuple(arguments))
         body.append(For("group", Const(0), groups, Const(1), [called]))
-    functions = {call.source.name: _function(call.source) for call in calls}
+    functions = {
+        call.source.name: Function(call.source.name, kernel_of(call.source), "static", private=True)
+        for call in calls
+    }
     kernel = KernelIR(
         outputs=["uint8"] * len(slots),
         scalars=[*numbers.values()],
@@ -135,8 +138,3 @@ def _concatenated(calls: Sequence[Call], arenas: Container[int], dialect: Dialec
         together(calls),
         cost=total_cost(calls),
     )
-
-
-def _function(source: KernelSource) -> Function:
-    body = source.body if isinstance(source.body, str) else source.body.kernel
-    return Function(source.name, body, "static", private=True)

@@ -16,9 +16,8 @@ from typing import TypeVar
 from penstock.kernels.concatenation import Call
 from penstock.kernels.dialects.dialect import DialectBody
 from penstock.kernels.rewriting import Integers
-from penstock.kernels.source import MOST_PARAMETER_BYTES, Body, KernelSource, digest
+from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest
 from penstock.kernels.templates.launches import Launch
-from penstock.kernels.text_sizes import TextIntegers
 from penstock.lru import LRU
 
 L = TypeVar("L", bound=Launch | Call)
@@ -36,10 +35,10 @@ class _Family:
     # are equal to one another.
     known: list[tuple[int, ...]] = field(default_factory=list)
     # The names and bodies of those without arguments, by their integers.
-    constant: dict[tuple[int, ...], tuple[str, Body | str]] = field(default_factory=dict)
+    constant: dict[tuple[int, ...], tuple[str, DialectBody]] = field(default_factory=dict)
     argument: tuple[int | None, ...] = ()  # for each integer, the argument that it is, if any
     name: str = ""
-    body: Body | str = ""  # with arguments; empty before there is one
+    body: DialectBody | None = None  # with arguments, once there is one
 
     def fits(self, values: tuple[int, ...]) -> bool:
         """Whether the kernel with arguments can have these integers."""
@@ -53,8 +52,8 @@ class _Family:
         """Which integers have to be arguments so that the kernel can have these too."""
         columns = list(zip(*self.known, values, strict=True))
         differing = dict.fromkeys(column for column in columns if len(set(column)) > 1)
-        numbers = {column: number for number, column in enumerate(differing)}
-        return tuple(numbers.get(column) for column in columns)
+        arguments = {column: argument for argument, column in enumerate(differing)}
+        return tuple(arguments.get(column) for column in columns)
 
 
 class Sizes:
@@ -80,18 +79,19 @@ class Sizes:
 
     def learn(self, source: KernelSource) -> None:
         """Take in a kernel that nobody asked for, so that the next of its family shows what differs."""
-        if (integers := self._integers(source)) is not None:
+        if isinstance(source.body, DialectBody):
+            integers = _integers(source.body)
             self._family(source, integers).known.append(integers.values)
 
     def _varied(self, source: KernelSource, varied: bool) -> tuple[KernelSource, tuple[int, ...]]:
         """A kernel that takes sizes as its first scalars, and those; none where all stay constants."""
-        integers = self._integers(source)
-        if integers is None:
+        if not isinstance(source.body, DialectBody):  # but opaque text
             return source, ()
+        integers = _integers(source.body)
         family, values = self._family(source, integers), integers.values
         if values in family.constant:
-            name, body = family.constant[values]
-            return replace(source, name=name, body=body), ()
+            name, constant = family.constant[values]
+            return replace(source, name=name, body=constant), ()
         if not varied or not family.known:
             if len(family.known) < _MOST_KNOWN:
                 family.constant[values] = source.name, source.body
@@ -105,22 +105,15 @@ class Sizes:
             family.known.append(values)
             family.argument = argument
             family.name = f"{source.name.rpartition('_')[0]}_{digest(repr((source.name, argument)))}"
-            family.body = _with_arguments(source, integers, argument, family.name)
+            family.body = replace(source.body, kernel=integers.as_arguments(argument, count))
         given = dict(zip(family.argument, values, strict=True))
         sizes = tuple(given[number] for number in sorted(number for number in given if number is not None))
         scalars = ("int32",) * len(sizes) + source.scalars
+        assert family.body is not None
         name, body = family.name, family.body
         return replace(source, name=name, body=body, scalars=scalars, sizes=len(sizes)), sizes
 
-    def _integers(self, source: KernelSource) -> Integers | TextIntegers | None:
-        """The integers of a kernel; None for one that stays as it is."""
-        if isinstance(source.body, DialectBody):
-            return Integers(source.body.kernel, source.body.dialect.fixed_nodes)
-        if not source.body or source.complete or not source.placed:
-            return None
-        return TextIntegers(source)
-
-    def _family(self, source: KernelSource, integers: Integers | TextIntegers) -> _Family:
+    def _family(self, source: KernelSource, integers: Integers) -> _Family:
         key = digest(integers.key), source.signature, source.group, source.resident
         family = self._families.use(key)
         if family is None:
@@ -128,15 +121,8 @@ class Sizes:
         return family
 
 
-def _with_arguments(
-    source: KernelSource, integers: Integers | TextIntegers, argument: Sequence[int | None], name: str
-) -> DialectBody | str:
-    """What a kernel does, with arguments for integers."""
-    count = len(set(argument) - {None})
-    if isinstance(integers, TextIntegers):
-        return integers.as_arguments(argument, count, name)
-    assert isinstance(source.body, DialectBody)
-    return replace(source.body, kernel=integers.as_arguments(argument, count))
+def _integers(body: DialectBody) -> Integers:
+    return Integers(body.kernel, body.dialect.fixed_nodes)
 
 
 def _parameter_bytes(signature: Sequence[str]) -> int:

@@ -1,8 +1,7 @@
-"""The text of a kernel, and how it is called: what every kernel writer shares.
+"""A kernel, what it takes and how many threads it wants: what all that make kernels share.
 
-Kernels are written in a C that OpenCL and CUDA both take, with the words in which the two differ as macros.
-Buffers come first, then the place of each in its memory, then scalars. Places count in units of `ALIGNMENT`
-bytes, so that values of one arena are named by its one buffer and small numbers.
+Of the parameters, buffers come first, then the place of each in its memory, then scalars. Places count in
+units of `ALIGNMENT` bytes, so that values of one arena are named by its one buffer and small numbers.
 """
 
 from __future__ import annotations
@@ -90,11 +89,6 @@ def kernel_of(source: KernelSource) -> KernelIR:
     return source.body.kernel
 
 
-def declared(dtype: str, name: str, length: int) -> str:
-    """The line that names an array in the memory of a group."""
-    return f"    LOCAL {C_TYPES[dtype]} {name}[{length}];"
-
-
 def head(
     name: str,
     outputs: Sequence[tuple[str, str]],
@@ -102,17 +96,19 @@ def head(
     scalars: Sequence[tuple[str, str]] = (),
     linkage: str = "KERNEL",
     leading: Sequence[str] = (),
+    arrays: Sequence[str] = (),
 ) -> str:
-    """The first lines of a kernel, up to its open brace and the places of its buffers: (dtype, name) each.
+    """The first lines of a kernel, with its parameters, (dtype, name) each, and the places of its buffers.
 
-    A function of another `linkage` has `leading` parameters before.
+    A function of another `linkage` has `leading` parameters before. `arrays` declare local memory, which has
+    to come first.
     """
     parameters = list(leading)
     parameters += [f"GLOBAL {C_TYPES[dtype]} *{given}" for dtype, given in outputs]
     parameters += [f"GLOBAL const {C_TYPES[dtype]} *{given}" for dtype, given in inputs]
     parameters += [f"int {given}_place" for _, given in (*outputs, *inputs)]
     parameters += [f"{C_TYPES[dtype]} {given}" for dtype, given in scalars]
-    lines = [f"{linkage} {name}({', '.join(parameters)}) {{"]
+    lines = [f"{linkage} {name}({', '.join(parameters)}) {{", *(f"    {array}" for array in arrays)]
     for dtype, given in (*outputs, *inputs):
         items = ALIGNMENT // np.dtype(_STORED.get(dtype, dtype)).itemsize
         lines.append(f"    {given} += (size_t){given}_place * {items};")

@@ -34,7 +34,6 @@ from penstock.kernels.ir.statements import (
     If,
     Let,
     MultiplyAdd,
-    Pointer,
     RegisterArray,
     Statement,
     Store,
@@ -165,10 +164,6 @@ class CPrinter(Printer):
                 return [f"{self.expr(statement.target)} += {left} * {right};"]
             case RegisterArray():
                 return [f"{c_type(Type(statement.dtype))} {statement.name}[{statement.length}];"]
-            case Pointer():
-                const = "const " if statement.buffer.startswith("in") else ""
-                target = f"GLOBAL {const}{C_TYPES[statement.stored]} *RESTRICT {statement.name}"
-                return [f"{target} = {statement.buffer} + {self.addend(statement.offset)};"]
             case UniformLoad():
                 item = f"{statement.array}[{self.expr(statement.index)}]"
                 return ["BARRIER;", f"int {statement.name} = {item};"]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from penstock.kernels.dialects.c import CPrinter
 from penstock.kernels.dialects.c_expressions import expression
 from penstock.kernels.dialects.c_threads import ThreadPrinter
 from penstock.kernels.dialects.c_vectors import VectorPrinter
 from penstock.kernels.dialects.dialect import Dialect, RawKernel
 from penstock.kernels.ir.expressions import Type
-from penstock.kernels.ir.statements import Function, KernelIR
+from penstock.kernels.ir.statements import Function, KernelIR, LocalArray
 from penstock.kernels.philox import PHILOX
-from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource, declared, head
+from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource, head
 
 _MOST_INT = (1 << 31) - 1
 _WORKGROUP = "workgroup"  # the parameter of a function that has its number
@@ -22,24 +24,25 @@ def _printer(kernel: KernelIR, private: bool = False) -> CPrinter:
     return VectorPrinter(private) if kernel.vectors else ThreadPrinter(kernel.quick)
 
 
+def _array(array: LocalArray) -> str:
+    """What declares an array."""
+    aligned = ""
+    if array.width > 1:
+        aligned = f" __attribute__((aligned({array.width * np.dtype(array.dtype).itemsize})))"
+    return f"{C_TYPES[array.dtype]} {array.name}[{array.length}]{aligned};"
+
+
 def _function(function: Function, name: str) -> str:
     """A kernel as a function of the number of its workgroup, its local arrays, and its parameters."""
     kernel, linkage = function.kernel, f"{function.linkage} void"
-    if isinstance(kernel, str):
-        # One thread by itself has no memory of a workgroup.
-        words = f"#undef GROUP\n#undef LOCAL\n#define GROUP(axis) {_WORKGROUP}\n#define LOCAL\n"
-        text = kernel.replace(f"KERNEL {function.name}(", f"{linkage} {name}(int {_WORKGROUP}, ")
-        return words + text
-    leading, arrays = [f"int {_WORKGROUP}"], []
-    for array in kernel.arrays:
-        if function.private:
-            arrays.append(f"    {C_TYPES[array.dtype]} {array.name}[{array.length}];")
-        else:
-            leading.append(f"LOCAL_AT {C_TYPES[array.dtype]} *{array.name}")
+    leading = [f"int {_WORKGROUP}"]
+    if not function.private:
+        leading += [f"LOCAL_AT {C_TYPES[array.dtype]} *{array.name}" for array in kernel.arrays]
+    arrays = [*map(_array, kernel.arrays)] if function.private else []
     printer = _printer(kernel, function.private)
     printer.workgroup_name = _WORKGROUP
-    lines = [head(name, *kernel.parameters, linkage=linkage, leading=leading).rstrip(), *arrays]
-    return "\n".join([*lines, *printer.statements(kernel.body), "}"]) + "\n"
+    opening = head(name, *kernel.parameters, linkage, leading, arrays)
+    return "\n".join([opening.rstrip(), *printer.statements(kernel.body), "}"]) + "\n"
 
 
 class CDialect(Dialect):
@@ -57,10 +60,9 @@ class CDialect(Dialect):
     def print(self, kernel: KernelIR, name: str) -> str:
         printer = _printer(kernel)
         printer.kernel_name, printer.tables = name, frozenset(table.name for table in kernel.tables)
-        # Memory of a group has to be named before anything else.
-        arrays = [declared(array.dtype, array.name, array.length) for array in kernel.arrays]
-        opening, *places = head(name, *kernel.parameters).rstrip().split("\n")
-        lines = [opening, *arrays, *places, *printer.statements(kernel.body), "}"]
+        arrays = [f"LOCAL {_array(array)}" for array in kernel.arrays]
+        opening = head(name, *kernel.parameters, arrays=arrays)
+        lines = [opening.rstrip(), *printer.statements(kernel.body), "}"]
         tables = [
             f"CONSTANT int {name}_{table.name}[] = {{{', '.join(map(str, table.values))}}};\n"
             for table in kernel.tables
@@ -104,9 +106,7 @@ class CDialect(Dialect):
         return source.text
 
     def whole_text(self, sources: Sequence[KernelSource], preludes: Mapping[str, str]) -> str:
-        # Chains change words of the prelude, so they come last.
-        texts = sorted(map(self.text, sources), key=lambda text: "#undef" in text)
-        text = "\n".join(texts)
+        text = "\n".join(map(self.text, sources))
         optional = {**self.optional_preludes, **preludes}
         used = dict.fromkeys(part for word, part in optional.items() if word in text)
         return "\n".join([self.prelude, *used, text])

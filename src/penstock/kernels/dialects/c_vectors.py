@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.kernels.dialects.c import CPrinter
 from penstock.kernels.dialects.c_expressions import c_type, combine
 from penstock.kernels.ir.expressions import Broadcast, Expr, Lane, Load, Type, Vector, is_buffer
-from penstock.kernels.ir.statements import BlockReduce, Statement, Store
+from penstock.kernels.ir.statements import BlockReduce, Pointer, Statement, Store
 from penstock.kernels.source import C_TYPES
 
 
@@ -15,9 +15,16 @@ class VectorPrinter(CPrinter):
     def __init__(self, private: bool = False) -> None:
         """`private`: arrays are those of the thread, and not of its workgroup."""
         self._array_space = "" if private else "LOCAL "
+        self._pointers: dict[str, str] = {}  # by name: the buffer or array that a pointer points into
 
     def lines(self, statement: Statement) -> list[str]:
-        return self._reduce(statement) if isinstance(statement, BlockReduce) else super().lines(statement)
+        match statement:
+            case BlockReduce():
+                return self._reduce(statement)
+            case Pointer():
+                return [self._pointer(statement)]
+            case _:
+                return super().lines(statement)
 
     def value(self, expr: Expr, lane: int) -> str:
         if isinstance(expr, Vector):
@@ -81,8 +88,17 @@ class VectorPrinter(CPrinter):
             value = f"({value} & 1)"
         return [*lines, f"{c_type(Type(type.dtype))} {name} = {value};"]
 
+    def _pointer(self, pointer: Pointer) -> str:
+        self._pointers[pointer.name] = pointer.buffer
+        const = "const " if pointer.buffer.startswith("in") else ""
+        target = f"{self._space(pointer.buffer)}{const}{C_TYPES[pointer.stored]} *RESTRICT {pointer.name}"
+        return f"{target} = {pointer.buffer} + {self.addend(pointer.offset)};"
+
+    def _space(self, buffer: str) -> str:
+        """The address space of a buffer, an array or a pointer."""
+        return "GLOBAL " if is_buffer(self._pointers.get(buffer, buffer)) else self._array_space
+
     def _vector(self, access: Load | Store, index: str) -> str:
         """A vector in memory that is aligned for its items only."""
         item = "ushort" if access.stored == "float16" else C_TYPES[access.stored]
-        space = "GLOBAL " if is_buffer(access.buffer) else self._array_space
-        return f"*({space}loose_{item}{access.type.width} *)({access.buffer} + {index})"
+        return f"*({self._space(access.buffer)}loose_{item}{access.type.width} *)({access.buffer} + {index})"

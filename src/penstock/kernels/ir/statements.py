@@ -61,7 +61,7 @@ class LocalArray:
     dtype: str
     length: int
     atomic: bool = False  # it is changed by `AtomicAdd`
-    width: int = 1  # items that are always read and written together: in WGSL a vector, which is aligned
+    width: int = 1  # items that it is aligned to; in WGSL a vector, which is always read and written whole
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class StridedReduce:
 
 @dataclass(frozen=True)
 class Pointer:
-    """A name for a buffer from an offset on, for dialects that have pointers.
+    """A name for a buffer or a local array from an offset on, for dialects that have pointers.
 
     What is read and written through it overlaps nothing else.
     """
@@ -237,7 +237,7 @@ class Function:
     """A kernel as a function of the number of its workgroup."""
 
     name: str
-    kernel: KernelIR | str  # or opaque text
+    kernel: KernelIR
     linkage: str  # DEVICE: laid out wherever it is called; CALLED: not so; static: as the compiler likes
     private: bool = False  # one thread runs it, so its local arrays are arrays of the thread; else parameters
 

@@ -1,35 +1,34 @@
 """Matrix products on a CPU: one work-item computes a tile of the product alone, with vectors.
 
-What it reads often is copied to where it stays in the cache, in the order in which it is read.
+What it reads often is packed: copied to where it stays in the cache, in the order in which it is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import reduce
 from math import ceil
 
 from penstock.drivers.driver import Capabilities
-from penstock.kernels.builder import KernelBuilder
-from penstock.kernels.dialects.c_vectors import VectorPrinter
-from penstock.kernels.ir.expressions import Expr, Type, Var
-from penstock.kernels.source import C_TYPES, KernelSource, head
-from penstock.kernels.templates.matmul import Epilogue, Matrix, Problem
+from penstock.kernels.builder import KernelBuilder, Memory
+from penstock.kernels.ir.expressions import Const, Expr, Operand, Var, call
+from penstock.kernels.source import KernelSource
+from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem
 from penstock.kernels.templates.matmul_tiling import LANES, Tiling, tiling
 
-_SPAN_STEPS = 128  # of a product of few rows or columns, before what they give is added to the rest
-_Body = tuple[str, tuple[int, ...], tuple[int, ...]]  # statements between a kernel's braces, grid and group
+_CHAINS = 4  # of sums in a product of few rows or columns, so that no sum waits for the one before it
+_SPAN = 128 * _CHAINS * LANES  # steps along K of such a product, before their sum is added to the rest
 
 
 def cpu_matmul(
     k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilogue: Epilogue, width: int = 1
 ) -> KernelSource:
     """The kernel of a product. The epilogue takes `width` neighbours at a time, or one."""
-    text, grid, group = _body(problem, capabilities, epilogue, width)
-    outputs, inputs, scalars = k.parameters
-    stored = tuple("uint8" if dtype == "bool" else dtype for dtype, _ in scalars)
-    buffers = tuple(dtype for dtype, _ in (*outputs, *inputs))
-    opening = head(k.name, outputs, inputs, scalars)
-    return KernelSource(k.name, f"{opening}{text}\n}}\n", buffers, stored, grid, group)
+    if _is_thin(problem):
+        return _thin(k, problem, capabilities, epilogue)
+    return _TiledProduct(k, problem, tiling(problem, capabilities), epilogue, width).build()
 
 
 def cpu_width(problem: Problem, capabilities: Capabilities, outputs: Sequence[str]) -> int:
@@ -37,300 +36,306 @@ def cpu_width(problem: Problem, capabilities: Capabilities, outputs: Sequence[st
     return LANES
 
 
-def _body(problem: Problem, capabilities: Capabilities, epilogue: Epilogue, width: int) -> _Body:
-    """The statements for threads that have vectors."""
-    if _is_thin(problem):
-        return _thin_body(problem, capabilities, epilogue)
-    plan = tiling(problem, capabilities)
-    lines = _CpuWriter(problem, plan, epilogue, width).lines()
-    return "".join(f"    {line}\n" for line in lines), (problem.batch * plan.tiles,), (1,)
+@dataclass(frozen=True)
+class _DepthBlock:
+    """Some steps along K, whose part of the sums is computed before that of the next ones."""
+
+    number: Expr
+    begin: Expr
+    depth: Expr
 
 
-def _finished(epilogue: Epilogue, width: int) -> Iterator[str]:
-    """The epilogue of `mm_value`, which are so many items."""
-    value = Var("mm_value", Type("float32", width))
-    yield "{"
-    yield from VectorPrinter().statements(epilogue(Var("mm_y"), Var("mm_x"), value))
-    yield "}"
+@dataclass(frozen=True)
+class _Panel:
+    """Lines of one side over a block of K, as the micro-kernel reads them."""
+
+    memory: Memory  # from the first item on
+    stride: int  # from line to line
+    k_stride: int
 
 
-def _text(expr: Expr) -> str:
-    return VectorPrinter().expr(expr)
+class _Side:
+    """One side of the product, in panels: of rows of the left side, or of columns of the right side.
 
-
-def _item(operand: Matrix, pointer: str, place: str) -> str:
-    """One item of an operand, in float32."""
-    return f"vload_half({place}, {pointer})" if operand.memory.dtype == "float16" else f"{pointer}[{place}]"
-
-
-class _CpuWriter:
-    """Writes the statements of one work-item.
-
-    Where a size is no multiple of a block's, the last block begins early and does some items again, of which
-    only the new ones are finished: so it reads nothing outside and needs no code of its own.
+    These are called lines here. Where their number is no multiple of a panel's, the last panel begins early:
+    so nothing is read outside, and no panel needs code of its own.
     """
 
-    def __init__(self, problem: Problem, plan: Tiling, epilogue: Epilogue, epilogue_width: int) -> None:
-        self.problem, self.plan = problem, plan
+    def __init__(self, k: KernelBuilder, problem: Problem, plan: Tiling, is_left: bool) -> None:
+        self.k, self.is_left, self.varied = k, is_left, problem.varied
+        self.name = "row" if is_left else "column"
+        self.matrix = problem.left if is_left else problem.right
+        self.length = problem.rows if is_left else problem.columns
+        strides = self.matrix.row_stride, self.matrix.column_stride
+        self.stride, self.k_stride = strides if is_left else strides[::-1]
+        self.is_packed = plan.pack_left if is_left else plan.pack_right
+        self.lines = plan.rows if is_left else plan.vectors * LANES
+        self.count = ceil(self.length / self.lines)  # of panels
+        self.across = ceil(self.lines / LANES) * LANES  # a panel's lines, in whole vectors
+        self._choose_packing(ceil(problem.inner / plan.depth_blocks), problem.inner // plan.depth_blocks)
+
+    def _choose_packing(self, deepest: int, shallowest: int) -> None:
+        """How a panel is packed, for so many steps of a block of K, at most and at least.
+
+        Copied are vectors of neighbouring lines, vectors of neighbouring steps, or single items.
+        """
+        self.order, packed_lines = "items", self.lines
+        if self.stride == 1 and self.length >= self.across:
+            self.order, packed_lines = "lines", self.across
+        elif self.k_stride == 1 and self.length >= self.lines and shallowest >= LANES:
+            self.order = "steps"
+        self.packed_stride, self.packed_k_stride = 1, packed_lines
+        if self.order == "steps" and self.is_left:  # the micro-kernel reads single items of it, in any order
+            self.packed_stride, self.packed_k_stride = deepest, 1
+        # A cache line more: a power of two apart, panels would push each other out of the cache.
+        self.panel_size = packed_lines * deepest + (16 if self.order == "lines" and self.is_left else 0)
+
+    def declare(self, panels: int, most: int) -> None:
+        """Local memory for some packed panels."""
+        if self.is_packed:
+            name = "left_panels" if self.is_left else "right_panels"
+            self.panels = _array(self.k, name, panels * self.panel_size, most, self.varied)
+
+    def _index(self, line: Expr, step: Expr) -> Expr:
+        return self.matrix.base + line * self.stride + step * self.k_stride
+
+    def _packed_index(self, panel: Expr, line: Expr, step: Expr) -> Expr:
+        return panel * self.panel_size + line * self.packed_stride + step * self.packed_k_stride
+
+    @contextmanager
+    def each_panel(self, begin: Expr, end: Expr) -> Iterator[tuple[Var, Var, Var]]:
+        """A loop over panels: the number of each, its first line that is in none before, its first line."""
+        with self.k.loop(f"{self.name}_panel", begin, end) as panel:
+            line = self.k.let(self.name, panel * self.lines)
+            yield panel, line, self.k.let(f"first_{self.name}", self._inside(line, self.lines))
+
+    def _inside(self, line: Expr, count: int) -> Expr:
+        """The line where a panel begins, or one before it, so that `count` lines from there on exist."""
+        if self.length < count:
+            return Const(0)
+        exact = count == self.lines and self.length % count == 0 and not self.varied
+        return line if exact else _minimum(line, self.length - count)
+
+    def pack(self, block: _DepthBlock, begin: Expr, end: Expr) -> None:
+        """Copy a block of K of some panels, in the order in which the micro-kernel reads it."""
+        k, memory = self.k, self.matrix.memory
+        if self.order == "lines":
+            with k.loop("step", 0, block.depth) as step, self.each_panel(begin, end) as (panel, line, _):
+                first = self._inside(line, self.across)
+                source = k.let("source", self._index(first, block.begin + step))
+                target = k.let("target", self._packed_index(panel - begin, Const(0), step))
+                for lane in range(0, self.across, LANES):
+                    k.store(self.panels, target + lane, k.load_vector(memory, source + lane, LANES))
+        elif self.order == "steps":
+            together = 1 if self.is_left else LANES  # lines; those of the right side are transposed
+            with (
+                self.each_panel(begin, end) as (panel, _, first),
+                k.loop("line", 0, self.lines, together) as line,
+                k.loop("steps", 0, block.depth, LANES) as steps,
+            ):
+                step = k.let("step", _minimum(steps, block.depth - LANES))  # the last vector begins early
+                source = k.let("source", self._index(first + line, block.begin + step))
+                target = k.let("target", self._packed_index(panel - begin, line, step))
+                vectors = [
+                    k.let(f"x{i}", k.load_vector(memory, source + Const(i) * self.stride, LANES))
+                    for i in range(together)
+                ]
+                for i, vector in enumerate(_transposed(k, vectors)):
+                    k.store(self.panels, target + i * self.packed_k_stride, vector)
+        else:
+            with (
+                k.loop("step", 0, block.depth) as step,
+                self.each_panel(begin, end) as (panel, _, first),
+                k.loop("line", 0, self.lines) as line,
+            ):
+                inside = k.let("inside", _minimum(first + line, self.length - 1))
+                value = k.load(memory, self._index(inside, block.begin + step))
+                k.store(self.panels, self._packed_index(panel - begin, line, step), value)
+
+    def panel(self, block: _DepthBlock, number: Expr, first: Expr) -> _Panel:
+        """A panel by its first line; if it is packed, by its number there."""
+        k, name = self.k, "left" if self.is_left else "right"
+        if not self.is_packed:
+            begin = self._index(first, block.begin)
+            return _Panel(k.pointer(name, self.matrix.memory, begin), self.stride, self.k_stride)
+        begin = number * self.panel_size
+        if self.order == "lines" and self.lines < self.across:
+            begin = begin + first - self._inside(first, self.across)
+        return _Panel(k.pointer(name, self.panels, begin), self.packed_stride, self.packed_k_stride)
+
+
+class _TiledProduct:
+    """Builds the kernel in which a work-item computes a tile: the micro-tiles of all its panels.
+
+    The micro-kernel has all sums of a micro-tile in registers. Where a panel begins early, some items are
+    computed again, and not stored again.
+    """
+
+    def __init__(
+        self, k: KernelBuilder, problem: Problem, plan: Tiling, epilogue: Epilogue, epilogue_width: int
+    ) -> None:
+        self.k, self.problem, self.plan = k, problem, plan
         self.epilogue, self.epilogue_width = epilogue, epilogue_width
-        self.width = plan.vectors * LANES
-        self.row_units = ceil(problem.rows / plan.rows)
-        self.column_units = ceil(problem.columns / self.width)
-        self.tile_columns = ceil(self.column_units / plan.column_tiles)  # in units, the widest tile
-        self.depth = ceil(problem.inner / plan.depth_blocks)  # of the deepest block
+        self.left, self.right = (_Side(k, problem, plan, is_left) for is_left in (True, False))
+        self.micro_tile = self.left.lines * self.right.lines  # items
+        self.widest_tile = ceil(self.right.count / plan.column_tiles)  # in panels
         self.has_spans = 1 < plan.span < plan.depth_blocks
-        self.has_vectors = problem.inner // plan.depth_blocks >= LANES  # along K, in every block
 
-    def lines(self) -> Iterator[str]:
-        problem, plan = self.problem, self.plan
-        yield from self._declarations()
-        if plan.depth_blocks > 1:
-            each, more = divmod(problem.inner, plan.depth_blocks)
-            yield f"for (int mm_block = 0; mm_block < {plan.depth_blocks}; mm_block++) {{"
-            yield f"const int mm_depth = {each} + (mm_block < {more});"
-            yield f"const int mm_k = mm_block * {each} + min(mm_block, {more});"
-        else:
-            yield f"const int mm_depth = {problem.inner}, mm_k = 0;"
-        if plan.pack_right:
-            yield from self._pack_right()
-        if plan.pack_left:
-            yield f"for (int mm_near = mm_top; mm_near < mm_bottom; mm_near += {plan.chunk * plan.rows}) {{"
-            yield f"const int mm_far = min(mm_near + {plan.chunk * plan.rows}, mm_bottom);"
-            yield from self._pack_left()
-        else:
-            yield "{ const int mm_near = mm_top, mm_far = mm_bottom;"
-        yield from self._each_row("mm_near", "mm_far")
-        yield f"for (int mm_column = mm_start; mm_column < mm_stop; mm_column += {self.width}) {{"
-        yield from self._sums()
-        yield from self._finished()
-        yield "}}}" if plan.depth_blocks == 1 else "}}}}"
+    def build(self) -> KernelSource:
+        """The kernel."""
+        k, problem, plan = self.k, self.problem, self.plan
+        self._declare_arrays()
+        k.let(BATCH.name, k.group() // plan.tiles)
+        row_tile = k.let("row_tile", k.group() // plan.column_tiles % plan.row_tiles)
+        column_tile = k.let("column_tile", k.group() % plan.column_tiles)
+        rows = _share(k, "row_panels", row_tile, self.left.count, plan.row_tiles)
+        columns = _share(k, "column_panels", column_tile, self.right.count, plan.column_tiles)
+        with self._each_depth_block() as block:
+            if plan.pack_right:
+                self.right.pack(block, *columns)
+            if plan.pack_left:
+                with k.loop("chunk", *rows, plan.chunk) as chunk:
+                    end = k.let("chunk_end", _minimum(chunk + plan.chunk, rows[1]))
+                    self.left.pack(block, chunk, end)
+                    self._multiply(block, (chunk, end), columns, rows[0])
+            else:
+                self._multiply(block, rows, columns, rows[0])
+        return k.source((problem.batch * plan.tiles,), (1,))
 
-    def _each_row(self, begin: str, end: str) -> Iterator[str]:
-        """A loop over the rows of a tile, as many at a time as the registers take."""
-        rows = self.plan.rows
-        yield f"for (int mm_row = {begin}; mm_row < {end}; mm_row += {rows}) {{"
-        yield f"const int mm_first = {self._at_most('mm_row', self.problem.rows, rows)};"
-
-    def _at_most(self, place: str, size: int, block: int) -> str:
-        """`place`, a multiple of `block`, or where the last block begins if that is before it."""
-        exact = size % block == 0 and not self.problem.varied
-        return place if exact else f"min({place}, {size - block})"
-
-    def _room(self, vectors: int, floats: int) -> int:
-        """The length of an array of so many vectors; where sizes vary, with room for more, up to a bound."""
-        if not self.problem.varied:
-            return vectors
-        return max(vectors, min(1 << (vectors - 1).bit_length(), floats // LANES))
-
-    def _declarations(self) -> Iterator[str]:
-        problem, plan = self.problem, self.plan
-        block = plan.rows * plan.vectors
-        tile_rows = ceil(self.row_units / plan.row_tiles)
-        kept = block * tile_rows * self.tile_columns if plan.depth_blocks > 1 else block
-        sums = self._room(kept, plan.floats * 3 // 8 // (2 if self.has_spans else 1))
-        yield f"LOCAL float8 mm_sums[{sums}];"
+    def _declare_arrays(self) -> None:
+        plan, varied = self.plan, self.problem.varied
+        panels = ceil(self.left.count / plan.row_tiles) * self.widest_tile if plan.depth_blocks > 1 else 1
+        most = plan.floats * 3 // 8 // (2 if self.has_spans else 1)
+        self.sums = _array(self.k, "sums", panels * self.micro_tile, most, varied)
         if self.has_spans:
-            yield f"LOCAL float8 mm_span_sums[{sums}];"
-        if plan.pack_right:
-            panels = self.tile_columns * self.depth * plan.vectors
-            yield f"LOCAL float8 mm_panels[{self._room(panels, plan.floats // 2)}];"
-        if plan.pack_left:
-            floats = plan.chunk * self._left_packing()[1]
-            yield f"LOCAL float8 mm_slivers[{self._room(ceil(floats / LANES), plan.floats // 10)}];"
-        yield f"const int batch = GROUP(0) / {plan.tiles};"
-        for axis, tile, tiles, units, unit, size, begin, end in (
-            ("row", f"GROUP(0) / {plan.column_tiles} % {plan.row_tiles}", plan.row_tiles, self.row_units,
-             plan.rows, problem.rows, "top", "bottom"),
-            ("column", f"GROUP(0) % {plan.column_tiles}", plan.column_tiles, self.column_units,
-             self.width, problem.columns, "start", "stop"),
-        ):  # fmt: skip
-            yield f"const int mm_{axis}_tile = {tile};"
-            yield f"const int mm_{begin} = mm_{axis}_tile * {units} / {tiles} * {unit};"
-            yield f"const int mm_{end} = min((mm_{axis}_tile + 1) * {units} / {tiles} * {unit}, {size});"
-        for side, operand in (("left", problem.left), ("right", problem.right)):
-            yield _pointer(f"mm_{side}", operand, f"({_text(operand.base)})")
+            self.span_sums = _array(self.k, "span_sums", panels * self.micro_tile, most, varied)
+        self.right.declare(self.widest_tile, plan.floats // 2)
+        self.left.declare(plan.chunk, plan.floats // 10)
 
-    def _pack_right(self) -> Iterator[str]:
-        """Copy this block of K, a panel of columns at a time, in the order in which the sums read it."""
-        right, plan, width = self.problem.right, self.plan, self.width
-        columns, panel = self.problem.columns, self.depth * self.plan.vectors
-        if right.column_stride == 1 and columns >= width:
-            yield "for (int mm_i = 0; mm_i < mm_depth; mm_i++) {"
-            yield f"LOCAL float8 *mm_to = mm_panels + mm_i * {plan.vectors};"
-            yield f"for (int mm_column = mm_start; mm_column < mm_stop; mm_column += {width}) {{"
-            place = f"(mm_k + mm_i) * {right.row_stride} + {self._at_most('mm_column', columns, width)}"
-            for vector in range(plan.vectors):
-                yield f"mm_to[{vector}] = {_vector(right, 'mm_right', f'{place} + {vector * LANES}')};"
-            yield f"mm_to += {panel};"
-            yield "}}"
-        elif right.row_stride == 1 and columns >= width and self.has_vectors:
-            column = f"mm_start + mm_part / {plan.vectors} * {width}"
-            yield f"for (int mm_part = 0; {column} < mm_stop; mm_part++) {{"
-            column = f"{self._at_most(column, columns, width)} + mm_part % {plan.vectors} * {LANES}"
-            to = f"mm_part / {plan.vectors} * {panel} + mm_part % {plan.vectors}"
-            yield f"const int mm_column = {column};"
-            yield f"LOCAL float8 *mm_to = mm_panels + {to};"
-            yield f"for (int mm_step = 0; mm_step < mm_depth; mm_step += {LANES}) {{"
-            yield f"const int mm_i = min(mm_step, mm_depth - {LANES});"
-            for i in range(LANES):
-                place = f"(mm_column + {i}) * {right.column_stride} + mm_k + mm_i"
-                yield f"float8 mm_x{i} = {_vector(right, 'mm_right', place)};"
-            yield from _transposed()
-            for i in range(LANES):
-                yield f"mm_to[(mm_i + {i}) * {plan.vectors}] = mm_x{i};"
-            yield "}}"
-        else:
-            column = f"mm_start + mm_j / {width} * {width}"
-            yield "for (int mm_i = 0; mm_i < mm_depth; mm_i++)"
-            yield f"for (int mm_j = 0; {column} < mm_stop; mm_j++) {{"
-            shifted = column if columns < width else self._at_most(column, columns, width)
-            yield f"const int mm_column = min({shifted} + mm_j % {width}, {columns - 1});"
-            place = f"(mm_k + mm_i) * {right.row_stride} + mm_column * {right.column_stride}"
-            to = f"mm_j / {width} * {panel * LANES} + mm_i * {width} + mm_j % {width}"
-            yield f"((LOCAL float *)mm_panels)[{to}] = {_item(right, 'mm_right', place)};"
-            yield "}"
+    @contextmanager
+    def _each_depth_block(self) -> Iterator[_DepthBlock]:
+        """A loop over blocks of K."""
+        k, inner, count = self.k, self.problem.inner, self.plan.depth_blocks
+        if count == 1:
+            yield _DepthBlock(Const(0), Const(0), Const(inner))
+            return
+        each, more = divmod(inner, count)
+        with k.loop("block", 0, count) as number:
+            begin = k.let("block_begin", number * each + _minimum(number, more))
+            yield _DepthBlock(number, begin, k.let("depth", (number < more).cast("int32") + each))
 
-    def _left_packing(self) -> tuple[str, int, int, int]:
-        """How rows for the registers are packed, the room that takes, and the strides of rows and K in it."""
-        left, rows = self.problem.left, self.plan.rows
-        across = ceil(rows / LANES) * LANES
-        if left.column_stride == 1 and self.has_vectors:
-            return "rows", rows * self.depth, self.depth, 1
-        if left.row_stride == 1 and self.problem.rows >= across:
-            # A cache line more: a power of two apart, slivers would push each other out of the cache.
-            return "columns", across * self.depth + 16, 1, across
-        return "items", rows * self.depth, 1, rows
-
-    def _pack_left(self) -> Iterator[str]:
-        """Copy some rows of this block of K."""
-        left, rows = self.problem.left, self.plan.rows
-        how, size, row_stride, k_stride = self._left_packing()
-        to = f"LOCAL float *mm_to = (LOCAL float *)mm_slivers + (mm_row - mm_near) / {rows} * {size}"
-        if how == "rows":
-            yield from self._each_row("mm_near", "mm_far")
-            yield f"{to};"
-            yield f"for (int mm_r = 0; mm_r < {rows}; mm_r++)"
-            yield f"for (int mm_step = 0; mm_step < mm_depth; mm_step += {LANES}) {{"
-            yield f"const int mm_i = min(mm_step, mm_depth - {LANES});"
-            value = _vector(left, "mm_left", f"(mm_first + mm_r) * {left.row_stride} + mm_k + mm_i")
-            yield f"*(LOCAL loose_float8 *)(mm_to + mm_r * {row_stride} + mm_i) = {value};"
-        elif how == "columns":
-            yield "for (int mm_i = 0; mm_i < mm_depth; mm_i++) {"
-            yield f"LOCAL float *mm_to = (LOCAL float *)mm_slivers + mm_i * {k_stride};"
-            yield f"for (int mm_row = mm_near; mm_row < mm_far; mm_row += {rows}) {{"
-            for vector in range(0, k_stride, LANES):
-                row = f"min(mm_row, {self.problem.rows - k_stride}) + {vector}"
-                value = _vector(left, "mm_left", f"{row} + (mm_k + mm_i) * {left.column_stride}")
-                yield f"*(LOCAL loose_float8 *)(mm_to + {vector}) = {value};"
-            yield f"mm_to += {size};"
-        else:
-            yield from self._each_row("mm_near", "mm_far")
-            yield f"{to};"
-            yield f"for (int mm_i = 0; mm_i < {rows} * mm_depth; mm_i++) {{"
-            row, k = f"(mm_first + mm_i % {rows})", f"(mm_k + mm_i / {rows})"
-            place = f"{row} * {left.row_stride} + {k} * {left.column_stride}"
-            yield f"mm_to[mm_i] = {_item(left, 'mm_left', place)};"
-        yield "}}"
-
-    def _sums(self) -> Iterator[str]:
-        """The sums of one block in registers, over this block of K, and then in `mm_slot`."""
-        problem, plan, width = self.problem, self.plan, self.width
-        left, right, block = problem.left, problem.right, plan.rows * plan.vectors
-        first = "0" if problem.columns < width else self._at_most("mm_column", problem.columns, width)
-        yield f"const int mm_begin = {first};"
-        if plan.depth_blocks > 1:
-            down, across = f"(mm_row - mm_top) / {plan.rows}", f"(mm_column - mm_start) / {width}"
-            place = f"({down} * {self.tile_columns} + {across}) * {block}"
-            yield f"LOCAL float8 *mm_slot = mm_sums + {place};"
+    def _multiply(
+        self, block: _DepthBlock, rows: tuple[Expr, Expr], columns: tuple[Expr, Expr], top: Expr
+    ) -> None:
+        """The sums over a block of K of panels of rows by panels of columns; `top` is the tile's first."""
+        k, plan, number = self.k, self.plan, block.number
+        last = plan.depth_blocks - 1
+        with (
+            self.left.each_panel(*rows) as (row_panel, row, first_row),
+            self.right.each_panel(*columns) as (column_panel, column, first_column),
+        ):
+            across = column_panel - columns[0]
+            kept = (row_panel - top) * self.widest_tile + across if last else 0
+            slot = k.let("slot", kept * self.micro_tile)
+            left = self.left.panel(block, row_panel - rows[0], first_row)
+            right = self.right.panel(block, across, first_column)
+            sums = self._micro_kernel(block, slot, left, right)
+            done = number.eq(last)
             if self.has_spans:
-                yield f"LOCAL float8 *mm_span = mm_span_sums + {place};"
-        else:
-            yield "LOCAL float8 *mm_slot = mm_sums;"
-        if plan.pack_left:
-            how, size, row_stride, k_stride = self._left_packing()
-            place = f"(mm_row - mm_near) / {plan.rows} * {size}"
-            if how == "columns":
-                place += f" + mm_first - min(mm_first, {problem.rows - k_stride})"
-            yield f"LOCAL const float *mm_a = (LOCAL const float *)mm_slivers + {place};"
-        else:
-            row_stride, k_stride = left.row_stride, left.column_stride
-            yield f"GLOBAL const float *mm_a = mm_left + mm_first * {row_stride} + mm_k * {k_stride};"
-        if plan.pack_right:
-            panel = self.depth * plan.vectors
-            yield f"LOCAL const float8 *mm_b = mm_panels + (mm_column - mm_start) / {width} * {panel};"
-            vectors = [f"mm_b[{vector}]" for vector in range(plan.vectors)]
-            right_stride = plan.vectors
-        else:
-            yield f"GLOBAL const float *mm_b = mm_right + mm_begin + mm_k * {right.row_stride};"
-            vectors = [
-                f"*(GLOBAL const loose_float8 *)(mm_b + {vector * LANES})" for vector in range(plan.vectors)
-            ]
-            right_stride = right.row_stride
-        kept, first = ("mm_span", f"mm_block % {plan.span}") if self.has_spans else ("mm_slot", "mm_block")
-        for i in range(block):
-            start = f"{first} ? {kept}[{i}] : (float8)(0)" if plan.span > 1 else "0"
-            yield f"float8 mm_s{i} = {start};"
-        yield "for (int mm_i = 0; mm_i < mm_depth; mm_i++) {"
-        for vector, value in enumerate(vectors):
-            yield f"const float8 mm_b{vector} = {value};"
-        for row in range(plan.rows):
-            yield f"const float8 mm_a{row} = (float8)(mm_a[{row * row_stride}]);"
-            for vector in range(plan.vectors):
-                yield f"mm_s{row * plan.vectors + vector} += mm_a{row} * mm_b{vector};"
-        yield f"mm_a += {k_stride}; mm_b += {right_stride};"
-        yield "}"
+                with k.when(done | (number % plan.span).eq(plan.span - 1)):
+                    self._add_to_sums(number, slot, sums)
+                with k.otherwise():
+                    for i, value in enumerate(sums):
+                        k.store(self.span_sums, slot + i * LANES, value)
+            else:
+                self._add_to_sums(number, slot, sums)
+            with k.when(done) if last else nullcontext():
+                self._finish(slot, row, first_row, column, first_column)
+
+    def _micro_kernel(self, block: _DepthBlock, slot: Expr, left: _Panel, right: _Panel) -> list[Var]:
+        """The sums of a micro-tile over a block of K, in vectors, row by row."""
+        k, plan = self.k, self.plan
+        started, kept = block.number, self.sums
         if self.has_spans:
-            yield f"if (mm_block % {plan.span} < {plan.span - 1} && mm_block < {plan.depth_blocks - 1}) {{"
-            yield from (f"mm_span[{i}] = mm_s{i};" for i in range(block))
-            yield "continue; }"
-        added = plan.span < plan.depth_blocks
-        for i in range(block):
-            value = f"mm_block >= {plan.span} ? mm_slot[{i}] + mm_s{i} : mm_s{i}" if added else f"mm_s{i}"
-            yield f"mm_slot[{i}] = {value};"
+            started, kept = block.number % plan.span, self.span_sums
+        sums = []
+        for i in range(plan.rows * plan.vectors):
+            start = k.identity("sum", "float32", LANES)
+            if plan.span > 1:
+                start = k.select(started.ne(0), k.load_vector(kept, slot + i * LANES, LANES), start)
+            sums.append(k.variable(f"sum{i}", start))
+        with k.loop("step", 0, block.depth) as step:
+            rights = [
+                k.let(f"right{i}", k.load_vector(right.memory, step * right.k_stride + i * LANES, LANES))
+                for i in range(plan.vectors)
+            ]
+            for row in range(plan.rows):
+                item = k.load(left.memory, step * left.k_stride + Const(row) * left.stride)
+                factor = k.let(f"left{row}", k.broadcast(item, LANES))
+                for i, value in enumerate(rights):
+                    k.multiply_add(sums[row * plan.vectors + i], factor, value)
+        return sums
 
-    def _finished(self) -> Iterator[str]:
-        plan, columns = self.plan, self.problem.columns
-        if plan.depth_blocks > 1:
-            yield f"if (mm_block < {plan.depth_blocks - 1}) continue;"
-        yield f"const int mm_end = min(mm_column + {self.width}, {columns});"
-        yield f"for (int mm_r = mm_row - mm_first; mm_r < {plan.rows}; mm_r++) {{"
-        yield f"LOCAL const float *mm_values = (LOCAL const float *)mm_slot + mm_r * {self.width} - mm_begin;"
-        yield "const int mm_y = mm_first + mm_r;"
-        yield "int mm_x = mm_column;"
-        if columns >= LANES and self.epilogue_width > 1:
-            yield f"for (; mm_x + {LANES} <= mm_end; mm_x += {LANES}) {{"
-            yield "float8 mm_value = *(LOCAL const loose_float8 *)(mm_values + mm_x);"
-            yield from _finished(self.epilogue, LANES)
-            yield "}"
-        if columns % LANES or self.epilogue_width == 1:
-            yield "for (; mm_x < mm_end; mm_x++) {"
-            yield "float mm_value = mm_values[mm_x];"
-            yield from _finished(self.epilogue, 1)
-            yield "}"
-        yield "}"
+    def _add_to_sums(self, number: Expr, slot: Expr, sums: list[Var]) -> None:
+        """Add sums to those of the spans of K before."""
+        k, span = self.k, self.plan.span
+        for i, total in enumerate(sums):
+            index = slot + i * LANES
+            value: Expr = total
+            if span < self.plan.depth_blocks:
+                before = k.load_vector(self.sums, index, LANES)
+                value = k.select(number >= span, before + total, total)
+            k.store(self.sums, index, value)
+
+    def _finish(self, slot: Expr, row: Expr, first_row: Expr, column: Expr, first_column: Expr) -> None:
+        """The epilogue of the items of a micro-tile that are in none before."""
+        k, columns, width = self.k, self.problem.columns, self.right.lines
+        end: Expr = k.let("column_end", _minimum(column + width, columns))
+        with k.loop("r", row - first_row, self.plan.rows) as r:
+            item_row = k.let("item_row", first_row + r)
+            line = k.pointer("line", self.sums, slot + r * width - first_column)  # from column 0 on
+            rest: Expr = column
+            if columns >= LANES and self.epilogue_width > 1:
+                rest = k.let("rest", column + (end - column) // LANES * LANES) if columns % LANES else end
+                with k.loop("item_column", column, rest, LANES) as item_column:
+                    product = k.let("product", k.load_vector(line, item_column, LANES))
+                    k.splice(self.epilogue(item_row, item_column, product))
+            if columns % LANES or self.epilogue_width == 1:
+                with k.loop("item_column", rest, end) as item_column:
+                    product = k.let("product", k.load(line, item_column))
+                    k.splice(self.epilogue(item_row, item_column, product))
 
 
-def _pointer(name: str, operand: Matrix, place: str) -> str:
-    return f"GLOBAL const {C_TYPES[operand.memory.dtype]} *{name} = {operand.memory.name} + {place};"
+def _array(k: KernelBuilder, name: str, floats: int, most: int, varied: bool) -> Memory:
+    """Local memory; where sizes vary, with room for more than it needs, up to a bound."""
+    if varied:
+        floats = max(floats, min(1 << (floats - 1).bit_length(), most))
+    return k.shared(name, "float32", ceil(floats / LANES) * LANES, width=LANES)
 
 
-def _vector(operand: Matrix, pointer: str, place: str) -> str:
-    if operand.memory.dtype == "float16":
-        return f"from_halves_{LANES}(*(GLOBAL const loose_ushort{LANES} *)({pointer} + {place}))"
-    return f"*(GLOBAL const loose_float8 *)({pointer} + {place})"
+def _minimum(left: Expr, right: Operand) -> Expr:
+    return call("minimum", left, right)
 
 
-def _transposed() -> Iterator[str]:
-    """Transpose the matrix whose rows are the vectors `mm_x0`, `mm_x1`, ...: swap halves, quarters, ..."""
-    block = LANES // 2
+def _share(k: KernelBuilder, name: str, number: Expr, total: int, parts: int) -> tuple[Var, Var]:
+    """Where a part of `total` begins and ends, by the part's number."""
+    ends = [(part.cast("int64") * total // parts).cast("int32") for part in (number, number + 1)]
+    return k.let(f"{name}_begin", ends[0]), k.let(f"{name}_end", ends[1])
+
+
+def _transposed(k: KernelBuilder, rows: Sequence[Var]) -> list[Var]:
+    """The columns of a square matrix from its rows: swap halves, quarters, ..."""
+    vectors, size = [*rows], len(rows)
+    block = size // 2
     while block:
-        for i in (i for i in range(LANES) if not i & block):
-            one, two = f"mm_x{i}", f"mm_x{i + block}"
-            low = [f"{two}.s{c - block:x}" if c & block else f"{one}.s{c:x}" for c in range(LANES)]
-            high = [f"{two}.s{c:x}" if c & block else f"{one}.s{c + block:x}" for c in range(LANES)]
-            yield f"{{ const float8 mm_low = (float8)({', '.join(low)});"
-            yield f"{two} = (float8)({', '.join(high)}); {one} = mm_low; }}"
+        for i in (i for i in range(size) if not i & block):
+            upper, lower = vectors[i], vectors[i + block]
+            low = [k.lane(lower, c - block) if c & block else k.lane(upper, c) for c in range(size)]
+            high = [k.lane(lower, c) if c & block else k.lane(upper, c + block) for c in range(size)]
+            vectors[i] = k.let(f"x{i}_{block}", k.vector(low))
+            vectors[i + block] = k.let(f"x{i + block}_{block}", k.vector(high))
         block //= 2
+    return vectors
 
 
 def _is_thin(problem: Problem) -> bool:
@@ -339,58 +344,51 @@ def _is_thin(problem: Problem) -> bool:
     return along and min(problem.rows, problem.columns) <= 3 and problem.inner >= LANES
 
 
-def _thin_body(problem: Problem, capabilities: Capabilities, epilogue: Epilogue) -> _Body:
+def _thin(k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilogue: Epilogue) -> KernelSource:
     """Items one by one, those that read the same row or column of the larger side one after the other."""
     left, right, inner = problem.left, problem.right, problem.inner
     items = problem.rows * problem.columns
     work_items = ceil(4 * capabilities.compute_units / problem.batch)
     parts = max(1, min(work_items, items * inner // 2**14))
     few = min(problem.rows, problem.columns)
-    row, column = f"mm_item % {few}", f"mm_item / {few}"
-    if problem.rows > problem.columns:
-        row, column = column, row
-    chains = 4  # of sums, that a sum need not wait for the one before it
-    step = chains * LANES
+    k.let(BATCH.name, k.group() // parts)
+    begin, end = _share(k, "item", k.let("part", k.group() % parts), items, parts)
+    with k.loop("item", begin, end) as item:
+        row, column = item % few, item // few
+        if problem.rows > problem.columns:
+            row, column = column, row
+        row, column = k.let("row", row), k.let("column", column)
+        lefts = k.pointer("left", left.memory, left.index(row, 0))
+        rights = k.pointer("right", right.memory, right.index(0, column))
+        zero = k.identity("sum", "float32", LANES)
+        sums = [k.variable(f"sum{i}", zero) for i in range(_CHAINS)]
 
-    def products(count: int) -> Iterator[str]:
-        for i in range(count):
-            place = f"mm_i + {i * LANES}"
-            one, two = _vector(left, "mm_a", place), _vector(right, "mm_b", place)
-            yield f"mm_s{i} += {one} * {two};"
+        def add_products(begin: Operand, end: Operand, chains: int) -> None:
+            with k.loop("step", begin, end, chains * LANES) as step:
+                for i, total in enumerate(sums[:chains]):
+                    left, right = (k.load_vector(side, step + i * LANES, LANES) for side in (lefts, rights))
+                    k.multiply_add(total, left, right)
 
-    span = _SPAN_STEPS * step
-    spans = [
-        "float8 mm_spans = 0;",
-        f"while (mm_i + {span} <= {inner}) {{",
-        f"for (const int mm_end = mm_i + {span}; mm_i < mm_end; mm_i += {step}) {{",
-        *products(chains),
-        "}",
-        "mm_spans += (mm_s0 + mm_s1) + (mm_s2 + mm_s3);",
-        *(f"mm_s{i} = 0;" for i in range(chains)),
-        "}",
-    ]
-    lines = [
-        f"const int batch = GROUP(0) / {parts}, mm_part = GROUP(0) % {parts};",
-        f"const int mm_last = (int)((long)(mm_part + 1) * {items} / {parts});",
-        f"for (int mm_item = (int)((long)mm_part * {items} / {parts}); mm_item < mm_last; mm_item++) {{",
-        f"const int mm_y = {row}, mm_x = {column};",
-        _pointer("mm_a", left, f"({_text(left.base)}) + mm_y * {left.row_stride}"),
-        _pointer("mm_b", right, f"({_text(right.base)}) + mm_x * {right.column_stride}"),
-        f"float8 {', '.join(f'mm_s{i} = 0' for i in range(chains))};",
-        "int mm_i = 0;",
-        *(spans if inner > span else []),
-        f"for (; mm_i + {step} <= {inner}; mm_i += {step}) {{",
-        *products(chains),
-        "}",
-        f"for (; mm_i + {LANES} <= {inner}; mm_i += {LANES}) {{",
-        *products(1),
-        "}",
-        f"mm_s0 += {' + '.join(f'mm_s{i}' for i in range(1, chains))};",
-        *(["mm_s0 += mm_spans;"] if inner > span else []),
-        f"float mm_value = {' + '.join(f'mm_s0.s{i:x}' for i in range(LANES))};",
-        f"for (; mm_i < {inner}; mm_i++)",
-        f"    mm_value += {_item(left, 'mm_a', 'mm_i')} * {_item(right, 'mm_b', 'mm_i')};",
-        *_finished(epilogue, 1),
-        "}",
-    ]
-    return "".join(f"    {line}\n" for line in lines), (problem.batch * parts,), (1,)
+        first, second, third, fourth = sums
+        in_spans: Expr = Const(0)
+        if inner > _SPAN:
+            in_spans = k.let("in_spans", Const(inner) // _SPAN * _SPAN)
+            span_sums = k.variable("span_sums", zero)
+            with k.loop("span", 0, in_spans, _SPAN) as span:
+                add_products(span, span + _SPAN, _CHAINS)
+                k.accumulate(span_sums, "sum", (first + second) + (third + fourth))
+                for total in sums:
+                    k.assign(total, zero)
+        in_chains = k.let("in_chains", Const(inner) // (_CHAINS * LANES) * (_CHAINS * LANES))
+        in_vectors = k.let("in_vectors", Const(inner) // LANES * LANES)
+        add_products(in_spans, in_chains, _CHAINS)
+        add_products(in_chains, in_vectors, 1)
+        k.accumulate(first, "sum", second + third + fourth)
+        if inner > _SPAN:
+            k.accumulate(first, "sum", span_sums)
+        lanes = [k.lane(first, lane) for lane in range(LANES)]
+        product = k.variable("product", reduce(Expr.__add__, lanes))
+        with k.loop("step", in_vectors, inner) as step:
+            k.multiply_add(product, k.load(lefts, step), k.load(rights, step))
+        k.splice(epilogue(row, column, product))
+    return k.source((problem.batch * parts,), (1,))

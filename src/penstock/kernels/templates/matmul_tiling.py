@@ -12,18 +12,22 @@ from penstock.kernels.templates.matmul import Problem
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a CPU cuts the product up: tiles for work-items, K for its cache, blocks for its registers."""
+    """How a CPU cuts the product up.
 
-    rows: int  # of the block in registers
-    vectors: int  # columns of that block, in vectors
+    Tiles are for work-items, blocks of K for the cache, and micro-tiles, the product of a panel of the left
+    side by one of the right side, for registers.
+    """
+
+    rows: int  # of a panel of the left side
+    vectors: int  # columns of a panel of the right side, in vectors
     row_tiles: int
     column_tiles: int
-    depth_blocks: int
+    depth_blocks: int  # of K
     pack_left: bool
     pack_right: bool
-    chunk: int  # how many times `rows` are packed at once
-    span: int  # blocks of K that are added up one after the other, and then to what all before gave
-    floats: int  # of memory for all of it
+    chunk: int  # panels of the left side that are packed at once
+    span: int  # blocks of K that are added up one after the other, and then to the sum of all before them
+    floats: int  # of memory for packed panels and sums
 
     @property
     def tiles(self) -> int:
@@ -38,7 +42,7 @@ _CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 for 
 _DEPTH = 512  # steps along K before the next columns
 _PACKED_DEPTH = 352  # the same, where the left side is packed,
 _STREAM_DEPTH = 8  # and where the right side is not kept in the cache
-_MANY = 4096  # rows or columns: from here on the best block hardly depends on how many there are
+_MANY = 4096  # rows or columns: from here on the best micro-tile hardly depends on how many there are
 _DIRECT_LEFT = 1 << 15  # a transposed left side of no more items is read where it lies,
 _DIRECT_RIGHT = 1 << 16  # and a right side of no more: they stay in the cache anyway
 
@@ -48,14 +52,14 @@ def tiling(problem: Problem, capabilities: Capabilities) -> Tiling:
     left = problem.left
     small = left.row_stride == 1 and problem.rows * problem.inner <= _DIRECT_LEFT
     pack_left = not (left.memory.dtype == "float32" and (left.column_stride == 1 or small))
-    blocks = list(_register_blocks(problem))
+    micro_tiles = list(_micro_tiles(problem))
 
     def best_for(size: Problem) -> Tiling:
-        block = min(blocks, key=lambda block: _cycles(size, block[0], block[1], pack_left))
-        return _tiling_with(problem, capabilities, block, pack_left)
+        rows, vectors = min(micro_tiles, key=lambda tile: _cycles(size, tile[0], tile[1], pack_left))
+        return _tiling_with(problem, capabilities, rows, vectors, pack_left)
 
     plan = best_for(problem)
-    if problem.varied:  # the block that is best for all large sizes, if that adds in the same order
+    if problem.varied:  # the micro-tile that is best for all large sizes, if that adds in the same order
         usual = best_for(replace(problem, rows=_MANY, columns=_MANY))
         if (usual.depth_blocks, usual.span) == (plan.depth_blocks, plan.span):
             return usual
@@ -63,18 +67,17 @@ def tiling(problem: Problem, capabilities: Capabilities) -> Tiling:
 
 
 def _tiling_with(
-    problem: Problem, capabilities: Capabilities, block_in_registers: tuple[int, int], pack_left: bool
+    problem: Problem, capabilities: Capabilities, rows: int, vectors: int, pack_left: bool
 ) -> Tiling:
-    """The best plan with so many rows and vectors in registers."""
+    """The best plan with a micro-tile of so many rows and vectors."""
     right, inner = problem.right, problem.inner
-    rows, vectors = block_in_registers
     width = vectors * LANES
-    row_units, column_units = ceil(problem.rows / rows), ceil(problem.columns / width)
+    row_panels, column_panels = ceil(problem.rows / rows), ceil(problem.columns / width)
     pack_right = (
         right.column_stride != 1
         or right.memory.dtype != "float32"
         or problem.columns < width
-        or (inner * problem.columns > _DIRECT_RIGHT and row_units > 4)
+        or (inner * problem.columns > _DIRECT_RIGHT and row_panels > 4)
     )
     stream_right = not pack_right and inner * problem.columns > _DIRECT_RIGHT
     fetching_left = _fetch_left(rows, pack_left) * inner
@@ -92,14 +95,14 @@ def _tiling_with(
     span = 1 if not stream_right else _DEPTH // depth if inner > 2 * _DEPTH else depth_blocks
     sums = floats * 3 // 8 // (2 if 1 < span < depth_blocks else 1)
     widest = sums // (rows * width) if stream_right else right_steps // depth
-    block = _step(rows, vectors) * inner + 40 * depth_blocks
+    micro_tile = _step(rows, vectors) * inner + 40 * depth_blocks  # cycles
     choices = []
-    for column_tiles in _counts(ceil(column_units / widest), column_units):
-        wide = ceil(column_units / column_tiles)
-        highest = row_units if depth_blocks == 1 else max(1, sums // (wide * width * rows))
-        for row_tiles in _counts(ceil(row_units / highest), row_units):
-            high = ceil(row_units / row_tiles)
-            tile = high * wide * block + high * fetching_left + wide * fetching_right + 500
+    for column_tiles in _counts(ceil(column_panels / widest), column_panels):
+        wide = ceil(column_panels / column_tiles)
+        highest = row_panels if depth_blocks == 1 else max(1, sums // (wide * width * rows))
+        for row_tiles in _counts(ceil(row_panels / highest), row_panels):
+            high = ceil(row_panels / row_tiles)
+            tile = high * wide * micro_tile + high * fetching_left + wide * fetching_right + 500
             rounds = ceil(problem.batch * row_tiles * column_tiles / capabilities.compute_units)
             choices.append((rounds * tile, row_tiles, column_tiles))
     _, row_tiles, column_tiles = min(choices)
@@ -109,8 +112,8 @@ def _tiling_with(
     )
 
 
-def _register_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
-    """Sizes of the block in registers, no larger than the product where that has a vector's width."""
+def _micro_tiles(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Rows and vectors of sums that fit into registers, no more than the product has."""
     for vectors in range(1, max(1, min(_SUMS // 2, problem.columns // LANES)) + 1):
         most = min(problem.rows, _SUMS // vectors, (_REGISTERS - 1) // vectors - 1)
         yield from ((rows, vectors) for rows in range(1, most + 1))
@@ -122,7 +125,7 @@ def _step(rows: int, vectors: int) -> float:
 
 
 def _fetch_left(rows: int, pack_left: bool) -> int:
-    """Cycles to have the left side of a block in registers at hand, for each step along K."""
+    """Cycles to have a panel of the left side at hand, for each step along K."""
     return ceil(rows / LANES) * LANES if pack_left else rows
 
 
@@ -133,7 +136,7 @@ def _cycles(problem: Problem, rows: int, vectors: int, pack_left: bool) -> float
 
 
 def _counts(fewest: int, most: int) -> Iterator[int]:
-    """Into how many tiles a side may be cut: not all numbers, for there may be thousands."""
+    """Into how many tiles a side may be cut: not every count, for there may be thousands."""
     count = max(fewest, 1)
     while count <= most:
         yield count
