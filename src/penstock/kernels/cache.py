@@ -46,8 +46,6 @@ class KernelCache:
         written = write(group, can, digest(repr((key, varied))), varied)
         if written is None or written.function is not None:
             return written
-        if isinstance(written.launches[0].source.body, str) and not group.kind.has_varied_kernel:
-            return written  # opaque text, whose sizes stay constants
         if group.kind.has_varied_kernel and before == MOST_WRITTEN_OUT - 1:
             compared = write(group, can, digest(repr((key, True))), varied=True)  # with the next shape
             assert compared is not None
