@@ -19,6 +19,7 @@ class GroupKind(StrEnum):
         """A kind with the traits that are named."""
         kind = str.__new__(cls, name)
         kind._value_ = name
+        assert cls.__annotations__.keys() >= set(traits), traits
         for trait in cls.__annotations__:
             setattr(kind, trait, trait in traits)
         return kind

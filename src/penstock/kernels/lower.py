@@ -22,8 +22,8 @@ from penstock.kernels.attention.kernels import attention_kernels
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.library.cublaslt import library_launch
 from penstock.kernels.loop_steps import has_short_loops
+from penstock.kernels.lowering.emitter import computed_dtype
 from penstock.kernels.lowering.fused import LOOPS, lower
-from penstock.kernels.lowering.scopes import computed_dtype
 from penstock.kernels.matmul_group import matmul_group
 from penstock.kernels.raw_source import raw_source
 from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource
@@ -98,7 +98,7 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
 
 def _loops(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering:
     lowered = lower(group, capabilities)
-    source = dialect_of(capabilities).render(lowered.form, _name(group, ending))
+    source = dialect_of(capabilities).render(lowered.kernel, _name(group, ending))
     return one_launch(source, lowered.may_alias)
 
 

@@ -9,10 +9,10 @@ from penstock.fusion.kinds import GroupKind
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.c_expressions import has_vectors
 from penstock.kernels.lowering.column_loops import ColumnLoops
+from penstock.kernels.lowering.emitter import LanesImpossible, computed_dtype
 from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
 from penstock.kernels.lowering.map_loops import MapLoops
 from penstock.kernels.lowering.row_loops import RowLoops
-from penstock.kernels.lowering.scopes import LanesImpossible, computed_dtype
 
 _LANES = 8  # PoCL names 16 on CPUs with registers for 8, and its functions of 16 crash its compiler
 _ACCESS = 16  # bytes that a thread of a GPU reads or writes at once
@@ -34,9 +34,9 @@ def lower(group: Group, capabilities: Capabilities) -> Lowered:
     while True:
         try:
             trial = loops(group, capabilities, 1, splits, [])
-            trial.write()
+            trial.build()
             final = loops(group, capabilities, lanes, splits, trial.merges())
-            return final.write()
+            return final.build()
         except SplitNeeded as needed:
             splits.append((needed.name, needed.inner))
         except LanesImpossible:

@@ -26,8 +26,8 @@ from penstock.kernels.ir.statements import (
     Store,
 )
 from penstock.kernels.lowering.blocks import Sums
+from penstock.kernels.lowering.emitter import Value, computed_dtype
 from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
-from penstock.kernels.lowering.scopes import Value, computed_dtype
 
 # Of a GPU. A thread has so many items of a row, if there are enough threads, and can keep them in registers.
 _ITEMS = 32
@@ -72,8 +72,8 @@ class RowLoops(LoopNest):
     def _is_whole(self, node: Node) -> bool:
         return node.size == self.count(self._rows) * self.group.columns
 
-    def write(self) -> Lowered:
-        scopes, form = self.scopes, self.scopes.form
+    def build(self) -> Lowered:
+        emitter, kernel = self.emitter, self.emitter.kernel
         rows, columns = self.count(self._rows), self.group.columns
         self._inner = self.joined(self._columns)
         outer = self.joined(self._rows)
@@ -81,36 +81,37 @@ class RowLoops(LoopNest):
             self.take_lanes(self._inner)
             self._threads, together = self._divide(rows)
             part_rows = self._part_rows() or together  # the rows of a group
-            form.grid, form.group = (rows // part_rows,), (self._threads * together,)
+            kernel.grid, kernel.group = (rows // part_rows,), (self._threads * together,)
             if self._threads > _FEW_THREADS:
-                form.resident = max(1, _RESIDENT // self._threads)
+                kernel.resident = max(1, _RESIDENT // self._threads)
             ahead = WORKGROUP * part_rows + Var("again") if part_rows > together else WORKGROUP * together
-            scopes.bodies[0] = [Let("row", ahead + THREAD // self._threads)]
-            self._sum_names = {at: scopes.name("tally") for at in self._column_sums}
-        scopes.bodies[0] += self.unpack("row", outer, 0)
+            emitter.bodies[0] = [Let("row", ahead + THREAD // self._threads)]
+            self._sum_names = {at: emitter.name("tally") for at in self._column_sums}
+        emitter.bodies[0] += self.unpack("row", outer, 0)
         passes = 1 + max(level - self._reduces_row(node) for node, level in self._levels.items())
         needed = [self._needed(stage) for stage in range(passes)]
         for stage in range(passes):
-            scopes.stage = stage
+            emitter.stage = stage
             keep = self._kept(needed, stage)
             self._pass(stage, keep)
         reduced = [
-            (at, self.scopes.at_number(node, self._row), self._row)
+            (at, self.emitter.at_number(node, self._row), self._row)
             for at, node in enumerate(self.group.outputs)
             if not self._is_whole(node) and at not in self._column_sums
         ]
-        before = len(scopes.bodies[0])
+        before = len(emitter.bodies[0])
         self.store(reduced)
         if self.gpu:
-            form.body = scopes.bodies[0]
+            kernel.body = emitter.bodies[0]
             if reduced:
-                form.body[before:] = self._by_first_thread(form.body[before:], [at for at, _, _ in reduced])
+                outputs = [at for at, _, _ in reduced]
+                kernel.body[before:] = self._by_first_thread(kernel.body[before:], outputs)
             if self._column_sums:
-                form.body = self._with_column_sums(form.body, part_rows, together)
-            form.body.insert(0, Let("rank", THREAD % self._threads))
+                kernel.body = self._with_column_sums(kernel.body, part_rows, together)
+            kernel.body.insert(0, Let("rank", THREAD % self._threads))
         else:
             part = self.chunk(rows, self.tasks(rows, rows * columns))
-            form.body = [*part, For("row", Var("begin"), Var("end"), Const(1), scopes.bodies[0])]
+            kernel.body = [*part, For("row", Var("begin"), Var("end"), Const(1), emitter.bodies[0])]
         return self.lowered()
 
     def _part_rows(self) -> int:
@@ -135,7 +136,7 @@ class RowLoops(LoopNest):
         """Store the column sums of a workgroup that goes over one row after another."""
         stores: list[Statement] = []
         for at, name in self._sum_names.items():
-            part, kind = self.scopes.name(), Type("float32", self.lanes)
+            part, kind = self.emitter.name(), Type("float32", self.lanes)
             place = WORKGROUP * self.group.columns + Var("column")
             stores += [
                 Let(part, Load(kind, name, kind.dtype, Var("slot"), int(self.lanes > 1))),
@@ -145,7 +146,7 @@ class RowLoops(LoopNest):
 
     def _join_sums(self, together: int) -> list[Statement]:
         """Add up, through local memory, the column sums of a workgroup that has several rows at a time."""
-        scopes, lanes, threads, columns = self.scopes, self.lanes, self._threads, self.group.columns
+        emitter, lanes, threads, columns = self.emitter, self.lanes, self._threads, self.group.columns
         length, group = self._own_items(), threads * together
         result: list[Statement] = []
         sums: list[Statement] = []
@@ -154,9 +155,9 @@ class RowLoops(LoopNest):
         spot = number // threads * group + number % threads
         first = number % threads * lanes + number // (threads * lanes) * (threads * lanes)
         for at, name in self._sum_names.items():
-            array, item, total, part = (scopes.name(kind) for kind in ("across", "item", "sum", "part"))
+            array, item, total, part = (emitter.name(kind) for kind in ("across", "item", "sum", "part"))
             operation, kind = self._column_sums[at].primitive.name, Type("float32")
-            scopes.form.arrays.append(LocalArray(array, "float32", length * group))
+            emitter.kernel.arrays.append(LocalArray(array, "float32", length * group))
             shared: list[Statement] = [
                 Let(item, Load(kind, name, "float32", slot)),
                 Store(Var(item, kind), array, "float32", slot * group + THREAD),
@@ -214,7 +215,7 @@ class RowLoops(LoopNest):
 
     def _item(self, node: Node) -> Value:
         """A value before any reduction, at the item that the loops are at."""
-        return self.scopes.at_number(node, self._number)
+        return self.emitter.at_number(node, self._number)
 
     def _results_of(self, stage: int) -> tuple[list[Node], list[tuple[int, Node]], list[tuple[int, Node]]]:
         """The reductions that a pass computes, the outputs that it writes, and the column sums it adds to."""
@@ -245,7 +246,7 @@ class RowLoops(LoopNest):
 
     def _kept(self, needed: list[set[Node]], stage: int) -> list[Node]:
         """What takes long to compute and a later pass needs again: it stays in memory of the group."""
-        known = {node for node, _ in self.scopes.kept}
+        known = {node for node, _ in self.emitter.kept}
         again = needed[stage].intersection(set().union(*needed[stage + 1 :])) - known
         if not self.gpu:
             room = self.local_bytes // (4 * self.group.columns)
@@ -276,7 +277,7 @@ class RowLoops(LoopNest):
 
     def _is_costly(self, primitive: Primitive) -> bool:
         """Whether computing again takes longer than registers for the value are worth."""
-        return primitive.costly and not (primitive is _EXP and self.scopes.form.quick)
+        return primitive.costly and not (primitive is _EXP and self.emitter.kernel.quick)
 
     def _steps(self) -> int:
         """How often a thread comes to a part of its row, in one pass."""
@@ -291,89 +292,89 @@ class RowLoops(LoopNest):
         return self._own_items() <= _ITEMS
 
     def _pass(self, stage: int, keep: list[Node]) -> None:
-        scopes = self.scopes
+        emitter = self.emitter
         reductions, outputs, column_sums = self._results_of(stage)
         if not reductions and not outputs and not column_sums:
             return
         if self.gpu:
-            known = dict.fromkeys(array for array, _, _ in scopes.kept.values())
-            scopes.bodies[0] += [Forget(array, self._own_items()) for array in known]
+            known = dict.fromkeys(array for array, _, _ in emitter.kept.values())
+            emitter.bodies[0] += [Forget(array, self._own_items()) for array in known]
         lanes_of: dict[Node, list[tuple[str, int]]] = {node: [] for node in reductions}
-        sums = Sums(scopes.name)
+        sums = Sums(emitter.name)
         kept: dict[tuple[Node, Place], tuple[str, Index, str]] = {}
-        arrays = {node: scopes.name("kept") for node in keep}
+        arrays = {node: emitter.name("kept") for node in keep}
         place = variable("slot") if self.gpu else self._column
         for node, name in arrays.items():
             if self.gpu:
                 length = self._own_items()
-                scopes.bodies[0].append(RegisterArray(name, self._kept_dtype(node), length))
+                emitter.bodies[0].append(RegisterArray(name, self._kept_dtype(node), length))
             else:
-                scopes.form.arrays.append(LocalArray(name, computed_dtype(node), self.group.columns))
+                emitter.kernel.arrays.append(LocalArray(name, computed_dtype(node), self.group.columns))
 
         def body() -> None:
             for node in reductions:
-                wide = scopes.widened(self._item(node.inputs[0]), scopes.lanes)
+                wide = emitter.widened(self._item(node.inputs[0]), emitter.lanes)
                 known = {lanes: name for name, lanes in lanes_of[node]}
-                name = known.get(scopes.lanes) or scopes.name("sum")
-                if scopes.lanes not in known:
-                    lanes_of[node].append((name, scopes.lanes))
-                    sums.add(name, Type(computed_dtype(node), scopes.lanes), node.primitive.name)
-                kind = Type(wide.type.dtype, scopes.lanes)
-                scopes.bodies[1].append(Accumulate(Var(name, kind), node.primitive.name, wide.var, kind))
+                name = known.get(emitter.lanes) or emitter.name("sum")
+                if emitter.lanes not in known:
+                    lanes_of[node].append((name, emitter.lanes))
+                    sums.add(name, Type(computed_dtype(node), emitter.lanes), node.primitive.name)
+                kind = Type(wide.type.dtype, emitter.lanes)
+                emitter.bodies[1].append(Accumulate(Var(name, kind), node.primitive.name, wide.var, kind))
             for at, node in column_sums:
                 value = self._item(node.inputs[0])
-                kind = Type(value.type.dtype, scopes.lanes)
+                kind = Type(value.type.dtype, emitter.lanes)
                 target, operation = Var(self._sum_names[at], kind), node.primitive.name
-                scopes.bodies[1].append(Accumulate(target, operation, value.var, kind, Var("slot")))
+                emitter.bodies[1].append(Accumulate(target, operation, value.var, kind, Var("slot")))
                 self.note_store(at, _NOWHERE)
             results = [(at, self._item(node), self._number) for at, node in outputs]
-            for key, value in scopes.computed(keep):
-                wide = scopes.widened(value, scopes.lanes)
-                spot, _, _ = scopes.index(place)
+            for key, value in emitter.computed(keep):
+                wide = emitter.widened(value, emitter.lanes)
+                spot, _, _ = emitter.index(place)
                 stored = self._kept_dtype(key[0])
-                scopes.bodies[1].append(Store(wide.var, arrays[key[0]], stored, spot, width=scopes.lanes))
+                emitter.bodies[1].append(Store(wide.var, arrays[key[0]], stored, spot, width=emitter.lanes))
                 kept[key] = (arrays[key[0]], place, stored)
             self.store(results)
 
         loops = self._loops(body, sums)
-        scopes.bodies[0] += [sums.variable(name) for node in reductions for name, _ in lanes_of[node]]
-        scopes.bodies[0] += loops
+        emitter.bodies[0] += [sums.variable(name) for node in reductions for name, _ in lanes_of[node]]
+        emitter.bodies[0] += loops
         for node in reductions:
             self._reduce(node, [(sums.last(name), lanes) for name, lanes in lanes_of[node]])
-        scopes.kept.update(kept)
+        emitter.kept.update(kept)
 
     def _reduce(self, node: Node, parts: list[tuple[str, int]]) -> None:
         """One value from the sums of all lanes and threads."""
-        scopes, operation, dtype = self.scopes, node.primitive.name, computed_dtype(node)
+        emitter, operation, dtype = self.emitter, node.primitive.name, computed_dtype(node)
         *vectors, (name, lanes) = parts
         for other, wide in vectors:
-            part = scopes.name()
-            scopes.bodies[0] += [
+            part = emitter.name()
+            emitter.bodies[0] += [
                 BlockReduce(part, operation, Var(other, Type(dtype, wide)), None),
                 Accumulate(Var(name, Type(dtype)), operation, Var(part, Type(dtype)), Type(dtype)),
             ]
-        result, array = scopes.name(), None
+        result, array = emitter.name(), None
         if self.gpu:
-            array = scopes.name("threads")
+            array = emitter.name("threads")
             stored = "int32" if dtype == "bool" else dtype
-            scopes.form.arrays.append(LocalArray(array, stored, scopes.form.group[0]))
+            emitter.kernel.arrays.append(LocalArray(array, stored, emitter.kernel.group[0]))
         threads = Const(self._threads if self.gpu else 1)
         total = Var(name, Type(dtype, lanes))
-        scopes.bodies[0].append(BlockReduce(result, operation, total, array, threads))
-        scopes.given[node] = Value(Var(result, Type(dtype)), 0)
+        emitter.bodies[0].append(BlockReduce(result, operation, total, array, threads))
+        emitter.given[node] = Value(Var(result, Type(dtype)), 0)
 
     def _loops(self, body: Callable[[], None], sums: Sums) -> list[Statement]:
-        scopes = self.scopes
+        emitter = self.emitter
         if self.gpu:
             loops = self._loops_of_threads(body)
             return [sums.blocked(loop, _READS if loop.name == "start" else 1)[0] for loop in loops]
         if not self._inner:
-            scopes.lanes, scopes.lane_steps = 1, {}
+            emitter.lanes, emitter.lane_steps = 1, {}
             body()
-            return scopes.leave()
+            return emitter.leave()
         *around, last = self._inner
         for name in around:
-            scopes.depth_of[name] = 1
+            emitter.depth_of[name] = 1
         length = self.count([last])
         parts = self.vector_loops(last, 0, length, length % self.lanes == 0, body)
         blocked = [sums.blocked(part) for part in parts]
@@ -384,33 +385,33 @@ class RowLoops(LoopNest):
         return [loop for loop, _ in blocked]
 
     def _loops_of_threads(self, body: Callable[[], None]) -> list[For]:
-        scopes, columns, lanes = self.scopes, self.group.columns, self.lanes
+        emitter, columns, lanes = self.emitter, self.group.columns, self.lanes
         inside = self.unpack("column", self._inner, 1)
-        scopes.depth_of["slot"], scopes.variables.lengths["slot"] = 1, columns
-        scopes.lane_steps["slot"] = 1
+        emitter.depth_of["slot"], emitter.variables.lengths["slot"] = 1, columns
+        emitter.lane_steps["slot"] = 1
         body()
         step = self._threads * lanes
         if self._fits_registers():
-            return [self._step_loop(Var("rank") * lanes, self._steps(), [*inside, *scopes.leave()])]
-        read = scopes.computed([node for node in self.group.inputs if node.size >= columns])
-        statements = [*inside, *scopes.leave()]
+            return [self._step_loop(Var("rank") * lanes, self._steps(), [*inside, *emitter.leave()])]
+        read = emitter.computed([node for node in self.group.inputs if node.size >= columns])
+        statements = [*inside, *emitter.leave()]
         start = Var("rank") * lanes
         if not any(isinstance(statement, Store) for statement in statements):
             trips = self._steps()
             return [For("column", start, Const(columns), Const(step), statements, _READS, trips)]
         # No compiler reads before a write that might be to the same place, so what is written comes last.
-        arrays = {key: (scopes.name("read"), variable("slot"), self._kept_dtype(key[0])) for key, _ in read}
+        arrays = {key: (emitter.name("read"), variable("slot"), self._kept_dtype(key[0])) for key, _ in read}
         registers = [RegisterArray(name, dtype, _READS * lanes) for name, _, dtype in arrays.values()]
         for key, (name, _, dtype) in arrays.items():
-            value = scopes.value(*key)
-            place, _, _ = scopes.index(variable("slot"))
-            scopes.bodies[1].append(Store(value.var, name, dtype, place, width=lanes))
-        reads = self._step_loop(Var("start"), _READS, [*inside, *scopes.leave()])
-        scopes.kept.update(arrays)
+            value = emitter.value(*key)
+            place, _, _ = emitter.index(variable("slot"))
+            emitter.bodies[1].append(Store(value.var, name, dtype, place, width=lanes))
+        reads = self._step_loop(Var("start"), _READS, [*inside, *emitter.leave()])
+        emitter.kept.update(arrays)
         body()
-        rest = self._step_loop(Var("start"), _READS, [*inside, *scopes.leave()])
+        rest = self._step_loop(Var("start"), _READS, [*inside, *emitter.leave()])
         for key in arrays:
-            del scopes.kept[key]
+            del emitter.kept[key]
         parts: list[Statement] = [*registers, reads, rest]
         turns = -(-self._steps() // _READS)
         return [For("start", start, Const(columns), Const(step * _READS), parts, 1, turns)]

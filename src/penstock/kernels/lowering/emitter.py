@@ -1,4 +1,4 @@
-"""The values of a fused kernel: each is computed once, in the outermost loop where all it needs is known."""
+"""The statements of a fused kernel: each value is computed once, in the outermost loop where it can be."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LanesImpossible(Exception):
 
 @dataclass(frozen=True)
 class Value:
-    """A value in a kernel: its name with its type, and the scope that it is computed in."""
+    """A value in a kernel: its name with its type, and the body that it is computed in."""
 
     var: Expr
     depth: int
@@ -93,16 +93,16 @@ def merged(index: Index, merges: Sequence[Merge]) -> Index:
     return index
 
 
-class Scopes:
-    """Writes the statements of a kernel. Every value is computed once, in the outermost loop where it can be.
+class Emitter:
+    """Emits the statements that compute the values of a group's nodes, into one of two bodies.
 
-    Scope 0 is before the innermost loop, scope 1 inside it.
+    Body 0 is before the innermost loop, body 1 inside it; the `depth` of a value is the number of its body.
     """
 
     def __init__(self, group: Group, variables: Variables, vectors: bool = True) -> None:
         self.group = group
         self.variables = variables
-        self.form = KernelIR(
+        self.kernel = KernelIR(
             outputs=[str(node.dtype) for node in group.outputs],
             inputs=[str(node.dtype) for node in group.inputs],
             vectors=vectors,
@@ -110,7 +110,7 @@ class Scopes:
         self.bodies: list[list[Statement]] = [[], []]
         self.lanes = 1
         self.lane_steps: dict[str, int] = {}  # how variables differ from lane to lane; absent: not at all
-        self.depth_of: dict[str, int] = {}  # the scope of each variable
+        self.depth_of: dict[str, int] = {}  # the body of each variable
         self.given: dict[Node, Value] = {}  # values that are at hand whatever the place
         self.kept: dict[tuple[Node, Place], tuple[str, Index, str]] = {}  # values in arrays, with dtypes
         self.used: set[Index] = set()
@@ -118,19 +118,19 @@ class Scopes:
         self.loads: dict[int, set[tuple[int, Index]]] = {}  # of each input: the stages, and where
         self.stage = 0
         self._vectors = vectors
-        self._conditions: dict[Expr, int] = {}  # under which what is read now is needed; their scopes
+        self._conditions: dict[Expr, int] = {}  # under which what is read now is needed; their emitter
         self._values: dict[tuple[Node, Place], Value] = {}
         self._names: dict[Expr, Value] = {}
         self._count = 0
         self._scalars: dict[Node, list[str]] = {}
         for node in group.nodes:
             number = len(node.primitive.constants)
-            first = len(self.form.scalars)
+            first = len(self.kernel.scalars)
             self._scalars[node] = [f"c{first + k}" for k in range(number)]
-            self.form.scalars += [computed_dtype(node)] * number
+            self.kernel.scalars += [computed_dtype(node)] * number
 
     def leave(self) -> list[Statement]:
-        """End the inner scope: what it held is its statements, and nothing in it is known any more."""
+        """End the inner body: gives its statements, after which nothing in it is known any more."""
         body, self.bodies[1] = self.bodies[1], []
         self._values = {key: value for key, value in self._values.items() if value.depth == 0}
         self._names = {key: value for key, value in self._names.items() if value.depth == 0}
@@ -148,7 +148,7 @@ class Scopes:
     # Whole numbers
 
     def index(self, index: Index) -> tuple[Expr, int, int]:
-        """An index as an expression, the scope in which it is known, and its step from lane to lane."""
+        """An index as an expression, the body in which it is known, and its step from lane to lane."""
         depth = step = 0
         self.used.add(index)
         index = merged(index, self.merges)
@@ -298,7 +298,7 @@ class Scopes:
         return self.let(Call(kind, operation, (left.var, right.var), kind), max(left.depth, right.depth))
 
     def computed(self, nodes: Sequence[Node]) -> list[tuple[tuple[Node, Place], Value]]:
-        """The values of nodes that the inner scope has computed, each at its one place."""
+        """The values of nodes that the inner body has computed, each at its one place."""
         wanted = set(nodes)
         inner = [(key, value) for key, value in self._values.items() if key[0] in wanted and value.depth == 1]
         places = Counter(node for (node, _), _ in inner)
@@ -324,7 +324,7 @@ class Scopes:
         return self.let(Random(kind, state, number, step), max(depth, *(word.depth for word in words)))
 
     def _inside(self, index: Index, start: int, count: int) -> tuple[Expr, Index, int]:
-        """Whether an index lies in a range of an axis, its number there, and the scope; 0 if it does not."""
+        """Whether an index lies in a range of an axis, its number there, and the body; 0 if it does not."""
         moved = index + Index((), -start)
         low, high = self.variables.bounds(moved)
         if low >= 0 and high < count:
@@ -358,13 +358,13 @@ class Scopes:
         for index, (start, count, step) in zip(place, node.attributes["slices"], strict=True):
             first = start if step > 0 else start + (count - 1) * step
             extent = (count - 1) * abs(step) + 1
-            condition, moved, scope = self._inside(index, first, extent)
+            condition, moved, own_depth = self._inside(index, first, extent)
             if abs(step) > 1:
                 on, moved = self._on_step(moved, abs(step))
-                scope = max(scope, self.index(moved)[1])
-                conditions.append((on, scope))
-            conditions.append((condition, scope))
-            depth = max(depth, scope)
+                own_depth = max(own_depth, self.index(moved)[1])
+                conditions.append((on, own_depth))
+            conditions.append((condition, own_depth))
+            depth = max(depth, own_depth)
             inside.append(moved if step > 0 else moved * -1 + Index((), count - 1))
         with self._under(*conditions):
             value = self.value(source, tuple(inside))
@@ -417,12 +417,12 @@ class Scopes:
 
 
 # Primitives that are not elementwise: what computes one item.
-_LOWERINGS: dict[Primitive, Callable[[Scopes, Node, Place], Value]] = {
-    FULL: Scopes._full,
-    POSITIONS: Scopes._positions,
-    SEQUENCE: Scopes._sequence,
-    RANDOM_BITS: Scopes._random,
-    PAD: Scopes._pad,
-    CONCAT: Scopes._concat,
-    GATHER: Scopes._gather,
+_LOWERINGS: dict[Primitive, Callable[[Emitter, Node, Place], Value]] = {
+    FULL: Emitter._full,
+    POSITIONS: Emitter._positions,
+    SEQUENCE: Emitter._sequence,
+    RANDOM_BITS: Emitter._random,
+    PAD: Emitter._pad,
+    CONCAT: Emitter._concat,
+    GATHER: Emitter._gather,
 }
