@@ -9,6 +9,7 @@ import pytest
 from conftest import DRIVERS
 
 import penstock as ps
+from penstock.execution.structure import Structure
 from penstock.runtime import Device
 
 SHAPES = [((3, 4), (4, 5)), ((8, 8), (8, 8)), ((3, 4), (4, 5)), ((1, 7), (7, 1)), ((3, 4), (4, 5))]
@@ -82,6 +83,22 @@ def test_products_of_one_shape_are_one_product() -> None:
     products = [line for line in lines if "[matmul]" in line]
     assert len(products) == 3, lines  # of three shapes
     device.close()
+
+
+def test_the_recorded_graph_is_the_same_on_every_device() -> None:
+    keys = []
+    for kind in ("host", "opencl-svm"):  # without vectors, and with them
+        device = Device.over(DRIVERS[kind]())
+
+        @ps.jit
+        def function(tensors: list[Any]) -> list[ps.Tensor]:
+            results = batch(tensors)
+            keys.append(Structure([result._node for result in results], checked=False).key)
+            return results
+
+        function(pairs(device)[1])
+        device.close()
+    assert keys[0] == keys[-1]
 
 
 def test_reading_one_result_computes_no_product_again() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -21,8 +23,12 @@ from penstock.errors import OutOfDeviceMemory
 from penstock.execution.executable import Executable
 from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
-from penstock.graph import elementwise
-from penstock.graph.node import Node, leaf
+from penstock.graph import contraction, elementwise, reducing, shaping
+from penstock.graph.decompose import decompose
+from penstock.graph.dtypes import bfloat16, float32
+from penstock.graph.gradient import gradients
+from penstock.graph.node import Node, leaf, topological
+from penstock.graph.unstack import unstack
 
 CPU = replace(CUDA, kind="cpu", language="opencl", vector_width=8, compute_units=4, matmul_library=False)
 GPU = replace(CPU, kind="gpu", vector_width=1, compute_units=16)
@@ -147,3 +153,64 @@ def test_an_executable_copies_too(kind: str) -> None:
         (result,) = executable.run([node.value for node in structure.inputs], structure.constants())
         np.testing.assert_allclose(device.download(result, np.float32).wait(), np.exp(x), rtol=1e-6)
     device.close()
+
+
+def products(sides: list[list[Node]], stacked: bool) -> list[Node]:
+    """The products of pairs and the gradients of their squares: of stacks, or each by itself."""
+    if stacked:
+        stacks = [shaping.concat([shaping.reshape(x, (1, *x.shape)) for x in side], 0) for side in sides]
+        product = contraction.matmul(*stacks)
+        rest = [(0, length, 1) for length in product.shape[1:]]
+        items = [shaping.slice_(product, ((index, 1, 1), *rest)) for index in range(len(sides[0]))]
+        results = [shaping.reshape(item, product.shape[1:]) for item in items]
+    else:
+        results = [contraction.matmul(*pair) for pair in zip(*sides, strict=True)]
+    squares = [reducing.sum_(elementwise.multiply(result, result), (0, 1)) for result in results]
+    found = gradients(reduce(elementwise.add, squares), None, [*sides[0], *sides[1]])
+    return decompose([*results, *(node for node in found if node is not None)], CPU)
+
+
+@pytest.mark.parametrize("dtype", [float32, bfloat16])
+def test_products_of_stacks_are_single_products_on_a_cpu_and_one_product_on_a_gpu(dtype: np.dtype) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [[rng.integers(-3, 4, s).astype(np.float32) for _ in range(4)] for s in ((8, 6), (6, 5))]
+    sides = [[elementwise.cast(plain(array), dtype) for array in side] for side in arrays]
+    wanted = products(sides, stacked=True)
+    assert len(wanted) == 12
+    schedule, structure = compiled(wanted, CPU)
+    single = compiled(products(sides, stacked=False), CPU)[0]
+    # Nothing is copied: the kernels are those of the single products, in the gradients too.
+    kernels, expected = (Counter(step.group.structure for step in s.groups) for s in (schedule, single))
+    assert kernels == expected
+    results = simulate(schedule, [node.value for node in structure.inputs], structure.constants())
+    for node, right, stored in zip(wanted, meaning(wanted), results, strict=True):
+        np.testing.assert_array_equal(stored.view(node.dtype).reshape(node.shape), right)
+    steps = compiled(wanted, GPU)[0].groups
+    assert sum(step.group.kind == "matmul" for step in steps) == 3  # of stacks: forward, and both gradients
+
+
+def test_a_product_of_stacks_that_is_read_as_a_whole_stays() -> None:
+    x = plain(np.arange(24, dtype=np.float32).reshape(1, 4, 6))
+    stack = shaping.concat([x, elementwise.negative(x)], 0)
+    product = contraction.matmul(stack, shaping.permute(stack, (0, 2, 1)))
+    first = shaping.slice_(product, ((0, 1, 1), (0, 4, 1), (0, 4, 1)))
+    rows = shaping.slice_(product, ((0, 2, 1), (0, 1, 1), (0, 4, 1)))
+    for others in ([product], [elementwise.exp(product)], [rows], [reducing.sum_(product, (0,))]):
+        assert unstack([first, *others]) == [first, *others]
+    (matrix,) = unstack([first])
+    assert matrix.inputs[0].shape == (4, 4)
+
+
+def test_gradients_of_some_of_the_products_are_those_of_stacks() -> None:
+    sides = [
+        [plain(np.arange(12, dtype=np.float32).reshape(s) + i) for i in range(3)] for s in ((3, 4), (4, 3))
+    ]
+    stacks = [shaping.concat([shaping.reshape(x, (1, *x.shape)) for x in side], 0) for side in sides]
+    product = contraction.matmul(*stacks)
+    pieces = [shaping.slice_(product, ((index, 1, 1), (0, 3, 1), (0, 3, 1))) for index in (0, 0, 2)]
+    total = reducing.sum_(reduce(elementwise.add, [*pieces[:2], elementwise.exp(pieces[2])]), (0, 1, 2))
+    wanted = [node for node in gradients(total, None, sides[0]) if node is not None]
+    new = unstack(wanted)  # of two pieces of the first, none of the second, and one of the third
+    assert all(node.ndim == 2 for node in topological(new) if node.primitive is contraction.MATMUL)
+    for right, result in zip(meaning(wanted), meaning(new), strict=True):
+        np.testing.assert_array_equal(result, right)

@@ -154,10 +154,11 @@ def test_a_bad_text_is_refused_with_the_kernels_name_and_the_reason(
 def test_a_pipeline_that_webgpu_refuses_is_told_with_the_kernels_name(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layouts, fill, out = device.driver._layouts, compiled(device)["fill"], device.empty(16)
-    real = layouts.pipeline
+    native, fill, out = device.driver._native, compiled(device)["fill"], device.empty(16)
+    real = native.pipeline
     with monkeypatch.context() as patched:
-        patched.setattr(layouts, "pipeline", lambda _, nbytes: real(0, nbytes))  # no place for a buffer
+        # No place for a buffer.
+        patched.setattr(native, "pipeline", lambda name, module, _, nbytes: real(name, module, 0, nbytes))
         with pytest.raises(DeviceError, match=r"kernel 'fill', grid \(1,\).*(?s:.)*binding"):
             device.stream.launch(fill, (1,), (1,), (out, 1, 4))
         with pytest.raises(DeviceError, match=r"kernel 'fill', grid \(1,\)"):

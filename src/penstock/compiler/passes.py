@@ -15,10 +15,16 @@ from penstock.fusion.products import by_library
 from penstock.fusion.splitting import split
 from penstock.fusion.views import base
 from penstock.graph.node import Node
+from penstock.graph.unstack import unstack
 from penstock.kernels.horizontal_fusion import MOST_CALLS, kind
 from penstock.kernels.lower import fusible
 from penstock.plan.order import Work, ordered
 from penstock.plan.turns import in_turns
+
+
+def unstack_products(state: Compilation, target: Target) -> Compilation:
+    """On a CPU, where small products are one launch in any case: no copies of their matrices into stacks."""
+    return state if target.gpu else replace(state, wanted=unstack(state.wanted))
 
 
 def split_long(state: Compilation, target: Target) -> Compilation:

@@ -30,12 +30,12 @@ class Binaries:
     def get(self, key: str) -> bytes | None:
         """The code for a key, which names everything that the code depends on."""
         name = _name(key)
-        found = self._folder.read(name)
-        if found is None:
+        content = self._folder.read(name)
+        if content is None:
             return None
         with suppress(OSError):
             os.utime(self._folder.path / name)  # the oldest go first
-        check, code = found[:_CHECK_BYTES], found[_CHECK_BYTES:]
+        check, code = content[:_CHECK_BYTES], content[_CHECK_BYTES:]
         if hashlib.sha256(code).digest() == check:
             return code
         with suppress(OSError):

@@ -14,13 +14,13 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import DeviceError
+from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
 Bytes = npt.NDArray[np.uint8]
 Queue = Any  # a driver's own object
@@ -95,25 +95,23 @@ class LibraryLaunch(Protocol):
 _serials = itertools.count()
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Memory:
     """One allocation of a driver."""
 
-    __slots__ = (
-        "__weakref__", "asked", "host", "idle_since", "native", "nbytes", "parts", "pinned", "serial",
-        "usage",
-    )  # fmt: skip
+    native: Any  # what a kernel takes as argument
+    nbytes: int
+    host: Bytes | None  # the same bytes as an array, where the host can always see them
+    pinned: bool = False  # memory of the host that the device can reach by itself
+    serial: int = field(default_factory=_serials.__next__)  # which allocation it is, of all that there were
+    parts: Any = None  # native objects for parts of it, where a driver keeps any
+    # The pool's notes: how much was asked for, since when nobody holds it, and who used it last.
+    asked: int = field(init=False)
+    idle_since: float = 0.0
+    usage: Any = None
 
-    def __init__(self, native: Any, nbytes: int, host: Bytes | None, pinned: bool = False) -> None:
-        self.serial = next(_serials)  # which allocation it is, of all that there were
-        self.native = native  # what a kernel takes as argument
-        self.nbytes = nbytes
-        self.host = host  # the same bytes as an array, where the host can always see them
-        self.pinned = pinned  # memory of the host that the device can reach by itself
-        self.parts: Any = None  # native objects for parts of it, where a driver keeps any
-        # The pool's notes: how much was asked for, since when nobody holds it, and who used it last.
-        self.asked = nbytes
-        self.idle_since = 0.0
-        self.usage: Any = None
+    def __post_init__(self) -> None:
+        self.asked = self.nbytes
 
     @property
     def is_freed(self) -> bool:
@@ -125,7 +123,7 @@ class Memory:
 class Cost:
     """What one launch of a kernel computes and moves, as a profile shows it."""
 
-    operations: int  # on numbers; a product of matrices has two for each pair of items
+    operations: int  # of arithmetic; a product of matrices has two for each pair of items
     read_bytes: int
     written_bytes: int
     shapes: str  # of what goes in and comes out, for people
@@ -168,6 +166,25 @@ def parameter_dtypes(name: str, signature: Sequence[str]) -> list[np.dtype[Any]]
     return dtypes
 
 
+def check_parameter_count(name: str, count: int, signature: Sequence[str]) -> None:
+    """Raise CompileError where a kernel has not as many parameters as its signature."""
+    if count != len(signature):
+        raise CompileError(
+            f"kernel {name!r} has {count} parameters, and the signature ({', '.join(signature)}) has "
+            f"{len(signature)}"
+        )
+
+
+class Life:
+    """Which native objects of a driver are open, by `id`, and whether they may be touched."""
+
+    __slots__ = ("abandoned", "open")
+
+    def __init__(self) -> None:
+        self.open: set[int] = set()  # every step on it is atomic: finalisers take no lock
+        self.abandoned = False  # after a fork
+
+
 class Driver(ABC):
     """One opened device. All calls may come from any thread; the layer above orders those on one queue."""
 
@@ -179,6 +196,11 @@ class Driver(ABC):
     graphs: bool = False  # whether `capture` makes one launch of many
     reaches_pinned: bool = False  # whether kernels take pinned memory like any other
     times: bool = False  # whether `ran` tells when commands ran
+
+    def __init__(self, name: str, capabilities: Capabilities) -> None:
+        self.name = name
+        self.capabilities = capabilities
+        self._allocations: set[Memory] = set()  # not freed; every step on it is atomic and needs no lock
 
     # Memory
 
@@ -195,9 +217,15 @@ class Driver(ABC):
         """A part of `memory` as a kernel argument; `offset` is a multiple of `offset_alignment`."""
 
     @property
-    @abstractmethod
     def allocated_bytes(self) -> int:
         """Bytes allocated and not freed, counted apart from the layers above."""
+        return sum(memory.nbytes for memory in self._allocations.copy())
+
+    def _no_memory(self, nbytes: int, reason: str) -> OutOfDeviceMemory:
+        """The error of an allocation that the device refused."""
+        largest = self.capabilities.max_allocation_bytes
+        hint = f"; one allocation may have {largest} bytes there" if nbytes > largest else ""
+        return OutOfDeviceMemory(f"{self.name} has no {nbytes} bytes ({reason}){hint}", asked=nbytes)
 
     @abstractmethod
     def native_handles(self) -> int:
@@ -209,11 +237,13 @@ class Driver(ABC):
     def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
         """All kernels that `signatures` names, from one source. Raises CompileError."""
 
-    @abstractmethod
     def launch(
         self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
     ) -> Event:
         """Record `grid` groups of `group` threads each. `args` are native."""
+        events: list[Event] = []
+        self.replay(queue, (self.bind(kernel, grid, group, args),), waits, events)
+        return events[0]
 
     @abstractmethod
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:

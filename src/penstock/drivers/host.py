@@ -11,6 +11,8 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -29,26 +31,23 @@ from penstock.drivers.driver import (
     Queue,
     Source,
     Waits,
-    parameter_dtypes,
 )
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
 _FRESH, _FREED = 0xA5, 0xDD  # what a scheduler's driver writes over memory that it allocates and frees
 
 
+@dataclass(slots=True, eq=False)
 class _Command:
     """One recorded command, which is its own event."""
 
-    __slots__ = ("done", "error", "flushed", "ran", "run", "timed", "waits")
-
-    def __init__(self, run: Callable[[], None], waits: Waits, timed: bool) -> None:
-        self.run: Callable[[], None] | None = run
-        self.waits = waits or ()
-        self.flushed = False
-        self.done = False
-        self.error: str | None = None
-        self.timed = timed
-        self.ran: tuple[float, float] | None = None
+    run: Callable[[], None] | None
+    waits: Sequence[_Command]
+    timed: bool
+    flushed: bool = False
+    done: bool = False
+    error: str = ""
+    ran: tuple[float, float] | None = None
 
     def execute(self) -> None:
         assert self.run is not None
@@ -66,19 +65,6 @@ class _Command:
         self.run, self.waits, self.done = None, (), True  # what the command held is free from here on
 
 
-class _Call:
-    """A function with the arguments of the moment in which it was recorded."""
-
-    __slots__ = ("args", "function")
-
-    def __init__(self, function: Callable[..., None], args: Sequence[Any]) -> None:
-        self.function = function
-        self.args = args
-
-    def __call__(self) -> None:
-        self.function(*self.args)
-
-
 def _typed(arg: Any, dtype: np.dtype[Any]) -> Any:
     return arg.view(dtype) if isinstance(arg, np.ndarray) else dtype.type(arg)
 
@@ -91,15 +77,12 @@ class HostDriver(Driver):
     def __init__(
         self, name: str = "host", *, shared_memory: bool = True, scheduler: random.Random | None = None
     ) -> None:
-        self.name = name
-        self.capabilities = host_capabilities(shared_memory)
-        self.compute: deque[_Command] = deque()
-        self.incoming: deque[_Command] = deque()
-        self.outgoing: deque[_Command] = deque()
+        super().__init__(name, host_capabilities(shared_memory))
+        self._queues = [deque[_Command]() for _ in range(3)]
+        self.compute, self.incoming, self.outgoing = self._queues
         self._scheduler = scheduler
         self._timed = False
         self._lock = threading.RLock()
-        self._allocations: set[Memory] = set()
 
     # Memory
 
@@ -125,10 +108,6 @@ class HostDriver(Driver):
         part: Bytes = memory.native[offset : offset + nbytes]
         return part
 
-    @property
-    def allocated_bytes(self) -> int:
-        return sum(memory.nbytes for memory in self._allocations.copy())
-
     def native_handles(self) -> int:
         return len(self._allocations)
 
@@ -141,30 +120,23 @@ class HostDriver(Driver):
         for name, signature in signatures.items():
             if not callable(source.get(name)):
                 raise CompileError(f"no function {name!r} was given; there are {sorted(source)}")
-            dtypes = parameter_dtypes(name, signature)
-            kernels[name] = Kernel(name, signature, (source[name], dtypes))
+            kernels[name] = Kernel(name, signature, source[name])
         return kernels
 
-    def launch(
-        self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
-    ) -> Event:
-        return self._record(queue, _Call(*self.bind(kernel, grid, group, args)), waits)
-
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
-        function, dtypes = kernel.native
         limit = self.capabilities.max_group_size
         if not 1 <= len(grid) == len(group) <= 3 or min(*grid, *group) < 1 or np.prod(group) > limit:
             raise DeviceError(
                 f"grid and group need 1 to 3 positive sizes each, a group at most {limit} threads"
             )
-        return function, [_typed(arg, dtype) for arg, dtype in zip(args, dtypes, strict=True)]
+        return kernel.native, [_typed(arg, dtype) for arg, dtype in zip(args, kernel.dtypes, strict=True)]
 
     def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
         bound[1][position] = _typed(arg, dtype)
 
     def replay(self, queue: Queue, bound: Sequence[Any], waits: Waits, events: list[Event]) -> None:
         for function, args in bound:
-            events.append(self._record(queue, _Call(function, tuple(args)), waits))
+            events.append(self._record(queue, partial(function, *args), waits))
 
     # Copies
 
@@ -212,7 +184,7 @@ class HostDriver(Driver):
         return [(position, event.error) for position, event in enumerate(events) if event.error]
 
     def _record(self, queue: Queue, run: Callable[[], None], waits: Waits) -> Event:
-        command = _Command(run, waits, self._timed)
+        command = _Command(run, waits or (), self._timed)
         with self._lock:
             if self._scheduler:
                 queue.append(command)
@@ -225,7 +197,7 @@ class HostDriver(Driver):
         assert self._scheduler is not None
         ready = [
             queue
-            for queue in (self.compute, self.incoming, self.outgoing)
+            for queue in self._queues
             if queue and queue[0].flushed and all(event.done for event in queue[0].waits)
         ]
         if ready:
@@ -245,7 +217,7 @@ class HostDriver(Driver):
 
     def close(self) -> None:
         with self._lock:
-            for queue in (self.compute, self.incoming, self.outgoing):
+            for queue in self._queues:
                 self.flush(queue)
             while self._scheduler and self._run_one():
                 pass

@@ -29,15 +29,15 @@ from penstock.graph.elementwise import (
     greater_equal,
     like,
     multiply,
-    positive,
     stop,
     subtract,
     where,
+    widened,
 )
-from penstock.graph.gradient import gradients
+from penstock.graph.gradient import gradients_of
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
-from penstock.graph.reducing import expand, max_, restore, sum_
-from penstock.graph.shaping import concat, pad, permute, reshape, slice_
+from penstock.graph.reducing import expand, keep_axes, max_, restore, sum_
+from penstock.graph.shaping import concat, pad, permute, reshape, slice_axis
 
 GRADIENT_PARTS = ("query", "key", "value")
 _ROW_ITEMS = 1 << 24  # scores that are held at a time; of more, each part is computed twice in training
@@ -146,8 +146,8 @@ def _decomposed(node: Node, capabilities: Capabilities) -> Node | None:
 
 def _of_parts(node: Node) -> Node:
     query, key, value = (permute(operand, (0, 2, 1, 3)) for operand in node.inputs)
-    found = attend(query, key, value, node.attributes["causal"], node.attributes["scale"])
-    return permute(found, (0, 2, 1, 3))
+    result = attend(query, key, value, node.attributes["causal"], node.attributes["scale"])
+    return permute(result, (0, 2, 1, 3))
 
 
 def _gradient_decomposed(node: Node, capabilities: Capabilities) -> Node | None:
@@ -156,11 +156,12 @@ def _gradient_decomposed(node: Node, capabilities: Capabilities) -> Node | None:
 
 def _gradient_of_parts(node: Node) -> Node:
     """The gradient of what attention is made of."""
-    operands = [positive(operand) for operand in node.inputs[:3]]  # two of them may be one node
-    rest = {name: value for name, value in node.attributes.items() if name != "part"}
-    forward = _of_parts(Node(ATTENTION, tuple(operands), {**rest, "part": "result"}))
-    found = gradients(forward, node.inputs[-1], operands, until=operands)
-    parts = [like(x, 0) if part is None else part for x, part in zip(operands, found, strict=True)]
+    attributes = {**node.attributes, "part": "result"}
+    operands = node.inputs[:3]
+    by_operand = gradients_of(
+        lambda *own: _of_parts(Node(ATTENTION, own, attributes)), operands, node.inputs[-1]
+    )
+    parts = [like(x, 0) if part is None else part for x, part in zip(operands, by_operand, strict=True)]
     if node.attributes["part"] != "packed":
         return parts[GRADIENT_PARTS.index(node.attributes["part"])]
     query, key, value = (_placed(part, side, node.shape) for side, part in enumerate(parts))
@@ -168,21 +169,14 @@ def _gradient_of_parts(node: Node) -> Node:
 
 
 def _second_gradient(g: Node, n: Node) -> list[Node | None]:
-    own = tuple(positive(operand) for operand in n.inputs)  # two of them may be one node
-    return gradients(_gradient_of_parts(Node(n.primitive, own, n.attributes)), g, own, until=own)
+    return gradients_of(lambda *own: _gradient_of_parts(n.on(own)), n.inputs, g)
 
 
 def _placed(part: Node, side: int, shape: Shape) -> Node:
-    """A gradient at its place in that of queries, keys and values together."""
+    """A gradient as a part of that of queries, keys and values together."""
     batch, length, _, heads, width = shape
     row = reshape(part, (batch, length, 1, heads, width))
-    return pad(row, _side(side, shape), shape)
-
-
-def _side(side: int, shape: Shape) -> tuple[tuple[int, int, int], ...]:
-    """The slices that take queries, keys or values from all of them together."""
-    batch, length, _, heads, width = shape
-    return ((0, batch, 1), (0, length, 1), (side, 1, 1), (0, heads, 1), (0, width, 1))
+    return pad(row, ((0, batch, 1), (0, length, 1), (side, 1, 1), (0, heads, 1), (0, width, 1)), shape)
 
 
 def attend(query: Node, key: Node, value: Node, causal: bool, scale: float) -> Node:
@@ -195,16 +189,12 @@ def attend(query: Node, key: Node, value: Node, causal: bool, scale: float) -> N
     for start in range(0, queries, rows):
         end = min(start + rows, queries)
         seen = keys - queries + end if causal else keys
-        q, k, v = _between(query, start, end), _between(key, 0, seen), _between(value, 0, seen)
+        rows_axis = query.ndim - 2
+        q = slice_axis(query, rows_axis, start, end - start)
+        k, v = (slice_axis(operand, rows_axis, 0, seen) for operand in (key, value))
         part = _attended(q, k, v, keys - queries + start, causal, scale)
         parts.append(checkpoint(part, [q, k, v]))
     return concat(parts, query.ndim - 2)
-
-
-def _between(x: Node, start: int, end: int) -> Node:
-    slices = [(0, length, 1) for length in x.shape]
-    slices[-2] = (start, end - start, 1)
-    return slice_(x, tuple(slices))
 
 
 def _attended(query: Node, key: Node, value: Node, offset: int, causal: bool, scale: float) -> Node:
@@ -215,9 +205,9 @@ def _attended(query: Node, key: Node, value: Node, offset: int, causal: bool, sc
     queries, keys = scores.shape[-2:]
     if causal and queries > 1:
         last_seen = reshape(sequence(offset, 1, queries, int32), (queries, 1))
-        place = reshape(sequence(0, 1, keys, int32), (1, keys))
+        index = reshape(sequence(0, 1, keys, int32), (1, keys))
         pairs = (queries, keys)
-        seen = greater_equal(expand(last_seen, pairs), expand(place, pairs))
+        seen = greater_equal(expand(last_seen, pairs), expand(index, pairs))
         seen = expand(reshape(seen, (1,) * (scores.ndim - 2) + pairs), scores.shape)
         scores = where(seen, scores, full(scores.shape, scores.dtype, -math.inf))
     weights = softmax(scores, scores.ndim - 1)
@@ -228,23 +218,17 @@ def softmax(x: Node, axis: int) -> Node:
     """exp(x), made to sum to 1 along an axis; float16 and bfloat16 are rounded once, at the end."""
     if not x.shape[axis]:
         return x
-    wide = cast(x, float32) if x.dtype in HALF_PRECISION else x
+    wide = widened(x)
     fixed, axes = stop(wide), (axis,)
     powers = exp(subtract(fixed, restore(max_(fixed, axes), fixed, axes)))
-    total = _kept(sum_(powers, axes), x, axis)
+    total = keep_axes(sum_(powers, axes), x, axes)
     result = multiply(powers, expand(divide(like(total, 1), total), x.shape))
     return cast(Node(_SOFTMAX, (result, wide), {"axis": axis}), x.dtype)
 
 
 def _softmax_gradient(g: Node, n: Node) -> list[Node]:
     axis, scaled = n.attributes["axis"], multiply(g, n)
-    total = expand(_kept(sum_(scaled, (axis,)), n, axis), n.shape)
-    return [subtract(scaled, multiply(n, total))]
-
-
-def _kept(reduced: Node, x: Node, axis: int) -> Node:
-    """What a reduction of `x` gave, with the axis that it dropped."""
-    return reshape(reduced, tuple(1 if at == axis else length for at, length in enumerate(x.shape)))
+    return [subtract(scaled, multiply(n, restore(sum_(scaled, (axis,)), n, (axis,))))]
 
 
 _SOFTMAX = custom_vjp("softmax", _softmax_gradient)
@@ -276,6 +260,6 @@ def packed_attention(packed: Node, causal: bool, scale: float) -> Node:
     """The same of one (batch, length, 3, heads, width of a head), whose gradient is one value too."""
     batch, length, _, heads, width = packed.shape
     query, key, value = (
-        reshape(slice_(packed, _side(side, packed.shape)), (batch, length, heads, width)) for side in range(3)
+        reshape(slice_axis(packed, 2, side, 1), (batch, length, heads, width)) for side in range(3)
     )
     return Node(PACKED, (attention(query, key, value, causal, scale), packed), {})

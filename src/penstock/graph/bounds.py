@@ -126,9 +126,9 @@ class Verdict:
             (node.attributes["bound"], node.dtype.kind == "i") for node in indices
         ]
 
-    def judge(self, found: Array) -> BadIndex | None:
+    def judge(self, values: Array) -> BadIndex | None:
         """The error for these values, if there is one."""
-        for worst, (bound, signed) in zip(found.tolist(), self._bounds, strict=True):
+        for worst, (bound, signed) in zip(values.tolist(), self._bounds, strict=True):
             if worst >= bound.length:
                 negative = signed and worst > np.iinfo(np.dtype(self.dtype)).max // 2
                 before = bound.length if bound.from_end else 0
@@ -152,12 +152,12 @@ class Worst:
 
 def worst(indices: Sequence[Node]) -> list[Worst]:
     """The worst of each bounded index, together where the dtype is as wide."""
-    found = []
+    result = []
     for dtype in (uint32, uint64):
         fitting = [node for node in indices if (node.dtype.itemsize > 4) == (dtype is uint64)]
         for start in range(0, len(fitting), _MOST_TOGETHER):
-            found.append(Worst(fitting[start : start + _MOST_TOGETHER], dtype))
-    return found
+            result.append(Worst(fitting[start : start + _MOST_TOGETHER], dtype))
+    return result
 
 
 def _row(index: Node, length: int) -> Node:

@@ -8,7 +8,6 @@ is not taken for the original. Its second input is what it waits for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.custom_vjp import custom_vjp
@@ -31,8 +30,7 @@ def copied(value: Node, new: dict[Node, Node]) -> Node:
     for node in topological([value], through_values=True, until=new):
         if node in known:
             continue
-        inputs = tuple(known[parent] for parent in node.inputs)
-        known[node] = node if inputs == node.inputs else Node(node.primitive, inputs, node.attributes)
+        known[node] = node.on(tuple(known[parent] for parent in node.inputs))
     return known[value]
 
 
@@ -55,7 +53,4 @@ BARRIER = Primitive(
 
 def checkpoint(value: Node, inputs: Sequence[Node]) -> Node:
     """`value`, whose gradient by the inputs recomputes what lies between instead of keeping it."""
-    return Node(CHECKPOINT, (value, *inputs), _NOTHING)
-
-
-_NOTHING: dict[str, Any] = {}
+    return Node(CHECKPOINT, (value, *inputs), {})

@@ -9,7 +9,7 @@ import numpy as np
 from penstock.graph.node import DType, Kind, Node, Primitive, Shape
 
 
-def _sequence_shape(*, start: Any, step: Any, count: int, dtype: DType) -> tuple[Shape, DType]:
+def _sequence_shape(*, count: int, dtype: DType, **_: Any) -> tuple[Shape, DType]:
     return (count,), dtype
 
 
@@ -27,14 +27,10 @@ def _sequence_reference(start: Any, step: Any, count: int, dtype: DType) -> Any:
     return (start + positions.astype(np.float64) * step).astype(dtype)
 
 
-def _positions_shape(*, count: int, dtype: DType) -> tuple[Shape, DType]:
-    return (count,), dtype
-
-
 SEQUENCE = Primitive(
     "sequence", Kind.CREATION, _sequence_shape, _sequence_reference, constants=("start", "step")
 )
 # From 0 on, one by one: a compiler that knows the numbers needs none of the arithmetic.
 POSITIONS = Primitive(
-    "positions", Kind.CREATION, _positions_shape, lambda count, dtype: np.arange(count, dtype=dtype)
+    "positions", Kind.CREATION, _sequence_shape, lambda count, dtype: np.arange(count, dtype=dtype)
 )

@@ -31,24 +31,25 @@ from penstock.graph.elementwise import (
     stop,
     subtract,
     where,
+    widened,
 )
-from penstock.graph.gradient import gradients
+from penstock.graph.gradient import gradients, gradients_of
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
-from penstock.graph.reducing import expand, max_, sum_
+from penstock.graph.reducing import expand, max_, restore, sum_
 from penstock.graph.reference import by_parts
-from penstock.graph.shaping import permute, reshape, slice_
+from penstock.graph.shaping import permute, reshape, slice_axis
 
 
 def row_losses(logits: Node, labels: Node, kept: Node | None, smoothing: float) -> Node:
     """The loss of each row, 0 where it is not kept. Nothing of such a row is in any result, not even NaN."""
     rows, width = logits.shape
     stored = stop(logits)
-    fixed = _wide(stored)
+    fixed = widened(stored)
     most = max_(fixed, (1,))
-    shifted = subtract(fixed, expand(reshape(most, (rows, 1)), logits.shape))
+    shifted = subtract(fixed, restore(most, logits, (1,)))
     total = log(sum_(exp(shifted), (1,)))
-    picked = _wide(gather(reshape(stored, (rows * width,)), places(labels, rows, width)))
-    # On a GPU looked up by itself, before the gradient takes the place of the logits in memory.
+    picked = widened(gather(reshape(stored, (rows * width,)), label_positions(labels, rows, width)))
+    # On a GPU looked up by itself, before the gradient takes over the memory of the logits.
     picked = stop(Node(BARRIER, (stop(picked),), {"gpu_only": True}))
     loss = subtract(total, subtract(picked, most))
     if smoothing:
@@ -62,32 +63,27 @@ def row_losses(logits: Node, labels: Node, kept: Node | None, smoothing: float) 
 
 def _row_losses_gradient(g: Node, n: Node) -> list[Node | None]:
     _, logits, labels, *kept = n.inputs
-    smoothing, (rows, width) = n.attributes["smoothing"], logits.shape
+    smoothing, width = n.attributes["smoothing"], logits.shape[1]
     # In 32 bits, of which a vector holds twice as many as of 64.
     classes = reshape(sequence(0, 1, width, int32), (1, width))
-    label = reshape(cast(labels, int32), (rows, 1))
-    chosen = equal(expand(label, logits.shape), expand(classes, logits.shape))
-    chances = softmax(_wide(logits), 1)
+    chosen = equal(restore(cast(labels, int32), logits, (1,)), expand(classes, logits.shape))
+    chances = softmax(widened(logits), 1)
     less = where(chosen, subtract(chances, like(chances, 1 - smoothing)), chances)
     less = subtract(less, like(less, smoothing / width)) if smoothing else less
-    less = multiply(less, expand(reshape(g, (rows, 1)), logits.shape))
+    less = multiply(less, restore(g, logits, (1,)))
     if kept:
-        less = where(expand(reshape(kept[0], (rows, 1)), logits.shape), less, like(less, 0))
+        less = where(restore(kept[0], logits, (1,)), less, like(less, 0))
     return [cast(less, logits.dtype), None, *(None for _ in kept)]
 
 
 _ROW_LOSSES = custom_vjp("row_losses", _row_losses_gradient)
 
 
-def places(labels: Node, rows: int, width: int) -> Node:
+def label_positions(labels: Node, rows: int, width: int) -> Node:
     """Where the logit of each row's label lies among all logits, in a dtype that holds the last one."""
     dtype = int32 if rows * width <= np.iinfo(np.int32).max else int64
     first = sequence(0, 1, rows, dtype)
     return add(cast(labels, dtype), multiply(first, like(first, width)))
-
-
-def _wide(x: Node) -> Node:
-    return cast(x, float32) if x.dtype in HALF_PRECISION else x
 
 
 # Of a linear layer
@@ -114,9 +110,8 @@ def _in_parts(rows: int, items: Node, weight: Node, labels: Node, *kept: Node, s
     total = full((), float32 if items.dtype in HALF_PRECISION else items.dtype, 0)
     for start in range(0, items.shape[0], rows):
         count = min(rows, items.shape[0] - start)
-        part = slice_(items, ((start, count, 1), (0, items.shape[1], 1)))
+        part, *own = (slice_axis(x, 0, start, count) for x in (items, labels, *kept))
         logits = matmul(part, permute(weight, (1, 0)))
-        own = [slice_(x, ((start, count, 1),)) for x in (labels, *kept)]
         losses = row_losses(logits, own[0], own[1] if kept else None, smoothing)
         total = add(total, sum_(losses, (0,)))
     return total
@@ -125,8 +120,8 @@ def _in_parts(rows: int, items: Node, weight: Node, labels: Node, *kept: Node, s
 def _gradient_in_parts(rows: int, *inputs: Node, smoothing: float, of: int) -> Node:
     operands = [positive(operand) for operand in inputs[:-1]]
     loss = _in_parts(rows, *operands, smoothing=smoothing)
-    (found,) = gradients(loss, inputs[-1], [operands[of]], until=operands)
-    return like(operands[of], 0) if found is None else found
+    (part,) = gradients(loss, inputs[-1], [operands[of]], until=operands)
+    return like(operands[of], 0) if part is None else part
 
 
 def _rows_at_once(width: int, capabilities: Capabilities) -> int:
@@ -160,15 +155,13 @@ def _gradient_reference(*arrays: Array, **attributes: Any) -> Array:
 
 
 def _gradients(g: Node, n: Node) -> list[Node | None]:
-    found: list[Node | None] = [None] * len(n.inputs)
-    for of in (0, 1):
-        found[of] = Node(LINEAR_CROSS_ENTROPY_GRADIENT, (*n.inputs, g), {**n.attributes, "of": of})
-    return found
+    inputs = (*n.inputs, g)
+    parts = [Node(LINEAR_CROSS_ENTROPY_GRADIENT, inputs, {**n.attributes, "of": of}) for of in (0, 1)]
+    return [*parts, *(None for _ in n.inputs[2:])]
 
 
 def _second_gradients(g: Node, n: Node) -> list[Node | None]:
-    own = tuple(positive(operand) for operand in n.inputs)
-    return gradients(_gradient_in_parts(1 << 30, *own, **n.attributes), g, own, until=own)
+    return gradients_of(lambda *own: _gradient_in_parts(1 << 30, *own, **n.attributes), n.inputs, g)
 
 
 LINEAR_CROSS_ENTROPY = Primitive(

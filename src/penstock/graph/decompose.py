@@ -34,8 +34,7 @@ class _Decomposition:
         return [self._new[node] for node in outputs]
 
     def _final(self, node: Node) -> Node:
-        inputs = tuple(self._new[parent] for parent in node.inputs)
-        same = node if inputs == node.inputs else Node(node.primitive, inputs, node.attributes)
+        same = node.on(tuple(self._new[parent] for parent in node.inputs))
         rule = node.primitive.decompose
         parts = None if rule is None else rule(same, self._capabilities)
         return same if parts is None else self.of([parts])[0]

@@ -72,8 +72,8 @@ def checked(dtype: Any) -> DType:
         return dtype
     try:
         if dtype is not None:
-            found = np.dtype(dtype)
-            return _BY_NUMPY.get(found) or _BY_NAME[found.name]  # in another order of bytes, it has the name
+            known = np.dtype(dtype)
+            return _BY_NUMPY.get(known) or _BY_NAME[known.name]  # in another order of bytes, it has the name
     except (TypeError, KeyError):
         pass
     raise TypeError(f"{dtype!r} is no dtype of Penstock; there are {', '.join(_BY_NAME)}")

@@ -9,17 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.graph.dtypes import HALF_PRECISION, bool_, complex64, float32, float64
-from penstock.graph.node import (
-    Array,
-    DType,
-    Kind,
-    Node,
-    Primitive,
-    Rounding,
-    Shape,
-    Vjp,
-    same,
-)
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Rounding, Shape, Vjp, same
 from penstock.graph.reference import by_parts
 
 Apply = Callable[..., Node]
@@ -31,7 +21,7 @@ _COSTLY: dict[str, Any] = {"costly": True}
 _SLOW: dict[str, Any] = {"costly": True, "weight": 1}
 
 
-def _truth(*inputs: Node) -> tuple[Shape, DType]:
+def _predicate(*inputs: Node) -> tuple[Shape, DType]:
     return same(*inputs)[0], BOOL
 
 
@@ -66,6 +56,11 @@ def _row(
     return apply
 
 
+def _over(denominator: Callable[[Node], Node]) -> Vjp:
+    """The gradient of a function whose derivative is 1 / `denominator`."""
+    return lambda g, n: (divide(g, denominator(n.inputs[0])),)
+
+
 def _cast_shape(x: Node, *, dtype: DType) -> tuple[Shape, DType]:
     return x.shape, dtype
 
@@ -77,6 +72,11 @@ def _full_shape(*, shape: Shape, dtype: DType, number: Any) -> tuple[Shape, DTyp
 def cast(x: Node, dtype: DType) -> Node:
     """`x` in another dtype."""
     return x if x.dtype is dtype or x.dtype == dtype else Node(CAST, (x,), {"dtype": dtype})
+
+
+def widened(x: Node) -> Node:
+    """`x` in the dtype in which it is computed: float16 and bfloat16 in float32."""
+    return cast(x, float32) if x.dtype in HALF_PRECISION else x
 
 
 def full(shape: Shape, dtype: DType, number: Any) -> Node:
@@ -155,32 +155,10 @@ def _power(x: Array, y: Array) -> Array:
 
 # One input
 
-PRIMITIVES["stop"] = Primitive(
-    "stop",
-    Kind.ELEMENTWISE,
-    same,
-    lambda x: x,
-    lambda g, n: (None,),
-    stop_gradient=True,
-    is_identity=True,
-)
-
-
-def stop(x: Node) -> Node:
-    """The same value, through which no gradient passes."""
-    return Node(PRIMITIVES["stop"], (x,), {})
-
-
-PRIMITIVES["positive"] = Primitive(
-    "positive", Kind.ELEMENTWISE, same, lambda x: x, lambda g, n: (g,), is_identity=True
-)
-
-
-def positive(x: Node) -> Node:
-    """The same value, as a node of its own."""
-    return Node(PRIMITIVES["positive"], (x,), {})
-
-
+_IDENTITY: dict[str, Any] = {"rounding": _EXACT, "is_identity": True}
+# The same value: `stop` lets no gradient pass, and `positive` is a node of its own.
+stop: Apply = _row("stop", lambda x: x, lambda g, n: (None,), stop_gradient=True, **_IDENTITY)
+positive: Apply = _row("positive", lambda x: x, lambda g, n: (g,), **_IDENTITY)
 negative: Apply = _row("negative", np.negative, lambda g, n: (negative(g),), rounding=_EXACT)
 abs_: Apply = _row("abs", np.abs, lambda g, n: (multiply(g, sign(n.inputs[0])),), _real, rounding=_EXACT)
 sign: Apply = _row("sign", np.sign, lambda g, n: (None,), rounding=_EXACT)
@@ -190,35 +168,25 @@ trunc: Apply = _row("trunc", np.trunc, lambda g, n: (None,), rounding=_EXACT)
 round_: Apply = _row("round", np.round, lambda g, n: (None,), rounding=_EXACT)
 exp: Apply = _row("exp", np.exp, lambda g, n: (multiply(g, n),), **_SLOW)
 expm1: Apply = _row("expm1", _expm1, lambda g, n: (multiply(g, add(n, like(n, 1))),), **_SLOW)
-log: Apply = _row("log", np.log, lambda g, n: (divide(g, n.inputs[0]),), **_SLOW)
-log1p: Apply = _row("log1p", np.log1p, lambda g, n: (divide(g, add(n.inputs[0], like(g, 1))),), **_SLOW)
-log2: Apply = _row(
-    "log2", np.log2, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(2)))),), **_SLOW
-)
-log10: Apply = _row(
-    "log10", np.log10, lambda g, n: (divide(g, multiply(n.inputs[0], like(g, np.log(10)))),), **_SLOW
-)
+log: Apply = _row("log", np.log, _over(lambda x: x), **_SLOW)
+log1p: Apply = _row("log1p", np.log1p, _over(lambda x: add(x, like(x, 1))), **_SLOW)
+log2: Apply = _row("log2", np.log2, _over(lambda x: multiply(x, like(x, np.log(2)))), **_SLOW)
+log10: Apply = _row("log10", np.log10, _over(lambda x: multiply(x, like(x, np.log(10)))), **_SLOW)
 sqrt: Apply = _row("sqrt", np.sqrt, lambda g, n: (divide(multiply(g, like(g, 0.5)), n),), **_COSTLY)
 sin: Apply = _row("sin", np.sin, lambda g, n: (multiply(g, cos(n.inputs[0])),), **_SLOW)
 cos: Apply = _row("cos", np.cos, lambda g, n: (negative(multiply(g, sin(n.inputs[0]))),), **_SLOW)
 tan: Apply = _row("tan", np.tan, lambda g, n: (multiply(g, add(multiply(n, n), like(g, 1))),), **_SLOW)
-asin: Apply = _row(
-    "asin", np.arcsin, lambda g, n: (divide(g, sqrt(_one_minus_square(n.inputs[0]))),), **_SLOW
-)
+asin: Apply = _row("asin", np.arcsin, _over(lambda x: sqrt(_one_minus_square(x))), **_SLOW)
 acos: Apply = _row(
     "acos", np.arccos, lambda g, n: (negative(divide(g, sqrt(_one_minus_square(n.inputs[0])))),), **_SLOW
 )
-atan: Apply = _row("atan", np.arctan, lambda g, n: (divide(g, _square_plus(n.inputs[0], 1)),), **_SLOW)
+atan: Apply = _row("atan", np.arctan, _over(lambda x: _square_plus(x, 1)), **_SLOW)
 sinh: Apply = _row("sinh", np.sinh, lambda g, n: (multiply(g, cosh(n.inputs[0])),), **_SLOW)
 cosh: Apply = _row("cosh", np.cosh, lambda g, n: (multiply(g, sinh(n.inputs[0])),), **_SLOW)
 tanh: Apply = _row("tanh", _tanh, lambda g, n: (multiply(g, _one_minus_square(n)),), **_SLOW)
-asinh: Apply = _row(
-    "asinh", np.arcsinh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], 1))),), **_SLOW
-)
-acosh: Apply = _row(
-    "acosh", np.arccosh, lambda g, n: (divide(g, sqrt(_square_plus(n.inputs[0], -1))),), **_SLOW
-)
-atanh: Apply = _row("atanh", np.arctanh, lambda g, n: (divide(g, _one_minus_square(n.inputs[0])),), **_SLOW)
+asinh: Apply = _row("asinh", np.arcsinh, _over(lambda x: sqrt(_square_plus(x, 1))), **_SLOW)
+acosh: Apply = _row("acosh", np.arccosh, _over(lambda x: sqrt(_square_plus(x, -1))), **_SLOW)
+atanh: Apply = _row("atanh", np.arctanh, _over(lambda x: _one_minus_square(x)), **_SLOW)
 erf: Apply = _row(
     "erf",
     lambda x: by_parts(_erf, x.astype(np.float64) if x.dtype.kind in "biu" else x),
@@ -229,10 +197,10 @@ erf: Apply = _row(
 )
 logical_not: Apply = _row("logical_not", np.logical_not)
 bitwise_invert: Apply = _row("bitwise_invert", np.invert)
-isnan: Apply = _row("isnan", np.isnan, shape_rule=_truth)
-isinf: Apply = _row("isinf", np.isinf, shape_rule=_truth)
-isfinite: Apply = _row("isfinite", np.isfinite, shape_rule=_truth)
-signbit: Apply = _row("signbit", np.signbit, shape_rule=_truth)
+isnan: Apply = _row("isnan", np.isnan, shape_rule=_predicate)
+isinf: Apply = _row("isinf", np.isinf, shape_rule=_predicate)
+isfinite: Apply = _row("isfinite", np.isfinite, shape_rule=_predicate)
+signbit: Apply = _row("signbit", np.signbit, shape_rule=_predicate)
 conj: Apply = _row("conj", np.conj, rounding=_EXACT)
 real: Apply = _row("real", np.real, shape_rule=_real, rounding=_EXACT)
 imag: Apply = _row("imag", np.imag, shape_rule=_real, rounding=_EXACT)
@@ -340,12 +308,12 @@ logaddexp: Apply = _row(
 )
 maximum: Apply = _row("maximum", np.maximum, lambda g, n: _extreme_gradient(g, n), rounding=_EXACT)
 minimum: Apply = _row("minimum", np.minimum, lambda g, n: _extreme_gradient(g, n), rounding=_EXACT)
-equal: Apply = _row("equal", np.equal, shape_rule=_truth)
-not_equal: Apply = _row("not_equal", np.not_equal, shape_rule=_truth)
-less: Apply = _row("less", np.less, shape_rule=_truth)
-less_equal: Apply = _row("less_equal", np.less_equal, shape_rule=_truth)
-greater: Apply = _row("greater", np.greater, shape_rule=_truth)
-greater_equal: Apply = _row("greater_equal", np.greater_equal, shape_rule=_truth)
+equal: Apply = _row("equal", np.equal, shape_rule=_predicate)
+not_equal: Apply = _row("not_equal", np.not_equal, shape_rule=_predicate)
+less: Apply = _row("less", np.less, shape_rule=_predicate)
+less_equal: Apply = _row("less_equal", np.less_equal, shape_rule=_predicate)
+greater: Apply = _row("greater", np.greater, shape_rule=_predicate)
+greater_equal: Apply = _row("greater_equal", np.greater_equal, shape_rule=_predicate)
 logical_and: Apply = _row("logical_and", np.logical_and)
 logical_or: Apply = _row("logical_or", np.logical_or)
 logical_xor: Apply = _row("logical_xor", np.logical_xor)

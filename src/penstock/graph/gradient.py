@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
-from penstock.graph.elementwise import add, like
+from penstock.graph.elementwise import add, like, positive
 from penstock.graph.node import Node, topological
 
 
@@ -35,3 +35,11 @@ def gradients(
             if part is not None and parent in reaches:
                 total[parent] = add(total[parent], part) if parent in total else part
     return [total.get(node) for node in wanted]
+
+
+def gradients_of(
+    function: Callable[..., Node], inputs: Sequence[Node], seed: Node | None
+) -> list[Node | None]:
+    """The gradients of what a function makes of nodes, with respect to each: two of them may be one node."""
+    own = tuple(positive(node) for node in inputs)
+    return gradients(function(*own), seed, own, until=own)

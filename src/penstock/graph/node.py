@@ -34,7 +34,7 @@ class Kind(Enum):
 
     LEAF = auto()  # none: the value is there from the start
     IDENTITY = auto()  # its own, unchanged; simplification removes the node
-    ELEMENTWISE = auto()  # those at its own place
+    ELEMENTWISE = auto()  # those at its own index
     VIEW = auto()  # one item of the input, found by arithmetic on indices
     MOVE = auto()  # one item of an input, or none: padding and concatenation
     GATHER = auto()  # rows that another input names
@@ -43,10 +43,10 @@ class Kind(Enum):
     REDUCTION = auto()  # all along axes that are dropped
     CONTRACTION = auto()  # a row of one matrix and a column of another
     ATTENTION = auto()  # one query and all keys and values
-    SCAN = auto()  # all up to its own place along an axis
+    SCAN = auto()  # all up to its own along an axis
     ARG_REDUCTION = auto()  # all along an axis; the result is an index
     SORT = auto()  # all along an axis
-    SCATTER = auto()  # all rows that an index sends to its place
+    SCATTER = auto()  # all rows that another input sends to it
     HOST = auto()  # NumPy alone computes it
     OPAQUE = auto()  # a kernel that the user wrote; nothing is known of it
 
@@ -100,7 +100,7 @@ class Primitive:
 
     @cached_property
     def reads_elsewhere(self) -> bool:
-        """Whether an item is computed from items at other places, which is no view."""
+        """Whether an item is computed from items at other indices, and it is no view."""
         return self.kind in (Kind.MOVE, Kind.GATHER, Kind.RANDOM)
 
     @cached_property
@@ -109,7 +109,7 @@ class Primitive:
         return self.kind in (Kind.CONTRACTION, Kind.ATTENTION)
 
     def operations_of(self, node: Node) -> int:
-        """How many operations on numbers a node of this primitive takes."""
+        """How many arithmetic operations a node of this primitive takes."""
         if self.operations is not None:
             return self.operations(node)
         if self.is_free or self.reads_elsewhere or self.is_identity or self.kind is Kind.OPAQUE:
@@ -169,6 +169,10 @@ class Node:
         self.value = value
         if not self.tracked or self.primitive.stop_gradient:
             self.inputs = ()
+
+    def on(self, inputs: tuple[Node, ...]) -> Node:
+        """The same of other inputs; itself where they are its own."""
+        return self if inputs == self.inputs else Node(self.primitive, inputs, self.attributes)
 
     @property
     def ndim(self) -> int:

@@ -1,6 +1,6 @@
 """Random bits from a counter, by Philox4x32-10, and the numbers that are made of them.
 
-An item depends on the state and on its own place alone, so every device draws the same bits in any order.
+An item depends on the state and on its own index alone, so every device draws the same bits in any order.
 The numbers are elementwise functions of the bits. A bits node has a last axis beyond the shape of the
 numbers: the words of 32 bits that one number takes.
 """
@@ -27,7 +27,7 @@ from penstock.graph.elementwise import (
 )
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 from penstock.graph.reducing import INDEX, argsort
-from penstock.graph.shaping import reshape, slice_
+from penstock.graph.shaping import reshape, slice_axis
 
 WORD, DOUBLE_WORD = uint32, uint64
 WORDS_PER_BLOCK = 4
@@ -99,17 +99,17 @@ def normal(bits: Node, dtype: DType) -> Node:
     their last bits.
     """
     if dtype == float64:
-        first, second, unit = _whole53(bits, 0), _whole53(bits, 2), 2.0**-53
+        first, second, step = _whole53(bits, 0), _whole53(bits, 2), 2.0**-53
     else:
         # Rounded to 24 digits, the small ones keep all of theirs: they make the tails.
-        first, second, unit = cast(_word(bits, 0), float32), cast(_word(bits, 1), float32), 2.0**-32
-    above_zero = _times(add(first, like(first, 1)), unit)  # in (0, 1]
+        first, second, step = cast(_word(bits, 0), float32), cast(_word(bits, 1), float32), 2.0**-32
+    above_zero = _times(add(first, like(first, 1)), step)  # in (0, 1]
     radius = sqrt(_times(log(above_zero), -2))
-    return cast(multiply(radius, cos(_times(second, 2 * math.pi * unit))), dtype)
+    return cast(multiply(radius, cos(_times(second, 2 * math.pi * step))), dtype)
 
 
 def integers(bits: Node, low: int, high: int, dtype: DType) -> Node:
-    """Whole numbers in [low, high), of 64 random bits each.
+    """Integers in [low, high), of 64 random bits each.
 
     Up to 2**32 different ones, x becomes floor(x * count / 2**64), beyond that x % count. The chance of a
     number is 1 / count to a relative error under count / 2**64; it is exact where count is a power of 2.
@@ -134,7 +134,7 @@ def bernoulli(bits: Node, probability: float) -> Node:
 
 
 def permutation(bits: Node) -> Node:
-    """The numbers of the items in random order. Two of n tie, and keep their order, once in 2**65 / n**2."""
+    """The indices of the items in random order. Two of n tie, and keep their order, once in 2**65 / n**2."""
     return argsort(_joined(bits), 0, False)
 
 
@@ -144,7 +144,7 @@ def _word(bits: Node, number: int) -> Node:
     if words > 1:
         count = math.prod(shape)
         rows = reshape(bits, (count, words))  # in a kernel, two axes cost fewer divisions than many
-        bits = slice_(rows, ((0, count, 1), (number, 1, 1)))
+        bits = slice_axis(rows, 1, number, 1)
     return reshape(bits, tuple(shape))
 
 
@@ -155,14 +155,14 @@ def _joined(bits: Node) -> Node:
 
 
 def _whole53(bits: Node, number: int) -> Node:
-    """A whole number of 53 random bits in float64, from two words."""
+    """An integer of 53 random bits in float64, from two words."""
     upper = cast(_shifted(_word(bits, number), 5), float64)
     lower = cast(_shifted(_word(bits, number + 1), 6), float64)
     return add(_times(upper, 2.0**26), lower)
 
 
-def _shifted(x: Node, places: int) -> Node:
-    return bitwise_right_shift(x, like(x, places))
+def _shifted(x: Node, bits: int) -> Node:
+    return bitwise_right_shift(x, like(x, bits))
 
 
 def _times(x: Node, factor: float) -> Node:

@@ -81,9 +81,9 @@ def raw(
 
 def all_parts(nodes: list[Node]) -> tuple[Node, ...]:
     """All outputs of a launch, of which some are given: a kernel writes those that nobody needs too."""
-    found = {node.attributes["part"]: node for node in nodes}
+    by_part = {node.attributes["part"]: node for node in nodes}
     first = nodes[0]
     return tuple(
-        found.get(part) or Node(first.primitive, first.inputs, {**first.attributes, "part": part})
+        by_part.get(part) or Node(first.primitive, first.inputs, {**first.attributes, "part": part})
         for part in range(len(first.attributes["launch"].shapes))
     )

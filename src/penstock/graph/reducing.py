@@ -12,7 +12,7 @@ import numpy as np
 from penstock.graph.dtypes import int64
 from penstock.graph.elementwise import BOOL, cast, divide, equal, full, multiply, where
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Rounding, Shape, Vjp, same
-from penstock.graph.shaping import concat, permute, reshape, slice_
+from penstock.graph.shaping import concat, permute, reshape, slice_axis
 
 INDEX = int64
 Axes = tuple[int, ...]
@@ -42,8 +42,12 @@ def expand(x: Node, shape: Shape) -> Node:
 
 def restore(reduced: Node, x: Node, axes: Axes) -> Node:
     """What a reduction of `x` over `axes` gave, repeated over the shape of `x`."""
-    kept = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
-    return expand(reshape(reduced, kept), x.shape)
+    return expand(keep_axes(reduced, x, axes), x.shape)
+
+
+def keep_axes(reduced: Node, x: Node, axes: Axes) -> Node:
+    """What a reduction of `x` over `axes` gave, with these axes, of length 1."""
+    return reshape(reduced, tuple(1 if axis in axes else length for axis, length in enumerate(x.shape)))
 
 
 def _expand_gradient(g: Node, n: Node) -> tuple[Node]:
@@ -89,7 +93,7 @@ def _wide_sum_shape(x: Node, *, axes: Axes, dtype: DType) -> tuple[Shape, DType]
     return _reduced(x, axes=axes)[0], dtype
 
 
-# Where NumPy adds up integers as wider ones: they are not written out before.
+# A sum of integers in a wider dtype by NumPy, which stores no wide copy of them.
 WIDE_SUM = Primitive(
     "wide_sum",
     Kind.HOST,
@@ -123,9 +127,7 @@ def _prod_gradient(g: Node, n: Node) -> tuple[Node]:
 
 def reverse(x: Node, axis: int) -> Node:
     """`x` from the end to the start along an axis."""
-    slices = [(0, length, 1) for length in x.shape]
-    slices[axis] = (x.shape[axis] - 1, x.shape[axis], -1)
-    return slice_(x, tuple(slices)) if x.shape[axis] else x
+    return slice_axis(x, axis, x.shape[axis] - 1, x.shape[axis], -1) if x.shape[axis] else x
 
 
 sum_ = _reduction("sum", "add", pairwise_sum, lambda g, n: (restore(g, n.inputs[0], n.attributes["axes"]),))
@@ -135,12 +137,16 @@ min_ = _reduction("min", "minimum", np.min, _extreme_gradient, Rounding.EXACT)
 any_ = _reduction("any", "logical_or", np.any)
 all_ = _reduction("all", "logical_and", np.all)
 
-ARGMAX = Primitive(
-    "argmax", Kind.ARG_REDUCTION, _reduced_to_index, lambda x, axis: np.asarray(np.argmax(x, axis)), weight=1
-)
-ARGMIN = Primitive(
-    "argmin", Kind.ARG_REDUCTION, _reduced_to_index, lambda x, axis: np.asarray(np.argmin(x, axis)), weight=1
-)
+
+def _arg_reduction(name: str, numpy: Callable[..., Any]) -> Primitive:
+    def reference(x: Array, axis: int) -> Array:
+        return np.asarray(numpy(x, axis))
+
+    return Primitive(name, Kind.ARG_REDUCTION, _reduced_to_index, reference, weight=1)
+
+
+ARGMAX = _arg_reduction("argmax", np.argmax)
+ARGMIN = _arg_reduction("argmin", np.argmin)
 
 
 def argmax(x: Node, axis: int) -> Node:
@@ -166,8 +172,8 @@ def _recurrence_reference(x: Array, factor: Array, axis: int, reverse: bool) -> 
     result = np.moveaxis(x.copy(), axis, 0)
     factors = np.moveaxis(factor, axis, 0)
     order = range(len(result))
-    for before, place in pairwise(reversed(order) if reverse else order):
-        result[place] += factors[place] * result[before]
+    for before, index in pairwise(reversed(order) if reverse else order):
+        result[index] += factors[index] * result[before]
     return np.moveaxis(result, 0, axis)
 
 
@@ -206,43 +212,26 @@ def _products_before(x: Node, axis: int, reverse: bool = False) -> Node:
 
 
 def _shifted(x: Node, axis: int, reverse: bool, fill: int) -> Node:
-    """Each item one place later along an axis, or one earlier; `fill` where none comes from."""
+    """Each item one step later along an axis, or one earlier; `fill` where none comes from."""
     length = x.shape[axis]
     if not length:
         return x
-    slices = [(0, count, 1) for count in x.shape]
-    slices[axis] = (int(reverse), length - 1, 1)
     shape = tuple(1 if at == axis else count for at, count in enumerate(x.shape))
-    parts = [full(shape, x.dtype, fill), slice_(x, tuple(slices))]
+    parts = [full(shape, x.dtype, fill), slice_axis(x, axis, int(reverse), length - 1)]
     return concat(parts[::-1] if reverse else parts, axis)
 
 
-CUMULATIVE_SUM = Primitive(
-    "cumulative_sum",
-    Kind.SCAN,
-    same,
-    _cumulative_sum_reference,
-    _cumulative_sum_gradient,
-    weight=1,
-    combine="add",
+def _scan(name: str, shape_rule: Any, reference: Any, vjp: Vjp, combine: str = "") -> Primitive:
+    return Primitive(name, Kind.SCAN, shape_rule, reference, vjp, weight=1, combine=combine)
+
+
+CUMULATIVE_SUM = _scan(
+    "cumulative_sum", same, _cumulative_sum_reference, _cumulative_sum_gradient, combine="add"
 )
-CUMULATIVE_PROD = Primitive(
-    "cumulative_prod",
-    Kind.SCAN,
-    same,
-    _cumulative_prod_reference,
-    _cumulative_prod_gradient,
-    weight=1,
-    combine="multiply",
+CUMULATIVE_PROD = _scan(
+    "cumulative_prod", same, _cumulative_prod_reference, _cumulative_prod_gradient, combine="multiply"
 )
-LINEAR_RECURRENCE = Primitive(
-    "linear_recurrence",
-    Kind.SCAN,
-    _recurrence_shape,
-    _recurrence_reference,
-    _recurrence_gradient,
-    weight=1,
-)
+LINEAR_RECURRENCE = _scan("linear_recurrence", _recurrence_shape, _recurrence_reference, _recurrence_gradient)
 
 
 def cumulative_sum(x: Node, axis: int, reverse: bool = False) -> Node:

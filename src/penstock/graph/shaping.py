@@ -62,6 +62,13 @@ def slice_(x: Node, slices: tuple[tuple[int, int, int], ...]) -> Node:
     return x if whole else Node(SLICE, (x,), {"slices": slices})
 
 
+def slice_axis(x: Node, axis: int, start: int, count: int, step: int = 1) -> Node:
+    """`count` items of one axis from `start` on, and all of the others."""
+    slices = [(0, length, 1) for length in x.shape]
+    slices[axis] = (start, count, step)
+    return slice_(x, tuple(slices))
+
+
 def pad(x: Node, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> Node:
     """Zeros in which `x` stands where `slice_` with the same slices would find it."""
     return Node(PAD, (x,), {"slices": slices, "shape": shape})
@@ -80,9 +87,7 @@ def _permute_gradient(g: Node, n: Node) -> tuple[Node]:
 def _concat_gradient(g: Node, n: Node) -> list[Node]:
     axis, start, parts = n.attributes["axis"], 0, []
     for x in n.inputs:
-        slices = [(0, length, 1) for length in n.shape]
-        slices[axis] = (start, x.shape[axis], 1)
-        parts.append(slice_(g, tuple(slices)))
+        parts.append(slice_axis(g, axis, start, x.shape[axis]))
         start += x.shape[axis]
     return parts
 

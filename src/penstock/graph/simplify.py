@@ -42,13 +42,14 @@ def _with_barriers(outputs: Sequence[Node]) -> list[Node]:
     """The same with barriers that wait for nothing, now that equal nodes are one; values need none."""
     new: dict[Node, Node] = {}
     for node in topological(outputs):
-        inputs = () if node.value is not None else tuple(new[parent] for parent in node.inputs)
-        if node.value is None and node.primitive is BARRIER:
-            new[node] = inputs[0] if inputs[0].value is not None else Node(BARRIER, inputs[:1], {})
-        elif node.value is not None or inputs == node.inputs:
+        if node.value is not None:
             new[node] = node
+            continue
+        inputs = tuple(new[parent] for parent in node.inputs)
+        if node.primitive is BARRIER:
+            new[node] = inputs[0] if inputs[0].value is not None else Node(BARRIER, inputs[:1], {})
         else:
-            new[node] = Node(node.primitive, inputs, node.attributes)
+            new[node] = node.on(inputs)
     return [new[node] for node in outputs]
 
 
@@ -94,9 +95,9 @@ def _joined(node: Node, before: Node) -> Node:
 
 
 def _hashable(node: Node) -> Any:
-    """Attributes as part of a key; numbers by their type and bits, so that 0 and -0 or 1 and True differ."""
-    numbers = node.primitive.constants
+    """Attributes as part of a key; constants by type and bits, so that 0 and -0 or 1 and True differ."""
+    constants = node.primitive.constants
     return tuple(
-        (name, type(value), np.asarray(value).tobytes() if name in numbers else value)
+        (name, type(value), np.asarray(value).tobytes() if name in constants else value)
         for name, value in node.attributes.items()
     )

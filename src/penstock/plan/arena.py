@@ -22,11 +22,11 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-NOWHERE = -1  # the offset of a block without a place
+NOWHERE = -1  # the offset of a block that has none yet
 NEVER = np.iinfo(np.int64).max
 
 # Work is counted in blocks looked at and not in seconds, so that a plan depends on nothing but its input.
-STEP_WORK = 250  # what finding one place costs besides
+STEP_WORK = 250  # what finding one offset costs besides
 ATTEMPT_WORK = 120_000  # for steps that push something out
 TOTAL_WORK = 1_200_000  # about 0.1 s
 TOTAL_WORK_PER_BLOCK = 1200
@@ -76,17 +76,17 @@ def plan(values: Sequence[Value], alignment: int) -> Plan:
     np.maximum.at(last, heads, every.dies)
     first = np.flatnonzero((heads == np.arange(len(heads))) & (size > 0))
     blocks = _Blocks(size[first], every.born[first], last[first])
-    places = np.zeros(len(values), np.int64)
-    places[first] = _place(blocks)
+    starts = np.zeros(len(values), np.int64)
+    starts[first] = _place(blocks)
     return Plan(
-        offsets=tuple((places[heads] * alignment).tolist()),
-        arena_bytes=int((places + size).max()) * alignment,
+        offsets=tuple((starts[heads] * alignment).tolist()),
+        arena_bytes=int((starts + size).max()) * alignment,
         lower_bound=live * alignment,
     )
 
 
 def _load(blocks: _Blocks) -> Ints:
-    """The live units at each step."""
+    """The size of all live blocks at each step."""
     change = np.zeros(int(blocks.dies.max()) + 2, np.int64)
     np.add.at(change, blocks.born, blocks.size)
     np.subtract.at(change, blocks.dies + 1, blocks.size)
@@ -94,7 +94,7 @@ def _load(blocks: _Blocks) -> Ints:
 
 
 def _take_over(values: Sequence[Value], every: _Blocks) -> tuple[Ints, int]:
-    """The first value of each value's block, and the most units that are then live at one step."""
+    """The first value of each value's block, and the largest size that is then live at one step."""
     size, born, dies = (column.tolist() for column in every)
     live = _load(every)
     held = live.copy()  # blocks keep their first size, so a smaller successor holds more than it needs
@@ -131,7 +131,7 @@ def _place(blocks: _Blocks) -> Ints:
 
 
 class _Gaps:
-    """Free units: gaps by size, and by either end so that neighbours join."""
+    """Free memory: gaps by size, and by either end so that neighbours join."""
 
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int]] = []  # each with its start
@@ -231,16 +231,16 @@ def _tighten(blocks: _Blocks, load: Ints, offsets: Ints) -> Ints:
 
 
 def _repack(blocks: _Blocks, offsets: Ints, capacity: int, weight: Floats, work: int) -> tuple[bool, int]:
-    """Find places for the blocks that have none, the heaviest first, and for those that they push out.
+    """Find offsets for the blocks that have none, the heaviest first, and for those that they push out.
 
     Changes the offsets, and the weights too: whatever is pushed out gets heavier, so that no two blocks push
     each other out for ever, and the next attempt knows what was hard to place. Returns whether all blocks
-    have a place, and the work spent.
+    have an offset, and the work spent.
     """
     size, born, dies = blocks
     sizes, births, deaths = (column.tolist() for column in blocks)  # a list's items come faster one by one
     ends = offsets + size
-    since = np.where(offsets == NOWHERE, NEVER, born)  # what has no place is in nobody's way
+    since = np.where(offsets == NOWHERE, NEVER, born)  # what has no offset is in nobody's way
     homeless = [(-float(weight[i]), i) for i in np.flatnonzero(offsets == NOWHERE).tolist()]
     heapify(homeless)
     spent = pushing = 0
@@ -252,18 +252,18 @@ def _repack(blocks: _Blocks, offsets: Ints, capacity: int, weight: Floats, work:
         spent += effort
         start, end, heavy = offsets[near], ends[near], weight[near]
         by_start, by_end = start.argsort(kind="stable"), end.argsort(kind="stable")
-        # Of all places, some where another block ends has the least above it: nothing else need be tried.
-        places = end[by_end]
-        places = places[: places.searchsorted(capacity - need, "right")]
-        begun = heavy[by_start].cumsum()[start[by_start].searchsorted(places + need) - 1]
-        ended = heavy[by_end].cumsum()[: len(places)]
-        place = int(places[(begun - ended).argmin()])
-        pushed = near[(start < place + need) & (end > place)]
+        # Of all offsets, some at which another block ends has the least above it: no other need be tried.
+        candidates = end[by_end]
+        candidates = candidates[: candidates.searchsorted(capacity - need, "right")]
+        begun = heavy[by_start].cumsum()[start[by_start].searchsorted(candidates + need) - 1]
+        ended = heavy[by_end].cumsum()[: len(candidates)]
+        offset = int(candidates[(begun - ended).argmin()])
+        pushed = near[(start < offset + need) & (end > offset)]
         if len(pushed):
             pushing += effort
             since[pushed] = NEVER
             weight[pushed] *= 1.3
             for k, pushed_weight in zip(pushed.tolist(), weight[pushed].tolist(), strict=True):
                 heappush(homeless, (-pushed_weight, k))
-        offsets[i], ends[i], since[i] = place, place + need, births[i]
+        offsets[i], ends[i], since[i] = offset, offset + need, births[i]
     return not homeless, spent

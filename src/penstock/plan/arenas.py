@@ -19,23 +19,11 @@ _FULL = (0.95, 0.9, 0.8, 0.6)  # shares of an arena that live values may take: a
 
 
 @dataclass(frozen=True)
-class ArenaPlan:
-    """Where each value lies, and the plan of every arena."""
+class ArenaPlan(Plan):
+    """Where each value lies in its arena. The bytes are those of all arenas, and the bound is one for all."""
 
     arena_of: tuple[int, ...]  # the number of its arena, for each value in the given order
-    offsets: tuple[int, ...]  # bytes in that arena
-    plans: tuple[Plan, ...]
-    lower_bound: int  # the most bytes that are live at one step
-
-    @property
-    def arena_bytes(self) -> int:
-        """The bytes of all arenas."""
-        return sum(arena.arena_bytes for arena in self.plans)
-
-    @property
-    def gap(self) -> float:
-        """The share by which the arenas exceed the lower bound."""
-        return (self.arena_bytes - self.lower_bound) / max(self.lower_bound, 1)
+    plans: tuple[Plan, ...]  # of every arena
 
 
 def plan_arenas(values: Sequence[Value], alignment: int, most: int, largest: int | None = None) -> ArenaPlan:
@@ -45,7 +33,7 @@ def plan_arenas(values: Sequence[Value], alignment: int, most: int, largest: int
     """
     whole = plan(values, alignment)
     if whole.arena_bytes <= most:
-        return ArenaPlan((0,) * len(values), whole.offsets, (whole,), whole.lower_bound)
+        return ArenaPlan(**vars(whole), arena_of=(0,) * len(values), plans=(whole,))
     sizes = [-(-value.nbytes // alignment) * alignment for value in values]
     if max(sizes) > most and max(value.nbytes for value in values) > (largest or 0):
         raise ValueError(f"a value has {max(sizes)} bytes, and an arena may have {largest or most}")
@@ -53,9 +41,9 @@ def plan_arenas(values: Sequence[Value], alignment: int, most: int, largest: int
     arena_of, offsets = [0] * len(values), [0] * len(values)
     plans = [Plan((), 0, 0)]
     if small:
-        numbers, plans = _plan_small(_renumbered(values, small), alignment, most)
+        chosen, plans = _plan_small(_renumbered(values, small), alignment, most)
         placed = [0] * len(plans)
-        for at, arena in zip(small, numbers, strict=True):
+        for at, arena in zip(small, chosen, strict=True):
             arena_of[at], offsets[at] = arena, plans[arena].offsets[placed[arena]]
             placed[arena] += 1
     for sharing in _one_at_a_time(values, sizes, most):
@@ -63,7 +51,8 @@ def plan_arenas(values: Sequence[Value], alignment: int, most: int, largest: int
             arena_of[at] = len(plans)
         nbytes = max(values[at].nbytes for at in sharing)
         plans.append(Plan((0,) * len(sharing), nbytes, nbytes))
-    return ArenaPlan(tuple(arena_of), tuple(offsets), tuple(plans), whole.lower_bound)
+    total = sum(arena.arena_bytes for arena in plans)
+    return ArenaPlan(tuple(offsets), total, whole.lower_bound, tuple(arena_of), tuple(plans))
 
 
 def _plan_small(values: Sequence[Value], alignment: int, most: int) -> tuple[list[int], list[Plan]]:

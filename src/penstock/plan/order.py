@@ -19,7 +19,7 @@ def ordered(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) 
 
     The given order has to be a possible one, and stays if it needs no more. What is in `kept` is never freed.
     A step that replaces a value comes after the other readers of it, where that can be: a result that cannot
-    take its place needs memory of its own.
+    take over its memory needs memory of its own.
     """
     # Sums of gradients begin with the last part, so of steps that add the same the later may be better.
     orders = [list(range(len(steps))), *(_greedy(steps, nbytes, kept, turn) for turn in (1, -1))]
@@ -71,15 +71,15 @@ def _added(
 
 
 def _peak(order: Sequence[int], steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) -> int:
-    last = {value: place for place, number in enumerate(order) for value in steps[number].reads}
+    last = {value: position for position, number in enumerate(order) for value in steps[number].reads}
     live = peak = 0
-    apart = 0  # bytes of results that cannot take the place of what they replace
-    for place, number in enumerate(order):
+    apart = 0  # bytes of results that cannot take over the memory of what they replace
+    for position, number in enumerate(order):
         step = steps[number]
-        apart += sum(nbytes[value] for value in step.replaces if last.get(value, place) > place)
+        apart += sum(nbytes[value] for value in step.replaces if last.get(value, position) > position)
         live += sum(nbytes[value] for value in step.writes if value not in kept)
         peak = max(peak, live)
-        ends = {value for value in step.reads if last[value] == place} | {
+        ends = {value for value in step.reads if last[value] == position} | {
             value for value in step.writes if value not in last
         }
         live -= sum(nbytes[value] for value in ends if value not in kept)

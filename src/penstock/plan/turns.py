@@ -36,12 +36,12 @@ def in_turns(
     """
     turns = _Turns(steps, nbytes, kept)
     for number in range(len(steps) - 1, -1, -1):
-        turns.place(number, kinds[number], most)
+        turns.assign(number, kinds[number], most)
     return turns.result()
 
 
 class _Turns:
-    """Steps are placed from the last to the first, each in a turn of its own or in a later one."""
+    """Steps are assigned from the last to the first, each in a turn of its own or in a later one."""
 
     def __init__(self, steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) -> None:
         self._steps = steps
@@ -50,7 +50,7 @@ class _Turns:
         self._end = len(steps)
         self._at = list(range(len(steps)))  # where each step runs: the number of the last step of its turn
         self._members: dict[int, list[int]] = {}  # by the number of their last step; the first was added last
-        self._places: dict[Hashable, list[int]] = {}  # of the turns of each kind, the last first
+        self._positions: dict[Hashable, list[int]] = {}  # of the turns of each kind, the last first
         self._readers: dict[int, list[int]] = {}
         self._replacer: dict[int, int] = {}
         for number, step in enumerate(steps):
@@ -73,19 +73,19 @@ class _Turns:
                     change[self._last.get(value, number) + 1] -= self._nbytes[value]
         return change[:-1].cumsum()
 
-    def place(self, number: int, kind: Hashable | None, most: int) -> None:
+    def assign(self, number: int, kind: Hashable | None, most: int) -> None:
         """Put a step into the last turn that it can join, or begin one."""
         if kind is not None:
-            places = self._places.setdefault(kind, [])
+            positions = self._positions.setdefault(kind, [])
             before = self._needed_at(number)
-            free = [place for place in places if place < before and len(self._members[place]) < most]
+            free = [at for at in positions if at < before and len(self._members[at]) < most]
             if free and self._touched(number, self._kept) > _HOT:
                 end = self._cold_at()
-                free = [place for place in free if place <= end]
+                free = [at for at in free if at <= end]
             if free and self._moved(number, free):
                 self._members[self._at[number]].append(number)
                 return
-            places.append(number)
+            positions.append(number)
         self._members[number] = [number]
 
     def _touched(self, number: int, without: frozenset[int] = frozenset()) -> int:
@@ -94,12 +94,12 @@ class _Turns:
         return sum(self._nbytes[value] for value in {*step.reads, *step.writes} - without)
 
     def _cold_at(self) -> int:
-        """The place until which little is read and written, of all that comes next."""
+        """The position until which little is read and written, of all that comes next."""
         touched = 0
-        for place in reversed(self._members):
-            touched += sum(self._touched(number) for number in self._members[place])
+        for position in reversed(self._members):
+            touched += sum(self._touched(number) for number in self._members[position])
             if touched > _HOT:
-                return place
+                return position
         return self._end
 
     def _needed_at(self, number: int) -> int:
@@ -107,30 +107,30 @@ class _Turns:
         step = self._steps[number]
         after = [reader for value in step.writes for reader in self._readers.get(value, ())]
         after += [self._replacer[value] for value in step.reads if self._replacer.get(value, number) > number]
-        return min((self._at[one] for one in after), default=self._end)
+        return min((self._at[reader] for reader in after), default=self._end)
 
-    def _moved(self, number: int, places: Sequence[int]) -> bool:
-        """Let a step run at the first of some later places until which what it reads can stay."""
+    def _moved(self, number: int, positions: Sequence[int]) -> bool:
+        """Let a step run at the first of some later positions until which what it reads can stay."""
         step = self._steps[number]
-        written = [value for value in step.writes if value not in self._kept]
-        read = [value for value in set(step.reads) if value not in self._kept]
-        waiting = self._live[number : places[0] + 1].copy()  # while it has not run yet
-        for value in written:
+        outputs = [value for value in step.writes if value not in self._kept]
+        inputs = [value for value in set(step.reads) if value not in self._kept]
+        waiting = self._live[number : positions[0] + 1].copy()  # while it has not run yet
+        for value in outputs:
             waiting[: self._last.get(value, number) + 1 - number] -= self._nbytes[value]
-        for value in read:
+        for value in inputs:
             waiting[self._last[value] + 1 - number :] += self._nbytes[value]
-        born = sum(self._nbytes[value] for value in written)
+        born = sum(self._nbytes[value] for value in outputs)
         most = np.maximum.accumulate(waiting)
-        for place in places:
-            run = place - number
+        for position in positions:
+            run = position - number
             if max(most[run - 1], waiting[run] + born) <= self._limit:
-                self._live[number:place] = waiting[:run]
-                self._live[place] = waiting[run] + born
-                self._last.update({value: max(self._last[value], place) for value in read})
-                self._at[number] = place
+                self._live[number:position] = waiting[:run]
+                self._live[position] = waiting[run] + born
+                self._last.update({value: max(self._last[value], position) for value in inputs})
+                self._at[number] = position
                 return True
         return False
 
     def result(self) -> list[list[int]]:
         """The turns in the order in which they run."""
-        return [sorted(self._members[place]) for place in sorted(self._members)]
+        return [sorted(self._members[position]) for position in sorted(self._members)]

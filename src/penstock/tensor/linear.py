@@ -47,36 +47,31 @@ def matmul(x1: Array, x2: Array, /) -> Tensor:
 def matmul_batch(lefts: Sequence[Tensor], rights: Sequence[Tensor], /) -> list[Tensor]:
     """The products of matrices that have nothing to do with each other, `lefts[i] @ rights[i]`.
 
-    Matrices of one shape are copied into stacks, whose product is one launch. Outside of a jitted function
-    that happens at once, so that reading one result does not compute the others again. Matrices that lie in
-    one tensor already need no more than `matmul`.
+    Matrices of one shape are one product of stacks, which is one launch. A CPU in a jitted function needs no
+    copies for that. Outside of a jitted function the product is computed at once, so that reading a result
+    does not compute the others again. Matrices that lie in one tensor already need no more than `matmul`.
     """
     if len(lefts) != len(rights):
         raise ValueError(f"matmul_batch takes pairs, and {len(lefts)} and {len(rights)} matrices were given")
     alike: dict[tuple[Any, ...], list[int]] = {}
-    for number, pair in enumerate(zip(lefts, rights, strict=True)):
-        for x in pair:
+    for number, matrices in enumerate(zip(lefts, rights, strict=True)):
+        for x in matrices:
             if not isinstance(x, Tensor) or x.ndim != 2:
                 given = f"shape {x.shape}" if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(f"matmul_batch takes matrices, and {given} was given in pair {number}")
-        key = tuple((x.shape, x.dtype, x.device) for x in pair)
+        key = tuple((x.shape, x.dtype, x.device) for x in matrices)
         alike.setdefault(key, []).append(number)
     results: dict[int, Tensor] = {}
-    for numbers in alike.values():
-        left, right = [lefts[n] for n in numbers], [rights[n] for n in numbers]
-        if len(numbers) == 1 or _launched_together(left[0]):
-            results.update(zip(numbers, map(matmul, left, right), strict=True))
+    for pairs in alike.values():
+        left, right = [lefts[pair] for pair in pairs], [rights[pair] for pair in pairs]
+        if len(pairs) == 1:
+            results[pairs[0]] = matmul(left[0], right[0])
             continue
         product = matmul(stack(left), stack(right))
         if capture.get() is None:
             product.realize()
-        results.update((number, product[place]) for place, number in enumerate(numbers))
-    return [results[number] for number in range(len(lefts))]
-
-
-def _launched_together(x: Tensor) -> bool:
-    """Whether small products become one launch without being stacked, as they do in programs of a CPU."""
-    return capture.get() is not None and x.device.capabilities.vector_width > 1
+        results.update((pair, product[index]) for index, pair in enumerate(pairs))
+    return [results[pair] for pair in range(len(lefts))]
 
 
 def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Tensor:

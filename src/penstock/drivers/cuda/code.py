@@ -13,6 +13,7 @@ from cuda.bindings import nvrtc
 
 from penstock.drivers.binaries import Binaries
 from penstock.drivers.cuda.calls import CudaError, checked
+from penstock.drivers.driver import Life, check_parameter_count
 from penstock.errors import CompileError
 
 SLOT = 8  # bytes of one argument in a launch's block; no scalar has more
@@ -43,7 +44,7 @@ class Compiler:
     def __init__(self, architecture: str) -> None:
         self._architecture = architecture
         self.binaries = Binaries()
-        self.modules = Alive()
+        self.modules = Life()
 
     def functions(
         self,
@@ -67,26 +68,18 @@ class Compiler:
         return code
 
 
-class Alive:
-    """The native objects of a kind that are open, and whether they may be touched."""
-
-    def __init__(self) -> None:
-        self.found: set[int] = set()  # every step on it is atomic: finalisers take no lock
-        self.abandoned = False
-
-
 class _Module:
     """Loaded code, for as long as a kernel of it is there."""
 
-    def __init__(self, code: bytes, alive: Alive) -> None:
+    def __init__(self, code: bytes, life: Life) -> None:
         self.native = checked(cu.cuModuleLoadData(code))
-        self._alive = alive
-        alive.found.add(id(self))
+        self._life = life
+        life.open.add(id(self))
 
     def __del__(self) -> None:
-        if hasattr(self, "native") and not self._alive.abandoned:
+        if hasattr(self, "native") and not self._life.abandoned:
             cu.cuModuleUnload(self.native)
-            self._alive.found.discard(id(self))
+            self._life.open.discard(id(self))
 
 
 class Function:
@@ -111,13 +104,9 @@ class Function:
         )
         self.dtypes = dtypes
         sizes: list[int] = []
-        while not (found := cu.cuFuncGetParamInfo(self.native, len(sizes)))[0]:
-            sizes.append(found[2])
-        if len(sizes) != len(signature):
-            raise CompileError(
-                f"kernel {name!r} has {len(sizes)} parameters, and the signature "
-                f"({', '.join(signature)}) has {len(signature)}"
-            )
+        while not (told := cu.cuFuncGetParamInfo(self.native, len(sizes)))[0]:
+            sizes.append(told[2])
+        check_parameter_count(name, len(sizes), signature)
         for position, (size, form) in enumerate(zip(sizes, self.formats, strict=True)):
             if size != form.size:
                 raise CompileError(

@@ -19,7 +19,7 @@ import numpy as np
 from cuda.bindings import driver as cu
 
 from penstock.drivers.cuda.calls import ELSEWHERE, FATAL, NO_MEMORY, CudaError, checked, words
-from penstock.drivers.cuda.code import Alive, Compiler
+from penstock.drivers.cuda.code import Compiler
 from penstock.drivers.cuda.devices import architecture_of, context_of, cuda_capabilities
 from penstock.drivers.cuda.events import Clock, CudaEvent, EventPool, elapsed
 from penstock.drivers.cuda.graphs import Graph
@@ -32,13 +32,14 @@ from penstock.drivers.driver import (
     Event,
     Grid,
     Kernel,
+    Life,
     Memory,
     Queue,
     Source,
     Waits,
     parameter_dtypes,
 )
-from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
+from penstock.errors import CompileError, DeviceError
 
 _NOT_READY = cu.CUresult.CUDA_ERROR_NOT_READY
 
@@ -50,13 +51,12 @@ class CudaDriver(Driver):
     times = True
 
     def __init__(self, device: int, name: str) -> None:
-        self.name = name
-        self.capabilities = cuda_capabilities(device)
+        super().__init__(name, cuda_capabilities(device))
         self._context = context_of(device)
         self._enter()
         self._allocator = Allocator(device)
         self._compiler = Compiler(architecture_of(device))
-        self._captured = Alive()
+        self._captured = Life()
         self._events = EventPool()
         made = [checked(cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)) for _ in range(4)]
         self.compute, self.incoming, self.outgoing, self._capturing = self._queues = made
@@ -75,7 +75,7 @@ class CudaDriver(Driver):
     def allocate(self, nbytes: int, pinned: bool = False) -> Memory:
         self._enter()
         try:
-            return self._allocator.allocate(nbytes, pinned)
+            memory = self._allocator.allocate(nbytes, pinned)
         except CudaError as error:
             if error.code in FATAL:
                 self._end(error.code)
@@ -84,13 +84,12 @@ class CudaDriver(Driver):
                 ) from None
             if error.code not in NO_MEMORY:
                 raise DeviceError(str(error), f"allocation of {nbytes} bytes") from None
-            largest = self.capabilities.max_allocation_bytes
-            hint = f"; one allocation may have {largest} bytes there" if nbytes > largest else ""
-            raise OutOfDeviceMemory(
-                f"{self.name} has no {nbytes} bytes ({error}){hint}", asked=nbytes
-            ) from None
+            raise self._no_memory(nbytes, str(error)) from None
+        self._allocations.add(memory)
+        return memory
 
     def free(self, memory: Memory) -> None:
+        self._allocations.remove(memory)
         address, mapped = self._allocator.forget(memory)
         if not self._abandoned:
             self._enter()
@@ -99,13 +98,9 @@ class CudaDriver(Driver):
     def view(self, memory: Memory, offset: int, nbytes: int) -> Any:
         return memory.native + offset
 
-    @property
-    def allocated_bytes(self) -> int:
-        return self._allocator.allocated_bytes
-
     def native_handles(self) -> int:
-        loaded = len(self._compiler.modules.found) + len(self._captured.found)
-        return len(self._allocator) + loaded + self._events.in_use
+        loaded = len(self._compiler.modules.open) + len(self._captured.open)
+        return len(self._allocations) + loaded + self._events.in_use
 
     # Kernels
 

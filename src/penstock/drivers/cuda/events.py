@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -17,19 +18,17 @@ _UNTIMED = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
 _TIMED = cu.CUevent_flags.CU_EVENT_DEFAULT
 
 
+@dataclass(slots=True, eq=False)
 class CudaEvent:
     """A point on a queue. Its native event goes back to the pool with this object."""
 
-    __slots__ = ("base", "done", "error", "idle", "native", "queue", "start")
-
-    def __init__(self, queue: Queue, idle: deque[Any]) -> None:
-        self.queue = queue
-        self.native: Any = None  # until the queue is flushed
-        self.done = False
-        self.error = ""  # why the command failed
-        self.idle = idle
-        self.start: Any = None  # a native event before the command, where that is timed
-        self.base: _Base | None = None
+    queue: Queue
+    idle: deque[Any]
+    native: Any = None  # until the queue is flushed
+    done: bool = False
+    error: str = ""  # why the command failed
+    start: Any = None  # a native event before the command, where that is timed
+    base: _Base | None = None
 
     def __del__(self) -> None:
         for native in (self.native, self.start):
@@ -37,18 +36,16 @@ class CudaEvent:
                 self.idle.append(native)  # one atomic step: a finaliser may come inside any other call
 
 
+@dataclass(slots=True, eq=False)
 class _Base:
     """A native event whose time is known on the host's clock: times of others are told relative to it."""
 
-    __slots__ = ("_idle", "native", "seconds")
-
-    def __init__(self, native: Any, seconds: float, idle: deque[Any]) -> None:
-        self.native = native
-        self.seconds = seconds
-        self._idle = idle
+    native: Any
+    seconds: float
+    idle: deque[Any]
 
     def __del__(self) -> None:
-        self._idle.append(self.native)
+        self.idle.append(self.native)
 
 
 class EventPool:
@@ -57,17 +54,12 @@ class EventPool:
     def __init__(self) -> None:
         self.idle: deque[Any] = deque()
         self.timed: deque[Any] = deque()  # idle events that have times
-        self._count = 0
-
-    @property
-    def count(self) -> int:
-        """Native events, idle or in use."""
-        return self._count
+        self.count = 0  # of native events, idle or in use
 
     @property
     def in_use(self) -> int:
         """Native events that are not idle."""
-        return self._count - len(self.idle) - len(self.timed)
+        return self.count - len(self.idle) - len(self.timed)
 
     def mark(self, queue: Queue, idle: deque[Any]) -> Any:
         """Record a native event on a queue, out of `idle` where there is one."""
@@ -77,7 +69,7 @@ class EventPool:
             native = idle.pop()
         except IndexError:
             native = checked(cu.cuEventCreate(_UNTIMED if idle is self.idle else _TIMED))
-            self._count += 1
+            self.count += 1
         try:
             checked(cu.cuEventRecord(native, queue))
         except CudaError:
@@ -87,7 +79,7 @@ class EventPool:
 
     def _destroy_oldest(self, idle: deque[Any]) -> None:
         cu.cuEventDestroy(idle.popleft())
-        self._count -= 1
+        self.count -= 1
 
     def destroy_timed(self) -> None:
         """Destroy the idle events that have times."""
@@ -132,14 +124,14 @@ class Clock:
     def _recent_base(self) -> _Base:
         """A base of the last second: the clocks drift apart, and CUDA rounds long distances."""
         if self._base is None or perf_counter() > self._due:
-            found = []
+            measured = []
             for _ in range(5):  # the host may be interrupted meanwhile, but not every time
                 before = perf_counter()
                 native = self._events.mark(self._queue, self._events.timed)
                 checked(cu.cuEventSynchronize(native))
                 after = perf_counter()
-                found.append((after - before, _Base(native, (before + after) / 2, self._events.timed)))
-            self._base = min(found, key=lambda pair: pair[0])[1]
+                measured.append((after - before, _Base(native, (before + after) / 2, self._events.timed)))
+            self._base = min(measured, key=lambda pair: pair[0])[1]
             self._due = perf_counter() + _CLOCK_SECONDS
         return self._base
 

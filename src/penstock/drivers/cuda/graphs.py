@@ -8,24 +8,23 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from penstock.drivers.cuda.calls import FATAL, CudaError, checked
-from penstock.drivers.cuda.code import Alive
 from penstock.drivers.cuda.launches import Bound
-from penstock.drivers.driver import Queue
+from penstock.drivers.driver import Life, Queue
 
 
 class Graph:
     """A graph of launches. Changed arguments are given to their nodes before the graph runs again."""
 
     def __init__(
-        self, bound: Sequence[Bound], after: Sequence[Sequence[int]], queue: Queue, alive: Alive
+        self, bound: Sequence[Bound], after: Sequence[Sequence[int]], queue: Queue, life: Life
     ) -> None:
         self._bound = bound
         self._after = after
         self._queue = queue  # on which libraries' launches are captured
-        self._alive = alive
+        self._life = life
         self._changes: list[Bound] = []
         self._build()
-        alive.found.add(id(self))
+        life.open.add(id(self))
         for launch in bound:
             launch.changes = self._changes
 
@@ -63,11 +62,11 @@ class Graph:
         self._changes.clear()
 
     def __del__(self) -> None:
-        if not hasattr(self, "_graph") or self._alive.abandoned:
+        if not hasattr(self, "_graph") or self._life.abandoned:
             return
         cu.cuGraphExecDestroy(self._native)
         cu.cuGraphDestroy(self._graph)
-        self._alive.found.discard(id(self))
+        self._life.open.discard(id(self))
         for launch in self._bound:
             if launch.changes is self._changes:
                 launch.changes = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 
 import numpy as np
 from cuda.bindings import driver as cu
@@ -17,7 +16,7 @@ _PIECE = 64 << 20  # bytes of the pieces
 
 
 class Allocator:
-    """Allocates and frees, and keeps count. Calls that fail raise CudaError."""
+    """Allocates memory. Calls that fail raise CudaError."""
 
     def __init__(self, device: int) -> None:
         self._maps = bool(
@@ -26,12 +25,7 @@ class Allocator:
         self._location = cu.CUmemLocation()
         self._location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._location.id = device
-        self._lock = threading.Lock()
-        self._mapped: dict[Memory, int] = {}  # the bytes of mapped blocks; 0 for others
-        self.allocated_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._mapped)
+        self._mapped: dict[Memory, int] = {}  # the bytes of mapped blocks; every step on it is atomic
 
     def allocate(self, nbytes: int, pinned: bool) -> Memory:
         """A new block."""
@@ -44,9 +38,8 @@ class Allocator:
             address = int(checked(cu.cuMemAlloc(nbytes)))
         host = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)) if pinned else None
         memory = Memory(address, nbytes, host, pinned)
-        with self._lock:
+        if mapped:
             self._mapped[memory] = mapped
-            self.allocated_bytes += nbytes
         return memory
 
     def _map(self, nbytes: int) -> tuple[int, int]:
@@ -78,10 +71,8 @@ class Allocator:
         return start, total
 
     def forget(self, memory: Memory) -> tuple[int, int]:
-        """Stop to count a block; its address, and its mapped bytes, 0 where it is not mapped."""
-        with self._lock:
-            mapped = self._mapped.pop(memory)
-            self.allocated_bytes -= memory.nbytes
+        """The address of a block that is given back, and its mapped bytes, 0 where it is not mapped."""
+        mapped = self._mapped.pop(memory, 0)
         address, memory.native, memory.host = memory.native, None, None
         return address, mapped
 

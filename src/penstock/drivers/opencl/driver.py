@@ -13,7 +13,6 @@ import ctypes
 import mmap
 import os
 import sys
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +35,11 @@ from penstock.drivers.driver import (
     Queue,
     Source,
     Waits,
+    check_parameter_count,
     parameter_dtypes,
 )
 from penstock.drivers.opencl import invokers, pocl
-from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
+from penstock.errors import CompileError, DeviceError
 from penstock.lru import LRU
 
 MemoryKind = Literal["svm", "mapped", "device"]
@@ -47,9 +47,9 @@ MemoryKind = Literal["svm", "mapped", "device"]
 _NOTHING = np.zeros(1, np.uint8)
 _MAX_PARTS = 256  # sub-buffers kept for one allocation
 _LARGE = 4 << 20  # bytes, from which on the size of pages matters
-_LEAST_LANES = 4  # of a CPU's vectors
+_LEAST_VECTOR_WIDTH = 4  # of a CPU
 _BUFFER_PARAMETERS = 12  # bytes of a kernel's parameters: a pointer, and where in its memory the array begins
-_OTHER_PARAMETERS = 128  # bytes that numbers may take
+_OTHER_PARAMETERS = 128  # bytes that scalars may take
 _DEFAULT_ALIGNMENT = 0  # lets OpenCL take that of its widest vector type, 128 bytes
 _RW = cl.mem_flags.READ_WRITE
 _SVM = cl.svm_mem_flags.READ_WRITE | cl.svm_mem_flags.SVM_FINE_GRAIN_BUFFER
@@ -70,7 +70,7 @@ _NO_MEMORY = {
 
 def find_devices() -> list[cl.Device]:
     """Every OpenCL device: GPUs first, then other accelerators, then CPUs; the largest memory first."""
-    found: list[cl.Device] = []
+    devices: list[cl.Device] = []
     invokers.keep_in_memory()
     with pocl.own_folder():
         try:
@@ -79,11 +79,11 @@ def find_devices() -> list[cl.Device]:
             return []
         for platform in platforms:
             try:
-                found += platform.get_devices()
+                devices += platform.get_devices()
             except cl.Error:  # a platform whose hardware is absent
                 continue
     order = {"gpu": 0, "accelerator": 1, "cpu": 2}
-    usable = [device for device in found if device.available and device.compiler_available]
+    usable = [device for device in devices if device.available and device.compiler_available]
     return sorted(usable, key=lambda device: (order[_kind(device)], -device.global_mem_size))
 
 
@@ -98,9 +98,8 @@ class OpenCLDriver(Driver):
     times = True
 
     def __init__(self, device: cl.Device, name: str, memory: MemoryKind | None = None) -> None:
-        self.name = name
         self._memory_kind = memory or best_memory_kind(device)
-        self.capabilities = opencl_capabilities(device, self._memory_kind)
+        super().__init__(name, opencl_capabilities(device, self._memory_kind))
         self._context = cl.Context([device])
         self._maps = cl.CommandQueue(self._context)  # always idle, so that a map waits for nothing else
         self._clock: _Clock | None = None  # while commands are timed
@@ -112,9 +111,6 @@ class OpenCLDriver(Driver):
         extra = os.environ.get("POCL_EXTRA_BUILD_FLAGS", "")  # which PoCL adds to the options by itself
         self._built_for = "\n".join((*version, *self._options, extra))
         self._cache = pocl.cache() if device.platform.name == pocl.PLATFORM else None
-        self._lock = threading.Lock()
-        self._allocations: set[Memory] = set()
-        self._allocated = 0
         self._copies: deque[Event] = deque()  # PyOpenCL's destructors of these wait until they are done
 
     def _open_queues(self, timed: bool) -> None:
@@ -129,14 +125,8 @@ class OpenCLDriver(Driver):
         except cl.Error as error:
             if error.code not in _NO_MEMORY:
                 raise DeviceError(str(error), f"allocation of {nbytes} bytes") from None
-            largest = self.capabilities.max_allocation_bytes
-            hint = f"; one allocation may have {largest} bytes there" if nbytes > largest else ""
-            raise OutOfDeviceMemory(
-                f"{self.name} has no {nbytes} bytes ({_words(error.code)}){hint}", asked=nbytes
-            ) from None
-        with self._lock:
-            self._allocations.add(memory)
-            self._allocated += nbytes
+            raise self._no_memory(nbytes, _words(error.code)) from None
+        self._allocations.add(memory)
         return memory
 
     def _allocate(self, nbytes: int, pinned: bool) -> Memory:
@@ -158,9 +148,7 @@ class OpenCLDriver(Driver):
         return Memory(buffer, nbytes, None)
 
     def free(self, memory: Memory) -> None:
-        with self._lock:
-            self._allocations.remove(memory)
-            self._allocated -= memory.nbytes
+        self._allocations.remove(memory)
         host, memory.host = memory.host, None
         native, memory.native = memory.native, None
         memory.parts = None
@@ -181,10 +169,6 @@ class OpenCLDriver(Driver):
         if part is None:
             part = memory.parts[offset, nbytes] = memory.native.get_sub_region(offset, nbytes)
         return part
-
-    @property
-    def allocated_bytes(self) -> int:
-        return self._allocated
 
     def native_handles(self) -> int:
         # Buffers, shared allocations, programs and queues each hold a reference to their context.
@@ -377,15 +361,15 @@ class _Clock:
         return nanoseconds * 1e-9 + self._offset
 
     def _set(self) -> None:
-        found = []
+        measured = []
         for _ in range(5):  # the host may be interrupted meanwhile, but not every time
             before = perf_counter()
             event = cl.enqueue_marker(self._queue)
             after = perf_counter()
             event.wait()
             queued: Any = event.get_profiling_info(_PROFILE.QUEUED)
-            found.append((after - before, (before + after) / 2 - queued * 1e-9))
-        self._offset = min(found)[1]
+            measured.append((after - before, (before + after) / 2 - queued * 1e-9))
+        self._offset = min(measured)[1]
         self._due = perf_counter() + _CLOCK_SECONDS
 
 
@@ -413,7 +397,7 @@ def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> 
         max_group_size=device.max_work_group_size,
         local_bytes=device.local_mem_size,
         # By the device's type: some CPUs say 1, because their compiler makes vectors by itself.
-        vector_width=max(device.native_vector_width_float, _LEAST_LANES) if kind == "cpu" else 1,
+        vector_width=max(device.native_vector_width_float, _LEAST_VECTOR_WIDTH) if kind == "cpu" else 1,
         float16="cl_khr_fp16" in extensions,
         float64="cl_khr_fp64" in extensions,
         max_buffers=_most_buffers(device),
@@ -453,11 +437,7 @@ def _prefer_huge_pages(array: Bytes) -> None:
 
 
 def _set_types(native: cl.Kernel, signature: Sequence[str], dtypes: Sequence[np.dtype[Any]]) -> None:
-    if native.num_args != len(signature):
-        raise CompileError(
-            f"kernel {native.function_name!r} has {native.num_args} parameters, and the signature "
-            f"({', '.join(signature)}) has {len(signature)}"
-        )
+    check_parameter_count(native.function_name, native.num_args, signature)
     native.set_scalar_arg_dtypes(
         [None if kind.endswith("*") else dtype for kind, dtype in zip(signature, dtypes, strict=True)]
     )

@@ -19,7 +19,7 @@ _MAX_KERNELS = 1024
 
 
 class InvokerCache:
-    """The code of the kernels that were used last, in the place of PyOpenCL's database."""
+    """The code of the kernels that were used last, instead of PyOpenCL's database."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

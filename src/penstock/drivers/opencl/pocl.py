@@ -19,7 +19,7 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -27,6 +27,7 @@ from typing import TypeVar
 
 from penstock.config import cache_folder
 from penstock.drivers.binaries import Binaries
+from penstock.drivers.environment import environment
 
 try:
     import fcntl
@@ -79,8 +80,8 @@ class PoclCache:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._programs: dict[str, _Program] = {}  # by their folders, the oldest first
-        self._unsaved: list[str] = []  # folders of programs whose kernels have not all run
-        self._wait = self._due = 0.0
+        self._wait = 0.0
+        self._due = math.inf  # when programs are saved next whose kernels have not all run yet
         atexit.register(self._end)
 
     def build(self, said: str, kernels: int, build: Callable[[], Built]) -> Built:
@@ -101,18 +102,20 @@ class PoclCache:
             new = [folder for folder in self._folders() if folder not in before]
             if len(new) == 1:  # none where PoCL had the program; several are not told apart
                 self._programs[new[0]] = _Program(key, kernels, frozenset())
-                self._unsaved.append(new[0])
             self._forget()
         return built
 
     def save_if_due(self) -> None:
         """Keep what has run since programs were built. Costs a comparison, mostly."""
-        if not self._unsaved or perf_counter() < self._due:
+        if perf_counter() < self._due:
             return
         with self._lock, suppress(OSError):  # what cannot be kept is compiled again
             self._wait *= 2
             self._due = perf_counter() + self._wait
-            self._unsaved = [folder for folder in self._unsaved if not self._save(folder)]
+            unsaved = [folder for folder, program in self._programs.items() if not program.is_whole()]
+            whole = [self._save(folder) for folder in unsaved]
+            if all(whole):
+                self._due = math.inf
 
     def _save(self, folder: str) -> bool:
         """Keep a program's files, if there are new ones; whether that is all of it."""
@@ -133,18 +136,13 @@ class PoclCache:
                 return
             with suppress(OSError):  # PoCL compiles what is not there
                 packed.extractall(self.folder)
-            program = _Program(key, kernels, frozenset(packed.namelist()))
-        self._programs[folder] = program
-        if not program.is_whole():
-            self._unsaved.append(folder)
+            self._programs[folder] = _Program(key, kernels, frozenset(packed.namelist()))
 
     def _forget(self) -> None:
         """Remove the oldest programs from PoCL's folder: it has loaded what it needs of them."""
         for folder in list(self._programs)[:-_MAX_PROGRAMS]:
             with suppress(OSError):
                 self._save(folder)
-            if folder in self._unsaved:
-                self._unsaved.remove(folder)
             del self._programs[folder]
             shutil.rmtree(self.folder / folder, ignore_errors=True)
 
@@ -156,8 +154,8 @@ class PoclCache:
 
     def _files(self, folder: str) -> frozenset[str]:
         """The names of a program's files. PoCL writes each under another name first."""
-        found = (self.folder / folder).rglob("*")
-        wanted = [path for path in found if path.name == "program.bc" or path.suffix == ".so"]
+        paths = (self.folder / folder).rglob("*")
+        wanted = [path for path in paths if path.name == "program.bc" or path.suffix == ".so"]
         return frozenset(path.relative_to(self.folder).as_posix() for path in wanted)
 
     def _end(self) -> None:
@@ -184,22 +182,10 @@ def cache() -> PoclCache | None:
     return _cache
 
 
-@contextmanager
-def own_folder() -> Iterator[None]:
+def own_folder() -> AbstractContextManager[None]:
     """PoCL, which is loaded and reads its settings inside the block, uses the folder of this process."""
-    own = cache()
-    if own is None:
-        yield
-        return
-    given = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = str(own.folder)
-    try:
-        yield
-    finally:  # for child processes, which have folders of their own
-        if given is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = given
+    own = cache()  # child processes have folders of their own
+    return nullcontext() if own is None else environment(_VARIABLE, str(own.folder))
 
 
 def _packed(base: Path, folder: str, names: Iterable[str]) -> bytes:

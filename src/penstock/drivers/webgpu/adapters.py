@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ import psutil
 from wgpu.backends.wgpu_native import ffi, lib
 
 from penstock.drivers.driver import Capabilities
+from penstock.drivers.environment import environment
 from penstock.drivers.webgpu.wgsl import OFFSET_ALIGNMENT
 
 BUFFER_ALIGNMENT = 16  # bytes, of which every buffer is a multiple: the largest item that an array can have
@@ -80,24 +80,11 @@ def find_devices() -> list[Adapter]:
             extras.backends = _VULKAN | _METAL | _DX12  # not OpenGL, which takes long and lacks features
             descriptor = ffi.new("WGPUInstanceDescriptor *")
             descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", extras)
-            with _without_displays():
+            # Without Mesa's layer that looks for the display's GPU, and prints where there is no display.
+            with environment("NODEVICE_SELECT", "1"):
                 _instance = lib.wgpuCreateInstance(descriptor)
                 _adapters.extend(_enumerate(_instance))
         return list(_adapters)
-
-
-@contextmanager
-def _without_displays() -> Iterator[None]:
-    """Without Mesa's layer that looks for the display's GPU, and prints where there is no display."""
-    before = os.environ.get("NODEVICE_SELECT")
-    os.environ["NODEVICE_SELECT"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["NODEVICE_SELECT"]
-        else:
-            os.environ["NODEVICE_SELECT"] = before
 
 
 def _enumerate(instance: Any) -> list[Adapter]:
@@ -107,10 +94,10 @@ def _enumerate(instance: Any) -> list[Adapter]:
     return best_adapters([_adapter(natives[index]) for index in range(count)])
 
 
-def best_adapters(found: Sequence[Adapter]) -> list[Adapter]:
+def best_adapters(adapters: Sequence[Adapter]) -> list[Adapter]:
     """The best first, each GPU by the best API that reaches it."""
     apis, sorts = list(_APIS.values()), list(_SORTS.values())
-    usable = [adapter for adapter in found if adapter.api in apis]
+    usable = [adapter for adapter in adapters if adapter.api in apis]
     best: dict[tuple[int, int], str] = {}
     for adapter in sorted(usable, key=lambda adapter: apis.index(adapter.api)):
         best.setdefault(adapter.hardware, adapter.api)

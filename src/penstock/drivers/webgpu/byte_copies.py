@@ -1,4 +1,4 @@
-"""Copies that WebGPU does not do itself: of parts of words, and from one place of a buffer to another.
+"""Copies that WebGPU does not do itself: of parts of words, and from one part of a buffer to another.
 
 A kernel does them. Bytes beside the target stay as they are, because a word that is only partly the target's
 is changed bit by bit.
@@ -23,9 +23,9 @@ kernel copy_bytes(to: array<atomic<u32>>, source: array<atomic<u32>>, start: u32
     var bits = 0u;
     var mask = 0u;
     for (var k = 0u; k < 4u; k++) {
-        let place = 4u * word + k;
-        if (place >= start && place < start + count) {
-            let at = origin + (place - start);
+        let byte = 4u * word + k;
+        if (byte >= start && byte < start + count) {
+            let at = origin + (byte - start);
             bits |= ((atomicLoad(&source[at / 4u]) >> (8u * (at % 4u))) & 255u) << (8u * k);
             mask |= 255u << (8u * k);
         }

@@ -28,7 +28,7 @@ from penstock.drivers.webgpu.byte_copies import ByteCopies
 from penstock.drivers.webgpu.launches import Binder, BindGroups, Launch
 from penstock.drivers.webgpu.memory import MEMORY_USAGE, WORD, Range, ReadBuffers, rounded
 from penstock.drivers.webgpu.native import NativeDevice
-from penstock.drivers.webgpu.pipelines import Layouts, Pipelines
+from penstock.drivers.webgpu.pipelines import Pipelines
 from penstock.drivers.webgpu.recorder import Batch, CommandEvent, EncoderQueue, Read, Recorder
 from penstock.drivers.webgpu.times import Timing
 from penstock.errors import DeviceError, OutOfDeviceMemory
@@ -40,25 +40,21 @@ class WebGpuDriver(Driver):
     """One WebGPU device. Without `immediates`, all scalars go through uniform buffers."""
 
     def __init__(self, adapter: Adapter, name: str, *, immediates: bool = True) -> None:
-        self.name = name
-        self.capabilities = can = webgpu_capabilities(adapter)
+        super().__init__(name, webgpu_capabilities(adapter))
+        can = self.capabilities
         has_immediates = immediates and IMMEDIATES in adapter.features
         self.compute, self.incoming, self.outgoing = self._queues = [EncoderQueue() for _ in range(3)]
         self.times = TIMES in adapter.features
         self._lock = threading.RLock()
-        self._allocations: set[Memory] = set()
-        self._allocated = 0
         self._native = NativeDevice(adapter, name)
-        self._layouts = Layouts(
-            self._native, adapter.limits["maxImmediateSize"] if has_immediates else 0, self._lock
-        )
-        self._pipelines = Pipelines(self._native, self._layouts, can.binding_bytes, self._lock)
-        self._groups = BindGroups(self._native, self._layouts, self._lock)
-        self._binder = Binder(adapter, can, self._layouts, self._pipelines, self._groups)
+        immediate_bytes = adapter.limits["maxImmediateSize"] if has_immediates else 0
+        self._pipelines = Pipelines(self._native, immediate_bytes, can.binding_bytes, self._lock)
+        self._groups = BindGroups(self._native, self._lock)
+        self._binder = Binder(adapter, can, self._pipelines, self._groups)
         self._byte_copies = ByteCopies(self._pipelines, can.binding_bytes)
         self._read_buffers = ReadBuffers(self._native)
-        self._timing = Timing(self._native, TIMES_BETWEEN_PASSES in adapter.features)
-        self._recorder = Recorder(self._native, self._layouts, self._read_buffers, self._timing)
+        self._times_copies = TIMES_BETWEEN_PASSES in adapter.features
+        self._recorder = Recorder(self._native, self._read_buffers)
 
     # Memory
 
@@ -73,15 +69,12 @@ class WebGpuDriver(Driver):
             buffer = self._native.buffer(rounded(nbytes, BUFFER_ALIGNMENT), MEMORY_USAGE)
             memory = Memory(None, nbytes, None)
             memory.native = Range(buffer, 0, buffer.nbytes, memory.serial)
-        with self._lock:
-            self._allocations.add(memory)
-            self._allocated += nbytes
+        self._allocations.add(memory)
         return memory
 
     def free(self, memory: Memory) -> None:
         with self._lock:
             self._allocations.remove(memory)
-            self._allocated -= memory.nbytes
             native, memory.native, memory.host = memory.native, None, None
             if memory.pinned:
                 self._read_buffers.clear()  # nothing will be read before there is such memory again
@@ -94,10 +87,6 @@ class WebGpuDriver(Driver):
         size = min(rounded(nbytes, BUFFER_ALIGNMENT), buffer.nbytes - offset)
         return Range(buffer, offset, size, memory.serial)
 
-    @property
-    def allocated_bytes(self) -> int:
-        return self._allocated
-
     def native_handles(self) -> int:
         return len(self._native.life.open)
 
@@ -105,13 +94,6 @@ class WebGpuDriver(Driver):
 
     def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
         return self._pipelines.compile(source, signatures)
-
-    def launch(
-        self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
-    ) -> Event:
-        events: list[Event] = []
-        self.replay(queue, (self.bind(kernel, grid, group, args),), waits, events)
-        return events[0]
 
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
         self._native.require_alive()
@@ -155,7 +137,7 @@ class WebGpuDriver(Driver):
             self._native.require_alive()
             buffer = self._read_buffers.take(nbytes)
             moment = self._recorder.copy(queue, buffer, 0, memory.native.buffer, start, nbytes)
-            self._recorder.batch(queue).reads.append(Read(buffer, nbytes, offset - start, target))
+            self._recorder.batch(queue).reads.append(Read(buffer, offset - start, target))
             return self._recorder.event(queue, moment=moment)
 
     def copy(
@@ -215,7 +197,7 @@ class WebGpuDriver(Driver):
         if on and not self.times:
             raise DeviceError(f"{self.name} does not tell when commands ran")
         with self._lock:
-            self._timing.switch(on)
+            self._recorder.timing = Timing(self._native, self._times_copies) if on else None
         for _ in range(3) if on else ():  # to learn how far the clocks are apart
             with self._lock:
                 self._native.require_alive()
@@ -227,11 +209,11 @@ class WebGpuDriver(Driver):
 
     def ran(self, event: Event) -> tuple[float, float] | None:
         batch: Batch = event.batch
-        clock, moments, moment = self._timing.clock, batch.moments, event.moment
-        if clock is None or moments is None or moment < 0 or event.error or batch.error or not batch.done:
+        timing, moments, moment = self._recorder.timing, batch.moments, event.moment
+        if timing is None or moments is None or moment < 0 or event.error or batch.error or not batch.done:
             return None
         start, end = int(moments[moment]), int(moments[moment + 1])
-        return clock.on_host(start), clock.on_host(max(start, end))
+        return timing.on_host(start), timing.on_host(max(start, end))
 
     # Life cycle
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +15,7 @@ from penstock.drivers.driver import Capabilities, Grid
 from penstock.drivers.webgpu.adapters import Adapter
 from penstock.drivers.webgpu.memory import Range
 from penstock.drivers.webgpu.native import NativeBuffer, NativeDevice, Owned
-from penstock.drivers.webgpu.pipelines import Function, Layouts, Pipelines, Variant
+from penstock.drivers.webgpu.pipelines import Function, Pipelines, Variant
 from penstock.drivers.webgpu.wgsl import OFFSET_ALIGNMENT
 from penstock.errors import DeviceError
 from penstock.lru import LRU
@@ -26,25 +28,22 @@ Parts = tuple[Part, ...]
 Dispatch = tuple[Owned, Owned, Any, int, bool, int, int, int]
 
 
+@dataclass(slots=True, eq=False)
 class Launch:
     """A kernel with its arguments."""
 
-    __slots__ = ("args", "dispatch", "function", "grid", "group")
-
-    def __init__(self, function: Function, grid: Grid, group: Grid, args: list[Any]) -> None:
-        self.function = function
-        self.grid = grid
-        self.group = group
-        self.args = args
-        self.dispatch: Dispatch | None = None  # None: an argument has changed
+    function: Function
+    grid: Grid
+    group: Grid
+    args: list[Any]
+    dispatch: Dispatch | None = None  # None: an argument has changed
 
 
 class BindGroups:
     """Bind groups by what they bind, until one of their memories is freed. At most `_MAX_GROUPS`."""
 
-    def __init__(self, native: NativeDevice, layouts: Layouts, lock: threading.RLock) -> None:
+    def __init__(self, native: NativeDevice, lock: threading.RLock) -> None:
         self._native = native
-        self._layouts = layouts
         self._lock = lock
         self.known: LRU[Parts, Owned] = LRU(_MAX_GROUPS)
         self.by_memory: dict[int, set[Parts]] = {}  # by the memory's serial number
@@ -57,7 +56,7 @@ class BindGroups:
                 bound = [
                     (buffer, offset, size) for buffer, (_, offset, size) in zip(buffers, parts, strict=True)
                 ]
-                group = self._native.group(self._layouts.group(len(parts)), bound)
+                group = self._native.group(bound)
                 if self.known.full:
                     self._unlink(next(iter(self.known)))
                 for serial, _, _ in parts:
@@ -81,12 +80,7 @@ class Binder:
     """Makes the dispatches of launches."""
 
     def __init__(
-        self,
-        adapter: Adapter,
-        capabilities: Capabilities,
-        layouts: Layouts,
-        pipelines: Pipelines,
-        groups: BindGroups,
+        self, adapter: Adapter, capabilities: Capabilities, pipelines: Pipelines, groups: BindGroups
     ) -> None:
         limits = adapter.limits
         self._max_groups_per_axis = limits["maxComputeWorkgroupsPerDimension"]
@@ -96,7 +90,6 @@ class Binder:
         )
         self._max_buffers = capabilities.max_buffers
         self._binding_bytes = capabilities.binding_bytes
-        self._layouts = layouts
         self._pipelines = pipelines
         self._groups = groups
 
@@ -134,7 +127,7 @@ class Binder:
         packed = ffi.new("uint8_t[]", function.packed(scalars, folded)) if nbytes else None
         group = self._groups.get(tuple(parts), buffers)
         launch.dispatch = (
-            pipeline, group, packed, nbytes, self._layouts.needs_uniform(nbytes), *sizes
+            pipeline, group, packed, nbytes, self._pipelines.needs_uniform(nbytes), *sizes
         )  # fmt: skip
         return launch.dispatch
 
@@ -152,16 +145,16 @@ class Binder:
             else:
                 parts.append((given.serial, given.offset, given.size))
                 large.setdefault((given.serial, function.buffer_types[number]), []).append(number)
-        for numbers in large.values():
-            _join_overlapping(parts, numbers)
+        for indices in large.values():
+            _join_overlapping(parts, indices)
         return parts
 
 
-def _join_overlapping(parts: list[Part], numbers: Sequence[int]) -> None:
+def _join_overlapping(parts: list[Part], indices: Sequence[int]) -> None:
     """Make one part of those that overlap in one memory: WebGPU permits no two bindings of the same bytes."""
     together: list[int] = []
     start = end = 0
-    for number in sorted(numbers, key=lambda number: parts[number][1]):
+    for number in sorted(indices, key=lambda number: parts[number][1]):
         serial, begin, size = parts[number]
         if begin >= end:
             together, start = [], begin
@@ -177,11 +170,7 @@ def _sizes(
 ) -> tuple[tuple[int, int, int], bool]:
     """The workgroups of a dispatch in each axis, and whether the grid was folded into a rectangle for it."""
     most, *sizes = limits
-    threads = groups = 1
-    for size in group:
-        threads *= size
-    for size in grid:
-        groups *= size
+    threads, groups = math.prod(group), math.prod(grid)
     fits = all(1 <= size <= limit for size, limit in zip(group, sizes, strict=False)) and threads <= most
     if not 1 <= len(grid) == len(group) <= 3 or min(grid) < 1 or not fits:
         raise DeviceError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from penstock.drivers.webgpu.adapters import BUFFER_ALIGNMENT
 from penstock.drivers.webgpu.native import COPY_DST, COPY_SRC, MAP_READ, STORAGE, NativeBuffer, NativeDevice
 from penstock.drivers.webgpu.wgsl import OFFSET_ALIGNMENT
@@ -17,16 +19,14 @@ def rounded(nbytes: int, alignment: int) -> int:
     return max(-(-nbytes // alignment), 1) * alignment
 
 
+@dataclass(slots=True, eq=False)
 class Range:
     """A range of a buffer, as a kernel takes it."""
 
-    __slots__ = ("buffer", "offset", "serial", "size")
-
-    def __init__(self, buffer: NativeBuffer, offset: int, size: int, serial: int) -> None:
-        self.buffer = buffer
-        self.offset = offset
-        self.size = size
-        self.serial = serial  # of the memory that the buffer is
+    buffer: NativeBuffer
+    offset: int
+    size: int
+    serial: int  # of the memory that the buffer is
 
     def part(self, start: int, end: int) -> Range:
         """The smallest range of the same buffer that can be bound and holds bytes `start` to `end`."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from threading import get_ident
 from typing import Any
 
 from wgpu.backends.wgpu_native import ffi, lib
 
+from penstock.drivers.driver import Life
 from penstock.drivers.webgpu.adapters import (
     FLOAT16,
     IMMEDIATES,
@@ -38,16 +40,6 @@ _ANY_TIME = lib.WGPUCallbackMode_AllowSpontaneous
 _NULL = ffi.NULL
 
 Told = Callable[[int, str], None]  # takes the number of what was expected, and what went wrong
-
-
-class Life:
-    """Which native objects a device has, and whether they may be touched."""
-
-    __slots__ = ("abandoned", "open")
-
-    def __init__(self) -> None:
-        self.open: set[int] = set()  # every step on it is atomic: finalisers take no lock
-        self.abandoned = False
 
 
 class Owned:
@@ -91,24 +83,26 @@ class NativeDevice:
         self.life = Life()
         self.dead = ""  # why every call fails
         self.errors: dict[int, list[tuple[int, str]]] = {}  # by thread: what its last calls were told
+        self._layouts: dict[Hashable, Owned] = {}  # of bind groups and pipelines
+        self._layouts_lock = threading.Lock()
         self.native = self._open(adapter)
         self.queue = lib.wgpuDeviceGetQueue(self.native)
 
     def _open(self, adapter: Adapter) -> Any:
         key = next(_keys)
         _devices[key] = self
-        user = ffi.cast("void *", key)
         features = [feature for feature in _FEATURES if feature in adapter.features]
         wanted = ffi.new("WGPUFeatureName[]", [ffi.cast("WGPUFeatureName", feature) for feature in features])
         limits = ffi.new("WGPULimits *", adapter.limits)
-        descriptor = ffi.new("WGPUDeviceDescriptor *")
-        descriptor.requiredFeatureCount, descriptor.requiredFeatures = len(features), wanted
-        descriptor.requiredLimits = limits
-        lost, uncaptured = descriptor.deviceLostCallbackInfo, descriptor.uncapturedErrorCallbackInfo
-        lost.mode, lost.callback, lost.userdata1 = _ANY_TIME, _lost_callback, user
-        uncaptured.callback, uncaptured.userdata1 = _failed_callback, user
-        request = ffi.new("WGPURequestDeviceCallbackInfo *")
-        request.mode, request.callback, request.userdata1 = _ANY_TIME, _opened_callback, user
+        fields = {
+            "requiredFeatureCount": len(features),
+            "requiredFeatures": wanted,
+            "requiredLimits": limits,
+            "deviceLostCallbackInfo": _call_back(_lost, key),
+            "uncapturedErrorCallbackInfo": _call_back(_failed, key, mode=False),
+        }
+        descriptor = ffi.new("WGPUDeviceDescriptor *", fields)
+        request = ffi.new("WGPURequestDeviceCallbackInfo *", _call_back(_opened, key))
         lib.wgpuAdapterRequestDevice(adapter.native, descriptor, request[0])  # answers before it returns
         status, device, message = _answers.pop(key)
         if status != lib.WGPURequestDeviceStatus_Success:
@@ -143,8 +137,7 @@ class NativeDevice:
             )
         what = f"allocation of {nbytes} bytes"
         self.require_alive(what)
-        descriptor = ffi.new("WGPUBufferDescriptor *")
-        descriptor.size, descriptor.usage = nbytes, usage
+        descriptor = ffi.new("WGPUBufferDescriptor *", {"size": nbytes, "usage": usage})
         buffer = NativeBuffer(self.life, lib.wgpuDeviceCreateBuffer(self.native, descriptor), nbytes)
         for kind, words in self.take_errors():
             if kind == lib.WGPUErrorType_OutOfMemory:
@@ -155,63 +148,71 @@ class NativeDevice:
     def module(self, name: str, text: str) -> Owned:
         """A module of WGSL. Raises CompileError with the compiler's words."""
         self.require_alive()
-        label, code = _String(name), _String(text)
-        source = ffi.new("WGPUShaderSourceWGSL *")
-        source.chain.sType = lib.WGPUSType_ShaderSourceWGSL
-        source.code = code.view
-        descriptor = ffi.new("WGPUShaderModuleDescriptor *")
-        descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", source)
-        descriptor.label = label.view
+        code = {"chain": {"sType": lib.WGPUSType_ShaderSourceWGSL}, "code": _string(text)}
+        source = ffi.new("WGPUShaderSourceWGSL *", code)
+        fields = {"nextInChain": ffi.cast("WGPUChainedStruct *", source), "label": _string(name)}
+        descriptor = ffi.new("WGPUShaderModuleDescriptor *", fields)
         native = lib.wgpuDeviceCreateShaderModuleTrusted(self.native, descriptor, _NO_CHECKS)
         module = Owned(self.life, native, lib.wgpuShaderModuleRelease)
         for _, words in self.take_errors():
             raise CompileError(f"{self.name} refused the source of {name!r}:\n{words}\n{text}")
         return module
 
-    def group_layout(self, count: int, *, uniform: bool = False) -> Owned:
-        """How a bind group of so many storage buffers looks, or of uniform ones whose place can change."""
-        kind = lib.WGPUBufferBindingType_Uniform if uniform else lib.WGPUBufferBindingType_Storage
-        entries = ffi.new("WGPUBindGroupLayoutEntry[]", count)
-        for number in range(count):
-            entry = entries[number]
-            entry.binding, entry.visibility = number, _COMPUTE_STAGE
-            entry.buffer.type, entry.buffer.hasDynamicOffset = kind, uniform
-        descriptor = ffi.new("WGPUBindGroupLayoutDescriptor *")
-        descriptor.entryCount, descriptor.entries = count, entries
-        native = lib.wgpuDeviceCreateBindGroupLayout(self.native, descriptor)
-        return self._made(native, lib.wgpuBindGroupLayoutRelease)
+    def group(self, parts: Sequence[tuple[NativeBuffer, int, int]], *, uniform: bool = False) -> Owned:
+        """A bind group of buffers, each with an offset and a size: storage, or uniform ones."""
+        entries = [
+            {"binding": number, "buffer": buffer.native, "offset": offset, "size": size}
+            for number, (buffer, offset, size) in enumerate(parts)
+        ]
+        array = ffi.new("WGPUBindGroupEntry[]", entries)
+        layout = self._group_layout(len(parts), uniform)
+        return self.create("BindGroup", layout=layout.native, entryCount=len(parts), entries=array)
 
-    def group(self, layout: Owned, parts: Sequence[tuple[NativeBuffer, int, int]]) -> Owned:
-        """A bind group of buffers, each with an offset and a size."""
-        entries = ffi.new("WGPUBindGroupEntry[]", len(parts))
-        for number, (buffer, offset, size) in enumerate(parts):
-            entry = entries[number]
-            entry.binding, entry.buffer, entry.offset, entry.size = number, buffer.native, offset, size
-        descriptor = ffi.new("WGPUBindGroupDescriptor *")
-        descriptor.layout, descriptor.entryCount, descriptor.entries = layout.native, len(parts), entries
-        native = lib.wgpuDeviceCreateBindGroup(self.native, descriptor)
-        return self._made(native, lib.wgpuBindGroupRelease)
+    def pipeline(self, name: str, module: Owned, buffers: int, immediate_bytes: int | None) -> Owned:
+        """A module's entry point, compiled for the device, with so many storage buffers.
 
-    def pipeline_layout(self, groups: Sequence[Owned], immediate_bytes: int) -> Owned:
-        """Which bind groups a pipeline takes, and how many bytes beside them."""
-        array = ffi.new("WGPUBindGroupLayout[]", [group.native for group in groups])
-        descriptor = ffi.new("WGPUPipelineLayoutDescriptor *")
-        descriptor.bindGroupLayoutCount, descriptor.bindGroupLayouts = len(groups), array
-        descriptor.immediateSize = immediate_bytes
-        native = lib.wgpuDeviceCreatePipelineLayout(self.native, descriptor)
-        return self._made(native, lib.wgpuPipelineLayoutRelease)
+        Its scalars are immediates of so many bytes, or in a uniform buffer where None is given.
+        """
+        layout = self._pipeline_layout(buffers, immediate_bytes)
+        entry = _string(name)
+        compute = {"entryPoint": entry, "module": module.native}
+        return self.create("ComputePipeline", label=entry, layout=layout.native, compute=compute)
 
-    def pipeline(self, name: str, module: Owned, layout: Owned) -> Owned:
-        """A module's entry point, compiled for the device."""
-        entry = _String(name)
-        descriptor = ffi.new("WGPUComputePipelineDescriptor *")
-        descriptor.label = descriptor.compute.entryPoint = entry.view
-        descriptor.layout, descriptor.compute.module = layout.native, module.native
-        native = lib.wgpuDeviceCreateComputePipeline(self.native, descriptor)
-        return self._made(native, lib.wgpuComputePipelineRelease)
+    def _group_layout(self, count: int, uniform: bool) -> Owned:
+        """How a bind group of so many storage buffers looks, or of uniform ones whose offset can change."""
 
-    def _made(self, native: Any, release: Callable[[Any], None]) -> Owned:
-        made = Owned(self.life, native, release)
+        def create() -> Owned:
+            kind = lib.WGPUBufferBindingType_Uniform if uniform else lib.WGPUBufferBindingType_Storage
+            entry = {"visibility": _COMPUTE_STAGE, "buffer": {"type": kind, "hasDynamicOffset": uniform}}
+            entries = [{"binding": number, **entry} for number in range(count)]
+            array = ffi.new("WGPUBindGroupLayoutEntry[]", entries)
+            return self.create("BindGroupLayout", entryCount=count, entries=array)
+
+        return self._kept(("group", count, uniform), create)
+
+    def _pipeline_layout(self, buffers: int, immediate_bytes: int | None) -> Owned:
+        groups = [self._group_layout(buffers, False)]
+        if immediate_bytes is None:
+            groups.append(self._group_layout(1, True))
+
+        def create() -> Owned:
+            array = ffi.new("WGPUBindGroupLayout[]", [group.native for group in groups])
+            sizes = {"bindGroupLayoutCount": len(groups), "immediateSize": immediate_bytes or 0}
+            return self.create("PipelineLayout", bindGroupLayouts=array, **sizes)
+
+        return self._kept(("pipeline", buffers, immediate_bytes), create)
+
+    def _kept(self, key: Hashable, create: Callable[[], Owned]) -> Owned:
+        with self._layouts_lock:
+            if key not in self._layouts:
+                self._layouts[key] = create()
+            return self._layouts[key]
+
+    def create(self, kind: str, **fields: Any) -> Owned:
+        """A native object of a kind such as "BindGroup", from the fields of its descriptor."""
+        descriptor = ffi.new(f"WGPU{kind}Descriptor *", fields)
+        native = getattr(lib, f"wgpuDeviceCreate{kind}")(self.native, descriptor)
+        made = Owned(self.life, native, getattr(lib, f"wgpu{kind}Release"))
         self.raise_errors()
         return made
 
@@ -244,14 +245,12 @@ class NativeDevice:
 
     def when_done(self, expected: int) -> None:
         """Call back when all that was submitted is done."""
-        info = ffi.new("WGPUQueueWorkDoneCallbackInfo *")
-        info.mode, info.callback, info.userdata1 = _ANY_TIME, _done_callback, ffi.cast("void *", expected)
+        info = ffi.new("WGPUQueueWorkDoneCallbackInfo *", _call_back(_done, expected))
         lib.wgpuQueueOnSubmittedWorkDone(self.queue, info[0])
 
     def when_mapped(self, buffer: NativeBuffer, expected: int) -> None:
         """Call back when a buffer can be read."""
-        info = ffi.new("WGPUBufferMapCallbackInfo *")
-        info.mode, info.callback, info.userdata1 = _ANY_TIME, _mapped_callback, ffi.cast("void *", expected)
+        info = ffi.new("WGPUBufferMapCallbackInfo *", _call_back(_mapped, expected))
         lib.wgpuBufferMapAsync(buffer.native, _MAP_MODE_READ, 0, buffer.nbytes, info[0])
 
     def read_mapped(self, buffer: NativeBuffer, start: int, target: Any, nbytes: int) -> None:
@@ -273,17 +272,21 @@ class NativeDevice:
 
     def __del__(self) -> None:
         if hasattr(self, "queue") and not self.life.abandoned and not sys.is_finalizing():
+            self._layouts.clear()
             lib.wgpuQueueRelease(self.queue)
             lib.wgpuDeviceRelease(self.native)
 
 
-class _String:
-    """A text as WebGPU takes it, for as long as this is there."""
+def _string(text: str) -> dict[str, Any]:
+    """A text as a field of WebGPU's structures. It has to be kept until the structure was used."""
+    data = text.encode()
+    return {"data": ffi.new("char[]", data), "length": len(data)}
 
-    def __init__(self, text: str) -> None:
-        data = text.encode()
-        self._data = ffi.new("char[]", data)
-        self.view = ffi.new("WGPUStringView *", (self._data, len(data)))[0]
+
+def _call_back(callback: Any, key: int, *, mode: bool = True) -> dict[str, Any]:
+    """What WebGPU is to call, and the number that the callback gets, as fields of a structure."""
+    fields = {"callback": callback, "userdata1": ffi.cast("void *", key)}
+    return {"mode": _ANY_TIME, **fields} if mode else fields
 
 
 # Callbacks. They get a number, by which they find what they are for.
@@ -295,14 +298,34 @@ _waiting: dict[int, Told] = {}
 _interrupts: list[BaseException] = []  # that came while WebGPU called back
 
 
+def _callback(signature: str) -> Callable[[Callable[..., None]], Any]:
+    """A function for WebGPU to call, which does its work even where Ctrl-C is pressed meanwhile.
+
+    Python takes notice of that at the first line that it runs, which is here if WebGPU waited when it came,
+    and WebGPU cannot raise it. So the work is done again, and the interrupt kept until the call is over.
+    """
+
+    def native(function: Callable[..., None]) -> Any:
+        def finish(_: Any, error: BaseException, trace: Any) -> None:
+            names = function.__code__.co_varnames[: function.__code__.co_argcount]
+            function(*(trace.tb_frame.f_locals[name] for name in names))
+            _interrupts.append(error)
+
+        return ffi.callback(signature, function, onerror=finish)
+
+    return native
+
+
 def _key(user: Any) -> int:
     return int(ffi.cast("uintptr_t", user))
 
 
+@_callback("void(WGPURequestDeviceStatus, WGPUDevice, WGPUStringView, void *, void *)")
 def _opened(status: int, device: Any, message: Any, user: Any, _: Any) -> None:
     _answers[_key(user)] = (status, device, text_of(message))
 
 
+@_callback("void(WGPUDevice const *, WGPUErrorType, WGPUStringView, void *, void *)")
 def _failed(_: Any, kind: int, message: Any, user: Any, __: Any) -> None:
     device = _devices.get(_key(user))
     if device is not None:
@@ -310,6 +333,7 @@ def _failed(_: Any, kind: int, message: Any, user: Any, __: Any) -> None:
         device.errors.setdefault(get_ident(), []).append((kind, words))
 
 
+@_callback("void(WGPUDevice const *, WGPUDeviceLostReason, WGPUStringView, void *, void *)")
 def _lost(_: Any, reason: int, message: Any, user: Any, __: Any) -> None:
     device = _devices.get(_key(user))
     if device is not None:
@@ -317,10 +341,12 @@ def _lost(_: Any, reason: int, message: Any, user: Any, __: Any) -> None:
         device.dead = f"the device was lost ({why}) and cannot be used any more in this process"
 
 
+@_callback("void(WGPUQueueWorkDoneStatus, WGPUStringView, void *, void *)")
 def _done(status: int, message: Any, user: Any, _: Any) -> None:
     _tell(_key(user), status == lib.WGPUQueueWorkDoneStatus_Success, message)
 
 
+@_callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)")
 def _mapped(status: int, message: Any, user: Any, _: Any) -> None:
     _tell(_key(user), status == lib.WGPUMapAsyncStatus_Success, message)
 
@@ -330,31 +356,3 @@ def _tell(key: int, success: bool, message: Any) -> None:
     if told is not None:
         told(key, "" if success else f"the device did not finish it: {text_of(message)}")
         _waiting.pop(key, None)
-
-
-def _callback(signature: str, function: Callable[..., None]) -> Any:
-    """A function for WebGPU to call, which does its work even where Ctrl-C is pressed meanwhile.
-
-    Python takes notice of that at the first line that it runs, which is here if WebGPU waited when it came,
-    and WebGPU cannot raise it. So the work is done again, and the interrupt kept until the call is over.
-    """
-
-    def finish(_: Any, error: BaseException, trace: Any) -> None:
-        names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        function(*(trace.tb_frame.f_locals[name] for name in names))
-        _interrupts.append(error)
-
-    return ffi.callback(signature, function, onerror=finish)
-
-
-_opened_callback = _callback(
-    "void(WGPURequestDeviceStatus, WGPUDevice, WGPUStringView, void *, void *)", _opened
-)
-_failed_callback = _callback(
-    "void(WGPUDevice const *, WGPUErrorType, WGPUStringView, void *, void *)", _failed
-)
-_lost_callback = _callback(
-    "void(WGPUDevice const *, WGPUDeviceLostReason, WGPUStringView, void *, void *)", _lost
-)
-_done_callback = _callback("void(WGPUQueueWorkDoneStatus, WGPUStringView, void *, void *)", _done)
-_mapped_callback = _callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)", _mapped)

@@ -1,4 +1,4 @@
-"""Compiled WGSL kernels: their modules, layouts and pipelines.
+"""Compiled WGSL kernels: their modules and pipelines.
 
 A kernel's module depends on how a launch binds its buffers, so each kernel has several pipelines, which are
 made when a launch first needs them.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.drivers.driver import Grid, Kernel, Source, parameter_dtypes
+from penstock.drivers.driver import Grid, Kernel, Source, check_parameter_count, parameter_dtypes
 from penstock.drivers.webgpu.native import NativeDevice, Owned
 from penstock.drivers.webgpu.wgsl import SCALARS, KernelText, module_text, parse
 from penstock.errors import CompileError, DeviceError
@@ -44,10 +44,10 @@ class Function:
         scalars = {scalar.name: number for number, scalar in enumerate(text.scalars)}
         # For each buffer, which of the scalars is its offset, where it has one.
         self.offset_scalars = [scalars.get(f"{buffer.name}_place") for buffer in text.buffers]
-        self.scalar_bytes = [text.scalar_bytes(folded) for folded in (False, True)]
         self.pipelines: LRU[Variant, Owned] = LRU(_MAX_PIPELINES)
         self._dtypes = [dtypes[position] for position in self.scalar_positions]
         self._formats = [struct.Struct(text.scalar_format(folded)) for folded in (False, True)]
+        self.scalar_bytes = [form.size for form in self._formats]
 
     def packed(self, scalars: list[Any], folded: bool) -> bytes:
         """Scalars as the kernel reads them."""
@@ -61,53 +61,14 @@ class Function:
             return form.pack(*scalars)
 
 
-class Layouts:
-    """Layouts of bind groups and pipelines, by the number of buffers and the bytes of scalars."""
-
-    def __init__(self, native: NativeDevice, immediate_bytes: int, lock: threading.RLock) -> None:
-        self._native = native
-        self._immediate_bytes = immediate_bytes
-        self._lock = lock
-        self._groups: dict[int, Owned] = {}
-        self._scalars: Owned | None = None
-        self._pipelines: dict[tuple[int, int], Owned] = {}
-
-    def needs_uniform(self, scalar_bytes: int) -> bool:
-        """Whether scalars of so many bytes go through a uniform buffer, since immediates hold fewer."""
-        return scalar_bytes > self._immediate_bytes
-
-    def group(self, buffers: int) -> Owned:
-        """The layout of a bind group of storage buffers."""
-        if buffers not in self._groups:
-            self._groups[buffers] = self._native.group_layout(buffers)
-        return self._groups[buffers]
-
-    def scalars(self) -> Owned:
-        """The layout of a bind group of one uniform buffer, which holds scalars."""
-        if self._scalars is None:
-            self._scalars = self._native.group_layout(1, uniform=True)
-        return self._scalars
-
-    def pipeline(self, buffers: int, scalar_bytes: int) -> Owned:
-        """The layout of a pipeline."""
-        with self._lock:
-            layout = self._pipelines.get((buffers, scalar_bytes))
-            if layout is None:
-                uniform = self.needs_uniform(scalar_bytes)
-                groups = [self.group(buffers)] + ([self.scalars()] if uniform else [])
-                layout = self._native.pipeline_layout(groups, 0 if uniform else scalar_bytes)
-                self._pipelines[buffers, scalar_bytes] = layout
-            return layout
-
-
 class Pipelines:
     """Compiles kernels: their texts at once, and their pipelines when a launch needs them."""
 
     def __init__(
-        self, native: NativeDevice, layouts: Layouts, binding_bytes: int, lock: threading.RLock
+        self, native: NativeDevice, immediate_bytes: int, binding_bytes: int, lock: threading.RLock
     ) -> None:
         self._native = native
-        self._layouts = layouts
+        self._immediate_bytes = immediate_bytes
         self._binding_bytes = binding_bytes
         self._lock = lock
 
@@ -129,6 +90,10 @@ class Pipelines:
             kernels[name] = Kernel(name, signature, function)
         return kernels
 
+    def needs_uniform(self, scalar_bytes: int) -> bool:
+        """Whether scalars of so many bytes go through a uniform buffer, since immediates hold fewer."""
+        return scalar_bytes > self._immediate_bytes
+
     def pipeline(self, function: Function, variant: Variant) -> Owned:
         """A pipeline of a kernel, known or new."""
         with self._lock:
@@ -141,15 +106,16 @@ class Pipelines:
 
     def _new_pipeline(self, function: Function, variant: Variant) -> Owned:
         nbytes = function.scalar_bytes[variant.folded]
-        if self._layouts.needs_uniform(nbytes) and nbytes > MAX_SCALAR_BYTES:
+        uniform = self.needs_uniform(nbytes)
+        if uniform and nbytes > MAX_SCALAR_BYTES:
             raise DeviceError(f"{nbytes} bytes of scalars; a kernel may have {MAX_SCALAR_BYTES} here")
         module = self._module(function, variant)
         firsts, windows = set(variant.bindings), variant.windows
         count = sum(windows[first] for first in firsts) if windows else len(firsts)
-        return self._native.pipeline(function.text.name, module, self._layouts.pipeline(count, nbytes))
+        return self._native.pipeline(function.text.name, module, count, None if uniform else nbytes)
 
     def _module(self, function: Function, variant: Variant) -> Owned:
-        uniform = self._layouts.needs_uniform(function.scalar_bytes[variant.folded])
+        uniform = self.needs_uniform(function.scalar_bytes[variant.folded])
         try:
             text = module_text(
                 function.text,
@@ -168,11 +134,7 @@ class Pipelines:
 
 
 def _check_signature(kernel: KernelText, signature: Sequence[str]) -> None:
-    if len(kernel.parameters) != len(signature):
-        raise CompileError(
-            f"kernel {kernel.name!r} has {len(kernel.parameters)} parameters, and the signature "
-            f"({', '.join(signature)}) has {len(signature)}"
-        )
+    check_parameter_count(kernel.name, len(kernel.parameters), signature)
     for parameter, kind in zip(kernel.parameters, signature, strict=True):
         if not (kind.endswith("*") if parameter.is_buffer else SCALARS[parameter.type][0] == kind):
             raise CompileError(

@@ -17,7 +17,7 @@ from penstock.drivers.driver import Bytes
 from penstock.drivers.webgpu.launches import Dispatch
 from penstock.drivers.webgpu.memory import ReadBuffers, rounded
 from penstock.drivers.webgpu.native import COPY_DST, UNIFORM, NativeBuffer, NativeDevice, Owned
-from penstock.drivers.webgpu.pipelines import MAX_SCALAR_BYTES, Layouts
+from penstock.drivers.webgpu.pipelines import MAX_SCALAR_BYTES
 from penstock.drivers.webgpu.times import Moments, Queries, Timing
 
 _RING_BYTES = 1 << 18  # of a queue's uniform buffer, in which each launch has its own scalars
@@ -31,26 +31,22 @@ _set_immediates = lib.wgpuComputePassEncoderSetImmediates
 _dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
 
 
+@dataclass(slots=True, eq=False)
 class EncoderQueue:
     """What is recorded and not submitted, and what is submitted and not known to be done."""
 
-    __slots__ = (
-        "batch", "encoder", "group", "in_flight", "native_pass", "offset", "pipeline", "ring", "ring_used",
-        "scalars", "staged",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.batch: Batch | None = None
-        self.in_flight: list[Batch] = []  # in the order of submission
-        self.encoder: Any = None
-        self.native_pass: Any = None  # inside the encoder
-        self.pipeline: Owned | None = None  # set in the pass
-        self.group: Owned | None = None
-        self.staged = 0  # bytes that were written and not submitted
-        self.ring: tuple[NativeBuffer, Owned] | None = None  # the uniform buffer and its bind group
-        self.ring_used = 0
-        self.scalars = ffi.new("uint8_t[]", _RING_BYTES)  # what will be written to it at the next submission
-        self.offset = ffi.new("uint32_t *")
+    batch: Batch | None = None
+    in_flight: list[Batch] = field(default_factory=list)  # in the order of submission
+    encoder: Any = None
+    native_pass: Any = None  # inside the encoder
+    pipeline: Owned | None = None  # set in the pass
+    group: Owned | None = None
+    staged: int = 0  # bytes that were written and not submitted
+    ring: tuple[NativeBuffer, Owned] | None = None  # the uniform buffer and its bind group
+    ring_used: int = 0
+    # What will be written to the ring at the next submission.
+    scalars: Any = field(default_factory=lambda: ffi.new("uint8_t[]", _RING_BYTES))
+    offset: Any = field(default_factory=lambda: ffi.new("uint32_t *"))
 
 
 @dataclass(slots=True, eq=False)
@@ -92,23 +88,20 @@ class Batch:
         self.done = True
 
 
+@dataclass(slots=True, eq=False)
 class CommandEvent:
     """One command of a batch."""
 
-    __slots__ = ("batch", "dispatch", "error", "moment")
-
-    def __init__(self, batch: Batch, dispatch: Dispatch | None, moment: int = -1) -> None:
-        self.batch = batch
-        self.moment = moment  # the index of its start in the batch's moments; -1 where it is not timed
-        self.dispatch = dispatch  # of a launch, until it is done
-        self.error = ""
+    batch: Batch
+    dispatch: Dispatch | None  # of a launch, until it is done
+    moment: int = -1  # the index of its start in the batch's moments; -1 where it is not timed
+    error: str = ""
 
 
 class Read(NamedTuple):
     """A buffer to be mapped, and where its bytes go."""
 
     buffer: NativeBuffer
-    nbytes: int
     skip: int  # bytes before the first that was asked for
     target: Bytes
 
@@ -116,13 +109,10 @@ class Read(NamedTuple):
 class Recorder:
     """Records into queues, and submits what they hold. The caller has the driver's lock."""
 
-    def __init__(
-        self, native: NativeDevice, layouts: Layouts, read_buffers: ReadBuffers, timing: Timing
-    ) -> None:
+    def __init__(self, native: NativeDevice, read_buffers: ReadBuffers) -> None:
         self._native = native
-        self._layouts = layouts
         self._read_buffers = read_buffers
-        self._timing = timing
+        self.timing: Timing | None = None  # while commands are timed
 
     # Launches
 
@@ -131,7 +121,7 @@ class Recorder:
         pipeline, group, scalars, nbytes, uniform, x, y, z = dispatch
         if uniform and queue.ring_used + nbytes > _RING_BYTES:
             self.submit(queue)
-        if self._timing.clock is not None:
+        if self.timing is not None:
             self._make_room(queue)
         native = queue.native_pass or self.begin_pass(queue)
         if pipeline is not queue.pipeline:
@@ -155,7 +145,7 @@ class Recorder:
         """Let the next dispatch find its scalars in the queue's uniform buffer."""
         if queue.ring is None:
             buffer = self._native.buffer(_RING_BYTES + MAX_SCALAR_BYTES, UNIFORM | COPY_DST)
-            group = self._native.group(self._layouts.scalars(), [(buffer, 0, MAX_SCALAR_BYTES)])
+            group = self._native.group([(buffer, 0, MAX_SCALAR_BYTES)], uniform=True)
             queue.ring = buffer, group
         ffi.memmove(queue.scalars + queue.ring_used, scalars, nbytes)
         queue.offset[0] = queue.ring_used
@@ -179,7 +169,7 @@ class Recorder:
     ) -> int:
         """Record a copy between buffers; the index of its first moment, -1 where it is not timed."""
         queries, moment = None, -1
-        if self._timing.clock is not None and self._timing.copies:
+        if self.timing is not None and self.timing.copies:
             self._make_room(queue)
             queries = self.batch(queue).queries
         encoder = self._encoder(queue)
@@ -203,13 +193,13 @@ class Recorder:
     def batch(self, queue: EncoderQueue) -> Batch:
         """The batch that commands of a queue are recorded into."""
         if queue.batch is None:
-            queue.batch = Batch(queue, self._timing.queries())
+            queue.batch = Batch(queue, None if self.timing is None else self.timing.queries())
         return queue.batch
 
     def begin_pass(self, queue: EncoderQueue) -> Any:
         """Begin a compute pass, which is timed where commands are."""
         queue.pipeline = queue.group = None
-        queries = None if self._timing.clock is None else self.batch(queue).queries
+        queries = None if self.timing is None else self.batch(queue).queries
         how = _NULL if queries is None else queries.timed_pass()
         queue.native_pass = lib.wgpuCommandEncoderBeginComputePass(self._encoder(queue), how)
         return queue.native_pass
@@ -262,7 +252,7 @@ class Recorder:
         buffer = self._read_buffers.take(queries.nbytes)
         queries.resolve(self._encoder(queue), buffer.native)
         batch.moments = np.zeros(queries.used, np.uint64)
-        batch.reads.append(Read(buffer, queries.nbytes, 0, batch.moments.view(np.uint8)))
+        batch.reads.append(Read(buffer, 0, batch.moments.view(np.uint8)))
 
     def _finish(self, queue: EncoderQueue) -> tuple[list[Owned], list[tuple[int, str]]]:
         """The commands in a queue's encoder, ready to be submitted, and what WebGPU has against them."""
@@ -325,6 +315,6 @@ class Recorder:
         for read in batch.reads:
             self._native.read_mapped(read.buffer, read.skip, read.target, read.target.nbytes)
             self._read_buffers.give_back(read.buffer)
-        if batch.moments is not None:
-            self._timing.learn(batch.queries, batch.moments, batch.start)
+        if batch.moments is not None and self.timing is not None:
+            self.timing.learn(batch.queries, batch.moments, batch.start)
         batch.end()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from wgpu.backends.wgpu_native import ffi, lib
 
-from penstock.drivers.webgpu.native import COPY_SRC, NativeDevice, Owned
+from penstock.drivers.webgpu.native import COPY_SRC, NativeDevice
 
 Moments = npt.NDArray[np.uint64]  # in ticks of the device's clock
 
@@ -22,16 +22,10 @@ class Queries:
     """Room on the device for the moments of one batch."""
 
     def __init__(self, native: NativeDevice) -> None:
-        descriptor = ffi.new("WGPUQuerySetDescriptor *")
-        descriptor.type, descriptor.count = lib.WGPUQueryType_Timestamp, _MOST
-        made = lib.wgpuDeviceCreateQuerySet(native.native, descriptor)
-        self._set = Owned(native.life, made, lib.wgpuQuerySetRelease)
-        native.raise_errors()
+        self._set = native.create("QuerySet", type=lib.WGPUQueryType_Timestamp, count=_MOST)
         self._resolved = native.buffer(_TICK_BYTES * _MOST, _QUERY_RESOLVE | COPY_SRC)
-        self._writes = ffi.new("WGPUPassTimestampWrites *")
-        self._writes.querySet = made
-        self._pass = ffi.new("WGPUComputePassDescriptor *")
-        self._pass.timestampWrites = self._writes
+        self._writes = ffi.new("WGPUPassTimestampWrites *", {"querySet": self._set.native})
+        self._pass = ffi.new("WGPUComputePassDescriptor *", {"timestampWrites": self._writes})
         self.used = 0  # moments, of which the first is the beginning of a command and the second its end
 
     @property
@@ -51,7 +45,7 @@ class Queries:
         return self._pass
 
     def mark(self, encoder: Any) -> None:
-        """Let the next moment be that at which the encoder's commands come to this place."""
+        """Let the next moment be that at which the encoder's commands come to this point."""
         lib.wgpuCommandEncoderWriteTimestamp(encoder, self._set.native, self.used)
         self.used += 1
 
@@ -62,57 +56,38 @@ class Queries:
         lib.wgpuCommandEncoderCopyBufferToBuffer(encoder, resolved, 0, into, 0, self.nbytes)
 
 
-class Clock:
-    """The device's clock on the host's.
+class Timing:
+    """While commands are timed: idle queries for the next batches, and the device's clock on the host's.
 
     A batch begins after it was submitted, and has ended when that is seen: between these two lies how far the
     clocks are apart. To ask the device for its time would be to wait behind everything that is submitted.
     """
 
-    def __init__(self, native: NativeDevice) -> None:
+    def __init__(self, native: NativeDevice, copies: bool) -> None:
+        self._native = native
+        self.copies = copies  # whether copies can be timed, too
+        self._idle: list[Queries] = []
         self._seconds = float(lib.wgpuQueueGetTimestampPeriod(native.queue)) * 1e-9  # of a tick
         self._offset: float | None = None
         self._doubt = float("inf")
 
-    def learn(self, moments: Moments, submitted: float, seen: float) -> None:
-        """Take notice of a batch."""
+    def queries(self) -> Queries:
+        """Room for the moments of one batch."""
+        return self._idle.pop() if self._idle else Queries(self._native)
+
+    def learn(self, queries: Queries | None, moments: Moments, submitted: float) -> None:
+        """Take notice of a batch that is done, and keep its queries for another one."""
         least = submitted - float(moments.min()) * self._seconds
-        most = seen - float(moments.max()) * self._seconds
+        most = perf_counter() - float(moments.max()) * self._seconds
         doubt = most - least
         if self._offset is None or doubt < self._doubt:
             self._offset, self._doubt = (least + most) / 2, doubt
         elif least <= most:  # they drift apart
             self._offset = min(max(self._offset, least), most)
+        if queries is not None:
+            queries.used = 0
+            self._idle.append(queries)
 
     def on_host(self, tick: int) -> float:
         """A moment of the device in seconds of the host."""
         return tick * self._seconds + (self._offset or 0.0)
-
-
-class Timing:
-    """Whether commands are timed, with what, and the idle queries for the next batches."""
-
-    def __init__(self, native: NativeDevice, copies: bool) -> None:
-        self._native = native
-        self.copies = copies  # whether copies can be timed, too
-        self.clock: Clock | None = None  # while commands are timed
-        self._idle: list[Queries] = []
-
-    def switch(self, on: bool) -> None:
-        """Start or stop to time commands; none is recorded and not submitted."""
-        self.clock = Clock(self._native) if on else None
-        self._idle.clear()
-
-    def queries(self) -> Queries | None:
-        """Room for the moments of one batch; None where commands are not timed."""
-        if self.clock is None:
-            return None
-        return self._idle.pop() if self._idle else Queries(self._native)
-
-    def learn(self, queries: Queries | None, moments: Moments, submitted: float) -> None:
-        """Take notice of a batch that is done, and keep its queries for another one."""
-        if self.clock is not None:
-            self.clock.learn(moments, submitted, perf_counter())
-            if queries is not None:
-                queries.used = 0
-                self._idle.append(queries)

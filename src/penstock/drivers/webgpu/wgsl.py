@@ -18,19 +18,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.drivers.webgpu.windows import window_name, windowed
+from penstock.drivers.webgpu.windows import end_of, window_name, windowed
 from penstock.errors import CompileError
 
 OFFSET_ALIGNMENT = 256  # bytes; offsets of buffers are counted in steps of it
 _KERNEL = re.compile(r"\bkernel\s+(\w+)\s*\(")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-# NumPy's word for a scalar, how `struct` writes it, and how many words it takes.
+# NumPy's word for a scalar, and how `struct` writes it.
 SCALARS = {
-    "i32": ("int32", "i", 1),
-    "u32": ("uint32", "I", 1),
-    "f32": ("float32", "f", 1),
-    "i64": ("int64", "q", 2),
-    "u64": ("uint64", "Q", 2),
+    "i32": ("int32", "i"),
+    "u32": ("uint32", "I"),
+    "f32": ("float32", "f"),
+    "i64": ("int64", "q"),
+    "u64": ("uint64", "Q"),
 }
 # What tells a folded grid, after all other scalars: groups in a row, in all, and in the first two axes.
 _FOLD = ("fold_width", "fold_length", "fold_0", "fold_1")
@@ -70,38 +70,33 @@ class KernelText:
 
     @property
     def scalars(self) -> tuple[Parameter, ...]:
-        """The parameters that are numbers."""
+        """The parameters that are scalars."""
         return tuple(parameter for parameter in self.parameters if not parameter.is_buffer)
 
-    def scalar_bytes(self, folded: bool) -> int:
-        """The size of all scalars, and of what a folded grid adds to them."""
-        words = sum(SCALARS[scalar.type][2] for scalar in self.scalars)
-        return 4 * (words + (len(_FOLD) if folded else 0))
-
     def scalar_format(self, folded: bool) -> str:
-        """All scalars as `struct` writes them."""
+        """All scalars as `struct` writes them, and what a folded grid adds to them."""
         return "<" + "".join(SCALARS[scalar.type][1] for scalar in self.scalars) + ("4i" if folded else "")
 
 
 def parse(source: str) -> dict[str, KernelText]:
     """The kernels of a text, by name."""
     text = _COMMENT.sub("", source)
-    around, found, end = [], {}, 0
+    around, kernels, end = [], {}, 0
     for match in _KERNEL.finditer(text):
         if match.start() < end:
             continue
         around.append(text[end : match.start()])
-        close = _closing(text, match.end() - 1, "(", ")", match[1])
+        close = _closing(text, match.end(), match[1])
         opening = text.find("{", close)
         if text[close + 1 : opening].strip() or opening < 0:
             raise CompileError(f"kernel {match[1]!r} has no body in braces after its parameters")
-        end = _closing(text, opening, "{", "}", match[1]) + 1
-        found[match[1]] = (text[match.end() : close], text[opening + 1 : end - 1])
+        end = _closing(text, opening + 1, match[1]) + 1
+        kernels[match[1]] = (text[match.end() : close], text[opening + 1 : end - 1])
     around.append(text[end:])
     outside = "".join(around)
     return {
         name: KernelText(name, _parameters(name, parameters), body, outside)
-        for name, (parameters, body) in found.items()
+        for name, (parameters, body) in kernels.items()
     }
 
 
@@ -196,18 +191,16 @@ def _groups(folded: bool, counted: bool) -> list[str]:
     ]
 
 
-def _closing(text: str, start: int, opening: str, closing: str, name: str) -> int:
-    """Where the bracket that opens at `start` is closed."""
-    depth = 0
-    for position in range(start, len(text)):
-        depth += (text[position] == opening) - (text[position] == closing)
-        if not depth:
-            return position
-    raise CompileError(f"kernel {name!r} has a {opening!r} that is never closed")
+def _closing(text: str, start: int, name: str) -> int:
+    """Where the bracket before `start` is closed."""
+    end = end_of(text, start)
+    if end == len(text):
+        raise CompileError(f"kernel {name!r} has a {text[start - 1]!r} that is never closed")
+    return end
 
 
 def _parameters(kernel: str, text: str) -> tuple[Parameter, ...]:
-    found = []
+    parameters = []
     for part in _split(text):
         name, colon, kind = (piece.strip() for piece in part.partition(":"))
         parameter = Parameter(name, re.sub(r"\s+", "", kind))
@@ -220,8 +213,8 @@ def _parameters(kernel: str, text: str) -> tuple[Parameter, ...]:
                 f"kernel {kernel!r} has a parameter of type {kind!r}; a buffer is an `array<...>`, "
                 f"a scalar one of {', '.join(SCALARS)}"
             )
-        found.append(parameter)
-    return tuple(found)
+        parameters.append(parameter)
+    return tuple(parameters)
 
 
 def _split(text: str) -> list[str]:

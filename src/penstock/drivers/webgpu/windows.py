@@ -1,8 +1,8 @@
 """Memories larger than one binding in a kernel's text: several bindings, which are windows side by side.
 
 WGSL has no pointer that could go to one of several bindings. So what a kernel reads and writes there becomes
-calls of functions that choose the window by the item's number. What is no plain use of an item cannot be
-written so, and is refused.
+calls of functions that choose the window by the item's index. Uses that cannot become such a call are
+refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from penstock.errors import CompileError
 # The bytes from one item to the next. Those of all windows are multiples of them.
 _ITEM_BYTES = {"f32": 4, "i32": 4, "u32": 4, "i64": 8, "u64": 8}
 _ITEM_BYTES |= {f"vec{n}<{kind}>": 8 * (n // 2) for n in (2, 4) for kind in ("f32", "i32", "u32")}
+_BRACKET = re.compile(r"[][(){};]")
 _ATOMIC = re.compile(r"\b(atomic\w+)\s*\(\s*&\s*$")
 _ATOMICS = ("Load", "Store", "Add", "Sub", "Max", "Min", "And", "Or", "Xor", "Exchange")
 _ADDRESS = re.compile(r"(?:^|[(,={;]|\breturn)\s*&\s*$")
@@ -61,33 +62,33 @@ class _Rewriter:
                     raise _cannot(name, "its address is taken")
                 result, at = result + before + match[0], match.end()
                 continue
-            close = _end(text, match.end() + 1)
-            place = f"i32({self.rewritten(text[match.end() + 1 : close])})"
+            close = end_of(text, match.end() + 1, ";")
+            index = f"i32({self.rewritten(text[match.end() + 1 : close])})"
             close += 1
             if atomic := _ATOMIC.search(before):
-                end = _end(text, close)
+                end = end_of(text, close, ";")
                 more = self.rewritten(text[close:end])
                 if atomic[1].removeprefix("atomic") not in _ATOMICS or more.strip()[:1] not in ("", ","):
                     raise _cannot(name, f"it is given to {atomic[1]}")
-                result += before[: atomic.start()] + self._call(name, atomic[1], place + more)
+                result += before[: atomic.start()] + self._call(name, atomic[1], index + more)
                 at = end + 1
             elif _ADDRESS.search(before):
                 raise _cannot(name, "the address of an item is taken")
             elif _COMPONENT.match(text, close):
                 raise _cannot(name, "a part of an item is used by itself")
             elif assigned := _ASSIGNED.match(text, close):
-                at = _end(text, assigned.end())
+                at = end_of(text, assigned.end(), ";")
                 value, sign = self.rewritten(text[assigned.end() : at]).strip(), assigned[2]
                 if assigned[1]:
                     value, sign = "1", assigned[1][0]
                 if sign is None:
-                    result += before + self._call(name, "store", f"{place}, {value}")
+                    result += before + self._call(name, "store", f"{index}, {value}")
                 else:
                     old = self._call(name, "load", "_at")
                     new = self._call(name, "store", f"_at, {old} {sign} ({value})")
-                    result += f"{before}{{ let _at = {place}; {new}; }}"
+                    result += f"{before}{{ let _at = {index}; {new}; }}"
             else:
-                result, at = result + before + self._call(name, "load", place), close
+                result, at = result + before + self._call(name, "load", index), close
         return result + text[at:]
 
     def _call(self, name: str, verb: str, given: str) -> str:
@@ -99,19 +100,13 @@ def _cannot(name: str, why: str) -> CompileError:
     return CompileError(f"buffer {name!r} takes several bindings, where each item is used by itself; {why}")
 
 
-def _end(text: str, start: int) -> int:
-    """Where what begins at `start` ends: at a bracket that was opened before, or at the statement's end."""
+def end_of(text: str, start: int, stop: str = "") -> int:
+    """Where what begins at `start` ends: at a bracket that was opened before it, or at a `stop`, or never."""
     depth = 0
-    for position in range(start, len(text)):
-        letter = text[position]
-        if letter in "([{":
-            depth += 1
-        elif letter in ")]}":
-            if not depth:
-                return position
-            depth -= 1
-        elif letter == ";" and not depth:
-            return position
+    for match in _BRACKET.finditer(text, start):
+        if not depth and (match[0] in ")]}" or match[0] == stop):
+            return match.start()
+        depth += (match[0] in "([{") - (match[0] in ")]}")
     return len(text)
 
 
