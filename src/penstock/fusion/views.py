@@ -25,13 +25,18 @@ def trailing(shape: Shape, axes: tuple[int, ...]) -> bool:
     return not reduced or long[-len(reduced) :] == reduced
 
 
+def matrix_variables(ndim: int) -> list[str]:
+    """Names of the variables along the axes of matrices: b0, b1, ... of the batch, i and j."""
+    return [*(f"b{axis}" for axis in range(ndim - 2)), "i", "j"]
+
+
 def operand_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | None:
     """What a matrix operand looks at, and where its item (b0, b1, ..., i, j) lies there, in items.
 
     Views in `stored` are looked at as they are, since they are written out.
     None if the place is not a sum of these, times constants: then the operand has to be written out.
     """
-    names = [*(f"b{axis}" for axis in range(operand.ndim - 2)), "i", "j"]
+    names = matrix_variables(operand.ndim)
     variables = Variables(dict(zip(names, operand.shape, strict=True)))
     place = tuple(ZERO if n == 1 else variable(v) for v, n in zip(names, operand.shape, strict=True))
     node = operand

@@ -109,14 +109,6 @@ def _matmul(group: Group, capabilities: Capabilities, ending: str, varied: bool)
     return matmul_group(group, product, capabilities, _name(group, ending), varied)
 
 
-def _attention(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering:
-    return attention_kernels(group, ending)
-
-
-def _raw(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering:
-    return one_launch(raw_source(group, capabilities, ending))
-
-
 def _template(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering | None:
     lowering = template_launches(group.nodes[0], capabilities)
     return None if lowering is None else lowering.named(ending)
@@ -125,8 +117,8 @@ def _template(group: Group, capabilities: Capabilities, ending: str, varied: boo
 _LOWERINGS: dict[GroupKind, Callable[[Group, Capabilities, str, bool], Lowering | None]] = {
     **dict.fromkeys(LOOPS, _loops),
     GroupKind.MATMUL: _matmul,
-    GroupKind.ATTENTION: _attention,
-    GroupKind.RAW: _raw,
+    GroupKind.ATTENTION: lambda group, can, ending, varied: attention_kernels(group, ending),
+    GroupKind.RAW: lambda group, can, ending, varied: one_launch(raw_source(group, can, ending)),
     GroupKind.SINGLE: _template,
 }
 

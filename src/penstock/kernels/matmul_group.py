@@ -7,7 +7,7 @@ import math
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import Index, Variables, flat, variable
-from penstock.fusion.views import base, operand_index
+from penstock.fusion.views import base, matrix_variables, operand_index
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.ir.expressions import Const, Expr, Type, Var
@@ -60,8 +60,7 @@ def _matrix(k: KernelBuilder, group: Group, operand: Node, product: Node) -> tup
 
 
 def _contiguous(node: Node) -> Index:
-    names = [*(f"b{axis}" for axis in range(node.ndim - 2)), "i", "j"]
-    return flat(tuple(variable(name) for name in names), node.shape)
+    return flat(tuple(map(variable, matrix_variables(node.ndim))), node.shape)
 
 
 class _Epilogue:
@@ -86,7 +85,7 @@ class _Epilogue:
     def statements(self, row: Expr, column: Expr, product: Var) -> list[Statement]:
         """The statements for neighbouring items of the product."""
         shape, width = self._product.shape, product.type.width
-        names = [*(f"b{axis}" for axis in range(len(shape) - 2)), "i", "j"]
+        names = matrix_variables(len(shape))
         variables = Variables(dict(zip(names, shape, strict=True)), splittable=False)
         emitter = Emitter(self._group, variables, self._vectors)
         emitter.depth_of = dict.fromkeys(names, 1)
@@ -95,7 +94,7 @@ class _Epilogue:
         counts: list[Statement] = [Let("i", row), Let("j", column)]
         for axis, length in enumerate(shape[:-2]):
             counts.append(Let(f"b{axis}", BATCH // math.prod(shape[axis + 1 : -2]) % length))
-        place = tuple(variable(name) for name in names)
+        place = tuple(map(variable, names))
         number = flat(place, shape)
         values = []
         for node in self._group.outputs:

@@ -14,10 +14,10 @@ from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
 from penstock.kernels.lowering.map_loops import MapLoops
 from penstock.kernels.lowering.row_loops import RowLoops
 
-_LANES = 8  # PoCL names 16 on CPUs with registers for 8, and its functions of 16 crash its compiler
+_LANES = 8  # PoCL reports 16 on CPUs with registers for 8, and its functions on 16 crash its compiler
 _ACCESS = 16  # bytes that a thread of a GPU reads or writes at once
 _WORD = 4  # the same in WGSL
-_BUSY = 512  # threads for each unit of a GPU; with fewer, it has not enough to do while it waits for memory
+_BUSY = 512  # threads for each compute unit of a GPU; with fewer, it idles while it waits for memory
 LOOPS: dict[GroupKind, type[LoopNest]] = {
     GroupKind.MAP: MapLoops,
     GroupKind.ROW: RowLoops,

@@ -239,18 +239,15 @@ def overwritable(
 ) -> tuple[tuple[int, ...], ...]:
     """For each output the inputs that it may be written over: each item is read only where it is written.
 
-    Loads and stores are given by the number of the pass that they are in, and by their places.
+    Loads and stores are given by the number of the pass that they are in, and by their indices.
     """
-    over = []
-    for number, output in enumerate(group.outputs):
-        stage, index = stores[number]
-        over.append(
-            tuple(
-                at
-                for at, node in enumerate(group.inputs)
-                if node.dtype.itemsize == output.dtype.itemsize
-                and node.size == output.size
-                and all(place == index and when <= stage for when, place in loads.get(at, ()))
-            )
-        )
-    return tuple(over)
+
+    def may_alias(output: int, given: int) -> bool:
+        (stage, index), node, source = stores[output], group.outputs[output], group.inputs[given]
+        alike = source.dtype.itemsize == node.dtype.itemsize and source.size == node.size
+        return alike and all(read == index and when <= stage for when, read in loads.get(given, ()))
+
+    inputs = range(len(group.inputs))
+    return tuple(
+        tuple(given for given in inputs if may_alias(output, given)) for output in range(len(group.outputs))
+    )

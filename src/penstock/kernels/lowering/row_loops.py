@@ -33,15 +33,15 @@ from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
 _ITEMS = 32
 _KEPT_ITEMS = 96  # that a thread keeps in registers in all
 _EXP = PRIMITIVES["exp"]
-_WARP = 32  # threads that run in step: those of a short row are of one
+_WARP = 32  # threads that run in lockstep; all threads of a short row are in one warp
 _FEW_THREADS = 128  # of a group, if its rows are short
 _MOST_THREADS = 1024  # that share a row
 _LONG_THREADS = 512  # the same where there are many rows
-_RESIDENT = 1024  # threads that a unit should have room for: with more, they have too few registers
-_READS = 4  # turns of which a thread reads all items at once, where it writes none
-_BUSY = 256  # threads for each unit; with fewer, more of them share a row
+_RESIDENT = 1024  # threads that a compute unit should hold; with more, each has too few registers
+_READS = 4  # steps along a row whose items a thread reads before it stores any result
+_BUSY = 256  # threads for each compute unit; where there are fewer, more threads share a row
 _NOWHERE = Index((), -1)  # where column sums are stored, for which no input is overwritten
-_ENOUGH = 0.9  # of the threads of a row have an item each time
+_ENOUGH = 0.9  # share of the threads of a row that should have an item at every step
 
 
 class RowLoops(LoopNest):
@@ -126,7 +126,7 @@ class RowLoops(LoopNest):
             kind = Type(computed_dtype(node), length)
             result.append(Declare(self._sum_names[at], Identity(kind, node.primitive.name)))
         if part_rows > together:
-            # Threads that share a row speak to each other in memory that the next row uses again.
+            # Threads that share a row exchange values in local memory, which the next row uses, too.
             waiting = [Barrier()] if any(map(self._reduces_row, self.group.nodes)) else []
             body = [For("again", Const(0), Const(part_rows), Const(together), [*body, *waiting], 1)]
         result += body
@@ -192,7 +192,7 @@ class RowLoops(LoopNest):
         together = max(1, min(_FEW_THREADS, most) // threads)
         while (self._part_rows() or rows) % together:
             together //= 2
-        if threads * together < _WARP:  # threads of a warp speak to each other, so all must be there
+        if threads * together < _WARP:  # a warp exchanges values among all its threads
             threads, together = _WARP, 1
         return threads, together
 
