@@ -44,9 +44,9 @@ class KernelCache:
         can, before = self._device.capabilities, self.sizes.shapes_before(without_sizes(key), key)
         varied = before >= MOST_WRITTEN_OUT
         lowering = write(group, can, digest(repr((key, varied))), varied)
-        if lowering is None or lowering.function is not None or group.kind == "attention":
+        if lowering is None or lowering.function is not None:
             return lowering
-        if group.kind == "matmul" and before == MOST_WRITTEN_OUT - 1:
+        if group.kind.has_varied_kernel and before == MOST_WRITTEN_OUT - 1:
             compared = write(group, can, digest(repr((key, True))), varied=True)  # with the next shape
             assert compared is not None
             self.sizes.learn(compared.launches[0].source)

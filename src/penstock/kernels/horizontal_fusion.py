@@ -29,13 +29,12 @@ _MOST_STATEMENTS = 1500  # of functions
 # first weights of a GPT where it inlines all of them, and half a second where it does not.
 _FEW_PIECES = 8
 _MANY_BUFFERS = 64  # from which on a kernel takes them as memories, even where it is by itself
-_KINDS = ("map", "row", "column")
 _GROUP = ir.Var("group")  # the number of the workgroup in the whole launch
 
 
 def kind(group: Group, lowering: Lowering | None, capabilities: Capabilities) -> Hashable | None:
     """What groups have in common whose kernels may run side by side; None for those that run alone."""
-    if lowering is None or lowering.function is not None or group.kind not in _KINDS:
+    if lowering is None or lowering.function is not None or not group.kind.has_loops:
         return None
     if not dialect_of(capabilities).pointers:
         return None

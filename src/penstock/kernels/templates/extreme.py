@@ -13,7 +13,7 @@ from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import UNROLLED
 from penstock.kernels.ir.expressions import BOOL, Const, Expr, Var
 from penstock.kernels.source import KernelSource
-from penstock.kernels.templates.launches import SHORT_ROW, Launch, TemplateLaunches, along, group_size, is_cpu
+from penstock.kernels.templates.launches import SHORT_ROW, Lowering, along, group_size, is_cpu, one_launch
 from penstock.kernels.templates.tasks import Tasks
 
 _WIDEST = 256  # columns that one thread of a CPU compares side by side
@@ -55,7 +55,7 @@ class _Extreme:
         return k.call(f"{self.reduction}imum{'_number' if self.floats else ''}", value, best)
 
 
-def extreme(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
+def extreme(node: Node, capabilities: Capabilities) -> Lowering | None:
     """Kernels of `argmax` and `argmin`; None where a loop would have too many iterations."""
     x = node.inputs[0]
     # Truth values are compared as the numbers 0 and 1 that they are in memory.
@@ -72,7 +72,7 @@ def extreme(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
         build = _one_by_one
     else:
         return None
-    return TemplateLaunches((Launch(build(kind, capabilities), (0, 1)),))
+    return one_launch(build(kind, capabilities))
 
 
 def _row(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
