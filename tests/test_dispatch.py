@@ -305,7 +305,11 @@ def test_software_that_draws_pictures_is_no_candidate() -> None:
     host = Device("host", host_capabilities(), HostDriver)
     kinds: Any = {"kind": "cpu", "language": "wgsl"}
     picture = Device("webgpu:0", replace(host_capabilities(), **kinds), HostDriver)
-    cpu = Device("opencl:0", replace(host_capabilities(), **kinds | {"language": "opencl"}), HostDriver)
+    cpu = Device(
+        "opencl:0",
+        replace(host_capabilities(), **kinds | {"language": "opencl", "vector_width": 8}),
+        HostDriver,
+    )
     gpu = Device("webgpu:1", replace(host_capabilities(), **kinds | {"kind": "gpu"}), HostDriver)
 
     def broken() -> Any:

@@ -296,7 +296,7 @@ def test_texts_and_calls_are_bounded() -> None:
     )
     assert [len(one.source.text) < 40_000 for one in same] == [True, True]
     assert [one.source.grid for one in same] == [(3 * 1024,), (3 * 976,)]
-    assert same[0].places == ((7, 0), (8, 0))
+    assert same[0].locations == ((7, 0), (8, 0))
     others = [call(source(f"k{at}"), at) for at in range(100)]
     assert len(horizontal_fusion.fuse_horizontally(others, lies, capabilities)) == 3
     long = [call(source(f"k{at}", 700), at) for at in range(4)]

@@ -234,7 +234,7 @@ def test_operands_of_matrices_are_read_where_they_lie() -> None:
     heads = shaping.permute(shaping.slice_(x, ((0, 2, 1), (2, 3, -1), (1, 2, 2), (0, 5, 1))), (0, 2, 3, 1))
     found = operand_index(heads, ())
     assert found is not None
-    node, index, _ = found
+    node, index = found
     assert node is x
     loops = Loops(heads.shape, [])
     names = {"b0": "a0", "b1": "a1", "i": "a2", "j": "a3"}

@@ -19,7 +19,8 @@ from penstock.drivers.opencl import OpenCLDriver
 from penstock.graph import random as graph
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.random import RANDOM_BITS, philox, random_bits
-from penstock.kernels.philox import PHILOX
+from penstock.kernels.dialects.opencl import OpenCL
+from penstock.kernels.dialects.philox import PHILOX
 from penstock.tensor import random
 from penstock.tensor.random import Generator
 
@@ -125,7 +126,7 @@ __kernel void known(__global uint *out, __global const uint *in) {
 """
     signatures = {"draw": ("uint32*", "uint32*", "int32"), "known": ("uint32*", "uint32*")}
     device = Device.over(OpenCLDriver(NATIVE, "opencl-philox"), SMALL)
-    kernels = device.compile(PHILOX + kernel, signatures)
+    kernels = device.compile(OpenCL.prelude + PHILOX + kernel, signatures)
     for state in ([0, 0, 0, 0], [0xA4093822, 0x299F31D0, 0xFFFFFFF0, 3], [1, 2, 0xFFFFFFFF, 0xFFFFFFFF]):
         out = device.empty(4 * 1001)
         words = device.upload(np.array(state, np.uint32))

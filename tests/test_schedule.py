@@ -119,7 +119,7 @@ def with_a_copy(schedule: Schedule) -> Schedule:
     spare = len(schedule.buffers)
     (call,) = step.calls
     output, source = step.locations
-    moved = replace(call, places=(output, (spare, 2)))
+    moved = replace(call, locations=(output, (spare, 2)))
     return replace(
         schedule,
         steps=(

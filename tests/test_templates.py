@@ -152,6 +152,37 @@ def test_linear_recurrences(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("largest_factor", [0.5, 0.999, 1.0])
+def test_long_linear_recurrences_are_accurate(
+    bench: Bench, variant: str, reverse: bool, largest_factor: float
+) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 9001)).astype(np.float32)
+    factor = rng.uniform(-largest_factor, largest_factor, x.shape).astype(np.float32)
+    factor[1] = np.float32(largest_factor)
+    node = reducing.linear_recurrence(at(x), at(factor), 1, reverse)
+    exact = meaning(reducing.linear_recurrence(at(x.astype(float)), at(factor.astype(float)), 1, reverse))
+    got = bench.run(node, variant)
+    np.testing.assert_allclose(got, exact, rtol=0, atol=2e-5 * np.abs(exact).max())
+    np.testing.assert_array_equal(bench.run(node, variant), got)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_linear_recurrences_of_what_overflows(bench: Bench, variant: str, reverse: bool) -> None:
+    """Products of factors that are infinite or vanish have no part in results that are neither."""
+    x, factor = np.zeros((6, 9001), np.float32), np.full((6, 9001), 2, np.float32)
+    x[1, 4500], factor[1, 4600:4700] = 1, 0  # forgotten before it is infinite, or after
+    x[2, ::100], factor[2, ::50] = 3, 0
+    x[3, 20], factor[3] = INF, 0.5  # stays infinite for ever
+    x[4], factor[4, 0], factor[4, -1] = 1, INF, NAN  # of which one multiplies nothing
+    factor[4, 1:-1] = 1
+    x[5, 0], x[5, -1] = 1, -1  # grows until it is infinite
+    check(bench, variant, reducing.linear_recurrence(at(x), at(factor), 1, reverse))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("make", "dtype", "shape", "axis"),
     [

@@ -142,7 +142,7 @@ def test_halves_are_rounded_as_numpy_does(device: Device, dtype: np.dtype[Any]) 
 def test_parts_are_read_only_where_they_are_needed() -> None:
     x, y = x_(4, 8), x_(4, 8)
     group = only(shaping.concat([elementwise.add(x, y), x], 0))
-    loads = values(lower(group, GPU).form.body, Load)
+    loads = values(lower(group, GPU).kernel.body, Load)
     assert loads
     assert all(load.mask for load in loads)
 
@@ -203,7 +203,7 @@ def test_neighbouring_threads_read_neighbours(device: Device, dtype: np.dtype[An
 
 def test_threads_follow_what_is_read_most() -> None:
     def order(node: Node) -> list[str]:
-        body = lower(only(node), GPU).form.body
+        body = lower(only(node), GPU).kernel.body
         lets = [one for one in statements(body) if isinstance(one, Let) and one.type == INT]
         return [one.name for one in lets if one.name != "item"]
 
@@ -274,12 +274,12 @@ def test_what_a_later_pass_needs_stays_in_registers() -> None:
     x = x_(8, 256)
     e = elementwise.exp(elementwise.subtract(x, reducing.restore(reducing.max_(x, (1,)), x, (1,))))
     group = only(elementwise.divide(e, reducing.restore(reducing.sum_(e, (1,)), e, (1,))))
-    body = lower(group, GPU).form.body
+    body = lower(group, GPU).kernel.body
     assert sum(load.buffer == "in0" for load in values(body, Load)) == 1
     assert sum(isinstance(one, RegisterArray) for one in statements(body)) == 2
     long = x_(2, 1 << 16)
     group = only(elementwise.add(long, reducing.restore(reducing.sum_(long, (1,)), long, (1,))))
-    body = lower(group, GPU).form.body
+    body = lower(group, GPU).kernel.body
     assert sum(load.buffer == "in0" for load in values(body, Load)) == 2
 
 
@@ -287,9 +287,9 @@ def test_all_threads_of_a_row_have_read_what_its_result_is_written_over() -> Non
     x, r = x_(4, 256), x_(4)
     form = lower(only(elementwise.add(reducing.sum_(x, (1,)), r)), GPU)
     assert form.may_alias == ((1,),)
-    assert any(isinstance(one, Barrier) for one in form.form.body)
+    assert any(isinstance(one, Barrier) for one in form.kernel.body)
     form = lower(only(elementwise.exp(reducing.sum_(x, (1,)))), GPU)
-    assert not any(isinstance(one, Barrier) for one in form.form.body)
+    assert not any(isinstance(one, Barrier) for one in form.kernel.body)
 
 
 def test_a_row_has_one_store_of_its_result(device: Device) -> None:
@@ -345,7 +345,7 @@ def lanes(node: Node, change: Callable[..., None]) -> set[int]:
     """The lanes that a group stores."""
     change(fused, "_BUSY", 0)
     group = only(node)
-    return {one.type.width for one in statements(lower(group, GPU).form.body) if isinstance(one, Store)}
+    return {one.type.width for one in statements(lower(group, GPU).kernel.body) if isinstance(one, Store)}
 
 
 def test_lanes_are_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,14 +364,14 @@ def test_lanes_are_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lanes(elementwise.add(x, shaping.slice_(x_(6, 9), ((0, 6, 1), (1, 8, 1)))), change) == {4}
     change(fused, "_BUSY", 1 << 20)
     few = lower(only(elementwise.add(x, x)), GPU)
-    assert few.form.grid == (1,)
-    assert {one.type.width for one in statements(few.form.body) if isinstance(one, Store)} == {1}
+    assert few.kernel.grid == (1,)
+    assert {one.type.width for one in statements(few.kernel.body) if isinstance(one, Store)} == {1}
 
 
 def test_functions_of_integers_are_exact_beside_bfloat16() -> None:
     x = at(np.ones((64, 96), BFLOAT16))
     total = reducing.sum_(elementwise.cast(x, dtypes.float32), (1,))
-    assert lower(only(elementwise.exp(total)), GPU).form.quick
+    assert lower(only(elementwise.exp(total)), GPU).kernel.quick
     count = reducing.sum_(elementwise.cast(x, dtypes.int32), (1,))
     group = only(elementwise.exp(elementwise.cast(count, dtypes.float32)))
-    assert not lower(group, GPU).form.quick
+    assert not lower(group, GPU).kernel.quick

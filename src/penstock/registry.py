@@ -42,11 +42,10 @@ def _in_order(cuda: list[Device], opencl: list[Device], webgpu: list[Device]) ->
 
     A GPU that both reach is faster through OpenCL, but on a Mac, where that is kept for old programs only.
     """
-    gpus: list[Device] = []
-    others: list[Device] = []
-    for device in (*webgpu, *opencl) if sys.platform == "darwin" else (*opencl, *webgpu):
-        (gpus if device.capabilities.kind == "gpu" else others).append(device)
-    return [*cuda, *gpus, *sorted(others, key=lambda device: device.capabilities.language == "wgsl")]
+    both = (*webgpu, *opencl) if sys.platform == "darwin" else (*opencl, *webgpu)
+    gpus = [device for device in both if device.capabilities.kind == "gpu"]
+    others = [device for device in (*opencl, *webgpu) if device.capabilities.kind != "gpu"]
+    return [*cuda, *gpus, *others]
 
 
 def default_device() -> Device:

@@ -64,18 +64,15 @@ class _Steps:
         places += [self._temporary(value) for value in scratch]
         reads = tuple(self._range(node) for node in dict.fromkeys(map(base, group.inputs)))
         writes = tuple(self._range(node) for node in group.outputs)
-        # Kernels of scans, sorts and the like have no constants of their own.
-        takes_constants = group.kind != "single" or written is None or written.function is not None
-        named = constants(group) if takes_constants else []
-        numbers = tuple(self._state.constants[number_key(node, name)] for node, name in named)
+        numbers = tuple(self._state.constants[number_key(node, name)] for node, name in constants(group))
         calls: tuple[Call, ...] = ()
         if written is not None:
             calls = tuple(
                 Call(
                     source=launch.source,
-                    places=tuple(places[at] for at in launch.buffers),
+                    locations=tuple(places[at] for at in launch.buffers),
                     scalars=launch.scalars,
-                    numbers=numbers,
+                    constants=numbers,
                     work=_work(group),
                     touched=Touched(reads, writes),
                     scratch=tuple(self._span(value) for value in scratch),
@@ -135,5 +132,5 @@ def _work(group: Group) -> int:
             total += node.size * node.inputs[0].shape[-1] // 8  # in vectors
         elif not node.primitive.is_free:
             source = max((node, *node.inputs), key=lambda value: value.size)
-            total += source.size * (8 if node.primitive.costly or group.kind == "single" else 1)
+            total += source.size * (8 if node.primitive.costly or not group.kind.fuses else 1)
     return total

@@ -56,7 +56,7 @@ def fused_buffers(parts: Sequence[Part]) -> list[int]:
     """The buffers of calls that are fused horizontally."""
     runs = [run for run in parts if isinstance(run, list)]
     fused = [call for run in runs for calls in run if isinstance(calls, list) for call in calls]
-    return sorted({buffer for call in fused for buffer, _ in call.places})
+    return sorted({buffer for call in fused for buffer, _ in call.locations})
 
 
 def arranged(

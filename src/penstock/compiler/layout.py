@@ -82,7 +82,8 @@ class _Lifetimes:
         group, written = self._state.groups[number], self._state.lowered[number]
         for at, node in enumerate(group.outputs):
             # Where several steps of a turn read a value, nobody knows which of them does so first.
-            in_place = [base(group.inputs[k]) for k in written.may_alias[at]] if written else []
+            over = written.may_alias[at] if written and written.may_alias else ()
+            in_place = [base(group.inputs[k]) for k in over]
             in_place = [given for given in in_place if readers[given] <= 1]
             if node in self._buffers:
                 given = frozenset(self._buffers[value] for value in in_place if value in self._buffers)

@@ -25,7 +25,7 @@ _SMALL = 256 << 10  # bytes, up to which values stay with the host until a devic
 
 
 def auto_device() -> AutoDevice:
-    """The best GPU or other accelerator of this machine, its CPU through OpenCL, and NumPy."""
+    """The best GPU or other accelerator of this machine, its CPU (no GPU in software), and NumPy."""
     return AutoDevice(_usable(devices()))
 
 
@@ -36,7 +36,7 @@ def _usable(found: Sequence[Device]) -> list[Device]:
         [
             device
             for device in found
-            if device.capabilities.kind == "cpu" and device.capabilities.language == "opencl"
+            if device.capabilities.kind == "cpu" and device.capabilities.vector_width > 1
         ],
         [device for device in found if device.capabilities.kind == "host"],
     )

@@ -66,6 +66,11 @@ class Capabilities:
         return self.language != "numpy"
 
     @property
+    def register_arrays(self) -> bool:
+        """Whether a thread of a GPU keeps arrays in registers, so that a kernel can add to many sums."""
+        return self.vector_width == 1 and self.language in ("opencl", "cuda")
+
+    @property
     def max_arena_bytes(self) -> int:
         """The largest memory that takes one binding: in larger ones, every access chooses a binding."""
         return min(self.max_allocation_bytes, self.binding_bytes)

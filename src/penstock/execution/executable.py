@@ -302,13 +302,13 @@ class _Segment:
         self._slots: dict[int, list[tuple[int, int]]] = {}  # where each buffer goes: (launch, position)
         self._places: dict[int, list[tuple[int, int]]] = {}  # where each constant goes
         for number, call in enumerate(calls):
-            units = [unit for _, unit in call.places] if call.source.placed else []
-            args: list[Any] = [None] * len(call.places) + units + [*call.scalars]
-            for position, (slot, _) in enumerate(call.places):
+            units = [unit for _, unit in call.locations] if call.source.placed else []
+            args: list[Any] = [None] * len(call.locations) + units + [*call.scalars]
+            for position, (slot, _) in enumerate(call.locations):
                 self._slots.setdefault(slot, []).append((number, position))
-            for position, constant in enumerate(call.numbers, len(args)):
+            for position, constant in enumerate(call.constants, len(args)):
                 self._places.setdefault(constant, []).append((number, position))
-            args += [None] * len(call.numbers)
+            args += [None] * len(call.constants)
             kernel = copy(next(kernels))  # which may serve other sizes elsewhere, at another cost
             kernel.cost = call.cost
             self._launches.append((kernel, call.source.grid, call.source.group, args))

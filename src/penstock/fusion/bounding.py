@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from penstock.fusion.groups import Group
+from penstock.fusion.kinds import GroupKind
 from penstock.fusion.views import base
 from penstock.graph.node import Kind, Node
-
-_KINDS = ("map", "row", "column", "matmul")  # which any nodes of theirs can be taken from
 
 
 def bounded(groups: Iterable[Group], most: int, weigh: Callable[[Node], int] = lambda node: 1) -> list[Group]:
@@ -28,12 +27,12 @@ def bounded(groups: Iterable[Group], most: int, weigh: Callable[[Node], int] = l
         outputs = [node for node in group.outputs if node not in stored]
         if len(outputs) < len(group.outputs):
             group = _part(group, outputs, set(group.inputs))
-        if sum(map(weigh, (*group.inputs, *group.outputs))) <= most or group.kind not in _KINDS:
-            found = [group] if outputs else []
+        if sum(map(weigh, (*group.inputs, *group.outputs))) <= most or not group.kind.fuses:
+            parts = [group] if outputs else []
         else:
-            found = _Parts(group, most, weigh, stored).groups
-        stored.update(node for part in found for node in part.outputs)
-        result += found
+            parts = _Parts(group, most, weigh, stored).groups
+        stored.update(node for part in parts for node in part.outputs)
+        result += parts
     return result
 
 
@@ -52,7 +51,7 @@ def _part(group: Group, outputs: Sequence[Node], known: Container[Node]) -> Grou
     nodes = tuple(node for node in group.nodes if node in inside)
     inputs = tuple(node for node in (*group.inputs, *group.nodes) if node in read)
     computes = any(node.primitive.kind in (Kind.CONTRACTION, Kind.REDUCTION) for node in nodes)
-    return Group(group.kind if computes else "map", tuple(outputs), inputs, nodes, group.columns)
+    return Group(group.kind if computes else GroupKind.MAP, tuple(outputs), inputs, nodes, group.columns)
 
 
 class _Parts:
@@ -99,7 +98,7 @@ class _Parts:
             known = self._stored.union(map(base, self._group.inputs))
             if parent not in known and self._prepared(parent):
                 self._complete([parent])
-        self._add(Group("single", (node,), node.inputs, (node,)))
+        self._add(Group(GroupKind.SINGLE, (node,), node.inputs, (node,)))
 
     def _complete(self, outputs: Sequence[Node]) -> None:
         self._add(self._part(outputs))
@@ -114,7 +113,7 @@ class _Parts:
         return _part(self._group, outputs, self._stored.union(self._group.inputs))
 
     def _fits(self, part: Group) -> bool:
-        alike = part.kind != "map" or len({node.size for node in part.outputs}) == 1
+        alike = not part.kind.is_map or len({node.size for node in part.outputs}) == 1
         return alike and self._weight(part.inputs) + self._weight(part.outputs) <= self._most
 
     def _weight(self, nodes: Iterable[Node]) -> int:

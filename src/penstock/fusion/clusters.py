@@ -9,34 +9,48 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from penstock.fusion.costs import MAX_NODES
+from penstock.fusion.kinds import GroupKind
 from penstock.fusion.products import bias_vector, library_operand
-from penstock.fusion.views import base, keeps_order, operand_index, repeats, rows_index, trailing
+from penstock.fusion.views import base, keeps_order, operand_reader, operand_source, repeats, trailing
 from penstock.graph.checkpoint import BARRIER
 from penstock.graph.elementwise import PRIMITIVES
 from penstock.graph.node import Kind, Node, Shape
 from penstock.graph.reducing import EXPAND
 from penstock.graph.shaping import RESHAPE
 
-GroupKind = Literal["map", "row", "column", "matmul", "attention", "raw", "single"]
-_WHOLE: tuple[GroupKind, ...] = ("single", "attention", "raw")  # which nothing joins
+# The kinds of node that begin a group of their own.
+_BEGUN_BY = {
+    Kind.CONTRACTION: GroupKind.MATMUL,
+    Kind.ATTENTION: GroupKind.ATTENTION,
+    Kind.OPAQUE: GroupKind.RAW,
+}
 
 
 class Cluster:
     """A group while it grows."""
 
-    def __init__(self, kind: GroupKind, size: int) -> None:
-        self.kind: GroupKind = kind
+    def __init__(self, kind: GroupKind, size: int, by_library: bool = False) -> None:
+        self.kind = kind
         self.size = size  # items that its nodes have before any reduction
-        self.columns = 1
+        self.by_library = by_library  # its first node is a product that a library computes
+        self.columns = 0  # of a row; 0 as long as no rows are reduced
         self.nodes: list[Node] = []
         self.deps: set[Cluster] = set()  # the clusters whose values it reads
         self.users: set[Cluster] = set()  # those that read its values
         # The places of its first and last node in the order of all.
         self.first, self.last = sys.maxsize, 0
         self.latest = 0  # the last place in itself and in all that it needs, directly or not
+
+    def may_have_rows(self, columns: int) -> bool:
+        """Whether it can reduce rows of so many items: it has no others."""
+        return self.kind.has_rows and self.columns in (0, columns)
+
+    def reduce_rows(self, columns: int) -> None:
+        """Make it a group of rows."""
+        self.kind, self.columns = GroupKind.ROW, columns
 
 
 class Clustering:
@@ -80,34 +94,28 @@ class Clustering:
 
     def _read_whole(self, node: Node) -> Iterator[Node]:
         """What a node reads from memory by itself: a view on the way there is written out."""
-        kind = node.primitive.kind
-        if self._stands_alone(node) or kind is Kind.OPAQUE:
+        if self._stands_alone(node) or node.primitive.kind is Kind.OPAQUE:
             yield from map(base, node.inputs)
-        elif node.primitive is BARRIER:
+        elif node.primitive.multiplies_matrices:
+            read = library_operand if self._is_by_library(node) else operand_reader(node)
+            yield from (operand_source(operand, self.required, read) for operand in node.inputs)
+        elif node.primitive is BARRIER or node.primitive.kind in (Kind.GATHER, Kind.RANDOM):
             yield base(node.inputs[0])
-        elif kind is Kind.CONTRACTION:
-            read = library_operand if self._by_library(node) else operand_index
-            for operand in node.inputs:
-                found = read(operand, self.required)
-                yield base(operand) if found is None else found[0]
-        elif kind is Kind.ATTENTION:
-            for operand in node.inputs:
-                in_place = rows_index(operand, self.required)
-                yield base(operand) if in_place is None else in_place[0]
-        elif kind in (Kind.GATHER, Kind.RANDOM):
-            yield base(node.inputs[0])
+
+    def _is_by_library(self, node: Node) -> bool:
+        return node.primitive.kind is Kind.CONTRACTION and self._by_library(node)
 
     def _stands_alone(self, node: Node) -> bool:
         return not node.primitive.same_bytes and not self._fusible(node)
 
     def _only_for_columns(self) -> set[Node]:
         """Elementwise nodes that only reductions to columns need, which compute them by themselves."""
-        found: set[Node] = set()
+        result: set[Node] = set()
         for node in reversed(self._order):
             users = list(self.users(node))
-            if node not in self.required and users and all(self._is_column(u) or u in found for u in users):
-                found.add(node)
-        return found
+            if node not in self.required and users and all(self._is_column(u) or u in result for u in users):
+                result.add(node)
+        return result
 
     def only_for_columns(self, node: Node) -> bool:
         """Whether a node is computed by the reductions to columns that need it."""
@@ -134,41 +142,40 @@ class Clustering:
         """Put a node into a cluster: that of what it reads, or a new one."""
         kind = node.primitive.kind
         if self._stands_alone(node):
-            self._enter(node, Cluster("single", node.size))
+            self._enter(node, Cluster(GroupKind.SINGLE, node.size))
         elif node.primitive.is_free:
             if node in self.required:
-                self._enter(node, Cluster("map", node.size))
-        elif kind is Kind.CONTRACTION:
-            self._enter(node, Cluster("matmul", node.size))
-        elif kind is Kind.ATTENTION:
-            self._enter(node, self._joint.setdefault(_joint_key(node), Cluster("attention", node.size)))
-        elif kind is Kind.OPAQUE:
-            self._enter(node, self._joint.setdefault(_joint_key(node), Cluster("raw", node.size)))
+                self._enter(node, Cluster(GroupKind.MAP, node.size))
+        elif kind in _BEGUN_BY:
+            cluster = Cluster(_BEGUN_BY[kind], node.size, self._is_by_library(node))
+            if "part" in node.attributes:  # of several that one kernel computes together
+                cluster = self._joint.setdefault(_joint_key(node), cluster)
+            self._enter(node, cluster)
         elif kind is Kind.REDUCTION:
             self._place_reduction(node)
         else:
             self._place_elementwise(node)
 
     def _place_elementwise(self, node: Node) -> None:
-        found = self._candidates(node)
-        for cluster in sorted(found, key=lambda candidate: (-candidate.size, -candidate.last)):
-            if self._may_join(node, cluster, found[cluster]):
-                for other, reduced in found.items():
+        candidates = self._candidates(node)
+        for cluster in sorted(candidates, key=lambda candidate: (-candidate.size, -candidate.last)):
+            if self._may_join(node, cluster, candidates[cluster]):
+                for other, reduced in candidates.items():
                     if (
-                        reduced == found[cluster]
+                        reduced == candidates[cluster]
                         and mergeable(cluster, other)
                         and self._may_join(node, other, reduced)
                     ):
                         self._merge(cluster, other)
-                if found[cluster]:
+                if candidates[cluster]:
                     self.reduced.add(node)
                 self._enter(node, cluster)
-                if cluster.kind == "matmul" and self._by_library(cluster.nodes[0]):
+                if cluster.by_library:
                     bias = self._bias(node, cluster.nodes[0])
                     if bias is not None and bias.value is None:
                         self.required.add(bias)
                 return
-        self._enter(node, Cluster("map", node.size))
+        self._enter(node, Cluster(GroupKind.MAP, node.size))
 
     def _place_reduction(self, node: Node) -> None:
         source, axes = node.inputs[0], node.attributes["axes"]
@@ -184,18 +191,15 @@ class Clustering:
                 or columns in self._read(node)
                 or not self._may_join(node, columns, False)
             ):
-                columns, known = Cluster("column", source.size), frozenset()
+                columns, known = Cluster(GroupKind.COLUMN, source.size), frozenset()
             self._columns[space] = columns, read | known
             self._enter(node, columns)
             return
         width = math.prod(source.shape[axis] for axis in axes)
         cluster = self.cluster.get(self.aligned(source)[0])
-        if cluster is None or not (
-            (cluster.kind == "map" or (cluster.kind == "row" and cluster.columns == width))
-            and self._may_join(node, cluster, False)
-        ):
-            cluster = Cluster("row", source.size)
-        cluster.kind, cluster.columns = "row", width
+        if cluster is None or not (cluster.may_have_rows(width) and self._may_join(node, cluster, False)):
+            cluster = Cluster(GroupKind.ROW, source.size)
+        cluster.reduce_rows(width)
         self._enter(node, cluster)
 
     def column_sources(self, source: Node) -> frozenset[Node]:
@@ -211,30 +215,28 @@ class Clustering:
 
     def _candidates(self, node: Node) -> dict[Cluster, bool]:
         """The clusters that have an input at hand, item by item; True where it is one item for each row."""
-        found: dict[Cluster, bool] = {}
+        candidates: dict[Cluster, bool] = {}
         if node.primitive.reads_elsewhere or node in self._for_columns:
-            return found
+            return candidates
         for parent in node.inputs:
             producer, spread = self.aligned(parent)
             cluster = self.cluster.get(producer)
-            if cluster is None or cluster.kind in _WHOLE or producer in self._for_columns:
+            if cluster is None or not cluster.kind.fuses or producer in self._for_columns:
                 continue
-            if cluster.kind == "matmul" and not self._may_end(node, cluster):
+            if cluster.by_library and not self._may_add_bias(node, cluster):
                 continue
             reduced = producer in self.reduced and spread == 1
             if self.at_hand(producer, spread, cluster, reduced):
-                found[cluster] = reduced
-        return found
+                candidates[cluster] = reduced
+        return candidates
 
-    def _may_end(self, node: Node, cluster: Cluster) -> bool:
-        """Whether a cluster with a product can hold what is done to its items.
+    def _may_add_bias(self, node: Node, cluster: Cluster) -> bool:
+        """Whether a library computes a node besides its product, which it does for the sum with a bias.
 
-        A library adds a bias, which takes less time than a kernel after it, but more than where that one has
-        other things to do with the items. So it does so only for what is stored in any case.
+        That takes less time than a kernel after it, but more than where that one has other things to do with
+        the items. So it does so only for what is stored in any case.
         """
         product = cluster.nodes[0]
-        if not self._by_library(product):
-            return True
         if node.primitive is not PRIMITIVES["add"] or node not in self.required or product in self.required:
             return False
         if len(cluster.nodes) > 1 or list(self.users(product)) != [node]:
@@ -250,8 +252,8 @@ class Clustering:
     def at_hand(self, producer: Node, spread: int, cluster: Cluster, reduced: bool) -> bool:
         """Whether a node in `cluster`, after a reduction or not, reads the item of its own place."""
         if producer in self.reduced:
-            return spread == 1 if reduced else cluster.kind == "row" and spread == cluster.columns
-        return spread == 1 and not reduced and cluster.kind != "column"
+            return spread == 1 if reduced else 0 < spread == cluster.columns
+        return spread == 1 and not reduced and cluster.kind.keeps_items
 
     def _may_join(self, node: Node, cluster: Cluster, reduced: bool) -> bool:
         """Whether no cycle of clusters arises, and nothing inside is read at another place than its own."""
@@ -279,8 +281,8 @@ class Clustering:
 
     def _read(self, node: Node) -> set[Cluster]:
         """The clusters whose values a node needs."""
-        found = (self.cluster.get(self.aligned(parent)[0]) for parent in node.inputs)
-        return {cluster for cluster in found if cluster is not None}
+        sources = (self.aligned(parent)[0] for parent in node.inputs)
+        return {self.cluster[source] for source in sources if source in self.cluster}
 
     def _enter(self, node: Node, cluster: Cluster) -> None:
         number = self._number[node]
@@ -312,8 +314,8 @@ class Clustering:
         self._reach(cluster, other.latest)
 
     def _merge(self, cluster: Cluster, other: Cluster) -> None:
-        if other.kind == "row":
-            cluster.kind, cluster.columns = "row", other.columns
+        if other.columns:
+            cluster.reduce_rows(other.columns)
         cluster.nodes = sorted(cluster.nodes + other.nodes, key=self._number.__getitem__)
         cluster.deps |= other.deps
         cluster.users |= other.users
@@ -349,12 +351,12 @@ def reaches(start: Cluster, target: Cluster) -> bool:
 
 def mergeable(cluster: Cluster, other: Cluster) -> bool:
     """Whether two clusters of one space can be one: neither needs the other, and there is room."""
-    spaces = {cluster.kind, other.kind}
     return (
         other is not cluster
-        and spaces <= {"map", "row"}
+        and cluster.kind.has_rows
+        and other.kind.has_rows
         and cluster.size == other.size
-        and (len(spaces) == 2 or cluster.columns == other.columns)
+        and len({cluster.columns, other.columns} - {0}) <= 1
         and len(cluster.nodes) + len(other.nodes) <= MAX_NODES
         and not reaches(cluster, other)
         and not reaches(other, cluster)

@@ -29,9 +29,8 @@ _NEAR = 16  # nodes behind a sum that are looked at
 
 
 def column_units(capabilities: Capabilities) -> int:
-    """The compute units of a device whose row kernels can keep column sums (a GPU, not in WGSL); else 0."""
-    able = capabilities.vector_width == 1 and capabilities.language in ("opencl", "cuda")
-    return capabilities.compute_units if able else 0
+    """The compute units of a device whose row kernels can keep column sums; else 0."""
+    return capabilities.compute_units if capabilities.register_arrays else 0
 
 
 def is_column_part(node: Node) -> bool:
@@ -87,16 +86,16 @@ def fuse_column_reductions(clustering: Clustering, units: int) -> None:
     clusters = sorted(set(clustering.cluster.values()), key=lambda cluster: cluster.first)
     hosts: dict[int, list[Cluster]] = {}  # by size
     for cluster in clusters:
-        if cluster.kind in ("map", "row") and not clustering.only_for_columns(cluster.nodes[0]):
+        if cluster.kind.has_rows and not clustering.only_for_columns(cluster.nodes[0]):
             hosts.setdefault(cluster.size, []).append(cluster)
     for cluster in clusters:
-        if cluster.kind == "column" and all(_keeps_busy(node, units) for node in cluster.nodes):
+        if cluster.kind.has_columns and all(_keeps_busy(node, units) for node in cluster.nodes):
             moved = _with_own_maps(cluster, clustering)
             host = _host(cluster, moved, hosts.get(cluster.size, []), clustering)
             if host is not None:
                 for member in moved:
                     clustering.take_in(host, member)
-                host.kind, host.columns = "row", _columns(cluster)
+                host.reduce_rows(_columns(cluster))
 
 
 def _keeps_busy(node: Node, units: int) -> bool:
@@ -132,7 +131,7 @@ def _host(
     able = [
         host
         for host in hosts
-        if (host.kind == "map" or _same_rows(cluster, host))
+        if _may_have_rows(cluster, host)
         and _has_room(cluster, host)
         and all(_at_hand(source, host, clustering) for source in sources)
         and not reaches(host, cluster)
@@ -141,10 +140,10 @@ def _host(
     return max(able, key=lambda host: host.last, default=None)
 
 
-def _same_rows(cluster: Cluster, host: Cluster) -> bool:
-    """Whether a cluster of rows has those of another, and they are not too wide to be added up, too."""
+def _may_have_rows(cluster: Cluster, host: Cluster) -> bool:
+    """Whether a host can have the rows of a cluster, and they are not too wide to be added up, too."""
     reduces = any(node.primitive.kind is Kind.REDUCTION and not is_column_part(node) for node in host.nodes)
-    return host.columns == _columns(cluster) and (host.columns <= _NARROW or not reduces)
+    return host.may_have_rows(_columns(cluster)) and (host.columns <= _NARROW or not reduces)
 
 
 def _has_room(cluster: Cluster, host: Cluster) -> bool:
@@ -186,7 +185,7 @@ def _may_recompute(node: Node, clustering: Clustering) -> bool:
     """Whether a value of another cluster may be recomputed from what that one reads or stores."""
     cluster = clustering.cluster.get(node)
     own = node in clustering.required or node in clustering.reduced
-    fused = cluster is not None and cluster.kind in ("map", "row")
+    fused = cluster is not None and cluster.kind.has_rows
     return fused and node.primitive.kind is Kind.ELEMENTWISE and not own
 
 

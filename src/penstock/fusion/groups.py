@@ -1,14 +1,8 @@
 """From a graph to groups: sets of nodes that one kernel computes, and nodes that stand alone.
 
-There are six kinds of group. A *map* computes every item by itself. A *row* group mixes elementwise work
-with reductions over the trailing axes, so that one row after another is read, reduced and written; it may
-keep sums down its columns, too. A *column* group reduces over other axes. A *matmul* group is a matrix
-product and what is done to each of its items. An *attention* group is what kernels of attention compute
-together, a *raw* group what a text of the user's own makes. Views and constants belong to no group: they only
-say where a value is read.
-
-Nodes join the group of what they read, wherever they read exactly the item that is at hand. Cheap maps that
-remain are computed again where they are needed, rather than stored.
+The kinds of group are in `kinds`. Views and constants belong to no group: they only say where a value is
+read. Nodes join the group of what they read, wherever they read exactly the item that is at hand. Cheap maps
+that remain are recomputed where they are needed, rather than stored.
 """
 
 from __future__ import annotations
@@ -18,10 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from penstock.fusion.clusters import Cluster, Clustering, GroupKind
+from penstock.fusion.clusters import Cluster, Clustering
 from penstock.fusion.column_reductions import fuse_column_reductions
+from penstock.fusion.kinds import GroupKind
 from penstock.fusion.storing import Storing
-from penstock.fusion.views import base, operand_index, rows_index
+from penstock.fusion.views import operand_reader, operand_source
 from penstock.graph.node import Kind, Node, topological
 from penstock.graph.raw import all_parts
 
@@ -34,7 +29,7 @@ class Group:
     outputs: tuple[Node, ...]
     inputs: tuple[Node, ...]
     nodes: tuple[Node, ...]
-    columns: int = 1  # of a row group: the items of one row
+    columns: int = 0  # of a row group: the items of one row
 
     @cached_property
     def structure(self) -> tuple[Any, ...]:
@@ -53,7 +48,7 @@ class Group:
             )
             for node in self.nodes
         )
-        return self.kind, leaves, inside, tuple(number[node] for node in self.outputs)
+        return self.kind.value, leaves, inside, tuple(number[node] for node in self.outputs)
 
 
 def partition(
@@ -77,13 +72,11 @@ def partition(
 
 
 def _group(cluster: Cluster, clustering: Clustering, storing: Storing) -> Group:
+    if cluster.kind.reads_whole:
+        opaque = cluster.nodes[0].primitive.kind is Kind.OPAQUE
+        nodes = all_parts(cluster.nodes) if opaque else tuple(cluster.nodes)
+        return Group(cluster.kind, nodes, nodes[0].inputs, nodes)
     outputs = [node for node in cluster.nodes if node in storing.stored]
-    if cluster.kind == "single":
-        (node,) = outputs
-        return Group("single", (node,), node.inputs, (node,))
-    if cluster.kind == "raw":
-        parts = all_parts(cluster.nodes)
-        return Group("raw", parts, parts[0].inputs, parts)
     own = storing.inlined.get(cluster, set()) | set(cluster.nodes)
     for node in cluster.nodes:
         if node.primitive.multiplies_matrices:
@@ -107,8 +100,7 @@ def _group(cluster: Cluster, clustering: Clustering, storing: Storing) -> Group:
 
 def _operand_views(node: Node, operand: Node, stored: Container[Node]) -> Iterator[Node]:
     """The views through which a matrix operand is read, even where one is stored for another use."""
-    found = (operand_index if node.primitive.kind is Kind.CONTRACTION else rows_index)(operand, stored)
-    last = base(operand) if found is None else found[0]
+    last = operand_source(operand, stored, operand_reader(node))
     while operand is not last:
         yield operand
         operand = operand.inputs[0]

@@ -76,10 +76,10 @@ def library_operand(operand: Node, stored: Container[Node]) -> tuple[Node, Matri
 
     Views in `stored` are looked at as they are, since they are written out.
     """
-    found = operand_index(operand, stored)
-    if found is None:
+    in_place = operand_index(operand, stored)
+    if in_place is None:
         return None
-    node, index, _ = found
+    node, index = in_place
     lengths = operand.shape[:-2]
     stride = batch_stride(lengths, [index.factor(f"b{axis}") for axis in range(len(lengths))])
     if stride is None or stride < 0:
@@ -93,8 +93,8 @@ def bias_vector(operand: Node, columns: int, stored: Container[Node]) -> Node | 
     """The vector of `columns` items that an operand repeats along all axes but the last, if it does."""
     if operand.ndim < 2 or operand.shape[-1] != columns:
         return None
-    found = operand_index(operand, stored)
-    if found is None or found[0].size != columns:
+    in_place = operand_index(operand, stored)
+    if in_place is None or in_place[0].size != columns:
         return None
-    node, index, _ = found
+    node, index = in_place
     return node if index == (variable("j") if columns > 1 else ZERO) else None

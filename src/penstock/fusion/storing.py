@@ -37,7 +37,8 @@ class Storing:
     def _inline(self, cluster: Cluster, homes: dict[Cluster, set[Cluster]]) -> None:
         """Compute a map where it is needed instead of storing it, if that is not more work."""
         outputs = [node for node in cluster.nodes if node in self.stored]
-        if cluster.kind != "map" or not outputs or any(node in self._clustering.required for node in outputs):
+        required = any(node in self._clustering.required for node in outputs)
+        if not cluster.kind.is_map or not outputs or required:
             return
         users = {user for node in outputs for user in self._clustering.users(node)}
         targets = {home for user in users for home in homes[self._clustering.cluster[user]]} - {cluster}
@@ -66,7 +67,7 @@ class Storing:
 
     def _recompute(self, cluster: Cluster) -> None:
         """Do not store what others can compute from what is stored anyway, with no more to read."""
-        if cluster.kind not in ("map", "row", "matmul"):
+        if not cluster.kind.keeps_items:
             return
         for node in cluster.nodes:
             if node.primitive.is_slow and node not in self.stored:
@@ -137,7 +138,5 @@ class Storing:
 
     def _sources(self, inside: set[Node]) -> set[Node]:
         """What nodes read that is not among them."""
-        found = {self._clustering.aligned(parent)[0] for node in inside for parent in node.inputs}
-        return {
-            source for source in found if source not in inside and source.primitive.kind is not Kind.CREATION
-        }
+        sources = {self._clustering.aligned(parent)[0] for node in inside for parent in node.inputs}
+        return {source for source in sources - inside if source.primitive.kind is not Kind.CREATION}

@@ -12,56 +12,17 @@ Values are expressions of `ir/`. float16 and bfloat16 become float32 when they a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from penstock.drivers.driver import Capabilities
+from penstock.kernels import ir
 from penstock.kernels.dialects import dialect_of
-from penstock.kernels.ir.expressions import (
-    THREAD,
-    Broadcast,
-    Combine,
-    Const,
-    Expr,
-    Identity,
-    Lane,
-    Load,
-    LoadIndex,
-    Operand,
-    Select,
-    Type,
-    Var,
-    Vector,
-    WorkgroupId,
-    call,
-    constant,
-    integer,
-)
-from penstock.kernels.ir.statements import (
-    Accumulate,
-    Assign,
-    AtomicAdd,
-    Barrier,
-    BlockReduce,
-    Declare,
-    For,
-    If,
-    KernelIR,
-    Let,
-    LocalArray,
-    MultiplyAdd,
-    Parameters,
-    Pointer,
-    RegisterArray,
-    Statement,
-    Store,
-    UniformLoad,
-    While,
-)
 from penstock.kernels.source import KernelSource
 
-_HALVES = ("bfloat16", "float16")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,9 +33,9 @@ class Memory:
     dtype: str
 
     @property
-    def type(self) -> Type:
+    def type(self) -> ir.Type:
         """What its items are when they are computed with."""
-        return Type("float32" if self.dtype in _HALVES else self.dtype)
+        return ir.Type("float32" if self.dtype in ir.HALF_PRECISION else self.dtype)
 
 
 class KernelBuilder:
@@ -89,40 +50,39 @@ class KernelBuilder:
         scalars: Sequence[str] = (),
     ) -> None:
         """`outputs`, `inputs` and `scalars` are dtypes."""
-        self.name = name
-        self._dialect = dialect_of(capabilities)
+        self.name, self._dialect = name, dialect_of(capabilities)
         vectors = capabilities.vector_width > 1
-        self._kernel = KernelIR([*outputs], [*inputs], [*scalars], vectors=vectors)
-        self._bodies: list[list[Statement]] = [self._kernel.body]
+        self._kernel = ir.KernelIR([*outputs], [*inputs], [*scalars], vectors=vectors)
+        self._bodies: list[list[ir.Statement]] = [self._kernel.body]
         self._count = 0
         self.outputs = [Memory(f"out{k}", dtype) for k, dtype in enumerate(outputs)]
         self.inputs = [Memory(f"in{k}", dtype) for k, dtype in enumerate(inputs)]
-        self.scalars = [Var(f"c{k}", Type(dtype)) for k, dtype in enumerate(scalars)]
-        self.thread: Expr = THREAD
+        self.scalars = [ir.Var(f"c{k}", ir.Type(dtype)) for k, dtype in enumerate(scalars)]
+        self.thread: ir.Expr = ir.THREAD
 
     @property
-    def parameters(self) -> tuple[Parameters, Parameters, Parameters]:
+    def parameters(self) -> tuple[ir.Parameters, ir.Parameters, ir.Parameters]:
         """The outputs, inputs and scalars, as (dtype, name)."""
         return self._kernel.parameters
 
-    def group(self, axis: int = 0) -> Expr:
+    def group(self, axis: int = 0) -> ir.Expr:
         """The number of the workgroup."""
-        return WorkgroupId(axis)
+        return ir.WorkgroupId(axis)
 
     # Names and variables
 
-    def let(self, name: str, value: Operand) -> Var:
+    def let(self, name: str, value: ir.Operand) -> ir.Var:
         """A name for a value."""
-        return self._define(Let(name, integer(value)))
+        return self._define(ir.Let(name, ir.integer(value)))
 
-    def variable(self, name: str, value: Operand, dtype: str = "") -> Var:
+    def variable(self, name: str, value: ir.Operand, dtype: str = "") -> ir.Var:
         """A variable that starts with a value; `dtype` is that of a number."""
-        first = value if isinstance(value, Expr) else Const(value, Type(dtype or "int32"))
-        return self._define(Declare(name, first))
+        first = value if isinstance(value, ir.Expr) else ir.Const(value, ir.Type(dtype or "int32"))
+        return self._define(ir.Declare(name, first))
 
-    def assign(self, variable: Var, value: Operand) -> None:
+    def assign(self, variable: ir.Var, value: ir.Operand) -> None:
         """Another value for a variable."""
-        self._add(Assign(variable.name, constant(value, variable)))
+        self._add(ir.Assign(variable.name, ir.constant(value, variable)))
 
     def fresh(self, name: str) -> str:
         """A name that nothing else has, where a piece is built several times in one scope."""
@@ -131,58 +91,58 @@ class KernelBuilder:
 
     # Memory
 
-    def load(self, memory: Memory, index: Operand, mask: Expr | None = None) -> Expr:
+    def load(self, memory: Memory, index: ir.Operand, mask: ir.Expr | None = None) -> ir.Expr:
         """An item; 0 where the mask does not hold. A read from memory that changes should get a name."""
-        return Load(memory.type, memory.name, memory.dtype, integer(index), mask=mask)
+        return ir.Load(memory.type, memory.name, memory.dtype, ir.integer(index), mask=mask)
 
-    def load_index(self, memory: Memory, index: Operand, length: int) -> Expr:
+    def load_index(self, memory: Memory, index: ir.Operand, length: int) -> ir.Expr:
         """An integer of any size from 0 to before `length`; -1 if it is none of them."""
-        return LoadIndex(memory.name, memory.dtype, integer(index), Const(length))
+        return ir.LoadIndex(memory.name, memory.dtype, ir.integer(index), ir.Const(length))
 
     def load_vector(
-        self, memory: Memory, index: Operand, width: int, aligned: int = 1, mask: Expr | None = None
-    ) -> Expr:
+        self, memory: Memory, index: ir.Operand, width: int, aligned: int = 1, mask: ir.Expr | None = None
+    ) -> ir.Expr:
         """Neighbouring items; the index is a multiple of `aligned`. On a GPU it should get a name at once."""
-        type_ = Type(memory.type.dtype, width)
-        return Load(type_, memory.name, memory.dtype, integer(index), 1, aligned, mask)
+        type_ = ir.Type(memory.type.dtype, width)
+        return ir.Load(type_, memory.name, memory.dtype, ir.integer(index), 1, aligned, mask)
 
-    def uniform(self, name: str, memory: Memory, index: Operand = 0) -> Var:
+    def uniform(self, name: str, memory: Memory, index: ir.Operand = 0) -> ir.Var:
         """An item of shared memory after a barrier, which all threads know to be the same for all."""
-        self._add(UniformLoad(name, memory.name, integer(index)))
-        return Var(name)
+        self._add(ir.UniformLoad(name, memory.name, ir.integer(index)))
+        return ir.Var(name)
 
-    def pointer(self, name: str, memory: Memory, offset: Operand) -> Memory:
+    def pointer(self, name: str, memory: Memory, offset: ir.Operand) -> Memory:
         """A buffer or shared memory from an offset on, on a CPU.
 
         Its items overlap nothing that is reached in another way.
         """
-        self._add(Pointer(name, memory.name, memory.dtype, integer(offset)))
+        self._add(ir.Pointer(name, memory.name, memory.dtype, ir.integer(offset)))
         return Memory(name, memory.dtype)
 
-    def store(self, memory: Memory, index: Operand, value: Operand, aligned: int = 1) -> None:
+    def store(self, memory: Memory, index: ir.Operand, value: ir.Operand, aligned: int = 1) -> None:
         """Write an item, or the items of a vector; an integer of 32 bits may go into memory of int64."""
-        item = value if isinstance(value, Expr) else Const(value, memory.type)
-        self._add(Store(item, memory.name, memory.dtype, integer(index), aligned))
+        item = value if isinstance(value, ir.Expr) else ir.Const(value, memory.type)
+        self._add(ir.Store(item, memory.name, memory.dtype, ir.integer(index), aligned))
 
     def shared(self, name: str, dtype: str, length: int, atomic: bool = False, width: int = 1) -> Memory:
         """Memory of the workgroup; `atomic` where `atomic_add` changes it.
 
         `width`: it is aligned to so many items. In WGSL they are a vector, which is read and written whole.
         """
-        self._kernel.arrays.append(LocalArray(name, dtype, length, atomic, width))
+        self._kernel.arrays.append(ir.LocalArray(name, dtype, length, atomic, width))
         return Memory(name, dtype)
 
     def registers(self, name: str, dtype: str, length: int) -> Memory:
         """An array of each thread."""
-        self._add(RegisterArray(name, dtype, length))
+        self._add(ir.RegisterArray(name, dtype, length))
         return Memory(name, dtype)
 
-    def atomic_add(self, memory: Memory, index: Operand, value: Operand, name: str = "") -> Var:
+    def atomic_add(self, memory: Memory, index: ir.Operand, value: ir.Operand, name: str = "") -> ir.Var:
         """Add to an item of shared memory; the value before has a name, if one is given."""
-        self._add(AtomicAdd(memory.name, integer(index), integer(value), name))
-        return Var(name, memory.type)
+        self._add(ir.AtomicAdd(memory.name, ir.integer(index), ir.integer(value), name))
+        return ir.Var(name, memory.type)
 
-    def block_reduce(self, name: str, operation: str, variable: Var, group: int, threads: int) -> Var:
+    def block_reduce(self, name: str, operation: str, variable: ir.Var, group: int, threads: int) -> ir.Var:
         """The reduction of a variable's items over `threads` neighbours in a workgroup of `group` threads.
 
         All of them have the result. `operation` is the name of a reduction: sum, max, ...
@@ -190,92 +150,81 @@ class KernelBuilder:
         dtype, array = variable.type.dtype, None
         if threads > 1:
             array = self.fresh("threads")
-            self._kernel.arrays.append(LocalArray(array, "int32" if dtype == "bool" else dtype, group))
-        self._add(BlockReduce(name, operation, variable, array, Const(threads)))
-        return Var(name, Type(dtype))
+            self._kernel.arrays.append(ir.LocalArray(array, "int32" if dtype == "bool" else dtype, group))
+        self._add(ir.BlockReduce(name, operation, variable, array, ir.Const(threads)))
+        return ir.Var(name, ir.Type(dtype))
 
     def barrier(self, device_memory: bool = False) -> None:
         """All threads of the workgroup come here before any goes on."""
-        self._add(Barrier(device_memory))
+        self._add(ir.Barrier(device_memory))
 
     # Values
 
-    def call(self, operation: str, *inputs: Operand, dtype: str = "") -> Expr:
+    def call(self, operation: str, *inputs: ir.Operand, dtype: str = "") -> ir.Expr:
         """A primitive operation by its name, as fused groups compute it."""
-        return call(operation, *inputs, dtype=dtype)
+        return ir.call(operation, *inputs, dtype=dtype)
 
-    def combine(self, reduction: str, left: Expr, right: Expr) -> Expr:
+    def combine(self, reduction: str, left: ir.Expr, right: ir.Expr) -> ir.Expr:
         """One value from two, for a reduction by its name, whose order is free."""
-        return Combine(left.type, reduction, left, right)
+        return ir.Combine(left.type, reduction, left, right)
 
-    def identity(self, reduction: str, dtype: str, width: int = 1) -> Expr:
+    def identity(self, reduction: str, dtype: str, width: int = 1) -> ir.Expr:
         """What a reduction starts from."""
-        return Identity(Type(dtype, width), reduction)
+        return ir.Identity(ir.Type(dtype, width), reduction)
 
-    def broadcast(self, value: Expr, width: int) -> Expr:
+    def broadcast(self, value: ir.Expr, width: int) -> ir.Expr:
         """A vector with a value in every item."""
-        return Broadcast(Type(value.type.dtype, width), value)
+        return ir.Broadcast(ir.Type(value.type.dtype, width), value)
 
-    def vector(self, items: Sequence[Expr]) -> Expr:
+    def vector(self, items: Sequence[ir.Expr]) -> ir.Expr:
         """Single values as one with a width, which should get a name; one by itself stays what it is."""
-        return Vector(tuple(items)) if len(items) > 1 else items[0]
+        return ir.Vector(tuple(items)) if len(items) > 1 else items[0]
 
-    def lane(self, variable: Var, number: int) -> Expr:
+    def lane(self, variable: ir.Var, number: int) -> ir.Expr:
         """An item of a variable, which may be a single value."""
-        return Lane(variable, number) if variable.type.width > 1 else variable
+        return ir.Lane(variable, number) if variable.type.width > 1 else variable
 
-    def select(self, condition: Expr, yes: Operand, no: Operand) -> Expr:
+    def select(self, condition: ir.Expr, yes: ir.Operand, no: ir.Operand) -> ir.Expr:
         """One of two values."""
-        like = yes if isinstance(yes, Expr) else no if isinstance(no, Expr) else Const(0)
-        return Select(like.type, condition, constant(yes, like), constant(no, like))
+        like = yes if isinstance(yes, ir.Expr) else no if isinstance(no, ir.Expr) else ir.Const(0)
+        return ir.Select(like.type, condition, ir.constant(yes, like), ir.constant(no, like))
 
     # Statements
 
-    def accumulate(self, variable: Var, reduction: str, value: Expr) -> None:
+    def accumulate(self, variable: ir.Var, reduction: str, value: ir.Expr) -> None:
         """A variable takes in one more value of a reduction by its name, whose order is free."""
-        self._add(Accumulate(variable, reduction, value, variable.type))
+        self._add(ir.Accumulate(variable, reduction, value, variable.type))
 
-    def multiply_add(self, variable: Var, left: Expr, right: Expr) -> None:
+    def multiply_add(self, variable: ir.Var, left: ir.Expr, right: ir.Expr) -> None:
         """Add a product to a variable; of floats only. It may be rounded once or twice."""
-        self._add(MultiplyAdd(variable, left, right))
+        self._add(ir.MultiplyAdd(variable, left, right))
 
-    def splice(self, statements: Sequence[Statement]) -> None:
+    def splice(self, statements: Sequence[ir.Statement]) -> None:
         """Statements that were built elsewhere."""
         self._bodies[-1].extend(statements)
 
     # Control
 
-    @contextmanager
     def loop(
-        self, name: str, start: Operand, stop: Operand, step: Operand = 1, unrolled: int = 0
-    ) -> Iterator[Var]:
+        self, name: str, start: ir.Operand, stop: ir.Operand, step: ir.Operand = 1, unrolled: int = 0
+    ) -> AbstractContextManager[ir.Var]:
         """A loop from `start` to before `stop`; `unrolled`: how often its body is laid out."""
-        with self._inside() as body:
-            yield Var(name)
-        self._add(For(name, integer(start), integer(stop), integer(step), body, unrolled))
+        bounds = ir.integer(start), ir.integer(stop), ir.integer(step)
+        return self._nested(lambda body: ir.For(name, *bounds, body, unrolled), ir.Var(name))
 
-    @contextmanager
-    def repeat(self, condition: Expr) -> Iterator[None]:
+    def repeat(self, condition: ir.Expr) -> AbstractContextManager[None]:
         """A loop for as long as a condition holds."""
-        with self._inside() as body:
-            yield
-        self._add(While(condition, body))
+        return self._nested(lambda body: ir.While(condition, body), None)
 
-    @contextmanager
-    def when(self, condition: Expr) -> Iterator[None]:
+    def when(self, condition: ir.Expr) -> AbstractContextManager[None]:
         """Statements under a condition."""
-        with self._inside() as body:
-            yield
-        self._add(If(condition, body))
+        return self._nested(lambda body: ir.If(condition, body), None)
 
-    @contextmanager
-    def otherwise(self) -> Iterator[None]:
+    def otherwise(self) -> AbstractContextManager[None]:
         """Statements where the condition of the `when` before does not hold."""
         before = self._bodies[-1].pop()
-        assert isinstance(before, If), "`otherwise` follows `when`"
-        with self._inside() as body:
-            yield
-        self._add(If(before.condition, before.body, body))
+        assert isinstance(before, ir.If), "`otherwise` follows `when`"
+        return self._nested(lambda body: ir.If(before.condition, before.body, body), None)
 
     def source(
         self, grid: tuple[int, ...], group: tuple[int, ...], resident: int = 1, quick: bool = False
@@ -285,17 +234,19 @@ class KernelBuilder:
         kernel.grid, kernel.group, kernel.resident, kernel.quick = grid, group, resident, quick
         return self._dialect.render(kernel, self.name)
 
-    def _add(self, statement: Statement) -> None:
+    def _add(self, statement: ir.Statement) -> None:
         self._bodies[-1].append(statement)
 
-    def _define(self, statement: Let | Declare) -> Var:
+    def _define(self, statement: ir.Let | ir.Declare) -> ir.Var:
         self._add(statement)
-        return Var(statement.name, statement.type)
+        return ir.Var(statement.name, statement.type)
 
     @contextmanager
-    def _inside(self) -> Iterator[list[Statement]]:
+    def _nested(self, statement: Callable[[list[ir.Statement]], ir.Statement], value: T) -> Iterator[T]:
+        """What is added inside becomes the body of a statement."""
         self._bodies.append([])
         try:
-            yield self._bodies[-1]
+            yield value
         finally:
-            self._bodies.pop()
+            body = self._bodies.pop()
+        self._add(statement(body))

@@ -30,47 +30,46 @@ class KernelCache:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.sizes = Sizes()
-        self._written = LRU[Hashable, Lowering | None](_MAX_KERNELS)
+        self._lowerings = LRU[Hashable, Lowering | None](_MAX_KERNELS)
         self._kernels = LRU[str, Kernel](_MAX_KERNELS)  # by names, which end in a digest
 
     def lowering(self, group: Group) -> Lowering | None:
         """The source of a group; None where the device has no kernel for it."""
         key = group.structure
-        if key not in self._written:
-            self._written[key] = self._write(group, key)
-        return self._written.use(key)
+        if key not in self._lowerings:
+            self._lowerings[key] = self._lower(group, key)
+        return self._lowerings.use(key)
 
-    def _write(self, group: Group, key: tuple[Any, ...]) -> Lowering | None:
+    def _lower(self, group: Group, key: tuple[Any, ...]) -> Lowering | None:
         can, before = self._device.capabilities, self.sizes.shapes_before(without_sizes(key), key)
         varied = before >= MOST_WRITTEN_OUT
-        written = write(group, can, digest(repr((key, varied))), varied)
-        if written is None or written.function is not None or group.kind == "attention":
-            return written
-        if group.kind == "matmul" and before == MOST_WRITTEN_OUT - 1:
+        lowering = write(group, can, digest(repr((key, varied))), varied)
+        if lowering is None or lowering.function is not None:
+            return lowering
+        if group.kind.has_varied_kernel and before == MOST_WRITTEN_OUT - 1:
             compared = write(group, can, digest(repr((key, True))), varied=True)  # with the next shape
             assert compared is not None
             self.sizes.learn(compared.launches[0].source)
-        launches = tuple(self.sizes.launch(launch, varied) for launch in written.launches)
-        return replace(written, launches=launches)
+        launches = tuple(self.sizes.launch(launch, varied) for launch in lowering.launches)
+        return replace(lowering, launches=launches)
 
     def kernels(self, sources: Sequence[KernelSource], functions: Mapping[str, Any]) -> list[Kernel]:
         """The kernels of sources, in order; those that `functions` names are compiled from the function."""
-        found = {
+        kernels = {
             source.name: self._kernels[source.name] for source in sources if source.name in self._kernels
         }
-        new = {source.name: source for source in sources if source.name not in found}
-        called = [source for name, source in new.items() if name in functions]
-        written = [source for name, source in new.items() if name not in functions]
-        if called:
+        new = {source.name: source for source in sources if source.name not in kernels}
+        if called := [source for name, source in new.items() if name in functions]:
             by_name = {source.name: functions[source.name] for source in called}
-            found |= self._device.compile(by_name, _signatures(called))
-        for source in written:
+            kernels |= self._device.compile(by_name, _signatures(called))
+        texts = [source for name, source in new.items() if name not in functions]
+        for source in texts:
             if source.complete:
-                found |= self._by_itself(source)
-        if together := [source for source in written if not source.complete]:
-            found |= self._compiled(together)
-        self._kernels.update(found)
-        return [found[source.name] for source in sources]
+                kernels |= self._by_itself(source)
+        if together := [source for source in texts if not source.complete]:
+            kernels |= self._compiled(together)
+        self._kernels.update(kernels)
+        return [kernels[source.name] for source in sources]
 
     def _by_itself(self, source: KernelSource) -> dict[str, Kernel]:
         """A kernel of the user's own."""
@@ -82,20 +81,18 @@ class KernelCache:
     def _compiled(self, sources: Sequence[KernelSource]) -> dict[str, Kernel]:
         """Kernels from text. A compiler takes longer to start than for a kernel, so many are one text."""
         dialect = dialect_of(self._device.capabilities)
+        parts: Sequence[Sequence[KernelSource]] = [sources]
         if dialect.one_kernel_modules:
-            texts = [whole_text([source], dialect.name) for source in sources]
-            found = [
-                self._device.compile(text, _signatures([source]))
-                for text, source in zip(texts, sources, strict=True)
-            ]
-            return {name: kernel for kernels in found for name, kernel in kernels.items()}
-        parts = _parts(sources) if dialect.compiles_side_by_side else [sources]
-        texts = [whole_text(part, dialect.name) for part in parts]
-        if len(parts) == 1:
-            return self._device.compile(texts[0], _signatures(sources))
-        with ThreadPoolExecutor(len(parts)) as threads:
-            compiled = threads.map(self._device.compile, texts, map(_signatures, parts))
-            return {name: kernel for kernels in compiled for name, kernel in kernels.items()}
+            parts = [[source] for source in sources]
+        elif dialect.compiles_side_by_side:
+            parts = _parts(sources)
+        work = [whole_text(part, dialect.name) for part in parts], map(_signatures, parts)
+        if len(parts) > 1 and dialect.compiles_side_by_side:
+            with ThreadPoolExecutor(len(parts)) as threads:
+                compiled = [*threads.map(self._device.compile, *work)]
+        else:
+            compiled = [*map(self._device.compile, *work)]
+        return {name: kernel for kernels in compiled for name, kernel in kernels.items()}
 
 
 def _parts(sources: Sequence[KernelSource]) -> list[list[KernelSource]]:
@@ -103,7 +100,7 @@ def _parts(sources: Sequence[KernelSource]) -> list[list[KernelSource]]:
     count = min(os.cpu_count() or 1, -(-len(sources) // _LEAST_TOGETHER))
     parts: list[list[KernelSource]] = [[] for _ in range(count)]
     lengths = [0] * count
-    for source in sorted(sources, key=lambda one: (-len(one.text), one.name)):
+    for source in sorted(sources, key=lambda source: (-len(source.text), source.name)):
         shortest = lengths.index(min(lengths))
         parts[shortest].append(source)
         lengths[shortest] += len(source.text)

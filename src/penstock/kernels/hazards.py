@@ -17,20 +17,20 @@ class Touched:
 
 
 def orderings(touched: Sequence[Touched], over: Mapping[int, Collection[int]]) -> list[list[int]]:
-    """For each launch the earlier ones that must have ended, but for those that follow from others.
+    """For each launch the earlier ones that it must wait for, without those that others of them wait for.
 
-    `over` names memories that may turn out to be one with others, which are read only before.
+    `over`: for a memory, others that it may share bytes with; launches that write it wait for all their uses.
     """
     uses: dict[int, list[tuple[int, int, int, bool]]] = {}  # of each memory: first byte, end, launch, writes
     before: list[int] = []  # for each launch, a bit for every one that it follows, however indirectly
     result = []
     for number, launch in enumerate(touched):
-        found: set[int] = set()
+        earlier: set[int] = set()
         for memory, start, end in launch.reads:
-            found |= {who for a, b, who, writes in uses.get(memory, ()) if writes and a < end and start < b}
+            earlier |= {who for a, b, who, writes in uses.get(memory, ()) if writes and a < end and start < b}
         for memory, start, end in launch.writes:
-            found |= {who for a, b, who, _ in uses.get(memory, ()) if a < end and start < b}
-            found |= {who for other in over.get(memory, ()) for _, _, who, _ in uses.get(other, ())}
+            earlier |= {who for a, b, who, _ in uses.get(memory, ()) if a < end and start < b}
+            earlier |= {who for other in over.get(memory, ()) for _, _, who, _ in uses.get(other, ())}
         for memory, start, end in launch.reads:
             uses.setdefault(memory, []).append((start, end, number, False))
         for memory, start, end in launch.writes:
@@ -39,10 +39,10 @@ def orderings(touched: Sequence[Touched], over: Mapping[int, Collection[int]]) -
             uses[memory] = [*rest, (start, end, number, True)]
         needed: list[int] = []
         reached = 0
-        for one in sorted(found - {number}, reverse=True):
-            if not reached >> one & 1:
-                needed.append(one)
-                reached |= before[one] | 1 << one
+        for other in sorted(earlier - {number}, reverse=True):
+            if not reached >> other & 1:
+                needed.append(other)
+                reached |= before[other] | 1 << other
         before.append(reached)
         result.append(needed)
     return result

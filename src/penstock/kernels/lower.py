@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from penstock.drivers.driver import Capabilities
-from penstock.fusion import costs
+from penstock.fusion.costs import MOST_ITEMS
 from penstock.fusion.groups import Group
+from penstock.fusion.kinds import GroupKind
 from penstock.fusion.products import LIBRARY_DTYPES, by_library
 from penstock.graph.attention import has_kernel
 from penstock.graph.dtypes import float16, float32
@@ -19,25 +20,15 @@ from penstock.graph.node import Array, Kind, Node
 from penstock.graph.reference import computed
 from penstock.kernels.attention.kernels import attention_kernels
 from penstock.kernels.dialects import dialect_of
-from penstock.kernels.library.cublaslt import WORKSPACE, LibraryLaunch, library_problem
-from penstock.kernels.lowering.fused import lower
-from penstock.kernels.lowering.scopes import computed_dtype
+from penstock.kernels.library.cublaslt import library_launch
+from penstock.kernels.lowering.emitter import computed_dtype
+from penstock.kernels.lowering.fused import LOOPS, lower
 from penstock.kernels.matmul_group import matmul_group
 from penstock.kernels.raw_source import raw_source
 from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource
 from penstock.kernels.templates.choose import template_launches
-from penstock.kernels.templates.launches import Launch
-from penstock.kernels.wgsl_steps import has_short_loops
-
-
-@dataclass(frozen=True)
-class Lowering:
-    """The launches of a group: their buffers are numbers in [*outputs, *inputs, *scratch]."""
-
-    launches: tuple[Launch, ...]
-    scratch: tuple[int, ...]  # bytes
-    may_alias: tuple[tuple[int, ...], ...]  # for each output: numbers of inputs that it may be written over
-    function: Callable[..., None] | None = None  # instead of text: on the host, or of a library
+from penstock.kernels.templates.launches import Lowering as Lowering
+from penstock.kernels.templates.launches import one_launch
 
 
 def without_sizes(structure: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -53,7 +44,8 @@ def without_sizes(structure: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def constants(group: Group) -> list[tuple[Node, str]]:
     """The scalar arguments of a group's kernel, in the order of its parameters: node and attribute."""
-    nodes = group.nodes[:1] if group.kind == "raw" else group.nodes  # the outputs of one launch have the same
+    # The outputs of one launch of a user's kernel have the same.
+    nodes = group.nodes[:1] if group.kind.reads_whole else group.nodes
     return [(node, name) for node in nodes for name in node.primitive.constants]
 
 
@@ -70,9 +62,9 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     if kind is Kind.OPAQUE:
         return True  # for itself, with the other outputs of its kernel
     values = (node, *node.inputs)
-    if not all(_has(str(one.dtype), capabilities) and 0 < one.size < costs.MOST_ITEMS for one in values):
+    if not all(_has(str(value.dtype), capabilities) and 0 < value.size < MOST_ITEMS for value in values):
         return False
-    if not has_short_loops(node, capabilities):
+    if not dialect_of(capabilities).has_short_loops(node, capabilities):
         return False
     if primitive.is_free or primitive.reads_elsewhere or kind is Kind.REDUCTION:
         return True
@@ -98,77 +90,60 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
 
     `varied`: there are groups of many shapes that are otherwise equal, which the kernels should serve too.
     """
-    name = f"{_name(group)}_{ending}"
     if not capabilities.compiles:
-        return _host(group, name)
-    buffers = tuple(range(len(group.outputs) + len(group.inputs)))
-    if group.kind == "single":
-        template = template_launches(group.nodes[0], capabilities)
-        if template is None:
-            return None
-        return Lowering(_named(template.launches, ending), template.scratch, ((),))
-    if group.kind == "raw":
-        own = Launch(raw_source(group, capabilities, ending), buffers)
-        return Lowering((own,), (), ((),) * len(group.outputs))
-    if group.kind == "attention":
-        several = attention_kernels(group, ending)
-        return Lowering(several.launches, several.scratch, ((),) * len(group.outputs))
-    if group.kind == "matmul":
-        product = next(node for node in group.nodes if node.primitive.kind is Kind.CONTRACTION)
-        if by_library(product, capabilities):
-            return _library(group, product, capabilities, name)
-        source, over = matmul_group(group, capabilities, name, varied)
-    else:
-        lowered = lower(group, capabilities)
-        source, over = dialect_of(capabilities).render(lowered.form, name), lowered.may_alias
-    return Lowering((Launch(source, buffers),), (), over)
+        return _host(group, _name(group, ending))
+    return _LOWERINGS[group.kind](group, capabilities, ending, varied)
 
 
-def _library(group: Group, product: Node, capabilities: Capabilities, name: str) -> Lowering:
-    """A product as the launch of a library, which takes a workspace besides."""
-    problem, operands = library_problem(group, product, capabilities)
-    nodes = (*group.outputs, *group.inputs)
-    dtypes = (*(str(node.dtype) for node in nodes), "uint8")
-    source = KernelSource(name, "", dtypes, (), (1,), (1,))
-    places = {"out": 0, "workspace": len(nodes)}
-    places |= {operand: nodes.index(node) for operand, node in operands.items()}
-    launch = LibraryLaunch(problem, places, len(dtypes))
-    return Lowering((Launch(source, tuple(range(len(dtypes)))),), (WORKSPACE,), ((),), launch)
+def _loops(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering:
+    lowered = lower(group, capabilities)
+    source = dialect_of(capabilities).render(lowered.kernel, _name(group, ending))
+    return one_launch(source, lowered.may_alias)
 
 
-def _name(group: Group) -> str:
+def _matmul(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering:
+    product = next(node for node in group.nodes if node.primitive.kind is Kind.CONTRACTION)
+    if by_library(product, capabilities):
+        return library_launch(group, product, capabilities, _name(group, ending))
+    return matmul_group(group, product, capabilities, _name(group, ending), varied)
+
+
+def _template(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering | None:
+    lowering = template_launches(group.nodes[0], capabilities)
+    return None if lowering is None else lowering.named(ending)
+
+
+_LOWERINGS: dict[GroupKind, Callable[[Group, Capabilities, str, bool], Lowering | None]] = {
+    **dict.fromkeys(LOOPS, _loops),
+    GroupKind.MATMUL: _matmul,
+    GroupKind.ATTENTION: lambda group, can, ending, varied: attention_kernels(group, ending),
+    GroupKind.RAW: lambda group, can, ending, varied: one_launch(raw_source(group, can, ending)),
+    GroupKind.SINGLE: _template,
+}
+
+
+def _name(group: Group, ending: str) -> str:
     """A name that tells people what the kernel does."""
     silent = (node.primitive.kind is Kind.VIEW or node.primitive is FULL for node in group.nodes)
     named = [node.primitive.name for node, skip in zip(group.nodes, silent, strict=True) if not skip]
-    return "_".join([group.kind, *dict.fromkeys(named)])[:48]
-
-
-def _named(launches: tuple[Launch, ...], ending: str) -> tuple[Launch, ...]:
-    """The same with names of their own."""
-    return tuple(
-        replace(launch, source=replace(launch.source, name=f"{launch.source.name}_{ending}"))
-        for launch in launches
-    )
+    return f"{'_'.join([group.kind, *dict.fromkeys(named)])[:48]}_{ending}"
 
 
 def _host(group: Group, name: str) -> Lowering:
     """A group as a function of NumPy arrays, for the driver that runs such."""
     values = (*group.outputs, *group.inputs)
-    scalars = tuple(str(node.dtype) for node, _ in constants(group))
-    source = KernelSource(name, "", ("uint8",) * len(values), scalars, (1,), (1,))
+    dtypes = tuple(str(node.dtype) for node, _ in constants(group))
+    source = KernelSource(name, "", ("uint8",) * len(values), dtypes, (1,), (1,))
 
     def run(*args: Any) -> None:
-        memories, places, numbers = (
-            args[: len(values)],
-            args[len(values) :][: len(values)],
-            args[2 * len(values) :],
-        )
+        count = len(values)
+        memories, places, scalars = args[:count], args[count : 2 * count], args[2 * count :]
         arrays: list[Array] = []
         for node, memory, place in zip(values, memories, places, strict=True):
             part = memory[int(place) * ALIGNMENT :][: node.nbytes]
             arrays.append(part.view(node.dtype).reshape(node.shape))
         known = dict(zip(group.inputs, arrays[len(group.outputs) :], strict=True))
-        given = dict(zip(constants(group), numbers, strict=True))
+        given = dict(zip(constants(group), scalars, strict=True))
         for node in group.nodes:
             known[node] = computed(
                 node,
@@ -179,5 +154,5 @@ def _host(group: Group, name: str) -> Lowering:
             array[...] = known[node]
 
     # One output is written after everything was read, and NumPy minds where a copy overlaps its source.
-    over = tuple(range(len(group.inputs))) if len(group.outputs) == 1 else ()
-    return Lowering((Launch(source, tuple(range(len(values)))),), (), (over,) * len(group.outputs), run)
+    may_alias = (tuple(range(len(group.inputs))),) if len(group.outputs) == 1 else ()
+    return replace(one_launch(source, may_alias), function=run)

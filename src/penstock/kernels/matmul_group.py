@@ -6,33 +6,28 @@ import math
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
-from penstock.fusion.index import Index, Variables, flat, unflatten, variable
-from penstock.fusion.views import base, operand_index
-from penstock.graph.contraction import MATMUL
+from penstock.fusion.index import Index, Variables, flat, variable
+from penstock.fusion.views import base, matrix_variables, operand_index
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.ir.expressions import Const, Expr, Type, Var
 from penstock.kernels.ir.statements import KernelIR, Let, Statement, Store
+from penstock.kernels.lowering.emitter import Emitter, LanesImpossible, Value
 from penstock.kernels.lowering.loop_nest import overwritable
-from penstock.kernels.lowering.scopes import LanesImpossible, Scopes, Value
-from penstock.kernels.source import KernelSource
+from penstock.kernels.templates.launches import Lowering, one_launch
 from penstock.kernels.templates.matmul import BATCH, Matrix, Problem
 from penstock.kernels.templates.matmul_cpu import cpu_matmul, cpu_width
 from penstock.kernels.templates.matmul_gpu import gpu_matmul, gpu_width
 
 
 def matmul_group(
-    group: Group, capabilities: Capabilities, name: str, varied: bool
-) -> tuple[KernelSource, tuple[tuple[int, ...], ...]]:
-    """The kernel of a matmul group, and which inputs each output may be written over.
-
-    `varied`: it should serve many sizes.
-    """
-    product = next(node for node in group.nodes if node.primitive is MATMUL)
+    group: Group, product: Node, capabilities: Capabilities, name: str, varied: bool
+) -> Lowering:
+    """The kernel of a matmul group; `varied`: it should serve many sizes."""
     vectors = capabilities.vector_width > 1
     epilogue = _Epilogue(group, product, vectors)
-    form = epilogue.form
-    k = KernelBuilder(name, capabilities, form.outputs, form.inputs, form.scalars)
+    kernel = epilogue.kernel
+    k = KernelBuilder(name, capabilities, kernel.outputs, kernel.inputs, kernel.scalars)
     sides = [_matrix(k, group, side, product) for side in product.inputs]
     problem = Problem(
         batch=math.prod(product.shape[:-2]),
@@ -44,17 +39,16 @@ def matmul_group(
         varied=varied,
     )
     build, widest = (cpu_matmul, cpu_width) if vectors else (gpu_matmul, gpu_width)
-    width = epilogue.possible(widest(problem, capabilities, form.outputs))
+    width = epilogue.possible(widest(problem, capabilities, kernel.outputs))
     source = build(k, problem, capabilities, epilogue.statements, width)
     operands = {group.inputs.index(node) for node, _ in sides}
     over = overwritable(group, epilogue.loads, epilogue.stores)
-    return source, tuple(tuple(at for at in inputs if at not in operands) for inputs in over)
+    return one_launch(source, tuple(tuple(at for at in inputs if at not in operands) for inputs in over))
 
 
 def _matrix(k: KernelBuilder, group: Group, operand: Node, product: Node) -> tuple[Node, Matrix]:
     """What an operand looks at, and how it lies there."""
-    found = operand_index(operand, group.inputs)
-    node, index, _ = found if found is not None else (base(operand), _contiguous(operand), None)
+    node, index = operand_index(operand, group.inputs) or (base(operand), _contiguous(operand))
     lengths = product.shape[:-2]
     begin: Expr = Const(index.constant)
     for axis, length in enumerate(lengths):
@@ -66,8 +60,7 @@ def _matrix(k: KernelBuilder, group: Group, operand: Node, product: Node) -> tup
 
 
 def _contiguous(node: Node) -> Index:
-    names = [*(f"b{axis}" for axis in range(node.ndim - 2)), "i", "j"]
-    return flat(tuple(variable(name) for name in names), node.shape)
+    return flat(tuple(map(variable, matrix_variables(node.ndim))), node.shape)
 
 
 class _Epilogue:
@@ -77,7 +70,7 @@ class _Epilogue:
         self._group = group
         self._product = product
         self._vectors = vectors
-        self.form: KernelIR = Scopes(group, Variables({})).form
+        self.kernel: KernelIR = Emitter(group, Variables({})).kernel
         self.loads: dict[int, set[tuple[int, Index]]] = {}
         self.stores: dict[int, tuple[int, Index]] = {}
 
@@ -92,27 +85,27 @@ class _Epilogue:
     def statements(self, row: Expr, column: Expr, product: Var) -> list[Statement]:
         """The statements for neighbouring items of the product."""
         shape, width = self._product.shape, product.type.width
-        names = [*(f"b{axis}" for axis in range(len(shape) - 2)), "i", "j"]
+        names = matrix_variables(len(shape))
         variables = Variables(dict(zip(names, shape, strict=True)), splittable=False)
-        scopes = Scopes(self._group, variables, self._vectors)
-        scopes.depth_of = dict.fromkeys(names, 1)
-        scopes.lanes, scopes.lane_steps = width, {"j": 1} if width > 1 else {}
-        scopes.given[self._product] = Value(product, 1)
+        emitter = Emitter(self._group, variables, self._vectors)
+        emitter.depth_of = dict.fromkeys(names, 1)
+        emitter.lanes, emitter.lane_steps = width, {"j": 1} if width > 1 else {}
+        emitter.given[self._product] = Value(product, 1)
         counts: list[Statement] = [Let("i", row), Let("j", column)]
         for axis, length in enumerate(shape[:-2]):
             counts.append(Let(f"b{axis}", BATCH // math.prod(shape[axis + 1 : -2]) % length))
-        place = tuple(variable(name) for name in names)
+        place = tuple(map(variable, names))
         number = flat(place, shape)
         values = []
         for node in self._group.outputs:
-            at = place if node.shape == shape else unflatten(number, node.shape, variables)
-            values.append(scopes.widened(scopes.value(node, at), width))
-        index, _, _ = scopes.index(number)
-        aligned = 1 if self._vectors else scopes.aligned(number)
-        body = [*scopes.bodies[0], *scopes.bodies[1]]
+            value = emitter.value(node, place) if node.shape == shape else emitter.at_number(node, number)
+            values.append(emitter.widened(value, width))
+        index, _, _ = emitter.index(number)
+        aligned = 1 if self._vectors else emitter.aligned(number)
+        body = [*emitter.bodies[0], *emitter.bodies[1]]
         for output, (node, value) in enumerate(zip(self._group.outputs, values, strict=True)):
             body.append(Store(value.var, f"out{output}", str(node.dtype), index, aligned, width))
             self.stores[output] = (0, number)
-        for at_input, indices in scopes.loads.items():
+        for at_input, indices in emitter.loads.items():
             self.loads.setdefault(at_input, set()).update(indices)
         return [*counts, *body]

@@ -97,8 +97,8 @@ def _type(dtype: DType, capabilities: Capabilities) -> str:
 
 def _sizes(arrays: Sequence[str], nodes: Sequence[Node]) -> list[tuple[str, int]]:
     """The constants that tell the sizes of arrays."""
-    found = []
+    constants = []
     for array, node in zip(arrays, nodes, strict=True):
-        found.append((f"{array}_size", node.size))
-        found += [(f"{array}_shape_{axis}", length) for axis, length in enumerate(node.shape)]
-    return found
+        constants.append((f"{array}_size", node.size))
+        constants += [(f"{array}_shape_{axis}", length) for axis, length in enumerate(node.shape)]
+    return constants

@@ -6,23 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from penstock.kernels.ir.expressions import Const, Expr, Type, Var
-from penstock.kernels.ir.statements import For, Function, KernelIR, Statement
+from penstock.kernels import ir
 
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
 _LARGEST = 2**31 - 1  # what an argument can be; larger integers stay constants
 _FIELDS: dict[type, tuple[str, ...]] = {}  # of each kind of node
-_NOT_PRINTED: dict[type, tuple[str, ...]] = {For: ("trips",), KernelIR: ("grid", "group", "resident")}
+_NOT_PRINTED: dict[type, tuple[str, ...]] = {ir.For: ("trips",), ir.KernelIR: ("grid", "group", "resident")}
 
 
-def rewritten(tree: Any, change: Callable[[Expr], Expr | None], skipped: tuple[type, ...] = ()) -> Any:
+def rewritten(tree: Any, change: Callable[[ir.Expr], ir.Expr | None], skipped: tuple[type, ...] = ()) -> Any:
     """Statements or an expression, with what `change` makes of the expressions in them.
 
     Where it makes None, the parts of the expression are rewritten. Nodes of the types `skipped` stay.
     """
     if isinstance(tree, list | tuple):
         return type(tree)(rewritten(part, change, skipped) for part in tree)
-    if isinstance(tree, Expr) and (new := change(tree)) is not None:
+    if isinstance(tree, ir.Expr) and (new := change(tree)) is not None:
         return new
     names = _fields(type(tree))
     if not names or isinstance(tree, skipped):
@@ -30,16 +29,10 @@ def rewritten(tree: Any, change: Callable[[Expr], Expr | None], skipped: tuple[t
     return replace(tree, **{name: rewritten(getattr(tree, name), change, skipped) for name in names})
 
 
-def statement_count(body: Sequence[Statement]) -> int:
-    """How many statements there are, with those inside others."""
-    inside = (getattr(statement, part, []) for statement in body for part in ("body", "otherwise"))
-    return len(body) + sum(map(statement_count, inside))
-
-
 class Integers:
     """The integers among the constants of a kernel, each of which might be an argument."""
 
-    def __init__(self, kernel: KernelIR, fixed: tuple[type, ...]) -> None:
+    def __init__(self, kernel: ir.KernelIR, fixed: tuple[type, ...]) -> None:
         """`fixed`: statements whose constants can be no arguments."""
         self._kernel, self._fixed = kernel, fixed
         self._parts: list[str] = []
@@ -48,15 +41,15 @@ class Integers:
         self.values = tuple(self._values)
         self.key = " ".join(self._parts)  # equal for kernels that differ in these integers only
 
-    def as_arguments(self, argument: Sequence[int | None], count: int) -> KernelIR:
+    def as_arguments(self, argument: Sequence[int | None], count: int) -> ir.KernelIR:
         """The kernel with arguments for integers, by their numbers; they are its first scalars."""
-        numbers = iter(argument)
+        arguments = iter(argument)
 
-        def change(expr: Expr) -> Expr | None:
+        def change(expr: ir.Expr) -> ir.Expr | None:
             if not _is_integer(expr):
                 return None
-            number = next(numbers)
-            return expr if number is None else Var(f"size{number}").cast(expr.type.dtype)
+            number = next(arguments)
+            return expr if number is None else ir.Var(f"size{number}").cast(expr.type.dtype)
 
         body = rewritten(self._kernel.body, change, self._fixed)
         return replace(self._kernel, body=body, sizes=count)
@@ -66,16 +59,16 @@ class Integers:
         kind = type(tree)
         if kind is str:
             self._parts.append(tree)
-        elif kind is Type:
+        elif kind is ir.Type:
             self._parts.append(f"{tree.dtype}*{tree.width}")
         elif kind is list or kind is tuple:
             self._parts.append(f"[{len(tree)}")
             for part in tree:
                 self._visit(part)
-        elif kind is Const and _is_integer(tree):
+        elif kind is ir.Const and _is_integer(tree):
             self._parts.append(tree.type.dtype)
             self._values.append(tree.value)
-        elif kind is Function:
+        elif kind is ir.Function:
             self._parts.append(f"{tree.name} {tree.linkage}")
         elif not (names := _fields(kind)) or kind in self._fixed:
             self._parts.append(repr(tree))
@@ -86,13 +79,13 @@ class Integers:
 
 
 def _is_integer(tree: Any) -> bool:
-    return isinstance(tree, Const) and tree.type.dtype in _INTEGERS and -_LARGEST <= tree.value <= _LARGEST
+    return isinstance(tree, ir.Const) and tree.type.dtype in _INTEGERS and -_LARGEST <= tree.value <= _LARGEST
 
 
 def _fields(kind: type) -> tuple[str, ...]:
     """The fields of a node that its text depends on; none of what has no parts."""
     if kind not in _FIELDS:
-        node: Any = kind if is_dataclass(kind) and kind is not Type else None
+        node: Any = kind if is_dataclass(kind) and kind is not ir.Type else None
         names = [field.name for field in fields(node)] if node is not None else []
         _FIELDS[kind] = tuple(name for name in names if name not in _NOT_PRINTED.get(kind, ()))
     return _FIELDS[kind]

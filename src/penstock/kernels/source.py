@@ -10,14 +10,16 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from penstock.kernels.ir.statements import KernelIR
+    from penstock.kernels.dialects.dialect import DialectBody
+    from penstock.kernels.ir import KernelIR
 
 ALIGNMENT = 256  # bytes; every value in an arena begins at a multiple
+WORD = 4  # bytes
 MOST_PARAMETER_BYTES = 1000  # OpenCL promises 1024 for all parameters of a kernel
 
 C_TYPES = {
@@ -43,15 +45,9 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-class Body(Protocol):
-    """A kernel in the IR, with the dialect that prints it."""
-
-    @property
-    def kernel(self) -> KernelIR:
-        """What the kernel does."""
-
-    def text(self, name: str) -> str:
-        """The kernel's text under a name, without prelude."""
+def item_size(dtype: str) -> int:
+    """The bytes of an item."""
+    return int(np.dtype(_STORED.get(dtype, dtype)).itemsize)
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class KernelSource:
     """One kernel: what it does, its parameters, and the threads that it wants."""
 
     name: str
-    body: Body | str  # in the IR, which is printed when the kernel is compiled, or opaque text
+    body: DialectBody | str  # in the IR, which is printed when the kernel is compiled, or opaque text
     buffers: tuple[str, ...]  # dtypes; outputs first
     scalars: tuple[str, ...]  # dtypes
     grid: tuple[int, ...]
@@ -110,6 +106,5 @@ def head(
     parameters += [f"{C_TYPES[dtype]} {given}" for dtype, given in scalars]
     lines = [f"{linkage} {name}({', '.join(parameters)}) {{", *(f"    {array}" for array in arrays)]
     for dtype, given in (*outputs, *inputs):
-        items = ALIGNMENT // np.dtype(_STORED.get(dtype, dtype)).itemsize
-        lines.append(f"    {given} += (size_t){given}_place * {items};")
+        lines.append(f"    {given} += (size_t){given}_place * {ALIGNMENT // item_size(dtype)};")
     return "\n".join(lines) + "\n"

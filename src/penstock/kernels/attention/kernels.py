@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.fusion.groups import Group
-from penstock.fusion.views import base, rows_index
+from penstock.fusion.views import operand_source, rows_index
 from penstock.graph.attention import ATTENTION, GRADIENT_PARTS
 from penstock.graph.dtypes import float16
 from penstock.graph.node import Node, Shape
 from penstock.kernels.attention.source import ATTENTION_PASSES
 from penstock.kernels.attention.tensor_tiles import TENSOR_TILES
 from penstock.kernels.source import KernelSource, head
-from penstock.kernels.templates.launches import Launch, TemplateLaunches
+from penstock.kernels.templates.launches import Launch, Lowering
 
 ATTENTION_PRELUDE = TENSOR_TILES + ATTENTION_PASSES
 _BLOCK_ROWS, _BLOCK_THREADS = 64, 128  # of a group: four warps with 16 rows each
 
 
 @dataclass(frozen=True)
-class Tiling:
+class _Tiling:
     """How a pass goes over the other side."""
 
     tile: int  # rows at a time
@@ -28,19 +28,19 @@ class Tiling:
     stages: int  # tiles that are in shared memory: one is used while the others are copied
 
 
-def forward_tiling(width: int) -> Tiling:
-    """Of the pass forward."""
-    return Tiling(64, 4, 3) if width <= 64 else Tiling(32, 2, 3)
+@dataclass(frozen=True)
+class _Pass:
+    """One kernel of attention or of its gradient."""
+
+    name: str
+    products: int  # of matrices: the gradients compute the scores again, each pass for itself
+    narrow: _Tiling  # of heads up to 64 columns wide
+    wide: _Tiling
 
 
-def key_tiling(width: int) -> Tiling:
-    """Of the gradients of keys and values, which want the most registers."""
-    return Tiling(32, 3, 4) if width <= 64 else Tiling(16, 2, 4)
-
-
-def query_tiling(width: int) -> Tiling:
-    """Of the gradients of queries."""
-    return Tiling(64, 3, 3) if width <= 64 else Tiling(32, 2, 3)
+_FORWARD = _Pass("forward", 2, _Tiling(64, 4, 3), _Tiling(32, 2, 3))
+_QUERY_GRADIENTS = _Pass("query_gradients", 3, _Tiling(64, 3, 3), _Tiling(32, 2, 3))
+_KEY_GRADIENTS = _Pass("key_gradients", 4, _Tiling(32, 3, 4), _Tiling(16, 2, 4))  # wants the most registers
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,11 @@ class _Parameter:
 
     name: str
     number: int
+    argument: str  # what the pass gets of it: where the rows of a head begin, and how far they are apart
     dtype: str = "uint16"  # float16 or bfloat16, as bits
 
-    @property
-    def declared(self) -> tuple[str, str]:
-        """Dtype and name."""
-        return self.dtype, self.name
 
-
-def attention_kernels(group: Group, ending: str) -> TemplateLaunches:
+def attention_kernels(group: Group, ending: str) -> Lowering:
     """The launches of a group, in kernels with names of this ending; what is not wanted goes to scratch."""
     writer = _Writer(group, ending)
     return writer.forward() if writer.primitive is ATTENTION else writer.backward()
@@ -78,92 +74,67 @@ class _Writer:
         self._half = "true" if self._query.dtype == float16 else "false"
         self._causal = "true" if node.attributes["causal"] else "false"
         self._scale = f"(float){node.attributes['scale']!r}"
-        self._parts = {one.attributes["part"]: number for number, one in enumerate(group.outputs)}
+        self._parts = {output.attributes["part"]: number for number, output in enumerate(group.outputs)}
         self._scratch: list[int] = []
 
     # The passes
 
-    def forward(self) -> TemplateLaunches:
+    def forward(self) -> Lowering:
         """One launch: the results, and the logarithm of the sum of each row."""
-        result = self._output("result", "result", self._query)
-        lse = _Parameter("lse", self._number("lse", self._rows * 4), "float32")
-        inputs = [self._input(name, one) for name, one in zip("qkv", self._operands, strict=True)]
-        tiling = forward_tiling(self._width)
-        arguments = [
-            *self._target(result, "result", self._query.shape),
-            f"lse + {self._row_place}",
-            *(self._matrix(one.name, operand) for one, operand in zip(inputs, self._operands, strict=True)),
-        ]
-        # The blocks with the most keys come first, so that the last ones to run are short.
-        launch = self._launch("forward", [result, lse], inputs, tiling, self._queries, arguments, True)
-        return TemplateLaunches((launch,), tuple(self._scratch))
+        lse = self._number("lse", self._rows * 4)
+        launch = self._launch(
+            _FORWARD,
+            [self._output("result", "result", self._query), self._of_rows("lse", lse)],
+            self._inputs(self._operands),
+        )
+        return Lowering((launch,), tuple(self._scratch))
 
-    def backward(self) -> TemplateLaunches:
+    def backward(self) -> Lowering:
         """Two launches: gradients of queries, and what is needed of each row; those of keys and values."""
         result, lse, slope = self._operands[3:]
-        operands = (self._query, self._key, self._value, slope)
-        inputs = [self._input(name, one) for name, one in zip("qkvg", operands, strict=True)]
-        matrices = [self._matrix(name, one) for name, one in zip("qkvg", operands, strict=True)]
-        rows = _Parameter("rows", self._more(self._rows * 8), "float32")
-        row = f"(float2 *)rows + {self._row_place}"
+        inputs = self._inputs((self._query, self._key, self._value, slope))
+        rows = self._of_rows("rows", self._more(self._rows * 8), "(float2 *)rows")
         dq = self._output("dq", "query", self._query)
         dk = self._output("dk", "key", self._key)
         dv = self._output("dv", "value", self._value)
-        to_query = self._target(dq, "query", self._query.shape)
-        of_rows = [row, f"lse + {self._row_place}", *matrices, self._matrix("result", result)]
-        more = [self._input("lse", lse, "float32"), self._input("result", result)]
+        of_rows = self._of_rows("lse", self._input_number(lse))
         queries = self._launch(
-            "query_gradients",
-            [dq, rows],
-            [*inputs, *more],
-            query_tiling(self._width),
-            self._queries,
-            [*to_query, *of_rows],
-            True,
+            _QUERY_GRADIENTS, [dq, rows], [*inputs, of_rows, self._input("result", result)]
         )
-        to_keys = [*self._target(dk, "key", self._key.shape), *self._target(dv, "value", self._key.shape)]
-        keys = self._launch(
-            "key_gradients",
-            [dk, dv],
-            [*inputs, rows],
-            key_tiling(self._width),
-            self._keys,
-            [*to_keys, *matrices, row],
-            False,
-        )
-        return TemplateLaunches((queries, keys), tuple(self._scratch))
+        keys = self._launch(_KEY_GRADIENTS, [dk, dv], [*inputs, rows])
+        return Lowering((queries, keys), tuple(self._scratch))
 
-    # Their launches
-
-    def _launch(
-        self,
-        name: str,
-        outputs: Sequence[_Parameter],
-        inputs: Sequence[_Parameter],
-        tiling: Tiling,
-        rows: int,
-        arguments: Sequence[str],
-        backwards: bool,
-    ) -> Launch:
+    def _launch(self, kernel: _Pass, outputs: Sequence[_Parameter], inputs: Sequence[_Parameter]) -> Launch:
         """A pass over all heads and blocks of rows."""
-        blocks = -(-rows // _BLOCK_ROWS)
+        over_keys = kernel is _KEY_GRADIENTS
+        tiling = kernel.narrow if self._width <= 64 else kernel.wide
+        blocks = -(-(self._keys if over_keys else self._queries) // _BLOCK_ROWS)
         kind = f"{self._half}, {self._width}, {tiling.tile}, {tiling.stages}, {self._causal}"
         kind += f", {self._queries}, {self._keys}"
-        block = f"{blocks - 1} - block" if backwards else "block"
+        # The blocks with the most keys come first, so that the last ones to run are short.
+        block = "block" if over_keys else f"{blocks - 1} - block"
+        parameters = (*outputs, *inputs)
+        arguments = ", ".join(parameter.argument for parameter in parameters)
         body = (
             f"    int block = GROUP(0) % {blocks}, head = GROUP(0) / {blocks} % {self._heads};\n"
             f"    long batch = GROUP(0) / {blocks * self._heads};\n"
-            f"    attention_{name}<{kind}>({', '.join(arguments)}, {block}, {self._scale});\n"
+            f"    attention_{kernel.name}<{kind}>({arguments}, {block}, {self._scale});\n"
         )
-        name = f"attention_{name}_{self._ending}"
-        parameters = (*outputs, *inputs)
-        text = head(name, [one.declared for one in outputs], [one.declared for one in inputs])
+        name = f"attention_{kernel.name}_{self._ending}"
+        declared_outputs, declared_inputs = (
+            [(parameter.dtype, parameter.name) for parameter in side] for side in (outputs, inputs)
+        )
         bounds = f"__launch_bounds__({_BLOCK_THREADS}, {tiling.groups}) "
+        text = head(name, declared_outputs, declared_inputs)
         text = text.replace(f"KERNEL {name}(", f"KERNEL {bounds}{name}(") + body + "}\n"
-        dtypes = tuple(one.dtype for one in parameters)
+        dtypes = tuple(parameter.dtype for parameter in parameters)
         grid = (blocks * self._heads * self._batch,)
         source = KernelSource(name, text, dtypes, (), grid, (_BLOCK_THREADS,))
-        return Launch(source, tuple(one.number for one in parameters))
+        buffers = tuple(parameter.number for parameter in parameters)
+        # For each product, pairs of a query and a key that it sees, times the width.
+        unseen = self._queries * (self._queries - 1) // 2 if self._causal == "true" else 0
+        pairs = self._batch * self._heads * (self._queries * self._keys - unseen)
+        return Launch(source, buffers, operations=2 * kernel.products * pairs * self._width)
 
     # Buffers, and where a head's matrices begin in them
 
@@ -171,13 +142,20 @@ class _Writer:
     def _rows(self) -> int:
         return self._batch * self._heads * self._queries
 
-    @property
-    def _row_place(self) -> str:
-        return f"(batch * {self._heads} + head) * {self._queries}"
+    def _of_rows(self, name: str, number: int, pointer: str = "") -> _Parameter:
+        """A buffer with something of each row."""
+        first_row = f"(batch * {self._heads} + head) * {self._queries}"
+        return _Parameter(name, number, f"{pointer or name} + {first_row}", "float32")
 
     def _output(self, name: str, part: str, like: Node) -> _Parameter:
-        number = self._parts["packed"] if "packed" in self._parts else self._number(part, like.nbytes)
-        return _Parameter(name, number)
+        """An output of matrices; all of them may be parts of one."""
+        if "packed" not in self._parts:
+            offset, stride = _contiguous(like.shape)
+            return _Parameter(name, self._number(part, like.nbytes), f"{name} + {offset}, {stride}")
+        width = self._heads * self._width
+        factors = {"batch": 3 * self._queries * width, "head": self._width}
+        offset = _sum(GRADIENT_PARTS.index(part) * width, **factors)
+        return _Parameter(name, self._parts["packed"], f"{name} + {offset}, {3 * width}")
 
     def _number(self, part: str, nbytes: int) -> int:
         return self._parts[part] if part in self._parts else self._more(nbytes)
@@ -187,31 +165,23 @@ class _Writer:
         self._scratch.append(nbytes)
         return len(self._group.outputs) + len(self._group.inputs) + len(self._scratch) - 1
 
-    def _input(self, name: str, operand: Node, dtype: str = "uint16") -> _Parameter:
-        found = rows_index(operand, self._group.inputs)
-        source = base(operand) if found is None else found[0]
-        return _Parameter(name, len(self._group.outputs) + self._group.inputs.index(source), dtype)
+    def _inputs(self, operands: Sequence[Node]) -> list[_Parameter]:
+        """Queries, keys, values and perhaps gradients."""
+        return [self._input(name, operand) for name, operand in zip("qkvg", operands, strict=False)]
 
-    def _target(self, parameter: _Parameter, part: str, shape: Shape) -> list[str]:
-        """The matrix of a head in an output, as two arguments."""
-        offset, stride = _contiguous(shape)
-        if "packed" in self._parts:
-            width = self._heads * self._width
-            factors = {"batch": 3 * self._queries * width, "head": self._width}
-            offset, stride = _sum(GRADIENT_PARTS.index(part) * width, **factors), 3 * width
-        return [f"{parameter.name} + {offset}", str(stride)]
+    def _input(self, name: str, operand: Node) -> _Parameter:
+        """An input of matrices."""
+        if in_place := rows_index(operand, self._group.inputs):
+            index = in_place[1]
+            offset = _sum(index.constant, batch=index.factor("b0"), head=index.factor("i"))
+            stride = index.factor("b1")
+        else:
+            offset, stride = _contiguous(operand.shape)
+        return _Parameter(name, self._input_number(operand), f"Matrix{{{name} + {offset}, {stride}}}")
 
-    def _matrix(self, name: str, operand: Node) -> str:
-        """The matrix of a head in an input, as one argument."""
-        offset, stride = self._place(operand)
-        return f"Matrix{{{name} + {offset}, {stride}}}"
-
-    def _place(self, operand: Node) -> tuple[str, int]:
-        found = rows_index(operand, self._group.inputs)
-        if found is None:
-            return _contiguous(operand.shape)
-        _, index = found
-        return _sum(index.constant, batch=index.factor("b0"), head=index.factor("i")), index.factor("b1")
+    def _input_number(self, operand: Node) -> int:
+        source = operand_source(operand, self._group.inputs, rows_index)
+        return len(self._group.outputs) + self._group.inputs.index(source)
 
 
 def _contiguous(shape: Shape) -> tuple[str, int]:

@@ -211,7 +211,7 @@ DEVICE void attention_key_gradients(
 // left in `rows`: log2(e) times the logarithm of the sum, and the sum of result * gradient.
 template <bool HALF, int D, int TILE, int STAGES, bool CAUSAL, int QUERIES, int KEYS>
 DEVICE void attention_query_gradients(
-    ushort *dq, long dq_stride, float2 *rows, const float *lse, Matrix q, Matrix k, Matrix v, Matrix gradient,
+    ushort *dq, long dq_stride, float2 *rows, Matrix q, Matrix k, Matrix v, Matrix gradient, const float *lse,
     Matrix result, int block, float scale) {
     auto last = last_key<QUERIES, KEYS, CAUSAL>;
     const int bytes = TILE * 128 * Panels<D>::count, own_bytes = 2048 * Panels<D>::count;
@@ -244,7 +244,7 @@ DEVICE void attention_query_gradients(
         left_rows<D>(both, result.items, result.stride, row, QUERIES);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int one = row + lane / 4 + h * 8;
+            int own_row = row + lane / 4 + h * 8;
             float sum = 0;
 #pragma unroll
             for (int step = 0; step < D / 16; step++)
@@ -255,8 +255,8 @@ DEVICE void attention_query_gradients(
                 }
             sum += __shfl_xor_sync(ALL_LANES, sum, 1);
             sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-            of[h] = one < QUERIES ? make_float2(lse[one] * 1.44269504f, sum) : make_float2(0, 0);
-            if (lane % 4 == 0 && one < QUERIES) rows[one] = of[h];
+            of[h] = own_row < QUERIES ? make_float2(lse[own_row] * 1.44269504f, sum) : make_float2(0, 0);
+            if (lane % 4 == 0 && own_row < QUERIES) rows[own_row] = of[h];
         }
     }
     clear(to_query);

@@ -1,9 +1,9 @@
 """Tiles in shared memory and their products on the tensor cores, in CUDA.
 
-A tile is rows of up to 128 halves, as one or two panels of 64 columns: a row of a panel takes 128 bytes, and
-its eight chunks of 16 bytes are exchanged by the last three bits of the row's number, so that eight rows of
-one chunk, and eight chunks of one row, lie in different banks. That order is also the one that Hopper's
-products read by themselves. Tiles begin at multiples of 1024 bytes.
+A tile is rows of up to 128 items of half precision, as one or two panels of 64 columns: a row of a panel
+takes 128 bytes, and its eight chunks of 16 bytes are exchanged by the last three bits of the row's number, so
+that eight rows of one chunk, and eight chunks of one row, lie in different banks. That order is also the one
+that Hopper's products read by themselves. Tiles begin at multiples of 1024 bytes.
 
 A warp has 16 rows of the left operand and of the result in registers, and the four warps of a group 64. The
 words are the same where four warps have products together (`wgmma`, on sm_90a only), and where each warp has
@@ -123,8 +123,8 @@ template <int ROWS, int D, bool WHOLE> DEVICE void tile_begin(
             if (ROWS % step == 0 || row + at < ROWS)
                 copy_begin<16>(to + at * 128, from + at * stride, WHOLE || row + at < left);
     } else {
-        for (int one = THREAD; one < ROWS * chunks; one += TEAM) {
-            int row = one / chunks, chunk = one % chunks;
+        for (int task = THREAD; task < ROWS * chunks; task += TEAM) {
+            int row = task / chunks, chunk = task % chunks;
             const ushort *from = first + row * stride + chunk * 8;
             copy_begin<16>(tile + chunk_place<ROWS>(row, chunk), from, WHOLE || row < left);
         }
@@ -176,8 +176,8 @@ template <bool HALF, int D> DEVICE void store_rows(
     }
     __syncwarp();
 #pragma unroll
-    for (int one = lane; one < 2 * D; one += 32) {
-        int of = one / (D / 8), chunk = one % (D / 8);
+    for (int task = lane; task < 2 * D; task += 32) {
+        int of = task / (D / 8), chunk = task % (D / 8);
         float4 items = shared_floats(own + chunk_place<16>(of, chunk));  // bits
         if (first + of < rows)
             asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
+from penstock.kernels import ir
 from penstock.kernels.dialects.c import CPrinter
 from penstock.kernels.dialects.c_expressions import expression
 from penstock.kernels.dialects.c_threads import ThreadPrinter
 from penstock.kernels.dialects.c_vectors import VectorPrinter
 from penstock.kernels.dialects.dialect import Dialect, RawKernel
-from penstock.kernels.ir.expressions import Type
-from penstock.kernels.ir.statements import Function, KernelIR, LocalArray
-from penstock.kernels.philox import PHILOX
-from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource, head
+from penstock.kernels.dialects.philox import PHILOX
+from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource, head, item_size
 
 _MOST_INT = (1 << 31) - 1
 _WORKGROUP = "workgroup"  # the parameter of a function that has its number
 
 
-def _printer(kernel: KernelIR, private: bool = False) -> CPrinter:
+def _printer(kernel: ir.KernelIR, private: bool = False) -> CPrinter:
     return VectorPrinter(private) if kernel.vectors else ThreadPrinter(kernel.quick)
 
 
-def _array(array: LocalArray) -> str:
+def _array(array: ir.LocalArray) -> str:
     """What declares an array."""
-    aligned = ""
-    if array.width > 1:
-        aligned = f" __attribute__((aligned({array.width * np.dtype(array.dtype).itemsize})))"
+    aligned = f" __attribute__((aligned({array.width * item_size(array.dtype)})))" if array.width > 1 else ""
     return f"{C_TYPES[array.dtype]} {array.name}[{array.length}]{aligned};"
 
 
-def _function(function: Function, name: str) -> str:
+def _function(function: ir.Function, name: str) -> str:
     """A kernel as a function of the number of its workgroup, its local arrays, and its parameters."""
     kernel, linkage = function.kernel, f"{function.linkage} void"
     leading = [f"int {_WORKGROUP}"]
@@ -48,16 +43,14 @@ def _function(function: Function, name: str) -> str:
 class CDialect(Dialect):
     """A dialect of C."""
 
+    passed_as: Mapping[str, str] = {"bool": "uint8"}
     prelude: str
     optional_preludes: Mapping[str, str] = {"philox(": PHILOX}  # each by a word that asks for it
 
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
-        return expression(operation, Type(result), Type(of), ("x",) * inputs) is not None
+        return expression(operation, ir.Type(result), ir.Type(of), ("x",) * inputs) is not None
 
-    def scalar_dtypes(self, kernel: KernelIR) -> tuple[str, ...]:
-        return tuple("uint8" if dtype == "bool" else dtype for dtype in kernel.scalars)
-
-    def print(self, kernel: KernelIR, name: str) -> str:
+    def print(self, kernel: ir.KernelIR, name: str) -> str:
         printer = _printer(kernel)
         printer.kernel_name, printer.tables = name, frozenset(table.name for table in kernel.tables)
         arrays = [f"LOCAL {_array(array)}" for array in kernel.arrays]

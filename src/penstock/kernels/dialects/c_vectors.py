@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+from penstock.kernels import ir
 from penstock.kernels.dialects.c import CPrinter
-from penstock.kernels.dialects.c_expressions import c_type, combine
-from penstock.kernels.ir.expressions import Broadcast, Expr, Lane, Load, Type, Vector, is_buffer
-from penstock.kernels.ir.statements import BlockReduce, Pointer, Statement, Store
+from penstock.kernels.dialects.c_expressions import c_type
 from penstock.kernels.source import C_TYPES
 
 
 class VectorPrinter(CPrinter):
     """Prints single values and vectors."""
 
+    packs = False
+
     def __init__(self, private: bool = False) -> None:
         """`private`: arrays are those of the thread, and not of its workgroup."""
+        super().__init__()
         self._array_space = "" if private else "LOCAL "
         self._pointers: dict[str, str] = {}  # by name: the buffer or array that a pointer points into
 
-    def lines(self, statement: Statement) -> list[str]:
+    def special(self, statement: ir.Statement) -> list[str]:
         match statement:
-            case BlockReduce():
+            case ir.BlockReduce():
                 return self._reduce(statement)
-            case Pointer():
-                return [self._pointer(statement)]
+            case ir.Pointer(name, buffer, stored, offset):
+                self._pointers[name] = buffer
+                const = "const " if buffer.startswith("in") else ""
+                target = f"{self._space(buffer)}{const}{C_TYPES[stored]} *RESTRICT {name}"
+                return [f"{target} = {buffer} + {self.addend(offset)};"]
             case _:
-                return super().lines(statement)
+                return super().special(statement)
 
-    def value(self, expr: Expr, lane: int) -> str:
-        if isinstance(expr, Vector):
+    def name(self, var: ir.Var, lane: int | None) -> str:
+        return var.name if lane is None else f"{var.name}.s{lane:x}"
+
+    def value(self, expr: ir.Expr, lane: int | None) -> str:
+        if isinstance(expr, ir.Vector):
             return f"({c_type(expr.type)})({', '.join(map(self.expr, expr.items))})"
         return super().value(expr, lane)
 
-    def lane(self, expr: Lane) -> str:
-        return f"{expr.variable.name}.s{expr.number:x}"
-
-    def broadcast(self, expr: Broadcast) -> str:
+    def broadcast(self, expr: ir.Broadcast) -> str:
         value = self.expr(expr.value)
         if expr.type.width == 1:
             return value
@@ -45,7 +50,7 @@ class VectorPrinter(CPrinter):
         steps = ", ".join(str(lane * expr.step) for lane in range(expr.type.width))
         return f"{whole} + ({c_type(expr.type)})({steps})"
 
-    def load(self, expr: Load, index: str) -> str:
+    def load(self, expr: ir.Load, index: str) -> str:
         width = expr.type.width
         if width == 1:
             return super().load(expr, index)
@@ -59,14 +64,14 @@ class VectorPrinter(CPrinter):
             return f"FROM_BFLOAT16_{width}({value})"
         return f"(__builtin_convertvector({value}, int{width}) != 0)" if expr.type.dtype == "bool" else value
 
-    def _item(self, expr: Load, index: str) -> str:
+    def _item(self, expr: ir.Load, index: str) -> str:
         value = super().load(expr, index)
         return f"-({value} != 0)" if expr.type.dtype == "bool" else value
 
-    def store(self, statement: Store, index: str, value: str) -> str:
+    def store_item(self, statement: ir.Store, index: str, value: str) -> str:
         width = statement.type.width
         if width == 1:
-            return super().store(statement, index, value)
+            return super().store_item(statement, index, value)
         if statement.stored == "float16":
             value = f"to_halves_{width}({value})"
         elif statement.stored == "bfloat16":
@@ -75,30 +80,24 @@ class VectorPrinter(CPrinter):
             value = f"__builtin_convertvector({value} & 1, uchar{width})"
         return f"{self._vector(statement, index)} = {value};"
 
-    def _reduce(self, statement: BlockReduce) -> list[str]:
+    def _reduce(self, statement: ir.BlockReduce) -> list[str]:
         type, name = statement.variable.type, statement.name
         width, value, lines = type.width, statement.variable.name, []
         while width > 1:
             width //= 2
-            half = Type(type.dtype, width)
+            half = ir.Type(type.dtype, width)
             parts = (f"{value}.lo", f"{value}.hi")
             value = f"{name}_{width}"
-            lines.append(f"{c_type(half)} {value} = {combine(statement.operation, half, *parts)};")
+            lines.append(f"{c_type(half)} {value} = {self.combine(statement.operation, half, *parts)};")
         if type.width > 1 and type.dtype == "bool":
             value = f"({value} & 1)"
-        return [*lines, f"{c_type(Type(type.dtype))} {name} = {value};"]
-
-    def _pointer(self, pointer: Pointer) -> str:
-        self._pointers[pointer.name] = pointer.buffer
-        const = "const " if pointer.buffer.startswith("in") else ""
-        target = f"{self._space(pointer.buffer)}{const}{C_TYPES[pointer.stored]} *RESTRICT {pointer.name}"
-        return f"{target} = {pointer.buffer} + {self.addend(pointer.offset)};"
+        return [*lines, f"{c_type(ir.Type(type.dtype))} {name} = {value};"]
 
     def _space(self, buffer: str) -> str:
         """The address space of a buffer, an array or a pointer."""
-        return "GLOBAL " if is_buffer(self._pointers.get(buffer, buffer)) else self._array_space
+        return "GLOBAL " if ir.is_buffer(self._pointers.get(buffer, buffer)) else self._array_space
 
-    def _vector(self, access: Load | Store, index: str) -> str:
+    def _vector(self, access: ir.Load | ir.Store, index: str) -> str:
         """A vector in memory that is aligned for its items only."""
         item = "ushort" if access.stored == "float16" else C_TYPES[access.stored]
         return f"*({self._space(access.buffer)}loose_{item}{access.type.width} *)({access.buffer} + {index})"

@@ -43,22 +43,20 @@ typedef unsigned long ulong;
 """
 _HALVES = """
 struct half { ushort bits; };
-static __device__ inline float vload_half(size_t index, const half *from) {
+DEVICE float half_float(ushort u) {
     float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(from[index].bits));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(u));
     return x;
 }
-static __device__ inline void vstore_half(float x, size_t index, half *to) {
-    ushort bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-    to[index].bits = bits;
+DEVICE ushort float_half(float x) {
+    ushort u;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(u) : "f"(x));
+    return u;
 }
-static __device__ inline float round_half(float x) {
-    half y;
-    vstore_half(x, 0, &y);
-    return vload_half(0, &y);
-}
-static __device__ inline ushort TO_BFLOAT16(float x) {
+DEVICE float vload_half(size_t index, const half *from) { return half_float(from[index].bits); }
+DEVICE void vstore_half(float x, size_t index, half *to) { to[index].bits = float_half(x); }
+DEVICE float round_half(float x) { return half_float(float_half(x)); }
+DEVICE ushort TO_BFLOAT16(float x) {
 #if __CUDA_ARCH__ >= 800
     ushort bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
@@ -68,13 +66,21 @@ static __device__ inline ushort TO_BFLOAT16(float x) {
     return (x != x ? u | 0x400000 : u + 0x7fff + (u >> 16 & 1)) >> 16;
 #endif
 }
+DEVICE uint BFLOAT16_PAIR(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+    uint pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+    return pair;
+#else
+    return TO_BFLOAT16(a) | (uint)TO_BFLOAT16(b) << 16;
+#endif
+}
 #define FROM_BFLOAT16(u) BITS_FLOAT((uint)(u) << 16)
 """
 # The threads of a warp exchange numbers, all in the same order, so that all have the same result.
 _THREADS = """
 #define BITS_DOUBLE(u) __longlong_as_double(u)
 #define DOUBLE_BITS(x) ((ulong)__double_as_longlong(x))
-#define FLOAT16_PAIR(a, b) TWO_SHORTS(float_half(a), float_half(b))
 #define LOCAL_ADD(counter, more) atomicAdd(&counter, more)
 #define FORGET(word) asm volatile("" : "+r"(word))
 #define FOLD_THREADS(type, x, combined, array, threads) \\
@@ -92,25 +98,21 @@ _THREADS = """
         } \\
     }
 // The compiler must not see what is negated: widened, the smallest number would lose its sign.
-DEVICE char NEGATE_INT8(char x) {
+DEVICE int NEGATED(int x) {
     int y = -x;
     asm("" : "+r"(y));
-    return (char)y;
-}
-DEVICE short NEGATE_INT16(short x) {
-    int y = -x;
-    asm("" : "+r"(y));
-    return (short)y;
-}
-DEVICE float QUICK_EXP(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
     return y;
 }
+#define NEGATE_INT8(x) ((char)NEGATED(x))
+#define NEGATE_INT16(x) ((short)NEGATED(x))
+DEVICE float QUICK_EXP_2(float x) {  // a power of 2
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float QUICK_EXP(float x) { return QUICK_EXP_2(x * 1.44269504f); }
 DEVICE float QUICK_EXP_LESS(float x, float less) {  // of the difference; the product is made once for a row
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, 1.44269504f, -1.44269504f * less)));
-    return y;
+    return QUICK_EXP_2(fmaf(x, 1.44269504f, -1.44269504f * less));
 }
 DEVICE float QUICK_DIVIDE(float a, float b) {  // to 2 units in the last place, of bfloat16's smallest, too
     float y;
@@ -132,27 +134,6 @@ DEVICE float MAXIMUM(float a, float b) {
 #endif
 }
 DEVICE float MINIMUM(float a, float b) { return -MAXIMUM(-a, -b); }
-DEVICE uint BFLOAT16_PAIR(float a, float b) {
-    uint pair;
-#if __CUDA_ARCH__ >= 800
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
-#else
-    uint u = FLOAT_BITS(a), v = FLOAT_BITS(b);
-    pair = (a != a ? u | 0x400000 : u + 0x7fff + (u >> 16 & 1)) >> 16;
-    pair |= (b != b ? v | 0x400000 : v + 0x7fff + (v >> 16 & 1)) & 0xffff0000;
-#endif
-    return pair;
-}
-DEVICE float half_float(ushort u) {
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(u));
-    return x;
-}
-DEVICE ushort float_half(float x) {
-    ushort u;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(u) : "f"(x));
-    return u;
-}
 """
 
 # What users' own kernels may name.
@@ -181,7 +162,6 @@ class Cuda(CDialect):
 
     name = "cuda"
     label = "CUDA C"
-    barriers_in_branches = True
     compiles_side_by_side = True
     inline_assembly = True
     raw_types: Mapping[str, str] = {dtype: _PLAIN_TYPES.get(word, word) for dtype, word in C_TYPES.items()}
@@ -191,9 +171,7 @@ class Cuda(CDialect):
     raw_opening = 'extern "C" __global__ void __launch_bounds__({})'
     prelude = _PRELUDE
     optional_preludes: Mapping[str, str] = {
-        "BFLOAT16": _HALVES,
-        "round_half": _HALVES,
-        "_halves_": _HALVES,
+        **dict.fromkeys(("BFLOAT16", "round_half"), _HALVES),
         **CDialect.optional_preludes,
         **dict.fromkeys(THREAD_NAMES, THREAD_WORDS + _THREADS + TANH),
         "half *": _HALVES,
@@ -201,6 +179,6 @@ class Cuda(CDialect):
 
     def text(self, source: KernelSource) -> str:
         """A kernel's text: told how many threads a group has, or NVRTC gives each too many registers."""
-        numbers = [math.prod(source.group), *([source.resident] if source.resident > 1 else ())]
-        bounds = f"KERNEL __launch_bounds__({', '.join(map(str, numbers))}) {source.name}("
-        return source.text.replace(f"KERNEL {source.name}(", bounds)
+        bounds = [math.prod(source.group), *([source.resident] if source.resident > 1 else ())]
+        opening = f"KERNEL __launch_bounds__({', '.join(map(str, bounds))}) {source.name}("
+        return source.text.replace(f"KERNEL {source.name}(", opening)

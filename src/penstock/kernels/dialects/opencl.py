@@ -54,21 +54,16 @@ static inline float8 round_half8(float8 x) {
 # which costs more than they do; these are plain instructions.
 _ITEM_BYTES = {"float": 4, "int": 4, "uint": 4, "long": 8, "ulong": 8, "short": 2, "ushort": 2}
 _ITEM_BYTES |= {"char": 1, "uchar": 1}
-_LOOSE = [
-    f"typedef {c_type}8 loose_{c_type}8 __attribute__((aligned({size})));"
-    for c_type, size in _ITEM_BYTES.items()
-]
-_LOOSE += ["#ifdef cl_khr_fp64", "typedef double8 loose_double8 __attribute__((aligned(8)));", "#endif"]
-_VECTORS = "\n".join(_LOOSE) + "\n"
-_VECTORS_OF_16 = {
-    f"loose_{c_type}16": f"typedef {c_type}16 loose_{c_type}16 __attribute__((aligned({size})));\n"
-    for c_type, size in _ITEM_BYTES.items()
-    if size < 4
-}
 
 
-# Functions of vectors that take less time than PoCL's, to 1 and 3 units in the last
-# place. exp: x is n log(2)
+def _loose(item: str, width: int, size: int) -> str:
+    return f"typedef {item}{width} loose_{item}{width} __attribute__((aligned({size})));\n"
+
+
+_VECTORS = "".join(_loose(item, 8, size) for item, size in _ITEM_BYTES.items())
+_VECTORS += f"#ifdef cl_khr_fp64\n{_loose('double', 8, 8)}#endif\n"
+_VECTORS_OF_16 = {f"loose_{item}16": _loose(item, 16, size) for item, size in _ITEM_BYTES.items() if size < 4}
+# Functions of vectors that take less time than PoCL's, to 1 and 3 units in the last place. exp: x is n log(2)
 # plus a rest; n comes from the low bits of a sum that rounds, and goes into the exponent; what would be
 # subnormal is 0. tanh: a polynomial where exp would cancel. The coefficients are Chebyshev fits.
 _FUNCTIONS = """
@@ -106,7 +101,6 @@ _THREADS = """
 #define BITS_DOUBLE(u) as_double(u)
 #define DOUBLE_BITS(x) as_ulong(x)
 #define BFLOAT16_PAIR(a, b) TWO_SHORTS(TO_BFLOAT16(a), TO_BFLOAT16(b))
-#define FLOAT16_PAIR(a, b) TWO_SHORTS(float_half(a), float_half(b))
 #define LOCAL_ADD(counter, more) atomic_add(&counter, more)
 #define FORGET(word)
 #define NEGATE_INT8(x) ((char)(0 - (uchar)(x)))
@@ -170,16 +164,11 @@ class OpenCL(CDialect):
     raw_opening = "__kernel void"
     prelude = _PRELUDE
     optional_preludes: Mapping[str, str] = {
-        "exp_8(": _FUNCTIONS,
-        "tanh_8(": _FUNCTIONS,
-        "sin_8(": _ANGLES,
-        "cos_8(": _ANGLES,
-        "tan_8(": _ANGLES,
+        **dict.fromkeys(("exp_8(", "tanh_8("), _FUNCTIONS),
+        **dict.fromkeys(("sin_8(", "cos_8(", "tan_8("), _ANGLES),
         "loose_": _VECTORS,
         **_VECTORS_OF_16,
-        "BFLOAT16": _HALVES,
-        "round_half": _HALVES,
-        "_halves_": _HALVES,
+        **dict.fromkeys(("BFLOAT16", "round_half", "_halves_"), _HALVES),
         **CDialect.optional_preludes,
         **dict.fromkeys(THREAD_NAMES, THREAD_WORDS + _THREADS + TANH),
     }

@@ -35,6 +35,7 @@ THREAD_WORDS = """
 #define ITEM_INT64(words, k) ((long)ITEM_UINT64(words, k))
 #define ITEM_FLOAT64(words, k) BITS_DOUBLE(ITEM_UINT64(words, k))
 #define TWO_SHORTS(a, b) ((uint)(ushort)(a) | (uint)(ushort)(b) << 16)
+#define FLOAT16_PAIR(a, b) TWO_SHORTS(float_half(a), float_half(b))
 #define FOUR_BYTES(a, b, c, d) \\
     TWO_SHORTS((uint)(uchar)(a) | (uint)(uchar)(b) << 8, (uint)(uchar)(c) | (uint)(uchar)(d) << 8)
 """

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.drivers.driver import Capabilities
+from penstock.fusion.views import trailing
+from penstock.graph.contraction import MATMUL
+from penstock.graph.node import Kind, Node
+from penstock.kernels import ir
 from penstock.kernels.dialects.dialect import MANY_STEPS, Dialect, RawKernel
-from penstock.kernels.dialects.wgsl_expressions import wgsl_expression
-from penstock.kernels.dialects.wgsl_memory import Words, scalar_dtypes
+from penstock.kernels.dialects.wgsl_expressions import expression, type_name
+from penstock.kernels.dialects.wgsl_memory import Words
 from penstock.kernels.dialects.wgsl_prelude import functions_for
 from penstock.kernels.dialects.wgsl_printer import WgslPrinter, writes_parts
-from penstock.kernels.ir.statements import BlockReduce, KernelIR, StridedReduce
 from penstock.kernels.source import KernelSource
 
-_SOFTWARE_STEPS = (
-    60_000  # Mesa's software Vulkan ends the loops of a thread after 65535 steps, and says nothing
-)
+# Mesa's software Vulkan ends the loops of a thread after 65535 steps, and says nothing.
+_SOFTWARE_STEPS = 60_000
+# Items of a reduction along rows: at least a few threads of a group share a row, in a few passes.
+_ROW_ITEMS = 1 << 22
+# Items for each step of a reduction along columns, and of a product whose items are multiplied one by one.
+_COLUMN_ITEMS, _PRODUCT_ITEMS = 12, 2
 
 
 class Wgsl(Dialect):
@@ -26,19 +32,30 @@ class Wgsl(Dialect):
     pointers = False
     word_access = True
     one_kernel_modules = True
-    fixed_nodes = (BlockReduce, StridedReduce)
+    fixed_nodes = (ir.BlockReduce, ir.StridedReduce)
 
     moves_buffers = False  # there are no pointers that could be moved
     raw_types: Mapping[str, str] = {
-        "int32": "i32",
-        "uint32": "u32",
-        "int64": "i64",
-        "uint64": "u64",
-        "float32": "f32",
+        dtype: type_name(dtype) for dtype in ("int32", "uint32", "int64", "uint64", "float32")
+    }
+    # No scalar is smaller than a word.
+    passed_as: Mapping[str, str] = {
+        **dict.fromkeys(("int8", "int16"), "int32"),
+        **dict.fromkeys(("bool", "uint8", "uint16"), "uint32"),
     }
 
     def most_steps(self, capabilities: Capabilities) -> int:
         return _SOFTWARE_STEPS if capabilities.kind == "cpu" else MANY_STEPS
+
+    def has_short_loops(self, node: Node, capabilities: Capabilities) -> bool:
+        steps = self.most_steps(capabilities)
+        if steps == MANY_STEPS:
+            return True
+        if node.primitive.kind is Kind.REDUCTION:
+            source = node.inputs[0]
+            along_rows = trailing(source.shape, node.attributes["axes"])
+            return source.size // node.size <= (_ROW_ITEMS if along_rows else _COLUMN_ITEMS * steps)
+        return node.primitive is not MATMUL or node.inputs[0].shape[-1] <= _PRODUCT_ITEMS * steps
 
     def raw_text(self, kernel: RawKernel) -> str:
         arrays = (*kernel.outputs, *kernel.inputs)
@@ -56,18 +73,15 @@ class Wgsl(Dialect):
         return "\n".join([*lines, kernel.body, "}", ""])
 
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
-        return wgsl_expression(operation, result, of, ("x",) * inputs) is not None
+        return expression(operation, result, of, ("x",) * inputs) is not None
 
-    def scalar_dtypes(self, kernel: KernelIR) -> tuple[str, ...]:
-        return scalar_dtypes(kernel.scalars)
-
-    def print(self, kernel: KernelIR, name: str) -> str:
+    def print(self, kernel: ir.KernelIR, name: str) -> str:
         outputs, inputs, scalars = kernel.parameters
         words = Words(writes_parts(kernel.body))
         printer = WgslPrinter(words, kernel.arrays)
         body = printer.statements(kernel.body)
-        opening = words.opening(name, [buffer for _, buffer in (*outputs, *inputs)], scalars).rstrip()
-        return "\n".join([*printer.declared(), opening, *body, "}"]) + "\n"
+        opening = words.opening(name, [buffer for _, buffer in (*outputs, *inputs)], scalars)
+        return "\n".join([*printer.declared(), *opening, *body, "}", ""])
 
     def whole_text(self, sources: Sequence[KernelSource], preludes: Mapping[str, str]) -> str:
         text = "\n".join(source.text for source in sources)

@@ -1,57 +1,46 @@
 """What each primitive is in WGSL, on single values, and which dtypes it can have there.
 
-WGSL has whole numbers of 32 bits, and of 64 where the device has them. Smaller ones are computed in 32 bits
+WGSL has integers of 32 bits, and of 64 where the device has them. Smaller ones are computed in 32 bits
 and cut after every operation that may leave their range. Truth values are of a type of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from penstock.kernels.dialects.c_expressions import COMBINE
+from penstock.kernels.dialects import patterns
 
 _TYPES = {
     "bool": "bool",
-    "int8": "i32",
-    "int16": "i32",
-    "int32": "i32",
+    **dict.fromkeys(("int8", "int16", "int32"), "i32"),
+    **dict.fromkeys(("uint8", "uint16", "uint32"), "u32"),
+    **dict.fromkeys(("bfloat16", "float16", "float32"), "f32"),
     "int64": "i64",
-    "uint8": "u32",
-    "uint16": "u32",
-    "uint32": "u32",
     "uint64": "u64",
-    "bfloat16": "f32",
-    "float16": "f32",
-    "float32": "f32",
 }
 SUFFIXES = {"i32": "i", "u32": "u", "i64": "li", "u64": "lu"}
 # {0}, {1} and {2} are the inputs, {T} their type, {zero} and {one} its numbers.
 _SAME = {"positive": "{0}", "stop": "{0}"}
-_COMPARISONS = {
-    "equal": "({0} == {1})",
-    "not_equal": "(!({0} == {1}))",  # a NaN is not WGSL's != to anything
-    "less": "({0} < {1})",
-    "less_equal": "({0} <= {1})",
-    "greater": "({0} > {1})",
-    "greater_equal": "({0} >= {1})",
-}
-# For an extreme: whether a value takes the place of another. A NaN takes that of every number.
-_EXTREMES = {"greater_or_nan": ">", "less_or_nan": "<"}
-# Compilers may assume that there is no NaN, and put sums in another order: x - x is 0 on Mesa, (x + 1) - 1
-# is x. No such rule applies to a product with a number that they do not know: with 1, from `Words.opening`.
+_COMPARISONS = patterns.COMPARISONS | {"not_equal": "(!({0} == {1}))"}  # a NaN is not WGSL's != to anything
+# Functions of the prelude, which are more exact than the language's own.
+_OWN = "exp expm1 log log1p log2 log10 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sign"
 _FLOAT = {
+    **_SAME,
+    **_COMPARISONS,
+    **patterns.ARITHMETIC,
+    **{name: f"{name}({{0}})" for name in ("abs", "sqrt", "floor", "ceil", "trunc", "round")},
+    **{name: f"{name}_1({{0}})" for name in _OWN.split()},
+    **{name: f"{name}_1({{0}}, {{1}})" for name in ("atan2", "hypot", "pow")},
+    # Compilers may assume that there is no NaN, and put sums in another order: x - x is 0 on Mesa,
+    # (x + 1) - 1 is x. No such rule applies to a product with a number that they do not know: with ONE,
+    # which is 1 (see `Words.opening`).
     "add": "fma({0}, ONE, {1})",
     "subtract": "fma({0}, ONE, -{1})",
-    "multiply": "({0} * {1})",
-    "divide": "({0} / {1})",
-    "negative": "(-{0})",
-    "abs": "abs({0})",
-    "sqrt": "sqrt({0})",
-    "floor": "floor({0})",
-    "ceil": "ceil({0})",
-    "trunc": "trunc({0})",
-    "round": "round({0})",
-    "sign": "sign_1({0})",
+    # A NaN takes the place of every number.
+    "greater_or_nan": "(!is_nan({1}) && (is_nan({0}) || ({0} > {1})))",
+    "less_or_nan": "(!is_nan({1}) && (is_nan({0}) || ({0} < {1})))",
     "maximum": "largest({0}, {1})",
     "minimum": "smallest({0}, {1})",
     "copysign": "with_sign({0}, {1})",
@@ -63,82 +52,71 @@ _FLOAT = {
     "round_bfloat16": "round_bfloat({0})",
     "round_float16": "round_half({0})",
 }
-# Functions of the prelude, which are more exact than the language's own.
-_OWN = "exp expm1 log log1p log2 log10 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh"
-_FLOAT |= {name: f"{name}_1({{0}})" for name in _OWN.split()}
-_FLOAT |= {name: f"{name}_1({{0}}, {{1}})" for name in ("atan2", "hypot", "pow")}
-_WHOLE = {
-    "bitwise_and": "({0} & {1})",
-    "bitwise_or": "({0} | {1})",
-    "bitwise_xor": "({0} ^ {1})",
+# Those that may leave the range of a small dtype.
+_WRAPPING_BITS = ("bitwise_invert", "bitwise_left_shift")
+_WRAPPING = ("add", "subtract", "multiply", "negative", "floor_divide", "remainder", *_WRAPPING_BITS)
+_INTEGER = {
+    **_SAME,
+    **_COMPARISONS,
+    **patterns.EXTREMES,
+    **patterns.BITS,
+    **patterns.infix(add="+", subtract="-", multiply="*"),
     "maximum": "select({1}, {0}, {0} > {1})",
     "minimum": "select({1}, {0}, {0} < {1})",
-}
-# Those that may leave the range of a small dtype.
-_WRAPPING = {
-    "add": "({0} + {1})",
-    "subtract": "({0} - {1})",
-    "multiply": "({0} * {1})",
     "negative": "({zero} - {0})",
-    "bitwise_invert": "(~{0})",
     "floor_divide": "floor_divide_{T}({0}, {1})",
     "remainder": "remainder_{T}({0}, {1})",
     "bitwise_left_shift": "select({0} << (u32({1}) & {mask}u), {zero}, {large})",
 }
-_SIGNED = {"sign": "select(select({zero}, {one}, {0} != {zero}), -{one}, below_0_{T}({0}))"}
-_SIGNED_WRAPPING = {"abs": "select({0}, {zero} - {0}, below_0_{T}({0}))"}
-_UNSIGNED = {"abs": "{0}", "sign": "select({zero}, {one}, {0} != {zero})"}
-# A number with a sign is shifted to its sign at the least.
-_RIGHT_SHIFT = "({0} >> select(u32({1}) & {mask}u, {mask}u, {large}))"
-_UNSIGNED_RIGHT_SHIFT = "select({0} >> (u32({1}) & {mask}u), {zero}, {large})"
-_BOOL = {
-    "logical_and": "({0} && {1})",
-    "logical_or": "({0} || {1})",
-    "logical_xor": "({0} != {1})",
-    "logical_not": "(!{0})",
-    "bitwise_and": "({0} && {1})",
-    "bitwise_or": "({0} || {1})",
-    "bitwise_xor": "({0} != {1})",
-    "bitwise_invert": "(!{0})",
-    "add": "({0} || {1})",
-    "multiply": "({0} && {1})",
-    "maximum": "({0} || {1})",
-    "minimum": "({0} && {1})",
-    "equal": "({0} == {1})",
-    "not_equal": "({0} != {1})",
+# By the first letter of a type.
+_PATTERNS = {
+    "b": {**_SAME, **patterns.of_truths("&&", "||", "!="), **patterns.infix(equal="==")},
+    "f": _FLOAT,
+    "i": {
+        **_INTEGER,
+        "abs": "select({0}, {zero} - {0}, below_0_{T}({0}))",
+        "sign": "select(select({zero}, {one}, {0} != {zero}), -{one}, below_0_{T}({0}))",
+        # An integer with a sign is shifted to its sign at the least.
+        "bitwise_right_shift": "({0} >> select(u32({1}) & {mask}u, {mask}u, {large}))",
+    },
+    "u": {
+        **_INTEGER,
+        "abs": "{0}",
+        "sign": "select({zero}, {one}, {0} != {zero})",
+        "bitwise_right_shift": "select({0} >> (u32({1}) & {mask}u), {zero}, {large})",
+    },
 }
-_NEUTRAL = {"sum": 0, "prod": 1, "any": 0, "all": 1}
 
 
-def wgsl_type(dtype: str) -> str:
+def type_name(dtype: str) -> str:
     """The type in which values of a dtype are computed."""
     return _TYPES[dtype]
 
 
 def number(dtype: str, value: int) -> str:
-    """A small whole number as a value of a dtype."""
+    """An integer as a value of a dtype."""
     kind = _TYPES[dtype]
     if kind == "bool":
         return "true" if value else "false"
     return f"{value}.0" if kind == "f32" else f"{value}{SUFFIXES[kind]}"
 
 
-def converted(dtype: str, whole: str) -> str:
-    """A whole number of 32 bits with a sign, given by a text, as a value of a dtype."""
+def converted(dtype: str, integer: str) -> str:
+    """An int32, given by a text, as a value of a dtype."""
     if dtype == "bool":
-        return f"({whole} != 0)"
-    result = cast(dtype, "int32", f"({whole})")
+        return f"({integer} != 0)"
+    result = cast(dtype, "int32", f"({integer})")
     assert result is not None
     return result
 
 
-def wgsl_expression(operation: str, result: str, of: str, inputs: tuple[str, ...]) -> str | None:
+def expression(operation: str, result: str, of: str, inputs: Sequence[str]) -> str | None:
     """The expression of a primitive on inputs of dtype `of`; None if it has none."""
     if operation == "cast":
         return cast(result, of, inputs[0])
     if operation == "where":
         return f"select({inputs[2]}, {inputs[1]}, {inputs[0]})"
-    pattern = _pattern(operation, of)
+    pattern = _PATTERNS[_TYPES[of][0]].get(operation)
     if pattern is None:
         return None
     bits = 8 * np.dtype(of).itemsize
@@ -152,32 +130,18 @@ def wgsl_expression(operation: str, result: str, of: str, inputs: tuple[str, ...
         # Without a sign, amounts below 0 are large, too.
         large=f"{'bitcast<u64>' if wide else 'u32'}({inputs[-1]}) >= {bits}{'lu' if wide else 'u'}",
     )
-    signed = of.startswith("int")
-    wraps = operation in _WRAPPING or (signed and operation in _SIGNED_WRAPPING)
+    wraps = operation in _WRAPPING or (operation == "abs" and of[0] == "i")
     return _cut(of, text) if wraps and of[0] in "iu" else text
 
 
-def wgsl_combine(reduction: str, dtype: str, one: str, other: str) -> str:
-    """One value from two, for a reduction."""
-    if reduction == "sum" and _TYPES[dtype] == "f32":
-        return f"({one} + {other})"  # in whatever order
-    found = wgsl_expression(COMBINE[reduction], dtype, dtype, (one, other))
-    assert found is not None
-    return found
-
-
-def wgsl_neutral(reduction: str, dtype: str) -> str:
+def neutral(reduction: str, dtype: str) -> str:
     """What a reduction starts from."""
-    if reduction in _NEUTRAL:
-        return number(dtype, _NEUTRAL[reduction])
-    if dtype == "bool":
-        return number(dtype, reduction == "min")
-    if _TYPES[dtype] == "f32":
-        return f"bits_float({'0x7f800000u' if reduction == 'min' else '0xff800000u'})"
-    limits, suffix = np.iinfo(dtype), SUFFIXES[_TYPES[dtype]]
-    if reduction == "min":
-        return f"{limits.max}{suffix}"
-    return f"(-{limits.max}{suffix} - 1{suffix})" if limits.min else f"0{suffix}"
+    value = patterns.identity(reduction, dtype)
+    if isinstance(value, float):
+        return f"bits_float({'0x7f800000u' if value > 0 else '0xff800000u'})"
+    if value < 0:  # WGSL has no literal for the least integer
+        return f"({number(dtype, value + 1)} - {number(dtype, 1)})"
+    return number(dtype, value)
 
 
 def cast(result: str, of: str, value: str) -> str | None:
@@ -199,7 +163,7 @@ def cast(result: str, of: str, value: str) -> str | None:
 
 
 def _moved(target: str, source: str, value: str) -> str:
-    """A whole number as one of another type: the bits that there is room for."""
+    """An integer of one type as one of another: the bits that there is room for."""
     if target == source:
         return value
     if target[1:] == source[1:]:
@@ -209,27 +173,6 @@ def _moved(target: str, source: str, value: str) -> str:
     # Naga widens by the sign of the target, and not of the source.
     wide = f"{source[0]}64({value})"
     return wide if source[0] == target[0] else f"bitcast<{target}>({wide})"
-
-
-def _pattern(operation: str, of: str) -> str | None:
-    if operation in _SAME:
-        return _SAME[operation]
-    if of == "bool":
-        return _BOOL.get(operation)
-    if operation in _COMPARISONS:
-        return _COMPARISONS[operation]
-    if operation in _EXTREMES:
-        better = f"({{0}} {_EXTREMES[operation]} {{1}})"
-        floats = _TYPES[of] == "f32"
-        return f"(!is_nan({{1}}) && (is_nan({{0}}) || {better}))" if floats else better
-    if _TYPES[of] == "f32":
-        return _FLOAT.get(operation)
-    if operation in _WHOLE or operation in _WRAPPING:
-        return _WHOLE.get(operation) or _WRAPPING[operation]
-    signed = of.startswith("int")
-    if operation == "bitwise_right_shift":
-        return _RIGHT_SHIFT if signed else _UNSIGNED_RIGHT_SHIFT
-    return (_SIGNED | _SIGNED_WRAPPING if signed else _UNSIGNED).get(operation)
 
 
 def _cut(dtype: str, value: str) -> str:

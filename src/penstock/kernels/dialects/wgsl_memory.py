@@ -9,23 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
+from penstock.kernels.dialects.wgsl_expressions import type_name
+from penstock.kernels.source import ALIGNMENT, WORD, item_size
 
-from penstock.kernels.dialects.wgsl_expressions import wgsl_type
-from penstock.kernels.source import ALIGNMENT
-
-WORD = 4  # bytes
-_SCALARS = {"bool": "uint32", "int8": "int32", "int16": "int32", "uint8": "uint32", "uint16": "uint32"}
-
-
-def item_size(dtype: str) -> int:
-    """The bytes of an item."""
-    return 2 if dtype == "bfloat16" else int(np.dtype(dtype).itemsize)
-
-
-def scalar_dtypes(dtypes: Sequence[str]) -> tuple[str, ...]:
-    """The dtypes in which scalars are passed to a kernel: none is smaller than a word."""
-    return tuple(_SCALARS.get(dtype, dtype) for dtype in dtypes)
+_SHIFTS = {1: 2, 2: 1}  # from the number of an item to that of its word, by the bytes of an item
+_UNSIGNED = dict.fromkeys(("uint8", "uint16", "uint32", "uint64"), "{}")
+# Of dtypes whose bits are not a value's own.
+_FROM_BITS = {
+    **_UNSIGNED,
+    "bool": "({} != 0u)",
+    "int8": "signed_8({})",
+    "int16": "signed_16({})",
+    "float16": "half_float({})",
+    "bfloat16": "bfloat_float({})",
+}
+_TO_BITS = {
+    **_UNSIGNED,
+    "bool": "select(0u, 1u, {})",
+    "int8": "(bitcast<u32>({}) & 0xffu)",
+    "int16": "(bitcast<u32>({}) & 0xffffu)",
+    "float16": "float_half({})",
+    "bfloat16": "float_bfloat({})",
+}
 
 
 class Words:
@@ -34,82 +39,82 @@ class Words:
     def __init__(self, atomic: bool = False) -> None:
         self._atomic = atomic
 
-    def opening(self, name: str, buffers: Sequence[str], scalars: Sequence[tuple[str, str]] = ()) -> str:
-        """The first lines of a kernel, up to the places of its buffers. Scalars are (dtype, name)."""
+    def opening(self, name: str, buffers: Sequence[str], scalars: Sequence[tuple[str, str]]) -> list[str]:
+        """The first lines of a kernel, up to the offsets of its buffers. Scalars are (dtype, name)."""
         kind = "array<atomic<u32>>" if self._atomic else "array<u32>"
-        parameters = [f"{one}: {kind}" for one in buffers]
-        parameters += [f"{one}_place: i32" for one in buffers]
-        lines = [f"    let {one}_at = {one}_place * {ALIGNMENT // WORD};" for one in buffers]
-        # Places are not negative, which no compiler knows.
+        parameters = [f"{buffer}: {kind}" for buffer in buffers]
+        parameters += [f"{buffer}_place: i32" for buffer in buffers]
+        lines = [f"    let {buffer}_at = {buffer}_place * {ALIGNMENT // WORD};" for buffer in buffers]
+        # Offsets are not negative, which no compiler knows.
         lines.append(f"    let ONE = f32(1 - ({buffers[0]}_place >> 31u));")
         for dtype, given in scalars:
             if dtype == "bool":  # which none can be
                 parameters.append(f"{given}_word: u32")
                 lines.append(f"    let {given} = {given}_word != 0u;")
             else:
-                parameters.append(f"{given}: {wgsl_type(dtype)}")
-        lines = [f"kernel {name}({', '.join(parameters)}) {{", *lines]
-        return "\n".join(lines) + "\n"
+                parameters.append(f"{given}: {type_name(dtype)}")
+        return [f"kernel {name}({', '.join(parameters)}) {{", *lines]
 
-    def word(self, buffer: str, place: str) -> str:
-        """A word, by its number after the buffer's place."""
-        found = f"{buffer}[{buffer}_at + {place}]"
-        return f"atomicLoad(&{found})" if self._atomic else found
+    def word(self, buffer: str, number: str) -> str:
+        """A word, by its number after the buffer's offset."""
+        word = f"{buffer}[{buffer}_at + {number}]"
+        return f"atomicLoad(&{word})" if self._atomic else word
 
-    def put_word(self, buffer: str, place: str, bits: str) -> str:
+    def put_word(self, buffer: str, number: str, bits: str) -> str:
         """The statement that writes a word."""
-        target = f"{buffer}[{buffer}_at + {place}]"
-        return f"atomicStore(&{target}, {bits});" if self._atomic else f"{target} = {bits};"
+        word = f"{buffer}[{buffer}_at + {number}]"
+        return f"atomicStore(&{word}, {bits});" if self._atomic else f"{word} = {bits};"
 
     def put_wide(self, buffer: str, index: str, value: str) -> str:
         """The statements that write an integer of 32 bits as an item of 64."""
-        low = self.put_word(buffer, f"2 * ({index})", "bitcast<u32>(wide_)")
-        high = self.put_word(buffer, f"2 * ({index}) + 1", "bitcast<u32>(wide_ >> 31u)")
-        return f"{{ let wide_ = {value}; {low} {high} }}"
+        low, high = "bitcast<u32>(wide_)", "bitcast<u32>(wide_ >> 31u)"
+        return self._put_words(buffer, index, f"wide_ = {value}", low, high)
 
     def index(self, buffer: str, dtype: str, index: str, length: str) -> str:
-        """An item of whole numbers as one of 32 bits from 0 to before `length`; -1 if it is none of them."""
+        """An item of integers as one of 32 bits from 0 to before `length`; -1 if it is none of them."""
         if item_size(dtype) == 8:
-            low, high = (self.word(buffer, f"2 * ({index})"), self.word(buffer, f"2 * ({index}) + 1"))
-            return f"index_of({low}, {high}, u32({length}))"
+            return f"index_of({self._words(buffer, index)}, u32({length}))"
         item = self.item(buffer, dtype, index)
-        return (
-            f"index_of({item if wgsl_type(dtype) == 'u32' else f'bitcast<u32>({item})'}, 0u, u32({length}))"
-        )
+        item = item if type_name(dtype) == "u32" else f"bitcast<u32>({item})"
+        return f"index_of({item}, 0u, u32({length}))"
 
     def item(self, buffer: str, dtype: str, index: str) -> str:
         """One item, in the type that it is computed in."""
         size = item_size(dtype)
         if size == 8:
-            words = (self.word(buffer, f"2 * ({index})"), self.word(buffer, f"2 * ({index}) + 1"))
-            return from_bits(dtype, f"long_bits({', '.join(words)})")
+            return from_bits(dtype, f"long_bits({self._words(buffer, index)})")
         if size == 4:
             return from_bits(dtype, self.word(buffer, f"({index})"))
-        shift = 1 if size == 2 else 2
-        word = self.word(buffer, f"(({index}) >> {shift}u)")
+        word = self.word(buffer, f"(({index}) >> {_SHIFTS[size]}u)")
         return from_bits(dtype, f"part_{8 * size}({word}, u32({index}))")
 
     def put(self, buffer: str, dtype: str, index: str, value: str) -> str:
         """The statements that write one item."""
         size, bits = item_size(dtype), to_bits(dtype, value)
         if size == 8:
-            low = self.put_word(buffer, f"2 * ({index})", "u32(bits_)")
-            high = self.put_word(buffer, f"2 * ({index}) + 1", "u32(bits_ >> 32u)")
-            return f"{{ let bits_ = {bits}; {low} {high} }}"
+            return self._put_words(buffer, index, f"bits_ = {bits}", "u32(bits_)", "u32(bits_ >> 32u)")
         if size == 4:
             return self.put_word(buffer, f"({index})", bits)
         assert self._atomic, f"{buffer} is written in parts of words"
-        shift, mask = (1, "0xffffu") if size == 2 else (2, "0xffu")
-        target = f"&{buffer}[{buffer}_at + (({index}) >> {shift}u)]"
+        word = f"&{buffer}[{buffer}_at + (({index}) >> {_SHIFTS[size]}u)]"
         return (
             f"{{ let by_ = {8 * size}u * (u32({index}) & {WORD // size - 1}u); let bits_ = {bits}; "
-            f"atomicAnd({target}, ~({mask} << by_)); atomicOr({target}, bits_ << by_); }}"
+            f"atomicAnd({word}, ~({_mask(size)} << by_)); atomicOr({word}, bits_ << by_); }}"
         )
+
+    def _words(self, buffer: str, index: str) -> str:
+        """Both words of an item of 8 bytes."""
+        return f"{self.word(buffer, f'2 * ({index})')}, {self.word(buffer, f'2 * ({index}) + 1')}"
+
+    def _put_words(self, buffer: str, index: str, given: str, low: str, high: str) -> str:
+        """The statements that write both words of an item of 8 bytes, which are made of one that is given."""
+        first = self.put_word(buffer, f"2 * ({index})", low)
+        return f"{{ let {given}; {first} {self.put_word(buffer, f'2 * ({index}) + 1', high)} }}"
 
 
 def shared_type(dtype: str) -> str:
     """The type of values in the memory of a group, which holds no truth values."""
-    return "u32" if dtype == "bool" else wgsl_type(dtype)
+    return "u32" if dtype == "bool" else type_name(dtype)
 
 
 def to_shared(dtype: str, value: str) -> str:
@@ -123,13 +128,11 @@ def from_shared(dtype: str, value: str) -> str:
 
 
 def part(dtype: str, word: str, number: int) -> str:
-    """An item of a word, or of two where it takes them, by its number there."""
+    """One of the items that share a word, by its number there."""
     size = item_size(dtype)
-    if size == WORD:
-        return from_bits(dtype, word)
     bits = word if number == 0 else f"({word} >> {8 * size * number}u)"
     if number < WORD // size - 1:
-        bits = f"({bits} & {(1 << 8 * size) - 1:#x}u)"
+        bits = f"({bits} & {_mask(size)})"
     return from_bits(dtype, bits)
 
 
@@ -142,33 +145,13 @@ def packed(dtype: str, values: Sequence[str]) -> str:
 
 def from_bits(dtype: str, bits: str) -> str:
     """A value from its bits: a word in which all others are 0, or 64 of them."""
-    match dtype:
-        case "float16":
-            return f"half_float({bits})"
-        case "bfloat16":
-            return f"bfloat_float({bits})"
-        case "bool":
-            return f"({bits} != 0u)"
-        case "int8" | "int16":
-            return f"signed_{8 * item_size(dtype)}({bits})"
-        case "uint8" | "uint16" | "uint32" | "uint64":
-            return bits
-        case _:
-            return f"bitcast<{wgsl_type(dtype)}>({bits})"
+    return _FROM_BITS.get(dtype, f"bitcast<{type_name(dtype)}>({{}})").format(bits)
 
 
 def to_bits(dtype: str, value: str) -> str:
     """The bits of a value: a word in which all others are 0, or 64 of them."""
-    match dtype:
-        case "float16":
-            return f"float_half({value})"
-        case "bfloat16":
-            return f"float_bfloat({value})"
-        case "bool":
-            return f"select(0u, 1u, {value})"
-        case "int8" | "int16":
-            return f"(bitcast<u32>({value}) & {(1 << 8 * item_size(dtype)) - 1:#x}u)"
-        case "uint8" | "uint16" | "uint32" | "uint64":
-            return value
-        case _:
-            return f"bitcast<{'u64' if item_size(dtype) == 8 else 'u32'}>({value})"
+    return _TO_BITS.get(dtype, f"bitcast<u{8 * item_size(dtype)}>({{}})").format(value)
+
+
+def _mask(size: int) -> str:
+    return f"{(1 << 8 * size) - 1:#x}u"

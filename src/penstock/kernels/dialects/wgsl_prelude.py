@@ -92,9 +92,9 @@ fn round_bfloat(x: f32) -> f32 { return bfloat_float(float_bfloat(x)); }
 
 fn high_product(a: u32, b: u32) -> u32 {
     let low = (a & 0xffffu) * (b & 0xffffu);
-    let one = (a >> 16u) * (b & 0xffffu) + (low >> 16u);
-    let other = (a & 0xffffu) * (b >> 16u) + (one & 0xffffu);
-    return (a >> 16u) * (b >> 16u) + (one >> 16u) + (other >> 16u);
+    let left = (a >> 16u) * (b & 0xffffu) + (low >> 16u);
+    let right = (a & 0xffffu) * (b >> 16u) + (left & 0xffffu);
+    return (a >> 16u) * (b >> 16u) + (left >> 16u) + (right >> 16u);
 }
 
 fn philox(key_low: u32, key_high: u32, first_low: u32, first_high: u32, index: i32) -> u32 {
@@ -170,28 +170,21 @@ fn log_parts(x: f32) -> vec2<f32> {
     return vec2<f32>(f32(select(n, n - 23, small)), m - 1.0);
 }
 
-// y, the logarithm of x, unless x is no positive number.
-fn log_known(x: f32, y: f32) -> f32 {
+// The logarithm of x to a base, given the scale from the natural one, and that of 2 as a sum.
+fn log_scaled(x: f32, scale: f32, head: f32, tail: f32) -> f32 {
+    let parts = log_parts(x);
+    let y = parts.x * head + (log_rest(parts.y) * scale + parts.x * tail);
     let u = bitcast<u32>(x);
     if (u - 1u < 0x7f7fffffu) { return y; }
     if ((u & 0x7fffffffu) == 0u) { return bits_float(0xff800000u); }
     return select(nan_of(x), x, u == 0x7f800000u);
 }
 
-fn log_1(x: f32) -> f32 {
-    let parts = log_parts(x);
-    return log_known(x, parts.x * 0.693115234375 + (log_rest(parts.y) + parts.x * 3.1946183e-5));
-}
+fn log_1(x: f32) -> f32 { return log_scaled(x, 1.0, 0.693115234375, 3.1946183e-5); }
 
-fn log2_1(x: f32) -> f32 {
-    let parts = log_parts(x);
-    return log_known(x, parts.x + log_rest(parts.y) * 1.44269504);
-}
+fn log2_1(x: f32) -> f32 { return log_scaled(x, 1.44269504, 1.0, 0.0); }
 
-fn log10_1(x: f32) -> f32 {
-    let parts = log_parts(x);
-    return log_known(x, parts.x * 0.301025390625 + (log_rest(parts.y) * 0.434294482 + parts.x * 4.605039e-6));
-}
+fn log10_1(x: f32) -> f32 { return log_scaled(x, 0.434294482, 0.301025390625, 4.605039e-6); }
 
 fn log1p_1(x: f32) -> f32 {
     if (x > -0.29 && x < 0.41) { return log_rest(x); }
@@ -242,20 +235,6 @@ fn atanh_1(x: f32) -> f32 {
     return with_sign(0.5 * log1p_1(2.0 * a / (1.0 - a)), x);
 }
 
-// 2 / pi, in words after the point, and none before it.
-fn two_over_pi(word: u32) -> u32 {
-    switch word {
-        case 0u: { return 0u; }
-        case 1u: { return 0xa2f9836eu; }
-        case 2u: { return 0x4e441529u; }
-        case 3u: { return 0xfc2757d1u; }
-        case 4u: { return 0xf534ddc0u; }
-        case 5u: { return 0xdb629599u; }
-        case 6u: { return 0x3c439041u; }
-        default: { return 0xfe5163abu; }
-    }
-}
-
 struct Angle { rest: f32, quarter: u32 }
 
 // An angle of any size, as its rest after quarters of a turn, to which it was rounded.
@@ -266,10 +245,14 @@ fn far_angle(x: f32) -> Angle {
     let first = ((u >> 23u) & 0xffu) - 120u;
     let word = first >> 5u;
     let by = first & 31u;
-    var bits: array<u32, 4>;
-    for (var k = 0u; k < 4u; k++) { bits[k] = two_over_pi(word + k); }
+    // 2 / pi, in words after the point, and none before it.
+    var digits = array<u32, 8>(
+        0u, 0xa2f9836eu, 0x4e441529u, 0xfc2757d1u, 0xf534ddc0u, 0xdb629599u, 0x3c439041u, 0xfe5163abu
+    );
+    var bits: array<u32, 3>;
     for (var k = 0u; k < 3u; k++) {
-        bits[k] = select(bits[k], (bits[k] << by) | (bits[k + 1u] >> (32u - by)), by != 0u);
+        let high = digits[word + k];
+        bits[k] = select(high, (high << by) | (digits[word + k + 1u] >> (32u - by)), by != 0u);
     }
     let low = m * bits[1];
     let middle = low + high_product(m, bits[2]);
@@ -461,7 +444,7 @@ fn pow_1(x: f32, y: f32) -> f32 {
     return select(result, -result, negative && odd);
 }
 """
-# Of whole numbers: division by 0 gives 0, as in NumPy; by -1 it might overflow.
+# Of integers: division by 0 gives 0, as in NumPy; by -1 it might overflow.
 _SIGNED = """
 fn below_0_{T}(x: {T}) -> bool { return {below}; }
 
@@ -489,35 +472,29 @@ fn remainder_{T}(a: {T}, b: {T}) -> {T} {
     return a % b;
 }
 """
-
-
 # Not `x < 0` in 64 bits: Mesa 22 takes a widened number to be never less than a constant.
-_BELOW = {"i32": "x < 0i", "i64": "u32(bitcast<u64>(x) >> 63u) == 1u"}
-
-
-def _of_types() -> list[str]:
-    """The functions that there are for every type of whole numbers."""
-    of = [(_SIGNED, "i32"), (_SIGNED, "i64"), (_UNSIGNED, "u32"), (_UNSIGNED, "u64")]
-    return [
-        text.replace("{T}", kind).replace("{s}", SUFFIXES[kind]).replace("{below}", _BELOW.get(kind, ""))
-        for text, kind in of
-    ]
-
-
+_BELOW = {"i32": "x < 0i", "i64": "u32(bitcast<u64>(x) >> 63u) == 1u", "u32": "", "u64": ""}
+_OF_TYPES = [
+    (_SIGNED if type[0] == "i" else _UNSIGNED)
+    .replace("{T}", type)
+    .replace("{s}", SUFFIXES[type])
+    .replace("{below}", below)
+    for type, below in _BELOW.items()
+]
 _PIECES = {
     re.findall(r"^(?:fn|struct) (\w+)", piece, re.M)[0]: piece
-    for text in (_TEXT, *_of_types())
+    for text in (_TEXT, *_OF_TYPES)
     for piece in text.strip().split("\n\n")
 }
 
 
 def functions_for(text: str) -> str:
     """The functions that a text uses, and those that they use."""
-    found: dict[str, str] = {}
+    used: dict[str, str] = {}
     texts = [text]
     while texts:
         for name in dict.fromkeys(re.findall(r"\b\w+\b", texts.pop())):
-            if name in _PIECES and name not in found:
-                found[name] = _PIECES[name]
+            if name in _PIECES and name not in used:
+                used[name] = _PIECES[name]
                 texts.append(_PIECES[name])
-    return "\n".join(found[name] for name in _PIECES if name in found)
+    return "\n".join(used[name] for name in _PIECES if name in used)

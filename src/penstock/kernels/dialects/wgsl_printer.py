@@ -9,111 +9,49 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from penstock.kernels.dialects.printer import Printer
-from penstock.kernels.dialects.wgsl_expressions import (
-    SUFFIXES,
-    cast,
-    converted,
-    number,
-    wgsl_combine,
-    wgsl_expression,
-    wgsl_neutral,
-    wgsl_type,
-)
-from penstock.kernels.dialects.wgsl_memory import (
-    WORD,
-    Words,
-    from_shared,
-    item_size,
-    packed,
-    part,
-    shared_type,
-    to_shared,
-)
-from penstock.kernels.ir.expressions import (
-    INT,
-    Affine,
-    Binary,
-    Bitcast,
-    Broadcast,
-    Call,
-    Cast,
-    Clamp,
-    Combine,
-    Const,
-    Expr,
-    Identity,
-    Lane,
-    Load,
-    LoadIndex,
-    Random,
-    Select,
-    Type,
-    Unary,
-    Var,
-    Vector,
-    is_buffer,
-)
-from penstock.kernels.ir.statements import (
-    Accumulate,
-    Assign,
-    AtomicAdd,
-    Barrier,
-    BlockReduce,
-    CallFunction,
-    Declare,
-    For,
-    Forget,
-    If,
-    Let,
-    LocalArray,
-    MultiplyAdd,
-    Pointer,
-    RegisterArray,
-    Statement,
-    Store,
-    StridedReduce,
-    UniformLoad,
-    While,
-)
+from penstock.kernels import ir
+from penstock.kernels.dialects import wgsl_expressions as wgsl
+from penstock.kernels.dialects.dialect import UNROLLED
+from penstock.kernels.dialects.printer import Printer, Text, fills_words
+from penstock.kernels.dialects.wgsl_memory import Words, from_shared, packed, part, shared_type, to_shared
+from penstock.kernels.source import WORD, item_size
 
-_HALVES = ("bfloat16", "float16")
 _AT_ONCE = 8  # values that one thread adds up between two barriers
-_UNROLLED = 4  # iterations of a loop in one step; Mesa's software Vulkan ends a loop after so many steps
 _MOST_LINES = 3000  # of a loop that is laid out; compilers take long for more
 
 
-def writes_parts(body: Sequence[Statement]) -> bool:
+def writes_parts(body: Sequence[ir.Statement]) -> bool:
     """Whether any item is written without all others of its word."""
-    for statement in body:
-        if isinstance(statement, For | While | If) and writes_parts(statement.body):
-            return True
-        if isinstance(statement, If) and writes_parts(statement.otherwise):
-            return True
-        if isinstance(statement, Store) and is_buffer(statement.buffer) and _in_parts(statement):
-            return True
-    return False
+    stores = (statement for statement in ir.walk(body) if isinstance(statement, ir.Store))
+    return any(
+        ir.is_buffer(store.buffer) and item_size(store.stored) < WORD and not fills_words(store)
+        for store in stores
+    )
 
 
 class WgslPrinter(Printer):
     """Prints the statements of a thread; knows what a group's memory holds, and which names are constants."""
 
-    def __init__(self, words: Words, arrays: Sequence[LocalArray] = ()) -> None:
+    integer, variable = "let", "var"
+    barriers = ("workgroupBarrier();", "storageBarrier();")
+    atomic_add = "atomicAdd(&"
+
+    def __init__(self, words: Words, arrays: Sequence[ir.LocalArray] = ()) -> None:
+        super().__init__()
         self._words = words
-        self._lengths = {array.name: array.length for array in arrays}
         self._arrays = {array.name: array for array in arrays}
-        self._shared: dict[str, tuple[str, int]] = {}  # memory of the group: types and lengths
+        self._shared: dict[str, ir.LocalArray] = {}  # those that are used, and others of reductions
         self._reductions = 0
-        self._packed: set[str] = set()  # arrays of float16 or bfloat16, two in a word
         self._constants: set[str] = set()  # integers that are known
 
     def declared(self) -> list[str]:
         """The lines that name the memory of the group, before the kernel."""
         return [
-            f"var<workgroup> {name}: array<{kind}, {length}>;"
-            for name, (kind, length) in self._shared.items()
+            f"var<workgroup> {array.name}: array<{_item_type(array)}, {array.length // array.width}>;"
+            for array in self._shared.values()
         ]
 
     # Expressions
@@ -121,358 +59,294 @@ class WgslPrinter(Printer):
     def workgroup(self, axis: int) -> str:
         return f"GROUP_{axis}"
 
-    def constant(self, value: float, type: Type) -> str:
-        kind = wgsl_type(type.dtype)
+    def constant(self, value: float, type: ir.Type) -> str:
+        kind = wgsl.type_name(type.dtype)
         if kind == "f32":
             if math.isfinite(value):
                 return repr(float(value))
             return f"bits_float({struct.unpack('I', struct.pack('f', value))[0]:#x}u)"
-        if kind == "bool":
-            return "true" if value else "false"
-        return str(int(value)) if type == INT else f"{int(value)}{SUFFIXES[kind]}"
+        return str(int(value)) if type == ir.INT else wgsl.number(type.dtype, int(value))
 
-    def name(self, var: Var, lane: int) -> str:
-        return f"{var.name}_{lane}" if var.type.width > 1 else var.name
+    def name(self, var: ir.Var, lane: int | None) -> str:
+        return f"{var.name}_{lane or 0}" if var.type.width > 1 else var.name
 
-    def value(self, expr: Expr, lane: int) -> str:
+    def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str]) -> str | None:
+        return wgsl.expression(operation, result.dtype, of.dtype, inputs)
+
+    def combine(self, reduction: str, type: ir.Type, left: str, right: str) -> str:
+        if reduction == "sum" and wgsl.type_name(type.dtype) == "f32":
+            return f"({left} + {right})"  # in whatever order
+        return super().combine(reduction, type, left, right)
+
+    def neutral(self, reduction: str, type: ir.Type) -> str:
+        return wgsl.neutral(reduction, type.dtype)
+
+    def value(self, expr: ir.Expr, lane: int | None) -> str:
         match expr:
-            case Call():
-                inputs = tuple(self.operand(value, lane) for value in expr.inputs)
-                text = wgsl_expression(expr.operation, expr.type.dtype, expr.of.dtype, inputs)
-                assert text is not None, expr
-                return text
-            case Select():
-                no, yes = self.expr(expr.no, lane), self.expr(expr.yes, lane)
-                return f"select({no}, {yes}, {self.expr(expr.condition)})"
-            case Cast():
+            case ir.Select(_, condition, yes, no):
+                return f"select({self.expr(no, lane)}, {self.expr(yes, lane)}, {self.expr(condition)})"
+            case ir.Cast():
                 return self._cast(expr, lane)
-            case Bitcast():
-                return f"bitcast<{wgsl_type(expr.type.dtype)}>({self.expr(expr.value, lane)})"
-            case Clamp():
+            case ir.Clamp():
                 return self._clamped(expr)
-            case Combine():
-                left, right = self.operand(expr.left, lane), self.operand(expr.right, lane)
-                return wgsl_combine(expr.reduction, expr.type.dtype, left, right)
-            case Identity():
-                return wgsl_neutral(expr.reduction, expr.type.dtype)
-            case Broadcast() if expr.value.type.dtype == expr.type.dtype != "int32":
+            case ir.Broadcast() if expr.value.type.dtype == expr.type.dtype != "int32":
                 return self.expr(expr.value, lane)
-            case Broadcast():
-                return converted(expr.type.dtype, _moved(self.addend(expr.value), expr.step, lane))
-            case Vector():
-                return self.expr(expr.items[lane])
-            case Lane():
-                return self.name(expr.variable, expr.number)
-            case Random():
-                state = ", ".join(self.expr(word) for word in expr.state)
-                return f"philox({state}, {_moved(self.addend(expr.index), expr.step, lane)})"
-            case Load():
+            case ir.Broadcast(type, value, step):
+                return wgsl.converted(type.dtype, _moved(self.addend(value), step, lane))
+            case ir.Vector():
+                return self.expr(expr.items[lane or 0])
+            case ir.Random(_, state, index, step):
+                return f"philox({', '.join(map(self.expr, state))}, {_moved(self.addend(index), step, lane)})"
+            case ir.Load():
                 return self._item(expr, lane)
-            case LoadIndex():
-                length = self.expr(expr.length)
-                return self._words.index(expr.buffer, expr.stored, self.expr(expr.index), length)
+            case ir.LoadIndex(buffer, stored, index, length):
+                return self._words.index(buffer, stored, self.expr(index), self.expr(length))
             case _:
                 raise AssertionError(f"{expr} has no text in WGSL")
 
-    def _cast(self, expr: Cast, lane: int) -> str:
-        target, source = (wgsl_type(type.dtype) for type in (expr.type, expr.value.type))
+    def _cast(self, expr: ir.Cast, lane: int | None) -> str:
+        target, source = (wgsl.type_name(type.dtype) for type in (expr.type, expr.value.type))
         value = self.expr(expr.value, lane)
         if {target, source} <= {"i32", "u32", "f32"}:
             return f"{target}({value})"
-        text = cast(expr.type.dtype, expr.value.type.dtype, self.operand(expr.value, lane))
+        text = wgsl.cast(expr.type.dtype, expr.value.type.dtype, self.operand(expr.value, lane))
         return f"{target}({value})" if text is None else text
 
-    def _clamped(self, expr: Clamp) -> str:
+    def _clamped(self, expr: ir.Clamp) -> str:
         value, dtype, last = self.operand(expr.value), expr.value.type.dtype, self.expr(expr.last)
-        kind = wgsl_type(dtype)
+        kind = wgsl.type_name(dtype)
         if kind[0] == "u":
             return f"select(i32({value}), {last}, {value} > {self._typed(expr.last, kind)})"
         # Compared without a sign: Mesa's software Vulkan takes `i64(x) > 15li` for true, whatever `x` is.
         wide = {"i32": "u32", "i64": "u64"}[kind]
         outside = f"bitcast<{wide}>({value}) > {self._typed(expr.last, wide)}"
-        return f"select(i32({value}), select({last}, 0, {value} < {number(dtype, 0)}), {outside})"
+        return f"select(i32({value}), select({last}, 0, {value} < {wgsl.number(dtype, 0)}), {outside})"
 
-    def _typed(self, expr: Expr, kind: str) -> str:
+    def _typed(self, expr: ir.Expr, kind: str) -> str:
         """An integer as one of a type of WGSL."""
         text = self.expr(expr)
-        return f"{text}{SUFFIXES[kind]}" if isinstance(expr, Const) else f"{kind}({text})"
+        return f"{text}{wgsl.SUFFIXES[kind]}" if isinstance(expr, ir.Const) else f"{kind}({text})"
 
-    def _item(self, load: Load, lane: int) -> str:
+    def _item(self, load: ir.Load, lane: int | None) -> str:
         """One item of memory."""
-        if load.buffer in self._packed:
-            index = self.operand(load.index)
-            return part(load.stored, f"{load.buffer}[{index} / 2 + {lane // 2}]", lane % 2)
-        place = _moved(self.addend(load.index), load.step, lane)
-        if is_buffer(load.buffer):
-            return self._words.item(load.buffer, load.stored, place)
-        text = f"{load.buffer}[{place}]"
-        array = self._share_array(load.buffer)
+        if load.buffer in self.packed:
+            word, half = divmod(lane or 0, 2)
+            return part(load.stored, f"{load.buffer}[{self.operand(load.index)} / 2 + {word}]", half)
+        index = _moved(self.addend(load.index), load.step, lane)
+        if ir.is_buffer(load.buffer):
+            return self._words.item(load.buffer, load.stored, index)
+        item, array = self.shared_item(load.buffer, index), self._arrays.get(load.buffer)
         if array is None:
-            return text
-        return f"atomicLoad(&{text})" if array.atomic else from_shared(load.stored, text)
+            return item
+        return f"atomicLoad(&{item})" if array.atomic else from_shared(load.stored, item)
 
     # Statements
 
-    def lines(self, statement: Statement) -> list[str]:
+    def each(self, type: ir.Type, text: Text) -> list[str]:
+        return [text(lane) for lane in range(type.width)]
+
+    def special(self, statement: ir.Statement) -> list[str]:
         match statement:
-            case Let():
-                return self._let(statement)
-            case Declare():
-                return self._named(statement, "var")
-            case Assign():
-                target = Var(statement.name, statement.value.type)
-                lanes = range(target.type.width)
-                return [f"{self.expr(target, at)} = {self.expr(statement.value, at)};" for at in lanes]
-            case Store():
-                return self._store(statement)
-            case RegisterArray():
-                return [self._registers(statement)]
-            case Forget():
+            case ir.Forget():
                 return []
-            case Accumulate():
-                return self._accumulate(statement)
-            case MultiplyAdd():
-                target, left, right = statement.target, statement.left, statement.right
-                return [
-                    f"{self.expr(target, at)} += {self.operand(left, at)} * {self.operand(right, at)};"
-                    for at in range(target.type.width)
-                ]
-            case BlockReduce():
+            case ir.BlockReduce():
                 return self._block_reduce(statement)
-            case StridedReduce():
+            case ir.StridedReduce():
                 return self._strided_reduce(statement)
-            case UniformLoad():
-                self._share_array(statement.array)
-                item = f"{statement.array}[{self.expr(statement.index)}]"
-                return [f"let {statement.name} = workgroupUniformLoad(&{item});"]
-            case Pointer() | CallFunction():
-                raise AssertionError("WGSL has no pointers into buffers")
-            case AtomicAdd():
-                return [self._atomic(statement)]
-            case For():
-                return self._for(statement)
-            case While() | If():
-                return self.conditional(statement)
-            case Barrier():
-                return ["storageBarrier();" if statement.device_memory else "workgroupBarrier();"]
+            case ir.UniformLoad(name, array, index):
+                return [f"let {name} = workgroupUniformLoad(&{self.shared_item(array, self.expr(index))});"]
+            case _:
+                raise AssertionError(f"{statement} needs pointers into buffers, which WGSL has not")
 
-    def _named(self, statement: Let | Declare, word: str = "let") -> list[str]:
-        """Names for the values of all lanes."""
-        width, value = statement.type.width, statement.value
-        if width == 1:
-            return [f"{word} {statement.name} = {self.named(value)};"]
-        return [f"{word} {statement.name}_{lane} = {self.expr(value, lane)};" for lane in range(width)]
-
-    def _let(self, statement: Let) -> list[str]:
-        value = statement.value
-        if isinstance(value, Load) and is_buffer(value.buffer):
-            return self._load(statement.name, value)
-        if isinstance(value, Load) and (array := self._vectors(value.buffer)):
+    def define(self, statement: ir.Let | ir.Declare) -> list[str]:
+        name, value, type = statement.name, statement.value, statement.type
+        if isinstance(statement, ir.Declare):
+            return self._names(name, type, lambda lane: self.named(value, lane), "var")
+        if isinstance(value, ir.Load) and ir.is_buffer(value.buffer):
+            return self._load(name, value)
+        if isinstance(value, ir.Load) and (array := self._vectors(value.buffer)):
             item = f"{array.name}[{self._vector_index(value.index, array.width)}]"
-            lanes = _lane_names(statement.name, value.type, lambda lane: f"{statement.name}_all[{lane}]")
-            return [f"let {statement.name}_all = {item};", *lanes]
-        if statement.type == INT:
+            return [f"let {name}_all = {item};", *self._names(name, type, lambda lane: f"{name}_all[{lane}]")]
+        if type == ir.INT:
             if self._is_known(value):
-                self._constants.add(statement.name)
-                return [f"const {statement.name} = {self.expr(value)};"]
-            self._constants.discard(statement.name)
-        return self._named(statement)
+                self._constants.add(name)
+                return [f"const {name} = {self.expr(value)};"]
+            self._constants.discard(name)
+        return self._names(name, type, lambda lane: self.named(value, lane))
 
-    def _is_known(self, expr: Expr) -> bool:
+    def _names(self, name: str, type: ir.Type, text: Text, word: str = "let") -> list[str]:
+        """Names for the values of all lanes, by their texts."""
+        variable = ir.Var(name, type)
+        return self.each(type, lambda lane: f"{word} {self.name(variable, lane)} = {text(lane)};")
+
+    def _is_known(self, expr: ir.Expr) -> bool:
         """Whether an integer is made of constants."""
         match expr:
-            case Const():
+            case ir.Const():
                 return True
-            case Var():
+            case ir.Var():
                 return expr.name in self._constants
-            case Binary():
+            case ir.Binary():
                 return self._is_known(expr.left) and self._is_known(expr.right)
-            case Unary():
+            case ir.Unary():
                 return self._is_known(expr.operand)
-            case Affine():
+            case ir.Affine():
                 parts = [*(part for term in expr.terms for part in term), expr.constant]
                 return all(part is None or self._is_known(part) for part in parts)
             case _:
                 return False
 
-    def _accumulate(self, statement: Accumulate) -> list[str]:
-        lines = []
-        for lane in range(statement.type.width):
-            target, value = self.expr(statement.target, lane), self.expr(statement.value, lane)
-            text = wgsl_combine(statement.operation, statement.type.dtype, target, value)
-            lines.append(f"{target} = {text};")
-        return lines
-
     # Memory
 
-    def _registers(self, array: RegisterArray) -> str:
-        if array.dtype not in _HALVES:
-            return f"var {array.name}: array<{wgsl_type(array.dtype)}, {array.length}>;"
-        self._packed.add(array.name)
-        return f"var {array.name}: array<u32, {array.length // 2}>;"
+    def registers(self, name: str, dtype: str, length: int) -> str:
+        return f"var {name}: array<{wgsl.type_name(dtype)}, {length}>;"
 
-    def _load(self, name: str, load: Load) -> list[str]:
+    def _load(self, name: str, load: ir.Load) -> list[str]:
         """Items of a buffer."""
-        if item_size(load.stored) < WORD and _in_words(load):
+        if item_size(load.stored) < WORD and fills_words(load):
             return self._load_words(name, load)
-        let = Let(name, load)
         if load.mask is None:
-            return self._named(let)
-        lanes = range(load.type.width)
-        zeros = [number(load.type.dtype, 0)] * len(lanes)
-        lines = _lane_names(name, load.type, zeros.__getitem__, "var")
-        lines.append(f"if ({self.expr(load.mask)}) {{")
-        lines += [
-            f"    {self.name(Var(name, load.type), lane)} = {self._item(load, lane)};" for lane in lanes
-        ]
-        return [*lines, "}"]
+            return self._names(name, load.type, lambda lane: self._item(load, lane))
+        variable = ir.Var(name, load.type)
+        items = self.each(
+            load.type, lambda lane: f"    {self.name(variable, lane)} = {self._item(load, lane)};"
+        )
+        zeros = self._names(name, load.type, lambda _: wgsl.number(load.type.dtype, 0), "var")
+        return [*zeros, f"if ({self.expr(load.mask)}) {{", *items, "}"]
 
-    def _load_words(self, name: str, load: Load) -> list[str]:
+    def _load_words(self, name: str, load: ir.Load) -> list[str]:
         """Lanes that lie side by side in whole words."""
         each, index = WORD // item_size(load.stored), self.operand(load.index)
-        places = [f"({index} / {each} + {at})" for at in range(load.type.width // each)]
-        words = [self._words.word(load.buffer, place) for place in places]
-        names = [f"{name}_word{at}" for at in range(len(words))]
-        if load.mask is not None:
-            lines = [f"var {word} = 0u;" for word in names]
-            taken = " ".join(f"{word} = {text};" for word, text in zip(names, words, strict=True))
-            lines.append(f"if ({self.expr(load.mask)}) {{ {taken} }}")
-        else:
-            lines = [f"let {word} = {text};" for word, text in zip(names, words, strict=True)]
-        return lines + _lane_names(
-            name, load.type, lambda lane: part(load.stored, names[lane // each], lane % each)
-        )
-
-    def _store(self, store: Store) -> list[str]:
-        lanes, index = range(store.type.width), self.addend(store.index)
-        values = [self.expr(store.value, lane) for lane in lanes]
-        if store.buffer in self._packed:
-            pairs = [packed(store.stored, values[at : at + 2]) for at in lanes[::2]]
-            first = f"{store.buffer}[{self.operand(store.index)} / 2"
-            return [f"{first} + {at}] = {pair};" for at, pair in enumerate(pairs)]
-        if array := self._vectors(store.buffer):
-            place = self._vector_index(store.index, array.width)
-            return [f"{store.buffer}[{place}] = {_vector_type(array)}({', '.join(values)});"]
-        if not is_buffer(store.buffer):
-            return [self._store_in_array(store, _moved(index, 1, lane), values[lane]) for lane in lanes]
-        each = WORD // item_size(store.stored)
-        if each > 1 and _in_words(store):
-            return [
-                self._words.put_word(
-                    store.buffer,
-                    f"({self.operand(store.index)} / {each} + {first // each})",
-                    packed(store.stored, values[first:][:each]),
-                )
-                for first in lanes[::each]
-            ]
-        if store.stored == "int64" and store.value.type == INT:  # which needs no integers of 64 bits
-            return [self._words.put_wide(store.buffer, index, values[0])]
-        return [
-            self._words.put(store.buffer, store.stored, _moved(index, 1, lane), values[lane])
-            for lane in lanes
+        names = [f"{name}_word{at}" for at in range(load.type.width // each)]
+        words = [
+            f"{word} = {self._words.word(load.buffer, f'({index} / {each} + {at})')};"
+            for at, word in enumerate(names)
         ]
+        if load.mask is None:
+            lines = [f"let {word}" for word in words]
+        else:
+            lines = [f"var {word} = 0u;" for word in names]
+            lines.append(f"if ({self.expr(load.mask)}) {{ {' '.join(words)} }}")
 
-    def _store_in_array(self, store: Store, index: str, value: str) -> str:
-        target, array = f"{store.buffer}[{index}]", self._share_array(store.buffer)
+        def item(lane: int | None) -> str:
+            word, number = divmod(lane or 0, each)
+            return part(load.stored, names[word], number)
+
+        return lines + self._names(name, load.type, item)
+
+    def store(self, store: ir.Store) -> list[str]:
+        lanes, index, buffer = range(store.type.width), self.addend(store.index), store.buffer
+        values = [self.expr(store.value, lane) for lane in lanes]
+        if array := self._vectors(buffer):
+            vector = self._vector_index(store.index, array.width)
+            return [f"{buffer}[{vector}] = {_item_type(array)}({', '.join(values)});"]
+        each = WORD // item_size(store.stored)
+        if buffer in self.packed or (ir.is_buffer(buffer) and each > 1 and fills_words(store)):
+            words = [packed(store.stored, values[first:][:each]) for first in lanes[::each]]
+            indices = [f"{self.operand(store.index)} / {each} + {at}" for at in range(len(words))]
+            if buffer in self.packed:
+                return [f"{buffer}[{at}] = {word};" for at, word in zip(indices, words, strict=True)]
+            put_word = self._words.put_word
+            return [put_word(buffer, f"({at})", word) for at, word in zip(indices, words, strict=True)]
+        if store.stored == "int64" and store.value.type == ir.INT and ir.is_buffer(buffer):
+            return [self._words.put_wide(buffer, index, values[0])]  # which needs no integers of 64 bits
+        put = self._put if ir.is_buffer(buffer) else self._put_in_array
+        return [put(store, _moved(index, 1, lane), values[lane]) for lane in lanes]
+
+    def _put(self, store: ir.Store, index: str, value: str) -> str:
+        return self._words.put(store.buffer, store.stored, index, value)
+
+    def _put_in_array(self, store: ir.Store, index: str, value: str) -> str:
+        item, array = self.shared_item(store.buffer, index), self._arrays.get(store.buffer)
         if array is None:
-            return f"{target} = {value};"
+            return f"{item} = {value};"
         if array.atomic:
-            return f"atomicStore(&{target}, {value});"
-        return f"{target} = {to_shared(store.stored, value)};"
+            return f"atomicStore(&{item}, {value});"
+        return f"{item} = {to_shared(store.stored, value)};"
 
-    def _atomic(self, statement: AtomicAdd) -> str:
-        self._share_array(statement.array)
-        text = f"atomicAdd(&{statement.array}[{self.expr(statement.index)}], {self.expr(statement.value)});"
-        return f"let {statement.name} = {text}" if statement.name else text
+    def shared_item(self, array: str, index: str) -> str:
+        """An item of memory of the group, or of an array of the thread."""
+        if shared := self._arrays.get(array):
+            self._share(shared)
+        return f"{array}[{index}]"
 
     # What threads do together
 
-    def _block_reduce(self, statement: BlockReduce) -> list[str]:
+    def _block_reduce(self, statement: ir.BlockReduce) -> list[str]:
         variable, operation, name = statement.variable, statement.operation, statement.name
-        dtype, width, threads = variable.type.dtype, variable.type.width, _number(statement.threads)
+        type, width, threads = variable.type, variable.type.width, _number(statement.threads)
         lines = []
         while width > 1:
             width //= 2
             for lane in range(width):
-                target, other = (self.expr(variable, at) for at in (lane, lane + width))
-                lines.append(f"{target} = {wgsl_combine(operation, dtype, target, other)};")
+                target, other = (self.name(variable, at) for at in (lane, lane + width))
+                lines.append(f"{target} = {self.combine(operation, type, target, other)};")
         lines.append(f"var {name} = {self.expr(variable)};")
         if threads > 1:
             assert statement.array is not None
             # Two arrays take turns: when one is written again, all have read it before the barriers between.
-            array = f"fold_{shared_type(dtype)}_{self._reductions % 2}"
+            array = f"fold_{shared_type(type.dtype)}_{self._reductions % 2}"
             self._reductions += 1
-            self._share(array, dtype, self._lengths[statement.array])
-            lines += self._tree(operation, dtype, [name], [f"{array}[%s]"], 1, threads, f" % {threads}")
+            self._share(ir.LocalArray(array, type.dtype, self._arrays[statement.array].length))
+            lines += self._tree(operation, type, {name: f"{array}[%s]"}, 1, threads, f" % {threads}")
             first = f"{array}[THREAD / {threads} * {threads}]"
-            lines += ["workgroupBarrier();", f"{name} = {from_shared(dtype, first)};"]
+            lines += ["workgroupBarrier();", f"{name} = {from_shared(type.dtype, first)};"]
         return lines
 
-    def _strided_reduce(self, statement: StridedReduce) -> list[str]:
-        target, array = statement.target, statement.array
+    def _strided_reduce(self, statement: ir.StridedReduce) -> list[str]:
+        target, array, type = statement.target, statement.array, statement.target.type
         threads, stride = _number(statement.threads), _number(statement.stride)
-        lanes, dtype = range(target.type.width), target.type.dtype
-        self._share(array, dtype, self._lengths[array])
-        names = [self.expr(target, lane) for lane in lanes]
-        places = [f"{array}[%s{f' + {lane * threads}' if lane else ''}]" for lane in lanes]
-        return self._tree(statement.operation, dtype, names, places, stride, threads // stride, "")
+        self._share(replace(self._arrays[array], dtype=type.dtype))
+        items = {
+            self.name(target, lane): f"{array}[%s{f' + {lane * threads}' if lane else ''}]"
+            for lane in range(type.width)
+        }
+        return self._tree(statement.operation, type, items, stride, threads // stride, "")
 
     def _tree(
-        self,
-        operation: str,
-        dtype: str,
-        names: Sequence[str],
-        places: Sequence[str],
-        stride: int,
-        count: int,
-        rank: str,
+        self, operation: str, type: ir.Type, items: Mapping[str, str], stride: int, count: int, rank: str
     ) -> list[str]:
-        """Combine values of `count` threads, `stride` apart, into those of the first, which `rank` tells."""
-        both = list(zip(names, places, strict=True))
-        lines = [f"{place % 'THREAD'} = {to_shared(dtype, name)};" for name, place in both]
+        """Combine values of `count` threads, `stride` apart, into those of the first, which `rank` tells.
+
+        `items` are in memory of the group, by the names of the values, with a gap for a thread's number.
+        """
+        lines = [f"{item % 'THREAD'} = {to_shared(type.dtype, name)};" for name, item in items.items()]
         while count > 1:
             parts = min(_AT_ONCE, count)
             count //= parts
             lines += ["workgroupBarrier();", f"if (THREAD{rank} < {count * stride}) {{"]
-            for name, place in both:
+            for name, item in items.items():
                 for other in range(1, parts):
-                    value = from_shared(dtype, place % f"THREAD + {other * count * stride}")
-                    lines.append(f"    {name} = {wgsl_combine(operation, dtype, name, value)};")
-                lines.append(f"    {place % 'THREAD'} = {to_shared(dtype, name)};")
+                    value = from_shared(type.dtype, item % f"THREAD + {other * count * stride}")
+                    lines.append(f"    {name} = {self.combine(operation, type, name, value)};")
+                lines.append(f"    {item % 'THREAD'} = {to_shared(type.dtype, name)};")
             lines.append("}")
         return lines
 
-    def _share_array(self, name: str) -> LocalArray | None:
-        """Memory of the group by its name; None for an array of the thread."""
-        array = self._arrays.get(name)
-        if array is not None:
-            self._share(array.name, array.dtype, array.length, array.atomic)
-        return array
-
-    def _vectors(self, name: str) -> LocalArray | None:
+    def _vectors(self, name: str) -> ir.LocalArray | None:
         """Memory of the group by its name if it is vectors."""
         array = self._arrays.get(name)
         if array is None or array.width == 1:
             return None
-        self._shared[name] = _vector_type(array), array.length // array.width
+        self._share(array)
         return array
 
-    def _vector_index(self, index: Expr, width: int) -> str:
+    def _vector_index(self, index: ir.Expr, width: int) -> str:
         """The number of the vector that an item begins."""
-        if isinstance(index, Binary) and (index.operator, index.right) == ("*", Const(width)):
+        if isinstance(index, ir.Binary) and (index.operator, index.right) == ("*", ir.Const(width)):
             return self.expr(index.left)
         return f"{self.operand(index)} / {width}"
 
-    def _share(self, name: str, dtype: str, length: int, atomic: bool = False) -> None:
-        _, known = self._shared.get(name, ("", 0))
-        kind = f"atomic<{shared_type(dtype)}>" if atomic else shared_type(dtype)
-        self._shared[name] = kind, max(known, length)
+    def _share(self, array: ir.LocalArray) -> None:
+        """Declare memory of the group, as long as its longest use needs it."""
+        known = self._shared.get(array.name, array)
+        self._shared[array.name] = replace(array, length=max(known.length, array.length))
 
     # Loops
 
-    def _for(self, loop: For) -> list[str]:
+    def loop(self, loop: ir.For) -> list[str]:
         known = set(self._constants)
-        if loop.unrolled and loop.start == Const(0) and loop.stop == Const(loop.unrolled):
+        if loop.unrolled and loop.start == ir.Const(0) and loop.stop == ir.Const(loop.unrolled):
             self._constants = known | {loop.name}
             turns = [self.statements(loop.body) for _ in range(loop.unrolled)]
             self._constants = known
@@ -485,22 +359,18 @@ class WgslPrinter(Printer):
         start, stop, step = (self.expr(bound) for bound in (loop.start, loop.stop, loop.step))
         body = self.statements(loop.body)
         self._constants = known
-        count = min(loop.unrolled, _UNROLLED)
+        count = min(loop.unrolled, UNROLLED)
         if count > 1:
             first, step = f"{loop.name}_first", self.operand(loop.step)
             laid_out = _laid_out(loop, first, stop, step, count, body)
-            return [_opening(first, start, stop, f"{count} * {step}"), *laid_out, "}"]
-        return [_opening(loop.name, start, stop, step), *body, "}"]
+            return [self.opening(first, start, stop, f"{count} * {step}"), *laid_out, "}"]
+        return [self.opening(loop.name, start, stop, step), *body, "}"]
 
 
-def _opening(name: str, start: str, stop: str, step: str) -> str:
-    return f"for (var {name} = {start}; {name} < {stop}; {name} += {step}) {{"
-
-
-def _laid_out(loop: For, first: str, stop: str, step: str, count: int, body: list[str]) -> list[str]:
+def _laid_out(loop: ir.For, first: str, stop: str, step: str, count: int, body: list[str]) -> list[str]:
     """The body of a loop so many times, as far as the loop goes."""
     match loop:
-        case For(start=Const(begin), stop=Const(end), step=Const(by)):
+        case ir.For(start=ir.Const(begin), stop=ir.Const(end), step=ir.Const(by)):
             whole = (end - begin) % (by * count) == 0
         case _:
             whole = False
@@ -512,33 +382,19 @@ def _laid_out(loop: For, first: str, stop: str, step: str, count: int, body: lis
     return lines
 
 
-def _vector_type(array: LocalArray) -> str:
-    return f"vec{array.width}<{shared_type(array.dtype)}>"
+def _item_type(array: ir.LocalArray) -> str:
+    type = shared_type(array.dtype)
+    if array.width > 1:
+        return f"vec{array.width}<{type}>"
+    return f"atomic<{type}>" if array.atomic else type
 
 
-def _number(expr: Expr) -> int:
+def _number(expr: ir.Expr) -> int:
     """A number that the text depends on."""
-    assert isinstance(expr, Const)
+    assert isinstance(expr, ir.Const)
     return int(expr.value)
 
 
-def _lane_names(name: str, kind: Type, text: Callable[[int], str], word: str = "let") -> list[str]:
-    """Names for texts of all lanes."""
-    if kind.width == 1:
-        return [f"{word} {name} = {text(0)};"]
-    return [f"{word} {name}_{lane} = {text(lane)};" for lane in range(kind.width)]
-
-
-def _moved(index: str, step: int, lane: int) -> str:
+def _moved(index: str, step: int, lane: int | None) -> str:
     """An index in a lane."""
-    return f"{index} + {lane * step}" if lane * step else index
-
-
-def _in_words(access: Load | Store) -> bool:
-    """Whether all lanes together fill whole words."""
-    together = isinstance(access, Store) or access.step == 1
-    return together and access.type.width > 1 and access.aligned * item_size(access.stored) >= WORD
-
-
-def _in_parts(store: Store) -> bool:
-    return item_size(store.stored) < WORD and not _in_words(store)
+    return f"{index} + {lane * step}" if lane and step else index

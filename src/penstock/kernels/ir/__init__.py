@@ -7,3 +7,6 @@ CPU's vectors, or the number of neighbouring items that a thread of a GPU comput
 Python's `==` compares two expressions as data, so a comparison in a kernel is `a.eq(b)` or `a.ne(b)`. `//` is
 the language's division: of numbers that are not negative, unless both signs were thought of.
 """
+
+from penstock.kernels.ir.expressions import *  # noqa: F403
+from penstock.kernels.ir.statements import *  # noqa: F403

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+HALF_PRECISION = ("bfloat16", "float16")  # dtypes of memory only, whose values are computed in float32
 _INTEGERS = ("int32", "uint32")  # that operators compute without a thought of wrapping around
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 _OPERATIONS = {
@@ -23,11 +24,13 @@ _OPERATIONS = {
     "<<": "bitwise_left_shift",
     ">>": "bitwise_right_shift",
 }
+_TRUTHS = {_OPERATIONS[symbol] for symbol in _COMPARISONS}
+_TRUTHS |= {"greater_or_nan", "less_or_nan", "isnan", "isinf", "isfinite", "signbit"}
 
 
 @dataclass(frozen=True)
 class Type:
-    """What a value is. Values of half precision are computed in float32, so dtype is never a half."""
+    """What a value is, when it is computed with."""
 
     dtype: str
     width: int = 1
@@ -67,10 +70,6 @@ class Expr:
     def cast(self, dtype: str) -> Expr:
         """The value as one of another dtype."""
         return self if dtype == self.type.dtype else Cast(Type(dtype, self.type.width), self)
-
-    def bits(self, dtype: str) -> Expr:
-        """The value's bits as a value of a dtype of the same size."""
-        return self if dtype == self.type.dtype else Bitcast(Type(dtype), self)
 
 
 Operand = Expr | int | float
@@ -146,14 +145,6 @@ class Binary(Expr):
 @dataclass(frozen=True)
 class Cast(Expr):
     """A value as one of another dtype."""
-
-    type: Type
-    value: Expr
-
-
-@dataclass(frozen=True)
-class Bitcast(Expr):
-    """The bits of a value as a value of another dtype of the same size."""
 
     type: Type
     value: Expr
@@ -312,26 +303,8 @@ def call(operation: str, *inputs: Operand, dtype: str = "") -> Expr:
     like = next(value for value in reversed(inputs) if isinstance(value, Expr))
     values = tuple(constant(value, like) for value in inputs)
     of = values[-1].type
-    truth = operation in _TRUTHS
-    return Call(Type(dtype or ("bool" if truth else of.dtype), of.width), operation, values, of)
-
-
-_TRUTHS = frozenset(
-    [
-        "less",
-        "less_equal",
-        "greater",
-        "greater_equal",
-        "equal",
-        "not_equal",
-        "greater_or_nan",
-        "less_or_nan",
-        "isnan",
-        "isinf",
-        "isfinite",
-        "signbit",
-    ]
-)
+    result = dtype or ("bool" if operation in _TRUTHS else of.dtype)
+    return Call(Type(result, of.width), operation, values, of)
 
 
 def _binary(operator: str, left: Expr, right: Operand) -> Expr:

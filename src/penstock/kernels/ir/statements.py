@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.kernels.ir.expressions import ONE, Expr, Type, Var
 
 
+class Statement:
+    """What a thread does."""
+
+
 @dataclass(frozen=True)
-class _Binding:
+class _Binding(Statement):
     """A name and its value."""
 
     name: str
@@ -28,16 +33,12 @@ class Declare(_Binding):
     """A variable, which may be assigned another value."""
 
 
-@dataclass(frozen=True)
-class Assign:
+class Assign(_Binding):
     """Another value for a variable."""
 
-    name: str
-    value: Expr
-
 
 @dataclass(frozen=True)
-class Store:
+class Store(Statement):
     """A value goes into a buffer, or an array, that stores `stored`; items lie side by side."""
 
     value: Expr
@@ -65,7 +66,7 @@ class LocalArray:
 
 
 @dataclass(frozen=True)
-class RegisterArray:
+class RegisterArray(Statement):
     """An array of one thread, which is in registers where every index is a constant in the end."""
 
     name: str
@@ -74,7 +75,7 @@ class RegisterArray:
 
 
 @dataclass(frozen=True)
-class Forget:
+class Forget(Statement):
     """The compiler is to know no longer what is in registers, or it keeps all that was computed from them."""
 
     name: str
@@ -82,7 +83,7 @@ class Forget:
 
 
 @dataclass(frozen=True)
-class Accumulate:
+class Accumulate(Statement):
     """A variable takes in one more value of a reduction."""
 
     target: Var
@@ -93,7 +94,7 @@ class Accumulate:
 
 
 @dataclass(frozen=True)
-class MultiplyAdd:
+class MultiplyAdd(Statement):
     """A variable of floats grows by a product, which may be rounded before or not: as is fastest."""
 
     target: Var
@@ -102,7 +103,7 @@ class MultiplyAdd:
 
 
 @dataclass(frozen=True)
-class BlockReduce:
+class BlockReduce(Statement):
     """`name` is the reduction of a variable's items, and of the neighbouring threads that share a row."""
 
     name: str
@@ -113,7 +114,7 @@ class BlockReduce:
 
 
 @dataclass(frozen=True)
-class StridedReduce:
+class StridedReduce(Statement):
     """A variable takes in those of the threads `stride`, 2 * `stride` ... after this one, item by item.
 
     Only the first `stride` threads of the group have the result.
@@ -127,7 +128,7 @@ class StridedReduce:
 
 
 @dataclass(frozen=True)
-class Pointer:
+class Pointer(Statement):
     """A name for a buffer or a local array from an offset on, for dialects that have pointers.
 
     What is read and written through it overlaps nothing else.
@@ -140,7 +141,7 @@ class Pointer:
 
 
 @dataclass(frozen=True)
-class UniformLoad:
+class UniformLoad(Statement):
     """`name` is an item of a local array, read after a barrier: all threads have the same value."""
 
     name: str
@@ -149,7 +150,7 @@ class UniformLoad:
 
 
 @dataclass(frozen=True)
-class AtomicAdd:
+class AtomicAdd(Statement):
     """An item of a local array of int32 grows; `name` is what it was before, if anybody asks."""
 
     array: str
@@ -159,7 +160,7 @@ class AtomicAdd:
 
 
 @dataclass(frozen=True)
-class CallFunction:
+class CallFunction(Statement):
     """A call of one of the kernel's functions, as the workgroup with a number."""
 
     function: str
@@ -170,7 +171,7 @@ class CallFunction:
 
 
 @dataclass(frozen=True)
-class For:
+class For(Statement):
     """A variable from `start` to before `stop`, in steps."""
 
     name: str
@@ -183,7 +184,7 @@ class For:
 
 
 @dataclass(frozen=True)
-class While:
+class While(Statement):
     """Statements as long as a condition holds."""
 
     condition: Expr
@@ -191,7 +192,7 @@ class While:
 
 
 @dataclass(frozen=True)
-class If:
+class If(Statement):
     """Statements under a condition, and others where it does not hold."""
 
     condition: Expr
@@ -200,32 +201,18 @@ class If:
 
 
 @dataclass(frozen=True)
-class Barrier:
+class Barrier(Statement):
     """No thread of the group goes on before all have come here."""
 
     device_memory: bool = False  # whether that orders what they read and write there, too
 
 
-Statement = (
-    Let
-    | Declare
-    | Assign
-    | Store
-    | RegisterArray
-    | Forget
-    | Accumulate
-    | MultiplyAdd
-    | BlockReduce
-    | StridedReduce
-    | Pointer
-    | UniformLoad
-    | AtomicAdd
-    | CallFunction
-    | For
-    | While
-    | If
-    | Barrier
-)
+def walk(body: Sequence[Statement]) -> Iterator[Statement]:
+    """Statements, and those inside others."""
+    for statement in body:
+        yield statement
+        for part in ("body", "otherwise"):
+            yield from walk(getattr(statement, part, ()))
 
 
 Parameters = list[tuple[str, str]]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from penstock.fusion.groups import Group
 from penstock.fusion.products import Matrix, bias_vector, library_operand
 from penstock.graph.dtypes import checked, float32
 from penstock.graph.node import Array, Node
-from penstock.kernels.source import ALIGNMENT
+from penstock.kernels.source import ALIGNMENT, KernelSource
+from penstock.kernels.templates.launches import Lowering, one_launch
 
 _DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}  # cudaDataType_t
 # Bytes that an algorithm may use, for parts of long sums. The gradients of weights take up to 8% longer with
@@ -53,6 +54,17 @@ class Product:
             matrix = self.left if buffer == "left" else self.right
             items = matrix.extent + (self.batch - 1) * matrix.batch_stride
         return items * checked(self.dtype).itemsize
+
+
+def library_launch(group: Group, product: Node, capabilities: Capabilities, name: str) -> Lowering:
+    """The launch of a product, and of the sum with a bias, which takes a workspace besides."""
+    problem, operands = library_problem(group, product, capabilities)
+    nodes = (*group.outputs, *group.inputs)
+    dtypes = (*(str(node.dtype) for node in nodes), "uint8")
+    buffers = {"out": 0, "workspace": len(nodes)}
+    buffers |= {operand: nodes.index(node) for operand, node in operands.items()}
+    lowering = one_launch(KernelSource(name, "", dtypes, (), (1,), (1,)))
+    return replace(lowering, scratch=(WORKSPACE,), function=LibraryLaunch(problem, buffers, len(dtypes)))
 
 
 def library_problem(

@@ -75,7 +75,7 @@ def tune(launch: LibraryLaunch, driver: Driver) -> int:
     try:
         with memory(launch, driver, random=known is None) as args, new_stream() as stream:
             if known is None:
-                times = measured(launch, library.handle, algorithms, stream, args)
+                times = [_milliseconds(launch, library.handle, each, stream, args) for each in algorithms]
                 launch.use(library.handle, algorithms[times.index(min(times))])
             launch(stream, *args)
         if known is None:
@@ -85,7 +85,7 @@ def tune(launch: LibraryLaunch, driver: Driver) -> int:
     return needed(launch, library.handle, launch.algorithm)
 
 
-def suggestions(launch: LibraryLaunch, handle: int, count: int = _SUGGESTIONS) -> list[Array]:
+def suggestions(launch: LibraryLaunch, handle: int) -> list[Array]:
     """Algorithms that the library thinks well of, the best first, each in its 64 bytes."""
     preference = cublasLt.matmul_preference_create()
     try:
@@ -99,8 +99,8 @@ def suggestions(launch: LibraryLaunch, handle: int, count: int = _SUGGESTIONS) -
         for which, value in limits.items():
             held = np.atleast_1d(value)
             cublasLt.matmul_preference_set_attribute(preference, int(which), held.ctypes.data, held.nbytes)
-        found = np.zeros(count, cublasLt.matmul_heuristic_result_dtype)
-        number = np.zeros(1, np.int32)
+        heuristics = np.zeros(_SUGGESTIONS, cublasLt.matmul_heuristic_result_dtype)
+        count = np.zeros(1, np.int32)
         of = launch.descriptors
         try:
             cublasLt.matmul_algo_get_heuristic(
@@ -111,15 +111,15 @@ def suggestions(launch: LibraryLaunch, handle: int, count: int = _SUGGESTIONS) -
                 of.out,
                 of.out,
                 preference,
-                count,
-                found.ctypes.data,
-                number.ctypes.data,
+                _SUGGESTIONS,
+                heuristics.ctypes.data,
+                count.ctypes.data,
             )
         except cublasLt.cuBLASLtError:  # there are none
             return []
     finally:
         cublasLt.matmul_preference_destroy(preference)
-    return [heuristic["algo"]["data_"].copy() for heuristic in found[: number[0]] if heuristic["state"] == 0]
+    return [known["algo"]["data_"].copy() for known in heuristics[: count[0]] if known["state"] == 0]
 
 
 def _read(choice: str | None) -> Array | None:
@@ -143,16 +143,10 @@ def needed(launch: LibraryLaunch, handle: int, algorithm: Array) -> int:
     return int(result["workspace_size"][0])
 
 
-def measured(
-    launch: LibraryLaunch, handle: int, algorithms: Sequence[Array], stream: int, args: Sequence[int]
-) -> list[float]:
-    """Milliseconds of a call with each algorithm; infinite where it fails."""
-    return [_milliseconds(launch, handle, algorithm, stream, args) for algorithm in algorithms]
-
-
 def _milliseconds(
     launch: LibraryLaunch, handle: int, algorithm: Array, stream: int, args: Sequence[int]
 ) -> float:
+    """What a call takes with an algorithm; infinite where it fails."""
     launch.use(handle, algorithm)
     try:
         launch(stream, *args)  # loads its kernels

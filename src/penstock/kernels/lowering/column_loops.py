@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.fusion.index import Index, flat, unflatten, variable
+from penstock.fusion.index import Index, variable
 from penstock.graph.node import Kind, Node
 from penstock.kernels.ir.expressions import INT, THREAD, WORKGROUP, Const, Identity, Select, Type, Var
 from penstock.kernels.ir.statements import (
@@ -20,8 +20,8 @@ from penstock.kernels.ir.statements import (
     StridedReduce,
 )
 from penstock.kernels.lowering.blocks import Sums, in_blocks, is_inexact
+from penstock.kernels.lowering.emitter import Value, computed_dtype
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered, at_most
-from penstock.kernels.lowering.scopes import Merge, Value, computed_dtype
 
 _BLOCK = 256  # columns that a thread of a CPU reduces at a time
 # Of a GPU.
@@ -33,103 +33,58 @@ class ColumnLoops(LoopNest):
     """Reductions over axes that are not the last: neighbouring results are computed side by side."""
 
     def space(self) -> None:
-        first = next(node for node in self.group.nodes if node.primitive.kind is Kind.REDUCTION)
-        self._source, axes = first.inputs[0], first.attributes["axes"]
-        shape = self._source.shape
-        self._kept, kept = self.axes("r", [1 if axis in axes else n for axis, n in enumerate(shape)])
-        self._reduced, reduced = self.axes("c", [n if axis in axes else 1 for axis, n in enumerate(shape)])
-        self._place = tuple(reduced[axis] if axis in axes else kept[axis] for axis in range(len(shape)))
-        self._row = flat(tuple(kept), tuple(1 if axis in axes else n for axis, n in enumerate(shape)))
         self._reductions = [node for node in self.group.nodes if node.primitive.kind is Kind.REDUCTION]
-
-    def merges(self) -> list[Merge]:
-        return self.found_merges(self._kept, self._reduced)
+        source, axes = self._reductions[0].inputs[0], self._reductions[0].attributes["axes"]
+        self._kept, self._reduced, self._row, _, self._place = self.reduction_axes(source.shape, axes)
 
     def _results(self) -> None:
         """What is done to each result, and its store."""
-        scopes = self.scopes
-        results = []
-        for at, node in enumerate(self.group.outputs):
-            place = unflatten(self._row, node.shape, scopes.variables)
-            results.append((at, scopes.value(node, place), self._row))
-        self.store(results)
+        outputs = enumerate(self.group.outputs)
+        self.store([(at, self.emitter.at_number(node, self._row), self._row) for at, node in outputs])
 
-    def write(self) -> Lowered:
+    def build(self) -> Lowered:
         kept = self.joined(self._kept)
-        if self.gpu:
-            return self._by_threads(kept)
-        return self._by_blocks(kept) if kept else self._by_one(kept)
-
-    def _by_one(self, kept: list[str]) -> Lowered:
-        scopes, form = self.scopes, self.scopes.form
-        size = self.count(kept)
-        form.grid, form.group = (size,), (1,)
-        form.body = [Let("item", WORKGROUP * 1 + THREAD)]
-        inside = self.unpack("item", kept, 0)
-        sums = Sums(scopes.name)
-        names = {node: scopes.name("sum") for node in self._reductions}
-        around = self.joined(self._reduced)
-        for name in around:
-            scopes.depth_of[name] = 1
-        for node, name in names.items():
-            value = scopes.value(node.inputs[0], self._place)
-            target = Var(name, value.type)
-            scopes.bodies[1].append(Accumulate(target, node.primitive.name, value.var, value.type))
-            sums.add(name, Type(computed_dtype(node)), node.primitive.name)
-        before, scopes.bodies[0] = scopes.bodies[0], []
-        loops, each = scopes.leave(), 1
-        for name in reversed(around):
-            turns = self.count([name])
-            loop, each = sums.blocked(For(name, Const(0), Const(turns), Const(1), loops, trips=turns), each)
-            loops = [loop]
-        scopes.stage = 1
-        for node, name in names.items():
-            scopes.given[node] = Value(Var(sums.last(name), Type(computed_dtype(node))), 0)
-        variables = [sums.variable(name) for name in names.values()]
-        self._results()
-        whole = [*inside, *before, *variables, *loops, *scopes.bodies[0], *scopes.leave()]
-        form.body.append(For("once", Var("item"), Const(size), Const(size), whole))
-        return self.lowered()
+        return self._by_threads(kept) if self.gpu else self._by_blocks(kept)
 
     def _by_threads(self, kept: list[str]) -> Lowered:
         """Some threads of a group have neighbouring columns, others the same columns of other rows."""
-        scopes, form, lanes = self.scopes, self.scopes.form, self.lanes
+        emitter, kernel, lanes = self.emitter, self.emitter.kernel, self.lanes
         size, reduced = self.count(kept), self.joined(self._reduced)
         self.take_lanes(kept)
         threads = min(GROUP_THREADS, 1 << self.max_threads.bit_length() - 1)
         rows = self.count(reduced)
         abreast = self._abreast(threads, rows, size // lanes)
         parts = threads // abreast
-        form.grid, form.group = (-(-size // (abreast * lanes)),), (threads,)
+        kernel.grid, kernel.group = (-(-size // (abreast * lanes)),), (threads,)
         last = size - lanes
-        form.body = [
+        kernel.body = [
             Let("begin", (WORKGROUP * abreast + THREAD % abreast) * lanes),
             # All threads of a group work together.
             Let("item", Select(INT, Var("begin") < last, Var("begin"), Const(last))),
         ]
         inside = self.unpack("item", kept, 0)
-        names = {node: scopes.name("sum") for node in self._reductions}
+        names = {node: emitter.name("sum") for node in self._reductions}
         around = self.unpack("part", reduced, 1)
-        sums = Sums(scopes.name)
+        sums = Sums(emitter.name)
         for node, name in names.items():
             kind = Type(computed_dtype(node), lanes)
-            value = scopes.value(node.inputs[0], self._place)
-            scopes.bodies[1].append(Accumulate(Var(name, kind), node.primitive.name, value.var, kind))
+            value = emitter.value(node.inputs[0], self._place)
+            emitter.bodies[1].append(Accumulate(Var(name, kind), node.primitive.name, value.var, kind))
             sums.add(name, kind, node.primitive.name)
-        before, scopes.bodies[0] = scopes.bodies[0], []
-        start, turns, statements = THREAD // abreast, -(-rows // parts), [*around, *scopes.leave()]
+        before, emitter.bodies[0] = emitter.bodies[0], []
+        start, turns, statements = THREAD // abreast, -(-rows // parts), [*around, *emitter.leave()]
         loop = For("part", start, Const(rows), Const(parts), statements, _READS, turns)
         loop, _ = sums.blocked(loop)
-        form.body += [*inside, *before, *(sums.variable(name) for name in names.values()), loop]
+        kernel.body += [*inside, *before, *(sums.variable(name) for name in names.values()), loop]
         names = {node: sums.last(name) for node, name in names.items()}
         if parts > 1:
-            form.body += self._across(names, abreast, threads)
-        scopes.stage = 1
+            kernel.body += self._across(names, abreast, threads)
+        emitter.stage = 1
         for node, name in names.items():
-            scopes.given[node] = Value(Var(name, Type(computed_dtype(node), lanes)), 0)
+            emitter.given[node] = Value(Var(name, Type(computed_dtype(node), lanes)), 0)
         self._results()
-        results = [*scopes.bodies[0], *scopes.leave()]
-        form.body.append(If((abreast > THREAD) & (Var("begin") < size), results))
+        results = [*emitter.bodies[0], *emitter.leave()]
+        kernel.body.append(If((abreast > THREAD) & (Var("begin") < size), results))
         return self.lowered()
 
     @staticmethod
@@ -148,8 +103,8 @@ class ColumnLoops(LoopNest):
             if stored in arrays:
                 result.append(Barrier())
             else:
-                arrays[stored] = self.scopes.name("across")
-                self.scopes.form.arrays.append(LocalArray(arrays[stored], stored, threads * self.lanes))
+                arrays[stored] = self.emitter.name("across")
+                self.emitter.kernel.arrays.append(LocalArray(arrays[stored], stored, threads * self.lanes))
             kind = Type(dtype, self.lanes)
             target = Var(name, kind)
             operation, parts = node.primitive.name, (Const(abreast), Const(threads))
@@ -158,24 +113,24 @@ class ColumnLoops(LoopNest):
 
     def _by_blocks(self, kept: list[str]) -> Lowered:
         """A block of neighbouring results at a time, each row of the block from start to end."""
-        scopes, form = self.scopes, self.scopes.form
+        emitter, kernel = self.emitter, self.emitter.kernel
         *outer, self._last = kept
         rows, length = self.count(outer), self.count([self._last])
         self._width = min(_BLOCK, -(-length // (16 * max(1, self.units * 2 // rows))) * 16)
         blocks = -(-length // self._width)
         self._new_arrays()
-        form.grid = (rows * blocks,)
-        form.body = [
+        kernel.grid = (rows * blocks,)
+        kernel.body = [
             Let("begin", WORKGROUP % blocks * self._width),
             Let("end", at_most(Var("begin"), self._width, Const(length))),
             Let("row", WORKGROUP // blocks),
         ]
-        form.body += self.unpack("row", outer, 0)
-        scopes.depth_of["begin"], scopes.variables.lengths["begin"] = 0, length
+        kernel.body += self.unpack("row", outer, 0)
+        emitter.depth_of["begin"], emitter.variables.lengths["begin"] = 0, length
         self._start = self._each_column(self._put_neutral)
         around = self.joined(self._reduced)
         for name in around:
-            scopes.depth_of[name] = 1
+            emitter.depth_of[name] = 1
         loops, each = self._each_column(self._add), 1
         inexact = any(is_inexact(node.primitive.name, computed_dtype(node)) for node in self._reductions)
         for name in reversed(around):
@@ -184,15 +139,15 @@ class ColumnLoops(LoopNest):
             if inexact:
                 loop, each = in_blocks(loop, each, self._next_level)
             loops = [loop]
-        scopes.stage = 1
+        emitter.stage = 1
         final = self._each_column(self._finish)
-        form.body += [*scopes.bodies[0], *self._start, *loops, *final]
+        kernel.body += [*emitter.bodies[0], *self._start, *loops, *final]
         return self.lowered()
 
     def _new_arrays(self) -> None:
         """Memory for a block of each reduction's results."""
-        self._arrays = {node: self.scopes.name("sums") for node in self._reductions}
-        self.scopes.form.arrays += [
+        self._arrays = {node: self.emitter.name("sums") for node in self._reductions}
+        self.emitter.kernel.arrays += [
             LocalArray(name, computed_dtype(node), self._width) for node, name in self._arrays.items()
         ]
 
@@ -208,7 +163,7 @@ class ColumnLoops(LoopNest):
         def add_parts() -> None:
             for node, name in self._arrays.items():
                 old, part = self._item(name, node), self._item(parts[node], node)
-                self._put(name, node, self.scopes.combined(node, old, part))
+                self._put(name, node, self.emitter.combined(node, old, part))
 
         added = self._each_column(add_parts)
         self._start = self._each_column(self._put_neutral)
@@ -216,19 +171,19 @@ class ColumnLoops(LoopNest):
 
     def _put_neutral(self) -> None:
         for node, name in self._arrays.items():
-            kind, zero = Type(computed_dtype(node), self.scopes.lanes), self.scopes.name()
-            self.scopes.bodies[1].append(Declare(zero, Identity(kind, node.primitive.name)))
+            kind, zero = Type(computed_dtype(node), self.emitter.lanes), self.emitter.name()
+            self.emitter.bodies[1].append(Declare(zero, Identity(kind, node.primitive.name)))
             self._put(name, node, Value(Var(zero, kind), 1))
 
     def _add(self) -> None:
-        scopes = self.scopes
+        emitter = self.emitter
         for node, name in self._arrays.items():
-            value = scopes.widened(scopes.value(node.inputs[0], self._place), scopes.lanes)
-            self._put(name, node, scopes.combined(node, self._item(name, node), value))
+            value = emitter.widened(emitter.value(node.inputs[0], self._place), emitter.lanes)
+            self._put(name, node, emitter.combined(node, self._item(name, node), value))
 
     def _finish(self) -> None:
         for node, name in self._arrays.items():
-            self.scopes.given[node] = self._item(name, node)
+            self.emitter.given[node] = self._item(name, node)
         self._results()
 
     def _at(self) -> Index:
@@ -236,8 +191,8 @@ class ColumnLoops(LoopNest):
         return variable(self._last) + variable("begin") * -1
 
     def _item(self, array: str, node: Node) -> Value:
-        return self.scopes.item(array, node, self._at())
+        return self.emitter.item(array, node, self._at())
 
     def _put(self, array: str, node: Node, value: Value) -> None:
-        place, _, _ = self.scopes.index(self._at())
-        self.scopes.bodies[1].append(Store(value.var, array, computed_dtype(node), place))
+        place, _, _ = self.emitter.index(self._at())
+        self.emitter.bodies[1].append(Store(value.var, array, computed_dtype(node), place))

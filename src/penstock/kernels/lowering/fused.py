@@ -5,33 +5,38 @@ from __future__ import annotations
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
 from penstock.fusion.index import SplitNeeded
+from penstock.fusion.kinds import GroupKind
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.c_expressions import has_vectors
 from penstock.kernels.lowering.column_loops import ColumnLoops
+from penstock.kernels.lowering.emitter import LanesImpossible, computed_dtype
 from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
 from penstock.kernels.lowering.map_loops import MapLoops
 from penstock.kernels.lowering.row_loops import RowLoops
-from penstock.kernels.lowering.scopes import LanesImpossible, computed_dtype
 
-_LANES = 8  # PoCL names 16 on CPUs with registers for 8, and its functions of 16 crash its compiler
+_LANES = 8  # PoCL reports 16 on CPUs with registers for 8, and its functions on 16 crash its compiler
 _ACCESS = 16  # bytes that a thread of a GPU reads or writes at once
 _WORD = 4  # the same in WGSL
-_BUSY = 512  # threads for each unit of a GPU; with fewer, it has not enough to do while it waits for memory
-_KINDS: dict[str, type[LoopNest]] = {"map": MapLoops, "row": RowLoops, "column": ColumnLoops}
+_BUSY = 512  # threads for each compute unit of a GPU; with fewer, it idles while it waits for memory
+LOOPS: dict[GroupKind, type[LoopNest]] = {
+    GroupKind.MAP: MapLoops,
+    GroupKind.ROW: RowLoops,
+    GroupKind.COLUMN: ColumnLoops,
+}
 
 
 def lower(group: Group, capabilities: Capabilities) -> Lowered:
-    """The kernel of a map, row or column group. (That of a matmul is made around its template.)"""
+    """The kernel of a group that has loops."""
     gpu = capabilities.vector_width == 1
     lanes = _thread_lanes(group, capabilities) if gpu else _vector_lanes(group)
     splits: list[tuple[str, int]] = []
-    kind = _KINDS[group.kind]
+    loops = LOOPS[group.kind]
     while True:
         try:
-            trial = kind(group, capabilities, 1, splits, [])
-            trial.write()
-            final = kind(group, capabilities, lanes, splits, trial.merges())
-            return final.write()
+            trial = loops(group, capabilities, 1, splits, [])
+            trial.build()
+            final = loops(group, capabilities, lanes, splits, trial.merges())
+            return final.build()
         except SplitNeeded as needed:
             splits.append((needed.name, needed.inner))
         except LanesImpossible:
@@ -56,6 +61,6 @@ def _thread_lanes(group: Group, capabilities: Capabilities) -> int:
     wide = sum(node.nbytes for node in large if node.dtype.itemsize == 8)
     total = sum(node.nbytes for node in large)
     lanes = _ACCESS // (2 if 2 * narrow >= total else 8 if 2 * wide > total else 4)
-    while group.kind == "map" and lanes > 1 and size // lanes < _BUSY * capabilities.compute_units:
+    while group.kind.is_map and lanes > 1 and size // lanes < _BUSY * capabilities.compute_units:
         lanes //= 2
     return lanes

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
-from penstock.fusion.index import ZERO, Index, Variables, variable
+from penstock.fusion.index import ZERO, Index, Place, Variables, flat, variable
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST
+from penstock.graph.node import Shape
 from penstock.kernels.ir.expressions import INT, WORKGROUP, Const, Expr, Operand, Select, Var, integer
 from penstock.kernels.ir.statements import For, KernelIR, Let, Statement, Store
-from penstock.kernels.lowering.scopes import LanesImpossible, Merge, Scopes, Value
+from penstock.kernels.lowering.emitter import Emitter, LanesImpossible, Merge, Value, merged
 
 GROUP_THREADS = 256  # of a work-group on a GPU
 _TASKS = 4  # for each compute unit of a CPU, so that none waits long for the last
@@ -25,7 +26,7 @@ _KEPT_BYTES = 1 << 15  # of one row, which is to stay in a CPU's nearest cache
 class Lowered:
     """A group's kernel in the IR, and which inputs each output may be written over."""
 
-    form: KernelIR
+    kernel: KernelIR
     may_alias: tuple[tuple[int, ...], ...]  # for each output: numbers of inputs
 
 
@@ -48,27 +49,27 @@ class LoopNest:
         self.lanes = lanes
         self._splits = splits
         self._lengths: dict[str, int] = {}
-        self._merges = merges
+        self._axes: list[list[str]] = []  # the variables of each call of `axes`
         self._stores: dict[int, tuple[int, Index]] = {}  # of each output: the stage, and where
         self.space()
-        self.scopes = Scopes(group, Variables(self._lengths), vectors=not self.gpu)
-        self.scopes.merged = merges
-        self.scopes.form.quick = self.gpu and _of_halves(group)
+        self.emitter = Emitter(group, Variables(self._lengths), vectors=not self.gpu)
+        self.emitter.merges = merges
+        self.emitter.kernel.quick = self.gpu and _of_halves(group)
         for merge in merges:
             length = self._lengths[merge.outer] * merge.length
-            self._lengths[merge.name] = self.scopes.variables.lengths[merge.name] = length
+            self._lengths[merge.name] = self.emitter.variables.lengths[merge.name] = length
 
     def space(self) -> None:
         """Set out the variables."""
         raise NotImplementedError
 
-    def write(self) -> Lowered:
+    def build(self) -> Lowered:
         """Build the kernel."""
         raise NotImplementedError
 
     # Variables
 
-    def axes(self, prefix: str, lengths: Sequence[int]) -> tuple[list[str], list[Index]]:
+    def axes(self, prefix: str, lengths: Sequence[int]) -> tuple[list[str], Place]:
         """Variables for axes, and the index along each; an axis that must be split has several."""
         names: list[str] = []
         indices: list[Index] = []
@@ -85,22 +86,32 @@ class LoopNest:
             self._lengths.update(pieces)
             names += [name for name, _ in pieces]
             indices.append(index)
-        return names, indices
+        self._axes.append(names)
+        return names, tuple(indices)
+
+    def reduction_axes(
+        self, shape: Shape, axes: tuple[int, ...]
+    ) -> tuple[list[str], list[str], Index, Index, Place]:
+        """Variables for the axes that a reduction keeps and for those that it reduces, and what they tell.
+
+        That is the number of the result, the number of the item among those that it reduces, and the place.
+        """
+        kept = tuple(1 if axis in axes else length for axis, length in enumerate(shape))
+        reduced = tuple(length if axis in axes else 1 for axis, length in enumerate(shape))
+        rows, row = self.axes("r", kept)
+        columns, column = self.axes("c", reduced)
+        place = tuple(outer + inner for outer, inner in zip(row, column, strict=True))
+        return rows, columns, flat(row, kept), flat(column, reduced), place
 
     def merges(self) -> list[Merge]:
-        """The neighbours that every index uses as one, once all is written without merging."""
-        raise NotImplementedError
-
-    def found_merges(self, *lists: list[str]) -> list[Merge]:
-        """The neighbours in each list that every index uses as one."""
+        """The neighbours that every index uses as one, once all is built without merging."""
         result: list[Merge] = []
         lengths = dict(self._lengths)
-        for names in lists:
-            names = list(names)
+        for names in map(list, self._axes):
             at = len(names) - 2
             while at >= 0:
                 outer, inner = names[at], names[at + 1]
-                indices = [self._after(index, result) for index in self.scopes.used]
+                indices = [merged(index, result) for index in self.emitter.used]
                 if all(index.factor(outer) == index.factor(inner) * lengths[inner] for index in indices):
                     merge = Merge(f"{outer}{inner}", outer, inner, lengths[inner])
                     lengths[merge.name] = lengths[outer] * lengths[inner]
@@ -109,20 +120,10 @@ class LoopNest:
                 at -= 1
         return result
 
-    def merged(self, index: Index) -> Index:
-        """An index after merging."""
-        return self._after(index, self._merges)
-
-    @staticmethod
-    def _after(index: Index, merges: list[Merge]) -> Index:
-        for merge in merges:
-            index = merge.applied(index)
-        return index
-
     def joined(self, names: list[str]) -> list[str]:
         """Variables after merging."""
         result = list(names)
-        for merge in self._merges:
+        for merge in self.emitter.merges:
             if merge.outer in result:
                 at = result.index(merge.outer)
                 result[at : at + 2] = [merge.name]
@@ -140,7 +141,7 @@ class LoopNest:
             length = self._lengths[name]
             value: Expr = Var(number) if stride == 1 else Var(number) // stride
             result.append(Let(name, value if at == 0 else value % length))
-            self.scopes.depth_of[name] = depth
+            self.emitter.depth_of[name] = depth
             stride *= length
         return result
 
@@ -151,7 +152,7 @@ class LoopNest:
         if self.lanes > 1:
             if not names or self._lengths[names[-1]] % self.lanes:
                 raise LanesImpossible
-            self.scopes.lanes, self.scopes.lane_steps = self.lanes, {names[-1]: 1}
+            self.emitter.lanes, self.emitter.lane_steps = self.lanes, {names[-1]: 1}
 
     # Loops of a CPU
 
@@ -163,28 +164,28 @@ class LoopNest:
         self, name: str, first: Operand, last: Operand, exact: bool, body: Callable[[], None]
     ) -> list[For]:
         """A loop over vectors of neighbouring items, and where they are not `exact`, one over the rest."""
-        scopes, lanes = self.scopes, self.lanes
-        scopes.depth_of[name] = 1
+        emitter, lanes = self.emitter, self.lanes
+        emitter.depth_of[name] = 1
         result: list[For] = []
         turns = last if isinstance(last, int) else 1
         start, stop = integer(first), integer(last)
         if lanes > 1:
-            scopes.lanes, scopes.lane_steps = lanes, {name: 1}
+            emitter.lanes, emitter.lane_steps = lanes, {name: 1}
             body()
             end = stop if exact else stop - (lanes - 1)
-            result.append(For(name, start, end, Const(lanes), scopes.leave(), trips=turns // lanes))
+            result.append(For(name, start, end, Const(lanes), emitter.leave(), trips=turns // lanes))
             if exact:
                 return result
             start, turns = start + (stop - start) // lanes * lanes, turns % lanes
-        scopes.lanes, scopes.lane_steps = 1, {}
+        emitter.lanes, emitter.lane_steps = 1, {}
         body()
-        result.append(For(name, start, stop, Const(1), scopes.leave(), trips=turns))
+        result.append(For(name, start, stop, Const(1), emitter.leave(), trips=turns))
         return result
 
     def chunk(self, count: int, tasks: int, multiple: int = 1) -> list[Statement]:
         """The part of one task: counts `begin` and `end`."""
         size = -(-count // (tasks * multiple)) * multiple
-        self.scopes.form.grid = (-(-count // size),)
+        self.emitter.kernel.grid = (-(-count // size),)
         return [
             Let("begin", WORKGROUP * size),
             Let("end", at_most(Var("begin"), size, Const(count))),
@@ -194,29 +195,29 @@ class LoopNest:
 
     def store(self, results: Sequence[tuple[int, Value, Index]]) -> None:
         """Write values to outputs; last of all in a body, so that nothing is read after it was written."""
-        scopes = self.scopes
+        emitter = self.emitter
         for number, value, index in results:
-            place, depth, step = scopes.index(index)
-            lanes = scopes.lanes if step else 1
-            wide = scopes.widened(value, lanes)
+            place, depth, step = emitter.index(index)
+            lanes = emitter.lanes if step else 1
+            wide = emitter.widened(value, lanes)
             stored = str(self.group.outputs[number].dtype)
-            aligned = scopes.aligned(index) if self.gpu and step == 1 else 1
-            scopes.bodies[max(depth, wide.depth)].append(
+            aligned = emitter.aligned(index) if self.gpu and step == 1 else 1
+            emitter.bodies[max(depth, wide.depth)].append(
                 Store(wide.var, f"out{number}", stored, place, aligned, lanes)
             )
             self.note_store(number, index)
 
     def note_store(self, number: int, index: Index) -> None:
         """Remember where an output is written, and in which pass."""
-        self._stores[number] = (self.scopes.stage, index)
+        self._stores[number] = (self.emitter.stage, index)
 
     def may_alias(self) -> tuple[tuple[int, ...], ...]:
-        """For each output the inputs that it may be written over, once everything is written."""
-        return overwritable(self.group, self.scopes.loads, self._stores)
+        """For each output the inputs that it may be written over, once everything is built."""
+        return overwritable(self.group, self.emitter.loads, self._stores)
 
     def lowered(self) -> Lowered:
-        """The result, once everything is written."""
-        return Lowered(self.scopes.form, self.may_alias())
+        """The result, once everything is built."""
+        return Lowered(self.emitter.kernel, self.may_alias())
 
 
 def at_most(begin: Expr, size: int, limit: Expr) -> Expr:
@@ -238,18 +239,15 @@ def overwritable(
 ) -> tuple[tuple[int, ...], ...]:
     """For each output the inputs that it may be written over: each item is read only where it is written.
 
-    Loads and stores are given by the number of the pass that they are in, and by their places.
+    Loads and stores are given by the number of the pass that they are in, and by their indices.
     """
-    over = []
-    for number, output in enumerate(group.outputs):
-        stage, index = stores[number]
-        over.append(
-            tuple(
-                at
-                for at, node in enumerate(group.inputs)
-                if node.dtype.itemsize == output.dtype.itemsize
-                and node.size == output.size
-                and all(place == index and when <= stage for when, place in loads.get(at, ()))
-            )
-        )
-    return tuple(over)
+
+    def may_alias(output: int, given: int) -> bool:
+        (stage, index), node, source = stores[output], group.outputs[output], group.inputs[given]
+        alike = source.dtype.itemsize == node.dtype.itemsize and source.size == node.size
+        return alike and all(read == index and when <= stage for when, read in loads.get(given, ()))
+
+    inputs = range(len(group.inputs))
+    return tuple(
+        tuple(given for given in inputs if may_alias(output, given)) for output in range(len(group.outputs))
+    )

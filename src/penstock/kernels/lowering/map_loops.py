@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.fusion.index import flat, unflatten
+from penstock.fusion.index import flat
 from penstock.kernels.ir.expressions import THREAD, WORKGROUP, Const, Expr, Type, Var
 from penstock.kernels.ir.statements import For, If, Let, Statement
+from penstock.kernels.lowering.emitter import merged
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered
-from penstock.kernels.lowering.scopes import Merge
 
 _SECTOR = 32  # bytes that a GPU reads or writes, even of one item
 _NEIGHBOURS = 32  # threads that read and write together
@@ -16,25 +16,22 @@ class MapLoops(LoopNest):
     """Every item by itself: a thread of a GPU computes a few, a thread of a CPU a part of an axis."""
 
     def space(self) -> None:
-        self._names, self._place = self.axes("a", max(self.group.outputs, key=lambda node: node.ndim).shape)
-        self._shape = max(self.group.outputs, key=lambda node: node.ndim).shape
-
-    def merges(self) -> list[Merge]:
-        return self.found_merges(self._names)
+        self._shape = max((node.shape for node in self.group.outputs), key=len)
+        self._names, self._place = self.axes("a", self._shape)
+        self._number = flat(self._place, self._shape)
 
     def _body(self) -> None:
-        number = flat(tuple(self._place), self._shape)
         results = []
         for at, node in enumerate(self.group.outputs):
             if node.shape == self._shape:
-                place = tuple(self._place)
+                value = self.emitter.value(node, self._place)
             else:
-                place = unflatten(number, node.shape, self.scopes.variables)
-            results.append((at, self.scopes.value(node, place), number))
+                value = self.emitter.at_number(node, self._number)
+            results.append((at, value, self._number))
         self.store(results)
 
-    def write(self) -> Lowered:
-        scopes, form = self.scopes, self.scopes.form
+    def build(self) -> Lowered:
+        emitter, kernel = self.emitter, self.emitter.kernel
         names = self.joined(self._names)
         size = self.count(names)
         if self.gpu:
@@ -43,33 +40,34 @@ class MapLoops(LoopNest):
         rows, length = self.count(outer), self.count(inner)
         if not inner:
             self._body()
-            form.body = [*scopes.bodies[0], *scopes.leave()]
+            kernel.body = [*emitter.bodies[0], *emitter.leave()]
             return self.lowered()
         if rows == 1:
-            form.body = self.chunk(length, self.tasks(length, size), 8)
+            kernel.body = self.chunk(length, self.tasks(length, size), 8)
             loops = self.vector_loops(
                 inner[0], Var("begin"), Var("end"), length % self.lanes == 0, self._body
             )
-            form.body += [*scopes.bodies[0], *loops]
+            kernel.body += [*emitter.bodies[0], *loops]
             return self.lowered()
-        form.body = self.chunk(rows, self.tasks(rows, size))
+        kernel.body = self.chunk(rows, self.tasks(rows, size))
         inside = self.unpack("row", outer, 0)
         loops = self.vector_loops(inner[0], 0, length, length % self.lanes == 0, self._body)
-        form.body.append(For("row", Var("begin"), Var("end"), Const(1), [*inside, *scopes.bodies[0], *loops]))
+        body = [*inside, *emitter.bodies[0], *loops]
+        kernel.body.append(For("row", Var("begin"), Var("end"), Const(1), body))
         return self.lowered()
 
     def _by_threads(self, names: list[str]) -> Lowered:
-        scopes, form = self.scopes, self.scopes.form
+        emitter, kernel = self.emitter, self.emitter.kernel
         size = self.count(names) // self.lanes
         self.take_lanes(names)
-        form.grid, form.group = (-(-size // GROUP_THREADS),), (GROUP_THREADS,)
-        form.body = [Let("item", WORKGROUP * GROUP_THREADS + THREAD)]
-        scopes.depth_of.update(dict.fromkeys(names, 1))
+        kernel.grid, kernel.group = (-(-size // GROUP_THREADS),), (GROUP_THREADS,)
+        kernel.body = [Let("item", WORKGROUP * GROUP_THREADS + THREAD)]
+        emitter.depth_of.update(dict.fromkeys(names, 1))
         self._body()
-        body = [*self._places(self._order(names)), *scopes.bodies[0], *scopes.leave()]
+        body = [*self._places(self._order(names)), *emitter.bodies[0], *emitter.leave()]
         # Without a sign, because the last group may reach beyond what an int can hold.
         inside = Var("item").cast("uint32") < Const(size, Type("uint32"))
-        form.body += [If(inside, body)] if size % GROUP_THREADS else body
+        kernel.body += [If(inside, body)] if size % GROUP_THREADS else body
         return self.lowered()
 
     def _places(self, order: list[str]) -> list[Statement]:
@@ -77,7 +75,7 @@ class MapLoops(LoopNest):
         result: list[Statement] = []
         stride = 1
         for name in reversed(order):
-            wide = self.scopes.lane_steps.get(name, 0) * self.lanes or 1
+            wide = self.emitter.lane_steps.get(name, 0) * self.lanes or 1
             length = self.count([name]) // wide
             value: Expr = Var("item") if stride == 1 else Var("item") // stride
             value = value if name == order[0] else value % length
@@ -90,10 +88,10 @@ class MapLoops(LoopNest):
 
         A thread by itself has neighbours along the last one anyway.
         """
-        accesses = [(flat(tuple(self._place), self._shape), node) for node in self.group.outputs]
-        for number, places in self.scopes.loads.items():
+        accesses = [(self._number, node) for node in self.group.outputs]
+        for number, places in self.emitter.loads.items():
             accesses += [(index, self.group.inputs[number]) for _, index in places]
-        factors = [(self.merged(index), node.dtype.itemsize) for index, node in accesses]
+        factors = [(merged(index, self.emitter.merges), node.dtype.itemsize) for index, node in accesses]
 
         def traffic(name: str) -> float:
             """Bytes for an item, if neighbouring threads differ in this variable."""

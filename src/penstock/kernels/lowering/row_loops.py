@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.fusion.column_reductions import is_column_part
-from penstock.fusion.index import Index, Place, flat, unflatten, variable
+from penstock.fusion.index import Index, Place, variable
 from penstock.graph.contraction import GATHER
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import PRIMITIVES
@@ -26,150 +26,138 @@ from penstock.kernels.ir.statements import (
     Store,
 )
 from penstock.kernels.lowering.blocks import Sums
+from penstock.kernels.lowering.emitter import Value, computed_dtype
 from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
-from penstock.kernels.lowering.scopes import Merge, Value, computed_dtype
 
 # Of a GPU. A thread has so many items of a row, if there are enough threads, and can keep them in registers.
 _ITEMS = 32
 _KEPT_ITEMS = 96  # that a thread keeps in registers in all
 _EXP = PRIMITIVES["exp"]
-_WARP = 32  # threads that run in step: those of a short row are of one
+_WARP = 32  # threads that run in lockstep; all threads of a short row are in one warp
 _FEW_THREADS = 128  # of a group, if its rows are short
 _MOST_THREADS = 1024  # that share a row
 _LONG_THREADS = 512  # the same where there are many rows
-_RESIDENT = 1024  # threads that a unit should have room for: with more, they have too few registers
-_READS = 4  # turns of which a thread reads all items at once, where it writes none
-_BUSY = 256  # threads for each unit; with fewer, more of them share a row
-_NOWHERE = Index((), -1)  # where tallies are written, which are over no input
-_ENOUGH = 0.9  # of the threads of a row have an item each time
+_RESIDENT = 1024  # threads that a compute unit should hold; with more, each has too few registers
+_READS = 4  # steps along a row whose items a thread reads before it stores any result
+_BUSY = 256  # threads for each compute unit; where there are fewer, more threads share a row
+_NOWHERE = Index((), -1)  # where column sums are stored, for which no input is overwritten
+_ENOUGH = 0.9  # share of the threads of a row that should have an item at every step
 
 
 class RowLoops(LoopNest):
-    """Row after row, each in as many passes as its reductions need."""
+    """Row after row, each in as many passes as its reductions need.
+
+    On a GPU, a workgroup may also keep column sums, over a part of the rows that it goes over.
+    """
 
     def space(self) -> None:
-        self._tallies = {at: node for at, node in enumerate(self.group.outputs) if is_column_part(node)}
-        folds = (node for node in self.group.nodes if self._folds(node))
-        first = next(folds, None) or next(iter(self._tallies.values()))
+        self._column_sums = {at: node for at, node in enumerate(self.group.outputs) if is_column_part(node)}
+        reductions = (node for node in self.group.nodes if self._reduces_row(node))
+        first = next(reductions, None) or next(iter(self._column_sums.values()))
         source, axes = first.inputs[0], first.attributes["axes"]
-        if not self._folds(first):
+        if not self._reduces_row(first):
             axes = tuple(range(2, source.ndim))
-        kept = [1 if axis in axes else n for axis, n in enumerate(source.shape)]
-        reduced = [n if axis in axes else 1 for axis, n in enumerate(source.shape)]
-        self._rows, row_indices = self.axes("r", kept)
-        self._columns, column_indices = self.axes("c", reduced)
-        self._row = flat(tuple(row_indices), tuple(kept))
-        self._column = flat(tuple(column_indices), tuple(reduced))
+        self._rows, self._columns, self._row, self._column, _ = self.reduction_axes(source.shape, axes)
         self._number = self._row * self.group.columns + self._column
-        self._levels = self._stages()
-
-    def merges(self) -> list[Merge]:
-        return self.found_merges(self._rows, self._columns)
-
-    def _stages(self) -> dict[Node, int]:
-        """How many passes must be over before a node can be computed."""
-        level: dict[Node, int] = {}
+        # For each node, how many passes must be over before it can be computed.
+        self._levels: dict[Node, int] = {}
         for node in self.group.nodes:
-            before = max((level.get(parent, 0) for parent in node.inputs), default=0)
-            level[node] = before + self._folds(node)
-        return level
+            before = max((self._levels.get(parent, 0) for parent in node.inputs), default=0)
+            self._levels[node] = before + self._reduces_row(node)
 
-    def _folds(self, node: Node) -> bool:
+    def _reduces_row(self, node: Node) -> bool:
         """Whether a node is a reduction of rows."""
-        return node.primitive.kind is Kind.REDUCTION and node not in self._tallies.values()
+        return node.primitive.kind is Kind.REDUCTION and node not in self._column_sums.values()
 
-    def _whole(self, node: Node) -> bool:
+    def _is_whole(self, node: Node) -> bool:
         return node.size == self.count(self._rows) * self.group.columns
 
-    def write(self) -> Lowered:
-        scopes, form = self.scopes, self.scopes.form
+    def build(self) -> Lowered:
+        emitter, kernel = self.emitter, self.emitter.kernel
         rows, columns = self.count(self._rows), self.group.columns
         self._inner = self.joined(self._columns)
         outer = self.joined(self._rows)
         if self.gpu:
             self.take_lanes(self._inner)
-            self._threads, together = self._share(rows)
-            stretch = self._stretch() or together  # the rows of a group
-            form.grid, form.group = (rows // stretch,), (self._threads * together,)
+            self._threads, together = self._divide(rows)
+            part_rows = self._part_rows() or together  # the rows of a group
+            kernel.grid, kernel.group = (rows // part_rows,), (self._threads * together,)
             if self._threads > _FEW_THREADS:
-                form.resident = max(1, _RESIDENT // self._threads)
-            ahead = WORKGROUP * stretch + Var("again") if stretch > together else WORKGROUP * together
-            scopes.bodies[0] = [Let("row", ahead + THREAD // self._threads)]
-            self._sums = {at: scopes.name("tally") for at in self._tallies}
-        scopes.bodies[0] += self.unpack("row", outer, 0)
-        passes = 1 + max(level - self._folds(node) for node, level in self._levels.items())
+                kernel.resident = max(1, _RESIDENT // self._threads)
+            ahead = WORKGROUP * part_rows + Var("again") if part_rows > together else WORKGROUP * together
+            emitter.bodies[0] = [Let("row", ahead + THREAD // self._threads)]
+            self._sum_names = {at: emitter.name("tally") for at in self._column_sums}
+        emitter.bodies[0] += self.unpack("row", outer, 0)
+        passes = 1 + max(level - self._reduces_row(node) for node, level in self._levels.items())
         needed = [self._needed(stage) for stage in range(passes)]
         for stage in range(passes):
-            scopes.stage = stage
+            emitter.stage = stage
             keep = self._kept(needed, stage)
             self._pass(stage, keep)
         reduced = [
-            (at, self._reduced_value(node), self._row)
+            (at, self.emitter.at_number(node, self._row), self._row)
             for at, node in enumerate(self.group.outputs)
-            if not self._whole(node) and at not in self._tallies
+            if not self._is_whole(node) and at not in self._column_sums
         ]
-        before = len(scopes.bodies[0])
+        before = len(emitter.bodies[0])
         self.store(reduced)
         if self.gpu:
-            form.body = scopes.bodies[0]
+            kernel.body = emitter.bodies[0]
             if reduced:
-                form.body[before:] = self._by_one(form.body[before:], [at for at, _, _ in reduced])
-            if self._tallies:
-                form.body = self._with_tallies(form.body, stretch, together)
-            form.body.insert(0, Let("rank", THREAD % self._threads))
+                outputs = [at for at, _, _ in reduced]
+                kernel.body[before:] = self._by_first_thread(kernel.body[before:], outputs)
+            if self._column_sums:
+                kernel.body = self._with_column_sums(kernel.body, part_rows, together)
+            kernel.body.insert(0, Let("rank", THREAD % self._threads))
         else:
             part = self.chunk(rows, self.tasks(rows, rows * columns))
-            form.body = [*part, For("row", Var("begin"), Var("end"), Const(1), scopes.bodies[0])]
+            kernel.body = [*part, For("row", Var("begin"), Var("end"), Const(1), emitter.bodies[0])]
         return self.lowered()
 
-    def _levels_in_all(self) -> int:
-        """How many reductions of rows need one another."""
-        return max(self._levels.values())
+    def _part_rows(self) -> int:
+        """The rows of each part of a column sum; 0 if there is none."""
+        return next((node.inputs[0].shape[1] for node in self._column_sums.values()), 0)
 
-    def _stretch(self) -> int:
-        """The rows that tallies have in each part; 0 if there are none."""
-        return next((node.inputs[0].shape[1] for node in self._tallies.values()), 0)
-
-    def _with_tallies(self, body: list[Statement], stretch: int, together: int) -> list[Statement]:
-        """What is done to rows, for all rows of a stretch, then what was added up on the way."""
-        length = max(2, self._turns() * self.lanes)
+    def _with_column_sums(self, body: list[Statement], part_rows: int, together: int) -> list[Statement]:
+        """What is done to a row, for all rows of a part, then what becomes of the column sums."""
+        length = max(2, self._own_items())
         result: list[Statement] = []
-        for at, node in self._tallies.items():
+        for at, node in self._column_sums.items():
             kind = Type(computed_dtype(node), length)
-            result.append(Declare(self._sums[at], Identity(kind, node.primitive.name)))
-        if stretch > together:
-            # Threads that share a row speak to each other in memory that the next row uses again.
-            waiting = [Barrier()] if any(map(self._folds, self.group.nodes)) else []
-            body = [For("again", Const(0), Const(stretch), Const(together), [*body, *waiting], 1)]
+            result.append(Declare(self._sum_names[at], Identity(kind, node.primitive.name)))
+        if part_rows > together:
+            # Threads that share a row exchange values in local memory, which the next row uses, too.
+            waiting = [Barrier()] if any(map(self._reduces_row, self.group.nodes)) else []
+            body = [For("again", Const(0), Const(part_rows), Const(together), [*body, *waiting], 1)]
         result += body
-        return result + (self._alone() if together == 1 else self._across(together))
+        return result + (self._store_sums() if together == 1 else self._join_sums(together))
 
-    def _alone(self) -> list[Statement]:
-        """Tallies of a group that goes over one row after another."""
+    def _store_sums(self) -> list[Statement]:
+        """Store the column sums of a workgroup that goes over one row after another."""
         stores: list[Statement] = []
-        for at, name in self._sums.items():
-            part, kind = self.scopes.name(), Type("float32", self.lanes)
+        for at, name in self._sum_names.items():
+            part, kind = self.emitter.name(), Type("float32", self.lanes)
             place = WORKGROUP * self.group.columns + Var("column")
             stores += [
                 Let(part, Load(kind, name, kind.dtype, Var("slot"), int(self.lanes > 1))),
                 Store(Var(part, kind), f"out{at}", kind.dtype, place, self.lanes),
             ]
-        return [self._turns_loop(Var("rank") * self.lanes, self._turns(), stores)]
+        return [self._step_loop(Var("rank") * self.lanes, self._steps(), stores)]
 
-    def _across(self, together: int) -> list[Statement]:
-        """Tallies of a group that has several rows at a time: those of all rows, through its memory."""
-        scopes, lanes, threads, columns = self.scopes, self.lanes, self._threads, self.group.columns
-        length, group = self._turns() * lanes, threads * together
+    def _join_sums(self, together: int) -> list[Statement]:
+        """Add up, through local memory, the column sums of a workgroup that has several rows at a time."""
+        emitter, lanes, threads, columns = self.emitter, self.lanes, self._threads, self.group.columns
+        length, group = self._own_items(), threads * together
         result: list[Statement] = []
         sums: list[Statement] = []
         # Item `slot` of thread THREAD is number `slot * group + THREAD`, so that neighbours write neighbours.
         number, column, slot = Var("spot"), Var("column"), Var("slot")
         spot = number // threads * group + number % threads
         first = number % threads * lanes + number // (threads * lanes) * (threads * lanes)
-        for at, name in self._sums.items():
-            array, item, total, part = (scopes.name(kind) for kind in ("across", "item", "sum", "part"))
-            operation, kind = self._tallies[at].primitive.name, Type("float32")
-            scopes.form.arrays.append(LocalArray(array, "float32", length * group))
+        for at, name in self._sum_names.items():
+            array, item, total, part = (emitter.name(kind) for kind in ("across", "item", "sum", "part"))
+            operation, kind = self._column_sums[at].primitive.name, Type("float32")
+            emitter.kernel.arrays.append(LocalArray(array, "float32", length * group))
             shared: list[Statement] = [
                 Let(item, Load(kind, name, "float32", slot)),
                 Store(Var(item, kind), array, "float32", slot * group + THREAD),
@@ -188,28 +176,28 @@ class RowLoops(LoopNest):
         whole = [Let("column", first + number // threads % lanes), *sums]
         return [*result, Barrier(), For("spot", THREAD, Const(length * threads), Const(group), whole)]
 
-    def _share(self, rows: int) -> tuple[int, int]:
+    def _divide(self, rows: int) -> tuple[int, int]:
         """How many threads share a row, and how many rows a group has."""
         most = min(_MOST_THREADS, self.max_threads)
         vectors = self.group.columns // self.lanes
-        if not self._levels_in_all():
+        if not any(self._levels.values()):  # no rows are reduced
             return min(most, _LONG_THREADS, 1 << (vectors - 1).bit_length()), 1
         threads = min(most, _LONG_THREADS, 1 << (-(-self.group.columns // _ITEMS) - 1).bit_length())
         if threads <= _WARP:
-            threads = self._fitting(vectors)
-        while self._tallies and -(-vectors // threads) * self.lanes > _ITEMS:
+            threads = self._busiest_threads(vectors)
+        while self._column_sums and -(-vectors // threads) * self.lanes > _ITEMS:
             threads *= 2  # they are in registers
         while 2 * threads <= min(most, vectors) and rows * threads < _BUSY * self.units:
             threads *= 2
         together = max(1, min(_FEW_THREADS, most) // threads)
-        while (self._stretch() or rows) % together:
+        while (self._part_rows() or rows) % together:
             together //= 2
-        if threads * together < _WARP:  # threads of a warp speak to each other, so all must be there
+        if threads * together < _WARP:  # a warp exchanges values among all its threads
             threads, together = _WARP, 1
         return threads, together
 
     @staticmethod
-    def _fitting(vectors: int) -> int:
+    def _busiest_threads(vectors: int) -> int:
         """The most threads of a warp that a row keeps busy."""
 
         def busy(threads: int) -> float:
@@ -218,33 +206,34 @@ class RowLoops(LoopNest):
         enough = (threads for threads in (32, 16, 8) if busy(threads) >= _ENOUGH)
         return next(enough, max((32, 16, 8), key=busy))
 
-    def _by_one(self, stores: list[Statement], outputs: list[int]) -> list[Statement]:
+    def _by_first_thread(self, stores: list[Statement], outputs: list[int]) -> list[Statement]:
         """Stores of what a row has one of, by its first thread."""
         over = self.may_alias()
         # Where such a value is written over another, all threads must have read that.
         waiting: list[Statement] = [Barrier(device_memory=True)] if any(over[at] for at in outputs) else []
         return [*waiting, If(Var("rank").eq(0), stores)]
 
-    def _reduced_value(self, node: Node) -> Value:
-        return self.scopes.value(node, unflatten(self._row, node.shape, self.scopes.variables))
+    def _item(self, node: Node) -> Value:
+        """A value before any reduction, at the item that the loops are at."""
+        return self.emitter.at_number(node, self._number)
 
-    def _roots(self, stage: int) -> tuple[list[Node], list[tuple[int, Node]], list[tuple[int, Node]]]:
-        """The reductions that a pass computes, the outputs that it writes, and what it adds to tallies."""
+    def _results_of(self, stage: int) -> tuple[list[Node], list[tuple[int, Node]], list[tuple[int, Node]]]:
+        """The reductions that a pass computes, the outputs that it writes, and the column sums it adds to."""
         reductions = [
-            node for node in self.group.nodes if self._folds(node) and self._levels[node] == stage + 1
+            node for node in self.group.nodes if self._reduces_row(node) and self._levels[node] == stage + 1
         ]
         outputs = [
             (at, node)
             for at, node in enumerate(self.group.outputs)
-            if self._whole(node) and self._levels[node] == stage
+            if self._is_whole(node) and self._levels[node] == stage
         ]
-        tallies = [(at, node) for at, node in self._tallies.items() if self._levels[node] == stage]
-        return reductions, outputs, tallies
+        column_sums = [(at, node) for at, node in self._column_sums.items() if self._levels[node] == stage]
+        return reductions, outputs, column_sums
 
     def _needed(self, stage: int) -> set[Node]:
         """The nodes before any reduction that a pass computes, and the inputs that it reads."""
-        reductions, outputs, tallies = self._roots(stage)
-        stack = [node.inputs[0] for node in (*reductions, *(node for _, node in tallies))]
+        reductions, outputs, column_sums = self._results_of(stage)
+        stack = [node.inputs[0] for node in (*reductions, *(node for _, node in column_sums))]
         stack += [node for _, node in outputs]
         needed: set[Node] = set()
         inside = {*self.group.nodes, *self.group.inputs}
@@ -257,146 +246,135 @@ class RowLoops(LoopNest):
 
     def _kept(self, needed: list[set[Node]], stage: int) -> list[Node]:
         """What takes long to compute and a later pass needs again: it stays in memory of the group."""
-        later = set().union(*needed[stage + 1 :])
-        if self.gpu:
-            return self._kept_by_threads(needed[stage] & later)
-        room = self.local_bytes // (4 * self.group.columns)
-        known = {node for node, _ in self.scopes.kept}
-        costly = [
-            node
-            for node in self.group.nodes
-            if node in needed[stage] & later
-            and node.primitive.costly
-            and node not in known
-            and self._whole(node)
-            and computed_dtype(node) == "float32"
-        ]
-        return costly[: max(0, room - len(known))]
-
-    def _kept_by_threads(self, again: set[Node]) -> list[Node]:
-        """What stays in registers: what would be read from memory or computed at length again."""
-        if not self._in_registers():
+        known = {node for node, _ in self.emitter.kept}
+        again = needed[stage].intersection(set().union(*needed[stage + 1 :])) - known
+        if not self.gpu:
+            room = self.local_bytes // (4 * self.group.columns)
+            costly = (node for node in self.group.nodes if node in again and node.primitive.costly)
+            kept = [node for node in costly if self._is_whole(node) and computed_dtype(node) == "float32"]
+        elif self._fits_registers():
+            room, kept = _KEPT_ITEMS // self._own_items(), self._worth_registers(again)
+        else:
             return []
-        known = {node for node, _ in self.scopes.kept}
+        return kept[: max(0, room - len(known))]
+
+    def _worth_registers(self, again: set[Node]) -> list[Node]:
+        """What would be read from memory or computed at length again."""
         tables = {node.inputs[0] for node in self.group.nodes if node.primitive is GATHER}
         inputs = [node for node in self.group.inputs if node in again and node not in tables]
         inside = [
             node
             for node in self.group.nodes
-            if node in again and (self._costly(node.primitive) or node.primitive is GATHER)
+            if node in again and (self._is_costly(node.primitive) or node.primitive is GATHER)
         ]
         whole = self.count(self._rows) * self.group.columns
-        kept = [node for node in (*inputs, *inside) if node.size >= whole and node not in known]
-        room = _KEPT_ITEMS // (self._turns() * self.lanes)
-        return kept[: max(0, room - len(known))]
+        return [node for node in (*inputs, *inside) if node.size >= whole]
 
     def _kept_dtype(self, node: Node) -> str:
         """How a value is kept: float16 and bfloat16 as they were read, where two make a word."""
         as_read = self.gpu and self.lanes > 1 and node in self.group.inputs
         return str(node.dtype) if as_read and node.dtype in HALF_PRECISION else computed_dtype(node)
 
-    def _costly(self, primitive: Primitive) -> bool:
+    def _is_costly(self, primitive: Primitive) -> bool:
         """Whether computing again takes longer than registers for the value are worth."""
-        return primitive.costly and not (primitive is _EXP and self.scopes.form.quick)
+        return primitive.costly and not (primitive is _EXP and self.emitter.kernel.quick)
 
-    def _turns(self) -> int:
+    def _steps(self) -> int:
         """How often a thread comes to a part of its row, in one pass."""
         return -(-self.group.columns // (self._threads * self.lanes))
 
-    def _in_registers(self) -> bool:
+    def _own_items(self) -> int:
+        """The items of a row that a thread has, or would have beyond its end."""
+        return self._steps() * self.lanes
+
+    def _fits_registers(self) -> bool:
         """Whether a thread's part of a row is so short that loops over it are laid out."""
-        return self._turns() * self.lanes <= _ITEMS
+        return self._own_items() <= _ITEMS
 
     def _pass(self, stage: int, keep: list[Node]) -> None:
-        scopes = self.scopes
-        reductions, outputs, tallies = self._roots(stage)
-        if not reductions and not outputs and not tallies:
+        emitter = self.emitter
+        reductions, outputs, column_sums = self._results_of(stage)
+        if not reductions and not outputs and not column_sums:
             return
         if self.gpu:
-            known = dict.fromkeys(array for array, _, _ in scopes.kept.values())
-            scopes.bodies[0] += [Forget(array, self._turns() * self.lanes) for array in known]
+            known = dict.fromkeys(array for array, _, _ in emitter.kept.values())
+            emitter.bodies[0] += [Forget(array, self._own_items()) for array in known]
         lanes_of: dict[Node, list[tuple[str, int]]] = {node: [] for node in reductions}
-        sums = Sums(scopes.name)
+        sums = Sums(emitter.name)
         kept: dict[tuple[Node, Place], tuple[str, Index, str]] = {}
-        arrays = {node: scopes.name("kept") for node in keep}
+        arrays = {node: emitter.name("kept") for node in keep}
         place = variable("slot") if self.gpu else self._column
         for node, name in arrays.items():
             if self.gpu:
-                length = self._turns() * self.lanes
-                scopes.bodies[0].append(RegisterArray(name, self._kept_dtype(node), length))
+                length = self._own_items()
+                emitter.bodies[0].append(RegisterArray(name, self._kept_dtype(node), length))
             else:
-                scopes.form.arrays.append(LocalArray(name, computed_dtype(node), self.group.columns))
+                emitter.kernel.arrays.append(LocalArray(name, computed_dtype(node), self.group.columns))
 
         def body() -> None:
-            results = []
             for node in reductions:
-                source = node.inputs[0]
-                value = scopes.value(source, unflatten(self._number, source.shape, scopes.variables))
-                wide = scopes.widened(value, scopes.lanes)
+                wide = emitter.widened(self._item(node.inputs[0]), emitter.lanes)
                 known = {lanes: name for name, lanes in lanes_of[node]}
-                name = known.get(scopes.lanes) or scopes.name("sum")
-                if scopes.lanes not in known:
-                    lanes_of[node].append((name, scopes.lanes))
-                    sums.add(name, Type(computed_dtype(node), scopes.lanes), node.primitive.name)
-                kind = Type(wide.type.dtype, scopes.lanes)
-                scopes.bodies[1].append(Accumulate(Var(name, kind), node.primitive.name, wide.var, kind))
-            for at, node in tallies:
-                source = node.inputs[0]
-                value = scopes.value(source, unflatten(self._number, source.shape, scopes.variables))
-                kind = Type(value.type.dtype, scopes.lanes)
-                target, operation = Var(self._sums[at], kind), node.primitive.name
-                scopes.bodies[1].append(Accumulate(target, operation, value.var, kind, Var("slot")))
+                name = known.get(emitter.lanes) or emitter.name("sum")
+                if emitter.lanes not in known:
+                    lanes_of[node].append((name, emitter.lanes))
+                    sums.add(name, Type(computed_dtype(node), emitter.lanes), node.primitive.name)
+                kind = Type(wide.type.dtype, emitter.lanes)
+                emitter.bodies[1].append(Accumulate(Var(name, kind), node.primitive.name, wide.var, kind))
+            for at, node in column_sums:
+                value = self._item(node.inputs[0])
+                kind = Type(value.type.dtype, emitter.lanes)
+                target, operation = Var(self._sum_names[at], kind), node.primitive.name
+                emitter.bodies[1].append(Accumulate(target, operation, value.var, kind, Var("slot")))
                 self.note_store(at, _NOWHERE)
-            for at, node in outputs:
-                whole = unflatten(self._number, node.shape, scopes.variables)
-                results.append((at, scopes.value(node, whole), self._number))
-            for key, value in scopes.computed(keep):
-                wide = scopes.widened(value, scopes.lanes)
-                spot, _, _ = scopes.index(place)
+            results = [(at, self._item(node), self._number) for at, node in outputs]
+            for key, value in emitter.computed(keep):
+                wide = emitter.widened(value, emitter.lanes)
+                spot, _, _ = emitter.index(place)
                 stored = self._kept_dtype(key[0])
-                scopes.bodies[1].append(Store(wide.var, arrays[key[0]], stored, spot, width=scopes.lanes))
+                emitter.bodies[1].append(Store(wide.var, arrays[key[0]], stored, spot, width=emitter.lanes))
                 kept[key] = (arrays[key[0]], place, stored)
             self.store(results)
 
         loops = self._loops(body, sums)
-        scopes.bodies[0] += [sums.variable(name) for node in reductions for name, _ in lanes_of[node]]
-        scopes.bodies[0] += loops
+        emitter.bodies[0] += [sums.variable(name) for node in reductions for name, _ in lanes_of[node]]
+        emitter.bodies[0] += loops
         for node in reductions:
-            self._fold(node, [(sums.last(name), lanes) for name, lanes in lanes_of[node]])
-        scopes.kept.update(kept)
+            self._reduce(node, [(sums.last(name), lanes) for name, lanes in lanes_of[node]])
+        emitter.kept.update(kept)
 
-    def _fold(self, node: Node, parts: list[tuple[str, int]]) -> None:
+    def _reduce(self, node: Node, parts: list[tuple[str, int]]) -> None:
         """One value from the sums of all lanes and threads."""
-        scopes, operation, dtype = self.scopes, node.primitive.name, computed_dtype(node)
+        emitter, operation, dtype = self.emitter, node.primitive.name, computed_dtype(node)
         *vectors, (name, lanes) = parts
         for other, wide in vectors:
-            part = scopes.name()
-            scopes.bodies[0] += [
+            part = emitter.name()
+            emitter.bodies[0] += [
                 BlockReduce(part, operation, Var(other, Type(dtype, wide)), None),
                 Accumulate(Var(name, Type(dtype)), operation, Var(part, Type(dtype)), Type(dtype)),
             ]
-        result, array = scopes.name(), None
+        result, array = emitter.name(), None
         if self.gpu:
-            array = scopes.name("threads")
+            array = emitter.name("threads")
             stored = "int32" if dtype == "bool" else dtype
-            scopes.form.arrays.append(LocalArray(array, stored, scopes.form.group[0]))
+            emitter.kernel.arrays.append(LocalArray(array, stored, emitter.kernel.group[0]))
         threads = Const(self._threads if self.gpu else 1)
         total = Var(name, Type(dtype, lanes))
-        scopes.bodies[0].append(BlockReduce(result, operation, total, array, threads))
-        scopes.given[node] = Value(Var(result, Type(dtype)), 0)
+        emitter.bodies[0].append(BlockReduce(result, operation, total, array, threads))
+        emitter.given[node] = Value(Var(result, Type(dtype)), 0)
 
     def _loops(self, body: Callable[[], None], sums: Sums) -> list[Statement]:
-        scopes = self.scopes
+        emitter = self.emitter
         if self.gpu:
             loops = self._loops_of_threads(body)
             return [sums.blocked(loop, _READS if loop.name == "start" else 1)[0] for loop in loops]
         if not self._inner:
-            scopes.lanes, scopes.lane_steps = 1, {}
+            emitter.lanes, emitter.lane_steps = 1, {}
             body()
-            return scopes.leave()
+            return emitter.leave()
         *around, last = self._inner
         for name in around:
-            scopes.depth_of[name] = 1
+            emitter.depth_of[name] = 1
         length = self.count([last])
         parts = self.vector_loops(last, 0, length, length % self.lanes == 0, body)
         blocked = [sums.blocked(part) for part in parts]
@@ -407,38 +385,38 @@ class RowLoops(LoopNest):
         return [loop for loop, _ in blocked]
 
     def _loops_of_threads(self, body: Callable[[], None]) -> list[For]:
-        scopes, columns, lanes = self.scopes, self.group.columns, self.lanes
+        emitter, columns, lanes = self.emitter, self.group.columns, self.lanes
         inside = self.unpack("column", self._inner, 1)
-        scopes.depth_of["slot"], scopes.variables.lengths["slot"] = 1, columns
-        scopes.lane_steps["slot"] = 1
+        emitter.depth_of["slot"], emitter.variables.lengths["slot"] = 1, columns
+        emitter.lane_steps["slot"] = 1
         body()
         step = self._threads * lanes
-        if self._in_registers():
-            return [self._turns_loop(Var("rank") * lanes, self._turns(), [*inside, *scopes.leave()])]
-        read = scopes.computed([node for node in self.group.inputs if node.size >= columns])
-        statements = [*inside, *scopes.leave()]
+        if self._fits_registers():
+            return [self._step_loop(Var("rank") * lanes, self._steps(), [*inside, *emitter.leave()])]
+        read = emitter.computed([node for node in self.group.inputs if node.size >= columns])
+        statements = [*inside, *emitter.leave()]
         start = Var("rank") * lanes
         if not any(isinstance(statement, Store) for statement in statements):
-            trips = self._turns()
+            trips = self._steps()
             return [For("column", start, Const(columns), Const(step), statements, _READS, trips)]
         # No compiler reads before a write that might be to the same place, so what is written comes last.
-        arrays = {key: (scopes.name("read"), variable("slot"), self._kept_dtype(key[0])) for key, _ in read}
+        arrays = {key: (emitter.name("read"), variable("slot"), self._kept_dtype(key[0])) for key, _ in read}
         registers = [RegisterArray(name, dtype, _READS * lanes) for name, _, dtype in arrays.values()]
         for key, (name, _, dtype) in arrays.items():
-            value = scopes.value(*key)
-            place, _, _ = scopes.index(variable("slot"))
-            scopes.bodies[1].append(Store(value.var, name, dtype, place, width=lanes))
-        reads = self._turns_loop(Var("start"), _READS, [*inside, *scopes.leave()])
-        scopes.kept.update(arrays)
+            value = emitter.value(*key)
+            place, _, _ = emitter.index(variable("slot"))
+            emitter.bodies[1].append(Store(value.var, name, dtype, place, width=lanes))
+        reads = self._step_loop(Var("start"), _READS, [*inside, *emitter.leave()])
+        emitter.kept.update(arrays)
         body()
-        rest = self._turns_loop(Var("start"), _READS, [*inside, *scopes.leave()])
+        rest = self._step_loop(Var("start"), _READS, [*inside, *emitter.leave()])
         for key in arrays:
-            del scopes.kept[key]
+            del emitter.kept[key]
         parts: list[Statement] = [*registers, reads, rest]
-        turns = -(-self._turns() // _READS)
+        turns = -(-self._steps() // _READS)
         return [For("start", start, Const(columns), Const(step * _READS), parts, 1, turns)]
 
-    def _turns_loop(self, start: Expr, turns: int, statements: list[Statement]) -> For:
+    def _step_loop(self, start: Expr, turns: int, statements: list[Statement]) -> For:
         """So many parts of a row one after the other, laid out."""
         columns, step = self.group.columns, self._threads * self.lanes
         if columns % (turns * step):

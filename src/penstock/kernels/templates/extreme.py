@@ -9,11 +9,12 @@ import numpy as np
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder
+from penstock.kernels.dialects import dialect_of
+from penstock.kernels.dialects.dialect import UNROLLED
 from penstock.kernels.ir.expressions import BOOL, Const, Expr, Var
 from penstock.kernels.source import KernelSource
-from penstock.kernels.templates.launches import SHORT_ROW, Launch, TemplateLaunches, along, group_size, is_cpu
+from penstock.kernels.templates.launches import SHORT_ROW, Lowering, along, group_size, is_cpu, one_launch
 from penstock.kernels.templates.tasks import Tasks
-from penstock.kernels.wgsl_steps import UNROLLED, most_steps
 
 _WIDEST = 256  # columns that one thread of a CPU compares side by side
 _FEW = 8  # columns; fewer are done one by one
@@ -54,7 +55,7 @@ class _Extreme:
         return k.call(f"{self.reduction}imum{'_number' if self.floats else ''}", value, best)
 
 
-def extreme(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
+def extreme(node: Node, capabilities: Capabilities) -> Lowering | None:
     """Kernels of `argmax` and `argmin`; None where a loop would have too many iterations."""
     x = node.inputs[0]
     # Truth values are compared as the numbers 0 and 1 that they are in memory.
@@ -67,11 +68,11 @@ def extreme(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
         build = _rows_on_cpu if long_row else _one_by_one if few else _columns_on_cpu
     elif long_row:
         build = _row
-    elif kind.length <= UNROLLED * most_steps(capabilities):
+    elif kind.length <= UNROLLED * dialect_of(capabilities).most_steps(capabilities):
         build = _one_by_one
     else:
         return None
-    return TemplateLaunches((Launch(build(kind, capabilities), (0, 1)),))
+    return one_launch(build(kind, capabilities))
 
 
 def _row(kind: _Extreme, capabilities: Capabilities) -> KernelSource:

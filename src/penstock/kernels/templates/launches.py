@@ -1,4 +1,4 @@
-"""What the kernels of single nodes share: the record of their launches, and how work is divided.
+"""The launches of a group, and how the kernels of single nodes divide their work.
 
 On a CPU a thread has many items, in plain loops; on a GPU it has one, or a workgroup works together.
 `capabilities.vector_width` decides.
@@ -7,7 +7,8 @@ On a CPU a thread has many items, in plain loops; on a GPU it has one, or a work
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Shape
@@ -21,19 +22,34 @@ MOST_THREADS = 1024  # in a group whose threads work together
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: its kernel, and which buffers it takes, as places in [output, *inputs, *scratch]."""
+    """One launch: its kernel, and which buffers it takes, as numbers in [*outputs, *inputs, *scratch]."""
 
     source: KernelSource
     buffers: tuple[int, ...]
     scalars: tuple[int, ...] = ()
+    operations: int | None = None  # on numbers; None: an equal part of what the group's nodes take
 
 
 @dataclass(frozen=True)
-class TemplateLaunches:
-    """The launches that compute one node, in order, and the bytes of the scratch buffers that they share."""
+class Lowering:
+    """The launches that compute a group, in order, and the bytes of the scratch buffers that they share."""
 
     launches: tuple[Launch, ...]
     scratch: tuple[int, ...] = ()
+    # For each output the numbers of the inputs that it may be written over; empty where none may be.
+    may_alias: tuple[tuple[int, ...], ...] = ()
+    function: Callable[..., None] | None = None  # instead of text: on the host, or of a library
+
+    def named(self, ending: str) -> Lowering:
+        """The same in kernels with names of this ending."""
+        sources = [replace(launch.source, name=f"{launch.source.name}_{ending}") for launch in self.launches]
+        launches = zip(self.launches, sources, strict=True)
+        return replace(self, launches=tuple(replace(launch, source=source) for launch, source in launches))
+
+
+def one_launch(source: KernelSource, may_alias: tuple[tuple[int, ...], ...] = ()) -> Lowering:
+    """A group whose one kernel takes all outputs and inputs."""
+    return Lowering((Launch(source, tuple(range(len(source.buffers)))),), may_alias=may_alias)
 
 
 def is_cpu(capabilities: Capabilities) -> bool:

@@ -13,9 +13,8 @@ from math import ceil, gcd
 from penstock.drivers.driver import Capabilities
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.dialects import dialect_of
-from penstock.kernels.dialects.wgsl_memory import WORD, item_size
 from penstock.kernels.ir.expressions import Expr, Var, all_of
-from penstock.kernels.source import KernelSource
+from penstock.kernels.source import WORD, KernelSource, item_size
 from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem
 
 _TILE_DEPTH = 16
@@ -202,19 +201,8 @@ def _tiles(
         _load_tile(k, problem, tile, right_tile, start, first)
         k.barrier()
         with k.loop("step", 0, _TILE_DEPTH, unrolled=_tuning(capabilities).unrolled) as step:
-            lefts, rights = (
-                [
-                    k.let(
-                        f"{name}{square}",
-                        k.load_vector(memory, tile.index(step, thread + square * side), vector),
-                    )
-                    for square in range(tile.squares)
-                ]
-                for name, memory, thread in (
-                    ("left", left_tile, thread_row),
-                    ("right", right_tile, thread_column),
-                )
-            )
+            lefts = _vectors(k, tile, "left", left_tile, step, thread_row)
+            rights = _vectors(k, tile, "right", right_tile, step, thread_column)
             for row, row_sums in enumerate(sums):
                 factor = k.lane(lefts[row // vector], row % vector)
                 for row_sum, right in zip(row_sums, rights, strict=True):
@@ -222,6 +210,13 @@ def _tiles(
         k.barrier()
     _finish(k, problem, tile, sums, (top, thread_row), (start, thread_column), epilogue, width)
     return k.source((count,), (side**2,))
+
+
+def _vectors(k: KernelBuilder, tile: _Tile, name: str, memory: Memory, step: Expr, thread: Expr) -> list[Var]:
+    """What a thread multiplies of one side's tile, at one step along K."""
+    indices = [tile.index(step, thread + square * tile.side) for square in range(tile.squares)]
+    loads = [k.load_vector(memory, index, tile.vector) for index in indices]
+    return [k.let(f"{name}{square}", load) for square, load in enumerate(loads)]
 
 
 def _load_tile(

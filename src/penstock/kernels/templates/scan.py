@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.graph.reducing import BLOCK
 from penstock.kernels.builder import KernelBuilder, Memory
-from penstock.kernels.ir.expressions import Const, Expr, Operand, Type, Var
+from penstock.kernels.dialects import dialect_of
+from penstock.kernels.dialects.dialect import UNROLLED
+from penstock.kernels.ir.expressions import Const, Expr, Operand, Type, Var, all_of
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import (
     CPU_SHARES,
     SHORT_ROW,
-    Launch,
-    TemplateLaunches,
+    Lowering,
     along,
     group_size,
     is_cpu,
+    one_launch,
 )
 from penstock.kernels.templates.tasks import Tasks
-from penstock.kernels.wgsl_steps import UNROLLED, most_steps
 
 _ROWS_AT_ONCE = 4  # on a CPU: each sum waits for the one before, so four rows take turns
 _WIDEST = 2048  # columns of a CPU's task, so that their running sums stay in the cache
 _ITEMS = 4  # of one thread in a workgroup's step
 _ROW_STEP = 256  # items of a row to each iteration of a loop, of all that a workgroup's step has
+_LARGEST = 1e30  # of a recurrence's values that are joined: from infinite products no single result follows
 
 
 @dataclass(frozen=True)
@@ -50,33 +53,59 @@ class Scan:
 
     def following(self, k: KernelBuilder, carry: Expr, index: Expr, *inputs: Memory) -> Expr:
         """The result at an index, from the result before it. `inputs`: other names for the kernel's."""
-        x, *factors = (k.load(memory, index).cast(carry.type.dtype) for memory in inputs or tuple(k.inputs))
+        part = [k.load(memory, index).cast(carry.type.dtype) for memory in inputs or k.inputs]
+        return self.after(k, carry, part)
+
+    def part(self, k: KernelBuilder, begin: Expr, position: Expr) -> list[Expr]:
+        """One item by its position along the scan. The factor of the first multiplies nothing."""
+        value, *factors = (k.load(memory, self.moved(begin, position)) for memory in k.inputs)
+        return [value, *(k.select(position > 0, factor, 1.0) for factor in factors)]
+
+    def after(self, k: KernelBuilder, result: Expr, part: Sequence[Expr]) -> Expr:
+        """The result after some neighbouring items, from the result before them.
+
+        A part is what these items come to by themselves, and in a recurrence the product of their factors.
+        """
         if self.operation:
-            return k.call(self.operation, carry, x)
-        return k.call("add", x, k.call("multiply", factors[0], carry))
+            return k.call(self.operation, result, part[0])
+        value, factor = part
+        return k.call("add", value, k.call("multiply", factor, result))
+
+    def joined(self, k: KernelBuilder, left: Sequence[Expr], right: Sequence[Expr]) -> list[Expr]:
+        """Two neighbouring parts as one."""
+        factors = (k.call("multiply", *pair) for pair in zip(left[1:], right[1:], strict=True))
+        return [self.after(k, left[0], right), *factors]
 
     @property
     def identity(self) -> Const:
         """What leaves every item as it is: for a sum -0, since 0 would turn -0 into 0."""
-        value = 1.0 if self.operation == "multiply" else -0.0
+        return self._constant(1.0 if self.operation == "multiply" else -0.0)
+
+    @property
+    def empty(self) -> dict[str, Const]:
+        """A part without items: its values by what the names of their variables end with."""
+        value = {"": self.identity}
+        return value if self.operation else value | {"_factor": self._constant(1.0)}
+
+    def _constant(self, value: float) -> Const:
         return Const(value, Type(self.dtype))
 
 
-def scan(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
+def scan(node: Node, capabilities: Capabilities) -> Lowering | None:
     """Kernels of a scan along an axis; None where a loop would have too many iterations."""
     kind = Scan(str(node.dtype), node.primitive.combine, node.attributes["reverse"])
     outer, length, inner = along(node.shape, node.attributes["axis"])
-    most = most_steps(capabilities)
+    most = dialect_of(capabilities).most_steps(capabilities)
     if is_cpu(capabilities):
         build = _rows_on_cpu if inner == 1 else _columns_on_cpu
         source = build(kind, outer, length, inner, capabilities)
-    elif kind.operation and inner == 1 and SHORT_ROW < length <= _ROW_STEP * most:
+    elif inner == 1 and SHORT_ROW < length <= (_ROW_STEP if kind.operation else UNROLLED) * most:
         source = row_scan("scan_row", kind, outer, length, capabilities)
     elif length <= UNROLLED * most:
         source = _columns(kind, outer, length, inner, capabilities)
     else:
         return None
-    return TemplateLaunches((Launch(source, tuple(range(len(source.buffers)))),))
+    return one_launch(source)
 
 
 class _Carry:
@@ -121,45 +150,85 @@ class _Carry:
 
 
 def row_scan(name: str, kind: Scan, rows: int, length: int, capabilities: Capabilities) -> KernelSource:
-    """For a GPU: a workgroup for each row, which goes along it in steps. It may work in place."""
+    """For a GPU: a workgroup for each row, which goes along it in steps. Sums and products work in place."""
     threads = group_size(max(length // _ITEMS, 32), capabilities)
     k = kind.builder(name, capabilities)
-    x, y = k.inputs[0], k.outputs[0]
-    parts = k.shared("parts", kind.dtype, threads)
+    parts = {end: k.shared(f"parts{end}", kind.dtype, threads) for end in kind.empty}
 
-    def combined(left: Expr, right: Expr) -> Expr:
-        return k.call(kind.operation, left, right)
+    def part_of(thread: Operand) -> list[Expr]:
+        """The items of the step up to those of a thread."""
+        return [k.load(memory, thread) for memory in parts.values()]
+
+    def named(name: str, part: Sequence[Expr]) -> list[Var]:
+        return [k.let(f"{name}{end}", value) for end, value in zip(parts, part, strict=True)]
 
     begin = k.let("begin", kind.origin(k.group() * length, length))
     carry = _Carry(k, kind, kind.identity, -(-length // (threads * _ITEMS)))
     with k.loop("start", 0, length, threads * _ITEMS) as start:
         first = k.let("first", start + k.thread * _ITEMS)
-        total = k.variable("total", kind.identity)
+        total = [k.variable(f"total{end}", empty) for end, empty in kind.empty.items()]
         prefixes = []
         for item in range(_ITEMS):
             with k.when(first + item < length):
-                k.assign(total, combined(total, k.load(x, kind.moved(begin, first + item))))
-            prefixes.append(k.let(f"prefix{item}", total))
-        k.store(parts, k.thread, total)
-        k.barrier()
-        reach = k.variable("reach", 1)
-        with k.repeat(reach < threads):
-            with k.when(k.thread >= reach):
-                k.assign(total, combined(k.load(parts, k.thread - reach), total))
-            k.barrier()
-            k.store(parts, k.thread, total)
-            k.barrier()
-            k.assign(reach, reach * 2)
+                _assign(k, total, kind.joined(k, total, kind.part(k, begin, first + item)))
+            prefixes.append(named(f"prefix{item}", total))
+        _join_threads(k, kind, [*parts.values()], total, threads)
         before = k.variable("before", carry.value)
         with k.when(k.thread > 0):
-            k.assign(before, combined(carry.value, k.load(parts, k.thread - 1)))
-        for item, prefix in enumerate(prefixes):
-            with k.when(first + item < length):
-                k.store(y, kind.moved(begin, first + item), combined(before, prefix))
-        last = k.let("last", k.load(parts, threads - 1))
-        carry.take(last, combined(carry.value, last))
+            k.assign(before, kind.after(k, carry.value, part_of(k.thread - 1)))
+
+        def store_results() -> None:
+            for item, prefix in enumerate(prefixes):
+                with k.when(first + item < length):
+                    k.store(k.outputs[0], kind.moved(begin, first + item), kind.after(k, before, prefix))
+
+        if kind.operation:
+            store_results()
+            last = k.let("last", k.load(parts[""], threads - 1))
+            carry.take(last, kind.after(k, carry.value, [last]))
+        else:
+            part = named("last", part_of(threads - 1))
+            with k.when(all_of([k.call("abs", value) <= _LARGEST for value in (carry.value, *part)])):
+                store_results()
+                k.assign(carry.value, kind.after(k, carry.value, part))
+            with k.otherwise():
+                stop = k.let("stop", k.call("minimum", start + threads * _ITEMS, length))
+                _recur(k, kind, begin, start, stop, carry.value)
         k.barrier()
     return k.source((rows,), (threads,))
+
+
+def _assign(k: KernelBuilder, variables: Sequence[Var], values: Sequence[Expr]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        k.assign(variable, value)
+
+
+def _join_threads(
+    k: KernelBuilder, kind: Scan, parts: Sequence[Memory], total: Sequence[Var], threads: int
+) -> None:
+    """Turn the part of each thread into that of all threads up to it."""
+
+    def put() -> None:
+        for memory, value in zip(parts, total, strict=True):
+            k.store(memory, k.thread, value)
+        k.barrier()
+
+    put()
+    reach = k.variable("reach", 1)
+    with k.repeat(reach < threads):
+        with k.when(k.thread >= reach):
+            _assign(k, total, kind.joined(k, [k.load(memory, k.thread - reach) for memory in parts], total))
+        k.barrier()
+        put()
+        k.assign(reach, reach * 2)
+
+
+def _recur(k: KernelBuilder, kind: Scan, begin: Expr, start: Expr, stop: Expr, carry: Var) -> None:
+    """Item after item, where infinite values do not allow for parts: all threads compute, and one stores."""
+    with k.loop("i", start, stop, unrolled=UNROLLED) as i:
+        k.assign(carry, kind.after(k, carry, kind.part(k, begin, i)))
+        with k.when(k.thread.eq(0)):
+            k.store(k.outputs[0], kind.moved(begin, i), carry)
 
 
 def _columns(kind: Scan, outer: int, length: int, inner: int, capabilities: Capabilities) -> KernelSource:

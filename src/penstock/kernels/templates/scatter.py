@@ -12,7 +12,7 @@ from penstock.graph.reducing import BLOCK
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.ir.expressions import Const, Expr, Operand
 from penstock.kernels.source import KernelSource
-from penstock.kernels.templates.launches import Launch, TemplateLaunches, is_cpu
+from penstock.kernels.templates.launches import Launch, Lowering, is_cpu, one_launch
 from penstock.kernels.templates.scatter_gpu import add_rows
 
 _NARROW = 64  # columns; a thread of a CPU has no fewer, unless there are none
@@ -20,21 +20,21 @@ _LOOK_UP = 16  # items that are added in the time that it takes to look at two r
 _TOGETHER = 64  # columns of a row that is often there, which a thread adds up at a time
 
 
-def scatter(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
+def scatter(node: Node, capabilities: Capabilities) -> Lowering | None:
     """Kernels of `scatter_add`."""
     index, length, rest = node.inputs[1], node.shape[0], math.prod(node.shape[1:])
     if not is_cpu(capabilities):
         source = add_rows(node, capabilities)
-        return None if source is None else TemplateLaunches((Launch(source, (0, 1, 2)),))
+        return None if source is None else one_launch(source)
     if node.dtype in HALF_PRECISION:
         return None
     if (length + index.size) * rest < _LOOK_UP * index.size:
         scratch = (4 * length, node.nbytes, node.nbytes) if _has_levels(node) else ()
         buffers = (0, *range(3, 3 + len(scratch)), 1, 2)
-        return TemplateLaunches((Launch(_add_narrow_rows(node, rest, capabilities), buffers),), scratch)
+        return Lowering((Launch(_add_narrow_rows(node, rest, capabilities), buffers),), scratch)
     positions = Launch(_find_positions(index, length, capabilities), (3, 4, 2))
     sums = Launch(_add_rows(node, rest, capabilities), (0, 1, 3, 4))
-    return TemplateLaunches((positions, sums), (4 * length, 4 * index.size))
+    return Lowering((positions, sums), (4 * length, 4 * index.size))
 
 
 def _has_levels(node: Node) -> bool:

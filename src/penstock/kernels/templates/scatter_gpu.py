@@ -21,10 +21,10 @@ from penstock.graph.reducing import BLOCK
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import MANY_STEPS
-from penstock.kernels.dialects.wgsl_memory import WORD
 from penstock.kernels.ir.expressions import Expr, Var
-from penstock.kernels.source import KernelSource
+from penstock.kernels.source import WORD, KernelSource
 from penstock.kernels.templates.launches import group_size
+from penstock.kernels.templates.sort import bitonic_sort
 
 _THREADS = 512  # of a workgroup
 _TILE = 32  # threads that add up a row
@@ -152,28 +152,14 @@ class _Scatter:
         return k.uniform("listed", self.told)
 
     def _sort(self, listed: Var) -> None:
-        """Sort the keys, in a bitonic network."""
+        """Sort the keys, after the largest possible ones make them a power of two."""
         k = self.k
         padded = k.variable("padded", 1)
         with k.repeat(padded < listed):
             k.assign(padded, padded * 2)
         with k.loop("i", listed + k.thread, padded, self.threads) as i:
             k.store(self.keys, i, (1 << (64 if self.key == "uint64" else 32)) - 1)
-        size = k.variable("size", 2)
-        with k.repeat(size <= padded):
-            step = k.variable("step", size // 2)
-            with k.repeat(step > 0):
-                k.barrier()
-                with k.loop("i", k.thread, padded // 2, self.threads) as i:
-                    low = k.let("low", 2 * i - (i & (step - 1)))
-                    one = k.let("one", k.load(self.keys, low))
-                    other = k.let("other", k.load(self.keys, low + step))
-                    with k.when((one > other).eq((low & size).eq(0))):
-                        k.store(self.keys, low, other)
-                        k.store(self.keys, low + step, one)
-                k.assign(step, step // 2)
-            k.assign(size, size * 2)
-        k.barrier()
+        bitonic_sort(k, [self.keys], padded, self.threads)
 
     def _find_starts(self, listed: Var) -> None:
         """Where the keys of each row begin."""

@@ -20,10 +20,11 @@ from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import (
     CPU_SHARES,
     Launch,
-    TemplateLaunches,
+    Lowering,
     along,
     group_size,
     is_cpu,
+    one_launch,
 )
 from penstock.kernels.templates.scan import Scan, row_scan
 from penstock.kernels.templates.tasks import Tasks
@@ -37,18 +38,18 @@ _WORD = 4  # bytes
 _MOST_WORDS = 1 << 31  # of all pairs, so that an index is an int32
 
 
-def sort(node: Node, capabilities: Capabilities) -> TemplateLaunches | None:
+def sort(node: Node, capabilities: Capabilities) -> Lowering | None:
     """Kernels of `argsort`; None where workgroups are too small or indices too large."""
     rows = _Rows(node, capabilities)
     if rows.length <= (_INSERTED_ON_CPU if is_cpu(capabilities) else _INSERTED_ON_GPU):
-        return TemplateLaunches((Launch(_insertion(rows, capabilities), (0, 1)),))
+        return one_launch(_insertion(rows, capabilities))
     if is_cpu(capabilities):
         slots = min(rows.count, CPU_SHARES * capabilities.compute_units)
         scratch = slots * 2 * rows.length * rows.pair * 8
-        return TemplateLaunches((Launch(_row_by_row(rows, slots, capabilities), (0, 2, 1)),), (scratch,))
+        return Lowering((Launch(_row_by_row(rows, slots, capabilities), (0, 2, 1)),), (scratch,))
     padded = 1 << (rows.length - 1).bit_length()
     if padded * rows.pair * _WORD <= min(_LOCAL_BYTES, capabilities.local_bytes):
-        return TemplateLaunches((Launch(_in_local_memory(rows, padded, capabilities), (0, 1)),))
+        return one_launch(_in_local_memory(rows, padded, capabilities))
     small = capabilities.max_group_size < _DIGITS or capabilities.local_bytes < _BLOCK * _WORD
     if small or rows.count * rows.length * rows.pair > _MOST_WORDS:
         return None
@@ -143,7 +144,6 @@ def _in_local_memory(rows: _Rows, padded: int, capabilities: Capabilities) -> Ke
     k = KernelBuilder("sort_row", capabilities, ["int64"], [rows.dtype])
     places = k.shared("places", "uint32", padded)
     keys = [k.shared(f"keys_{word}", "uint32", padded) for word in range(rows.words)]
-    pairs = (places, *keys)
     with k.loop("i", k.thread, padded, threads) as i:
         k.store(places, i, i.cast("uint32"))
         for array in keys:
@@ -151,32 +151,41 @@ def _in_local_memory(rows: _Rows, padded: int, capabilities: Capabilities) -> Ke
         with k.when(i < rows.length):
             for array, word in zip(keys, rows.key(k, k.group(), i), strict=True):
                 k.store(array, i, word)
-    size = k.variable("size", 2)
-    with k.repeat(size <= padded):
-        step = k.variable("step", size // 2)
-        with k.repeat(step > 0):
-            k.barrier()
-            with k.loop("i", k.thread, padded // 2, threads) as i:
-                low = k.let("low", i * 2 - (i & (step - 1)))
-                high = k.let("high", low + step)
-                a, b = (
-                    [k.let(f"{name}_{word}", k.load(array, at)) for word, array in enumerate(pairs)]
-                    for name, at in (("a", low), ("b", high))
-                )
-                falls = k.let("falls", _greater(a, b))
-                with k.when(falls.eq((low & size).eq(0))):
-                    for array, first, second in zip(pairs, a, b, strict=True):
-                        k.store(array, low, second)
-                        k.store(array, high, first)
-            k.assign(step, step // 2)
-        k.assign(size, size * 2)
-    k.barrier()
+    bitonic_sort(k, (places, *keys), padded, threads)
     with k.loop("i", k.thread, rows.length, threads) as i:
         k.store(k.outputs[0], rows.index(k.group(), i), k.load(places, i).cast("int32"))
     return k.source((rows.count,), (threads,))
 
 
-def _by_digits(rows: _Rows, capabilities: Capabilities) -> TemplateLaunches:
+def bitonic_sort(k: KernelBuilder, arrays: Sequence[Memory], length: Operand, threads: int) -> None:
+    """Sort a workgroup's arrays, whose items at one index are the words of a number, the lowest first.
+
+    The length is a power of two.
+    """
+    half = length // 2
+    size = k.variable("size", 2)
+    with k.repeat(size <= length):
+        step = k.variable("step", size // 2)
+        with k.repeat(step > 0):
+            k.barrier()
+            with k.loop("i", k.thread, half, threads) as i:
+                low = k.let("low", i * 2 - (i & (step - 1)))
+                high = k.let("high", low + step)
+                a, b = (
+                    [k.let(f"{name}_{word}", k.load(array, at)) for word, array in enumerate(arrays)]
+                    for name, at in (("a", low), ("b", high))
+                )
+                falls = k.let("falls", _greater(a, b))
+                with k.when(falls.eq((low & size).eq(0))):
+                    for array, first, second in zip(arrays, a, b, strict=True):
+                        k.store(array, low, second)
+                        k.store(array, high, first)
+            k.assign(step, step // 2)
+        k.assign(size, size * 2)
+    k.barrier()
+
+
+def _by_digits(rows: _Rows, capabilities: Capabilities) -> Lowering:
     """For a GPU: the pairs are sorted by each byte of the keys, from the lowest on.
 
     The scratch buffers hold the pairs, the pairs after a pass, and how many keys of each block have each
@@ -196,7 +205,7 @@ def _by_digits(rows: _Rows, capabilities: Capabilities) -> TemplateLaunches:
         ]
     launches.append(Launch(_storing(rows, capabilities), (0, 2 + rows.bytes % 2)))
     pairs = rows.count * rows.length * rows.pair * _WORD
-    return TemplateLaunches(tuple(launches), (pairs, pairs, 4 * rows.count * counts))
+    return Lowering(tuple(launches), (pairs, pairs, 4 * rows.count * counts))
 
 
 def _loading(rows: _Rows, capabilities: Capabilities) -> KernelSource:

@@ -5,13 +5,7 @@ from __future__ import annotations
 # `philox` gives one word of one block, as `graph.random.RANDOM_BITS` means it: its counter has 64 bits. The
 # words are chosen by comparisons: an array with a changing index would leave the registers of a GPU.
 PHILOX = """
-#ifdef __CUDACC__
-#define PHILOX_FUNCTION static __device__ inline
-#else
-#define PHILOX_FUNCTION static inline
-#endif
-
-PHILOX_FUNCTION uint philox_128(uint key0, uint key1, uint c0, uint c1, uint c2, uint c3, int word) {
+DEVICE uint philox_128(uint key0, uint key1, uint c0, uint c1, uint c2, uint c3, int word) {
     for (int turn = 0; turn < 10; turn++) {
         ulong p0 = (ulong)c0 * 0xD2511F53u;
         ulong p1 = (ulong)c2 * 0xCD9E8D57u;
@@ -25,7 +19,7 @@ PHILOX_FUNCTION uint philox_128(uint key0, uint key1, uint c0, uint c1, uint c2,
     return word == 0 ? c0 : word == 1 ? c1 : word == 2 ? c2 : c3;
 }
 
-PHILOX_FUNCTION uint philox(uint key0, uint key1, uint counter_low, uint counter_high, int word) {
+DEVICE uint philox(uint key0, uint key1, uint counter_low, uint counter_high, int word) {
     return philox_128(key0, key1, counter_low, counter_high, 0u, 0u, word);
 }
 """

@@ -1,23 +1,24 @@
-"""The values of a fused kernel: each is computed once, in the outermost loop where all it needs is known."""
+"""The statements of a fused kernel: each value is computed once, in the outermost loop where it can be."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from penstock.fusion.groups import Group
-from penstock.fusion.index import ZERO, Index, Place, Variables, flat, source_place, variable
+from penstock.fusion.index import ZERO, Index, Place, Variables, flat, source_place, unflatten, variable
 from penstock.graph.contraction import GATHER
 from penstock.graph.creating import POSITIONS, SEQUENCE
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST, FULL
-from penstock.graph.node import Kind, Node
+from penstock.graph.node import Kind, Node, Primitive
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.shaping import CONCAT, PAD
-from penstock.kernels.dialects.c_expressions import COMBINE, expression
+from penstock.kernels.dialects.c_expressions import expression
+from penstock.kernels.dialects.patterns import COMBINE
 from penstock.kernels.ir.expressions import (
     BOOL,
     INT,
@@ -54,7 +55,7 @@ class LanesImpossible(Exception):
 
 @dataclass(frozen=True)
 class Value:
-    """A value in a kernel: its name with its type, and the scope that it is computed in."""
+    """A value in a kernel: its name with its type, and the body that it is computed in."""
 
     var: Expr
     depth: int
@@ -86,16 +87,23 @@ class Merge:
         return index + both * -factor + variable(self.name) * factor
 
 
-class Scopes:
-    """Writes the statements of a kernel. Every value is computed once, in the outermost loop where it can be.
+def merged(index: Index, merges: Sequence[Merge]) -> Index:
+    """An index after merging."""
+    for merge in merges:
+        index = merge.applied(index)
+    return index
 
-    Scope 0 is before the innermost loop, scope 1 inside it.
+
+class Emitter:
+    """Emits the statements that compute the values of a group's nodes, into one of two bodies.
+
+    Body 0 is before the innermost loop, body 1 inside it; the `depth` of a value is the number of its body.
     """
 
     def __init__(self, group: Group, variables: Variables, vectors: bool = True) -> None:
         self.group = group
         self.variables = variables
-        self.form = KernelIR(
+        self.kernel = KernelIR(
             outputs=[str(node.dtype) for node in group.outputs],
             inputs=[str(node.dtype) for node in group.inputs],
             vectors=vectors,
@@ -103,27 +111,27 @@ class Scopes:
         self.bodies: list[list[Statement]] = [[], []]
         self.lanes = 1
         self.lane_steps: dict[str, int] = {}  # how variables differ from lane to lane; absent: not at all
-        self.depth_of: dict[str, int] = {}  # the scope of each variable
+        self.depth_of: dict[str, int] = {}  # the body of each variable
         self.given: dict[Node, Value] = {}  # values that are at hand whatever the place
         self.kept: dict[tuple[Node, Place], tuple[str, Index, str]] = {}  # values in arrays, with dtypes
         self.used: set[Index] = set()
-        self.merged: list[Merge] = []
+        self.merges: list[Merge] = []
         self.loads: dict[int, set[tuple[int, Index]]] = {}  # of each input: the stages, and where
         self.stage = 0
         self._vectors = vectors
-        self._conditions: dict[Expr, int] = {}  # under which what is read now is needed; their scopes
+        self._conditions: dict[Expr, int] = {}  # under which what is read now is needed; their emitter
         self._values: dict[tuple[Node, Place], Value] = {}
         self._names: dict[Expr, Value] = {}
         self._count = 0
         self._scalars: dict[Node, list[str]] = {}
         for node in group.nodes:
             number = len(node.primitive.constants)
-            first = len(self.form.scalars)
+            first = len(self.kernel.scalars)
             self._scalars[node] = [f"c{first + k}" for k in range(number)]
-            self.form.scalars += [computed_dtype(node)] * number
+            self.kernel.scalars += [computed_dtype(node)] * number
 
     def leave(self) -> list[Statement]:
-        """End the inner scope: what it held is its statements, and nothing in it is known any more."""
+        """End the inner body: gives its statements, after which nothing in it is known any more."""
         body, self.bodies[1] = self.bodies[1], []
         self._values = {key: value for key, value in self._values.items() if value.depth == 0}
         self._names = {key: value for key, value in self._names.items() if value.depth == 0}
@@ -141,11 +149,10 @@ class Scopes:
     # Whole numbers
 
     def index(self, index: Index) -> tuple[Expr, int, int]:
-        """An index as an expression, the scope in which it is known, and its step from lane to lane."""
+        """An index as an expression, the body in which it is known, and its step from lane to lane."""
         depth = step = 0
         self.used.add(index)
-        for merge in self.merged:
-            index = merge.applied(index)
+        index = merged(index, self.merges)
         for name, factor in index.terms:
             self._define(name)
             depth = max(depth, self.depth_of[name])
@@ -170,8 +177,7 @@ class Scopes:
 
     def aligned(self, index: Index) -> int:
         """Of how many items the index of the first lane is a multiple, at least; no more than the lanes."""
-        for merge in self.merged:
-            index = merge.applied(index)
+        index = merged(index, self.merges)
         others = (factor for name, factor in index.terms if not self.lane_steps.get(name))
         return math.gcd(self.lanes, index.constant, *others)
 
@@ -204,29 +210,26 @@ class Scopes:
             self._values[key] = self._value(node, place)
         return self._values[key]
 
+    def at_number(self, node: Node, number: Index) -> Value:
+        """A node's value at a place that is given by its number in row-major order."""
+        return self.value(node, unflatten(number, node.shape, self.variables))
+
     def _value(self, node: Node, place: Place) -> Value:
         if node in self.group.inputs:
             number, index = self.group.inputs.index(node), flat(place, node.shape)
             self.loads.setdefault(number, set()).add((self.stage, index))
             return self._load(f"in{number}", computed_dtype(node), str(node.dtype), index)
         primitive = node.primitive
-        if primitive is FULL:
-            return Value(Var(self._scalars[node][0], Type(computed_dtype(node))), 0)
-        if primitive is POSITIONS:
-            return self.number(place[0], computed_dtype(node))
-        if primitive is SEQUENCE:
-            return self._sequence(node, place)
-        if primitive is RANDOM_BITS:
-            return self._random(node, place)
-        if primitive is PAD:
-            return self._pad(node, place)
-        if primitive is CONCAT:
-            return self._concat(node, place)
-        if primitive is GATHER:
-            return self._gather(node, place)
+        if primitive in _LOWERINGS:
+            return _LOWERINGS[primitive](self, node, place)
         assert primitive.kind is Kind.ELEMENTWISE, node
-        values = [self.value(parent, place) for parent in node.inputs]
-        return self.apply(node, values)
+        return self.apply(node, [self.value(parent, place) for parent in node.inputs])
+
+    def _full(self, node: Node, place: Place) -> Value:
+        return Value(Var(self._scalars[node][0], Type(computed_dtype(node))), 0)
+
+    def _positions(self, node: Node, place: Place) -> Value:
+        return self.number(place[0], computed_dtype(node))
 
     def apply(self, node: Node, values: Sequence[Value]) -> Value:
         """A primitive on values."""
@@ -286,12 +289,17 @@ class Scopes:
 
     def combined(self, reduction: Node, left: Value, right: Value) -> Value:
         """A reduction of two values."""
-        operation = COMBINE[reduction.primitive.name]
-        depth = max(left.depth, right.depth)
-        return self.let(Call(left.type, operation, (left.var, right.var), left.type), depth)
+        return self._call(COMBINE[reduction.primitive.name], left, right)
+
+    def _call(self, operation: str, left: Value, right: Value) -> Value:
+        """An elementwise primitive on two values of one dtype, by its name."""
+        lanes = max(left.type.width, right.type.width)
+        left, right = self.widened(left, lanes), self.widened(right, lanes)
+        kind = Type(left.type.dtype, lanes)
+        return self.let(Call(kind, operation, (left.var, right.var), kind), max(left.depth, right.depth))
 
     def computed(self, nodes: Sequence[Node]) -> list[tuple[tuple[Node, Place], Value]]:
-        """The values of nodes that the inner scope has computed, each at its one place."""
+        """The values of nodes that the inner body has computed, each at its one place."""
         wanted = set(nodes)
         inner = [(key, value) for key, value in self._values.items() if key[0] in wanted and value.depth == 1]
         places = Counter(node for (node, _), _ in inner)
@@ -300,11 +308,7 @@ class Scopes:
     def _sequence(self, node: Node, place: Place) -> Value:
         start, step = (Value(Var(name, Type(computed_dtype(node))), 0) for name in self._scalars[node])
         position = self.number(place[0] if node.ndim else ZERO, start.type.dtype)
-        lanes = position.type.width
-        factors = (position.var, self.widened(step, lanes).var)
-        scaled = self.let(Call(position.type, "multiply", factors, position.type), position.depth)
-        first = self.widened(start, lanes)
-        return self.let(Call(position.type, "add", (first.var, scaled.var), position.type), position.depth)
+        return self._call("add", start, self._call("multiply", position, step))
 
     def number(self, index: Index, dtype: str) -> Value:
         """An index as a value."""
@@ -321,7 +325,7 @@ class Scopes:
         return self.let(Random(kind, state, number, step), max(depth, *(word.depth for word in words)))
 
     def _inside(self, index: Index, start: int, count: int) -> tuple[Expr, Index, int]:
-        """Whether an index lies in a range of an axis, its number there, and the scope; 0 if it does not."""
+        """Whether an index lies in a range of an axis, its number there, and the body; 0 if it does not."""
         moved = index + Index((), -start)
         low, high = self.variables.bounds(moved)
         if low >= 0 and high < count:
@@ -355,13 +359,13 @@ class Scopes:
         for index, (start, count, step) in zip(place, node.attributes["slices"], strict=True):
             first = start if step > 0 else start + (count - 1) * step
             extent = (count - 1) * abs(step) + 1
-            condition, moved, scope = self._inside(index, first, extent)
+            condition, moved, own_depth = self._inside(index, first, extent)
             if abs(step) > 1:
                 on, moved = self._on_step(moved, abs(step))
-                scope = max(scope, self.index(moved)[1])
-                conditions.append((on, scope))
-            conditions.append((condition, scope))
-            depth = max(depth, scope)
+                own_depth = max(own_depth, self.index(moved)[1])
+                conditions.append((on, own_depth))
+            conditions.append((condition, own_depth))
+            depth = max(depth, own_depth)
             inside.append(moved if step > 0 else moved * -1 + Index((), count - 1))
         with self._under(*conditions):
             value = self.value(source, tuple(inside))
@@ -411,3 +415,15 @@ class Scopes:
         # An index out of range must not read what is not there.
         row = self.integer(Clamp(number.var, Const(length), Const(length - 1)), number.depth, length)
         return self.value(source, (row, *place[index.ndim :]))
+
+
+# Primitives that are not elementwise: what computes one item.
+_LOWERINGS: dict[Primitive, Callable[[Emitter, Node, Place], Value]] = {
+    FULL: Emitter._full,
+    POSITIONS: Emitter._positions,
+    SEQUENCE: Emitter._sequence,
+    RANDOM_BITS: Emitter._random,
+    PAD: Emitter._pad,
+    CONCAT: Emitter._concat,
+    GATHER: Emitter._gather,
+}
