@@ -223,6 +223,6 @@ def numpy_text(structure: Structure) -> str:
     """What NumPy computes, and why."""
     what = " ".join(names(topological(structure.nodes)))
     why = "the host sees all inputs" if structure.inputs else "there are no inputs"
-    small = structure.largest < MIN_ITEMS
+    small = structure.small(seen=True)
     why += f" and no step has {MIN_ITEMS} items" if small else " and it was not computed before"
     return f"NumPy computes [{what}] on the host, as {why}"

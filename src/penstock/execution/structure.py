@@ -17,7 +17,8 @@ from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.watching import Watched
 
-MIN_ITEMS = 1 << 15  # what has less in every value is computed sooner by the host than kernels are launched
+MIN_ITEMS = 1 << 15  # what has less in every value is computed sooner by the host than kernels are launched,
+MAX_NODES = 32  # unless it has many operations, each of which takes the host a few microseconds
 LARGE_ITEMS = 1 << 24  # what has more in all values is compiled at the first sight
 
 
@@ -151,7 +152,7 @@ class Structure:
         """
         if self.items >= LARGE_ITEMS or self._has(Kind.OPAQUE):
             return False
-        if self.largest < MIN_ITEMS:
+        if self.largest < MIN_ITEMS and len(self._pending) < MAX_NODES:
             return True
         return not (seen or self._has(Kind.RANDOM)) and is_exact(topological(self.wanted))
 
