@@ -413,7 +413,7 @@ def unjitted_step(device: Device) -> Loop:
     x, y = ps.asarray(array(64, 32), device=device), ps.asarray(array(64, 1), device=device)
 
     def loop() -> None:
-        for _ in range(60):
+        for _ in range(150):
             loss = step(x, y)
             loss.item()
 
@@ -426,7 +426,7 @@ def jitted_step(device: Device) -> Loop:
     x, y = ps.asarray(array(64, 32), device=device), ps.asarray(array(64, 1), device=device)
 
     def loop() -> None:
-        for _ in range(60):
+        for _ in range(150):
             loss = step(x, y)
             loss.item()
 

@@ -20,6 +20,7 @@ from penstock.fusion.groups import Group, partition
 from penstock.graph import attention as graph_attention
 from penstock.graph import dtypes, shaping
 from penstock.graph.attention import ATTENTION, ATTENTION_GRADIENT, attention, packed_attention
+from penstock.graph.calls import inline
 from penstock.graph.decompose import decompose
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Kind, Node, leaf, topological
@@ -233,9 +234,8 @@ def imagined() -> Iterator[Device]:
 
 def primitives(tensor: ps.Tensor) -> set[str]:
     """What the device of a tensor computes it by."""
-    return {
-        node.primitive.name for node in topological(decompose([tensor._node], tensor.device.capabilities))
-    }
+    nodes = decompose(inline([tensor._node]), tensor.device.capabilities)
+    return {node.primitive.name for node in topological(nodes)}
 
 
 def test_tensors_use_it_where_there_is_a_kernel(imagined: Device, plain: Device) -> None:

@@ -21,6 +21,7 @@ from penstock.execution import realize
 from penstock.fusion.groups import Group, partition
 from penstock.fusion.views import base
 from penstock.graph import contraction, creating, elementwise, reducing, shaping
+from penstock.graph.calls import inline
 from penstock.graph.node import Node, topological
 from penstock.graph.simplify import simplify
 from penstock.kernels import cache
@@ -395,7 +396,7 @@ def layer(name: str, device: Device) -> tuple[ps.Tensor, list[ps.Tensor]]:
 
 
 def kinds(*tensors: ps.Tensor) -> str:
-    wanted = simplify([tensor._node for tensor in tensors])
+    wanted = simplify(inline([tensor._node for tensor in tensors]))
     found = partition(wanted, lambda node: fusible(node, CPU))
     holds(found, wanted)
     return " ".join(group.kind for group in found)

@@ -158,7 +158,7 @@ def _told(
     own = executables(device)
     fresh, built, start = not own.seen(structure), own.build_seconds, perf_counter()
     buffers, program = _computed(structure, device, repeated)
-    wanted = structure.nodes
+    wanted = structure.recorded
     spent = own.build_seconds - built
     by_host = isinstance(program, HostProgram)
     how: Literal["program", "numpy"] = "numpy" if by_host else "program"

@@ -32,6 +32,7 @@ class Structure:
 
         `checked`: with what tells whether its indices are in range.
         """
+        self.recorded = wanted  # as it was given
         if not self._walk(wanted, target):
             assert target is not None
             wanted = decompose(wanted, target)

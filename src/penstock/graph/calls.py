@@ -41,8 +41,16 @@ def _inlined_only(*_: Array, **__: object) -> Array:
     raise AssertionError("calls are inlined before anything is computed")
 
 
+def _operations(result: Node) -> int:
+    call, number = result.inputs[0], result.attributes["number"]
+    nodes = topological([call.attributes["subgraph"].outputs[number]])
+    return sum(node.primitive.operations_of(node) for node in nodes if node.value is None)
+
+
 CALL = Primitive("call", Kind.CALL, _call_shape, _inlined_only, stop_gradient=True)
-RESULT = Primitive("result", Kind.CALL, _result_shape, _inlined_only, stop_gradient=True)
+RESULT = Primitive(
+    "result", Kind.CALL, _result_shape, _inlined_only, stop_gradient=True, operations=_operations
+)
 
 
 def call(subgraph: Subgraph, inputs: Sequence[Node]) -> list[Node]:

@@ -270,7 +270,7 @@ class LineLog:
             found.items += node.size
             if node.size < _LARGE or node.primitive.is_free:
                 continue
-            if node in self._done and not node.primitive.stop_gradient:
+            if node in self._done and not node.primitive.is_identity:
                 found.again += node.primitive.operations_of(node)
                 found.again_for = self._done[node]
             if node not in wanted:
