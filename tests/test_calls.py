@@ -12,6 +12,8 @@ import pytest
 
 import penstock as ps
 from penstock import Device, nn, optim
+from penstock.config import Settings
+from penstock.drivers.host import HostDriver
 from penstock.execution.realize import executables
 from penstock.graph import elementwise, reducing
 from penstock.graph.calls import CALL, RESULT, call, inline, subgraph_between
@@ -374,3 +376,19 @@ def test_a_bad_index_is_refused_however_often(device: Device) -> None:
                 result.numpy()
         else:
             assert result.item() == array(6)[index]
+
+
+def test_it_can_be_seen_and_switched_off() -> None:
+    device = Device.over(HostDriver(), Settings(reuse_graphs=False))
+    x = ps.asarray(array(6, 6), device=device).requires_grad_()
+    plain = F.softmax(x.detach())
+    ps.sum(F.softmax(x)).backward()
+    assert x.grad is not None
+    assert calls(plain, x.grad) == 0
+    assert "recorded before" not in ps.explain(plain)
+    assert not device.subgraphs
+    other = F.softmax(ps.asarray(array(6, 6), device=Device.over(HostDriver())))
+    pending = [node for node in topological([plain._node]) if node.value is None]
+    recorded = sum(not node.primitive.is_identity for node in pending)
+    assert f"\n{recorded} of the operations were recorded before" in ps.explain(other)
+    np.testing.assert_array_equal(plain.numpy(), other.numpy())

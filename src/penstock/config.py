@@ -55,6 +55,7 @@ class Settings:
     pool_seconds: float = 60.0  # an idle buffer older than this goes back to the driver
     trace_memory: bool = False  # remember which line of the user's code allocated what
     force_kernels: bool = False  # kernels for everything, however small: for tests of kernels
+    reuse_graphs: bool = True  # call gradients, updates and functions that were recorded before
     check_indices: bool = True  # whether indices, ids and class targets that are out of range are refused
     tf32: bool = False  # products of float32 on tensor cores, of factors rounded to 10 bits of fraction
 
@@ -78,7 +79,7 @@ class Settings:
             raise SettingError(f"pool_seconds cannot be negative, and {self.pool_seconds} was given")
 
 
-_FLAGS = ("trace_memory", "force_kernels", "check_indices", "tf32")
+_FLAGS = ("trace_memory", "force_kernels", "reuse_graphs", "check_indices", "tf32")
 
 
 def _parse(variable: str, name: str, text: str) -> object:

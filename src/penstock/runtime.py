@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -118,6 +119,11 @@ class Device:
     def settings(self) -> Settings:
         """Those that it was made with, else what the environment says."""
         return self._settings or Settings.from_environment()
+
+    @cached_property
+    def reuses_graphs(self) -> bool:
+        """Whether gradients, updates and functions that were recorded before are called."""
+        return self.settings.reuse_graphs
 
     def another_driver(self) -> Driver:
         """Open the device once more; where the driver was given by hand, that driver."""

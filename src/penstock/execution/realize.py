@@ -211,12 +211,13 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
         return "computed already"
     with device.running:
         own, structure = executables(device), Structure(wanted, device.capabilities)
+        called = f"\n{structure.called} of the operations were recorded before" if structure.called else ""
         if not own.waits_for_no_compiler(structure):
             program = own.known(structure)
             assert not isinstance(program, HostProgram)
-            return str(program.schedule)
+            return f"{program.schedule}{called}"
         steps = own.build(structure).schedule
-        return f"{numpy_text(structure)}; in a jitted function:\n{steps}"
+        return f"{numpy_text(structure)}; in a jitted function:\n{steps}{called}"
 
 
 def numpy_text(structure: Structure) -> str:

@@ -104,6 +104,11 @@ class Structure:
             parts.append((primitive, where, *rest, *own))
         return True
 
+    @property
+    def called(self) -> int:
+        """How many of the operations were recorded before, and are called."""
+        return len(self._pending) - sum(node.primitive.kind is not Kind.CALL for node in self.pending)
+
     @cached_property
     def nodes(self) -> Sequence[Node]:
         """What is wanted, without calls."""

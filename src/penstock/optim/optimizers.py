@@ -167,7 +167,7 @@ class Optimizer:
         """`_record_step`, which records the same in every step: once, and from then on that is called."""
         present = self._present()
         self._divide(present)
-        settings = self._update_settings()
+        settings = self._update_settings() if self._device.reuses_graphs else None
         if settings is None:
             self._record_step()
             return

@@ -60,7 +60,7 @@ def _refuse(refusing: Sequence[Node], parts: Sequence[Node | None]) -> None:
 
 def _repeated(history: list[Node], leaves: Sequence[Node], device: Device) -> list[Node | None]:
     """The gradients of the last node by the leaves, from those of an equal graph where there was one."""
-    key = _key(history, leaves)
+    key = _key(history, leaves) if device.reuses_graphs else None
     if key is None:
         return gradients(history[-1], None, leaves)
     with device.running:  # another thread may come here at the same time

@@ -42,6 +42,8 @@ def _known(
     function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], device: Device
 ) -> _Known | None:
     """What the function records for arguments of this kind; None where it has to be called."""
+    if not device.reuses_graphs:
+        return None
     key: list[Any] = [function, *kwargs]
     for arg in (*args, *kwargs.values()):
         if not isinstance(arg, Tensor):
