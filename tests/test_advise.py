@@ -163,6 +163,7 @@ def transformer(device: Device) -> None:
     list(model.generate(tokens[:4], 30, seed=1))
 
 
+@pytest.mark.slow("main1")
 @pytest.mark.parametrize(
     "program",
     [

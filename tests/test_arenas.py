@@ -88,6 +88,7 @@ def test_a_value_larger_than_any_arena_is_named() -> None:
         plan_arenas([Value(1000, 0, 1)], UNIT, 512)
 
 
+@pytest.mark.slow("opencl-threads")
 @pytest.mark.parametrize("kind", ["host-far", "opencl-threads"])
 def test_training_in_small_arenas_is_the_same(kind: str) -> None:
     losses = []

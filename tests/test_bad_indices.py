@@ -86,6 +86,7 @@ def test_numpy_refuses_a_bad_index(name: str) -> None:
     on.close()
 
 
+@pytest.mark.slow("auto")
 @pytest.mark.parametrize("name", READS)
 def test_kernels_refuse_a_bad_index(on: Device, name: str, kernels_only: None) -> None:
     function = READS[name]

@@ -247,6 +247,7 @@ def test_counters_agree_with_the_driver(device: Device, kernels: Kernels) -> Non
     assert device.driver.allocated_bytes == 0
 
 
+@pytest.mark.slow("opencl-mapped", "opencl-device")
 def test_waits_are_counted_with_the_line_that_caused_them(device: Device, kernels: Kernels) -> None:
     out = device.empty(1 << 16)
     device.stream.launch(kernels["spin"], (64,), (16,), (out, 1_000_000))

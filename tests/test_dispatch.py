@@ -659,6 +659,7 @@ def test_threads(plain: AutoDevice) -> None:
     assert not errors
 
 
+@pytest.mark.slow
 def test_a_profile_sees_both(plain: AutoDevice) -> None:
     choice = random.Random(0)
     plain.dispatcher.dictate = lambda _: Placement(choice.choice(plain.members))

@@ -158,7 +158,7 @@ def churned(request: pytest.FixtureRequest) -> Iterator[tuple[Device, dict[str, 
     device.close()
 
 
-@pytest.mark.slow("opencl-mapped")
+@pytest.mark.slow("opencl-mapped", "webgpu")
 def test_random_operations_leave_no_handle_no_byte_and_a_flat_resident_size(
     churned: tuple[Device, dict[str, Kernel], int],
 ) -> None:

@@ -540,6 +540,12 @@ EXITS = {
 }
 
 
+@pytest.mark.slow(
+    "inside a view",
+    "after some devices were closed",
+    "with buffers in reference cycles",
+    "with commands that were never submitted",
+)
 @pytest.mark.parametrize("moment", EXITS)
 def test_the_interpreter_exits_quietly(moment: str) -> None:
     assert_quiet_success(ALL_KINDS, EXITS[moment])

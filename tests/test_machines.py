@@ -190,7 +190,7 @@ def damage(path: Path, kind: str) -> None:
 
 
 @needs_pocl
-@pytest.mark.slow("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False], ids=["own folder", "POCL_CACHE_DIR"])
 def test_damaged_kernels_are_compiled_again(tmp_path: Path, own: bool) -> None:
     settings = {} if own else {"POCL_CACHE_DIR": str(tmp_path / "given")}
@@ -248,6 +248,7 @@ def test_a_killed_process_leaves_kernels_and_no_folder(tmp_path: Path) -> None:
     assert list((folder / "running").iterdir()) == []
 
 
+@pytest.mark.slow
 @needs_pocl
 def test_processes_side_by_side_do_not_disturb_each_other(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -123,7 +123,7 @@ def test_every_function_is_checked() -> None:
     assert public <= checked
 
 
-@pytest.mark.slow("attention", "attention_short")
+@pytest.mark.slow("attention", "attention_short", "webgpu")
 @pytest.mark.parametrize(
     "name", [name for name in FUNCTIONS if "attention" in name] + ["linear_cross_entropy"]
 )

@@ -132,7 +132,7 @@ def run_in(tmp_path: Path, program: str, *arguments: str, **settings: str) -> No
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow("8")
+@pytest.mark.slow("8", "gpu")
 @pytest.mark.parametrize("lanes", [1, 8], ids=["gpu", "cpu"])
 def test_kernels_stay_in_their_memory_and_do_not_race(tmp_path: Path, lanes: int) -> None:
     log = tmp_path / "log"

@@ -98,7 +98,7 @@ def test_a_row_formula_gives_what_numpy_gives(device: Device) -> None:
     assert ps.kernel("sum(x * x)")(*at(device, x)).shape == (5, 1)
 
 
-@pytest.mark.slow("float16", "float64")
+@pytest.mark.slow("float16", "float64", "opencl-svm")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("formula", [SWISH, SOFTMAX, NORM, "abs(x) ** 1.5 if x > 0 else tanh(x) / 3"])
 def test_fused_is_unfused_in_every_dtype(device: Device, dtype: str, formula: str) -> None:

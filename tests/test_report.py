@@ -741,6 +741,7 @@ def test_tabs_follow_the_keyboard_and_links(page: chromium.Browser, trained: Pat
     assert shown(page) == ["overview"]
 
 
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("phone", [False, True])
 def test_nothing_is_wider_than_the_screen(

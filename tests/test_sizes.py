@@ -218,7 +218,7 @@ EXPRESSIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
 }
 
 
-@pytest.mark.slow("opencl-threads")
+@pytest.mark.slow("opencl-threads", "sorted", "gathered", "halves", "thin product", "columns")
 @pytest.mark.parametrize("fresh", KINDS, indirect=True)
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_later_shapes_give_the_bits_of_first_shapes(fresh: Callable[[], Device], name: str) -> None:

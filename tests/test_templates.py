@@ -128,6 +128,7 @@ def check(bench: Bench, variant: str, node: Node) -> None:
 SHAPES = [((7, 200), 1), ((1, 5000), 1), ((70, 2, 37), 0), ((3, 9, 20), 1), ((1,), 0)]
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("shape", "axis"), SHAPES)
 def test_scans_from_the_end(bench: Bench, variant: str, shape: tuple[int, ...], axis: int) -> None:

@@ -297,7 +297,7 @@ def test_gradients_as_functions_of_second_order(on: Device) -> None:
     assert [part.tolist() for part in by_both] == [[4, 6], [2, 3]]
 
 
-@pytest.mark.slow("webgpu")
+@pytest.mark.slow("webgpu", "host-late", "host-far")
 def test_a_line_is_learnt(on: Device) -> None:
     x = ps.linspace(-1, 1, 20, device=on)
     w, b = (ps.zeros((), device=on).requires_grad_() for _ in range(2))

@@ -231,6 +231,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("shape", [*ROWS, (1, 16_000), (2, 33_000), (3, 32_772), (3, 20_001)])
 def test_rows_of_every_length(device: Device, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(1)

@@ -221,6 +221,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path, config: Config) -> None
     assert load_last(tmp_path / "run")[0].step == 5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_device")
 def test_accumulated_batches_are_like_one_large_batch(tmp_path: Path, config: Config) -> None:
     config = config.changed({"model": {"dropout": 0.0}, "run": {"steps": 4}, "data": {"validation": 0.0}})

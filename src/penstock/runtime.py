@@ -96,6 +96,8 @@ class Device:
         self.running = threading.RLock()  # held while something is computed, or a program recorded
         self.executables: Any = None  # what `penstock.execution.realize` keeps for this device
         self.subgraphs = LRU[Hashable, Any](_MOST_SUBGRAPHS)  # what was recorded for it, and is called again
+        # Pending nodes of parameters that were changed in place, which are computed with the next value.
+        self.updated: dict[int, weakref.ref[Any]] = {}
         self.dispatcher: Any = None  # what places programs, where this one stands for several devices
         self._lock = threading.RLock()
         self._opened: Layers | None = None

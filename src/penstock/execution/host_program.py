@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
@@ -12,9 +12,11 @@ import numpy as np
 from penstock.execution.structure import Structure
 from penstock.graph.calls import detached
 from penstock.graph.node import Array, Node, topological
-from penstock.graph.reference import computed, number_key
+from penstock.graph.reference import Evaluator, evaluator, number_key
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
+
+_FEW_ITEMS = 256  # of a value that is kept for the next run
 
 
 class HostProgram:
@@ -25,17 +27,23 @@ class HostProgram:
         self._inputs, wanted = detached(structure.inputs, structure.nodes)
         nodes = topological(wanted)
         self._wanted = wanted
+        self._last: dict[Node, tuple[list[Any], Array]] = {}  # constants, and the small value that they gave
         self.nodes = [node for node in nodes if node.value is None]
         last = {parent: node for node in self.nodes for parent in node.inputs}
-        self._constants = [
-            [(name, structure.numbers[number_key(node, name)]) for name in node.primitive.constants]
-            for node in self.nodes
-        ]
         kept = {*wanted, *self._inputs}
-        self._ended: dict[Node, list[Node]] = {}  # the values that each node is the last to need
+        ended: dict[Node, list[Node]] = {}  # the values that each node is the last to need
         for parent, node in last.items():
             if parent not in kept:
-                self._ended.setdefault(node, []).append(parent)
+                ended.setdefault(node, []).append(parent)
+        self._steps = [
+            (
+                node,
+                evaluator(node),
+                [(name, structure.numbers[number_key(node, name)]) for name in node.primitive.constants],
+                ended.get(node, ()),
+            )
+            for node in self.nodes
+        ]
 
     def run(self, inputs: Sequence[Buffer], numbers: Sequence[Any], device: Device) -> list[Buffer]:
         """The values of the wanted nodes, from buffers of the inputs and the constants."""
@@ -46,16 +54,36 @@ class HostProgram:
             for node, buffer in zip(self._inputs, inputs, strict=True):
                 # The device's own memory, since values never change.
                 values[node] = views.enter_context(device.view(buffer, node.dtype, node.shape))
-            for node, constants in zip(self.nodes, self._constants, strict=True):
-                attributes = node.attributes
-                if constants:
-                    attributes = attributes | {name: numbers[number] for name, number in constants}
-                values[node] = computed(node, [values[parent] for parent in node.inputs], attributes)
-                for parent in self._ended.get(node, ()):
-                    del values[parent]
+            with np.errstate(all="ignore"):
+                for node, evaluate, constants, ended in self._steps:
+                    if constants:
+                        values[node] = self._with_constants(node, evaluate, constants, values, numbers)
+                    else:
+                        values[node] = evaluate([values[parent] for parent in node.inputs], node.attributes)
+                    for parent in ended:
+                        del values[parent]
             for recorder in recorders:
                 recorder.computed_by_host(" ".join(names(self.nodes)), start, perf_counter())
             return [device.upload(np.ascontiguousarray(values[node])) for node in self._wanted]
+
+    def _with_constants(
+        self,
+        node: Node,
+        evaluate: Evaluator,
+        constants: list[tuple[str, int]],
+        values: Mapping[Node, Array],
+        numbers: Sequence[Any],
+    ) -> Array:
+        """The value of a node with these constants. Of a few items, that of the last run serves again."""
+        given = [numbers[number] for _, number in constants]
+        if node.inputs or node.size > _FEW_ITEMS:
+            attributes = node.attributes | dict(zip((name for name, _ in constants), given, strict=True))
+            return evaluate([values[parent] for parent in node.inputs], attributes)
+        last = self._last.get(node)
+        if last is None or last[0] != given or 0 in given:  # for 0 is -0
+            attributes = node.attributes | dict(zip((name for name, _ in constants), given, strict=True))
+            last = self._last[node] = given, evaluate([], attributes)
+        return last[1]
 
 
 def names(nodes: Sequence[Node]) -> list[str]:

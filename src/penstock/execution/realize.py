@@ -116,6 +116,10 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
     `repeated`: the same will be computed many times, so that kernels pay however small it is.
     """
     with device.running:  # another thread may be about to compute the same
+        if device.updated:
+            updated, device.updated = device.updated, {}
+            nodes = [*nodes, *(node for reference in updated.values() if (node := reference()) is not None)]
+            repeated = True
         alone = single(nodes[0]) if len(nodes) == 1 and device.runs_programs else None
         if alone is not None:
             known = executables(device).singles.use(alone.key)

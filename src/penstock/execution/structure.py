@@ -8,8 +8,9 @@ from typing import Any
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.bounds import BOUNDED, unchecked, worst
-from penstock.graph.calls import CALL, Subgraph, inline
+from penstock.graph.calls import CALL, RESULT, Subgraph, inline
 from penstock.graph.decompose import decompose
+from penstock.graph.elementwise import FULL
 from penstock.graph.node import Kind, Node, topological
 from penstock.graph.reference import number, number_key
 from penstock.graph.rounding import is_exact
@@ -17,8 +18,7 @@ from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.watching import Watched
 
-MIN_ITEMS = 1 << 15  # what has less in every value is computed sooner by the host than kernels are launched,
-MAX_NODES = 32  # unless it has many operations, each of which takes the host a few microseconds
+MIN_ITEMS = 1 << 15  # what has less in every value is computed sooner by the host than kernels are launched
 LARGE_ITEMS = 1 << 24  # what has more in all values is compiled at the first sight
 
 
@@ -71,11 +71,13 @@ class Structure:
                 self.inputs.append(node)
                 parts.append((node.shape, node.dtype))
                 continue
-            missing = [parent for parent in node.inputs if parent not in position]
-            if missing:
-                missing.reverse()
-                stack += missing
-                continue
+            inputs = node.inputs
+            if inputs:
+                missing = [parent for parent in inputs if parent not in position]
+                if missing:
+                    missing.reverse()
+                    stack += missing
+                    continue
             stack.pop()
             primitive = node.primitive
             rule = primitive.decompose
@@ -88,7 +90,14 @@ class Structure:
                 continue
             position[node] = len(parts)
             self.pending.append(node)
-            where = tuple([position[parent] for parent in node.inputs])
+            if primitive is FULL:  # the most frequent of all
+                constant = number_key(node, "number")
+                parts.append((FULL, node.shape, node.dtype, numbers.setdefault(constant, len(numbers))))
+                continue
+            if primitive is RESULT:
+                parts.append((RESULT, position[inputs[0]], node.attributes["number"]))
+                continue
+            where = tuple([position[parent] for parent in inputs])
             if not node.attributes:
                 parts.append((primitive, where))
                 continue
@@ -158,7 +167,7 @@ class Structure:
         """
         if self.items >= LARGE_ITEMS or self._has(Kind.OPAQUE):
             return False
-        if self.largest < MIN_ITEMS and len(self._pending) < MAX_NODES:
+        if self.largest < MIN_ITEMS:
             return True
         return not (seen or self._has(Kind.RANDOM)) and is_exact(topological(self.wanted))
 

@@ -12,16 +12,30 @@ from penstock.graph.dtypes import HALF_PRECISION, DType, checked
 from penstock.graph.node import Array, Node, leaf, topological
 
 Constant = tuple[str, Any]  # dtype, and the bits of a number
+Evaluator = Callable[[list[Array], dict[str, Any]], Array]
 _HALVES = frozenset(dtype.numpy.type for dtype in HALF_PRECISION)
 
 
 def computed(node: Node, inputs: list[Array], attributes: dict[str, Any] | None = None) -> Array:
     """A node's value by its reference. As in kernels, float16 and bfloat16 are computed in float32."""
-    if node.primitive.widens:
-        inputs = [x.astype(np.float32) if x.dtype.type in _HALVES else x for x in inputs]
     with np.errstate(all="ignore"):
-        result = node.primitive.reference(*inputs, **(node.attributes if attributes is None else attributes))
-        return np.asarray(result).astype(node.dtype, copy=False)
+        return evaluator(node)(inputs, node.attributes if attributes is None else attributes)
+
+
+def evaluator(node: Node) -> Evaluator:
+    """What computes a node's value from those of its inputs, with these attributes, inside `np.errstate`."""
+    reference, dtype = node.primitive.reference, node.dtype.numpy
+    halves = node.primitive.widens and any(x.dtype.numpy.type in _HALVES for x in node.inputs)
+
+    def evaluate(inputs: list[Array], attributes: dict[str, Any]) -> Array:
+        if halves:
+            inputs = [x.astype(np.float32) if x.dtype.type in _HALVES else x for x in inputs]
+        result = reference(*inputs, **attributes)
+        if type(result) is np.ndarray and result.dtype == dtype:
+            return result
+        return np.asarray(result).astype(dtype, copy=False)
+
+    return evaluate
 
 
 def by_parts(parts: Callable[..., Node], *arrays: Array) -> Array:

@@ -147,8 +147,9 @@ class Optimizer:
         tensors = self._all()
         before = [(tensor, tensor._actual_node, tensor._actual_grad) for tensor in tensors]
         try:
-            self._repeat_step()
-            realize_together([*self._all(), *(loss for loss in losses if loss is not None)], repeated=True)
+            self._repeat_step(tensors)
+            known = [loss for loss in losses if loss is not None]
+            realize_together([*self._all(), *known], repeated=True)  # which may be more tensors now
         except BaseException:  # all of it, or nothing
             for tensor, node, gradient in before:
                 tensor._actual_node, tensor._actual_grad = node, gradient
@@ -163,16 +164,17 @@ class Optimizer:
         """The parameters that have a gradient."""
         return [at for at, tensor in enumerate(self.parameters) if tensor.grad is not None]
 
-    def _repeat_step(self) -> None:
+    def _repeat_step(self, state: Sequence[Tensor]) -> None:
         """`_record_step`, which records the same in every step: once, and from then on that is called."""
         present = self._present()
-        self._divide(present)
+        if self._divide(present):
+            state = self._all()
         settings = self._update_settings() if self._device.reuses_graphs else None
         if settings is None:
             self._record_step()
             return
         grads = [tensor.grad for tensor in self.parameters if tensor.grad is not None]
-        tensors = [*self._all(), self._lr, *grads]
+        tensors = [*state, self._lr, *grads]
         kinds = tuple([(tensor._node.shape, tensor._node.dtype) for tensor in tensors])
         groups = tuple([tuple(group.values()) for group in self._settings])
         key = type(self), tuple(present), kinds, self.clip_norm, groups, settings
@@ -271,8 +273,9 @@ class Optimizer:
         """What `_update` depends on besides tensors and groups; None: it has to be called in every step."""
         return None
 
-    def _divide(self, present: Collection[int]) -> None:
-        """Get ready for a step in which only these parameters have gradients."""
+    def _divide(self, present: Collection[int]) -> bool:
+        """Get ready for a step in which only these parameters have gradients; whether there is more state."""
+        return False
 
     def _count(self, present: Collection[int], sound: Tensor | None) -> None:
         """Count a step for the parameters that have gradients, unless those are not `sound`."""
@@ -409,8 +412,10 @@ class Adam(Optimizer):
         known = type(self) in (Adam, AdamW)
         return (self._betas, self._eps, *self._correction.groups) if known else None
 
-    def _divide(self, present: Collection[int]) -> None:
+    def _divide(self, present: Collection[int]) -> bool:
+        before = len(self._correction.tensors)
         self._correction.divide(present)
+        return len(self._correction.tensors) > before
 
     def _count(self, present: Collection[int], sound: Tensor | None) -> None:
         self._correction.advance(present, sound)

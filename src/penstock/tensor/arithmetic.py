@@ -134,7 +134,7 @@ def _binary(
     def of_alike(a: Tensor, b: Tensor) -> Tensor:
         if kinds == _FRACTION and a.dtype.kind in "biu":
             a, b = _to_floating(a), _to_floating(b)
-        _check(name, kinds, a, b)
+        _check(name, kinds, a)  # both have one dtype
         return record(apply(a._node, b._node), a, b)
 
     function.__name__ = function.__qualname__ = name

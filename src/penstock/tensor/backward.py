@@ -29,8 +29,10 @@ def backward(self: Tensor, gradient: Tensor | None = None) -> None:
     if not self.requires_grad:
         raise ValueError("nothing that this value was computed from requires a gradient")
     history = topological([self._node], through_values=True)
-    leaves = [(node, tensor) for node in history if (tensor := leaf_of(node)) is not None]
-    refusing = [node for node in history if node.primitive.refuses or changed_since(node)]
+    owned = [node for node in history if node.owner is not None]
+    leaves = [(node, tensor) for node in owned if (tensor := leaf_of(node)) is not None]
+    refusing = [node for node in owned if changed_since(node)]
+    refusing += [node for node in history if node.primitive.refuses and node not in refusing]
     nodes = [node for node, _ in leaves]
     if gradient is None and not refusing and capture.get() is None:
         parts = _repeated(history, nodes, self.device)

@@ -24,12 +24,16 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
     @wraps(function)
     def composed(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-        known = tensors = None
-        if capture.get() is None:
-            tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
-            if tensors and not (recording() and any(tensor._actual_requires_grad for tensor in tensors)):
-                known = _known(function, args, kwargs, tensors[0].device)
-        if known is None or tensors is None:
+        if capture.get() is not None:
+            return function(*args, **kwargs)
+        tensors: list[Tensor] = []
+        for arg in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(arg, Tensor):
+                if arg._actual_requires_grad and recording():
+                    return function(*args, **kwargs)
+                tensors.append(arg)
+        known = _known(function, args, kwargs, tensors[0].device) if tensors else None
+        if known is None:
             return function(*args, **kwargs)
         subgraph, taken = known
         (result,) = call(subgraph, [tensors[at]._actual_node for at in taken])

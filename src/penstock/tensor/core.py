@@ -474,6 +474,9 @@ class Tensor:
         if tensor._actual_requires_grad and not history:
             node = elementwise.stop(node)
             ends_at(node, tensor)
+            if node.value is None and capture.get() is None:
+                # Else the next step would be computed with all of this one, and the one after with both.
+                self.device.updated[id(self)] = weakref.ref(node)
         # Both at once: nothing sees the one without the other.
         tensor._actual_node, tensor._actual_requires_grad = node, tensor._actual_requires_grad or history
 

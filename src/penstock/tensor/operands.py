@@ -142,7 +142,15 @@ def alike(x: Any, y: Any) -> list[Tensor] | None:
         node = x._node
         if isinstance(y, Tensor):
             other = y._node
-            return [x, y] if node.dtype is other.dtype and node.shape == other.shape else None
+            if node.dtype is not other.dtype:
+                return None
+            if node.shape == other.shape:
+                return [x, y]
+            # A row beside a matrix, such as a bias; without gradients it is a part of a call.
+            is_row = 0 < other.ndim < node.ndim and node.shape[-other.ndim :] == other.shape
+            if is_row and x.device is y.device and (x.requires_grad or y.requires_grad):
+                return [x, record(broadcast_node(other, node.shape), y)]
+            return None
         if node.dtype.kind in _FITS.get(type(y), ""):
             return [x, Tensor(elementwise.full(node.shape, node.dtype, y), x.device)]
     elif isinstance(y, Tensor):
