@@ -118,7 +118,8 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
     with device.running:  # another thread may be about to compute the same
         if device.updated:
             updated, device.updated = device.updated, {}
-            nodes = [*nodes, *(node for reference in updated.values() if (node := reference()) is not None)]
+            pending = [reference() for reference in list(updated.values())]  # other threads may add some
+            nodes = [*nodes, *(node for node in pending if node is not None)]
             repeated = True
         alone = single(nodes[0]) if len(nodes) == 1 and device.runs_programs else None
         if alone is not None:
@@ -215,7 +216,7 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
         return "computed already"
     with device.running:
         own, structure = executables(device), Structure(wanted, device.capabilities)
-        called = f"\n{structure.called} of the operations were recorded before" if structure.called else ""
+        called = f"\ncalled: {structure.called} operations, recorded before" if structure.called else ""
         if not own.waits_for_no_compiler(structure):
             program = own.known(structure)
             assert not isinstance(program, HostProgram)

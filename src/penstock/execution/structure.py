@@ -52,7 +52,7 @@ class Structure:
         False: the target has no kernel for some of them, and the rest was not looked at.
         """
         self.inputs: list[Node] = []
-        self.pending: list[Node] = []  # what is to be computed
+        self._pending: list[Node] = []  # what is to be computed
         self.bounded: list[Node] = []
         self.numbers: dict[tuple[str, Any], int] = {}
         self._position: dict[Node, int] = {}
@@ -89,7 +89,7 @@ class Structure:
                     self.bounded.append(node)
                 continue
             position[node] = len(parts)
-            self.pending.append(node)
+            self._pending.append(node)
             if primitive is FULL:  # the most frequent of all
                 constant = number_key(node, "number")
                 parts.append((FULL, node.shape, node.dtype, numbers.setdefault(constant, len(numbers))))
@@ -116,7 +116,7 @@ class Structure:
     @property
     def called(self) -> int:
         """How many of the operations were recorded before, and are called."""
-        return len(self._pending) - sum(node.primitive.kind is not Kind.CALL for node in self.pending)
+        return len(self.operations) - sum(node.primitive.kind is not Kind.CALL for node in self._pending)
 
     @cached_property
     def nodes(self) -> Sequence[Node]:
@@ -130,22 +130,22 @@ class Structure:
         return inline(wanted) if self._calls else wanted
 
     @cached_property
-    def _pending(self) -> Sequence[Node]:
+    def operations(self) -> Sequence[Node]:
         """What is computed, without calls."""
         if not self._calls:
-            return self.pending
+            return self._pending
         nodes = topological(self.wanted)
         return [node for node in nodes if node.value is None and not node.primitive.is_identity]
 
     @cached_property
     def largest(self) -> int:
         """The most items that one operation reads or writes."""
-        return max(map(_touched_items, self._pending), default=0)
+        return max(map(_touched_items, self.operations), default=0)
 
     @cached_property
     def items(self) -> int:
         """The items of all values, and of inputs that are read whole."""
-        return sum(map(_touched_items, self._pending))
+        return sum(map(_touched_items, self.operations))
 
     @cached_property
     def far(self) -> bool:
@@ -153,7 +153,7 @@ class Structure:
         return any(node.size and not _seen_by_host(node.value) for node in self.inputs)
 
     def _has(self, kind: Kind) -> bool:
-        return any(node.primitive.kind is kind for node in self._pending)
+        return any(node.primitive.kind is kind for node in self.operations)
 
     def waits_for_no_compiler(self, seen: bool) -> bool:
         """Whether NumPy computes it: the host sees all inputs, and it is small or was not `seen` before."""

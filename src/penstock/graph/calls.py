@@ -17,11 +17,12 @@ from penstock.graph.reference import Constant, number_key
 class Subgraph:
     """The nodes between inputs, which are placeholders, and outputs. Equal only to itself."""
 
-    __slots__ = ("constants", "inputs", "outputs")
+    __slots__ = ("constants", "depth", "inputs", "outputs")
 
     def __init__(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> None:
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
+        self.depth = max((node.depth for node in outputs if node.value is None), default=0)
         pending = [node for node in topological(outputs) if node.value is None]
         self.constants: tuple[Constant, ...] = tuple(
             dict.fromkeys(number_key(node, name) for node in pending for name in node.primitive.constants)
@@ -56,6 +57,7 @@ RESULT = Primitive(
 def call(subgraph: Subgraph, inputs: Sequence[Node]) -> list[Node]:
     """The outputs of a subgraph for other inputs. No gradient passes."""
     node = Node(CALL, tuple(inputs), {"subgraph": subgraph})
+    node.depth += subgraph.depth  # which bounds what may be pending
     return [Node(RESULT, (node,), {"number": number}) for number in range(len(subgraph.outputs))]
 
 

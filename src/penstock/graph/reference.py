@@ -24,8 +24,8 @@ def computed(node: Node, inputs: list[Array], attributes: dict[str, Any] | None 
 
 def evaluator(node: Node) -> Evaluator:
     """What computes a node's value from those of its inputs, with these attributes, inside `np.errstate`."""
-    reference, dtype = node.primitive.reference, node.dtype.numpy
-    halves = node.primitive.widens and any(x.dtype.numpy.type in _HALVES for x in node.inputs)
+    reference, dtype = node.primitive.reference, np.dtype(node.dtype)
+    halves = node.primitive.widens and any(np.dtype(x.dtype).type in _HALVES for x in node.inputs)
 
     def evaluate(inputs: list[Array], attributes: dict[str, Any]) -> Array:
         if halves:
