@@ -216,7 +216,7 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
         return "computed already"
     with device.running:
         own, structure = executables(device), Structure(wanted, device.capabilities)
-        called = f"\ncalled: {structure.called} operations, recorded before" if structure.called else ""
+        called = f"; {structure.called} operations were recorded before" if structure.called else ""
         if not own.waits_for_no_compiler(structure):
             program = own.known(structure)
             assert not isinstance(program, HostProgram)
