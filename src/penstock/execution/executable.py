@@ -315,6 +315,7 @@ class _Segment:
         self._bound: Launches | None = None
         # What the arguments are now, without a reference: a program must keep no memory from use.
         self._memories: dict[int, tuple[int, int]] = {}
+        self._in_force = False  # whether the arguments are those
         self._held: list[int] = []  # one slot of each memory: parts of one are in use as long as any of them
         self._alone: set[int] = set()  # slots that no other shares its memory with
         self._last_numbers: Sequence[Any] = ()
@@ -334,19 +335,11 @@ class _Segment:
         """
         if self._bound is None:
             self._bind(device.stream, buffers, numbers)
-        assert self._bound is not None
-        for slot in self._slots if moved is None else moved:
-            if slot in self._slots and self._memories[slot] != buffers[slot].place:
-                device.stream.rebind(self._bound, self._slots[slot], buffers[slot])
-                self._memories[slot] = buffers[slot].place
         if moved is None or (regrouped and not self._alone.issuperset(moved)):
             self._share(buffers)
-        if numbers is not self._last_numbers:
-            for at, places in self._places.items():
-                if not _same_number(self._last_numbers[at], numbers[at]):
-                    device.stream.rebind(self._bound, places, numbers[at])
-            self._last_numbers = numbers
-        device.stream.replay(self._bound, tuple([buffers[slot] for slot in self._held]))
+        known = moved is not None and self._in_force
+        slots = [slot for slot in moved or () if slot in self._slots] if known else self._slots
+        self._replay(device.stream, slots, [buffers[slot] for slot in self._held], buffers, numbers)
 
     def touches(self, slots: Iterable[int]) -> bool:
         """Whether a launch takes one of these buffers."""
@@ -356,22 +349,30 @@ class _Segment:
         """Record the launches, wherever the buffers lie."""
         if self._bound is None:
             self._bind(stream, buffers, numbers)
-        assert self._bound is not None
-        memories, changes = self._memories, []
-        for slot, positions in self._slots.items():
-            buffer = buffers[slot]
-            if memories[slot] != buffer.place:
-                changes.append((positions, buffer.native))
-                memories[slot] = buffer.place
-        if numbers != self._last_numbers or 0 in numbers:  # for 0 is -0
-            changes += [(positions, numbers[at]) for at, positions in self._places.items()]
-        self._last_numbers = numbers
         self._held = []  # no longer known
-        try:
-            stream.replay(self._bound, tuple([buffers[slot] for slot in self._slots]), changes)
-        except BaseException:
-            self._memories = dict.fromkeys(memories, (-1, 0))  # some arguments may be the old ones
-            raise
+        self._replay(stream, self._slots, [buffers[slot] for slot in self._slots], buffers, numbers)
+
+    def _replay(
+        self,
+        stream: Stream,
+        slots: Iterable[int],
+        touched: Sequence[Buffer],
+        buffers: Sequence[Buffer],
+        numbers: Sequence[Any],
+    ) -> None:
+        """Set the arguments that are not those of the last run, of buffers those in `slots`, and launch."""
+        assert self._bound is not None
+        memories, last, stale = self._memories, self._last_numbers, not self._in_force
+        changed = [slot for slot in slots if stale or memories[slot] != buffers[slot].place]
+        changes = [(self._slots[slot], buffers[slot].native) for slot in changed]
+        if stale or (numbers is not last and (numbers != last or 0 in numbers)):  # for 0 is equal to -0
+            changes += [(places, numbers[at]) for at, places in self._places.items()]
+        self._in_force = False  # until all of them are set: an interrupt may come between any two
+        stream.replay(self._bound, tuple(touched), changes)
+        for slot in changed:
+            memories[slot] = buffers[slot].place
+        self._last_numbers = numbers
+        self._in_force = True
 
     def _bind(self, stream: Stream, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
         for slot, places in self._slots.items():
@@ -383,6 +384,7 @@ class _Segment:
         self._bound = stream.bind([(*how, tuple(args)) for *how, args in self._launches], self._after)
         stream.forget(self._bound)
         self._launches.clear()
+        self._in_force = True
 
     def _share(self, buffers: Sequence[Buffer]) -> None:
         """Find out which buffers lie in one memory."""
@@ -395,8 +397,3 @@ class _Segment:
     def _fill(self, places: Sequence[tuple[int, int]], arg: Any) -> None:
         for launch, position in places:
             self._launches[launch][3][position] = arg
-
-
-def _same_number(old: Any, new: Any) -> bool:
-    """Whether two constants are the same, and 0 is not -0."""
-    return bool(old == new) and (old != 0 or str(old) == str(new))
