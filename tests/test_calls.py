@@ -392,3 +392,25 @@ def test_it_can_be_seen_and_switched_off() -> None:
     recorded = sum(not node.primitive.is_identity for node in pending)
     assert ps.explain(other).endswith(f"; {recorded} operations were recorded before")
     np.testing.assert_array_equal(plain.numpy(), other.numpy())
+
+
+def test_other_threads_see_parameters_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = ps.asarray(np.ones(4, np.float32)).requires_grad_()
+    optimizer = optim.Adam([weight], lr=0.1, weight_decay=0.25)  # which no other test has recorded
+    ps.sum(weight * 2).backward()
+
+    def state() -> list[Any]:
+        return [weight.grad, *(tensor._actual_node for tensor in optimizer._all())]
+
+    before, seen, record = state(), [], optim.Optimizer._record_step
+
+    def watched(twin: optim.Optimizer) -> None:
+        record(twin)
+        seen.append(all(now is then for now, then in zip(state(), before, strict=True)))
+
+    monkeypatch.setattr(optim.Optimizer, "_record_step", watched)
+    optimizer.step()
+    assert seen == [True]
+    assert weight.grad is None
+    assert not weight.device.updated
+    np.testing.assert_allclose(weight.numpy(), 0.9, rtol=1e-4)

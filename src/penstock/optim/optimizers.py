@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from copy import copy
 from itertools import chain
 from typing import Any
 
@@ -191,21 +192,17 @@ class Optimizer:
         self.zero_grad()
 
     def _recorded_step(self, tensors: Sequence[Tensor]) -> _Step:
-        """A step from placeholders for these tensors, which are what they were afterwards."""
-        before = [(tensor, tensor._actual_node, tensor._actual_grad) for tensor in tensors]
+        """A step of a twin with placeholders for these tensors, which other threads may be using."""
         leaves = [placeholder(tensor.shape, tensor.dtype) for tensor in tensors]
-        try:
-            for tensor, leaf in zip(tensors, leaves, strict=True):
-                tensor._actual_node = leaf
-            self._record_step()
-            nodes = [tensor._actual_node for tensor in tensors]
-        finally:
-            for tensor, node, gradient in before:
-                tensor._actual_node, tensor._actual_grad = node, gradient
+        stand_ins = [Tensor(leaf, self._device) for leaf in leaves]
+        by_tensor = {id(tensor): stand_in for tensor, stand_in in zip(tensors, stand_ins, strict=True)}
+        for parameter in self.parameters:
+            by_tensor[id(parameter)]._actual_grad = by_tensor.get(id(parameter.grad))
+        _with_tensors(self, by_tensor)._record_step()
+        nodes = [stand_in._actual_node for stand_in in stand_ins]
         changed = [at for at, node in enumerate(nodes) if node is not leaves[at]]
-        made = subgraph_between(
-            dict.fromkeys(leaves), decompose([nodes[at] for at in changed], self._device.capabilities)
-        )
+        outputs = decompose([nodes[at] for at in changed], self._device.capabilities)
+        made = subgraph_between(dict.fromkeys(leaves), outputs)
         assert made is not None, "an update reads what is no part of the optimizer"
         return made[0], [leaves.index(leaf) for leaf in made[1]], changed
 
@@ -336,6 +333,21 @@ class Optimizer:
 def _together(values: Sequence[Tensor]) -> Tensor:
     """Tensors without axes as one: what adds them up is then one kernel, and those before it can be one."""
     return concat([reshape(value, (1,)) for value in values])
+
+
+def _with_tensors(value: Any, by_tensor: Mapping[int, Tensor]) -> Any:
+    """A copy of an optimizer, or of a part of one, with other tensors in the place of its own."""
+    if isinstance(value, Tensor):
+        return by_tensor.get(id(value), value)
+    if isinstance(value, list):
+        return [_with_tensors(item, by_tensor) for item in value]
+    if isinstance(value, dict):
+        return {name: _with_tensors(item, by_tensor) for name, item in value.items()}
+    if isinstance(value, (Optimizer, BiasCorrection)):
+        twin = copy(value)
+        vars(twin).update(_with_tensors(vars(value), by_tensor))
+        return twin
+    return value
 
 
 class SGD(Optimizer):
