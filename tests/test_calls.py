@@ -414,3 +414,21 @@ def test_other_threads_see_parameters_while_a_step_is_recorded(monkeypatch: pyte
     assert weight.grad is None
     assert not weight.device.updated
     np.testing.assert_allclose(weight.numpy(), 0.9, rtol=1e-4)
+
+
+def test_nothing_is_computed_while_something_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much is pending: the values that it would be computed from are not there."""
+    monkeypatch.setattr("penstock.tensor.core.MAX_PENDING_BYTES", 100)
+    monkeypatch.setattr("penstock.tensor.core.MAX_DEPTH", 2)
+    device = Device.over(HostDriver())
+    a = array(33, 9, seed=5)
+    x = ps.asarray(a, device=device).requires_grad_()
+    optimizer = optim.AdamW([x], lr=0.1, clip_norm=1.0)
+    for _ in range(2):
+        before = x.numpy()
+        wanted = np.exp(before - before.max(1, keepdims=True))
+        wanted /= wanted.sum(1, keepdims=True)
+        np.testing.assert_allclose(F.softmax(x.detach()).numpy(), wanted, rtol=1e-5)
+        ps.sum(F.gelu(F.softmax(x)) * x).backward()
+        optimizer.step()
+        assert np.all(np.abs(x.numpy() - before) > 0)

@@ -29,6 +29,7 @@ from penstock.tensor.core import (
     ends_at,
     from_numpy,
     no_grad,
+    only_recording,
     outside_capture,
     realize_together,
     source_of,
@@ -198,7 +199,8 @@ class Optimizer:
         by_tensor = {id(tensor): stand_in for tensor, stand_in in zip(tensors, stand_ins, strict=True)}
         for parameter in self.parameters:
             by_tensor[id(parameter)]._actual_grad = by_tensor.get(id(parameter.grad))
-        _with_tensors(self, by_tensor)._record_step()
+        with only_recording():
+            _with_tensors(self, by_tensor)._record_step()
         nodes = [stand_in._actual_node for stand_in in stand_ins]
         changed = [at for at, node in enumerate(nodes) if node is not leaves[at]]
         outputs = decompose([nodes[at] for at in changed], self._device.capabilities)

@@ -16,7 +16,15 @@ from penstock.graph.decompose import decompose
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, topological
 from penstock.runtime import Device
-from penstock.tensor.core import Tensor, broadcast, capture, changed_since, install, leaf_of
+from penstock.tensor.core import (
+    Tensor,
+    broadcast,
+    capture,
+    changed_since,
+    install,
+    leaf_of,
+    only_recording,
+)
 
 # The subgraph of gradients, which nodes of the graph it takes, and for each leaf whether it has a gradient.
 _Known = tuple[Subgraph, list[int], list[bool]]
@@ -78,7 +86,8 @@ def _repeated(history: list[Node], leaves: Sequence[Node], device: Device) -> li
 
 def _recorded(history: list[Node], leaves: Sequence[Node], device: Device) -> _Known | None:
     """The subgraph of the gradients; None where it could not be used again."""
-    parts = gradients(history[-1], None, leaves)
+    with only_recording():
+        parts = gradients(history[-1], None, leaves)
     outputs = decompose([part for part in parts if part is not None], device.capabilities)
     made = subgraph_between(dict.fromkeys(history), outputs)
     if made is None:

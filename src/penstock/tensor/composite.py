@@ -10,7 +10,7 @@ from penstock.graph.calls import Subgraph, call, subgraph_between
 from penstock.graph.decompose import decompose
 from penstock.graph.node import Node, placeholder
 from penstock.runtime import Device
-from penstock.tensor.core import Tensor, capture, recording
+from penstock.tensor.core import Tensor, capture, only_recording, recording
 
 P = ParamSpec("P")
 _Known = tuple[Subgraph, list[int]]  # and which of the tensors it takes
@@ -80,6 +80,7 @@ def _recorded(
         leaves.append(placeholder(arg.shape, arg.dtype))
         return Tensor(leaves[-1], device)
 
-    result = function(*map(stand_in, args), **{name: stand_in(arg) for name, arg in kwargs.items()})
+    with only_recording():
+        result = function(*map(stand_in, args), **{name: stand_in(arg) for name, arg in kwargs.items()})
     made = subgraph_between(dict.fromkeys(leaves), decompose([result._node], device.capabilities))
     return None if made is None else (made[0], [leaves.index(leaf) for leaf in made[1]])

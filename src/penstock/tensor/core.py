@@ -34,6 +34,7 @@ MAX_DEPTH = 500
 MAX_PENDING_BYTES = 1 << 30
 
 _recording: ContextVar[bool] = ContextVar("recording", default=True)
+_only_recording: ContextVar[bool] = ContextVar("only_recording", default=False)
 
 
 class Capture(Protocol):
@@ -112,7 +113,11 @@ class Tensor:
         capturing = capture.get()
         if capturing is not None:
             capturing.made(self)
-        elif node.value is None and (node.depth > MAX_DEPTH or node.pending_bytes > MAX_PENDING_BYTES):
+        elif (
+            node.value is None
+            and (node.depth > MAX_DEPTH or node.pending_bytes > MAX_PENDING_BYTES)
+            and not _only_recording.get()
+        ):
             realize([node], device)
         self._actual_node = node
         self.device = device
@@ -512,6 +517,16 @@ def _owner(node: Node) -> Tensor | None:
 def recording() -> bool:
     """Whether results require a gradient where what they are computed from does: outside of `no_grad`."""
     return _recording.get()
+
+
+@contextlib.contextmanager
+def only_recording() -> Iterator[None]:
+    """In this block nothing is computed, however much is pending: what is recorded is to be called later."""
+    token = _only_recording.set(True)
+    try:
+        yield
+    finally:
+        _only_recording.reset(token)
 
 
 @contextlib.contextmanager
