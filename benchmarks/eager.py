@@ -9,7 +9,6 @@ Every call is realised. A ratio is the time of the better peer over Penstock's: 
 from __future__ import annotations
 
 import argparse
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,19 +20,12 @@ from typing import Any
 import numpy as np
 
 import penstock as ps
-from measuring import Report, best_of
+from measuring import Report, best_of, installed
 
 F = ps.nn.functional
 
 
-def _installed(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
-torch, cupy = _installed("torch"), _installed("cupy")
+torch, cupy = installed("torch"), installed("cupy")
 Arrays = dict[str, Any]
 
 

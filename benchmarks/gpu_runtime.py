@@ -6,25 +6,15 @@ python benchmarks/gpu_runtime.py [--device cuda] [--save FILE]
 from __future__ import annotations
 
 import argparse
-import importlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import penstock as ps
-from measuring import Report, Sides, best_of
+from measuring import Report, Sides, best_of, installed
 from runtime import CUDA_SOURCE, kernels, overlap_line, pool_lines
 
-
-def _installed(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
-torch, cupy = _installed("torch"), _installed("cupy")
+torch, cupy = installed("torch"), installed("cupy")
 
 
 def allocation_line(device: ps.Device, report: Report, nbytes: int = 1 << 20) -> None:

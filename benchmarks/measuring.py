@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import platform
@@ -18,6 +19,14 @@ import penstock as ps
 Step = Callable[[ps.Tensor, ps.Tensor], ps.Tensor]
 Sides = dict[str, Callable[[], object]]
 _PAUSE = 0.02  # seconds, in which the threads of the side before stop waiting for more
+
+
+def installed(name: str) -> Any:
+    """A peer's module; None where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
 
 
 def best_of(sides: Sides, rounds: int = 15, repeat: int = 1) -> dict[str, float]:
