@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -117,7 +118,7 @@ class HostView:
             raise
 
     def _entered(self) -> npt.NDArray[Any]:
-        nbytes = self._dtype.itemsize * int(np.prod(self._shape))
+        nbytes = self._dtype.itemsize * math.prod(self._shape)
         if not self._buffer.driver.capabilities.shared_memory:
             self._array = self._transfers.download(
                 self._buffer, self._dtype, self._shape, self._offset

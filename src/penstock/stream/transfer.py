@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -63,7 +64,7 @@ class Transfers:
         """
         self._stream.check_available()
         item = np.dtype(dtype)
-        nbytes = item.itemsize * int(np.prod(shape))
+        nbytes = item.itemsize * math.prod(shape)
         check_range(buffer, offset, nbytes)
         target = _new_bytes(nbytes, buffer, offset)
         result = target.view(item).reshape(shape)
@@ -115,7 +116,7 @@ class Transfers:
     ) -> HostView:
         """A view of `buffer` for a `with` block."""
         item = np.dtype(dtype)
-        check_range(buffer, offset, item.itemsize * int(np.prod(shape)))
+        check_range(buffer, offset, item.itemsize * math.prod(shape))
         return HostView(self._stream, self, buffer, item, tuple(shape), offset, writable)
 
     def release_staging(self) -> None:
