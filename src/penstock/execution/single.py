@@ -10,6 +10,7 @@ from penstock.graph.calls import RESULT
 from penstock.graph.elementwise import FULL
 from penstock.graph.node import Node
 from penstock.graph.reference import number, number_key
+from penstock.graph.shaping import RESHAPE
 from penstock.memory.buffer import Buffer
 
 
@@ -27,19 +28,27 @@ class Single(NamedTuple):
 
 
 def single(node: Node) -> Single | None:
-    """A node that is one operation on values and at most one number; None if it is anything else."""
+    """A node that is one operation on values and at most one number; None if it is anything else.
+
+    Its result may be reshaped, as that of `x[3]` is.
+    """
+    if node.value is not None:
+        return None
+    shape = node.shape
+    while node.primitive is RESHAPE and node.inputs[0].value is None:
+        node = node.inputs[0]
     primitive, parents, numbers = node.primitive, node.inputs, []
-    if node.value is not None or primitive.constants or primitive.is_identity:
+    if primitive.constants or primitive.is_identity:
         return None
     if primitive is RESULT:
         (call,) = parents
         subgraph, parents = call.attributes["subgraph"], call.inputs
         if len(subgraph.outputs) > 1:
             return None
-        key: list[Any] = [subgraph]
+        key: list[Any] = [shape, subgraph]
         numbers = [number(constant) for constant in subgraph.constants]
     else:
-        key = [primitive, *node.attributes.values()]
+        key = [shape, primitive, *node.attributes.values()]
     inputs: list[Buffer] = []
     for parent in parents:
         if parent.value is not None:
