@@ -87,7 +87,7 @@ def profiled(flaw: Flaw, side: str, kind: str) -> tuple[ps.profiling.profiles.Pr
     return p, evidence
 
 
-@pytest.mark.slow(FAR, "webgpu")
+@pytest.mark.slow(FAR, "webgpu", f"hidden-wait-{OPENCL}", f"tight-memory-{OPENCL}", f"unjitted-step-{OPENCL}")
 @pytest.mark.parametrize(("kind", "flaw"), CASES, ids=[f"{flaw.name}-{kind}" for kind, flaw in CASES])
 def test_a_flaw_is_named_with_its_line_and_mending_it_helps(kind: str, flaw: Flaw) -> None:
     for left in reversed(range(TRIES)):

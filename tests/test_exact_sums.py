@@ -102,6 +102,7 @@ def test_sums_of_a_transposed_matrix(device: Device) -> None:
         check(got, exact.sum(axis=0), exact.sum(axis=0), len(exact))
 
 
+@pytest.mark.slow("opencl-device")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_sums_of_half_precision_are_in_float32(device: Device, dtype: str, axis: int) -> None:

@@ -114,7 +114,7 @@ class Workload:
             assert value is None or np.all(result == value)
 
 
-@pytest.mark.slow("opencl-mapped")
+@pytest.mark.slow("opencl-mapped", "webgpu")
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_fault_at_every_nth_call_leaves_the_state_consistent(device: Device, verb: str, n: int) -> None:

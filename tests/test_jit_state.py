@@ -449,6 +449,7 @@ ASSIGNED = {
 }
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("name", ASSIGNED)
 def test_items_are_assigned_inside(device: Device, name: str) -> None:
     key, value, shape = ASSIGNED[name]

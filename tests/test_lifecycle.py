@@ -370,6 +370,7 @@ def test_a_forked_child_is_refused_the_device_that_it_inherited_and_the_parent_g
     )
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_drops_what_it_inherited_exits_without_a_hang() -> None:
     assert_quiet_success(
         ALL_KINDS,

@@ -136,6 +136,7 @@ def test_what_is_not_installed_is_done_without(
 # A linker
 
 
+@pytest.mark.slow
 @needs_pocl
 def test_without_a_linker_another_device_is_the_default(tmp_path: Path) -> None:
     paths = {"PATH": str(tmp_path)}

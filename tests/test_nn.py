@@ -105,6 +105,7 @@ def close(found: ps.Tensor, wanted: Any) -> None:
     np.testing.assert_allclose(found.numpy(), wanted, rtol=2e-5, atol=3e-6)
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_and_their_gradients_are_pytorchs(name: str, device: Device) -> None:
     check(name, device, ps.jit)

@@ -709,6 +709,7 @@ def text_of(page: chromium.Browser, selector: str) -> str:
     return str(page.ask(f"document.querySelector({json.dumps(selector)}).textContent"))
 
 
+@pytest.mark.slow
 def test_every_tab_shows_its_section(page: chromium.Browser) -> None:
     assert shown(page) == ["overview"]
     for name in [*TABS[::-1], *TABS]:

@@ -265,6 +265,7 @@ def test_the_first_of_equal_ones_and_the_first_nan_win(bench: Bench, variant: st
             check(bench, variant, make(at(array), axis))
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("dtype", "shape", "axis", "descending"),
@@ -288,6 +289,7 @@ def test_sorting(
     check(bench, variant, reducing.argsort(at(items(dtype, shape)), axis, descending))
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("dtype", "index_dtype", "index_shape", "rest", "length"),

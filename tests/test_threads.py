@@ -110,6 +110,7 @@ def test_items_are_read_and_written_in_words(
         same(one, expected)
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("dtype", [BFLOAT16, *map(np.dtype, ("uint8", "float32", "int64"))], ids=str)
 @pytest.mark.parametrize("start", [0, 1, 2, 3, 4, 8, 13])
 def test_slices_begin_anywhere(device: Device, dtype: np.dtype[Any], start: int) -> None:
