@@ -432,3 +432,23 @@ def test_nothing_is_computed_while_something_is_recorded(monkeypatch: pytest.Mon
         ps.sum(F.gelu(F.softmax(x)) * x).backward()
         optimizer.step()
         assert np.all(np.abs(x.numpy() - before) > 0)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_loop_without_an_optimizer_repeats_one_program(device: Device, reads: bool) -> None:
+    x = np.linspace(-1, 1, 20, dtype=np.float32)
+    given, w = ps.asarray(x, device=device), ps.zeros((), device=device).requires_grad_()
+    wanted, counts = np.float32(0), []
+    for _ in range(12):
+        w.grad = None
+        loss = ps.mean((given * w - given * 3) ** 2)
+        loss.backward()
+        with ps.no_grad():
+            assert w.grad is not None
+            w -= w.grad * 0.3
+        if reads:
+            loss.item()
+        wanted -= np.float32(0.3) * np.mean(2 * (x * wanted - x * 3) * x)
+        counts.append(len(executables(device)._programs))
+    assert 1 <= counts[-1] == counts[3] <= 2  # the first step begins with zeros that are not computed yet
+    np.testing.assert_allclose(w.numpy(), wanted, rtol=1e-4)

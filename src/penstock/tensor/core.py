@@ -481,6 +481,8 @@ class Tensor:
             ends_at(node, tensor)
             if node.value is None and capture.get() is None:
                 # Else the next step would be computed with all of this one, and the one after with both.
+                if id(self) in self.device.updated:
+                    realize((), self.device)  # the step before
                 self.device.updated[id(self)] = weakref.ref(node)
         # Both at once: nothing sees the one without the other.
         tensor._actual_node, tensor._actual_requires_grad = node, tensor._actual_requires_grad or history
