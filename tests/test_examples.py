@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +64,13 @@ def test_a_gpt_learns_a_rhyme(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("kind", [OPENCL, *CUDA_KINDS, *WEBGPU_KINDS])
 def test_ten_thousand_further_steps_take_no_memory(kind: str) -> None:
+    """In a process of its own: what other tests leave to be freed would change the resident size."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+        assert processes.submit(resident_growth, kind).result() < SLACK_BYTES
+
+
+def resident_growth(kind: str) -> int:
+    """How many bytes larger a process is after ten thousand further steps on a device."""
     device = Device.over(DRIVERS[kind]())
     network = xor.Xor(device)
     network.train(2000)
@@ -74,8 +83,9 @@ def test_ten_thousand_further_steps_take_no_memory(kind: str) -> None:
         assert device.driver.allocated_bytes - staging < held + IN_FLIGHT_BYTES
     device.cleanup()
     assert device.driver.allocated_bytes == held
-    assert psutil.Process().memory_info().rss < resident + SLACK_BYTES
+    grown = psutil.Process().memory_info().rss - resident
     device.close()
+    return grown
 
 
 @pytest.mark.slow("host-far")

@@ -18,7 +18,7 @@ from penstock.tensor import arithmetic as _arithmetic
 from penstock.tensor import random
 from penstock.tensor.arithmetic import *  # noqa: F403 - its __all__ is that of the package
 from penstock.tensor.autograd import checkpoint, grad, value_and_grad
-from penstock.tensor.core import Tensor, explain, no_grad
+from penstock.tensor.core import Tensor, explain
 from penstock.tensor.creation import (
     arange,
     asarray,
@@ -81,6 +81,7 @@ from penstock.tensor.manipulation import (
 )
 from penstock.tensor.own_kernels import kernel
 from penstock.tensor.raw_kernels import raw_kernel
+from penstock.tensor.recording import no_grad
 from penstock.tensor.reduction import (
     all,
     any,

@@ -25,10 +25,10 @@ def computed(node: Node, inputs: list[Array], attributes: dict[str, Any] | None 
 def evaluator(node: Node) -> Evaluator:
     """What computes a node's value from those of its inputs, with these attributes, inside `np.errstate`."""
     reference, dtype = node.primitive.reference, np.dtype(node.dtype)
-    halves = node.primitive.widens and any(np.dtype(x.dtype).type in _HALVES for x in node.inputs)
+    widens = node.primitive.widens and any(np.dtype(x.dtype).type in _HALVES for x in node.inputs)
 
     def evaluate(inputs: list[Array], attributes: dict[str, Any]) -> Array:
-        if halves:
+        if widens:
             inputs = [x.astype(np.float32) if x.dtype.type in _HALVES else x for x in inputs]
         result = reference(*inputs, **attributes)
         if type(result) is np.ndarray and result.dtype == dtype:

@@ -12,7 +12,7 @@ from penstock.errors import PenstockError
 from penstock.measuring import workloads
 from penstock.measuring.quiet import Record, device_key, measure_quietly
 from penstock.runtime import Device
-from penstock.tensor.core import no_grad
+from penstock.tensor.recording import no_grad
 from penstock.tuning_cache import TuningCache
 
 _TRY_SECONDS = 0.05

@@ -16,11 +16,12 @@ from penstock.nn.module import Module, evaluating
 from penstock.tensor import random
 from penstock.tensor.arithmetic import where
 from penstock.tensor.autograd import checkpoint
-from penstock.tensor.core import Tensor, no_grad, realize_together, resolve
+from penstock.tensor.core import Tensor, realize_together, resolve
 from penstock.tensor.creation import arange, asarray, zeros
 from penstock.tensor.jit import jit
 from penstock.tensor.linear import matmul
 from penstock.tensor.manipulation import permute_dims, reshape
+from penstock.tensor.recording import no_grad
 
 _INITIAL_SPREAD = 0.02  # standard deviation of the first weights, as in GPT-2
 

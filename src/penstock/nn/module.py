@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 from penstock.errors import CaptureError
 from penstock.runtime import Device
-from penstock.tensor.core import Tensor, capture, from_numpy, no_grad, realize_together
+from penstock.tensor.capture import capture
+from penstock.tensor.core import Tensor, from_numpy, realize_together
+from penstock.tensor.recording import no_grad
 
 _evaluating: ContextVar[bool] = ContextVar("evaluating", default=False)
 

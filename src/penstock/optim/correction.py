@@ -10,7 +10,8 @@ import numpy.typing as npt
 from penstock.errors import CaptureError
 from penstock.runtime import Device
 from penstock.tensor.arithmetic import where
-from penstock.tensor.core import Tensor, capture, from_numpy, outside_capture
+from penstock.tensor.capture import capture
+from penstock.tensor.core import Tensor, from_numpy, outside_capture
 
 Arrays = Mapping[str, npt.NDArray[np.float32]]
 NAMES = ("power1", "power2")

@@ -23,19 +23,11 @@ from penstock.memory.buffer import Buffer
 from penstock.optim.correction import NAMES, BiasCorrection
 from penstock.runtime import Device
 from penstock.tensor.arithmetic import divide, isfinite, maximum, minimum, multiply, sqrt, where
-from penstock.tensor.core import (
-    Tensor,
-    capture,
-    ends_at,
-    from_numpy,
-    no_grad,
-    only_recording,
-    outside_capture,
-    realize_together,
-    source_of,
-)
+from penstock.tensor.capture import capture
+from penstock.tensor.core import Tensor, ends_at, from_numpy, outside_capture, realize_together, source_of
 from penstock.tensor.gathering import gather, gathered, reading
 from penstock.tensor.manipulation import astype, concat, reshape
+from penstock.tensor.recording import no_grad, only_recording
 from penstock.tensor.reduction import all as all_
 from penstock.tensor.reduction import sum as sum_
 

@@ -16,15 +16,9 @@ from penstock.graph.decompose import decompose
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, topological
 from penstock.runtime import Device
-from penstock.tensor.core import (
-    Tensor,
-    broadcast,
-    capture,
-    changed_since,
-    install,
-    leaf_of,
-    only_recording,
-)
+from penstock.tensor.capture import capture
+from penstock.tensor.core import Tensor, broadcast, changed_since, install, leaf_of
+from penstock.tensor.recording import only_recording
 
 # The subgraph of gradients, which nodes of the graph it takes, and for each leaf whether it has a gradient.
 _Known = tuple[Subgraph, list[int], list[bool]]

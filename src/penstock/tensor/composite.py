@@ -10,7 +10,9 @@ from penstock.graph.calls import Subgraph, call, subgraph_between
 from penstock.graph.decompose import decompose
 from penstock.graph.node import Node, placeholder
 from penstock.runtime import Device
-from penstock.tensor.core import Tensor, capture, only_recording, recording
+from penstock.tensor.capture import capture
+from penstock.tensor.core import Tensor
+from penstock.tensor.recording import only_recording, recording
 
 P = ParamSpec("P")
 _Known = tuple[Subgraph, list[int]]  # and which of the tensors it takes

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,9 @@ from penstock.registry import default_device, find
 from penstock.runtime import Device
 from penstock.stream.future import Future
 from penstock.tensor import dtypes
+from penstock.tensor.capture import Capture, capture
 from penstock.tensor.dlpack import exported
+from penstock.tensor.recording import computes, recording
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -33,42 +34,7 @@ Operand: TypeAlias = "Tensor | Scalar | npt.NDArray[Any] | np.generic"
 MAX_DEPTH = 500
 MAX_PENDING_BYTES = 1 << 30
 
-_recording: ContextVar[bool] = ContextVar("recording", default=True)
-_only_recording: ContextVar[bool] = ContextVar("only_recording", default=False)
 
-
-class Capture(Protocol):
-    """A function that is being captured: what it does to tensors from outside is seen by itself only."""
-
-    def made(self, tensor: Tensor) -> None:
-        """A tensor that belongs to it."""
-
-    def used(self, tensor: Tensor) -> None:
-        """A tensor that is read, or is about to change."""
-
-    def stand_in(self, tensor: Tensor) -> Tensor:
-        """The tensor that holds what the function sees in `tensor`: itself where the function made it."""
-
-    def grad_of(self, tensor: Tensor) -> Tensor | None:
-        """The gradient that the function sees."""
-
-    def set_grad(self, tensor: Tensor, gradient: Tensor | None) -> None:
-        """Give a tensor a gradient that the function sees."""
-
-    def still_at(self, tensor: Tensor, node: Node) -> bool:
-        """Whether a tensor had this node before the call, and the function has not changed it since."""
-
-    def assume(self, fact: Callable[[], object]) -> None:
-        """What the function is captured for: a replay is for a fact that is still the same."""
-
-    def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` makes, once for each key: its `before_replay` is called by every replay."""
-
-    def refuse_value(self, node: Node) -> None:
-        """Raise CaptureError if a value that is asked for depends on what is not known yet."""
-
-
-capture: ContextVar[Capture | None] = ContextVar("capture", default=None)
 _captures = 0  # functions that are being captured now, in any thread; 0 makes tensors quick
 _counting = threading.Lock()
 
@@ -116,7 +82,7 @@ class Tensor:
         elif (
             node.value is None
             and (node.depth > MAX_DEPTH or node.pending_bytes > MAX_PENDING_BYTES)
-            and not _only_recording.get()
+            and computes()
         ):
             realize([node], device)
         self._actual_node = node
@@ -473,7 +439,7 @@ class Tensor:
             )
         note_used(self)
         tensor = self._here()
-        if leaf_of(tensor._actual_node) is tensor and _recording.get():
+        if leaf_of(tensor._actual_node) is tensor and recording():
             raise ValueError("a tensor that requires a gradient cannot change; use no_grad() or detach()")
         node, history = other._node, other.requires_grad
         if tensor._actual_requires_grad and not history:
@@ -516,31 +482,6 @@ def _owner(node: Node) -> Tensor | None:
     return tensor if tensor is not None and tensor.requires_grad else None
 
 
-def recording() -> bool:
-    """Whether results require a gradient where what they are computed from does: outside of `no_grad`."""
-    return _recording.get()
-
-
-@contextlib.contextmanager
-def only_recording() -> Iterator[None]:
-    """In this block nothing is computed, however much is pending: what is recorded is to be called later."""
-    token = _only_recording.set(True)
-    try:
-        yield
-    finally:
-        _only_recording.reset(token)
-
-
-@contextlib.contextmanager
-def no_grad() -> Iterator[None]:
-    """In this block, results require no gradient."""
-    token = _recording.set(False)
-    try:
-        yield
-    finally:
-        _recording.reset(token)
-
-
 def realize_together(tensors: Sequence[Tensor], repeated: bool = False) -> None:
     """Compute several tensors of one device as one expression; `repeated`: many times, as in a loop."""
     realize([tensor._node for tensor in tensors], tensors[0].device, repeated)
@@ -568,8 +509,8 @@ def record(node: Node, *sources: Tensor) -> Tensor:
             raise ValueError(f"tensors are on {first.name} and {source.device.name}; use to_device first")
         gradient = gradient or source.requires_grad
     note_used(*sources)
-    if gradient and not (node.dtype.kind == "f" and _recording.get()):
-        if node.dtype.kind == "c" and _recording.get():
+    if gradient and not (node.dtype.kind == "f" and recording()):
+        if node.dtype.kind == "c" and recording():
             raise TypeError(
                 "no gradient passes complex numbers; use no_grad(), or detach() what is before them"
             )

@@ -15,15 +15,8 @@ from penstock.graph.contraction import gather
 from penstock.graph.node import Node, Shape
 from penstock.runtime import Device
 from penstock.tensor import assigning, dtypes
-from penstock.tensor.core import (
-    Tensor,
-    broadcast,
-    broadcast_node,
-    capture,
-    common_shape,
-    from_numpy,
-    record,
-)
+from penstock.tensor.capture import capture
+from penstock.tensor.core import Tensor, broadcast, broadcast_node, common_shape, from_numpy, record
 from penstock.tensor.operands import as_number
 
 Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis

@@ -19,10 +19,12 @@ import numpy as np
 
 from penstock.errors import CaptureError
 from penstock.lru import LRU
-from penstock.tensor.capture import Tracing
-from penstock.tensor.core import Tensor, capture, captured_by, leaf_of, recording
+from penstock.tensor.capture import capture
+from penstock.tensor.core import Tensor, captured_by, leaf_of
 from penstock.tensor.jit_program import SLOT, captured_program
+from penstock.tensor.recording import recording
 from penstock.tensor.replay import Captured, replaced
+from penstock.tensor.tracing import Tracing
 
 if TYPE_CHECKING:
     from penstock.plan.arenas import ArenaPlan

@@ -19,8 +19,9 @@ from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, leaf, topological
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
-from penstock.tensor.capture import UNKNOWN, Origin, Tracing
-from penstock.tensor.core import Tensor, capture, captured_by
+from penstock.tensor.capture import capture
+from penstock.tensor.core import Tensor, captured_by
+from penstock.tensor.tracing import UNKNOWN, Origin, Tracing
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from penstock.graph.custom_vjp import refusing
 from penstock.graph.node import Node, Primitive, leaf, topological
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
-from penstock.tensor.capture import Origin, StandIn, Tracing
 from penstock.tensor.core import Tensor, leaf_of
 from penstock.tensor.index_watch import watched_indices
 from penstock.tensor.jit_gradients import Differentiable
 from penstock.tensor.replay import Captured, Changes, Guards, Slot, Source, replaced
+from penstock.tensor.tracing import Origin, StandIn, Tracing
 
 SLOT = Slot()
 

@@ -11,8 +11,9 @@ import numpy as np
 from penstock.graph import contraction, elementwise
 from penstock.tensor import dtypes
 from penstock.tensor.arithmetic import conj, multiply
+from penstock.tensor.capture import capture
 from penstock.tensor.composite import composite
-from penstock.tensor.core import Tensor, axes_of, broadcast, capture, common_shape, install, record
+from penstock.tensor.core import Tensor, axes_of, broadcast, common_shape, install, record
 from penstock.tensor.manipulation import expand_dims, moveaxis, permute_dims, reshape, squeeze, stack
 from penstock.tensor.operands import Array, as_tensors
 from penstock.tensor.reduction import narrowed, widened

@@ -18,16 +18,8 @@ from penstock.graph import elementwise
 from penstock.graph.node import DType
 from penstock.runtime import Device
 from penstock.tensor import dtypes
-from penstock.tensor.core import (
-    Tensor,
-    broadcast_node,
-    capture,
-    common_shape,
-    from_numpy,
-    note_used,
-    record,
-    scalar,
-)
+from penstock.tensor.capture import capture
+from penstock.tensor.core import Tensor, broadcast_node, common_shape, from_numpy, note_used, record, scalar
 
 Array = Tensor | npt.NDArray[Any]  # what functions of several tensors take
 NUMBERS = (bool, int, float, complex)

@@ -17,7 +17,8 @@ from penstock.errors import KernelError
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.calls import inline
 from penstock.graph.node import Kind, Node, Shape, topological
-from penstock.tensor.core import Capture, Scalar, Tensor, capture, common_shape, record
+from penstock.tensor.capture import Capture, capture
+from penstock.tensor.core import Scalar, Tensor, common_shape, record
 from penstock.tensor.formula import Formula
 from penstock.tensor.operands import OPERANDS, operand
 from penstock.tensor.own_gradients import GradientFunction, with_gradient

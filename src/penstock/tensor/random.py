@@ -24,7 +24,8 @@ from penstock.graph.node import DType, Node
 from penstock.runtime import Device
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import shape_of
-from penstock.tensor.core import Capture, Tensor, capture, from_numpy, outside_capture, record, resolve
+from penstock.tensor.capture import Capture, capture
+from penstock.tensor.core import Tensor, from_numpy, outside_capture, record, resolve
 from penstock.tensor.manipulation import concat
 
 _64_BITS = 1 << 64

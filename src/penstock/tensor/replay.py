@@ -22,10 +22,10 @@ from penstock.interrupts import held_back
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.recorder import Run
-from penstock.tensor.capture import NoValue, Origin, ends_in
 from penstock.tensor.core import Tensor
 from penstock.tensor.index_watch import IndexWatch
 from penstock.tensor.jit_gradients import Differentiable
+from penstock.tensor.tracing import NoValue, Origin, ends_in
 
 if TYPE_CHECKING:
     from penstock.execution.executable import Executable
