@@ -233,6 +233,15 @@ def test_others_use_the_device_while_numpy_async_compiles(monkeypatch: pytest.Mo
     device.close()
 
 
+def test_all_rows_of_a_matrix_are_computed_by_one_program(device: Device) -> None:
+    x = ps.asarray(values(50, 64), device=device)
+    rows = ps.jit(lambda x: ps.sum(ps.exp(x), axis=1))(x).numpy()
+    for _ in range(2):
+        found = [ps.sum(ps.exp(x[row])).item() for row in range(50)]
+        np.testing.assert_array_equal(found, rows)
+    assert len(executables(device)._programs) == 1
+
+
 # Ahead
 
 

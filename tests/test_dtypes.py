@@ -402,13 +402,13 @@ def test_halves_that_may_lie_anywhere_are_read_and_written_by_their_bits(
 ) -> None:
     """PoCL from 3.1 on crashes where vload_half8 is given an address that is no multiple of 16."""
     texts: list[str] = []
-    build = OpenCLDriver._build
+    compile_ = OpenCLDriver.compile
 
-    def noted(self: OpenCLDriver, text: str) -> Any:
+    def noted(self: OpenCLDriver, text: Any, signatures: Any) -> Any:
         texts.append(text)
-        return build(self, text)
+        return compile_(self, text, signatures)
 
-    monkeypatch.setattr(OpenCLDriver, "_build", noted)
+    monkeypatch.setattr(OpenCLDriver, "compile", noted)
     device = Device.over(OpenCLDriver(NATIVE, "opencl"))
     x = ps.asarray(np.ones((40, 40), np.float16), device=device)
     ps.jit(lambda x: (x @ x, x[:, 1:] * 2, ps.sum(x, axis=1)))(x)[0].numpy()

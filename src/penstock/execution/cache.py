@@ -21,7 +21,7 @@ from penstock.drivers.driver import Kernel
 from penstock.execution.ahead import Ahead
 from penstock.execution.executable import Executable, kernel_sources
 from penstock.execution.host_program import HostProgram
-from penstock.execution.structure import Structure
+from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
 from penstock.graph.reference import Constant
@@ -32,6 +32,8 @@ from penstock.runtime import Device
 _MAX_PROGRAMS = 256
 _MAX_HOST_PROGRAMS = 1024
 _MAX_BRIDGES = 64
+_MAX_SLICED = 8  # times that slices of an expression are taken first
+_MAX_OPERATIONS = 256  # of what is computed by single ones: more take as long to schedule as to compile
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class ExecutableCache:
         self._bridges = LRU[Hashable, _Bridge](_MAX_BRIDGES)
         self._schedules = LRU[Hashable, Schedule](_MAX_BRIDGES)  # of programs whose kernels are compiled
         self._host_programs = LRU[Hashable, HostProgram](_MAX_HOST_PROGRAMS)
+        self._sliced = LRU[Hashable, int](_MAX_HOST_PROGRAMS)  # how often `slices_first` saw an expression
         self.singles = LRU[Hashable, Executable](_MAX_PROGRAMS)  # programs of single operations
         self.build_seconds = 0.0  # in all
         self._last_built = perf_counter()
@@ -81,6 +84,22 @@ class ExecutableCache:
     def builds(self, structure: Structure) -> bool:
         """Whether computing it now would first build a program."""
         return structure.key not in self._programs and not self.waits_for_no_compiler(structure)
+
+    def slices_first(self, structure: Structure) -> list[Node]:
+        """Slices that NumPy takes from values first, the first few times that a small expression is seen.
+
+        So all rows of a matrix, one after the other, are computed by one program. On CPUs only, where bits do
+        not depend on it.
+        """
+        can = self._device.capabilities
+        if self._forced or can.contracts or structure.far or structure.largest >= MIN_ITEMS:
+            return []
+        key = structure.key
+        times = self._sliced.use(key) or 0
+        if times == _MAX_SLICED or self.seen(structure):
+            return []
+        self._sliced[key] = times + 1
+        return structure.slices
 
     def keep_single(self, key: Hashable, structure: Structure, program: Executable) -> None:
         """Have a single operation computed by a program from now on, unless that is one for the meantime."""
@@ -126,8 +145,11 @@ class ExecutableCache:
         None where no compiler is needed, and where single operations are not compiled yet, or give other
         bits: a fused kernel does not round float16 and bfloat16 between operations.
         """
-        rounds = any(node.dtype in HALF_PRECISION for node in structure.operations)
-        if rounds or self._forced or not self._bridges_gaps():
+        if self._forced or not self._bridges_gaps():
+            return None
+        operations = structure.operations
+        rounded = any(node.dtype in HALF_PRECISION for node in operations)
+        if rounded or len(operations) > _MAX_OPERATIONS:
             return None
         schedule = self.schedule(structure)
         missing = self.kernels.missing(kernel_sources(schedule, self._device, self.kernels))
@@ -139,7 +161,10 @@ class ExecutableCache:
                 self._ahead.add(absent)
             return None
         program = Executable(separate, self._device, self.kernels)
-        compiled = self._device.submit(lambda: self.kernels.compiled(missing))
+        try:
+            compiled = self._device.submit(lambda: self.kernels.compiled(missing))
+        except RuntimeError:  # the interpreter ends, and starts no threads
+            return None
         self._schedules.pop(structure.key, None)
         bridge = self._bridges[structure.key] = _Bridge(program, schedule, compiled)
         return bridge

@@ -53,6 +53,11 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
         if not wanted:
             return
         structure = Structure(wanted, device.capabilities)
+        if not repeated and device.dispatcher is None:
+            slices = executables(device).slices_first(structure)
+            if slices and slices != wanted:
+                realize(slices, device)
+                structure = Structure(wanted, device.capabilities)
         compute = _told if device.stream.recorders else _computed
         buffers, program = compute(structure, device, repeated)
         for node, buffer in zip(wanted, buffers, strict=False):

@@ -14,6 +14,7 @@ from penstock.graph.elementwise import FULL
 from penstock.graph.node import Kind, Node, topological
 from penstock.graph.reference import number, number_key
 from penstock.graph.rounding import is_exact
+from penstock.graph.shaping import SLICE
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.watching import Watched
@@ -113,6 +114,14 @@ class Structure:
             own = [numbers.setdefault(number_key(node, name), len(numbers)) for name in names]
             parts.append((primitive, where, *rest, *own))
         return True
+
+    @property
+    def slices(self) -> list[Node]:
+        """Slices of values, where the graph is computed as it was recorded."""
+        if self._nodes is not self.recorded:
+            return []
+        sliced = (node for node in self._pending if node.primitive is SLICE)
+        return [node for node in sliced if node.inputs[0].value is not None]
 
     @property
     def called(self) -> int:

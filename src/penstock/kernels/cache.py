@@ -58,13 +58,10 @@ class KernelCache:
 
     def shared_lowering(self, group: Group) -> Lowering | None:
         """The source of a group of one operation, in kernels that programs with other shapes share."""
-        key = "shared", group.structure
-        if key not in self._lowerings:
-            lowering = write(group, self._device.capabilities, digest(repr(key)), varied=True)
-            if lowering is not None and lowering.function is None:
-                lowering = replace(lowering, launches=tuple(map(self.sizes.shared, lowering.launches)))
-            self._lowerings[key] = lowering
-        return self._lowerings.use(key)
+        lowering = write(group, self._device.capabilities, digest(repr(group.structure)), varied=True)
+        if lowering is None or lowering.function is not None:
+            return lowering
+        return replace(lowering, launches=tuple(map(self.sizes.shared, lowering.launches)))
 
     def kernels(self, sources: Sequence[KernelSource], functions: Mapping[str, Any]) -> list[Kernel]:
         """The kernels of sources, in order; those that `functions` names are compiled from the function."""

@@ -107,9 +107,9 @@ class Sizes:
             family.known = _parsed(self._kept.get(digest(repr(key))), len(values))
             if family.known:
                 family.argument = family.arguments_with(family.known[0])
-        if not family.fits(values) and values not in family.known:
-            if family.take_in(values, source.signature) and self._kept is not None:
-                self._kept.put(digest(repr(key)), json.dumps(family.known))
+        new = not family.fits(values) and values not in family.known
+        if new and family.take_in(values, source.signature) and self._kept is not None:
+            self._kept.put(digest(repr(key)), json.dumps(family.known))
         if not family.fits(values):  # the first shape of all
             return replace(launch, source=replace(source, name=_name(source, (integers.key, values))))
         source, sizes = self._with_arguments(family, source, integers)
