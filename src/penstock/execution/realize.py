@@ -39,7 +39,7 @@ class ExecutableCache:
         self._forced = device.settings.force_kernels
         self._programs = LRU[Hashable, "Executable"](_MAX_PROGRAMS)
         self._host_programs = LRU[Hashable, HostProgram](_MAX_HOST_PROGRAMS)
-        self.singles = LRU[Hashable, "Executable"](_MAX_PROGRAMS)  # programs of single operations
+        self.singles = LRU[Hashable, "Executable | HostProgram"](_MAX_PROGRAMS)  # of small expressions
         self.build_seconds = 0.0  # in all
 
     def seen(self, structure: Structure) -> bool:
@@ -125,7 +125,11 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
         if alone is not None:
             known = executables(device).singles.use(alone.key)
             if known is not None:
-                nodes[0].settle(known.run(alone.inputs, alone.numbers)[0])
+                if isinstance(known, HostProgram):
+                    (value,) = known.run(alone.inputs, alone.numbers, device)
+                else:
+                    (value,) = known.run(alone.inputs, alone.numbers)
+                nodes[0].settle(value)
                 return
         several = dict.fromkeys(nodes) if len(nodes) > 1 else nodes
         wanted = [node for node in several if node.value is None and not _alias(node)]
@@ -136,7 +140,8 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
         buffers, program = compute(structure, device, repeated)
         for node, buffer in zip(wanted, buffers, strict=False):
             node.settle(buffer)
-        if alone is not None and not isinstance(program, HostProgram) and alone.is_all_of(structure):
+        stays = not isinstance(program, HostProgram) or program.small  # else kernels compute it the next time
+        if alone is not None and stays and alone.is_all_of(structure):
             executables(device).singles[alone.key] = program
         if structure.unchecked:
             structure.watch(buffers[len(wanted) :], device)
