@@ -299,7 +299,7 @@ FUNCTIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
     "layer norm": lambda x: F.layer_norm(x, eps=1e-3),
     "var": lambda x: ps.var(x, axis=1, correction=1.0),
     "row": lambda x: x + x[0],
-    "product": lambda x: x @ x.T,
+    "stack of products": lambda x: x[None] @ x.T[None],
     "vector": lambda x: x @ x[0],
 }
 

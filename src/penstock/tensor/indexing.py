@@ -16,7 +16,7 @@ from penstock.graph.node import Node, Shape
 from penstock.runtime import Device
 from penstock.tensor import assigning, dtypes
 from penstock.tensor.capture import capture
-from penstock.tensor.core import Tensor, broadcast, broadcast_node, common_shape, from_numpy, record
+from penstock.tensor.core import Tensor, broadcast, broadcast_node, common_shape, from_numpy, install, record
 from penstock.tensor.operands import as_number
 
 Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis
@@ -24,6 +24,10 @@ Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis
 
 def get(x: Tensor, key: Any, operation: str = "x[index]") -> Tensor:
     """`x[key]`; `operation` is what the error for an index that is out of range names."""
+    node = x._node
+    plain = _plain(node.shape, key)
+    if plain is not None:
+        return record(shaping.reshape(shaping.slice_(node, plain[0]), plain[1]), x)
     keys = _expanded(x, key)
     if any(isinstance(one, Tensor) for one in keys):
         return _get_by_arrays(x, keys, operation)
@@ -125,7 +129,7 @@ def _expanded(x: Tensor, key: Any) -> list[Any]:
     parts[position : position + 1] = fill
     result: list[Any] = []
     for part in parts:
-        axis = sum(one is not None for one in result)
+        axis = sum(key is not None for key in result)
         if isinstance(part, np.ndarray):
             part = _at_hand(part, x, axis)
         if isinstance(part, Tensor) and part.dtype == dtypes.bool_:
@@ -184,22 +188,55 @@ def _from_mask(x: Tensor, mask: Tensor, axis: int) -> list[Tensor]:
     return [_at_hand(numbers, x, axis + one) for one, numbers in enumerate(found)]
 
 
-def _basic(x: Tensor, keys: list[Any]) -> tuple[Slices, Shape]:
+def _plain(shape: Shape, key: Any) -> tuple[Slices, Shape] | None:
+    """What a key of Python's integers, slices, None and an ellipsis reads, and the shape that it gives.
+
+    None where the key has anything else, or an index that is not there.
+    """
+    parts = key if type(key) is tuple else (key,)
+    taken = dots = 0
+    for part in parts:
+        if type(part) is int or type(part) is slice:
+            taken += 1
+        elif part is Ellipsis:
+            dots += 1
+        elif part is not None:
+            return None
+    left = len(shape) - taken
+    if left < 0 or dots > 1:
+        return None
     slices: list[tuple[int, int, int]] = []
-    shape: list[int] = []
-    for key in keys:
-        if key is None:
-            shape.append(1)
+    result: list[int] = []
+    for part in parts if dots else (*parts, Ellipsis):
+        if part is None:
+            result.append(1)
             continue
-        axis, length = len(slices), x.shape[len(slices)]
-        if isinstance(key, slice):
-            start, stop, step = key.indices(length)
+        at = len(slices)
+        if part is Ellipsis:
+            slices += [(0, length, 1) for length in shape[at : at + left]]
+            result += shape[at : at + left]
+        elif type(part) is slice:
+            start, stop, step = part.indices(shape[at])
             count = len(range(start, stop, step))
-            slices.append((start if count else 0, count, step if count else 1))
-            shape.append(count)
+            slices.append((start, count, step) if count else (0, 0, 1))
+            result.append(count)
+        elif -shape[at] <= part < shape[at]:
+            slices.append((part % shape[at], 1, 1))
         else:
-            slices.append((_checked_index(key, axis, x.shape), 1, 1))
-    return tuple(slices), tuple(shape)
+            return None
+    return tuple(slices), tuple(result)
+
+
+def _basic(x: Tensor, keys: list[Any]) -> tuple[Slices, Shape]:
+    """The same for a part of each axis, of which anything that is an integer may be one."""
+    parts: list[Any] = []
+    for key in keys:
+        axis = sum(part is not None for part in parts)
+        plain = key is None or isinstance(key, slice)
+        parts.append(key if plain else _checked_index(key, axis, x.shape))
+    result = _plain(x.shape, tuple(parts))
+    assert result is not None
+    return result
 
 
 def _checked_index(key: Any, axis: int, shape: Shape, operation: str = "x[index]") -> int:
@@ -259,3 +296,11 @@ def _linear(indices: list[Node], lengths: Shape, shape: Shape) -> Node:
         total = elementwise.multiply(total, elementwise.like(total, length))
         total = elementwise.add(total, broadcast_node(index, shape))
     return total
+
+
+def _replace(x: Tensor, key: Any, value: Any) -> None:
+    x._rebind(changed(x, key, value))
+
+
+install("__getitem__", get)
+install("__setitem__", _replace)

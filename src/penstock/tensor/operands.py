@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.graph import elementwise
-from penstock.graph.node import DType
+from penstock.graph.node import DType, Node, Shape
 from penstock.runtime import Device
-from penstock.tensor import dtypes
+from penstock.tensor import core, dtypes
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, broadcast_node, common_shape, from_numpy, note_used, record, scalar
 
@@ -128,8 +129,45 @@ def operand(value: Any, device: Device, name: str) -> Any:
     return as_number(value)
 
 
+def plain(x: Any, y: Any) -> tuple[Node, Node, Device, bool] | None:
+    """The quick way for what is most common: the nodes of two operands that can stand in one as they are.
+
+    With their device, and whether a gradient may pass. None where anything has to be done first, or seen.
+    """
+    if core._captures:
+        return None
+    if not isinstance(x, Tensor):
+        if not isinstance(y, Tensor):
+            return None
+        node = y._actual_node
+        if node.dtype.kind not in _FITS.get(type(x), ""):
+            return None
+        return beside(node, x), node, y.device, y._actual_requires_grad
+    node = x._actual_node
+    if not isinstance(y, Tensor):
+        if node.dtype.kind not in _FITS.get(type(y), ""):
+            return None
+        return node, beside(node, y), x.device, x._actual_requires_grad
+    other = y._actual_node
+    if node.dtype is not other.dtype or node.shape != other.shape or x.device is not y.device:
+        return None
+    return node, other, x.device, x._actual_requires_grad or y._actual_requires_grad
+
+
+def beside(node: Node, number: float) -> Node:
+    """A number in the shape and dtype of a node. The same number again is the same node."""
+    if number:
+        return _filled(node.shape, node.dtype.name, number)
+    return elementwise.full(node.shape, node.dtype, number)  # 0 is equal to -0
+
+
+@lru_cache(1 << 10, typed=True)
+def _filled(shape: Shape, dtype: str, number: float) -> Node:
+    return elementwise.full(shape, dtypes.checked(dtype), number)
+
+
 def alike(x: Any, y: Any) -> list[Tensor] | None:
-    """The quick way for what is most common: two tensors of one kind, or a tensor and a number that fits."""
+    """Two tensors of one kind, or a tensor and a number that fits, as tensors that can stand in one node."""
     if isinstance(x, Tensor):
         node = x._node
         if isinstance(y, Tensor):
@@ -144,9 +182,9 @@ def alike(x: Any, y: Any) -> list[Tensor] | None:
                 return [x, record(broadcast_node(other, node.shape), y)]
             return None
         if node.dtype.kind in _FITS.get(type(y), ""):
-            return [x, Tensor(elementwise.full(node.shape, node.dtype, y), x.device)]
+            return [x, Tensor(beside(node, y), x.device)]
     elif isinstance(y, Tensor):
         node = y._node
         if node.dtype.kind in _FITS.get(type(x), ""):
-            return [Tensor(elementwise.full(node.shape, node.dtype, x), y.device), y]
+            return [Tensor(beside(node, x), y.device), y]
     return None
