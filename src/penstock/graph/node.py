@@ -144,6 +144,7 @@ class Node:
         "pending_bytes",
         "primitive",
         "shape",
+        "span",
         "tracked",
         "value",
     )
@@ -156,6 +157,7 @@ class Node:
         self.attributes = attributes
         self.shape, self.dtype = primitive.shape_rule(*inputs, **attributes)
         self.value = value  # where the result is, once it was computed
+        self.span: tuple[int, int] | None = None  # what its items are known to lie between, once one looked
         self.owner: Any = None  # a weak reference to whatever collects the gradients that end here
         tracked, depth, pending = False, 0, 0
         for node in inputs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,14 @@ from penstock.graph import elementwise, shaping
 from penstock.graph.bounds import Bound, bounded, known_range
 from penstock.graph.contraction import gather
 from penstock.graph.node import Node, Shape
+from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.tensor import assigning, dtypes
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, broadcast, broadcast_node, common_shape, from_numpy, install, record
 from penstock.tensor.operands import as_number
 
+_FEW = 1 << 16  # items of an index: the host looks through them sooner than a kernel is launched
 Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis
 
 
@@ -28,6 +32,8 @@ def get(x: Tensor, key: Any, operation: str = "x[index]") -> Tensor:
     plain = _plain(node.shape, key)
     if plain is not None:
         return record(shaping.reshape(shaping.slice_(node, plain[0]), plain[1]), x)
+    if isinstance(key, Tensor) and node.shape and key.dtype.kind in "iu":
+        return along(x, key, 0, operation)
     keys = _expanded(x, key)
     if any(isinstance(one, Tensor) for one in keys):
         return _get_by_arrays(x, keys, operation)
@@ -35,8 +41,20 @@ def get(x: Tensor, key: Any, operation: str = "x[index]") -> Tensor:
     return record(shaping.reshape(shaping.slice_(x._node, slices), shape), x)
 
 
+def along(x: Tensor, index: Tensor, axis: int, operation: str) -> Tensor:
+    """The parts of `x` along an axis that integers name; the axes of the index take its place."""
+    picked = _index_node(index, axis, x, operation)
+    node, count = x._node, picked.ndim
+    if not axis:
+        return record(gather(node, picked), x, index)
+    rows = gather(shaping.permute(node, (axis, *range(axis), *range(axis + 1, node.ndim))), picked)
+    order = (*range(count, count + axis), *range(count), *range(count + axis, rows.ndim))
+    return record(shaping.permute(rows, order), x, index)
+
+
 def table_rows(x: Tensor, index: Tensor, operation: str) -> Tensor:
     """The rows `x[index]` of an index in which no negative number counts from the end."""
+    _look(index)
     return looked_up(x, record(in_range(index._node, x.shape, 0, operation, x.device), index))
 
 
@@ -46,23 +64,46 @@ def looked_up(x: Tensor, index: Tensor) -> Tensor:
 
 
 def in_range(
-    index: Node, shape: Shape, axis: int, operation: str, device: Device, from_end: bool = False
+    index: Node,
+    shape: Shape,
+    axis: int,
+    operation: str,
+    device: Device,
+    from_end: Node | None = None,
 ) -> Node:
     """An index for an axis of a shape, which is refused where an item is out of range.
 
-    What the graph alone shows to be in range is not looked at. `from_end`: the axis's length was added to
-    negative items, which count from its end.
+    What is known to be in range is not looked at. `from_end`: the index as it was before the axis's length
+    was added to negative items, which count from its end.
     """
-    bound = Bound(operation, shape, axis, "", from_end)
     known = known_range(index)
-    if not index.size or (known is not None and known[0] >= 0 and known[1] < bound.length):
+    if not math.prod(index.shape) or (known is not None and known[0] >= 0 and known[1] < shape[axis]):
         return index
-    if device.checks_indices:
-        bound.where = user_line()
-        if not bound.length:
-            raise bound.error(0)
-        return bounded(index, bound)
-    return index
+    if not device.checks_indices:
+        return index
+    bound = Bound(operation, shape, axis, user_line(), from_end is not None)
+    if not bound.length:
+        raise bound.error(0)
+    given = index if from_end is None else from_end
+    if isinstance(given.value, Buffer) and capture.get() is None:
+        bound.index = weakref.ref(given)
+    return bounded(index, bound)
+
+
+def _look(index: Tensor) -> None:
+    """Note what the items of an index lie between, where that is soon seen: the host has its few items."""
+    node = index._node
+    buffer = node.value
+    if node.span is not None or not isinstance(buffer, Buffer) or capture.get() is not None:
+        return
+    host, usage = buffer.memory.host, buffer.usage
+    if host is None or not 0 < node.size <= _FEW or index.device.dispatcher is not None:
+        return
+    if usage.writer or index.device.stream.unavailable:
+        return
+    if usage.event is None or buffer.driver.is_done(usage.event):
+        items = host[buffer.offset : buffer.offset + node.nbytes].view(np.dtype(node.dtype))
+        node.span = int(items.min()), int(items.max())
 
 
 def changed(x: Tensor, key: Any, value: Any) -> Tensor:
@@ -280,19 +321,26 @@ def _index_node(key: Any, axis: int, x: Tensor, operation: str) -> Node:
     """An index counted from the start."""
     if not isinstance(key, Tensor):
         return elementwise.full((), dtypes.int64, _checked_index(key, axis, x.shape, operation))
-    node, known = key._node, known_range(key._node)
-    if node.dtype.kind == "u" or (known is not None and known[0] >= 0):
-        return elementwise.cast(in_range(node, x.shape, axis, operation, x.device), dtypes.int64)
-    node = elementwise.cast(node, dtypes.int64)
-    wrapped = elementwise.add(node, elementwise.like(node, x.shape[axis]))
+    _look(key)
+    given, length = key._node, x.shape[axis]
+    known = known_range(given)
+    inside = known is not None and known[0] >= -length and known[1] < length
+    if not inside:
+        known = known_range(given, spans=False)  # it is refused in the words that are for any values
+    if given.dtype.kind == "u" or (known is not None and known[0] >= 0):
+        return elementwise.cast(in_range(given, x.shape, axis, operation, x.device), dtypes.int64)
+    node = elementwise.cast(given, dtypes.int64)
+    wrapped = elementwise.add(node, elementwise.like(node, length))
     node = elementwise.where(elementwise.less(node, elementwise.like(node, 0)), wrapped, node)
-    return in_range(node, x.shape, axis, operation, x.device, from_end=True)
+    if inside:
+        return node
+    return in_range(node, x.shape, axis, operation, x.device, from_end=given)
 
 
 def _linear(indices: list[Node], lengths: Shape, shape: Shape) -> Node:
     """One number for each place: the row among the merged axes."""
-    total = elementwise.full(shape, dtypes.int64, 0)
-    for index, length in zip(indices, lengths, strict=True):
+    total = broadcast_node(indices[0], shape)
+    for index, length in zip(indices[1:], lengths[1:], strict=True):
         total = elementwise.multiply(total, elementwise.like(total, length))
         total = elementwise.add(total, broadcast_node(index, shape))
     return total

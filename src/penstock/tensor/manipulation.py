@@ -22,7 +22,7 @@ from penstock.tensor.core import (
     record,
 )
 from penstock.tensor.creation import Where, arange
-from penstock.tensor.indexing import get
+from penstock.tensor.indexing import along, get
 from penstock.tensor.operands import Array, as_tensors
 
 Axis = int | Sequence[int] | None
@@ -216,6 +216,8 @@ def take(x: Tensor, indices: Array, /, *, axis: int | None = None) -> Tensor:
     if axis is None and x.ndim != 1:
         raise ValueError(f"take needs an axis for shape {x.shape}")
     (place,) = axes_of(x, axis or 0, "take")
+    if isinstance(indices, Tensor) and indices.dtype.kind in "iu":
+        return along(x, indices, place, "take")
     key: list[Any] = [slice(None)] * x.ndim
     key[place] = indices
     return get(x, tuple(key), "take")
