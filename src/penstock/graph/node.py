@@ -161,10 +161,13 @@ class Node:
         self.owner: Any = None  # a weak reference to whatever collects the gradients that end here
         tracked, depth, pending = False, 0, 0
         for node in inputs:
-            tracked = tracked or node.tracked
+            if node.tracked:
+                tracked = True
             if node.value is None:
-                depth = node.depth if node.depth > depth else depth
-                pending = node.pending_bytes if node.pending_bytes > pending else pending
+                if node.depth > depth:
+                    depth = node.depth
+                if node.pending_bytes > pending:
+                    pending = node.pending_bytes
         self.tracked: bool = tracked and not primitive.stop_gradient  # a gradient may pass
         # Along the longest and the heaviest chain of nodes that are not computed yet.
         self.depth: int = 1 + depth

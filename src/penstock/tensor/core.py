@@ -496,13 +496,15 @@ def explain(*tensors: Tensor) -> str:
 def record(node: Node, *sources: Tensor) -> Tensor:
     """The tensor of a new node on the device of its sources."""
     first = sources[0].device
+    gradient = False
     if not _captures:
         for source in sources:
-            if source._actual_requires_grad or source.device is not first:
+            if source.device is not first:
                 break
+            gradient = gradient or source._actual_requires_grad
         else:
-            return Tensor(node, first)
-    gradient = False
+            if not gradient or (node.dtype.kind == "f" and recording()):
+                return Tensor(node, first, gradient)
     for source in sources:
         if source.device is not first:
             raise ValueError(f"tensors are on {first.name} and {source.device.name}; use to_device first")
@@ -581,9 +583,12 @@ def common_shape(*shapes: Shape) -> Shape:
 
 def axes_of(x: Tensor, axis: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
     """Axes as sorted positive numbers; an error names one that is not there, or is there twice."""
+    count = len(x._node.shape)
     if axis is None:
-        return tuple(range(x.ndim))
+        return tuple(range(count))
     if type(axis) is int:
+        if -count <= axis < count:
+            return (axis % count,)
         given: tuple[int, ...] = (axis,)
     else:
         from penstock.tensor.arguments import integers

@@ -148,10 +148,20 @@ def plain(x: Any, y: Any) -> tuple[Node, Node, Device, bool] | None:
         if node.dtype.kind not in _FITS.get(type(y), ""):
             return None
         return node, beside(node, y), x.device, x._actual_requires_grad
-    other = y._actual_node
-    if node.dtype is not other.dtype or node.shape != other.shape or x.device is not y.device:
+    other, gradient = y._actual_node, x._actual_requires_grad or y._actual_requires_grad
+    if node.dtype is not other.dtype or x.device is not y.device:
         return None
-    return node, other, x.device, x._actual_requires_grad or y._actual_requires_grad
+    if node.shape != other.shape:
+        if not gradient or not _is_row(other, node):
+            return None
+        other = broadcast_node(other, node.shape)
+    return node, other, x.device, gradient
+
+
+def _is_row(node: Node, matrix: Node) -> bool:
+    """Whether a node is a row beside a matrix, such as a bias. Without gradients it is a part of a call."""
+    count = len(node.shape)
+    return 0 < count < len(matrix.shape) and matrix.shape[-count:] == node.shape
 
 
 def beside(node: Node, number: float) -> Node:
@@ -176,9 +186,7 @@ def alike(x: Any, y: Any) -> list[Tensor] | None:
                 return None
             if node.shape == other.shape:
                 return [x, y]
-            # A row beside a matrix, such as a bias; without gradients it is a part of a call.
-            is_row = 0 < other.ndim < node.ndim and node.shape[-other.ndim :] == other.shape
-            if is_row and x.device is y.device and (x.requires_grad or y.requires_grad):
+            if _is_row(other, node) and x.device is y.device and (x.requires_grad or y.requires_grad):
                 return [x, record(broadcast_node(other, node.shape), y)]
             return None
         if node.dtype.kind in _FITS.get(type(y), ""):
