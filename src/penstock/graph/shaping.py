@@ -28,7 +28,7 @@ def _pad_shape(x: Node, *, slices: tuple[tuple[int, int, int], ...], shape: Shap
 
 def _concat_shape(*inputs: Node, axis: int) -> tuple[Shape, DType]:
     shape = list(inputs[0].shape)
-    shape[axis] = sum(node.shape[axis] for node in inputs)
+    shape[axis] = sum([node.shape[axis] for node in inputs])
     return tuple(shape), inputs[0].dtype
 
 

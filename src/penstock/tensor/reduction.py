@@ -30,11 +30,14 @@ def _kept(node: Node, x: Tensor, axes: tuple[int, ...], keepdims: bool) -> Node:
     return shaping.reshape(node, tuple([1 if a in axes else n for a, n in enumerate(x.shape)]))
 
 
+_WIDEST = {"b": dtypes.int64, "i": dtypes.int64, "u": dtypes.uint64}
+
+
 def _sum_dtype(x: Tensor, dtype: DType | None) -> DType:
     """Whole numbers are summed in the widest type of their kind."""
     if dtype is not None:
         return dtypes.checked(dtype)
-    return {"b": dtypes.int64, "i": dtypes.int64, "u": dtypes.uint64}.get(x.dtype.kind, x.dtype)
+    return _WIDEST.get(x.dtype.kind, x.dtype)
 
 
 def _check(name: str, kinds: str, x: Tensor) -> None:
