@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.c import CPrinter
-from penstock.kernels.dialects.c_expressions import c_type
+from penstock.kernels.dialects.c_expressions import CPU_SCALAR_PATTERNS, c_type, expression
 from penstock.kernels.source import C_TYPES
 
 
@@ -37,7 +37,7 @@ class VectorPrinter(CPrinter):
         if operation == "minimum" and of == ir.INT:
             # A choice in its place makes LLVM lay out loops, and a product with GELU take 3 times as long.
             return f"min({inputs[0]}, {inputs[1]})"
-        return super().expression(operation, result, of, inputs)
+        return expression(operation, result, of, inputs, CPU_SCALAR_PATTERNS if of.width == 1 else None)
 
     def name(self, var: ir.Var, lane: int | None) -> str:
         return var.name if lane is None else f"{var.name}.s{lane:x}"
