@@ -54,7 +54,7 @@ class ExecutableCache:
         self._bridges = LRU[Hashable, _Bridge](_MAX_BRIDGES)
         self._schedules = LRU[Hashable, Schedule](_MAX_BRIDGES)  # of programs whose kernels are compiled
         self._host_programs = LRU[Hashable, HostProgram](_MAX_HOST_PROGRAMS)
-        self.singles = LRU[Hashable, Executable | HostProgram](_MAX_PROGRAMS)  # of small expressions
+        self.singles: LRU[Hashable, Executable | HostProgram] = LRU(_MAX_PROGRAMS)  # of small expressions
         self.build_seconds = 0.0  # in all
         self._last_built = perf_counter()
         self._ahead: Ahead | None = None
