@@ -15,6 +15,7 @@ from penstock.config import Settings
 from penstock.dispatch.device import AutoDevice
 from penstock.drivers.host import HostDriver
 from penstock.errors import BadIndex
+from penstock.graph.bounds import unchecked
 from penstock.graph.contraction import GATHER
 from penstock.graph.node import topological
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
@@ -152,10 +153,59 @@ def test_what_the_host_knows_is_refused_at_once(on: Device) -> None:
 
 def test_nothing_is_looked_at_that_the_graph_shows_to_be_in_range() -> None:
     x = table(ps.default_device())
-    for index in (ps.arange(ROWS), ps.argmax(x, axis=0), ps.argsort(x, axis=0)[2], [1, 2], x[:, 0] > 4):
+    known = (ps.arange(ROWS), ps.arange(-1, 3), ps.argmax(x, axis=0), ps.argsort(x, axis=0)[2])
+    for index in (*known, [1, 2], x[:, 0] > 4):
         assert "uint" not in ps.explain(x[index])
-    for index in (ps.arange(ROWS + 1), ps.arange(-1, 3), ps.argmax(x, axis=1) + 1, ps.asarray([1, 2])):
+    unknown = (ps.arange(ROWS + 1), ps.arange(-ROWS - 1, 0), ps.argmax(x, axis=1) + 1)
+    for index in (*unknown, ps.asarray([1, ROWS]), ps.asarray([-ROWS - 1]), ps.asarray([1, 2]) + 0):
         assert "uint" in ps.explain(x[index])
+
+
+def test_an_index_is_looked_at_once(on: Device, kernels_only: None) -> None:
+    """What was in range of one axis is so for every one as long, and for no shorter one."""
+    x, low, high = table(on), ids(on, -ROWS), ids(on, ROWS - 1)
+    moves = on.dispatcher is not None  # so nothing is remembered
+    for index in (low, high):
+        x[index].numpy()  # which looks at what the host has not seen before
+        on.sync()
+        for _ in range(2):
+            assert bool(checks(x[index], ps.take(x, index, axis=0), x.T[:, index])) == moves
+            np.testing.assert_array_equal(x[index].numpy(), x.numpy()[index.numpy()])
+        short = x[: ROWS - 1]
+        assert checks(short[index])
+        worst = -ROWS if index is low else ROWS - 1
+        for _ in range(2):
+            with pytest.raises(BadIndex, match=rf"index {worst} .* -{ROWS - 1} to {ROWS - 2} can be used"):
+                short[index].numpy()
+        with pytest.raises(BadIndex, match=rf"index {worst} .* axis 1 of .*{__file__}"):
+            ps.take(short.T, index, axis=1).numpy()
+    F.embedding(high, x).numpy()
+    on.sync()
+    assert bool(checks(F.embedding(high, x))) == moves
+    with pytest.raises(BadIndex, match=rf"embedding: index -{ROWS} .* 0 to {ROWS - 1} can be used"):
+        F.embedding(low, x).numpy()
+
+
+def test_a_jitted_function_looks_at_every_index(on: Device) -> None:
+    """Also at one that was in range before, or that it finds outside and that changes."""
+    x, index = table(on), ids(on, 1)
+    x[index].numpy()
+    on.sync()
+    jitted, outside = ps.jit(lambda i: x[i]), ps.jit(lambda: x[index])
+    for last in (1, 2, ROWS, 3):
+        fresh = index if last == 1 else ids(on, last)
+        index._rebind(fresh)
+        for function in (lambda: jitted(fresh), outside):  # noqa: B023
+            if last == ROWS:
+                with pytest.raises(BadIndex, match=f"index {ROWS}"):
+                    function().numpy()
+            else:
+                np.testing.assert_array_equal(function().numpy(), x.numpy()[fresh.numpy()])
+
+
+def checks(*tensors: ps.Tensor) -> list[Any]:
+    """The nodes that have an index looked at."""
+    return unchecked(topological([tensor._node for tensor in tensors]))
 
 
 @pytest.mark.slow("int16", "uint16")

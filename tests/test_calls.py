@@ -299,7 +299,7 @@ FUNCTIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
     "layer norm": lambda x: F.layer_norm(x, eps=1e-3),
     "var": lambda x: ps.var(x, axis=1, correction=1.0),
     "row": lambda x: x + x[0],
-    "product": lambda x: x @ x.T,
+    "stack of products": lambda x: x[None] @ x.T[None],
     "vector": lambda x: x @ x[0],
 }
 
@@ -361,6 +361,46 @@ def test_single_operations_are_told_apart(device: Device) -> None:
             (ps.max(x, axis=0), a.max(0)),
             (ps.max(x, axis=1), a.max(1)),
             (ps.take(x, ps.asarray(np.array([4, 0]), device=device), axis=0), a[[4, 0]]),
+        ):
+            values = got.numpy()
+            np.testing.assert_array_equal(values, wanted)
+            assert values.tobytes() == np.ascontiguousarray(wanted, values.dtype).tobytes()
+
+
+def test_small_expressions_are_told_apart(device: Device) -> None:
+    """By how operations are nested, which inputs and which numbers are one, and in which order they come."""
+    a, b, c = (array(4, 4, seed=seed) for seed in range(3))
+    half = a.astype(np.float16)
+    for turn in range(3):
+        x, y, z = (ps.asarray(values, device=device) for values in (a, b, c))
+        added = np.float32(turn)  # another number each time
+        for got, wanted in (
+            ((x + y) * z, (a + b) * c),
+            (x + y * z, a + b * c),
+            ((x + y) * x, (a + b) * a),
+            ((x + y) * y, (a + b) * b),
+            ((x + x) * y, (a + a) * b),
+            (F.relu(x) + turn, np.maximum(a, 0) + added),
+            (F.relu(x) + y, np.maximum(a, 0) + b),
+            (F.relu(x + y), np.maximum(a + b, 0)),
+            (F.relu(x) * -0.0, np.maximum(a, 0) * np.float32(-0.0)),
+            (x.T + turn, a.T + added),
+            (x * 2 + 2, a * 2 + 2),
+            (x * 2 + 3, a * 2 + 3),
+            (x * 3 + 2, a * 3 + 2),
+            (ps.where(x > 0, x, y), np.where(a > 0, a, b)),
+            (ps.where(x > y, x, 0), np.where(a > b, a, 0)),
+            ((x.astype(ps.float16) * 2).astype(ps.float32) * 2, (half * 2).astype(np.float32) * 2),
+            (ps.concat([ps.concat([x, y]), z, x]), np.concatenate([a, b, c, a])),
+            (ps.concat([ps.concat([x, y, z]), x]), np.concatenate([a, b, c, a])),
+            (ps.concat([ps.concat([x, y], axis=1), ps.concat([z, x], axis=1)]), np.block([[a, b], [c, a]])),
+            ((x + y)[1], (a + b)[1]),
+            ((x + y)[1:, 2], (a + b)[1:, 2]),
+            (x[1] + y[2], a[1] + b[2]),
+            (x[2] + y[1], a[2] + b[1]),
+            (x + y[0], a + b[0]),
+            (x + y[:, :1], a + b[:, :1]),
+            (x.detach() + y, a + b),
         ):
             values = got.numpy()
             np.testing.assert_array_equal(values, wanted)

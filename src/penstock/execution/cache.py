@@ -57,7 +57,7 @@ class ExecutableCache:
         self._schedules = LRU[Hashable, Schedule](_MAX_BRIDGES)  # of programs whose kernels are compiled
         self._host_programs = LRU[Hashable, HostProgram](_MAX_HOST_PROGRAMS)
         self._sliced = LRU[Hashable, int](_MAX_HOST_PROGRAMS)  # how often `slices_first` saw an expression
-        self.singles = LRU[Hashable, Executable](_MAX_PROGRAMS)  # programs of single operations
+        self.singles: LRU[Hashable, Executable | HostProgram] = LRU(_MAX_PROGRAMS)  # of small expressions
         self.build_seconds = 0.0  # in all
         self._last_built = perf_counter()
         self._ahead: Ahead | None = None
@@ -94,16 +94,16 @@ class ExecutableCache:
         can = self._device.capabilities
         if self._forced or can.contracts or structure.far or structure.largest >= MIN_ITEMS:
             return []
-        key = structure.key
-        times = self._sliced.use(key) or 0
-        if times == _MAX_SLICED or self.seen(structure):
+        times = self._sliced.use(structure.key) or 0
+        if times == _MAX_SLICED or self.seen(structure) or structure.small(seen=False):
             return []
-        self._sliced[key] = times + 1
+        self._sliced[structure.key] = times + 1
         return structure.slices
 
-    def keep_single(self, key: Hashable, structure: Structure, program: Executable) -> None:
-        """Have a single operation computed by a program from now on, unless that is one for the meantime."""
-        if structure.key not in self._bridges:
+    def keep_single(self, key: Hashable, structure: Structure, program: Executable | HostProgram) -> None:
+        """Have a small expression computed by a program from now on, unless that is one for the meantime."""
+        stays = program.small if isinstance(program, HostProgram) else structure.key not in self._bridges
+        if stays:
             self.singles[key] = program
 
     def known(self, structure: Structure, repeated: bool = False) -> Executable | HostProgram:

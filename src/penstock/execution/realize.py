@@ -46,7 +46,11 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
         if alone is not None:
             known = executables(device).singles.use(alone.key)
             if known is not None:
-                nodes[0].settle(known.run(alone.inputs, alone.numbers)[0])
+                if isinstance(known, HostProgram):
+                    (value,) = known.run(alone.inputs, alone.numbers, device)
+                else:
+                    (value,) = known.run(alone.inputs, alone.numbers)
+                nodes[0].settle(value)
                 return
         several = dict.fromkeys(nodes) if len(nodes) > 1 else nodes
         wanted = [node for node in several if node.value is None and not _alias(node)]
@@ -62,7 +66,7 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
         buffers, program = compute(structure, device, repeated)
         for node, buffer in zip(wanted, buffers, strict=False):
             node.settle(buffer)
-        if alone is not None and not isinstance(program, HostProgram) and alone.is_all_of(structure):
+        if alone is not None and alone.is_all_of(structure):
             executables(device).keep_single(alone.key, structure, program)
         if structure.unchecked:
             structure.watch(buffers[len(wanted) :], device)

@@ -1,64 +1,108 @@
-"""Single operations on values that are there: what is computed most, and has the shortest way to a launch."""
+"""Small expressions of values that are there: what is computed most, and has the shortest way to a launch."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 from penstock.execution.structure import Structure
+from penstock.graph.bounds import BOUNDED
 from penstock.graph.calls import RESULT
 from penstock.graph.elementwise import FULL
 from penstock.graph.node import Node
-from penstock.graph.reference import number, number_key
+from penstock.graph.reference import Constant, number, number_key
 from penstock.graph.shaping import RESHAPE
 from penstock.memory.buffer import Buffer
 
+_MOST_PARTS = 64  # of a key: some ten operations
+_MOST_DEPTH = 64  # of nodes, with those of subgraphs
 
-class Single(NamedTuple):
-    """An operation, or a function of several, and what it is computed from."""
 
-    key: Hashable  # what it is, whatever the values are
-    inputs: list[Buffer]
-    numbers: list[Any]
+class Single:
+    """A small expression, and what it is computed from."""
+
+    __slots__ = ("_constants", "_nodes", "key")
+
+    def __init__(self, key: Hashable, nodes: list[Node], constants: tuple[Constant, ...]) -> None:
+        self.key = key  # what it is, whatever the values are
+        self._nodes = nodes
+        self._constants = constants
+
+    @property
+    def inputs(self) -> list[Buffer]:
+        """The buffers that its program takes."""
+        return [node.value for node in self._nodes]
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """The numbers that its program takes: the same object for the same numbers."""
+        return _numbers(self._constants) if self._constants else ()
 
     def is_all_of(self, structure: Structure) -> bool:
         """Whether the program of a structure takes these inputs and numbers, and tells of no index."""
-        inputs = [node.value for node in structure.inputs]
-        return inputs == self.inputs and structure.constants() == self.numbers and not structure.unchecked
+        if structure.unchecked or structure.inputs != self._nodes:
+            return False
+        return tuple(structure.numbers) == self._constants
+
+
+@lru_cache(1 << 10)
+def _numbers(constants: tuple[Constant, ...]) -> tuple[Any, ...]:
+    return tuple(map(number, constants))
 
 
 def single(node: Node) -> Single | None:
-    """A node that is one operation on values and at most one number; None if it is anything else.
+    """A node that is a few operations on values and numbers; None if it is anything else."""
+    primitive = node.primitive
+    if node.value is not None or node.depth > _MOST_DEPTH or primitive.is_identity:
+        return None
+    if primitive is RESHAPE and node.inputs[0].value is not None:
+        return None  # the same value
+    key: list[Any] = []
+    inputs: list[Node] = []
+    constants: dict[Constant, int] = {}
+    if not _describe(node, key, inputs, constants):
+        return None
+    return Single(tuple(key), inputs, tuple(constants))
 
-    Its result may be reshaped, as that of `x[3]` is.
+
+def _describe(node: Node, key: list[Any], inputs: list[Node], constants: dict[Constant, int]) -> bool:
+    """Add what a node is to a key, and what it needs to the others, in the order of a `Structure`.
+
+    False: it is no small expression. What is used twice is there twice.
     """
     if node.value is not None:
-        return None
-    shape = node.shape
-    while node.primitive is RESHAPE and node.inputs[0].value is None:
-        node = node.inputs[0]
-    primitive, parents, numbers = node.primitive, node.inputs, []
-    if primitive.constants or primitive.is_identity:
-        return None
-    if primitive is RESULT:
-        (call,) = parents
-        subgraph, parents = call.attributes["subgraph"], call.inputs
-        if len(subgraph.outputs) > 1:
-            return None
-        key: list[Any] = [shape, subgraph]
-        numbers = [number(constant) for constant in subgraph.constants]
-    else:
-        key = [shape, primitive, *node.attributes.values()]
-    inputs: list[Buffer] = []
-    for parent in parents:
-        if parent.value is not None:
-            if parent.value in inputs:  # it is an argument of the program once
-                return None
-            inputs.append(parent.value)
-        elif parent.primitive is FULL and not numbers:
-            numbers.append(number(number_key(parent, "number")))
-            key.append(FULL)
+        if node in inputs:
+            key.append(inputs.index(node))
         else:
-            return None
-        key += (parent.shape, parent.dtype)
-    return Single(tuple(key), inputs, numbers)
+            inputs.append(node)
+            key += (node.shape, node.dtype.name)
+        return True
+    primitive = node.primitive
+    while primitive.is_identity and primitive is not BOUNDED:
+        node = node.inputs[0]
+        if node.value is not None:
+            return _describe(node, key, inputs, constants)
+        primitive = node.primitive
+    if primitive is FULL:
+        constant = number_key(node, "number")
+        key += (FULL, node.shape, node.dtype.name, constants.setdefault(constant, len(constants)))
+        return True
+    parents = node.inputs
+    if not parents or primitive.constants or primitive is BOUNDED or len(key) > _MOST_PARTS:
+        return False
+    if primitive is RESULT:
+        (called,) = parents
+        parents, subgraph = called.inputs, called.attributes["subgraph"]
+        if len(subgraph.outputs) > 1:
+            return False
+        key.append(subgraph)
+    else:
+        key += (primitive, len(parents), *node.attributes.values())
+        subgraph = None
+    for parent in parents:
+        if not _describe(parent, key, inputs, constants):
+            return False
+    if subgraph is not None:
+        key += [constants.setdefault(constant, len(constants)) for constant in subgraph.constants]
+    return True

@@ -7,6 +7,7 @@ each, which the host looks at when it next reads anything.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,11 +35,20 @@ class Bound:
     where: str  # the user's line that recorded the operation
     from_end: bool = False  # the length was added to negative indices, which count from the end
     checked: bool = False  # whether the index was looked at, or will be when the host next reads
+    index: weakref.ref[Node] | None = None  # the value whose span is known once no item was refused
 
     @property
     def length(self) -> int:
         """The length of the axis."""
         return self.shape[self.axis]
+
+    def note(self) -> None:
+        """Remember with the index that no item was refused."""
+        node = None if self.index is None else self.index()
+        if node is not None:
+            least, most = -self.length if self.from_end else 0, self.length - 1
+            before = node.span or (least, most)
+            node.span = max(before[0], least), min(before[1], most)
 
     def error(self, index: int) -> BadIndex:
         """What to raise for an index that is out of range."""
@@ -76,18 +86,23 @@ BOUNDED = Primitive(
 )
 
 
-def known_range(index: Node) -> tuple[int, int] | None:
-    """The least and the largest item of an index, where the graph alone tells; the bounds may be wider."""
+def known_range(index: Node, spans: bool = True) -> tuple[int, int] | None:
+    """The least and the largest item of an index, where one knows; the bounds may be wider.
+
+    The graph tells, and with `spans` a value that was looked at.
+    """
     while index.value is None and index.primitive is not BOUNDED:
         # A view holds no item that its input does not hold.
         if index.primitive.kind is not Kind.VIEW and not index.primitive.is_identity:
             break
         index = index.inputs[0]
+    if spans and index.span is not None:
+        return index.span
     primitive, given = index.primitive, index.attributes
     if primitive is BOUNDED:
         return 0, max(given["bound"].length - 1, 0)
     if primitive is CAST and index.value is None and index.dtype.itemsize == 8:
-        return known_range(index.inputs[0]) if index.inputs[0].dtype.kind in "iu" else None
+        return known_range(index.inputs[0], spans) if index.inputs[0].dtype.kind in "iu" else None
     if primitive is FULL:
         return _fitting(index, given["number"], given["number"])
     if primitive is POSITIONS:
@@ -133,6 +148,7 @@ class Verdict:
                 negative = signed and worst > np.iinfo(np.dtype(self.dtype)).max // 2
                 before = bound.length if bound.from_end else 0
                 return bound.error(worst - (1 << 8 * self.dtype.itemsize) - before if negative else worst)
+            bound.note()
         return None
 
 

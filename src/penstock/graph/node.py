@@ -144,6 +144,7 @@ class Node:
         "pending_bytes",
         "primitive",
         "shape",
+        "span",
         "tracked",
         "value",
     )
@@ -156,13 +157,17 @@ class Node:
         self.attributes = attributes
         self.shape, self.dtype = primitive.shape_rule(*inputs, **attributes)
         self.value = value  # where the result is, once it was computed
+        self.span: tuple[int, int] | None = None  # what its items are known to lie between, once one looked
         self.owner: Any = None  # a weak reference to whatever collects the gradients that end here
         tracked, depth, pending = False, 0, 0
         for node in inputs:
-            tracked = tracked or node.tracked
+            if node.tracked:
+                tracked = True
             if node.value is None:
-                depth = node.depth if node.depth > depth else depth
-                pending = node.pending_bytes if node.pending_bytes > pending else pending
+                if node.depth > depth:
+                    depth = node.depth
+                if node.pending_bytes > pending:
+                    pending = node.pending_bytes
         self.tracked: bool = tracked and not primitive.stop_gradient  # a gradient may pass
         # Along the longest and the heaviest chain of nodes that are not computed yet.
         self.depth: int = 1 + depth

@@ -20,7 +20,7 @@ BLOCK = 128  # values that are added up one after the other, everywhere, before 
 
 
 def _reduced(x: Node, *, axes: Axes) -> tuple[Shape, DType]:
-    return tuple(length for axis, length in enumerate(x.shape) if axis not in axes), x.dtype
+    return tuple([length for axis, length in enumerate(x.shape) if axis not in axes]), x.dtype
 
 
 def _reduced_to_index(x: Node, *, axis: int) -> tuple[Shape, DType]:

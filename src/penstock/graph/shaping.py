@@ -10,16 +10,16 @@ from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 
 
 def _reshape_shape(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
-    assert math.prod(shape) == x.size
+    assert math.prod(shape) == math.prod(x.shape)
     return shape, x.dtype
 
 
 def _permute_shape(x: Node, *, axes: tuple[int, ...]) -> tuple[Shape, DType]:
-    return tuple(x.shape[axis] for axis in axes), x.dtype
+    return tuple([x.shape[axis] for axis in axes]), x.dtype
 
 
 def _slice_shape(x: Node, *, slices: tuple[tuple[int, int, int], ...]) -> tuple[Shape, DType]:
-    return tuple(count for _, count, _ in slices), x.dtype
+    return tuple([count for _, count, _ in slices]), x.dtype
 
 
 def _pad_shape(x: Node, *, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> tuple[Shape, DType]:
@@ -28,7 +28,7 @@ def _pad_shape(x: Node, *, slices: tuple[tuple[int, int, int], ...], shape: Shap
 
 def _concat_shape(*inputs: Node, axis: int) -> tuple[Shape, DType]:
     shape = list(inputs[0].shape)
-    shape[axis] = sum(node.shape[axis] for node in inputs)
+    shape[axis] = sum([node.shape[axis] for node in inputs])
     return tuple(shape), inputs[0].dtype
 
 
@@ -53,13 +53,16 @@ def reshape(x: Node, shape: Shape) -> Node:
 
 def permute(x: Node, axes: tuple[int, ...]) -> Node:
     """Axis `axes[i]` of `x` becomes axis `i`."""
-    return x if axes == tuple(range(x.ndim)) else Node(PERMUTE, (x,), {"axes": axes})
+    return x if axes == tuple(range(len(axes))) else Node(PERMUTE, (x,), {"axes": axes})
 
 
 def slice_(x: Node, slices: tuple[tuple[int, int, int], ...]) -> Node:
     """From each axis, `count` items from `start` on at distance `step`, given as (start, count, step)."""
-    whole = all(part == (0, length, 1) for part, length in zip(slices, x.shape, strict=True))
-    return x if whole else Node(SLICE, (x,), {"slices": slices})
+    return (
+        x
+        if slices == tuple([(0, length, 1) for length in x.shape])
+        else Node(SLICE, (x,), {"slices": slices})
+    )
 
 
 def slice_axis(x: Node, axis: int, start: int, count: int, step: int = 1) -> Node:

@@ -39,10 +39,11 @@ def shape_of(shape: int | Sequence[int], name: str) -> Shape:
 
 def integers(given: Any, name: str, what: str) -> tuple[int, ...]:
     """One integer or several, as a tuple."""
-    try:
-        return (operator.index(given),)
-    except TypeError:
-        pass
+    if not isinstance(given, (tuple, list)):
+        try:
+            return (operator.index(given),)
+        except TypeError:
+            pass
     try:
         return tuple(map(operator.index, given))
     except TypeError:

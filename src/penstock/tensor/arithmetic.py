@@ -12,7 +12,8 @@ from penstock.tensor import dtypes
 from penstock.tensor.arguments import of_tensor
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, broadcast, common_shape, install, record, scalar
-from penstock.tensor.operands import OPERANDS, alike, as_number, device_of, operand, operands
+from penstock.tensor.operands import OPERANDS, alike, as_number, device_of, operand, operands, plain
+from penstock.tensor.recording import recording
 
 __all__ = [
     "abs",
@@ -106,6 +107,9 @@ def _unary(name: str, apply: Callable[[Node], Node], kinds: str, doc: str) -> Ca
         if not isinstance(x, Tensor):
             given = type(x).__name__
             raise TypeError(f"{name} takes a tensor, and {given} was given; ps.asarray makes one of it")
+        node = x._node
+        if node.dtype.kind in kinds:
+            return record(apply(node), x)
         if kinds == _FRACTION and x.dtype.kind in "biu":
             x = _to_floating(x)
         _check(name, kinds, x)
@@ -125,6 +129,12 @@ def _binary(
     composed = composite(general)
 
     def function(x1: Any, x2: Any, /) -> Tensor:
+        quick = plain(x1, x2)
+        if quick is not None and quick[0].dtype.kind in kinds:
+            first, second, device, gradient = quick
+            node = apply(first, second)
+            if not gradient or (node.dtype.kind == "f" and recording()):
+                return Tensor(node, device, gradient)
         pair = alike(x1, x2)
         if pair is None:
             both = isinstance(x1, Tensor) and isinstance(x2, Tensor)
@@ -262,6 +272,13 @@ subtract = _binary("subtract", elementwise.subtract, _NUMBER, "The difference.")
 
 def where(condition: Any, x1: Any, x2: Any, /) -> Tensor:
     """Items of `x1` where the condition is true, of `x2` elsewhere."""
+    if isinstance(condition, Tensor) and condition.dtype.kind == _BOOL:
+        quick = plain(x1, x2)
+        chosen = condition._actual_node
+        if quick is not None and not quick[3] and chosen.shape == quick[0].shape:
+            first, second, place, _ = quick
+            if condition.device is place:
+                return Tensor(elementwise.where(chosen, first, second), place)
     device = device_of("where", condition, x1, x2)
     mask, x1, x2 = (operand(value, device, "where") for value in (condition, x1, x2))
     if isinstance(mask, bool):

@@ -31,10 +31,13 @@ def backward(self: Tensor, gradient: Tensor | None = None) -> None:
     if not self.requires_grad:
         raise ValueError("nothing that this value was computed from requires a gradient")
     history = topological([self._node], through_values=True)
-    owned = [node for node in history if node.owner is not None]
-    leaves = [(node, tensor) for node in owned if (tensor := leaf_of(node)) is not None]
-    refusing = [node for node in owned if changed_since(node)]
-    refusing += [node for node in history if node.primitive.refuses and node not in refusing]
+    leaves: list[tuple[Node, Tensor]] = []
+    refusing: list[Node] = []
+    for node in history:
+        if node.owner is not None and (tensor := leaf_of(node)) is not None:
+            leaves.append((node, tensor))
+        elif node.primitive.refuses or (node.owner is not None and changed_since(node)):
+            refusing.append(node)
     nodes = [node for node, _ in leaves]
     if gradient is None and not refusing and capture.get() is None:
         parts = _repeated(history, nodes, self.device)
@@ -67,10 +70,14 @@ def _repeated(history: list[Node], leaves: Sequence[Node], device: Device) -> li
     key = _key(history, leaves) if device.reuses_graphs else None
     if key is None:
         return gradients(history[-1], None, leaves)
+    graphs = device.subgraphs
     with device.running:  # another thread may come here at the same time
-        if key not in device.subgraphs:
-            device.subgraphs[key] = _recorded(history, leaves, device)
-        known: _Known | None = device.subgraphs.use(key)
+        try:
+            known: _Known | None = graphs.use(key)
+        except TypeError:  # an attribute has no hash
+            return gradients(history[-1], None, leaves)
+        if known is None and key not in graphs:
+            known = graphs[key] = _recorded(history, leaves, device)
     if known is None:
         return gradients(history[-1], None, leaves)
     subgraph, taken, present = known
@@ -98,7 +105,7 @@ def _key(history: list[Node], leaves: Sequence[Node]) -> Hashable | None:
         position[node] = len(parts)
         computed = node.value is not None
         if computed and not node.inputs:
-            parts.append((node.shape, node.dtype, node.tracked))
+            parts.append((node.shape, node.dtype.name, node.tracked))
             continue
         primitive, attributes = node.primitive, node.attributes
         if primitive.transient:
@@ -109,12 +116,7 @@ def _key(history: list[Node], leaves: Sequence[Node]) -> Hashable | None:
             # Constants may differ: what is computed from them takes their nodes, and no rule looks inside.
             values = [value for name, value in attributes.items() if name not in primitive.constants]
         parts.append((primitive, where, computed, node.tracked, *values))
-    key = tuple(parts), tuple([position[node] for node in leaves])
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    return tuple(parts), tuple([position[node] for node in leaves])
 
 
 install("backward", backward)

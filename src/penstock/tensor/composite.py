@@ -10,6 +10,7 @@ from penstock.graph.calls import Subgraph, call, subgraph_between
 from penstock.graph.decompose import decompose
 from penstock.graph.node import Node, placeholder
 from penstock.runtime import Device
+from penstock.tensor import core
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor
 from penstock.tensor.recording import only_recording, recording
@@ -26,48 +27,49 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
     @wraps(function)
     def composed(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-        if capture.get() is not None:
+        if core._captures and capture.get() is not None:
             return function(*args, **kwargs)
-        tensors: list[Tensor] = []
+        key: list[Any] = [function, *kwargs]
+        nodes: list[Node] = []
+        device: Device | None = None
         for arg in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(arg, Tensor):
-                if arg._actual_requires_grad and recording():
+                device = device or arg.device
+                if device is not arg.device or (arg._actual_requires_grad and recording()):
                     return function(*args, **kwargs)
-                tensors.append(arg)
-        known = _known(function, args, kwargs, tensors[0].device) if tensors else None
-        if known is None:
+                node = arg._actual_node
+                nodes.append(node)
+                key += (node.shape, node.dtype.name)
+            else:
+                key += (type(arg), repr(arg) if type(arg) is float else arg)  # 0 is equal to -0
+        known = None if device is None else _known(tuple(key), function, args, kwargs, device)
+        if device is None or known is None:
             return function(*args, **kwargs)
         subgraph, taken = known
-        (result,) = call(subgraph, [tensors[at]._actual_node for at in taken])
-        return Tensor(result, tensors[0].device)
+        (result,) = call(subgraph, [nodes[at] for at in taken])
+        return Tensor(result, device)
 
     return composed
 
 
 def _known(
-    function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], device: Device
+    key: tuple[Any, ...],
+    function: Callable[..., Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: Device,
 ) -> _Known | None:
     """What the function records for arguments of this kind; None where it has to be called."""
     if not device.reuses_graphs:
         return None
-    key: list[Any] = [function, *kwargs]
-    for arg in (*args, *kwargs.values()):
-        if not isinstance(arg, Tensor):
-            key += [type(arg), repr(arg) if type(arg) is float else arg]  # 0 is equal to -0
-        elif arg.device is not device:
-            return None
-        else:
-            key += [arg._actual_node.shape, arg._actual_node.dtype]
-    whole = tuple(key)
-    try:
-        hash(whole)
-    except TypeError:
-        return None
     graphs = device.subgraphs
     with device.running:  # another thread may come here at the same time
-        if whole not in graphs:
-            graphs[whole] = _recorded(function, args, kwargs, device)
-        known: _Known | None = graphs.use(whole)
+        try:
+            known: _Known | None = graphs.use(key)
+        except TypeError:  # an argument has no hash
+            return None
+        if known is None and key not in graphs:
+            known = graphs[key] = _recorded(function, args, kwargs, device)
         return known
 
 

@@ -76,7 +76,7 @@ class Tensor:
     __array_priority__ = 1000  # before NumPy's arrays, where a library asks
 
     def __init__(self, node: Node, device: Device, requires_grad: bool = False) -> None:
-        capturing = capture.get()
+        capturing = capture.get() if _captures else None
         if capturing is not None:
             capturing.made(self)
         elif (
@@ -141,6 +141,8 @@ class Tensor:
         def __pos__(self) -> Tensor: ...
         def __abs__(self) -> Tensor: ...
         def __invert__(self) -> Tensor: ...
+        def __getitem__(self, key: Any) -> Tensor: ...
+        def __setitem__(self, key: Any, value: Any) -> None: ...
         def reshape(self, shape: int | Sequence[int]) -> Tensor: ...  # noqa: D102
         def astype(self, dtype: DType) -> Tensor: ...  # noqa: D102
         def sum(self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor: ...  # noqa: D102
@@ -187,9 +189,10 @@ class Tensor:
     @property
     def T(self) -> Tensor:  # noqa: N802 - the standard's name
         """The transpose of a matrix."""
-        if self.ndim != 2:
+        node = self._node
+        if len(node.shape) != 2:
             raise ValueError(f"T is for matrices, and the shape is {self.shape}; use permute_dims or mT")
-        return record(shaping.permute(self._node, (1, 0)), self)
+        return record(shaping.permute(node, (1, 0)), self)
 
     @property
     def mT(self) -> Tensor:  # noqa: N802 - the standard's name
@@ -422,16 +425,6 @@ class Tensor:
 
     # Items
 
-    def __getitem__(self, key: Any) -> Tensor:
-        from penstock.tensor.indexing import get
-
-        return get(self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        from penstock.tensor.indexing import changed
-
-        self._rebind(changed(self, key, value))
-
     def _rebind(self, other: Tensor) -> None:
         """Take over another tensor's value: what was computed from the old one keeps it."""
         if other.shape != self.shape or other.dtype != self.dtype:
@@ -505,6 +498,14 @@ def record(node: Node, *sources: Tensor) -> Tensor:
     """The tensor of a new node on the device of its sources."""
     first = sources[0].device
     gradient = False
+    if not _captures:
+        for source in sources:
+            if source.device is not first:
+                break
+            gradient = gradient or source._actual_requires_grad
+        else:
+            if not gradient or (node.dtype.kind == "f" and recording()):
+                return Tensor(node, first, gradient)
     for source in sources:
         if source.device is not first:
             raise ValueError(f"tensors are on {first.name} and {source.device.name}; use to_device first")
@@ -562,8 +563,11 @@ def broadcast_node(node: Node, shape: Shape) -> Node:
         return node
     if not node.shape and node.primitive is elementwise.FULL and node.value is None:
         return elementwise.full(shape, node.dtype, node.attributes["number"])
-    padded = (1,) * (len(shape) - node.ndim) + node.shape
-    if len(padded) != len(shape) or any(a not in (1, b) for a, b in zip(padded, shape, strict=True)):
+    padded = (1,) * (len(shape) - len(node.shape)) + node.shape
+    fits = len(padded) == len(shape)
+    for own, wanted in zip(padded, shape):  # noqa: B905 - the lengths were compared
+        fits = fits and (own == wanted or own == 1)
+    if not fits:
         raise ValueError(f"shape {node.shape} does not broadcast to {shape}")
     return reducing.expand(shaping.reshape(node, padded), shape)
 
@@ -580,9 +584,12 @@ def common_shape(*shapes: Shape) -> Shape:
 
 def axes_of(x: Tensor, axis: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
     """Axes as sorted positive numbers; an error names one that is not there, or is there twice."""
+    count = len(x._node.shape)
     if axis is None:
-        return tuple(range(x.ndim))
+        return tuple(range(count))
     if type(axis) is int:
+        if -count <= axis < count:
+            return (axis % count,)
         given: tuple[int, ...] = (axis,)
     else:
         from penstock.tensor.arguments import integers

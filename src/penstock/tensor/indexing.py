@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,17 +15,25 @@ from penstock.graph import elementwise, shaping
 from penstock.graph.bounds import Bound, bounded, known_range
 from penstock.graph.contraction import gather
 from penstock.graph.node import Node, Shape
+from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.tensor import assigning, dtypes
 from penstock.tensor.capture import capture
-from penstock.tensor.core import Tensor, broadcast, broadcast_node, common_shape, from_numpy, record
+from penstock.tensor.core import Tensor, broadcast, broadcast_node, common_shape, from_numpy, install, record
 from penstock.tensor.operands import as_number
 
+_FEW = 1 << 16  # items of an index: the host looks through them sooner than a kernel is launched
 Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis
 
 
 def get(x: Tensor, key: Any, operation: str = "x[index]") -> Tensor:
     """`x[key]`; `operation` is what the error for an index that is out of range names."""
+    node = x._node
+    plain = _plain(node.shape, key)
+    if plain is not None:
+        return record(shaping.reshape(shaping.slice_(node, plain[0]), plain[1]), x)
+    if isinstance(key, Tensor) and node.shape and key.dtype.kind in "iu":
+        return along(x, key, 0, operation)
     keys = _expanded(x, key)
     if any(isinstance(one, Tensor) for one in keys):
         return _get_by_arrays(x, keys, operation)
@@ -31,8 +41,20 @@ def get(x: Tensor, key: Any, operation: str = "x[index]") -> Tensor:
     return record(shaping.reshape(shaping.slice_(x._node, slices), shape), x)
 
 
+def along(x: Tensor, index: Tensor, axis: int, operation: str) -> Tensor:
+    """The parts of `x` along an axis that integers name; the axes of the index take its place."""
+    picked = _index_node(index, axis, x, operation)
+    node, count = x._node, picked.ndim
+    if not axis:
+        return record(gather(node, picked), x, index)
+    rows = gather(shaping.permute(node, (axis, *range(axis), *range(axis + 1, node.ndim))), picked)
+    order = (*range(count, count + axis), *range(count), *range(count + axis, rows.ndim))
+    return record(shaping.permute(rows, order), x, index)
+
+
 def table_rows(x: Tensor, index: Tensor, operation: str) -> Tensor:
     """The rows `x[index]` of an index in which no negative number counts from the end."""
+    _look(index)
     return looked_up(x, record(in_range(index._node, x.shape, 0, operation, x.device), index))
 
 
@@ -42,23 +64,46 @@ def looked_up(x: Tensor, index: Tensor) -> Tensor:
 
 
 def in_range(
-    index: Node, shape: Shape, axis: int, operation: str, device: Device, from_end: bool = False
+    index: Node,
+    shape: Shape,
+    axis: int,
+    operation: str,
+    device: Device,
+    from_end: Node | None = None,
 ) -> Node:
     """An index for an axis of a shape, which is refused where an item is out of range.
 
-    What the graph alone shows to be in range is not looked at. `from_end`: the axis's length was added to
-    negative items, which count from its end.
+    What is known to be in range is not looked at. `from_end`: the index as it was before the axis's length
+    was added to negative items, which count from its end.
     """
-    bound = Bound(operation, shape, axis, "", from_end)
     known = known_range(index)
-    if not index.size or (known is not None and known[0] >= 0 and known[1] < bound.length):
+    if not math.prod(index.shape) or (known is not None and known[0] >= 0 and known[1] < shape[axis]):
         return index
-    if device.checks_indices:
-        bound.where = user_line()
-        if not bound.length:
-            raise bound.error(0)
-        return bounded(index, bound)
-    return index
+    if not device.checks_indices:
+        return index
+    bound = Bound(operation, shape, axis, user_line(), from_end is not None)
+    if not bound.length:
+        raise bound.error(0)
+    given = index if from_end is None else from_end
+    if isinstance(given.value, Buffer) and capture.get() is None:
+        bound.index = weakref.ref(given)
+    return bounded(index, bound)
+
+
+def _look(index: Tensor) -> None:
+    """Note what the items of an index lie between, where that is soon seen: the host has its few items."""
+    node = index._node
+    buffer = node.value
+    if node.span is not None or not isinstance(buffer, Buffer) or capture.get() is not None:
+        return
+    host, usage = buffer.memory.host, buffer.usage
+    if host is None or not 0 < node.size <= _FEW or index.device.dispatcher is not None:
+        return
+    if usage.writer or index.device.stream.unavailable:
+        return
+    if usage.event is None or buffer.driver.is_done(usage.event):
+        items = host[buffer.offset : buffer.offset + node.nbytes].view(np.dtype(node.dtype))
+        node.span = int(items.min()), int(items.max())
 
 
 def changed(x: Tensor, key: Any, value: Any) -> Tensor:
@@ -125,7 +170,7 @@ def _expanded(x: Tensor, key: Any) -> list[Any]:
     parts[position : position + 1] = fill
     result: list[Any] = []
     for part in parts:
-        axis = sum(one is not None for one in result)
+        axis = sum(key is not None for key in result)
         if isinstance(part, np.ndarray):
             part = _at_hand(part, x, axis)
         if isinstance(part, Tensor) and part.dtype == dtypes.bool_:
@@ -184,22 +229,55 @@ def _from_mask(x: Tensor, mask: Tensor, axis: int) -> list[Tensor]:
     return [_at_hand(numbers, x, axis + one) for one, numbers in enumerate(found)]
 
 
-def _basic(x: Tensor, keys: list[Any]) -> tuple[Slices, Shape]:
+def _plain(shape: Shape, key: Any) -> tuple[Slices, Shape] | None:
+    """What a key of Python's integers, slices, None and an ellipsis reads, and the shape that it gives.
+
+    None where the key has anything else, or an index that is not there.
+    """
+    parts = key if type(key) is tuple else (key,)
+    taken = dots = 0
+    for part in parts:
+        if type(part) is int or type(part) is slice:
+            taken += 1
+        elif part is Ellipsis:
+            dots += 1
+        elif part is not None:
+            return None
+    left = len(shape) - taken
+    if left < 0 or dots > 1:
+        return None
     slices: list[tuple[int, int, int]] = []
-    shape: list[int] = []
-    for key in keys:
-        if key is None:
-            shape.append(1)
+    result: list[int] = []
+    for part in parts if dots else (*parts, Ellipsis):
+        if part is None:
+            result.append(1)
             continue
-        axis, length = len(slices), x.shape[len(slices)]
-        if isinstance(key, slice):
-            start, stop, step = key.indices(length)
+        at = len(slices)
+        if part is Ellipsis:
+            slices += [(0, length, 1) for length in shape[at : at + left]]
+            result += shape[at : at + left]
+        elif type(part) is slice:
+            start, stop, step = part.indices(shape[at])
             count = len(range(start, stop, step))
-            slices.append((start if count else 0, count, step if count else 1))
-            shape.append(count)
+            slices.append((start, count, step) if count else (0, 0, 1))
+            result.append(count)
+        elif -shape[at] <= part < shape[at]:
+            slices.append((part % shape[at], 1, 1))
         else:
-            slices.append((_checked_index(key, axis, x.shape), 1, 1))
-    return tuple(slices), tuple(shape)
+            return None
+    return tuple(slices), tuple(result)
+
+
+def _basic(x: Tensor, keys: list[Any]) -> tuple[Slices, Shape]:
+    """The same for a part of each axis, of which anything that is an integer may be one."""
+    parts: list[Any] = []
+    for key in keys:
+        axis = sum(part is not None for part in parts)
+        plain = key is None or isinstance(key, slice)
+        parts.append(key if plain else _checked_index(key, axis, x.shape))
+    result = _plain(x.shape, tuple(parts))
+    assert result is not None
+    return result
 
 
 def _checked_index(key: Any, axis: int, shape: Shape, operation: str = "x[index]") -> int:
@@ -243,19 +321,34 @@ def _index_node(key: Any, axis: int, x: Tensor, operation: str) -> Node:
     """An index counted from the start."""
     if not isinstance(key, Tensor):
         return elementwise.full((), dtypes.int64, _checked_index(key, axis, x.shape, operation))
-    node, known = key._node, known_range(key._node)
-    if node.dtype.kind == "u" or (known is not None and known[0] >= 0):
-        return elementwise.cast(in_range(node, x.shape, axis, operation, x.device), dtypes.int64)
-    node = elementwise.cast(node, dtypes.int64)
-    wrapped = elementwise.add(node, elementwise.like(node, x.shape[axis]))
+    _look(key)
+    given, length = key._node, x.shape[axis]
+    known = known_range(given)
+    inside = known is not None and known[0] >= -length and known[1] < length
+    if not inside:
+        known = known_range(given, spans=False)  # it is refused in the words that are for any values
+    if given.dtype.kind == "u" or (known is not None and known[0] >= 0):
+        return elementwise.cast(in_range(given, x.shape, axis, operation, x.device), dtypes.int64)
+    node = elementwise.cast(given, dtypes.int64)
+    wrapped = elementwise.add(node, elementwise.like(node, length))
     node = elementwise.where(elementwise.less(node, elementwise.like(node, 0)), wrapped, node)
-    return in_range(node, x.shape, axis, operation, x.device, from_end=True)
+    if inside:
+        return node
+    return in_range(node, x.shape, axis, operation, x.device, from_end=given)
 
 
 def _linear(indices: list[Node], lengths: Shape, shape: Shape) -> Node:
     """One number for each place: the row among the merged axes."""
-    total = elementwise.full(shape, dtypes.int64, 0)
-    for index, length in zip(indices, lengths, strict=True):
+    total = broadcast_node(indices[0], shape)
+    for index, length in zip(indices[1:], lengths[1:], strict=True):
         total = elementwise.multiply(total, elementwise.like(total, length))
         total = elementwise.add(total, broadcast_node(index, shape))
     return total
+
+
+def _replace(x: Tensor, key: Any, value: Any) -> None:
+    x._rebind(changed(x, key, value))
+
+
+install("__getitem__", get)
+install("__setitem__", _replace)

@@ -20,18 +20,20 @@ from penstock.tensor.reduction import narrowed, widened
 from penstock.tensor.reduction import sum as sum_
 
 
-@composite
 def matmul(x1: Array, x2: Array, /) -> Tensor:
     """The product of the matrices in the last two axes; a vector is a row left, a column right."""
-    x1, x2 = as_tensors("matmul", x1, x2)
-    a, b = x1._node, x2._node
-    if a.ndim == b.ndim == 2 and a.dtype is b.dtype and a.dtype.kind in "iufc" and a.shape[1] == b.shape[0]:
-        return record(contraction.matmul(a, b), x1, x2)
+    if isinstance(x1, Tensor) and isinstance(x2, Tensor):
+        a, b = x1._node, x2._node
+        matrices = len(a.shape) == len(b.shape) == 2 and a.shape[1] == b.shape[0]
+        if matrices and a.dtype is b.dtype and a.dtype.kind in "iufc":
+            return record(contraction.matmul(a, b), x1, x2)
     return _matmul(x1, x2)
 
 
-def _matmul(x1: Tensor, x2: Tensor) -> Tensor:
+@composite
+def _matmul(x1: Array, x2: Array) -> Tensor:
     """The product of tensors of any dtypes and numbers of axes."""
+    x1, x2 = as_tensors("matmul", x1, x2)
     for x in (x1, x2):
         if x.dtype.kind not in "iufc":
             raise TypeError(f"matmul does not take {x.dtype}")

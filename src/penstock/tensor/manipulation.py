@@ -22,7 +22,7 @@ from penstock.tensor.core import (
     record,
 )
 from penstock.tensor.creation import Where, arange
-from penstock.tensor.indexing import get
+from penstock.tensor.indexing import along, get
 from penstock.tensor.operands import Array, as_tensors
 
 Axis = int | Sequence[int] | None
@@ -40,25 +40,30 @@ def astype(x: Tensor, dtype: DType, /, *, copy: bool = True, device: Where = Non
 def reshape(x: Tensor, /, shape: int | Sequence[int], *, copy: bool | None = None) -> Tensor:
     """The items in another shape; one length may be -1, and follows from the others."""
     wanted = list(integers(shape, "reshape", "a shape"))
+    node = x._node
+    size = math.prod(node.shape)
     if wanted.count(-1) == 1:
-        known = math.prod(length for length in wanted if length != -1)
-        if known and x.size % known == 0:
-            wanted[wanted.index(-1)] = x.size // known
-    if builtins.any(length < 0 for length in wanted) or math.prod(wanted) != x.size:
-        raise ValueError(f"{x.size} items of shape {x.shape} cannot take the shape {shape}")
-    return record(shaping.reshape(x._node, tuple(wanted)), x)
+        known = math.prod([length for length in wanted if length != -1])
+        if known and size % known == 0:
+            wanted[wanted.index(-1)] = size // known
+    if math.prod(wanted) != size or (wanted and builtins.min(wanted) < 0):
+        raise ValueError(f"{size} items of shape {node.shape} cannot take the shape {shape}")
+    return record(shaping.reshape(node, tuple(wanted)), x)
 
 
 @of_tensor
 def permute_dims(x: Tensor, /, axes: Sequence[int]) -> Tensor:
     """Axis `axes[i]` becomes axis `i`."""
     axes = integers(axes, "permute_dims", "an order of axes")
-    if builtins.any(not -x.ndim <= axis < x.ndim for axis in axes):
-        raise IndexError(f"axes {tuple(axes)} are not those of shape {x.shape}")
-    order = tuple(axis % x.ndim for axis in axes)
-    if sorted(order) != list(range(x.ndim)):
-        raise ValueError(f"axes {tuple(axes)} are not an order of the axes of shape {x.shape}")
-    return record(shaping.permute(x._node, order), x)
+    node = x._node
+    count = len(node.shape)
+    for axis in axes:
+        if not -count <= axis < count:
+            raise IndexError(f"axes {tuple(axes)} are not those of shape {node.shape}")
+    order = tuple([axis % count for axis in axes])
+    if sorted(order) != list(range(count)):
+        raise ValueError(f"axes {tuple(axes)} are not an order of the axes of shape {node.shape}")
+    return record(shaping.permute(node, order), x)
 
 
 @of_tensor
@@ -146,15 +151,15 @@ def concat(arrays: Sequence[Array], /, *, axis: int | None = 0) -> Tensor:
     if axis is None:
         return concat([reshape(array, -1) for array in arrays], axis=0)
     (place,) = axes_of(arrays[0], axis, "concat")
-    first = arrays[0].shape
-    for array in arrays:
-        if array.ndim != len(first) or array.shape[:place] + array.shape[place + 1 :] != (
-            first[:place] + first[place + 1 :]
-        ):
-            raise ValueError(f"concat: shapes {first} and {array.shape} differ beside axis {axis}")
-    dtype = dtypes.promote(*(array.dtype for array in arrays))
-    nodes = [elementwise.cast(array._node, dtype) for array in arrays]
-    return record(shaping.concat(nodes, place), *arrays)
+    nodes = [array._node for array in arrays]
+    first = nodes[0].shape
+    beside = first[:place] + first[place + 1 :]
+    for node in nodes:
+        shape = node.shape
+        if len(shape) != len(first) or shape[:place] + shape[place + 1 :] != beside:
+            raise ValueError(f"concat: shapes {first} and {shape} differ beside axis {axis}")
+    dtype = dtypes.promote(*[node.dtype for node in nodes])
+    return record(shaping.concat([elementwise.cast(node, dtype) for node in nodes], place), *arrays)
 
 
 def stack(arrays: Sequence[Array], /, *, axis: int = 0) -> Tensor:
@@ -216,6 +221,8 @@ def take(x: Tensor, indices: Array, /, *, axis: int | None = None) -> Tensor:
     if axis is None and x.ndim != 1:
         raise ValueError(f"take needs an axis for shape {x.shape}")
     (place,) = axes_of(x, axis or 0, "take")
+    if isinstance(indices, Tensor) and indices.dtype.kind in "iu":
+        return along(x, indices, place, "take")
     key: list[Any] = [slice(None)] * x.ndim
     key[place] = indices
     return get(x, tuple(key), "take")

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.graph import elementwise
-from penstock.graph.node import DType
+from penstock.graph.node import DType, Node, Shape
 from penstock.runtime import Device
-from penstock.tensor import dtypes
+from penstock.tensor import core, dtypes
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, broadcast_node, common_shape, from_numpy, note_used, record, scalar
 
@@ -128,8 +129,55 @@ def operand(value: Any, device: Device, name: str) -> Any:
     return as_number(value)
 
 
+def plain(x: Any, y: Any) -> tuple[Node, Node, Device, bool] | None:
+    """The quick way for what is most common: the nodes of two operands that can stand in one as they are.
+
+    With their device, and whether a gradient may pass. None where anything has to be done first, or seen.
+    """
+    if core._captures:
+        return None
+    if not isinstance(x, Tensor):
+        if not isinstance(y, Tensor):
+            return None
+        node = y._actual_node
+        if node.dtype.kind not in _FITS.get(type(x), ""):
+            return None
+        return beside(node, x), node, y.device, y._actual_requires_grad
+    node = x._actual_node
+    if not isinstance(y, Tensor):
+        if node.dtype.kind not in _FITS.get(type(y), ""):
+            return None
+        return node, beside(node, y), x.device, x._actual_requires_grad
+    other, gradient = y._actual_node, x._actual_requires_grad or y._actual_requires_grad
+    if node.dtype is not other.dtype or x.device is not y.device:
+        return None
+    if node.shape != other.shape:
+        if not gradient or not _is_row(other, node):
+            return None
+        other = broadcast_node(other, node.shape)
+    return node, other, x.device, gradient
+
+
+def _is_row(node: Node, matrix: Node) -> bool:
+    """Whether a node is a row beside a matrix, such as a bias. Without gradients it is a part of a call."""
+    count = len(node.shape)
+    return 0 < count < len(matrix.shape) and matrix.shape[-count:] == node.shape
+
+
+def beside(node: Node, number: float) -> Node:
+    """A number in the shape and dtype of a node. The same number again is the same node."""
+    if number:
+        return _filled(node.shape, node.dtype.name, number)
+    return elementwise.full(node.shape, node.dtype, number)  # 0 is equal to -0
+
+
+@lru_cache(1 << 10, typed=True)
+def _filled(shape: Shape, dtype: str, number: float) -> Node:
+    return elementwise.full(shape, dtypes.checked(dtype), number)
+
+
 def alike(x: Any, y: Any) -> list[Tensor] | None:
-    """The quick way for what is most common: two tensors of one kind, or a tensor and a number that fits."""
+    """Two tensors of one kind, or a tensor and a number that fits, as tensors that can stand in one node."""
     if isinstance(x, Tensor):
         node = x._node
         if isinstance(y, Tensor):
@@ -138,15 +186,13 @@ def alike(x: Any, y: Any) -> list[Tensor] | None:
                 return None
             if node.shape == other.shape:
                 return [x, y]
-            # A row beside a matrix, such as a bias; without gradients it is a part of a call.
-            is_row = 0 < other.ndim < node.ndim and node.shape[-other.ndim :] == other.shape
-            if is_row and x.device is y.device and (x.requires_grad or y.requires_grad):
+            if _is_row(other, node) and x.device is y.device and (x.requires_grad or y.requires_grad):
                 return [x, record(broadcast_node(other, node.shape), y)]
             return None
         if node.dtype.kind in _FITS.get(type(y), ""):
-            return [x, Tensor(elementwise.full(node.shape, node.dtype, y), x.device)]
+            return [x, Tensor(beside(node, y), x.device)]
     elif isinstance(y, Tensor):
         node = y._node
         if node.dtype.kind in _FITS.get(type(x), ""):
-            return [Tensor(elementwise.full(node.shape, node.dtype, x), y.device), y]
+            return [Tensor(beside(node, x), y.device), y]
     return None

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, overload
 
 from penstock.errors import KernelError
@@ -18,7 +18,7 @@ from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.calls import inline
 from penstock.graph.node import Kind, Node, Shape, topological
 from penstock.tensor.capture import Capture, capture
-from penstock.tensor.core import Scalar, Tensor, common_shape, record
+from penstock.tensor.core import Scalar, Tensor, captured_by, common_shape, record
 from penstock.tensor.formula import Formula
 from penstock.tensor.operands import OPERANDS, operand
 from penstock.tensor.own_gradients import GradientFunction, with_gradient
@@ -265,13 +265,8 @@ class _Guard:
         )
 
 
-@contextmanager
-def _guarded(name: str, own: Any) -> Iterator[None]:
-    token = capture.set(_Guard(name, own, capture.get()))
-    try:
-        yield
-    finally:
-        capture.reset(token)
+def _guarded(name: str, own: Any) -> AbstractContextManager[None]:
+    return captured_by(_Guard(name, own, capture.get()))
 
 
 class _Check:

@@ -14,22 +14,30 @@ from penstock.tensor.arithmetic import divide, equal, multiply, sqrt, subtract, 
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, axes_of, install, record
 from penstock.tensor.manipulation import concat, reshape
-from penstock.tensor.operands import Array
+from penstock.tensor.operands import Array, beside
 
 Axis = int | Sequence[int] | None
 
 
 def _shaped(node: Node, x: Tensor, axes: tuple[int, ...], keepdims: bool) -> Tensor:
-    if keepdims:
-        node = shaping.reshape(node, tuple(1 if a in axes else n for a, n in enumerate(x.shape)))
-    return record(node, x)
+    return record(_kept(node, x, axes, keepdims), x)
+
+
+def _kept(node: Node, x: Tensor, axes: tuple[int, ...], keepdims: bool) -> Node:
+    """A result with axes of length 1 where some are dropped, if these are kept."""
+    if not keepdims:
+        return node
+    return shaping.reshape(node, tuple([1 if a in axes else n for a, n in enumerate(x.shape)]))
+
+
+_WIDEST = {"b": dtypes.int64, "i": dtypes.int64, "u": dtypes.uint64}
 
 
 def _sum_dtype(x: Tensor, dtype: DType | None) -> DType:
     """Whole numbers are summed in the widest type of their kind."""
     if dtype is not None:
         return dtypes.checked(dtype)
-    return {"b": dtypes.int64, "i": dtypes.int64, "u": dtypes.uint64}.get(x.dtype.kind, x.dtype)
+    return _WIDEST.get(x.dtype.kind, x.dtype)
 
 
 def _check(name: str, kinds: str, x: Tensor) -> None:
@@ -99,7 +107,9 @@ def mean(x: Tensor, /, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     _check("mean", "fc", x)
     axes = axes_of(x, axis, "mean")
     count = math.prod(x.shape[a] for a in axes)
-    return narrowed(divide(sum(widened(x), axis=axes, keepdims=keepdims), float(count)), x.dtype)
+    total = _kept(reducing.sum_(elementwise.widened(x._node), axes), x, axes, keepdims)
+    node = elementwise.divide(total, beside(total, float(count)))
+    return record(elementwise.cast(node, x.dtype), x)
 
 
 @of_tensor
