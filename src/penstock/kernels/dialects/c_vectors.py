@@ -45,6 +45,9 @@ class VectorPrinter(CPrinter):
     def value(self, expr: ir.Expr, lane: int | None) -> str:
         if isinstance(expr, ir.Vector):
             return f"({c_type(expr.type)})({', '.join(map(self.expr, expr.items))})"
+        if isinstance(expr, ir.Shuffle):
+            numbers = ", ".join(map(str, expr.numbers))
+            return f"__builtin_shufflevector({self.expr(expr.left)}, {self.expr(expr.right)}, {numbers})"
         return super().value(expr, lane)
 
     def broadcast(self, expr: ir.Broadcast) -> str:
