@@ -19,6 +19,7 @@ class VectorPrinter(CPrinter):
         """`private`: arrays are those of the thread, and not of its workgroup."""
         super().__init__()
         self._array_space = "" if private else "LOCAL "
+        self._registers: set[str] = set()  # arrays of the thread
         self._pointers: dict[str, str] = {}  # by name: the buffer or array that a pointer points into
 
     def special(self, statement: ir.Statement) -> list[str]:
@@ -38,6 +39,15 @@ class VectorPrinter(CPrinter):
             # A choice in its place makes LLVM lay out loops, and a product with GELU take 3 times as long.
             return f"min({inputs[0]}, {inputs[1]})"
         return super().expression(operation, result, of, inputs)
+
+    def registers(self, name: str, dtype: str, length: int) -> str:
+        self._registers.add(name)
+        return super().registers(name, dtype, length)
+
+    def accumulator(self, statement: ir.Accumulate, lane: int | None) -> str:
+        if statement.first is None:
+            return super().accumulator(statement, lane)
+        return self._place(statement.target.name, statement.type, self.addend(statement.first))
 
     def name(self, var: ir.Var, lane: int | None) -> str:
         return var.name if lane is None else f"{var.name}.s{lane:x}"
@@ -106,9 +116,17 @@ class VectorPrinter(CPrinter):
 
     def _space(self, buffer: str) -> str:
         """The address space of a buffer, an array or a pointer."""
+        if buffer in self._registers:
+            return ""
         return "GLOBAL " if ir.is_buffer(self._pointers.get(buffer, buffer)) else self._array_space
 
     def _vector(self, access: ir.Load | ir.Store, index: str) -> str:
         """A vector in memory that is aligned for its items only."""
         item = "ushort" if access.stored == "float16" else C_TYPES[access.stored]
         return f"*({self._space(access.buffer)}loose_{item}{access.type.width} *)({access.buffer} + {index})"
+
+    def _place(self, array: str, type: ir.Type, index: str) -> str:
+        """One item of an array, or as many from there on as a vector has."""
+        if type.width == 1:
+            return f"{array}[{index}]"
+        return f"*({self._space(array)}loose_{C_TYPES[type.dtype]}{type.width} *)({array} + {index})"
