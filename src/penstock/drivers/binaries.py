@@ -47,6 +47,10 @@ class Binaries:
         )
         return None
 
+    def has(self, key: str) -> bool:
+        """Whether there is a file for a key, as far as one sees without reading it."""
+        return (self._folder.path / _name(key)).is_file()
+
     def put(self, key: str, code: bytes) -> None:
         """Keep code, whole or not at all: a process that reads meanwhile finds none."""
         if self._folder.write(_name(key), hashlib.sha256(code).digest() + code):

@@ -182,10 +182,11 @@ class OpenCLDriver(Driver):
         dtypes = {name: parameter_dtypes(name, signature) for name, signature in signatures.items()}
         try:
             if self._cache is None:
-                program = self._build(source)
+                program = self._build(cl.Program(self._context, source))
             else:
                 said = f"{self._built_for}\n{source}"
-                program = self._cache.build(said, len(signatures), partial(self._build, source))
+                compile = partial(self._build, cl.Program(self._context, source))
+                program = self._cache.build(said, len(signatures), self._loaded, compile)
             kernels = {}
             for name, signature in signatures.items():
                 native = cl.Kernel(program, name)
@@ -196,13 +197,19 @@ class OpenCLDriver(Driver):
             raise CompileError(f"{self.name} refused the source of {sorted(signatures)}:\n{error}") from None
         return kernels
 
-    def _build(self, source: str) -> cl.Program:
+    def _build(self, program: cl.Program) -> cl.Program:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)  # remarks of a compiler that succeeded
             # Drivers have caches on disk of their own; PyOpenCL's, which is never emptied, stays out.
-            program = cl.Program(self._context, source)
             program.build(self._options, cache_dir=False)  # type: ignore[arg-type]
             return program
+
+    def _loaded(self, binary: bytes) -> cl.Program | None:
+        """A program from its binary; None where the driver refuses it, as it may do after an update."""
+        try:
+            return self._build(cl.Program(self._context, self._context.devices, [binary]))
+        except cl.Error:
+            return None
 
     def launch(
         self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
@@ -338,6 +345,8 @@ class OpenCLDriver(Driver):
     def close(self) -> None:
         for queue in self._queues:
             queue.finish()
+        if self._cache is not None:
+            self._cache.save()
 
     def abandon(self) -> None:
         # PoCL's threads did not come along, so destructors could wait for ever: they must never run.

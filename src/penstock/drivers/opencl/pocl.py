@@ -1,8 +1,9 @@
 """What PoCL needs around it: a linker, and a cache of compiled kernels that cannot hurt it.
 
-PoCL loads whatever its cache holds, so a file that was cut short or altered there ends the process, or
-computes something else. Here it gets an empty folder for each process. A program comes into that folder just
-before it is built, out of a file with a checksum; and goes back into one when its kernels have run.
+PoCL loads whatever its cache folder holds, so a file that was cut short or altered there ends the process, or
+computes something else. Here it gets an empty folder for each process. Between processes, programs are kept
+as the binaries that PoCL makes of them, in files with a checksum. A program comes from its binary in a tenth
+of the time that PoCL takes for the source, whose headers it reads even if it knows the result.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from __future__ import annotations
 import atexit
 import errno
 import hashlib
-import io
 import math
 import os
 import secrets
 import shutil
 import tempfile
 import threading
-import zipfile
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TypeVar
+from typing import Any
+
+import pyopencl as cl
 
 from penstock.config import cache_folder
 from penstock.drivers.binaries import Binaries
@@ -37,12 +39,13 @@ except ImportError:  # Windows
 PLATFORM = "Portable Computing Language"
 _LINKERS = ("ld", "x86_64-unknown-linux-gnu-ld", "aarch64-unknown-linux-gnu-ld")  # the names that PoCL tries
 _VARIABLE = "POCL_CACHE_DIR"
+# 0: a kernel is compiled once, for any size of a workgroup, and that code is what a binary has. By default
+# PoCL compiles it again for each size, and once more for the binary. It reads this at every launch.
+_SPECIALIZATION = "POCL_WORK_GROUP_SPECIALIZATION"
 _NEEDED_BYTES = 32 << 20  # free on the disk: PoCL ends the process when it cannot write
 _FIRST_SAVE_SECONDS = 1.0  # after a program was built; doubled each time
 _MAX_BYTES = 256 << 20  # of programs on disk
 _MAX_PROGRAMS = 256  # whose files stay in PoCL's folder
-
-Built = TypeVar("Built")
 
 
 def problem() -> str:
@@ -62,15 +65,12 @@ class _Program:
 
     key: str
     kernels: int  # how many it has
-    saved: frozenset[str]  # the names of its files that are in an archive
-
-    def is_whole(self) -> bool:
-        """Whether every kernel is in the archive."""
-        return len({name.split("/")[2] for name in self.saved if name.endswith(".so")}) >= self.kernels
+    built: weakref.ref[cl.Program]
+    saved: bool  # whether its binary is kept
 
 
 class PoclCache:
-    """The folder that PoCL uses in this process, and the archives that programs come from and go to."""
+    """The folder that PoCL uses in this process, and the binaries that programs come from and go to."""
 
     def __init__(self) -> None:
         given = os.environ.get(_VARIABLE)
@@ -82,67 +82,79 @@ class PoclCache:
         self._programs: dict[str, _Program] = {}  # by their folders, the oldest first
         self._wait = 0.0
         self._due = math.inf  # when programs are saved next whose kernels have not all run yet
+        os.environ.setdefault(_SPECIALIZATION, "0")
         atexit.register(self._end)
 
-    def build(self, said: str, kernels: int, build: Callable[[], Built]) -> Built:
-        """What `build` gives, with the files of an earlier process where they are whole.
+    def build(
+        self,
+        said: str,
+        kernels: int,
+        load: Callable[[bytes], cl.Program | None],
+        compile: Callable[[], cl.Program],
+    ) -> cl.Program:
+        """A program from the binary of an earlier process; compiled where there is none, or none that loads.
 
         `said` names all that the program depends on, and `kernels` says how many it has.
         """
-        key = hashlib.sha256(said.encode()).hexdigest()
+        key = _key(said)
         with self._lock:
-            self._unpack(key, kernels)
             before = set(self._folders())
             self._due = math.inf  # nobody who launches kernels meanwhile waits for the compiler
             try:
-                built = build()
+                binary = self._binaries.get(key)
+                loaded = None if binary is None else load(binary)
+                program = compile() if loaded is None else loaded
             finally:
                 self._wait = _FIRST_SAVE_SECONDS
                 self._due = perf_counter() + self._wait
             new = [folder for folder in self._folders() if folder not in before]
             if len(new) == 1:  # none where PoCL had the program; several are not told apart
-                self._programs[new[0]] = _Program(key, kernels, frozenset())
+                self._programs[new[0]] = _Program(key, kernels, weakref.ref(program), loaded is not None)
             self._forget()
-        return built
+        return program
+
+    def has(self, said: str) -> bool:
+        """Whether there is a binary of a program."""
+        return self._binaries.has(_key(said))
 
     def save_if_due(self) -> None:
-        """Keep what has run since programs were built. Costs a comparison, mostly."""
+        """Keep programs whose kernels have run since they were built. Costs a comparison, mostly."""
         if perf_counter() < self._due:
             return
-        with self._lock, suppress(OSError):  # what cannot be kept is compiled again
+        with self._lock:
             self._wait *= 2
             self._due = perf_counter() + self._wait
-            unsaved = [folder for folder, program in self._programs.items() if not program.is_whole()]
-            whole = [self._save(folder) for folder in unsaved]
-            if all(whole):
+            kept = [self._save(folder) for folder in self._programs]
+            if all(kept):
                 self._due = math.inf
 
-    def _save(self, folder: str) -> bool:
-        """Keep a program's files, if there are new ones; whether that is all of it."""
-        program = self._programs[folder]
-        files = self._files(folder)
-        if not files <= program.saved:
-            self._binaries.put(program.key, _packed(self.folder, folder, files))
-            program.saved = files
-        return program.is_whole()
+    def save(self) -> None:
+        """Keep every program whose kernels have run."""
+        with self._lock:
+            for folder in self._programs:
+                self._save(folder)
 
-    def _unpack(self, key: str, kernels: int) -> None:
-        archive = self._binaries.get(key)
-        if archive is None:
-            return
-        with zipfile.ZipFile(io.BytesIO(archive)) as packed:
-            folder = packed.comment.decode()
-            if (self.folder / folder).exists():  # PoCL may have its files open
-                return
-            with suppress(OSError):  # PoCL compiles what is not there
-                packed.extractall(self.folder)
-            self._programs[folder] = _Program(key, kernels, frozenset(packed.namelist()))
+    def _save(self, folder: str) -> bool:
+        """Keep a program if all its kernels have run; whether nothing is left to be kept.
+
+        PoCL would compile the others for the binary, while everybody waits.
+        """
+        program = self._programs[folder]
+        built = program.built()
+        if program.saved or built is None:
+            return True
+        with suppress(OSError, cl.Error):  # what cannot be kept is compiled again
+            compiled = sum(1 for _ in (self.folder / folder).glob("*/*/*.so"))
+            if compiled >= program.kernels:
+                binaries: Any = built.get_info(cl.program_info.BINARIES)  # of each device
+                self._binaries.put(program.key, binaries[0])
+                program.saved = True
+        return program.saved
 
     def _forget(self) -> None:
         """Remove the oldest programs from PoCL's folder: it has loaded what it needs of them."""
         for folder in list(self._programs)[:-_MAX_PROGRAMS]:
-            with suppress(OSError):
-                self._save(folder)
+            self._save(folder)
             del self._programs[folder]
             shutil.rmtree(self.folder / folder, ignore_errors=True)
 
@@ -152,18 +164,10 @@ class PoclCache:
             if len(outer.name) == 2:
                 yield from (f"{outer.name}/{inner.name}" for inner in os.scandir(outer.path))
 
-    def _files(self, folder: str) -> frozenset[str]:
-        """The names of a program's files. PoCL writes each under another name first."""
-        paths = (self.folder / folder).rglob("*")
-        wanted = [path for path in paths if path.name == "program.bc" or path.suffix == ".so"]
-        return frozenset(path.relative_to(self.folder).as_posix() for path in wanted)
-
     def _end(self) -> None:
         if os.getpid() != self._process:  # a fork of it
             return
-        with suppress(OSError):  # nothing may keep the interpreter from ending
-            for folder in self._programs:
-                self._save(folder)
+        self.save()
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock_file is not None:
             with suppress(OSError):
@@ -188,14 +192,8 @@ def own_folder() -> AbstractContextManager[None]:
     return nullcontext() if own is None else environment(_VARIABLE, str(own.folder))
 
 
-def _packed(base: Path, folder: str, names: Iterable[str]) -> bytes:
-    """An archive of files under `base`, with the name of their folder as its comment."""
-    target = io.BytesIO()
-    with zipfile.ZipFile(target, "w") as archive:
-        archive.comment = folder.encode()
-        for name in sorted(names):
-            archive.writestr(zipfile.ZipInfo(name), (base / name).read_bytes())
-    return target.getvalue()
+def _key(said: str) -> str:
+    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def _own_folder(parent: Path) -> tuple[Path, Path | None]:
