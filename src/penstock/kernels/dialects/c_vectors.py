@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.c import CPrinter
@@ -20,6 +21,7 @@ class VectorPrinter(CPrinter):
         super().__init__()
         self._array_space = "" if private else "LOCAL "
         self._registers: set[str] = set()  # arrays of the thread
+        self._rounded: dict[tuple[str, str], ir.Expr] = {}  # by name and dtype: what it was before
         self._pointers: dict[str, str] = {}  # by name: the buffer or array that a pointer points into
 
     def special(self, statement: ir.Statement) -> list[str]:
@@ -88,6 +90,18 @@ class VectorPrinter(CPrinter):
     def _item(self, expr: ir.Load, index: str) -> str:
         value = super().load(expr, index)
         return f"-({value} != 0)" if expr.type.dtype == "bool" else value
+
+    def define(self, statement: ir.Let | ir.Declare) -> list[str]:
+        value = statement.value
+        if isinstance(value, ir.Call) and value.operation.startswith("round_"):
+            self._rounded[statement.name, value.operation.removeprefix("round_")] = value.inputs[0]
+        return super().define(statement)
+
+    def store(self, statement: ir.Store) -> list[str]:
+        if isinstance(statement.value, ir.Var):  # storing rounds, too
+            rounded = (statement.value.name, statement.stored)
+            statement = replace(statement, value=self._rounded.get(rounded, statement.value))
+        return super().store(statement)
 
     def store_item(self, statement: ir.Store, index: str, value: str) -> str:
         width = statement.type.width

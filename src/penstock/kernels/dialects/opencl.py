@@ -38,6 +38,14 @@ static inline float round_half(float x) {
     vstore_half(x, 0, (half *)&u);
     return vload_half(0, (half *)&u);
 }
+#ifdef __F16C__  // an instruction of x86, where PoCL would call functions
+static inline float8 from_halves_8(ushort8 u) {
+    return as_float8(__builtin_ia32_vcvtph2ps256(as_short8(u)));
+}
+static inline ushort8 to_halves_8(float8 x) {
+    return as_ushort8(__builtin_ia32_vcvtps2ph256(x, 0));
+}
+#else
 static inline float8 from_halves_8(ushort8 u) {
     return vload_half8(0, (half *)&u);
 }
@@ -46,6 +54,7 @@ static inline ushort8 to_halves_8(float8 x) {
     vstore_half8(x, 0, (half *)&u);
     return u;
 }
+#endif
 static inline float8 round_half8(float8 x) {
     return from_halves_8(to_halves_8(x));
 }
