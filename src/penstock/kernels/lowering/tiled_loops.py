@@ -204,7 +204,7 @@ class TiledLoops(MapLoops):
         emitter, kernel = self.emitter, self.emitter.kernel
         names, (high, wide) = self._outside()
         kernel.grid, kernel.group = (self.count(names) * high * wide,), (GROUP_THREADS,)
-        kernel.body = [*self._begin(WORKGROUP), Let("near", THREAD % _SIDE), Let("far", THREAD // _SIDE)]
+        kernel.body = [*self._begin(WORKGROUP), Let("lane", THREAD % _SIDE), Let("line", THREAD // _SIDE)]
         emitter.depth_of.update(dict.fromkeys(self._sides, 1))
         copies: list[Statement] = []
         for number, index in self._copied:
@@ -221,8 +221,8 @@ class TiledLoops(MapLoops):
     def _each(self, far: str, near: str, body: list[Statement]) -> Statement:
         """A part of a tile for each thread; neighbouring threads are neighbours along the variable `near`."""
         rows = GROUP_THREADS // _SIDE
-        turn = Var(f"{far}begin") + Var("turn") * rows + Var("far")
-        places = [Let(far, turn), Let(near, Var(f"{near}begin") + Var("near"))]
+        turn = Var(f"{far}begin") + Var("turn") * rows + Var("line")
+        places = [Let(far, turn), Let(near, Var(f"{near}begin") + Var("lane"))]
         bounds = [Var(name) < self._lengths[name] for name in (far, near) if self._lengths[name] % _SIDE]
         inside = [If(all_of(bounds), body)] if bounds else body
         turns = _SIDE // rows
