@@ -124,3 +124,40 @@ def test_nvrtc_takes_it(dtype: Any) -> None:
     text = source(elementwise.negative(shaping.permute(x, (1, 0))), Imagined().capabilities)
     assert "tile" in text
     assert compile_text(text, "sm_90").startswith(b"\x7fELF")
+
+
+def kinds(*wanted: Node) -> list[str]:
+    return [group.kind.value for group in partition(wanted, lambda node: fusible(node, VECTORS))]
+
+
+def test_what_a_reduction_would_read_across_is_written_out_first() -> None:
+    x = at(np.ones((300, 260), np.float32))
+    across = shaping.permute(x, (1, 0))
+    shifted = elementwise.add(across, elementwise.full(across.shape, across.dtype, 1))
+    assert kinds(reducing.sum_(across, (1,))) == ["map", "row"]
+    assert kinds(reducing.sum_(across, (0,))) == ["map", "column"]
+    assert kinds(reducing.sum_(shifted, (1,))) == ["map", "row"]
+    rows = reducing.restore(reducing.sum_(shifted, (1,)), shifted, (1,))
+    assert kinds(elementwise.subtract(shifted, rows)) == ["map", "row"]
+    assert kinds(shifted) == ["map"]
+    small = shaping.permute(at(np.ones((30, 26), np.float32)), (1, 0))
+    narrow = shaping.permute(at(np.ones((30_000, 3), np.float32)), (1, 0))
+    heads = shaping.permute(at(np.ones((40, 50, 60), np.float32)), (1, 0, 2))
+    for view in (small, narrow, heads):
+        assert kinds(reducing.sum_(view, (view.ndim - 1,))) == ["row"]
+
+
+def test_reductions_of_a_transposed_tensor(device: Device) -> None:
+    x = values((300, 260))
+    t = ps.asarray(x, device=device)
+    with np.errstate(over="ignore"):
+        soft = np.exp(x.T - x.T.max(1, keepdims=True))
+        soft /= soft.sum(1, keepdims=True)
+    np.testing.assert_array_equal(ps.max(t.T + 1, axis=1).numpy(), (x.T + 1).max(1))
+    np.testing.assert_allclose(
+        ps.sum(t.T, axis=0).numpy(), x.T.sum(0, dtype=np.float64), rtol=1e-4, atol=1e-2
+    )
+    np.testing.assert_allclose(ps.nn.functional.softmax(t.T).numpy(), soft, rtol=1e-4, atol=1e-6)
+    copied = (t.T + 0).realize()
+    for axis in (0, 1):
+        np.testing.assert_array_equal(ps.sum(t.T, axis=axis).numpy(), ps.sum(copied, axis=axis).numpy())

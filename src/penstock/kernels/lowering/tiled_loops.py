@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from penstock.fusion.costs import CROSSED_AXIS
 from penstock.fusion.index import Index, variable
 from penstock.kernels.ir.expressions import (
     INT,
@@ -23,7 +24,7 @@ from penstock.kernels.lowering.emitter import computed_dtype, merged
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, Lowered, at_most
 from penstock.kernels.lowering.map_loops import MapLoops
 
-_SHORTEST = 16  # axes that are worth a tile
+_SHORTEST = CROSSED_AXIS  # axis that is worth a tile
 _LINE = 64  # bytes of a result's row that a CPU writes at a time
 _HEIGHT = 128  # neighbours along an input's row in the tile of a CPU
 _SIDE = 32  # of the tile of a GPU
