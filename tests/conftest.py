@@ -219,6 +219,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Without a deadline: on a busy machine, any example may take long.
     hypothesis.settings.register_profile("penstock", deadline=None, derandomize=not whole)
     hypothesis.settings.load_profile("penstock")
+    os.environ.setdefault("PENSTOCK_COMPILE_AHEAD", "0")  # what tests compile is enough
     if not whole:  # PoCL compiles in a quarter of the time what it does not optimize
         os.environ.setdefault("POCL_EXTRA_BUILD_FLAGS", "-cl-opt-disable")
 

@@ -253,7 +253,7 @@ import sys, threading, time
 import numpy as np
 import penstock as ps
 x = ps.asarray(np.ones((64, 64), np.float32))
-float(ps.sum(x * 2.0))  # imports what is left: before 3.12, Python raises RuntimeError for an interrupt in there
+float(ps.sum(x * 2.0))  # imports the rest: an interrupt in there is a RuntimeError before 3.12
 print("ready", flush=True)
 count = 0
 while True:

@@ -20,7 +20,7 @@ from penstock.config import Settings
 from penstock.drivers.driver import Driver
 from penstock.drivers.opencl import OpenCLDriver
 from penstock.errors import CompileError, OutOfDeviceMemory
-from penstock.execution import realize
+from penstock.execution import cache, realize
 from penstock.execution.structure import Structure
 
 pytestmark = one_opencl
@@ -196,8 +196,8 @@ def test_temporaries_share_one_arena(device: Device) -> None:
 
 
 def test_tables_are_bounded(host: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(realize, "_MAX_PROGRAMS", 3)
-    monkeypatch.setattr(realize, "_MAX_HOST_PROGRAMS", 4)
+    monkeypatch.setattr(cache, "_MAX_PROGRAMS", 3)
+    monkeypatch.setattr(cache, "_MAX_HOST_PROGRAMS", 4)
     for _ in range(2):
         for length in range(1, 8):
             x = ps.asarray(np.ones(length, np.float32), device=host)
@@ -211,16 +211,14 @@ def test_tables_are_bounded(host: Device, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_was_used_last_is_kept(host: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(realize, "_MAX_PROGRAMS", 2)
+    monkeypatch.setattr(cache, "_MAX_PROGRAMS", 2)
 
     def compute(length: int) -> None:
         (ps.asarray(np.ones(length, np.float32), device=host) * 2 + 1).numpy()
 
     built: list[Any] = []
-    real = realize.ExecutableCache.build
-    monkeypatch.setattr(
-        realize.ExecutableCache, "build", lambda self, *rest: (built.append(rest), real(self, *rest))[1]
-    )
+    real = cache.Executable
+    monkeypatch.setattr(cache, "Executable", lambda *given: (built.append(given), real(*given))[1])
     for length in (1, 2, 1, 3, 1, 2):
         compute(length)
     assert len(built) == 4, "the program for one item was never forgotten"
@@ -245,7 +243,7 @@ def test_small_expressions_wait_for_no_compiler(device: Device, monkeypatch: pyt
     far = not device.capabilities.shared_memory  # there everything is a program
     for turn in range(3):
         small = ps.asarray(array(99, seed=turn), device=device)
-        np.testing.assert_allclose((small * 9 + turn).numpy(), array(99, seed=turn) * 9 + turn, rtol=1e-5)
+        np.testing.assert_allclose((small * (9 + turn)).numpy(), array(99, seed=turn) * (9 + turn), rtol=1e-5)
         assert count(device) == far
     for turn in range(3):
         x = ps.asarray(array(200, seed=turn), device=device)
@@ -385,7 +383,7 @@ def test_threads_run_one_program(device: Device) -> None:
 
 @pytest.mark.parametrize("kind", ["host", "host-late", *CUDA_KINDS, *WEBGPU_KINDS])
 def test_threads_build_and_forget_programs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(realize, "_MAX_PROGRAMS", 2)
+    monkeypatch.setattr(cache, "_MAX_PROGRAMS", 2)
     device = Device.over(DRIVERS[kind]())
 
     def job(which: int) -> None:

@@ -57,10 +57,11 @@ def test_the_environment_sets_every_field() -> None:
         "PENSTOCK_TRACE_MEMORY": "on",
         "PENSTOCK_FORCE_KERNELS": "1",
         "PENSTOCK_REUSE_GRAPHS": "0",
+        "PENSTOCK_COMPILE_AHEAD": "0",
         "PENSTOCK_CHECK_INDICES": "off",
         "PENSTOCK_TF32": "1",
     }
-    expected = Settings("host", 7, 1 << 20, 2, 2 << 20, 1 << 30, 0, 100, 1.5, True, True, False, False, True)
+    expected = Settings("host", 7, 1 << 20, 2, 2 << 20, 1 << 30, 0, 100, 1.5, True, True, False, False, False, True)
     assert Settings.from_environment(environment) == expected
     assert Settings.from_environment({"PENSTOCK_MAX_BYTES": " "}) == Settings()
 

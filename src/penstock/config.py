@@ -56,6 +56,7 @@ class Settings:
     trace_memory: bool = False  # remember which line of the user's code allocated what
     force_kernels: bool = False  # kernels for everything, however small: for tests of kernels
     reuse_graphs: bool = True  # call gradients, updates and functions that were recorded before
+    compile_ahead: bool = True  # compile kernels of single operations in a thread, once for a device
     check_indices: bool = True  # whether indices, ids and class targets that are out of range are refused
     tf32: bool = False  # products of float32 on tensor cores, of factors rounded to 10 bits of fraction
 
@@ -79,7 +80,7 @@ class Settings:
             raise SettingError(f"pool_seconds cannot be negative, and {self.pool_seconds} was given")
 
 
-_FLAGS = ("trace_memory", "force_kernels", "reuse_graphs", "check_indices", "tf32")
+_FLAGS = ("trace_memory", "force_kernels", "reuse_graphs", "compile_ahead", "check_indices", "tf32")
 
 
 def _parse(variable: str, name: str, text: str) -> object:

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future as Result
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -35,6 +36,7 @@ _MOST_SUBGRAPHS = 512
 _MUCH_IDLE = 64 << 20  # bytes, worth waiting to give back
 
 T = TypeVar("T")
+W = TypeVar("W")
 in_use: weakref.WeakSet[Device] = weakref.WeakSet()  # opened, for the exit and for forks
 when_opened: list[Callable[[Device], None]] = []  # called with every device that is opened from then on
 
@@ -456,16 +458,19 @@ class Device:
         )
 
     def in_background(self, work: Callable[[], Future[T]]) -> Future[T]:
-        """Run `work` on the device's background thread, in order; a future of what its own future gives.
+        """Run `work` on the device's background thread; a future of what its own future gives."""
+        self.stream.check_available()
+        return Future.of_work(work, self.submit)
+
+    def submit(self, work: Callable[[], W]) -> Result[W]:
+        """Run `work` on the device's background thread, in order.
 
         The thread ends what it was given before the interpreter closes the devices.
         """
-        self.stream.check_available()
         with self._lock:
             if self._background is None:
                 self._background = ThreadPoolExecutor(1, f"penstock {self.name}")
-            background = self._background
-        return Future.of_work(work, background.submit)
+            return self._background.submit(work)
 
     def abandon(self) -> None:
         """In a forked child: refuse everything, and touch neither native objects nor inherited locks."""

@@ -15,6 +15,7 @@ from penstock.fusion.products import by_library
 from penstock.fusion.splitting import split
 from penstock.fusion.views import base
 from penstock.graph.node import Node
+from penstock.graph.separate import separate
 from penstock.graph.unstack import unstack
 from penstock.kernels.horizontal_fusion import MOST_CALLS, kind
 from penstock.kernels.lower import fusible
@@ -30,6 +31,11 @@ def unstack_products(state: Compilation, target: Target) -> Compilation:
 def split_long(state: Compilation, target: Target) -> Compilation:
     """Long reductions and products in parts."""
     return replace(state, wanted=split(state.wanted, target.capabilities))
+
+
+def keep_apart(state: Compilation, target: Target) -> Compilation:
+    """Where a target does not fuse: a kernel of its own for each operation."""
+    return state if target.fuses else replace(state, wanted=separate(state.wanted))
 
 
 def fuse(state: Compilation, target: Target) -> Compilation:

@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.emit import emit
 from penstock.compiler.layout import lay_out, plan
-from penstock.compiler.passes import fuse, limit_buffers, lower, order, split_long, unstack_products
+from penstock.compiler.passes import (
+    fuse,
+    keep_apart,
+    limit_buffers,
+    lower,
+    order,
+    split_long,
+    unstack_products,
+)
 from penstock.compiler.schedule import Schedule
 from penstock.compiler.target import Target
 from penstock.graph.node import Node, placeholder
@@ -23,6 +31,7 @@ GRAPH_PASSES: tuple[GraphPass, ...] = (simplify,)
 TARGET_PASSES: tuple[Pass, ...] = (
     unstack_products,
     split_long,
+    keep_apart,
     # Sharding, rematerialisation and offloading belong here, where a value is still a node.
     fuse,
     limit_buffers,

@@ -19,6 +19,7 @@ class Target:
     capabilities: Capabilities
     lower: Callable[[Group], Lowering | None]  # the kernels of a group; None where NumPy has to compute it
     budget: int | None = None  # bytes that temporaries may take; None: as many as they need
+    fuses: bool = True  # False: each operation has a kernel of its own, which many programs share
 
     @classmethod
     def of(cls, capabilities: Capabilities, budget: int | None = None) -> Target:

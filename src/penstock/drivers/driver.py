@@ -66,6 +66,11 @@ class Capabilities:
         return self.language != "numpy"
 
     @property
+    def contracts(self) -> bool:
+        """Whether a compiler may round a product and a sum after it once, as those of GPUs do."""
+        return self.compiles and self.vector_width == 1
+
+    @property
     def register_arrays(self) -> bool:
         """Whether a thread of a GPU keeps arrays in registers, so that a kernel can add to many sums."""
         return self.vector_width == 1 and self.language in ("opencl", "cuda")
@@ -236,6 +241,19 @@ class Driver(ABC):
     @abstractmethod
     def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
         """All kernels that `signatures` names, from one source. Raises CompileError."""
+
+    def compile_ahead(self, source: str, signatures: Mapping[str, Sequence[str]]) -> None:
+        """Compile kernels that nobody needs yet, so that `has_compiled` tells of them."""
+        self.compile(source, signatures)
+
+    @property
+    def keeps_compiled(self) -> bool:
+        """Whether kernels that were compiled are kept on disk."""
+        return False
+
+    def has_compiled(self, source: str) -> bool:
+        """Whether kernels of a source come from the disk, where an earlier process put them."""
+        return False
 
     def launch(
         self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits

@@ -28,7 +28,7 @@ from penstock.graph.reference import computed
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.concatenation import Call
 from penstock.kernels.lower import constants
-from penstock.kernels.source import ALIGNMENT
+from penstock.kernels.source import ALIGNMENT, KernelSource
 from penstock.memory.buffer import Buffer
 from penstock.plan.arenas import ArenaPlan
 from penstock.runtime import Device
@@ -36,6 +36,29 @@ from penstock.stream.stream import Program as Launches
 from penstock.stream.stream import Stream
 
 _MAX_ARRANGEMENTS = 4  # for which kernels are fused; in others, every buffer is an argument of its own
+
+
+def kernel_sources(schedule: Schedule, device: Device, cache: KernelCache) -> list[KernelSource]:
+    """The kernels of a schedule that are compiled from text and known before the first run."""
+    can = device.capabilities
+    parts = launch_parts(schedule, can)
+    if fused_buffers(parts):
+        calls = [call for part in parts if isinstance(part, list) for call in part if isinstance(call, Call)]
+    else:
+        launches = arranged(parts, schedule, can, (), cache.sizes)
+        calls = [call for part in launches if isinstance(part, list) for call in part]
+    functions = _functions(schedule)
+    return [call.source for call in calls if call.source.name not in functions]
+
+
+def _functions(schedule: Schedule) -> dict[str, Any]:
+    """What computes instead of text, by the names of kernels."""
+    return {
+        call.source.name: step.lowering.function
+        for step in schedule.groups
+        for call in step.calls
+        if step.lowering is not None and step.lowering.function is not None
+    }
 
 
 class Executable:
@@ -47,12 +70,7 @@ class Executable:
         self.wrote = False  # of a run that failed: whether anything may have been written
         self._cache = cache
         self._parts = launch_parts(schedule, device.capabilities)
-        self._functions = {
-            call.source.name: step.lowering.function
-            for step in schedule.groups
-            for call in step.calls
-            if step.lowering is not None and step.lowering.function is not None
-        }
+        self._functions = _functions(schedule)
         self._run_buffers = _RunBuffers(schedule, fused_buffers(self._parts))
         self._segments: dict[Arrangement | None, list[_Segment | Step | Copy]] = {}
         self._current: list[_Segment | Step | Copy] = []  # those of the last run

@@ -1,12 +1,8 @@
-"""From recorded graphs to values on the device: programs by structure, built when that pays.
-
-A small expression that is seen for the first time waits for no compiler: NumPy computes it, where the host
-sees the memory of all its inputs. What lies in memory of the device's own is computed there, small or large.
-"""
+"""From recorded graphs to values on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -14,97 +10,22 @@ from penstock.execution.host_program import HostProgram, names
 from penstock.execution.single import single
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.node import Node, topological
-from penstock.graph.reference import Constant
 from penstock.graph.shaping import RESHAPE
-from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.recorder import Run
 
 if TYPE_CHECKING:
+    from penstock.execution.cache import ExecutableCache
     from penstock.execution.executable import Executable
-
-_MAX_PROGRAMS = 256
-_MAX_HOST_PROGRAMS = 1024
-
-
-class ExecutableCache:
-    """The programs of one device, and what was seen; both bounded, they forget what was not used longest."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        from penstock.kernels.cache import KernelCache  # imported late: a third of what the package takes
-
-        self.kernels = KernelCache(device)
-        self._forced = device.settings.force_kernels
-        self._programs = LRU[Hashable, "Executable"](_MAX_PROGRAMS)
-        self._host_programs = LRU[Hashable, HostProgram](_MAX_HOST_PROGRAMS)
-        self.singles = LRU[Hashable, "Executable"](_MAX_PROGRAMS)  # programs of single operations
-        self.build_seconds = 0.0  # in all
-
-    def seen(self, structure: Structure) -> bool:
-        """Whether the same was computed before, as far as it is remembered."""
-        return structure.key in self._programs or structure.key in self._host_programs
-
-    def waits_for_no_compiler(self, structure: Structure) -> bool:
-        """Whether NumPy computes it, and no kernel."""
-        return not self._forced and structure.waits_for_no_compiler(self.seen(structure))
-
-    def builds(self, structure: Structure) -> bool:
-        """Whether computing it now would first build a program."""
-        return structure.key not in self._programs and not self.waits_for_no_compiler(structure)
-
-    def known(self, structure: Structure, repeated: bool = False) -> Executable | HostProgram:
-        """The program of a structure: of NumPy as long as building kernels would not pay.
-
-        `repeated`: it will be computed many times.
-        """
-        key = structure.key
-        program = self._programs.use(key)
-        if program is not None:
-            return program
-        on_host = self._host_programs.use(key)
-        if on_host is not None and on_host.small and not repeated:
-            return on_host
-        if not repeated and self.waits_for_no_compiler(structure):
-            on_host = self._host_programs[key] = HostProgram(structure)
-            return on_host
-        program = self._programs[key] = self.build(structure)
-        return program
-
-    def build(self, structure: Structure, aliases: Mapping[int, int] | None = None) -> Executable:
-        """A new executable. `aliases` names wanted nodes that should be written over inputs, by numbers."""
-        from penstock.compiler.pipeline import prepare
-
-        start = perf_counter()
-        nodes, inputs = prepare(structure.wanted, structure.inputs)
-        self.build_seconds += perf_counter() - start
-        return self.compile(nodes, inputs, structure.numbers, aliases)
-
-    def compile(
-        self,
-        nodes: Sequence[Node],
-        inputs: Sequence[Node],
-        constants: Mapping[Constant, int],
-        aliases: Mapping[int, int] | None = None,
-    ) -> Executable:
-        """The executable of a prepared graph; see `compile_graph`."""
-        from penstock.compiler.pipeline import compile_graph
-        from penstock.compiler.target import Target
-        from penstock.execution.executable import Executable
-
-        start = perf_counter()
-        target = Target(self._device.name, self._device.capabilities, self.kernels.lowering)
-        schedule = compile_graph(nodes, inputs, constants, target, aliases)
-        built = Executable(schedule, self._device, self.kernels)
-        self.build_seconds += perf_counter() - start
-        return built
 
 
 def executables(device: Device) -> ExecutableCache:
     """The programs of a device."""
     with device.running:
         if device.executables is None:
+            from penstock.execution.cache import ExecutableCache  # late: a third of what the package takes
+
             device.executables = ExecutableCache(device)
         own: ExecutableCache = device.executables
         return own
@@ -137,7 +58,7 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
         for node, buffer in zip(wanted, buffers, strict=False):
             node.settle(buffer)
         if alone is not None and not isinstance(program, HostProgram) and alone.is_all_of(structure):
-            executables(device).singles[alone.key] = program
+            executables(device).keep_single(alone.key, structure, program)
         if structure.unchecked:
             structure.watch(buffers[len(wanted) :], device)
 
@@ -181,6 +102,13 @@ def waits_for_a_compiler(node: Node, device: Device) -> bool:
     return bool(wanted) and executables(device).builds(Structure(wanted, device.capabilities))
 
 
+def precompile(node: Node, device: Device) -> None:
+    """Compile what computes a node. Others can use the device meanwhile."""
+    wanted = to_compute([node])
+    if wanted and device.dispatcher is None:
+        executables(device).precompile(Structure(wanted, device.capabilities))
+
+
 def _alias(node: Node) -> bool:
     """Settle a node that is another's value unchanged, where that is known."""
     primitive = node.primitive
@@ -218,11 +146,8 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
         own, structure = executables(device), Structure(wanted, device.capabilities)
         called = f"; {structure.called} operations were recorded before" if structure.called else ""
         if not own.waits_for_no_compiler(structure):
-            program = own.known(structure)
-            assert not isinstance(program, HostProgram)
-            return f"{program.schedule}{called}"
-        steps = own.build(structure).schedule
-        return f"{numpy_text(structure)}; in a jitted function:\n{steps}{called}"
+            return f"{own.schedule(structure)}{called}"
+        return f"{numpy_text(structure)}; in a jitted function:\n{own.schedule(structure)}{called}"
 
 
 def numpy_text(structure: Structure) -> str:

@@ -33,6 +33,7 @@ class Structure:
         `checked`: with what tells whether its indices are in range.
         """
         self.recorded = wanted  # as it was given
+        self._contracts = target is None or target.contracts
         if not self._walk(wanted, target):
             assert target is not None
             wanted = decompose(wanted, target)
@@ -156,20 +157,19 @@ class Structure:
         return any(node.primitive.kind is kind for node in self.operations)
 
     def waits_for_no_compiler(self, seen: bool) -> bool:
-        """Whether NumPy computes it: the host sees all inputs, and it is small or was not `seen` before."""
+        """Whether NumPy computes it: the host sees all inputs, and kernels would give the same later."""
         return not self.far and self.small(seen)
 
     def small(self, seen: bool) -> bool:
-        """Whether computing takes less than building a program, or so little that no choice of device pays.
+        """Whether NumPy's bits are those of kernels, and it takes less time than building a program would.
 
-        The same expression gives the same bits at the first call as at the next. So it depends on `seen` only
-        where NumPy's bits are those of kernels.
+        So the same expression gives the same bits at any call, inside of a jitted function and outside.
         """
         if self.items >= LARGE_ITEMS or self._has(Kind.OPAQUE):
             return False
-        if self.largest < MIN_ITEMS:
-            return True
-        return not (seen or self._has(Kind.RANDOM)) and is_exact(topological(self.wanted))
+        if self._has(Kind.RANDOM) or not is_exact(topological(self.wanted), self._contracts):
+            return False
+        return not seen or self.largest < MIN_ITEMS
 
     def watch(self, buffers: Sequence[Buffer], device: Device) -> None:
         """Have indices looked at when the host next reads, by the worst of them; NumPy has looked at them."""

@@ -108,6 +108,19 @@ class Variables:
                 raise SplitNeeded(name, inner)
         return self._name(index, "/", divisor), self._name(index, "%", divisor)
 
+    def recombined(self, index: Index) -> Index:
+        """The same number, with what was divided in place of its quotient and remainder.
+
+        A reshape divides the number of an item; where it lies in memory, the parts come together again.
+        """
+        for name, factor in index.terms:
+            whole, operation, divisor = self.computed.get(name, (index, "", 0))
+            quotient = self._names.get((whole, "/", divisor))
+            if operation == "%" and quotient is not None and index.factor(quotient) == factor * divisor:
+                rest = {other: times for other, times in index.terms if other not in (name, quotient)}
+                return self.recombined(_index(rest, index.constant) + whole * factor)
+        return index
+
     def _name(self, index: Index, operation: str, divisor: int) -> Index:
         key = (index, operation, divisor)
         if key not in self._names:

@@ -19,6 +19,7 @@ from penstock.kernels.sizes import MOST_WRITTEN_OUT, Sizes
 from penstock.kernels.source import KernelSource, digest
 from penstock.lru import LRU
 from penstock.runtime import Device
+from penstock.tuning_cache import TuningCache
 
 _MAX_KERNELS = 512
 _LEAST_TOGETHER = 4  # kernels of one text: NVRTC takes about as long to start as for three of them
@@ -29,7 +30,9 @@ class KernelCache:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.sizes = Sizes()
+        dialect = dialect_of(device.capabilities).name if device.capabilities.compiles else "numpy"
+        self.kept = TuningCache(f"sizes of {dialect} kernels")
+        self.sizes = Sizes(self.kept)
         self._lowerings = LRU[Hashable, Lowering | None](_MAX_KERNELS)
         self._kernels = LRU[str, Kernel](_MAX_KERNELS)  # by names, which end in a digest
 
@@ -53,49 +56,83 @@ class KernelCache:
         launches = tuple(self.sizes.launch(launch, varied) for launch in lowering.launches)
         return replace(lowering, launches=launches)
 
+    def shared_lowering(self, group: Group) -> Lowering | None:
+        """The source of a group of one operation, in kernels that programs with other shapes share."""
+        key = "shared", group.structure
+        if key not in self._lowerings:
+            lowering = write(group, self._device.capabilities, digest(repr(key)), varied=True)
+            if lowering is not None and lowering.function is None:
+                lowering = replace(lowering, launches=tuple(map(self.sizes.shared, lowering.launches)))
+            self._lowerings[key] = lowering
+        return self._lowerings.use(key)
+
     def kernels(self, sources: Sequence[KernelSource], functions: Mapping[str, Any]) -> list[Kernel]:
         """The kernels of sources, in order; those that `functions` names are compiled from the function."""
+        new = self._new(sources)
         kernels = {
             source.name: self._kernels[source.name] for source in sources if source.name in self._kernels
         }
-        new = {source.name: source for source in sources if source.name not in kernels}
-        if called := [source for name, source in new.items() if name in functions]:
+        if called := [source for source in new if source.name in functions]:
             by_name = {source.name: functions[source.name] for source in called}
             kernels |= self._device.compile(by_name, _signatures(called))
-        texts = [source for name, source in new.items() if name not in functions]
-        for source in texts:
-            if source.complete:
-                kernels |= self._by_itself(source)
-        if together := [source for source in texts if not source.complete]:
-            kernels |= self._compiled(together)
+        kernels |= self.compiled([source for source in new if source.name not in kernels])
         self._kernels.update(kernels)
         return [kernels[source.name] for source in sources]
 
-    def _by_itself(self, source: KernelSource) -> dict[str, Kernel]:
-        """A kernel of the user's own."""
-        try:
-            return self._device.compile(source.text, _signatures([source]))
-        except CompileError as error:
-            raise refused(source, error) from None
+    def _new(self, sources: Sequence[KernelSource]) -> list[KernelSource]:
+        """Those of some sources that have no kernel yet, each once."""
+        return [*{source.name: source for source in sources if source.name not in self._kernels}.values()]
 
-    def _compiled(self, sources: Sequence[KernelSource]) -> dict[str, Kernel]:
-        """Kernels from text. A compiler takes longer to start than for a kernel, so many are one text."""
-        dialect = dialect_of(self._device.capabilities)
-        parts: Sequence[Sequence[KernelSource]] = [sources]
-        if dialect.one_kernel_modules:
-            parts = [[source] for source in sources]
-        elif dialect.compiles_side_by_side:
-            parts = _parts(sources)
-        work = [whole_text(part, dialect.name) for part in parts], map(_signatures, parts)
-        if len(parts) > 1 and dialect.compiles_side_by_side:
+    def missing(self, sources: Sequence[KernelSource]) -> list[KernelSource]:
+        """Those of some sources that a compiler is needed for: they are neither in memory nor on disk."""
+        has = self._device.driver.has_compiled
+        new = [part for part in self._parts(self._new(sources)) if not has(self._text(part))]
+        return [source for part in new for source in part]
+
+    def compiled(self, sources: Sequence[KernelSource]) -> dict[str, Kernel]:
+        """Kernels from text, by name. They are not kept here: any thread may compile."""
+        parts = self._parts(sources)
+        if len(parts) > 1 and dialect_of(self._device.capabilities).compiles_side_by_side:
             with ThreadPoolExecutor(len(parts)) as threads:
-                compiled = [*threads.map(self._device.compile, *work)]
+                kernels = [*threads.map(self._compile, parts)]
         else:
-            compiled = [*map(self._device.compile, *work)]
-        return {name: kernel for kernels in compiled for name, kernel in kernels.items()}
+            kernels = [*map(self._compile, parts)]
+        return {name: kernel for part in kernels for name, kernel in part.items()}
+
+    def compile_ahead(self, source: KernelSource) -> None:
+        """Compile a kernel that nobody needs yet, and keep it on disk only."""
+        self._device.driver.compile_ahead(self._text([source]), _signatures([source]))
+
+    def keep(self, kernels: Mapping[str, Kernel]) -> None:
+        """Take in kernels that were compiled before they are needed."""
+        self._kernels.update(kernels)
+
+    def _parts(self, sources: Sequence[KernelSource]) -> list[list[KernelSource]]:
+        """Sources as they are compiled. A compiler takes longer to start than for a kernel."""
+        alone = [[source] for source in sources if source.complete or source.alone]
+        together = [source for source in sources if not (source.complete or source.alone)]
+        if not together:
+            return alone
+        dialect = dialect_of(self._device.capabilities)
+        if dialect.one_kernel_modules:
+            return alone + [[source] for source in together]
+        return alone + (_side_by_side(together) if dialect.compiles_side_by_side else [together])
+
+    def _text(self, part: Sequence[KernelSource]) -> str:
+        if part[0].complete:
+            return part[0].text
+        return whole_text(part, dialect_of(self._device.capabilities).name)
+
+    def _compile(self, part: Sequence[KernelSource]) -> dict[str, Kernel]:
+        try:
+            return self._device.compile(self._text(part), _signatures(part))
+        except CompileError as error:
+            if part[0].complete:  # a kernel of the user's own
+                raise refused(part[0], error) from None
+            raise
 
 
-def _parts(sources: Sequence[KernelSource]) -> list[list[KernelSource]]:
+def _side_by_side(sources: Sequence[KernelSource]) -> list[list[KernelSource]]:
     """Sources in parts of about the same length, for compilers that run side by side."""
     count = min(os.cpu_count() or 1, -(-len(sources) // _LEAST_TOGETHER))
     parts: list[list[KernelSource]] = [[] for _ in range(count)]

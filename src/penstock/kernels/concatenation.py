@@ -115,7 +115,7 @@ def concatenated(calls: Sequence[Call], arenas: Container[int], capabilities: Ca
 
 
 def _is_small(call: Call) -> bool:
-    return call.work <= _SMALL and not call.source.complete
+    return call.work <= _SMALL and not call.source.complete and not call.source.alone
 
 
 def _has_room(run: MergedCalls, call: Call) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -27,6 +27,34 @@ def rewritten(tree: Any, change: Callable[[ir.Expr], ir.Expr | None], skipped: t
     if not names or isinstance(tree, skipped):
         return tree
     return replace(tree, **{name: rewritten(getattr(tree, name), change, skipped) for name in names})
+
+
+def with_plain_names(kernel: ir.KernelIR) -> ir.KernelIR:
+    """A kernel whose loops and counts are named in their order, whatever axes the shapes have."""
+    names: dict[str, str] = {}
+
+    def visit(tree: Any) -> None:
+        if isinstance(tree, list | tuple):
+            for part in tree:
+                visit(part)
+        elif isinstance(tree, ir.Statement):
+            if isinstance(tree, ir.For | ir.Let):
+                names.setdefault(tree.name, f"i{len(names)}_")
+            for name in _fields(type(tree)):
+                visit(getattr(tree, name))
+
+    visit(kernel.body)
+    return replace(kernel, body=_renamed(kernel.body, names))
+
+
+def _renamed(tree: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(tree, str):
+        return names.get(tree, tree)
+    if isinstance(tree, list | tuple):
+        return type(tree)(_renamed(part, names) for part in tree)
+    if not (fields := _fields(type(tree))):
+        return tree
+    return replace(tree, **{name: _renamed(getattr(tree, name), names) for name in fields})
 
 
 class Integers:

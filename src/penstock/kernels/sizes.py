@@ -5,20 +5,25 @@ compiler makes the best. Kernels that differ in such integers only are a family.
 kernels of its own for its first shapes. For those after them, the integers in which the kernels of a family
 differ become arguments, and no compiler is called. All operations on values keep their order, so the results
 are the same, bit for bit.
+
+Kernels of single operations, which programs share, are kept with what their families learned: the next
+process finds their arguments on disk, and so the kernel that it compiled before.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from penstock.kernels.concatenation import Call
 from penstock.kernels.dialects.dialect import DialectBody
-from penstock.kernels.rewriting import Integers
+from penstock.kernels.rewriting import Integers, with_plain_names
 from penstock.kernels.source import MOST_PARAMETER_BYTES, KernelSource, digest
 from penstock.kernels.templates.launches import Launch
 from penstock.lru import LRU
+from penstock.tuning_cache import TuningCache
 
 L = TypeVar("L", bound=Launch | Call)
 
@@ -43,7 +48,7 @@ class _Family:
     def fits(self, values: tuple[int, ...]) -> bool:
         """Whether the kernel with arguments can have these integers."""
         given: dict[int, int] = {}
-        return bool(self.body) and all(
+        return any(number is not None for number in self.argument) and all(
             value == usual if number is None else given.setdefault(number, value) == value
             for value, usual, number in zip(values, self.known[0], self.argument, strict=True)
         )
@@ -55,11 +60,23 @@ class _Family:
         arguments = {column: argument for argument, column in enumerate(differing)}
         return tuple(arguments.get(column) for column in columns)
 
+    def take_in(self, values: tuple[int, ...], signature: Sequence[str]) -> bool:
+        """Let the kernel with arguments have these integers too; False: it would have too many parameters."""
+        argument = self.arguments_with(values)
+        count = len(set(argument) - {None})
+        if _parameter_bytes(signature) + 4 * count > MOST_PARAMETER_BYTES:
+            return False
+        self.known.append(values)
+        self.argument, self.body = argument, None
+        return True
+
 
 class Sizes:
     """The families of the kernels of one device."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: TuningCache | None = None) -> None:
+        """`kept`: the families of kernels that programs share, from one process to the next."""
+        self._kept = kept
         self._families = LRU[Hashable, _Family](_MOST_FAMILIES)
         self._shapes = LRU[Hashable, list[Hashable]](_MOST_FAMILIES)
 
@@ -77,18 +94,39 @@ class Sizes:
         source, leading = self._varied(launch.source, varied)
         return replace(launch, source=source, scalars=(*leading, *launch.scalars))
 
+    def shared(self, launch: L) -> L:
+        """A launch of a kernel that programs share, with sizes as arguments once two shapes are known."""
+        source = launch.source
+        if not isinstance(source.body, DialectBody):
+            return launch
+        body = replace(source.body, kernel=with_plain_names(source.body.kernel))
+        source, integers = replace(source, body=body, alone=True), _integers(body)
+        key = "shared", *_family_key(source, integers)
+        family, values = self._family(key), integers.values
+        if not family.known and self._kept is not None:
+            family.known = _parsed(self._kept.get(digest(repr(key))), len(values))
+            if family.known:
+                family.argument = family.arguments_with(family.known[0])
+        if not family.fits(values) and values not in family.known:
+            if family.take_in(values, source.signature) and self._kept is not None:
+                self._kept.put(digest(repr(key)), json.dumps(family.known))
+        if not family.fits(values):  # the first shape of all
+            return replace(launch, source=replace(source, name=_name(source, (integers.key, values))))
+        source, sizes = self._with_arguments(family, source, integers)
+        return replace(launch, source=source, scalars=(*sizes, *launch.scalars))
+
     def learn(self, source: KernelSource) -> None:
         """Take in a kernel that nobody asked for, so that the next of its family shows what differs."""
         if isinstance(source.body, DialectBody):
             integers = _integers(source.body)
-            self._family(source, integers).known.append(integers.values)
+            self._family(_family_key(source, integers)).known.append(integers.values)
 
     def _varied(self, source: KernelSource, varied: bool) -> tuple[KernelSource, tuple[int, ...]]:
         """A kernel that takes sizes as its first scalars, and those; none where all stay constants."""
         if not isinstance(source.body, DialectBody):  # but opaque text
             return source, ()
         integers = _integers(source.body)
-        family, values = self._family(source, integers), integers.values
+        family, values = self._family(_family_key(source, integers)), integers.values
         if values in family.constant:
             name, constant = family.constant[values]
             return replace(source, name=name, body=constant), ()
@@ -97,28 +135,44 @@ class Sizes:
                 family.constant[values] = source.name, source.body
                 family.known.append(values)
             return source, ()
-        if not family.fits(values):
-            argument = family.arguments_with(values)
-            count = len(set(argument) - {None})
-            if _parameter_bytes(source.signature) + 4 * count > MOST_PARAMETER_BYTES:
-                return source, ()
-            family.known.append(values)
-            family.argument = argument
-            family.name = f"{source.name.rpartition('_')[0]}_{digest(repr((source.name, argument)))}"
-            family.body = replace(source.body, kernel=integers.as_arguments(argument, count))
+        if not family.fits(values) and not family.take_in(values, source.signature):
+            return source, ()
+        return self._with_arguments(family, source, integers)
+
+    def _with_arguments(
+        self, family: _Family, source: KernelSource, integers: Integers
+    ) -> tuple[KernelSource, tuple[int, ...]]:
+        """The kernel of a family that fits, and its sizes."""
+        assert isinstance(source.body, DialectBody)
+        values = integers.values
+        if family.body is None:
+            usual = [
+                None if number is not None else value
+                for value, number in zip(values, family.argument, strict=True)
+            ]
+            family.name = _name(source, (integers.key, source.signature, usual, family.argument))
+            count = len(set(family.argument) - {None})
+            family.body = replace(source.body, kernel=integers.as_arguments(family.argument, count))
         given = dict(zip(family.argument, values, strict=True))
         sizes = tuple(given[number] for number in sorted(number for number in given if number is not None))
         scalars = ("int32",) * len(sizes) + source.scalars
-        assert family.body is not None
         name, body = family.name, family.body
         return replace(source, name=name, body=body, scalars=scalars, sizes=len(sizes)), sizes
 
-    def _family(self, source: KernelSource, integers: Integers) -> _Family:
-        key = digest(integers.key), source.signature, source.group, source.resident
+    def _family(self, key: Hashable) -> _Family:
         family = self._families.use(key)
         if family is None:
             family = self._families[key] = _Family()
         return family
+
+
+def _name(source: KernelSource, identity: object) -> str:
+    """A name for what a kernel computes, the same in every process."""
+    return f"{source.name.rpartition('_')[0]}_{digest(repr(identity))}"
+
+
+def _family_key(source: KernelSource, integers: Integers) -> tuple[Hashable, ...]:
+    return digest(integers.key), source.signature, source.group, source.resident
 
 
 def _integers(body: DialectBody) -> Integers:
@@ -127,3 +181,12 @@ def _integers(body: DialectBody) -> Integers:
 
 def _parameter_bytes(signature: Sequence[str]) -> int:
     return sum(8 if kind.endswith(("*", "64")) else 4 for kind in signature)
+
+
+def _parsed(text: str | None, count: int) -> list[tuple[int, ...]]:
+    """The integers of kernels from a file; none where it says something else."""
+    try:
+        known = [tuple(map(int, values)) for values in json.loads(text or "[]")]
+    except (ValueError, TypeError):
+        return []
+    return known if all(len(values) == count for values in known) else []

@@ -64,6 +64,7 @@ class KernelSource:
     resident: int = 1  # groups that a unit of a GPU should have room for at a time
     complete: bool = False  # the text is whole: it needs no prelude, and is compiled by itself
     sizes: int = 0  # of its scalars, the first, which are sizes of this launch
+    alone: bool = False  # many programs share it, so it is compiled by itself, and never merged with others
     placed: bool = True  # it takes the places of its buffers; else each begins where its value does
 
     @cached_property

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.execution.realize import explain as explain_nodes
-from penstock.execution.realize import realize, waits_for_a_compiler
+from penstock.execution.realize import precompile, realize, waits_for_a_compiler
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.custom_vjp import refused, refusing
 from penstock.graph.node import DType, Node, Shape, leaf
@@ -236,6 +236,7 @@ class Tensor:
             return self._download()
 
         def build() -> Future[npt.NDArray[Any]]:
+            precompile(node, device)
             realize([node], device)
             return device.download(node.value, node.dtype, node.shape)
 

@@ -58,9 +58,16 @@ class Compiler:
             name: Function(module, name, signature, dtypes[name]) for name, signature in signatures.items()
         }
 
+    def has(self, text: str) -> bool:
+        """Whether the code of a text is on disk."""
+        return self.binaries.has(self._key(text))
+
+    def _key(self, text: str) -> str:
+        return f"{nvrtc.nvrtcVersion()[1:]} {self._architecture}\n{text}"
+
     def _code(self, text: str) -> bytes:
         """The code of a text for this device, from the disk where it was compiled before."""
-        key = f"{nvrtc.nvrtcVersion()[1:]} {self._architecture}\n{text}"
+        key = self._key(text)
         code = self.binaries.get(key)
         if code is None:
             code = compile_text(text, self._architecture)

@@ -115,6 +115,13 @@ class CudaDriver(Driver):
             raise CompileError(f"{self.name} refused the code of {sorted(signatures)}: {error}") from None
         return {name: Kernel(name, signatures[name], Launch(functions[name])) for name in signatures}
 
+    @property
+    def keeps_compiled(self) -> bool:
+        return True
+
+    def has_compiled(self, source: str) -> bool:
+        return self._compiler.has(source)
+
     def _library(self, name: str, functions: Mapping[str, Any], signature: Sequence[str]) -> Kernel:
         launch = functions.get(name)
         if not callable(launch) or not hasattr(launch, "prepare"):

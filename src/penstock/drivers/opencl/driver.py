@@ -184,7 +184,7 @@ class OpenCLDriver(Driver):
             if self._cache is None:
                 program = self._build(cl.Program(self._context, source))
             else:
-                said = f"{self._built_for}\n{source}"
+                said = self._said(source)
                 compile = partial(self._build, cl.Program(self._context, source))
                 program = self._cache.build(said, len(signatures), self._loaded, compile)
             kernels = {}
@@ -196,6 +196,23 @@ class OpenCLDriver(Driver):
         except cl.Error as error:
             raise CompileError(f"{self.name} refused the source of {sorted(signatures)}:\n{error}") from None
         return kernels
+
+    def compile_ahead(self, source: str, signatures: Mapping[str, Sequence[str]]) -> None:
+        kernels = self.compile(source, signatures)
+        if self._cache is not None:
+            self._cache.keep(self._said(source))
+        kernels.clear()  # not before: what is kept is a part of the program
+
+    @property
+    def keeps_compiled(self) -> bool:
+        return self._cache is not None
+
+    def has_compiled(self, source: str) -> bool:
+        return self._cache is not None and self._cache.has(self._said(source))
+
+    def _said(self, source: str) -> str:
+        """What the code of a source depends on."""
+        return f"{self._built_for}\n{source}"
 
     def _build(self, program: cl.Program) -> cl.Program:
         with warnings.catch_warnings():

@@ -128,16 +128,24 @@ class PoclCache:
             if all(kept):
                 self._due = math.inf
 
+    def keep(self, said: str) -> None:
+        """Keep a program whose kernels have not run: PoCL compiles them now, while Python waits."""
+        key = _key(said)
+        with self._lock:
+            for folder, program in self._programs.items():
+                if program.key == key:
+                    self._save(folder, has_run=False)
+
     def save(self) -> None:
         """Keep every program whose kernels have run."""
         with self._lock:
             for folder in self._programs:
                 self._save(folder)
 
-    def _save(self, folder: str) -> bool:
-        """Keep a program if all its kernels have run; whether nothing is left to be kept.
+    def _save(self, folder: str, has_run: bool = True) -> bool:
+        """Keep a program if all its kernels have run, or that does not matter; whether nothing is left to do.
 
-        PoCL would compile the others for the binary, while everybody waits.
+        PoCL compiles those that have not run for the binary, while everybody waits.
         """
         program = self._programs[folder]
         built = program.built()
@@ -145,7 +153,7 @@ class PoclCache:
             return True
         with suppress(OSError, cl.Error):  # what cannot be kept is compiled again
             compiled = sum(1 for _ in (self.folder / folder).glob("*/*/*.so"))
-            if compiled >= program.kernels:
+            if compiled >= program.kernels or not has_run:
                 binaries: Any = built.get_info(cl.program_info.BINARIES)  # of each device
                 self._binaries.put(program.key, binaries[0])
                 program.saved = True

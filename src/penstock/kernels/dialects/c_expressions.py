@@ -55,6 +55,14 @@ _FLOAT_VECTOR = {
     "round_float16": "round_half{width}({0})",
 }
 Patterns = Mapping[str, str]
+# Functions of a single value on a CPU: one lane of those of vectors. PoCL's own differ in the last bit, and
+# whether an item is computed in a vector or after the last one depends on the kernel that it is in.
+_EXACT = ("sqrt", "floor", "ceil", "trunc")
+CPU_SCALAR_PATTERNS: Patterns = {
+    name: _FLOAT_VECTOR[name].replace("{0}", "(float8)({0})").replace("{1}", "(float8)({1})") + ".s0"
+    for name in (*_UNARY.split(), "atan2", "hypot", "pow")
+    if name not in _EXACT
+}
 # For a GPU, by whether functions are quick: fewer instructions than the compiler would need.
 _THREAD = {"tanh": "tanh_1({0})", "maximum": "MAXIMUM({0}, {1})", "minimum": "MINIMUM({0}, {1})"}
 _QUICK = _THREAD | {"exp": "QUICK_EXP({0})", "divide": "QUICK_DIVIDE({0}, {1})"}

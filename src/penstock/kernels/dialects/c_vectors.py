@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.c import CPrinter
-from penstock.kernels.dialects.c_expressions import c_type
+from penstock.kernels.dialects.c_expressions import CPU_SCALAR_PATTERNS, c_type, expression
 from penstock.kernels.source import C_TYPES
 
 
@@ -40,7 +40,7 @@ class VectorPrinter(CPrinter):
         if operation == "minimum" and of == ir.INT:
             # A choice in its place makes LLVM lay out loops, and a product with GELU take 3 times as long.
             return f"min({inputs[0]}, {inputs[1]})"
-        return super().expression(operation, result, of, inputs)
+        return expression(operation, result, of, inputs, CPU_SCALAR_PATTERNS if of.width == 1 else None)
 
     def registers(self, name: str, dtype: str, length: int) -> str:
         self._registers.add(name)

@@ -218,7 +218,8 @@ class Emitter:
 
     def _value(self, node: Node, place: Place) -> Value:
         if node in self.group.inputs:
-            number, index = self.group.inputs.index(node), flat(place, node.shape)
+            number = self.group.inputs.index(node)
+            index = self.variables.recombined(flat(place, node.shape))
             self.loads.setdefault(number, set()).add((self.stage, index))
             if (number, index) in self.copies:
                 array, spot = self.copies[number, index]

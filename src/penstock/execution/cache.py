@@ -1,0 +1,204 @@
+"""The programs of a device, by structure, and what computes an expression while its program is compiled.
+
+What is new waits for no compiler where that can be helped. If its kernels are on disk, they are loaded. If
+they are not, a thread compiles them, and until it is done the expression is computed by kernels of single
+operations, which exist before they are needed: see `ahead`. Both give the same bits. NumPy computes what it
+computes exactly, as long as it is seen for the first time or small, where the host sees the memory of all
+inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from time import perf_counter
+
+from penstock.compiler.pipeline import compile_graph, prepare
+from penstock.compiler.schedule import Schedule
+from penstock.compiler.target import Target
+from penstock.drivers.driver import Kernel
+from penstock.execution.ahead import Ahead
+from penstock.execution.executable import Executable, kernel_sources
+from penstock.execution.host_program import HostProgram
+from penstock.execution.structure import Structure
+from penstock.graph.dtypes import HALF_PRECISION
+from penstock.graph.node import Node
+from penstock.graph.reference import Constant
+from penstock.kernels.cache import KernelCache
+from penstock.lru import LRU
+from penstock.runtime import Device
+
+_MAX_PROGRAMS = 256
+_MAX_HOST_PROGRAMS = 1024
+_MAX_BRIDGES = 64
+
+
+@dataclass(frozen=True)
+class _Bridge:
+    """What computes an expression until the kernels of its schedule are compiled."""
+
+    program: Executable
+    schedule: Schedule
+    compiled: Future[dict[str, Kernel]]
+
+
+class ExecutableCache:
+    """The programs of one device, and what was seen; both bounded, they forget what was not used longest."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.kernels = KernelCache(device)
+        self._forced = device.settings.force_kernels
+        self._programs = LRU[Hashable, Executable](_MAX_PROGRAMS)
+        self._bridges = LRU[Hashable, _Bridge](_MAX_BRIDGES)
+        self._schedules = LRU[Hashable, Schedule](_MAX_BRIDGES)  # of programs whose kernels are compiled
+        self._host_programs = LRU[Hashable, HostProgram](_MAX_HOST_PROGRAMS)
+        self.singles = LRU[Hashable, Executable](_MAX_PROGRAMS)  # programs of single operations
+        self.build_seconds = 0.0  # in all
+        self._last_built = perf_counter()
+        self._ahead: Ahead | None = None
+        if device.settings.compile_ahead and self._bridges_gaps():
+            self._ahead = Ahead(device, self.kernels, lambda: self._last_built)
+
+    def _bridges_gaps(self) -> bool:
+        """Whether kernels of single operations give the bits of fused ones, and are kept on disk.
+
+        The compilers of GPUs round a product and a sum after it once, and row kernels there keep column sums.
+        """
+        can = self._device.capabilities
+        return can.compiles and not can.contracts and self._device.driver.keeps_compiled
+
+    def seen(self, structure: Structure) -> bool:
+        """Whether the same was computed before, as far as it is remembered."""
+        key = structure.key
+        return key in self._programs or key in self._bridges or key in self._host_programs
+
+    def waits_for_no_compiler(self, structure: Structure) -> bool:
+        """Whether NumPy computes it, and no kernel."""
+        return not self._forced and structure.waits_for_no_compiler(self.seen(structure))
+
+    def builds(self, structure: Structure) -> bool:
+        """Whether computing it now would first build a program."""
+        return structure.key not in self._programs and not self.waits_for_no_compiler(structure)
+
+    def keep_single(self, key: Hashable, structure: Structure, program: Executable) -> None:
+        """Have a single operation computed by a program from now on, unless that is one for the meantime."""
+        if structure.key not in self._bridges:
+            self.singles[key] = program
+
+    def known(self, structure: Structure, repeated: bool = False) -> Executable | HostProgram:
+        """The program of a structure: of NumPy as long as building kernels would not pay.
+
+        `repeated`: it will be computed many times.
+        """
+        key = structure.key
+        program = self._programs.use(key)
+        if program is not None:
+            return program
+        on_host = self._host_programs.use(key)
+        if on_host is not None and on_host.small and not repeated:
+            return on_host
+        if not repeated and self.waits_for_no_compiler(structure):
+            on_host = self._host_programs[key] = HostProgram(structure)
+            return on_host
+        bridge = self._bridges.use(key)
+        if not repeated:
+            if bridge is None and (new := self._bridge(structure)) is not None:
+                return new.program
+            if bridge is not None and not bridge.compiled.done():
+                return bridge.program
+        start = perf_counter()
+        if bridge is not None:
+            self._bridges.pop(key)
+            self._schedules[key] = bridge.schedule
+            if not bridge.compiled.cancel() and bridge.compiled.exception() is None:
+                self.kernels.keep(bridge.compiled.result())
+        program = Executable(self.schedule(structure), self._device, self.kernels)
+        self._schedules.pop(key, None)
+        self._programs[key] = program
+        self._note_built(start)
+        return program
+
+    def _bridge(self, structure: Structure) -> _Bridge | None:
+        """What computes a structure while a thread compiles its kernels.
+
+        None where no compiler is needed, and where single operations are not compiled yet, or give other
+        bits: a fused kernel does not round float16 and bfloat16 between operations.
+        """
+        rounds = any(node.dtype in HALF_PRECISION for node in structure.operations)
+        if rounds or self._forced or not self._bridges_gaps():
+            return None
+        schedule = self.schedule(structure)
+        missing = self.kernels.missing(kernel_sources(schedule, self._device, self.kernels))
+        if not missing:
+            return None
+        separate = self._separate(structure)
+        if absent := self.kernels.missing(kernel_sources(separate, self._device, self.kernels)):
+            if self._ahead is not None:
+                self._ahead.add(absent)
+            return None
+        program = Executable(separate, self._device, self.kernels)
+        compiled = self._device.submit(lambda: self.kernels.compiled(missing))
+        self._schedules.pop(structure.key, None)
+        bridge = self._bridges[structure.key] = _Bridge(program, schedule, compiled)
+        return bridge
+
+    def precompile(self, structure: Structure) -> None:
+        """Compile the kernels of a structure; others can use the device meanwhile."""
+        with self._device.running:
+            if not self.builds(structure):
+                return
+            schedule = self.schedule(structure)
+            missing = self.kernels.missing(kernel_sources(schedule, self._device, self.kernels))
+        kernels = self.kernels.compiled(missing)
+        with self._device.running:
+            self.kernels.keep(kernels)
+
+    def schedule(self, structure: Structure) -> Schedule:
+        """The schedule of a structure; kept until there is a program of it."""
+        program = self._programs.get(structure.key)
+        if program is not None:
+            return program.schedule
+        schedule = self._schedules.use(structure.key)
+        if schedule is None:
+            start = perf_counter()
+            nodes, inputs = prepare(structure.wanted, structure.inputs)
+            schedule = compile_graph(nodes, inputs, structure.numbers, self._target())
+            self._schedules[structure.key] = schedule
+            self._note_built(start)
+        return schedule
+
+    def _separate(self, structure: Structure) -> Schedule:
+        """The same in kernels of single operations."""
+        nodes, inputs = prepare(structure.wanted, structure.inputs)
+        return compile_graph(nodes, inputs, structure.numbers, self._target(fuses=False))
+
+    def _target(self, fuses: bool = True) -> Target:
+        lower = self.kernels.lowering if fuses else self.kernels.shared_lowering
+        return Target(self._device.name, self._device.capabilities, lower, fuses=fuses)
+
+    def build(self, structure: Structure, aliases: Mapping[int, int] | None = None) -> Executable:
+        """A new executable. `aliases` names wanted nodes that should be written over inputs, by numbers."""
+        start = perf_counter()
+        nodes, inputs = prepare(structure.wanted, structure.inputs)
+        self._note_built(start)
+        return self.compile(nodes, inputs, structure.numbers, aliases)
+
+    def compile(
+        self,
+        nodes: Sequence[Node],
+        inputs: Sequence[Node],
+        constants: Mapping[Constant, int],
+        aliases: Mapping[int, int] | None = None,
+    ) -> Executable:
+        """The executable of a prepared graph; see `compile_graph`."""
+        start = perf_counter()
+        schedule = compile_graph(nodes, inputs, constants, self._target(), aliases)
+        built = Executable(schedule, self._device, self.kernels)
+        self._note_built(start)
+        return built
+
+    def _note_built(self, start: float) -> None:
+        self._last_built = perf_counter()
+        self.build_seconds += self._last_built - start

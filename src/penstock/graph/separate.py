@@ -1,0 +1,41 @@
+"""A graph whose operations stay apart: each reads what the others computed from memory, so none are fused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.graph.checkpoint import BARRIER
+from penstock.graph.node import Kind, Node, topological
+
+
+def separate(wanted: Sequence[Node]) -> list[Node]:
+    """The wanted nodes, with an optimization barrier before every operation on what another computes.
+
+    Constants stay with the operation that takes them, and so do the views through which a product reads its
+    matrices, since the order of its sums depends on those.
+    """
+    barriers: dict[Node, Node] = {}
+    new: dict[Node, Node] = {}
+
+    def apart(node: Node) -> Node:
+        if node.value is not None or node.primitive.kind is Kind.CREATION or node.primitive is BARRIER:
+            return node
+        if node not in barriers:
+            barriers[node] = Node(BARRIER, (node,), {})
+        return barriers[node]
+
+    def matrix(node: Node) -> Node:
+        if node.value is None and node.primitive.kind is Kind.VIEW:
+            return node.on(tuple(map(matrix, node.inputs)))
+        return new[node]
+
+    for node in topological(wanted):
+        if node.value is not None:
+            new[node] = node
+        elif node.primitive.multiplies_matrices:
+            new[node] = node.on(tuple(map(matrix, node.inputs)))
+        elif node.primitive.same_bytes:
+            new[node] = node.on(tuple(new[parent] for parent in node.inputs))
+        else:
+            new[node] = node.on(tuple(apart(new[parent]) for parent in node.inputs))
+    return [new[node] for node in wanted]

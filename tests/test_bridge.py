@@ -1,0 +1,295 @@
+"""What is new waits for no compiler: kernels of single operations compute it, with the same bits, until its
+own are there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import DRIVERS
+from test_random_graphs import grown
+from test_same_bits import EXPRESSIONS
+
+import penstock as ps
+from penstock import Device, nn
+from penstock.compiler.pipeline import compile_graph, prepare
+from penstock.compiler.target import Target
+from penstock.config import Settings
+from penstock.errors import CompileError
+from penstock.execution import ahead
+from penstock.execution.executable import Executable
+from penstock.execution.realize import executables
+from penstock.execution.structure import Structure
+from penstock.graph.dtypes import HALF_PRECISION
+from penstock.graph.node import Kind, leaf
+from penstock.kernels.cache import KernelCache
+
+OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))
+
+
+def separate(device: Device, structure: Structure) -> Executable:
+    """The program of single operations."""
+    own = executables(device)
+    return Executable(own._separate(structure), device, own.kernels)
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    made = Device.over(DRIVERS[OPENCL]())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def on_disk(device: Device, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The texts that count as compiled before; nothing else does."""
+    texts: set[str] = set()
+    monkeypatch.setattr(device.driver, "has_compiled", texts.__contains__)
+    return texts
+
+
+def compiled_ahead(device: Device, on_disk: set[str], tensor: ps.Tensor) -> None:
+    """Have the kernels of single operations of an expression, whatever its own are."""
+    kernels = KernelCache(device)
+    target = Target(device.name, device.capabilities, kernels.shared_lowering, fuses=False)
+    structure = Structure([tensor._node], device.capabilities)
+    schedule = compile_graph(*prepare(structure.wanted, structure.inputs), structure.numbers, target)
+    for step in schedule.groups:
+        on_disk.update(kernels._text([call.source]) for call in step.calls)
+
+
+def values(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+def expression(x: ps.Tensor) -> ps.Tensor:
+    return nn.functional.softmax(ps.exp(x) * 0.7 - x, axis=1)
+
+
+# Bits
+
+
+@pytest.mark.parametrize("shape", [(300, 130), (5, 7), (41, 203)], ids=str)
+@pytest.mark.parametrize("name", [name for name in EXPRESSIONS if name != "half precision"])
+def test_single_operations_give_the_bits_of_a_fused_program(
+    device: Device, name: str, shape: tuple[int, int]
+) -> None:
+    x = ps.asarray(values(*shape), device=device)
+    expected = ps.jit(EXPRESSIONS[name])(x).numpy()
+    result = EXPRESSIONS[name](x)
+    structure = Structure([result._node], device.capabilities)
+    (buffer,) = separate(device, structure).run(
+        [node.value for node in structure.inputs], structure.constants()
+    )
+    found = device.download(buffer, result.dtype, result.shape).wait()
+    assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("first", [2000, 2004, 2008])
+def test_so_do_those_of_random_graphs(device: Device, first: int) -> None:
+    checked = 0
+    for seed in range(first, first + 4):
+        _, wanted = grown(seed, 50, 0, lambda array: leaf(device.upload(array), array.shape, array.dtype))
+        structure = Structure(wanted, device.capabilities)
+        if any(node.dtype in HALF_PRECISION for node in structure.operations):
+            continue  # which a fused kernel does not round
+        inputs, constants = [node.value for node in structure.inputs], structure.constants()
+        fused = executables(device).build(structure).run(inputs, constants)
+        single = separate(device, structure).run(inputs, constants)
+        for node, one, other in zip(structure.nodes, fused, single, strict=False):
+            np.testing.assert_array_equal(
+                device.download(one, node.dtype, node.shape).wait(),
+                device.download(other, node.dtype, node.shape).wait(),
+                err_msg=f"seed {seed}, {node}",
+            )
+        checked += 1
+    assert checked
+
+
+def test_each_operation_has_a_kernel_of_its_own(device: Device) -> None:
+    x = ps.asarray(values(40, 30), device=device)
+    structure = Structure([expression(x)._node], device.capabilities)
+    schedule = executables(device)._separate(structure)
+    for step in schedule.groups:
+        kinds = [node.primitive.kind for node in step.group.nodes if not node.primitive.same_bytes]
+        assert len([kind for kind in kinds if kind is not Kind.CREATION]) == 1, step
+    assert len(schedule.groups) > len(executables(device).schedule(structure).groups)
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+@pytest.mark.parametrize("kind", [OPENCL, "host"])
+def test_small_expressions_have_the_bits_of_a_jitted_function(kind: str, name: str) -> None:
+    device = Device.over(DRIVERS[kind]())
+    x = ps.asarray(values(4, 9), device=device)
+    results = [EXPRESSIONS[name](x).numpy().tobytes() for _ in range(3)]
+    assert {*results} == {ps.jit(EXPRESSIONS[name])(x).numpy().tobytes()}
+    device.close()
+
+
+# The bridge
+
+
+def test_a_new_expression_is_computed_while_its_kernels_are_compiled(
+    device: Device, on_disk: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = ps.asarray(values(40, 30), device=device)
+    compiled_ahead(device, on_disk, expression(x))
+    goes_on, compile_ = threading.Event(), device.compile
+
+    def slowly(text: Any, signatures: Any) -> Any:
+        assert text in on_disk or goes_on.wait(60)
+        return compile_(text, signatures)
+
+    monkeypatch.setattr(device, "compile", slowly)
+    first = expression(x).numpy()  # would hang here
+    second = expression(x).numpy()
+    own = executables(device)
+    assert len(own._bridges) == 1
+    assert not own._programs
+    assert "row [" in ps.explain(expression(x)), "what is to come, and not what is there meanwhile"
+    goes_on.set()
+    (bridge,) = own._bridges.values()
+    bridge.compiled.result(60)
+    third = expression(x).numpy()
+    assert not own._bridges
+    assert len(own._programs) == 1
+    assert first.tobytes() == second.tobytes() == third.tobytes()
+    assert third.tobytes() == ps.jit(expression)(x).numpy().tobytes()
+
+
+def test_other_shapes_are_computed_by_the_same_kernels(
+    device: Device, on_disk: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with a table of kernels of its own, as in another process: what is learned is on disk."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for shape in ((101, 103), (211, 307), (104, 96), (168, 320), (5, 7), (16, 8), (30, 1000)):
+        compiled_ahead(device, on_disk, expression(ps.asarray(values(*shape), device=device)))
+    texts = set(on_disk)
+    for shape in ((57, 61), (400, 211), (90, 999), (64, 64), (3, 5)):
+        compiled_ahead(device, on_disk, expression(ps.asarray(values(*shape), device=device)))
+    assert on_disk == texts
+
+
+def test_an_error_of_the_compiler_is_raised_where_the_expression_is_computed(
+    device: Device, on_disk: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = ps.asarray(values(40, 30), device=device)
+    compiled_ahead(device, on_disk, expression(x))
+    compile_ = device.compile
+
+    def refuses(text: Any, signatures: Any) -> Any:
+        if text not in on_disk:
+            raise CompileError("no such thing")
+        return compile_(text, signatures)
+
+    monkeypatch.setattr(device, "compile", refuses)
+    expression(x).numpy()
+    (bridge,) = executables(device)._bridges.values()
+    assert isinstance(bridge.compiled.exception(60), CompileError)
+    with pytest.raises(CompileError, match="no such thing"):
+        expression(x).numpy()
+    monkeypatch.undo()
+    assert expression(x).numpy().shape == (40, 30)
+
+
+def test_what_a_fused_kernel_does_not_round_has_no_bridge(device: Device, on_disk: set[str]) -> None:
+    x = ps.asarray(values(40, 30), device=device)
+    compiled_ahead(device, on_disk, EXPRESSIONS["half precision"](x))
+    EXPRESSIONS["half precision"](x).numpy()
+    assert not executables(device)._bridges
+
+
+def test_what_is_not_there_is_compiled_at_once(device: Device, on_disk: set[str]) -> None:
+    x = ps.asarray(values(40, 30), device=device)
+    expression(x).numpy()
+    assert len(executables(device)._programs) == 1
+    assert not executables(device)._bridges
+
+
+def test_others_use_the_device_while_numpy_async_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device.over(DRIVERS[OPENCL]())
+    x = ps.asarray(values(40, 30), device=device)
+    known: Callable[[], ps.Tensor] = lambda: ps.tanh(x) / 2  # noqa: E731
+    expected = known().numpy()
+    compiling, goes_on, compile_ = threading.Event(), threading.Event(), device.compile
+
+    def slowly(*given: Any) -> Any:
+        compiling.set()
+        assert goes_on.wait(60)
+        return compile_(*given)
+
+    monkeypatch.setattr(device, "compile", slowly)
+    monkeypatch.setattr(device.driver, "has_compiled", lambda text: False)
+    future = expression(x).numpy_async()
+    assert compiling.wait(60)
+    assert known().numpy().tobytes() == expected.tobytes()  # would hang here
+    goes_on.set()
+    assert future.wait().tobytes() == ps.jit(expression)(x).numpy().tobytes()
+    device.close()
+
+
+# Ahead
+
+
+@pytest.fixture
+def few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_UNARY", ("exp",))
+    monkeypatch.setattr(ahead, "_BINARY", ("add",))
+    monkeypatch.setattr(ahead, "_COMPARISONS", ())
+    monkeypatch.setattr(ahead, "_CASTS", ())
+    monkeypatch.setattr(ahead, "_SHAPES", ahead._SHAPES[:1])
+    monkeypatch.setattr(ahead, "_QUIET_SECONDS", 0.0)
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.05)
+
+
+def test_kernels_are_compiled_ahead_once_for_a_device(
+    few_operations: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where it is noted that they are
+    for number in range(2):
+        device = Device.over(DRIVERS[OPENCL](), Settings(compile_ahead=True))
+        compiled: list[str] = []
+        real = device.driver.compile_ahead
+        monkeypatch.setattr(
+            device.driver,
+            "has_compiled",
+            lambda text, compiled=compiled, number=number: number or text in compiled,
+        )
+        monkeypatch.setattr(
+            device.driver,
+            "compile_ahead",
+            lambda text, given, compiled=compiled, real=real: (compiled.append(text), real(text, given)),
+        )
+        own = executables(device)
+        assert own._ahead is not None
+        until(lambda own=own: own.kernels.kept.get("ahead"))
+        assert bool(compiled) is (number == 0)
+        assert len(set(compiled)) == len(compiled)
+        device.close()
+
+
+def test_what_was_missing_is_compiled_later(
+    few_operations: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device = Device.over(DRIVERS[OPENCL](), Settings(compile_ahead=True))
+    compiled: list[str] = []
+    monkeypatch.setattr(device.driver, "has_compiled", compiled.__contains__)
+    monkeypatch.setattr(device.driver, "compile_ahead", lambda text, given: compiled.append(text))
+    monkeypatch.setattr(ahead, "_SHAPES", ())
+    x = ps.asarray(values(40, 30), device=device)
+    ps.sinh(ps.exp(x)).numpy()
+    until(lambda: any("sinh" in text for text in compiled))
+    device.close()
+    assert executables(device)._ahead is not None, "which ends by itself"
