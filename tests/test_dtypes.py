@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -238,6 +239,42 @@ def test_rounding_is_to_the_nearest_even(on: Device, way: str, half: DType) -> N
     same_bits(x.astype(half).astype(ps.float32).numpy(), back)  # a cast rounds inside a kernel too
     every = np.arange(1 << 16, dtype=np.uint16).view(half)
     same_bits(ps.asarray(every, device=on).astype(ps.float32).astype(half).numpy(), every)
+
+
+@pytest.fixture(params=["opencl", "host", *CUDA_KINDS, *WEBGPU_KINDS])
+def forced(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """A device whose kernels compute everything."""
+    driver = DRIVERS.get(request.param, lambda: OpenCLDriver(NATIVE, "opencl-forced"))()
+    device = Device.over(driver, replace(SMALL, force_kernels=True))
+    yield device
+    device.close()
+
+
+@both_halves
+def test_kernels_round_every_tie_and_the_floats_beside_it(forced: Device, half: DType) -> None:
+    every = (
+        np.arange(0x7F80 if half == ml_dtypes.bfloat16 else 0x7C00, dtype=np.uint16)
+        .view(half)
+        .astype(np.float32)
+    )
+    ties = ((every[:-1].astype(np.float64) + every[1:]) / 2).astype(np.float32)
+    beside = [np.nextafter(ties, np.float32(end)) for end in (-np.inf, np.inf)]
+    floats = np.concatenate([ties, *beside, -ties, *(-floats for floats in beside)])
+    x, rounded = ps.asarray(floats, device=forced), floats.astype(half)
+    same_bits(x.astype(half).numpy(), rounded)
+    back = -rounded.astype(np.float32)
+    same_bits((-x.astype(half).astype(ps.float32)).numpy(), back)
+    same_bits((-ps.asarray(rounded, device=forced).astype(ps.float32)).numpy(), back)
+
+
+@both_halves
+def test_kernels_read_and_write_every_half(forced: Device, half: DType) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(half)
+    for values in (every, every[:-3]):
+        x = ps.asarray(values, device=forced)
+        with np.errstate(all="ignore"):
+            same_bits((-x.astype(ps.float32)).numpy(), -values.astype(np.float32))
+        same_bits((-x).numpy(), -values)
 
 
 @pytest.mark.slow("float16")

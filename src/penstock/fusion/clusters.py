@@ -14,7 +14,15 @@ from typing import Any
 from penstock.fusion.costs import MAX_NODES
 from penstock.fusion.kinds import GroupKind
 from penstock.fusion.products import bias_vector, library_operand
-from penstock.fusion.views import base, keeps_order, operand_reader, operand_source, repeats, trailing
+from penstock.fusion.views import (
+    base,
+    crosses_rows,
+    keeps_order,
+    operand_reader,
+    operand_source,
+    repeats,
+    trailing,
+)
 from penstock.graph.checkpoint import BARRIER
 from penstock.graph.elementwise import PRIMITIVES
 from penstock.graph.node import Kind, Node, Shape
@@ -36,6 +44,7 @@ class Cluster:
         self.kind = kind
         self.size = size  # items that its nodes have before any reduction
         self.by_library = by_library  # its first node is a product that a library computes
+        self.copies = False  # its one node is a view that is written out, so that others read it in its order
         self.columns = 0  # of a row; 0 as long as no rows are reduced
         self.nodes: list[Node] = []
         self.deps: set[Cluster] = set()  # the clusters whose values it reads
@@ -46,7 +55,7 @@ class Cluster:
 
     def may_have_rows(self, columns: int) -> bool:
         """Whether it can reduce rows of so many items: it has no others."""
-        return self.kind.has_rows and self.columns in (0, columns)
+        return self.kind.has_rows and not self.copies and self.columns in (0, columns)
 
     def reduce_rows(self, columns: int) -> None:
         """Make it a group of rows."""
@@ -82,6 +91,8 @@ class Clustering:
             self.required.update(read for read in self._read_whole(node) if read.value is None)
             if self._stands_alone(node):
                 self.required.add(node)
+        self._copied = set(self._read_across())
+        self.required |= self._copied
         for node in order:
             # Again, now that it is known which views are written out.
             if node.primitive.multiplies_matrices:
@@ -101,6 +112,21 @@ class Clustering:
             yield from (operand_source(operand, self.required, read) for operand in node.inputs)
         elif node.primitive is BARRIER or node.primitive.kind in (Kind.GATHER, Kind.RANDOM):
             yield base(node.inputs[0])
+
+    def _read_across(self) -> Iterator[Node]:
+        """Views whose every item reductions need, but in an order in which memory is slow to read."""
+        reductions = (node for node in self._order if node.primitive.kind is Kind.REDUCTION)
+        stack = [node.inputs[0] for node in reductions if self._fusible(node)]
+        seen: set[Node] = set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node.value is not None or node in self.required:
+                continue
+            seen.add(node)
+            if crosses_rows(node):
+                yield node
+            elif node.primitive.kind is Kind.ELEMENTWISE or node.primitive is RESHAPE:
+                stack += node.inputs
 
     def _is_by_library(self, node: Node) -> bool:
         return node.primitive.kind is Kind.CONTRACTION and self._by_library(node)
@@ -145,7 +171,9 @@ class Clustering:
             self._enter(node, Cluster(GroupKind.SINGLE, node.size))
         elif node.primitive.is_free:
             if node in self.required:
-                self._enter(node, Cluster(GroupKind.MAP, node.size))
+                cluster = Cluster(GroupKind.MAP, node.size)
+                cluster.copies = node in self._copied
+                self._enter(node, cluster)
         elif kind in _BEGUN_BY:
             cluster = Cluster(_BEGUN_BY[kind], node.size, self._is_by_library(node))
             if "part" in node.attributes:  # of several that one kernel computes together
@@ -221,7 +249,7 @@ class Clustering:
         for parent in node.inputs:
             producer, spread = self.aligned(parent)
             cluster = self.cluster.get(producer)
-            if cluster is None or not cluster.kind.fuses or producer in self._for_columns:
+            if cluster is None or not cluster.kind.fuses or cluster.copies or producer in self._for_columns:
                 continue
             if cluster.by_library and not self._may_add_bias(node, cluster):
                 continue
@@ -353,6 +381,7 @@ def mergeable(cluster: Cluster, other: Cluster) -> bool:
     """Whether two clusters of one space can be one: neither needs the other, and there is room."""
     return (
         other is not cluster
+        and not (cluster.copies or other.copies)
         and cluster.kind.has_rows
         and other.kind.has_rows
         and cluster.size == other.size

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Container
 from typing import Any
 
+from penstock.fusion.costs import CROSSED_AXIS, CROSSED_ITEMS
 from penstock.fusion.index import ZERO, Index, SplitNeeded, Variables, flat, source_place, variable
 from penstock.graph.node import Kind, Node, Shape
 from penstock.graph.shaping import PERMUTE, SLICE
@@ -92,3 +93,13 @@ def keeps_order(view: Node) -> bool:
         return view.shape == view.inputs[0].shape and all(part[2] == 1 for part in view.attributes["slices"])
     long = [axis for axis in view.attributes["axes"] if view.inputs[0].shape[axis] > 1]
     return view.primitive is PERMUTE and long == sorted(long)
+
+
+def crosses_rows(view: Node) -> bool:
+    """Whether neighbours in a large view lie far apart in what it looks at, and those there in the view."""
+    if view.primitive is not PERMUTE or view.size < CROSSED_ITEMS:
+        return False
+    lengths = view.inputs[0].shape
+    long: list[int] = [axis for axis in view.attributes["axes"] if lengths[axis] > 1]
+    last = max(long)
+    return long[-1] != last and min(lengths[long[-1]], lengths[last]) >= CROSSED_AXIS

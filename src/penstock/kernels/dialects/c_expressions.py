@@ -24,8 +24,9 @@ _FLOAT = {
     # A NaN takes the place of every number.
     "greater_or_nan": "(!({0} <= {1}) & ({1} == {1}))",
     "less_or_nan": "(!({0} >= {1}) & ({1} == {1}))",
-    "maximum": "(({0} > {1}) | ({0} != {0}) ? {0} : {1})",
-    "minimum": "(({0} < {1}) | ({0} != {0}) ? {0} : {1})",
+    # The inner choice is one instruction of a CPU.
+    "maximum": "({0} != {0} ? {0} : {0} > {1} ? {0} : {1})",
+    "minimum": "({0} != {0} ? {0} : {0} < {1} ? {0} : {1})",
     "maximum_number": "({0} > {1} ? {0} : {1})",  # where the first is a NaN, the second
     "minimum_number": "({0} < {1} ? {0} : {1})",
     "round": "rint({0})",

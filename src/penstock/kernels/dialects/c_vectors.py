@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.c import CPrinter
@@ -19,6 +20,8 @@ class VectorPrinter(CPrinter):
         """`private`: arrays are those of the thread, and not of its workgroup."""
         super().__init__()
         self._array_space = "" if private else "LOCAL "
+        self._registers: set[str] = set()  # arrays of the thread
+        self._rounded: dict[tuple[str, str], ir.Expr] = {}  # by name and dtype: what it was before
         self._pointers: dict[str, str] = {}  # by name: the buffer or array that a pointer points into
 
     def special(self, statement: ir.Statement) -> list[str]:
@@ -39,12 +42,24 @@ class VectorPrinter(CPrinter):
             return f"min({inputs[0]}, {inputs[1]})"
         return expression(operation, result, of, inputs, CPU_SCALAR_PATTERNS if of.width == 1 else None)
 
+    def registers(self, name: str, dtype: str, length: int) -> str:
+        self._registers.add(name)
+        return super().registers(name, dtype, length)
+
+    def accumulator(self, statement: ir.Accumulate, lane: int | None) -> str:
+        if statement.first is None:
+            return super().accumulator(statement, lane)
+        return self._place(statement.target.name, statement.type, self.addend(statement.first))
+
     def name(self, var: ir.Var, lane: int | None) -> str:
         return var.name if lane is None else f"{var.name}.s{lane:x}"
 
     def value(self, expr: ir.Expr, lane: int | None) -> str:
         if isinstance(expr, ir.Vector):
             return f"({c_type(expr.type)})({', '.join(map(self.expr, expr.items))})"
+        if isinstance(expr, ir.Shuffle):
+            numbers = ", ".join(map(str, expr.numbers))
+            return f"__builtin_shufflevector({self.expr(expr.left)}, {self.expr(expr.right)}, {numbers})"
         return super().value(expr, lane)
 
     def broadcast(self, expr: ir.Broadcast) -> str:
@@ -76,6 +91,18 @@ class VectorPrinter(CPrinter):
         value = super().load(expr, index)
         return f"-({value} != 0)" if expr.type.dtype == "bool" else value
 
+    def define(self, statement: ir.Let | ir.Declare) -> list[str]:
+        value = statement.value
+        if isinstance(value, ir.Call) and value.operation.startswith("round_"):
+            self._rounded[statement.name, value.operation.removeprefix("round_")] = value.inputs[0]
+        return super().define(statement)
+
+    def store(self, statement: ir.Store) -> list[str]:
+        if isinstance(statement.value, ir.Var):  # storing rounds, too
+            rounded = (statement.value.name, statement.stored)
+            statement = replace(statement, value=self._rounded.get(rounded, statement.value))
+        return super().store(statement)
+
     def store_item(self, statement: ir.Store, index: str, value: str) -> str:
         width = statement.type.width
         if width == 1:
@@ -103,9 +130,17 @@ class VectorPrinter(CPrinter):
 
     def _space(self, buffer: str) -> str:
         """The address space of a buffer, an array or a pointer."""
+        if buffer in self._registers:
+            return ""
         return "GLOBAL " if ir.is_buffer(self._pointers.get(buffer, buffer)) else self._array_space
 
     def _vector(self, access: ir.Load | ir.Store, index: str) -> str:
         """A vector in memory that is aligned for its items only."""
         item = "ushort" if access.stored == "float16" else C_TYPES[access.stored]
         return f"*({self._space(access.buffer)}loose_{item}{access.type.width} *)({access.buffer} + {index})"
+
+    def _place(self, array: str, type: ir.Type, index: str) -> str:
+        """One item of an array, or as many from there on as a vector has."""
+        if type.width == 1:
+            return f"{array}[{index}]"
+        return f"*({self._space(array)}loose_{C_TYPES[type.dtype]}{type.width} *)({array} + {index})"

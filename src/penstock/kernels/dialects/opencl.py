@@ -38,6 +38,14 @@ static inline float round_half(float x) {
     vstore_half(x, 0, (half *)&u);
     return vload_half(0, (half *)&u);
 }
+#ifdef __F16C__  // an instruction of x86, where PoCL would call functions
+static inline float8 from_halves_8(ushort8 u) {
+    return as_float8(__builtin_ia32_vcvtph2ps256(as_short8(u)));
+}
+static inline ushort8 to_halves_8(float8 x) {
+    return as_ushort8(__builtin_ia32_vcvtps2ph256(x, 0));
+}
+#else
 static inline float8 from_halves_8(ushort8 u) {
     return vload_half8(0, (half *)&u);
 }
@@ -46,6 +54,7 @@ static inline ushort8 to_halves_8(float8 x) {
     vstore_half8(x, 0, (half *)&u);
     return u;
 }
+#endif
 static inline float8 round_half8(float8 x) {
     return from_halves_8(to_halves_8(x));
 }
@@ -68,7 +77,8 @@ _VECTORS_OF_16 = {f"loose_{item}16": _loose(item, 16, size) for item, size in _I
 # subnormal is 0. tanh: a polynomial where exp would cancel. The coefficients are Chebyshev fits.
 _FUNCTIONS = """
 static inline float8 exp_8(float8 x) {
-    float8 c = x > 88.7228394f ? (float8)(88.7228394f) : x < -87.3365479f ? (float8)(-87.3365479f) : x;
+    float8 c = x < -87.3365479f ? (float8)(-87.3365479f) : x;
+    c = c > 88.7228394f ? (float8)(88.7228394f) : c;
     float8 t = c * 1.44269504f + 12582912.0f;
     float8 n = t - 12582912.0f;
     float8 r = c - n * 0.693359375f;
@@ -76,7 +86,8 @@ static inline float8 exp_8(float8 x) {
     float8 p = 4.166644833e-2f + r * (8.364383390e-3f + r * 1.393545454e-3f);
     p = 1.0f + (r + r * r * (5.000000015e-1f + r * (1.666656960e-1f + r * p)));
     float8 y = as_float8(as_int8(p) + (as_int8(t) << 23));
-    return x > 88.7228394f ? (float8)(INFINITY) : x < -87.3365479f ? (float8)(0.0f) : x != x ? x : y;
+    y = x < -87.3365479f ? (float8)(0.0f) : y;
+    return !(x <= 88.7228394f) ? x * INFINITY : y;  // infinity or NaN
 }
 static inline float8 tanh_8(float8 x) {
     float8 z = x * x;

@@ -233,6 +233,16 @@ class Lane(Expr):
 
 
 @dataclass(frozen=True)
+class Shuffle(Expr):
+    """Items of two vectors of a CPU, by their numbers: those of the second come after those of the first."""
+
+    type: Type
+    left: Expr
+    right: Expr
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Random(Expr):
     """The word of random bits with this number, by a state of four words."""
 

@@ -10,8 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.graph.reducing import BLOCK
-from penstock.kernels.ir.expressions import INT, Const, Expr, Identity, Select, Type, Var
-from penstock.kernels.ir.statements import Accumulate, Declare, For, If, Let, Statement
+from penstock.kernels.ir.expressions import INT, Combine, Const, Expr, Identity, Load, Select, Type, Var
+from penstock.kernels.ir.statements import (
+    Accumulate,
+    Declare,
+    For,
+    If,
+    Let,
+    RegisterArray,
+    Statement,
+    Store,
+)
+
+LANES = 8  # of a CPU's vectors, and partial results of a reduction in the end, whether it has vectors or not
 
 # Gives what starts the accumulators of the present level, and what adds them to those of the next.
 NextLevel = Callable[[], tuple[list[Statement], list[Statement]]]
@@ -48,24 +59,40 @@ def _cut(loop: For, turns: int, before: list[Statement], after: list[Statement])
 
 
 class Sums:
-    """The variables of reductions in a loop; those of floating-point sums get further levels."""
+    """The variables of reductions in a loop; those of floating-point sums get further levels.
+
+    On a CPU, a variable may be an array of partial results, which takes in as many values as it has items
+    before the first item takes in another. On the next level, only the first `LANES` of them are kept apart.
+    """
 
     def __init__(self, new_name: Callable[[str], str]) -> None:
         self._new_name = new_name
         self._kinds: dict[str, tuple[Type, str]] = {}
         self._names: dict[str, str] = {}  # of each variable: that of its last level
+        self._lengths: dict[str, int] = {}  # of each level that is an array
 
-    def add(self, name: str, kind: Type, operation: str) -> None:
-        """Take in a variable."""
+    def add(self, name: str, kind: Type, operation: str, length: int = 0) -> None:
+        """Take in a variable; `length`: that of an array."""
         self._kinds[name], self._names[name] = (kind, operation), name
+        if length:
+            self._lengths[name] = length
 
     def last(self, name: str) -> str:
         """The name of a variable's last level."""
         return self._names[name]
 
-    def variable(self, name: str) -> Declare:
+    def start(self, name: str) -> list[Statement]:
         """What starts the last level of a variable."""
-        return Declare(self._names[name], Identity(*self._kinds[name]))
+        return self._start(name, self._names[name])
+
+    def _start(self, name: str, level: str) -> list[Statement]:
+        (kind, operation), length = self._kinds[name], self._lengths.get(level, 0)
+        if not length:
+            return [Declare(level, Identity(kind, operation))]
+        first, turns = Var("chain") * kind.width, length // kind.width
+        store = Store(Identity(kind, operation), level, kind.dtype, first)
+        loop = For("chain", Const(0), Const(turns), Const(1), [store], turns if kind.width > 1 else 0)
+        return [RegisterArray(level, kind.dtype, length), loop]
 
     def blocked(self, loop: For, each: int = 1) -> tuple[For, int]:
         """`in_blocks` for a loop that changes some of the variables."""
@@ -80,9 +107,42 @@ class Sums:
         for name in names:
             (kind, operation), part = self._kinds[name], self._names[name]
             total = self._names[name] = self._new_name("total")
-            before.append(Declare(part, Identity(kind, operation)))
-            after.append(Accumulate(Var(total, kind), operation, Var(part, kind), kind))
+            before += self._start(name, part)
+            if part not in self._lengths or kind.width == LANES:
+                statements, value = self._folded(name, part, Const(0))
+                after += [*statements, Accumulate(Var(total, kind), operation, value, kind)]
+                continue
+            self._lengths[total], lane = LANES, Var("lane")
+            statements, value = self._folded(name, part, lane)
+            statements.append(Accumulate(Var(total, kind), operation, value, kind, lane))
+            after.append(For("lane", Const(0), Const(LANES), Const(1), statements))
         return before, after
+
+    def folded(self, name: str, place: Expr) -> tuple[list[Statement], Expr]:
+        """What computes one of the first `LANES` partial results of a variable's last level, and its value.
+
+        `place`: its number, of vectors 0.
+        """
+        return self._folded(name, self._names[name], place)
+
+    def _folded(self, name: str, level: str, place: Expr) -> tuple[list[Statement], Expr]:
+        kind, operation = self._kinds[name]
+        if level not in self._lengths:
+            return [], Var(level, kind)
+        step = int(kind.width > 1)
+        statements: list[Statement] = []
+
+        def named(value: Expr) -> Expr:
+            part = Let(self._new_name("part"), value)
+            statements.append(part)
+            return Var(part.name, kind)
+
+        starts = range(0, self._lengths[level], LANES)
+        parts = [named(Load(kind, level, kind.dtype, place + start, step)) for start in starts]
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [named(Combine(kind, operation, left, right)) for left, right in pairs]
+        return statements, parts[0]
 
 
 def _changed(body: Sequence[Statement]) -> set[str]:

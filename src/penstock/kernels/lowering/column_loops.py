@@ -75,7 +75,8 @@ class ColumnLoops(LoopNest):
         start, turns, statements = THREAD // abreast, -(-rows // parts), [*around, *emitter.leave()]
         loop = For("part", start, Const(rows), Const(parts), statements, _READS, turns)
         loop, _ = sums.blocked(loop)
-        kernel.body += [*inside, *before, *(sums.variable(name) for name in names.values()), loop]
+        kernel.body += [*inside, *before]
+        kernel.body += [*(start for name in names.values() for start in sums.start(name)), loop]
         names = {node: sums.last(name) for node, name in names.items()}
         if parts > 1:
             kernel.body += self._across(names, abreast, threads)

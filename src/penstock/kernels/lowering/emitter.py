@@ -114,6 +114,8 @@ class Emitter:
         self.depth_of: dict[str, int] = {}  # the body of each variable
         self.given: dict[Node, Value] = {}  # values that are at hand whatever the place
         self.kept: dict[tuple[Node, Place], tuple[str, Index, str]] = {}  # values in arrays, with dtypes
+        # For what is read from an input there: the array with a copy of it, and where in that.
+        self.copies: dict[tuple[int, Index], tuple[str, Index]] = {}
         self.used: set[Index] = set()
         self.merges: list[Merge] = []
         self.loads: dict[int, set[tuple[int, Index]]] = {}  # of each input: the stages, and where
@@ -219,6 +221,9 @@ class Emitter:
             number = self.group.inputs.index(node)
             index = self.variables.recombined(flat(place, node.shape))
             self.loads.setdefault(number, set()).add((self.stage, index))
+            if (number, index) in self.copies:
+                array, spot = self.copies[number, index]
+                return self._load(array, computed_dtype(node), computed_dtype(node), spot)
             return self._load(f"in{number}", computed_dtype(node), str(node.dtype), index)
         primitive = node.primitive
         if primitive in _LOWERINGS:

@@ -13,6 +13,7 @@ from penstock.kernels.lowering.emitter import LanesImpossible, computed_dtype
 from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
 from penstock.kernels.lowering.map_loops import MapLoops
 from penstock.kernels.lowering.row_loops import RowLoops
+from penstock.kernels.lowering.tiled_loops import TiledLoops
 
 _LANES = 8  # PoCL reports 16 on CPUs with registers for 8, and its functions on 16 crash its compiler
 _ACCESS = 16  # bytes that a thread of a GPU reads or writes at once
@@ -29,14 +30,19 @@ def lower(group: Group, capabilities: Capabilities) -> Lowered:
     """The kernel of a group that has loops."""
     gpu = capabilities.vector_width == 1
     lanes = _thread_lanes(group, capabilities) if gpu else _vector_lanes(group)
+    word_access = dialect_of(capabilities).word_access
     splits: list[tuple[str, int]] = []
     loops = LOOPS[group.kind]
     while True:
         try:
             trial = loops(group, capabilities, 1, splits, [])
             trial.build()
-            final = loops(group, capabilities, lanes, splits, trial.merges())
-            return final.build()
+            merges = trial.merges()
+            if group.kind.is_map and (lanes == 1 or not word_access):
+                tiled = TiledLoops(group, capabilities, 1 if gpu else lanes, splits, merges)
+                if tiled.finds_use(trial.emitter.loads):
+                    return tiled.build()
+            return loops(group, capabilities, lanes, splits, merges).build()
         except SplitNeeded as needed:
             splits.append((needed.name, needed.inner))
         except LanesImpossible:

@@ -14,7 +14,6 @@ from penstock.kernels.ir.expressions import THREAD, WORKGROUP, Const, Expr, Iden
 from penstock.kernels.ir.statements import (
     Accumulate,
     Barrier,
-    BlockReduce,
     Declare,
     For,
     Forget,
@@ -25,9 +24,9 @@ from penstock.kernels.ir.statements import (
     Statement,
     Store,
 )
-from penstock.kernels.lowering.blocks import Sums
 from penstock.kernels.lowering.emitter import Value, computed_dtype
 from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
+from penstock.kernels.lowering.partials import Partials
 
 # Of a GPU. A thread has so many items of a row, if there are enough threads, and can keep them in registers.
 _ITEMS = 32
@@ -299,8 +298,7 @@ class RowLoops(LoopNest):
         if self.gpu:
             known = dict.fromkeys(array for array, _, _ in emitter.kept.values())
             emitter.bodies[0] += [Forget(array, self._own_items()) for array in known]
-        lanes_of: dict[Node, list[tuple[str, int]]] = {node: [] for node in reductions}
-        sums = Sums(emitter.name)
+        partials = Partials(emitter, self._threads if self.gpu else 0)
         kept: dict[tuple[Node, Place], tuple[str, Index, str]] = {}
         arrays = {node: emitter.name("kept") for node in keep}
         place = variable("slot") if self.gpu else self._column
@@ -313,14 +311,7 @@ class RowLoops(LoopNest):
 
         def body() -> None:
             for node in reductions:
-                wide = emitter.widened(self._item(node.inputs[0]), emitter.lanes)
-                known = {lanes: name for name, lanes in lanes_of[node]}
-                name = known.get(emitter.lanes) or emitter.name("sum")
-                if emitter.lanes not in known:
-                    lanes_of[node].append((name, emitter.lanes))
-                    sums.add(name, Type(computed_dtype(node), emitter.lanes), node.primitive.name)
-                kind = Type(wide.type.dtype, emitter.lanes)
-                emitter.bodies[1].append(Accumulate(Var(name, kind), node.primitive.name, wide.var, kind))
+                partials.take_in(node, emitter.widened(self._item(node.inputs[0]), emitter.lanes))
             for at, node in column_sums:
                 value = self._item(node.inputs[0])
                 kind = Type(value.type.dtype, emitter.lanes)
@@ -336,35 +327,15 @@ class RowLoops(LoopNest):
                 kept[key] = (arrays[key[0]], place, stored)
             self.store(results)
 
-        loops = self._loops(body, sums)
-        emitter.bodies[0] += [sums.variable(name) for node in reductions for name, _ in lanes_of[node]]
-        emitter.bodies[0] += loops
+        loops = self._loops(body, partials, bool(reductions))
+        emitter.bodies[0] += [*partials.start(), *loops]
         for node in reductions:
-            self._reduce(node, [(sums.last(name), lanes) for name, lanes in lanes_of[node]])
+            result = partials.reduce(node)
+            emitter.given[node] = Value(Var(result, Type(computed_dtype(node))), 0)
         emitter.kept.update(kept)
 
-    def _reduce(self, node: Node, parts: list[tuple[str, int]]) -> None:
-        """One value from the sums of all lanes and threads."""
-        emitter, operation, dtype = self.emitter, node.primitive.name, computed_dtype(node)
-        *vectors, (name, lanes) = parts
-        for other, wide in vectors:
-            part = emitter.name()
-            emitter.bodies[0] += [
-                BlockReduce(part, operation, Var(other, Type(dtype, wide)), None),
-                Accumulate(Var(name, Type(dtype)), operation, Var(part, Type(dtype)), Type(dtype)),
-            ]
-        result, array = emitter.name(), None
-        if self.gpu:
-            array = emitter.name("threads")
-            stored = "int32" if dtype == "bool" else dtype
-            emitter.kernel.arrays.append(LocalArray(array, stored, emitter.kernel.group[0]))
-        threads = Const(self._threads if self.gpu else 1)
-        total = Var(name, Type(dtype, lanes))
-        emitter.bodies[0].append(BlockReduce(result, operation, total, array, threads))
-        emitter.given[node] = Value(Var(result, Type(dtype)), 0)
-
-    def _loops(self, body: Callable[[], None], sums: Sums) -> list[Statement]:
-        emitter = self.emitter
+    def _loops(self, body: Callable[[], None], partials: Partials, reduces: bool) -> list[Statement]:
+        emitter, sums = self.emitter, partials.sums
         if self.gpu:
             loops = self._loops_of_threads(body)
             return [sums.blocked(loop, _READS if loop.name == "start" else 1)[0] for loop in loops]
@@ -376,7 +347,10 @@ class RowLoops(LoopNest):
         for name in around:
             emitter.depth_of[name] = 1
         length = self.count([last])
-        parts = self.vector_loops(last, 0, length, length % self.lanes == 0, body)
+        if reduces:
+            parts = partials.loops(last, length, self.lanes, body)
+        else:
+            parts = self.vector_loops(last, 0, length, length % self.lanes == 0, body)
         blocked = [sums.blocked(part) for part in parts]
         for name in reversed(around):
             turns = self.count([name])
