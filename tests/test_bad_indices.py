@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -424,3 +425,34 @@ def test_nothing_of_an_ignored_row_is_in_any_result(
     np.testing.assert_allclose(found_x.numpy(), by_x, 1e-4, 1e-6)
     if found_w is not None:
         np.testing.assert_allclose(found_w.numpy(), by_w, 1e-4, 1e-6)
+
+
+@pytest.mark.parametrize("step", [10, -1])
+def test_an_index_that_a_jitted_function_changes(device: Device, step: int) -> None:
+    """What is known of its items is forgotten with them."""
+    x = ps.asarray(np.arange(5, dtype=np.float32), device=device)
+    index = ps.asarray(np.array([0, 1]), device=device)
+    assert x[index].numpy().tolist() == [0, 1]
+
+    @ps.jit
+    def change() -> None:
+        nonlocal index
+        index += step
+
+    change()
+    change()
+    if step < 0:
+        assert x[index].numpy().tolist() == [3, 4]
+    else:
+        with pytest.raises(BadIndex, match=r"index 2[01] is out of range"):
+            x[index].numpy()
+
+
+def test_the_line_is_that_of_this_time(device: Device) -> None:
+    x = ps.asarray(np.arange(5, dtype=np.float32), device=device)
+    good, bad = (ps.asarray(np.array(items), device=device) for items in ([1, 2], [1, 9]))
+    x[good + 0].numpy()
+    with pytest.raises(BadIndex) as raised:
+        x[bad + 0].numpy()
+    line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
+    assert raised.value.where.endswith(f":{line}")

@@ -3,6 +3,11 @@ own are there."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +33,7 @@ from penstock.execution.structure import Structure
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Kind, leaf
 from penstock.kernels.cache import KernelCache
+from penstock.lru import LRU
 
 OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))
 
@@ -139,13 +145,18 @@ def test_a_new_expression_is_computed_while_its_kernels_are_compiled(
 ) -> None:
     x = ps.asarray(values(40, 30), device=device)
     compiled_ahead(device, on_disk, expression(x))
-    goes_on, compile_ = threading.Event(), device.compile
+    goes_on, compile_, compile_ahead = threading.Event(), device.compile, device.driver.compile_ahead
 
     def slowly(text: Any, signatures: Any) -> Any:
         assert text in on_disk or goes_on.wait(60)
         return compile_(text, signatures)
 
+    def in_the_background(text: Any, signatures: Any) -> None:
+        assert goes_on.wait(60)
+        compile_ahead(text, signatures)
+
     monkeypatch.setattr(device, "compile", slowly)
+    monkeypatch.setattr(device.driver, "compile_ahead", in_the_background)
     first = expression(x).numpy()  # would hang here
     second = expression(x).numpy()
     own = executables(device)
@@ -167,10 +178,11 @@ def test_other_shapes_are_computed_by_the_same_kernels(
 ) -> None:
     """Each with a table of kernels of its own, as in another process: what is learned is on disk."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for shape in ((101, 103), (211, 307), (104, 96), (168, 320), (5, 7), (16, 8), (30, 1000)):
+    rows = [shape for pair in ahead._ROWS for shape in zip(ahead._ROW_COUNTS, pair, strict=True)]
+    for shape in (*itertools.chain(*ahead._SHAPES), *rows):
         compiled_ahead(device, on_disk, expression(ps.asarray(values(*shape), device=device)))
     texts = set(on_disk)
-    for shape in ((57, 61), (400, 211), (90, 999), (64, 64), (3, 5)):
+    for shape in ((57, 61), (400, 211), (90, 999), (64, 64), (3, 7), (3000, 6), (33, 8), (7, 1000)):
         compiled_ahead(device, on_disk, expression(ps.asarray(values(*shape), device=device)))
     assert on_disk == texts
 
@@ -188,6 +200,7 @@ def test_an_error_of_the_compiler_is_raised_where_the_expression_is_computed(
         return compile_(text, signatures)
 
     monkeypatch.setattr(device, "compile", refuses)
+    monkeypatch.setattr(device.driver, "compile_ahead", refuses)
     expression(x).numpy()
     (bridge,) = executables(device)._bridges.values()
     assert isinstance(bridge.compiled.exception(60), CompileError)
@@ -195,6 +208,96 @@ def test_an_error_of_the_compiler_is_raised_where_the_expression_is_computed(
         expression(x).numpy()
     monkeypatch.undo()
     assert expression(x).numpy().shape == (40, 30)
+
+
+def test_waiting_compilations_are_bounded(
+    device: Device, on_disk: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more expressions than are remembered, those that nobody waits for are not compiled."""
+    shapes = [(20, 30 + number) for number in range(6)]
+    tensors = [ps.asarray(values(*shape), device=device) for shape in shapes]
+    for x in tensors:
+        compiled_ahead(device, on_disk, expression(x))
+    goes_on, compiled = threading.Event(), []
+
+    def in_the_background(text: Any, signatures: Any) -> None:
+        assert goes_on.wait(60)
+        compiled.append(text)
+
+    monkeypatch.setattr(device.driver, "compile_ahead", in_the_background)
+    own = executables(device)
+    own._bridges = LRU(2)
+    for x in tensors:
+        expression(x).numpy()
+    last = [bridge.compiled for bridge in own._bridges.values()]
+    goes_on.set()
+    for future in last:
+        future.result(60)
+    assert len(compiled) <= 3, "one was under way"
+    for x in tensors:
+        assert expression(x).numpy().tobytes() == ps.jit(expression)(x).numpy().tobytes()
+
+
+def test_the_end_waits_for_one_compilation(tmp_path: Path) -> None:
+    """Those of a script's last expressions, which nobody will use, do not hold it up."""
+    script = """
+        import time
+        import penstock as ps
+        from penstock.execution.realize import executables
+        device = ps.use("opencl:0")
+        own = executables(device)
+        def compile(sources):
+            print("compiles", flush=True)
+            time.sleep(0.2)
+        own.kernels.compile_ahead = compile
+        futures = [own._ahead.compile([]) for _ in range(50)]
+        futures[0].result(60)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "PENSTOCK_COMPILE_AHEAD": "0", "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    assert 1 <= done.stdout.count("compiles") <= 3
+
+
+def test_python_goes_on_while_a_kernel_is_compiled(tmp_path: Path) -> None:
+    """All of its compilation, the last part of which PyOpenCL would hold everybody up for."""
+    device = Device.over(DRIVERS[OPENCL]())
+    steps = " ".join(f"y = sin(y) * exp(y) + tanh(y) * {k}.5f;" for k in range(40))
+    text = f"__kernel void k(__global float *x) {{ float y = x[0]; {steps} x[0] = y; }}"
+    longest, ends = 0.0, threading.Event()
+
+    def look() -> None:
+        nonlocal longest
+        before = time.perf_counter()
+        while not ends.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            longest, before = max(longest, now - before), now
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    start = time.perf_counter()
+    device.driver.compile_ahead(f"/* {tmp_path} */ {text}", {"k": ("float32*",)})
+    taken = time.perf_counter() - start
+    ends.set()
+    thread.join()
+    device.close()
+    assert longest < taken / 3
+
+
+def test_what_would_take_much_memory_has_no_bridge(device: Device, on_disk: set[str]) -> None:
+    """Single operations write out what a fused kernel never stores."""
+    x = ps.asarray(values(400, 64), device=device)
+    distances: Callable[[], ps.Tensor] = lambda: ps.sum((x[:, None] - x[None]) ** 2, axis=-1)  # noqa: E731
+    compiled_ahead(device, on_disk, distances())
+    device.limit_bytes = "32MiB"
+    assert distances().numpy().shape == (400, 400)
+    assert not executables(device)._bridges
 
 
 def test_what_a_fused_kernel_does_not_round_has_no_bridge(device: Device, on_disk: set[str]) -> None:

@@ -15,6 +15,7 @@ from penstock import Device, nn, optim
 from penstock.config import Settings
 from penstock.drivers.host import HostDriver
 from penstock.execution.realize import executables
+from penstock.execution.single import single
 from penstock.graph import elementwise, reducing
 from penstock.graph.calls import CALL, RESULT, call, inline, subgraph_between
 from penstock.graph.node import Node, placeholder, topological
@@ -492,3 +493,148 @@ def test_a_loop_without_an_optimizer_repeats_one_program(device: Device, reads: 
         counts.append(len(executables(device)._programs))
     assert 1 <= counts[-1] == counts[3] <= 2  # the first step begins with zeros that are not computed yet
     np.testing.assert_allclose(w.numpy(), wanted, rtol=1e-4)
+
+
+# What looks like the same, and is not
+
+
+def parameter(*values: float) -> ps.Tensor:
+    return ps.asarray(np.array(values, np.float32)).requires_grad_()
+
+
+KEYWORDS: dict[str, Callable[..., ps.Tensor]] = {
+    "affine": lambda x, w, b: F.affine(x, scale=w[0], shift=b),
+    "linear": lambda x, w, b: F.linear(x, weight=w, bias=b),
+    "layer norm": lambda x, w, b: F.layer_norm(x, weight=w[0], bias=b),
+    "attention": lambda x, w, b: F.scaled_dot_product_attention(
+        ps.reshape(x, (1, 1, 4, 4)), value=ps.reshape(w, (1, 1, 4, 4)), key=ps.reshape(w + b, (1, 1, 4, 4))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_tensors_by_name(device: Device, name: str) -> None:
+    x, w, b = (
+        ps.asarray(array(*shape, seed=seed), device=device)
+        for seed, shape in enumerate([(4, 4), (4, 4), (4,)])
+    )
+    expected = ps.jit(KEYWORDS[name])(x, w, b).numpy()
+    for _ in range(2):
+        np.testing.assert_allclose(KEYWORDS[name](x, w, b).numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_was_computed_without_gradients_is_a_constant() -> None:
+    x = parameter(1, 2, 3)
+    with ps.no_grad():
+        mean = ps.mean(x)
+    ps.sum(x * mean).backward()
+    assert x.grad is not None
+    assert x.grad.numpy().tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_gradient_is_a_value(reuse: bool, given: bool) -> None:
+    device = Device.over(HostDriver(), Settings(reuse_graphs=reuse))
+    x = ps.asarray(np.array([1.0, 2, 3], np.float32), device=device).requires_grad_()
+    for _ in range(2):
+        x.grad = None
+        if given:
+            (x**3).backward(ps.ones(3, device=device))
+        else:
+            ps.sum(x**3).backward()
+        first, x.grad = x.grad, None
+        assert first is not None
+        ps.sum(first * x).backward()
+        assert x.grad is not None
+        np.testing.assert_allclose(x.grad.numpy(), [3, 12, 27])
+    device.close()
+
+
+def test_parameters_that_share_a_gradient_and_then_do_not() -> None:
+    a, b = parameter(1, 1, 1), parameter(1, 1, 1)
+    optimizer = optim.SGD([a, b], lr=1.0)
+    a.grad = b.grad = ps.full((3,), 0.5)
+    optimizer.step()
+    a.grad, b.grad = ps.full((3,), 0.25), ps.full((3,), -1.0)
+    optimizer.step()
+    assert (a.numpy().tolist(), b.numpy().tolist()) == ([0.25] * 3, [1.5] * 3)
+
+
+def test_a_parameter_that_is_its_own_gradient() -> None:
+    for value in (1.0, 3.0):
+        a, b = parameter(value), parameter(value)
+        optimizer = optim.SGD([a], lr=0.5)
+        a.grad = a.detach() if value == 3 else a
+        optimizer.step()
+        assert a.item() == value / 2
+        other = optim.SGD([b], lr=0.5)
+        b.grad = ps.full((1,), 1.0)
+        other.step()
+        assert b.item() == value - 0.5
+
+
+def test_a_gradient_on_another_device_is_refused() -> None:
+    device, elsewhere = (Device.over(HostDriver()) for _ in range(2))
+    a = ps.ones(3, device=device).requires_grad_()
+    a.grad = ps.ones(3, device=elsewhere)
+    with pytest.raises(ValueError, match="to_device"):
+        optim.SGD([a], lr=1.0).step()
+    assert a.numpy().tolist() == [1, 1, 1]
+
+
+def test_settings_as_lists() -> None:
+    a, b = parameter(1, 2), parameter(1, 2)
+    for tensor, betas in ((a, [0.9, 0.99]), (b, (0.9, 0.99))):
+        optimizer = optim.Adam([tensor], lr=0.1, betas=betas)  # type: ignore[arg-type]
+        ps.sum(tensor**2).backward()
+        optimizer.step()
+    assert a.numpy().tolist() == b.numpy().tolist()
+
+
+def test_a_tensor_whose_value_is_asked_for() -> None:
+    x = ps.asarray(array(4, 5))
+    for axis in (1, 0, 1):
+        np.testing.assert_array_equal(
+            ps.mean(x, axis=ps.asarray(axis)).numpy(), ps.mean(x, axis=axis).numpy()
+        )
+        np.testing.assert_array_equal(F.softmax(x, ps.asarray(axis)).numpy(), F.softmax(x, axis).numpy())
+    for correction in (0.0, 1.0):
+        expected = ps.var(x, correction=correction).numpy()
+        assert ps.var(x, correction=ps.asarray(correction)).numpy() == expected
+
+
+def test_a_scalar_of_a_raw_kernel_in_a_checkpoint() -> None:
+    line = "out[i] = alpha * x[i];"
+    times = ps.raw_kernel(
+        "times",
+        {"opencl": line, "cuda": line, "wgsl": line},
+        inputs=("x",),
+        outputs={"out": "x"},
+        scalars={"alpha": "float32"},
+    )
+    x = parameter(1, 2, 3)
+    for alpha in (2.0, 5.0):
+
+        def function(x: ps.Tensor, alpha: float = alpha) -> ps.Tensor:
+            with ps.no_grad():
+                constant = times(x, alpha=alpha)
+            return x * constant
+
+        x.grad = None
+        ps.sum(ps.checkpoint(function, x)).backward()
+        assert x.grad is not None
+        assert x.grad.numpy().tolist() == [alpha, 2 * alpha, 3 * alpha]
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_parts_of_complex_constants_keep_their_sign(device: Device, zero: float) -> None:
+    for sign in (zero, -zero, zero):
+        root = ps.sqrt(ps.full((3,), complex(-1, sign), dtype=ps.complex64, device=device)).numpy()
+        np.testing.assert_array_equal(root, np.sqrt(np.full(3, complex(-1, sign), np.complex64)))
+
+
+def test_many_values_are_no_small_expression() -> None:
+    values = [ps.asarray(np.full(1, number, np.float32)) for number in range(200)]
+    assert single(ps.concat(values)._node) is None
+    assert ps.concat(values).numpy().tolist() == [*range(200)]

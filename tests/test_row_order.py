@@ -97,11 +97,28 @@ def test_extremes_of_zeros_and_nan(device: Device, length: int) -> None:
         np.testing.assert_array_equal(np.signbit(got[numbers]), np.signbit(expected[numbers]))
 
 
-def test_rows_of_several_axes_that_cannot_be_one(device: Device) -> None:
-    x = RNG.standard_normal((4, 6, 70)).astype(np.float32)
-    y = RNG.standard_normal((6, 1)).astype(np.float32)
-    result = ps.sum(ps.asarray(x, device=device) * ps.asarray(y, device=device), axis=(1, 2))
-    np.testing.assert_allclose(result.numpy(), (x * y).sum((1, 2), dtype=np.float64), rtol=1e-5)
+WEIGHTED: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[ps.Tensor], ps.Tensor]]] = {
+    "a row of two axes": ((4, 6, 70), (6, 1), lambda x: ps.sum(x, axis=(1, 2))),
+    "vectors of it": ((40, 60, 200), (60, 1), lambda x: ps.sum(x, axis=(1, 2))),
+    "an axis between": ((50, 3, 24), (3, 24), lambda x: ps.sum(x, axis=(0, 2))),
+    "a product": ((4, 6, 70), (6, 1), lambda x: ps.prod(x, axis=(1, 2))),
+    "columns of two axes": ((40, 10, 20), (10, 1), lambda x: ps.sum(x, axis=(0, 1))),
+    "long columns": ((40, 60, 20), (60, 1), lambda x: ps.mean(x, axis=(0, 1))),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rows_of_several_axes_that_cannot_be_one(device: Device, name: str, dtype: type) -> None:
+    """They are added up as if they were: as the product itself, which lies in one piece."""
+    shape, other, reduce = WEIGHTED[name]
+    x = (1 + RNG.standard_normal(shape) / 10).astype(dtype)
+    y = (1 + RNG.standard_normal(other) / 10).astype(dtype)
+    given = [ps.asarray(array, device=device) for array in (x, y)]
+    result = ps.jit(lambda x, y: reduce(x * y))(*given).numpy()
+    np.testing.assert_array_equal(result, reduce((given[0] * given[1]).realize()).numpy())
+    host = ps.asarray((x * y).astype(np.float64), device="host")
+    np.testing.assert_allclose(result, reduce(host).numpy(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32, np.int64, np.float64, np.float16])

@@ -40,6 +40,38 @@ def test_each_call_gives_the_same_bits(device: Device, name: str) -> None:
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.parametrize("size", [50, 40000])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_so_does_half_precision_and_a_jitted_function(device: Device, dtype: str, size: int) -> None:
+    rng = np.random.default_rng(0)
+    given = [rng.standard_normal(size).astype(np.float32) for _ in range(3)]
+    a, b, c = (ps.asarray(array, device=device).astype(getattr(ps, dtype)) for array in given)
+    functions: list[Callable[..., ps.Tensor]] = [
+        lambda a, b, c: a * b + c,
+        lambda a, b, c: a + b + c,
+        lambda a, b, c: a * b * c,
+        lambda a, b, c: a + b > c,
+    ]
+    for function in functions:
+        expected = ps.jit(function)(a, b, c).numpy().tobytes()
+        assert {function(a, b, c).numpy().tobytes() for _ in range(3)} == {expected}
+
+
+SLICED: dict[str, tuple[tuple[int, ...], Callable[[ps.Tensor], ps.Tensor]]] = {
+    "a block": ((50, 40), lambda x: ps.sum(ps.exp(x[1:48, 3:37]))),
+    "a reshaped block": ((65, 5, 20), lambda x: ps.sum(ps.reshape(x[:, :, :16], (65, 80)), axis=1)),
+    "odd parts": ((65, 5, 20), lambda x: ps.sum(ps.reshape(x[:, :, :15], (65, 75)), axis=1)),
+}
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_sums_of_slices(device: Device, name: str) -> None:
+    shape, function = SLICED[name]
+    x = ps.asarray(np.random.default_rng(0).standard_normal(shape).astype(np.float32), device=device)
+    expected = ps.jit(function)(x).numpy().tobytes()
+    assert {function(x).numpy().tobytes() for _ in range(12)} == {expected}
+
+
 def draws(generator: ps.random.Generator) -> list[Callable[[], ps.Tensor]]:
     return [
         lambda: generator.uniform((7, 5)),

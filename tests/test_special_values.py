@@ -229,3 +229,14 @@ def test_silu_far_below_0(opencl: Device, dtype: Any, x: float) -> None:
         np.testing.assert_allclose(
             got.astype(np.longdouble), wanted, rtol=2e-5 if dtype == np.float32 else 1e-12
         )
+
+
+@pytest.mark.parametrize("count", [1, 5, 8])
+def test_exponentials_at_the_end_of_the_range(device: Device, count: int) -> None:
+    """Where they overflow, and the number before, in vectors and one by one."""
+    last = np.float32(88.72283)
+    beyond = np.nextafter(last, np.float32(np.inf))
+    for value, expected in ((last, 3.4027985e38), (beyond, np.inf), (np.float32(1000), np.inf)):
+        x = ps.asarray(np.full(count, value), device=device)
+        np.testing.assert_allclose(ps.exp(x).numpy(), np.full(count, expected), rtol=1e-6)
+        np.testing.assert_allclose(ps.tanh(x / 2).numpy(), np.ones(count), rtol=1e-6)

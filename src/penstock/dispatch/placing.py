@@ -120,8 +120,8 @@ class Dispatcher:
             return there.run(self.places.bring(structure.inputs, member), numbers), there
         placed, inputs = self._known(structure), [node.value for node in structure.inputs]
         if placed is None:
-            on_host = HostProgram(structure)
-            return on_host.run(inputs, numbers, self._sharing(structure.inputs)), on_host
+            on_host = HostProgram(structure, self._sharing(structure.inputs))
+            return on_host.run(inputs, numbers, structure.bounds), on_host
         program, inputs = placed.chosen(inputs, lambda: structure.inputs, numbers)
         return program.run(inputs, numbers), program.programs[-1]
 

@@ -1,18 +1,20 @@
-"""Kernels of single operations, compiled before anybody needs them: once for a device, and kept on disk.
+"""Kernels that a thread compiles before they are needed, and keeps on disk.
 
-They compute an expression that is new while its own kernels are compiled; see `cache`. A kernel takes sizes
-as arguments once two shapes are known, so every operation is written for two. What was missing for an
-expression is added. A thread compiles when nothing else is being built. It goes on in the next process where
-this one ends.
+First come those of expressions that are computed by single operations meanwhile; see `cache`. Then, when
+nobody builds anything, come the kernels of single operations themselves, once for a device. A kernel takes
+sizes as arguments once two shapes are known, so every operation is written for two. What was missing for an
+expression is added. The next process goes on where this one ends.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
+from itertools import chain
 from time import perf_counter, sleep
 
 from penstock.compiler.pipeline import compile_graph
@@ -33,6 +35,10 @@ from penstock.runtime import Device
 
 # Two shapes with items that are left after the last vector of a row, and two without.
 _SHAPES = (((101, 103), (211, 307)), ((104, 96), (168, 320)))
+# Pairs of each kind of row that is reduced in another way: short and long ones, and what is left in them
+# after the last 32 items and the last 8.
+_ROWS = ((3, 5), (16, 40), (19, 45), (128, 256), (104, 208), (99, 165), (107, 213))
+_ROW_COUNTS = 101, 5000  # of which one task has all, or each a part
 _UNARY = (
     *("negative", "abs", "sign", "floor", "ceil", "round", "exp", "expm1", "log", "log1p", "sqrt"),
     *("sin", "cos", "tanh", "isnan", "isfinite"),
@@ -68,12 +74,6 @@ def operations(rows: int, columns: int) -> Iterator[Node]:
     yield cast(truths, float32)
     for given, wanted in _CASTS:
         yield cast(array(dtype=given), wanted)
-    for reduce in (sum_, max_, min_, prod):
-        yield reduce(x, (1,))
-        for times in (8, 6, 1):  # all of an array, a long one in parts
-            yield reduce(array((times * rows * columns,)), (0,))
-        for count in (columns // 2, 2 + columns % 4):  # the parts
-            yield reduce(array((count,)), (0,))
     yield argmax(x, 1)
     yield expand(array((1, columns)), shape)
     yield expand(array((rows, 1)), shape)
@@ -84,6 +84,15 @@ def operations(rows: int, columns: int) -> Iterator[Node]:
     yield concat([x, y], 0)
     yield concat([x, y], 1)
     yield gather(x, array((rows + 1,), int64))
+
+
+def reductions(rows: int, columns: int) -> Iterator[Node]:
+    """The reductions of rows with so many items, and of whole arrays."""
+    parts = 8 if rows % 2 else 6  # of a long array, in which rows of such a kind are reduced first
+    for reduce in (sum_, max_, min_, prod):
+        yield reduce(placeholder((rows, columns), float32), (1,))
+        yield reduce(placeholder((columns,), float32), (0,))
+        yield reduce(placeholder((parts * (2048 + columns),), float32), (0,))
 
 
 def _elementwise(x: Node, y: Node) -> Iterator[Node]:
@@ -101,62 +110,90 @@ def _apply(name: str, *inputs: Node) -> Node:
 
 
 class Ahead:
-    """Compiles the kernels of single operations of a device, a kernel at a time."""
+    """Compiles kernels of a device before they are needed, a few at a time: those that wait soonest first."""
 
     def __init__(self, device: Device, kernels: KernelCache, last_built: Callable[[], float]) -> None:
         """`last_built`: when somebody built a program last."""
         self._device, self._kernels, self._last_built = device, kernels, last_built
-        self._missing: deque[KernelSource] = deque(maxlen=_MOST_WAITING)
-        self._work: Iterator[None] | None = None if self._is_done() else self._listed()
+        self._wanted: deque[tuple[Future[None], Sequence[KernelSource]]] = deque()  # of expressions
+        self._missing: deque[KernelSource] = deque(maxlen=_MOST_WAITING)  # of single operations
+        wants_list = device.settings.compile_ahead and not self._is_done()
+        self._work: Iterator[None] | None = self._listed() if wants_list else None
         self._thread = ThreadPoolExecutor(1, f"penstock {device.name}, ahead")
-        if self._work is not None:
-            self._submit()
+        self._lock = threading.Lock()
+        self._awake = False  # whether a step is under way, or will be
+        self._wake()
+
+    def compile(self, sources: Sequence[KernelSource]) -> Future[None]:
+        """Compile the kernels of an expression, and keep them on disk. What is cancelled in time is not."""
+        future: Future[None] = Future()
+        self._wanted.append((future, sources))
+        self._wake()
+        return future
 
     def add(self, sources: Iterable[KernelSource]) -> None:
-        """Compile these too: they were missing for an expression."""
-        idle = self._work is None and not self._missing
-        self._missing += [source for source in sources if source.alone]
-        if idle and self._missing:
-            self._submit()
+        """Compile these single operations too: they were missing for an expression."""
+        if self._device.settings.compile_ahead:
+            self._missing += [source for source in sources if source.alone]
+            self._wake()
 
     def _is_done(self) -> bool:
         """Whether an earlier process compiled the list."""
         return self._kernels.kept.get("ahead") == _edition(self._device)
 
-    def _submit(self) -> None:
-        with suppress(RuntimeError):  # the interpreter ends
-            self._thread.submit(self._step)
+    def _wake(self) -> None:
+        with self._lock:
+            if self._awake or not (self._wanted or self._missing or self._work):
+                return
+            with suppress(RuntimeError):  # the interpreter ends
+                self._thread.submit(self._step)
+                self._awake = True
 
     def _step(self) -> None:
-        """Compile the next kernel. Each is a piece of work of its own, as the interpreter waits for that."""
+        """Compile what is next. Each is a piece of work of its own, as the interpreter waits for that."""
         if self._device.stream.unavailable:
             return
-        if perf_counter() - self._last_built() < _QUIET_SECONDS:
+        if self._wanted:
+            self._compile_wanted()
+        elif perf_counter() - self._last_built() < _QUIET_SECONDS:
             sleep(_PAUSE_SECONDS)
         else:
             with suppress(PenstockError):  # what cannot be compiled now is compiled when it is needed
                 self._compile_next()
-        if self._work is not None or self._missing:
-            self._submit()
+        self._awake = False
+        self._wake()
+
+    def _compile_wanted(self) -> None:
+        future, sources = self._wanted.popleft()
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            self._kernels.compile_ahead(sources)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
 
     def _compile_next(self) -> None:
         if self._missing:
-            self._kernels.compile_ahead(self._missing.popleft())
+            self._kernels.compile_ahead([self._missing.popleft()])
         elif self._work is not None and next(self._work, _END) is _END:
             self._work = None
 
     def _listed(self) -> Iterator[None]:
-        for first, second in _SHAPES:
-            for known, node in zip(operations(*first), operations(*second), strict=True):
-                with self._device.running:
-                    self._sources(known)
-                    missing = self._kernels.missing(
-                        [source for source in self._sources(node) if source.alone]
-                    )
+        pairs = chain(
+            *(zip(operations(*first), operations(*second), strict=True) for first, second in _SHAPES),
+            *(zip(*map(reductions, _ROW_COUNTS, pair), strict=True) for pair in _ROWS),
+        )
+        for known, node in pairs:
+            with self._device.running:
+                self._sources(known)
+                shared = [source for source in self._sources(node) if source.alone]
+                missing = self._kernels.missing(shared)
+            yield
+            for source in missing:
+                self._kernels.compile_ahead([source])
                 yield
-                for source in missing:
-                    self._kernels.compile_ahead(source)
-                    yield
         self._kernels.kept.put("ahead", _edition(self._device))
 
     def _sources(self, node: Node) -> list[KernelSource]:

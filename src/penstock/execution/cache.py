@@ -17,7 +17,6 @@ from time import perf_counter
 from penstock.compiler.pipeline import compile_graph, prepare
 from penstock.compiler.schedule import Schedule
 from penstock.compiler.target import Target
-from penstock.drivers.driver import Kernel
 from penstock.execution.ahead import Ahead
 from penstock.execution.executable import Executable, kernel_sources
 from penstock.execution.host_program import HostProgram
@@ -32,6 +31,7 @@ from penstock.runtime import Device
 _MAX_PROGRAMS = 256
 _MAX_HOST_PROGRAMS = 1024
 _MAX_BRIDGES = 64
+_SHARE_OF_FREE = 4  # a quarter: single operations write out what fused ones never store
 _MAX_SLICED = 8  # times that slices of an expression are taken first
 _MAX_OPERATIONS = 256  # of what is computed by single ones: more take as long to schedule as to compile
 
@@ -42,7 +42,7 @@ class _Bridge:
 
     program: Executable
     schedule: Schedule
-    compiled: Future[dict[str, Kernel]]
+    compiled: Future[None]
 
 
 class ExecutableCache:
@@ -61,7 +61,7 @@ class ExecutableCache:
         self.build_seconds = 0.0  # in all
         self._last_built = perf_counter()
         self._ahead: Ahead | None = None
-        if device.settings.compile_ahead and self._bridges_gaps():
+        if self._bridges_gaps():
             self._ahead = Ahead(device, self.kernels, lambda: self._last_built)
 
     def _bridges_gaps(self) -> bool:
@@ -119,7 +119,7 @@ class ExecutableCache:
         if on_host is not None and on_host.small and not repeated:
             return on_host
         if not repeated and self.waits_for_no_compiler(structure):
-            on_host = self._host_programs[key] = HostProgram(structure)
+            on_host = self._host_programs[key] = HostProgram(structure, self._device)
             return on_host
         bridge = self._bridges.use(key)
         if not repeated:
@@ -131,8 +131,8 @@ class ExecutableCache:
         if bridge is not None:
             self._bridges.pop(key)
             self._schedules[key] = bridge.schedule
-            if not bridge.compiled.cancel() and bridge.compiled.exception() is None:
-                self.kernels.keep(bridge.compiled.result())
+            if not bridge.compiled.cancel():
+                bridge.compiled.exception()  # waits; what could not be compiled is told by the program below
         program = Executable(self.schedule(structure), self._device, self.kernels)
         self._schedules.pop(key, None)
         self._programs[key] = program
@@ -145,7 +145,7 @@ class ExecutableCache:
         None where no compiler is needed, and where single operations are not compiled yet, or give other
         bits: a fused kernel does not round float16 and bfloat16 between operations.
         """
-        if self._forced or not self._bridges_gaps():
+        if self._forced or self._ahead is None:
             return None
         operations = structure.operations
         rounded = any(node.dtype in HALF_PRECISION for node in operations)
@@ -157,17 +157,23 @@ class ExecutableCache:
             return None
         separate = self._separate(structure)
         if absent := self.kernels.missing(kernel_sources(separate, self._device, self.kernels)):
-            if self._ahead is not None:
-                self._ahead.add(absent)
+            self._ahead.add(absent)
+            return None
+        if separate.plan.arena_bytes > schedule.plan.arena_bytes + self._free_bytes() // _SHARE_OF_FREE:
             return None
         program = Executable(separate, self._device, self.kernels)
-        try:
-            compiled = self._device.submit(lambda: self.kernels.compiled(missing))
-        except RuntimeError:  # the interpreter ends, and starts no threads
-            return None
         self._schedules.pop(structure.key, None)
-        bridge = self._bridges[structure.key] = _Bridge(program, schedule, compiled)
+        if self._bridges.full:  # nobody waits for the oldest, which is compiled when it is needed again
+            self._bridges.popitem(last=False)[1].compiled.cancel()
+        bridge = _Bridge(program, schedule, self._ahead.compile(missing))
+        self._bridges[structure.key] = bridge
         return bridge
+
+    def _free_bytes(self) -> int:
+        """What could still be taken from the device."""
+        stats = self._device.memory_stats()
+        limit = self._device.capabilities.total_bytes if stats.limit_bytes is None else stats.limit_bytes
+        return max(limit - stats.live_bytes, 0)
 
     def precompile(self, structure: Structure) -> None:
         """Compile the kernels of a structure; others can use the device meanwhile."""

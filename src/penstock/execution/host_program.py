@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from penstock.execution.structure import Structure
+from penstock.graph.bounds import BOUNDED, Bound
 from penstock.graph.calls import detached
 from penstock.graph.node import Array, Node, topological
-from penstock.graph.reference import Evaluator, evaluator, number_key
+from penstock.graph.reference import Evaluator, evaluator, number_key, same_numbers
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 
@@ -22,7 +23,8 @@ _FEW_ITEMS = 256  # of a value that is kept for the next run
 class HostProgram:
     """The values of some nodes from the values of others, as an `Executable`; it holds no values."""
 
-    def __init__(self, structure: Structure) -> None:
+    def __init__(self, structure: Structure, device: Device) -> None:
+        self._device = device
         self.small = structure.small(seen=True)  # so it stays with NumPy
         self._inputs, wanted = detached(structure.inputs, structure.nodes)
         nodes = topological(wanted)
@@ -35,6 +37,10 @@ class HostProgram:
         for parent, node in last.items():
             if parent not in kept:
                 ended.setdefault(node, []).append(parent)
+        bounds = structure.bounds
+        self._bounds = {
+            node: bounds.index(node.attributes["bound"]) for node in nodes if node.primitive is BOUNDED
+        }
         self._steps = [
             (
                 node,
@@ -45,8 +51,11 @@ class HostProgram:
             for node in self.nodes
         ]
 
-    def run(self, inputs: Sequence[Buffer], numbers: Sequence[Any], device: Device) -> list[Buffer]:
-        """The values of the wanted nodes, from buffers of the inputs and the constants."""
+    def run(
+        self, inputs: Sequence[Buffer], numbers: Sequence[Any], bounds: Sequence[Bound] = ()
+    ) -> list[Buffer]:
+        """The values of the wanted nodes, from buffers of the inputs, constants, and what indices are for."""
+        device = self._device
         recorders = device.stream.recorders
         start = perf_counter() if recorders else 0.0
         values: dict[Node, Array] = {}
@@ -56,10 +65,13 @@ class HostProgram:
                 values[node] = views.enter_context(device.view(buffer, node.dtype, node.shape))
             with np.errstate(all="ignore"):
                 for node, evaluate, constants, ended in self._steps:
+                    given = [values[parent] for parent in node.inputs]
                     if constants:
-                        values[node] = self._with_constants(node, evaluate, constants, values, numbers)
+                        values[node] = self._with_constants(node, evaluate, constants, given, numbers)
+                    elif node in self._bounds:  # an error names the line that recorded it this time
+                        values[node] = evaluate(given, {"bound": bounds[self._bounds[node]]})
                     else:
-                        values[node] = evaluate([values[parent] for parent in node.inputs], node.attributes)
+                        values[node] = evaluate(given, node.attributes)
                     for parent in ended:
                         del values[parent]
             for recorder in recorders:
@@ -71,19 +83,18 @@ class HostProgram:
         node: Node,
         evaluate: Evaluator,
         constants: list[tuple[str, int]],
-        values: Mapping[Node, Array],
+        inputs: list[Array],
         numbers: Sequence[Any],
     ) -> Array:
         """The value of a node with these constants. Of a few items, that of the last run serves again."""
-        given = [numbers[number] for _, number in constants]
-        if node.inputs or node.size > _FEW_ITEMS:
-            attributes = node.attributes | dict(zip((name for name, _ in constants), given, strict=True))
-            return evaluate([values[parent] for parent in node.inputs], attributes)
-        last = self._last.get(node)
-        if last is None or last[0] != given or 0 in given:  # for 0 is -0
-            attributes = node.attributes | dict(zip((name for name, _ in constants), given, strict=True))
-            last = self._last[node] = given, evaluate([], attributes)
-        return last[1]
+        given = {name: numbers[number] for name, number in constants}
+        keeps = not inputs and node.size <= _FEW_ITEMS
+        if keeps and node in self._last and same_numbers(self._last[node][0], [*given.values()]):
+            return self._last[node][1]
+        value = evaluate(inputs, node.attributes | given)
+        if keeps:
+            self._last[node] = [*given.values()], value
+        return value
 
 
 def names(nodes: Sequence[Node]) -> list[str]:

@@ -46,10 +46,7 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
         if alone is not None:
             known = executables(device).singles.use(alone.key)
             if known is not None:
-                if isinstance(known, HostProgram):
-                    (value,) = known.run(alone.inputs, alone.numbers, device)
-                else:
-                    (value,) = known.run(alone.inputs, alone.numbers)
+                (value,) = known.run(alone.inputs, alone.numbers)
                 nodes[0].settle(value)
                 return
         several = dict.fromkeys(nodes) if len(nodes) > 1 else nodes
@@ -82,7 +79,7 @@ def _computed(
     program = executables(device).known(structure, repeated)
     inputs, numbers = [node.value for node in structure.inputs], structure.constants()
     if isinstance(program, HostProgram):
-        return program.run(inputs, numbers, device), program
+        return program.run(inputs, numbers, structure.bounds), program
     return program.run(inputs, numbers), program
 
 

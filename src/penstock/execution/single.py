@@ -71,6 +71,8 @@ def _describe(node: Node, key: list[Any], inputs: list[Node], constants: dict[Co
 
     False: it is no small expression. What is used twice is there twice.
     """
+    if len(key) > _MOST_PARTS:
+        return False
     if node.value is not None:
         if node in inputs:
             key.append(inputs.index(node))
@@ -89,7 +91,7 @@ def _describe(node: Node, key: list[Any], inputs: list[Node], constants: dict[Co
         key += (FULL, node.shape, node.dtype.name, constants.setdefault(constant, len(constants)))
         return True
     parents = node.inputs
-    if not parents or primitive.constants or primitive is BOUNDED or len(key) > _MOST_PARTS:
+    if not parents or primitive.constants or primitive is BOUNDED:
         return False
     if primitive is RESULT:
         (called,) = parents

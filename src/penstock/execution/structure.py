@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from penstock.drivers.driver import Capabilities
-from penstock.graph.bounds import BOUNDED, unchecked, worst
+from penstock.graph.bounds import BOUNDED, Bound, unchecked, worst
 from penstock.graph.calls import CALL, RESULT, Subgraph, inline
 from penstock.graph.decompose import decompose
 from penstock.graph.elementwise import FULL
@@ -122,6 +122,11 @@ class Structure:
             return []
         sliced = (node for node in self._pending if node.primitive is SLICE)
         return [node for node in sliced if node.inputs[0].value is not None]
+
+    @cached_property
+    def bounds(self) -> list[Bound]:
+        """What the indices are for."""
+        return [node.attributes["bound"] for node in self.bounded]
 
     @property
     def called(self) -> int:

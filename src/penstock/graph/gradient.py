@@ -19,7 +19,8 @@ def gradients(
     targets = set(wanted)
     reaches = set()  # nodes through which a gradient has to pass
     for node in order:
-        if node in targets or any(parent in reaches for parent in node.inputs):
+        passes = not node.primitive.stop_gradient and any(parent in reaches for parent in node.inputs)
+        if node in targets or passes:
             reaches.add(node)
     total: dict[Node, Node] = {output: like(output, 1) if seed is None else seed}
     for node in reversed(order):

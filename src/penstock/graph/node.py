@@ -240,8 +240,15 @@ def leaf(value: Any, shape: Shape, dtype: DType) -> Node:
     return Node(LEAF, (), {"shape": shape, "dtype": checked(dtype)}, value)
 
 
+class PlaceholderRead(AttributeError):
+    """A value was asked for that is only known when a recorded graph is used."""
+
+
 class _Placeholder:
     """The value of a leaf that stands for the input of a program."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise PlaceholderRead(name)
 
 
 _PLACEHOLDER = _Placeholder()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -52,14 +52,20 @@ def by_parts(parts: Callable[..., Node], *arrays: Array) -> Array:
 def number_key(node: Node, name: str) -> Constant:
     """A constant by its dtype and bits, so that 0 and -0 or 1 and True differ."""
     dtype, value = node.primitive.dtypes.get(name, node.dtype), node.attributes[name]
-    # Python takes 0 and -0, and in a table of values 1 and True, for the same.
-    return _constant(dtype, value) if value else _constant.__wrapped__(dtype, value)
+    # Python takes 0 and -0, also as parts of a complex number, for the same.
+    same_bits = value and type(value) is not complex
+    return _constant(dtype, value) if same_bits else _constant.__wrapped__(dtype, value)
 
 
 @lru_cache(1 << 12, typed=True)
 def _constant(dtype: DType, value: Any) -> Constant:
     with np.errstate(over="ignore"):  # a number that is too large for the dtype is infinite in it
         return str(dtype), np.asarray(value).astype(dtype).tobytes()
+
+
+def same_numbers(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether numbers have the same bits, as far as that is soon seen: 0 and -0 are equal."""
+    return one == other and all(number and type(number) is not complex for number in one)
 
 
 @lru_cache(1 << 12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node, Rounding
 
 
@@ -12,10 +13,18 @@ def is_exact(nodes: Iterable[Node], contracts: bool = True) -> bool:
 
     A sum or a product of two numbers is rounded to the nearest everywhere. But a kernel of a device that
     `contracts` may round a product and a sum after it once, and reductions and functions have errors of
-    their own.
+    their own. A fused kernel does not round float16 and bfloat16 between two operations.
     """
-    floating = {node.primitive for node in nodes if node.value is None and node.dtype.kind in "fc"}
+    pending = [node for node in nodes if node.value is None]
+    if any(_is_rounded_half(parent) for node in pending for parent in node.inputs):
+        return False
+    floating = {node.primitive for node in pending if node.dtype.kind in "fc"}
     inexact = {primitive.error for primitive in floating} - {Rounding.EXACT}
     if not contracts:
         return inexact <= {Rounding.PRODUCT, Rounding.SUM}
     return inexact <= {Rounding.PRODUCT} or inexact <= {Rounding.SUM}
+
+
+def _is_rounded_half(node: Node) -> bool:
+    """Whether a node is to be computed, in float32, and then rounded to 16 bits."""
+    return node.value is None and node.dtype in HALF_PRECISION and node.primitive.error is not Rounding.EXACT

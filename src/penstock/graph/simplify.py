@@ -1,5 +1,8 @@
 """Simplification: the same values with fewer nodes. Every rule keeps results equal to the last bit.
 
+But one does not: the transpose of a matrix product is a product of transposes, which a CPU may add up in
+other parts along K.
+
 Equal nodes become one, and what changes nothing is left out. Nodes that no output needs are never reached,
 and so are gone. No rule looks at the value of a constant: it is an argument of a program, not a part of it.
 """

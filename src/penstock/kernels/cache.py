@@ -96,9 +96,10 @@ class KernelCache:
             kernels = [*map(self._compile, parts)]
         return {name: kernel for part in kernels for name, kernel in part.items()}
 
-    def compile_ahead(self, source: KernelSource) -> None:
-        """Compile a kernel that nobody needs yet, and keep it on disk only."""
-        self._device.driver.compile_ahead(self._text([source]), _signatures([source]))
+    def compile_ahead(self, sources: Sequence[KernelSource]) -> None:
+        """Compile kernels that nobody needs yet, and keep them on disk only. Any thread may do that."""
+        for part in self._parts(sources):
+            self._device.driver.compile_ahead(self._text(part), _signatures(part))
 
     def keep(self, kernels: Mapping[str, Kernel]) -> None:
         """Take in kernels that were compiled before they are needed."""

@@ -27,7 +27,7 @@ from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, ends_at, from_numpy, outside_capture, realize_together, source_of
 from penstock.tensor.gathering import gather, gathered, reading
 from penstock.tensor.manipulation import astype, concat, reshape
-from penstock.tensor.recording import no_grad, only_recording
+from penstock.tensor.recording import no_grad, recorded_once
 from penstock.tensor.reduction import all as all_
 from penstock.tensor.reduction import sum as sum_
 
@@ -163,19 +163,20 @@ class Optimizer:
         present = self._present()
         if self._divide(present):
             state = self._all()
-        settings = self._update_settings() if self._device.reuses_graphs else None
-        if settings is None:
-            self._record_step()
-            return
         grads = [tensor.grad for tensor in self.parameters if tensor.grad is not None]
         tensors = [*state, self._lr, *grads]
+        settings = self._update_settings()
+        elsewhere = any(grad.device is not self._device for grad in grads)  # which is refused
+        if settings is None or elsewhere or len({*map(id, tensors)}) < len(tensors):
+            self._record_step()  # one tensor in two places may be two in the next step
+            return
         kinds = tuple([(tensor._node.shape, tensor._node.dtype) for tensor in tensors])
         groups = tuple([tuple(group.values()) for group in self._settings])
         key = type(self), tuple(present), kinds, self.clip_norm, groups, settings
-        with self._device.running:  # another thread may come here at the same time
-            known: _Step | None = self._device.subgraphs.use(key)
-            if known is None:
-                known = self._device.subgraphs[key] = self._recorded_step(tensors)
+        known = recorded_once(self._device, key, lambda: self._recorded_step(tensors))
+        if known is None:
+            self._record_step()
+            return
         subgraph, taken, changed = known
         results = call(subgraph, [tensors[at]._node for at in taken])
         for at, node in zip(changed, results, strict=True):
@@ -191,8 +192,7 @@ class Optimizer:
         by_tensor = {id(tensor): stand_in for tensor, stand_in in zip(tensors, stand_ins, strict=True)}
         for parameter in self.parameters:
             by_tensor[id(parameter)]._actual_grad = by_tensor.get(id(parameter.grad))
-        with only_recording():
-            _with_tensors(self, by_tensor)._record_step()
+        _with_tensors(self, by_tensor)._record_step()
         nodes = [stand_in._actual_node for stand_in in stand_ins]
         changed = [at for at, node in enumerate(nodes) if node is not leaves[at]]
         outputs = decompose([nodes[at] for at in changed], self._device.capabilities)
@@ -391,7 +391,7 @@ class Adam(Optimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas are in [0, 1), and {betas} were given")
         super().__init__(parameters, lr, clip_norm, weight_decay=weight_decay)
-        self._betas, self._eps = betas, eps
+        self._betas, self._eps = tuple(betas), eps
         self._add_state("mean")
         self._add_state("square")
         self._correction = BiasCorrection(betas, len(self.parameters), self._device)

@@ -18,7 +18,7 @@ from penstock.graph.node import Node, topological
 from penstock.runtime import Device
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, broadcast, changed_since, install, leaf_of
-from penstock.tensor.recording import only_recording
+from penstock.tensor.recording import recorded_once
 
 # The subgraph of gradients, which nodes of the graph it takes, and for each leaf whether it has a gradient.
 _Known = tuple[Subgraph, list[int], list[bool]]
@@ -45,6 +45,7 @@ def backward(self: Tensor, gradient: Tensor | None = None) -> None:
         seed = None if gradient is None else broadcast(gradient, self.shape)._node
         parts = gradients(self._node, seed, [*nodes, *refusing])
         _refuse(refusing, parts[len(leaves) :])
+        parts = _stopped(parts)
     for (_, tensor), part in zip(leaves, parts, strict=False):
         if part is not None:
             before = tensor.grad
@@ -67,28 +68,23 @@ def _refuse(refusing: Sequence[Node], parts: Sequence[Node | None]) -> None:
 
 def _repeated(history: list[Node], leaves: Sequence[Node], device: Device) -> list[Node | None]:
     """The gradients of the last node by the leaves, from those of an equal graph where there was one."""
-    key = _key(history, leaves) if device.reuses_graphs else None
-    if key is None:
-        return gradients(history[-1], None, leaves)
-    graphs = device.subgraphs
-    with device.running:  # another thread may come here at the same time
-        try:
-            known: _Known | None = graphs.use(key)
-        except TypeError:  # an attribute has no hash
-            return gradients(history[-1], None, leaves)
-        if known is None and key not in graphs:
-            known = graphs[key] = _recorded(history, leaves, device)
+    key = _key(history, leaves)
+    known = None if key is None else recorded_once(device, key, lambda: _recorded(history, leaves, device))
     if known is None:
-        return gradients(history[-1], None, leaves)
+        return _stopped(gradients(history[-1], None, leaves))
     subgraph, taken, present = known
     results = iter(call(subgraph, [history[number] for number in taken]))
     return [next(results) if there else None for there in present]
 
 
+def _stopped(parts: Sequence[Node | None]) -> list[Node | None]:
+    """Gradients are values: no gradient of theirs passes back, as it does not through a call."""
+    return [None if part is None else elementwise.stop(part) for part in parts]
+
+
 def _recorded(history: list[Node], leaves: Sequence[Node], device: Device) -> _Known | None:
     """The subgraph of the gradients; None where it could not be used again."""
-    with only_recording():
-        parts = gradients(history[-1], None, leaves)
+    parts = gradients(history[-1], None, leaves)
     outputs = decompose([part for part in parts if part is not None], device.capabilities)
     made = subgraph_between(dict.fromkeys(history), outputs)
     if made is None:
@@ -114,7 +110,9 @@ def _key(history: list[Node], leaves: Sequence[Node]) -> Hashable | None:
         values: list[Hashable] = []
         if attributes and primitive is not BOUNDED:  # whose attribute says where it was recorded
             # Constants may differ: what is computed from them takes their nodes, and no rule looks inside.
-            values = [value for name, value in attributes.items() if name not in primitive.constants]
+            # But a checkpoint computes a node with inputs again, constants and all.
+            known = () if node.inputs else primitive.constants
+            values = [value for name, value in attributes.items() if name not in known]
         parts.append((primitive, where, computed, node.tracked, *values))
     return tuple(parts), tuple([position[node] for node in leaves])
 

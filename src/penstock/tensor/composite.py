@@ -13,7 +13,7 @@ from penstock.runtime import Device
 from penstock.tensor import core
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor
-from penstock.tensor.recording import only_recording, recording
+from penstock.tensor.recording import recorded_once, recording
 
 P = ParamSpec("P")
 _Known = tuple[Subgraph, list[int]]  # and which of the tensors it takes
@@ -42,35 +42,16 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
                 key += (node.shape, node.dtype.name)
             else:
                 key += (type(arg), repr(arg) if type(arg) is float else arg)  # 0 is equal to -0
-        known = None if device is None else _known(tuple(key), function, args, kwargs, device)
-        if device is None or known is None:
+        if device is None:
+            return function(*args, **kwargs)
+        known = recorded_once(device, tuple(key), lambda: _recorded(function, args, kwargs, device))
+        if known is None:
             return function(*args, **kwargs)
         subgraph, taken = known
         (result,) = call(subgraph, [nodes[at] for at in taken])
         return Tensor(result, device)
 
     return composed
-
-
-def _known(
-    key: tuple[Any, ...],
-    function: Callable[..., Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: Device,
-) -> _Known | None:
-    """What the function records for arguments of this kind; None where it has to be called."""
-    if not device.reuses_graphs:
-        return None
-    graphs = device.subgraphs
-    with device.running:  # another thread may come here at the same time
-        try:
-            known: _Known | None = graphs.use(key)
-        except TypeError:  # an argument has no hash
-            return None
-        if known is None and key not in graphs:
-            known = graphs[key] = _recorded(function, args, kwargs, device)
-        return known
 
 
 def _recorded(
@@ -84,7 +65,7 @@ def _recorded(
         leaves.append(placeholder(arg.shape, arg.dtype))
         return Tensor(leaves[-1], device)
 
-    with only_recording():
-        result = function(*map(stand_in, args), **{name: stand_in(arg) for name, arg in kwargs.items()})
+    given = [stand_in(arg) for arg in args]  # before the others, as whoever calls the subgraph gives them
+    result = function(*given, **{name: stand_in(arg) for name, arg in kwargs.items()})
     made = subgraph_between(dict.fromkeys(leaves), decompose([result._node], device.capabilities))
     return None if made is None else (made[0], [leaves.index(leaf) for leaf in made[1]])

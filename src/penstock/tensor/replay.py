@@ -354,7 +354,7 @@ class Captured:
         for at, tensor, output, place in ways.in_place:
             if not inputs[at].shared and sys.getrefcount(tensor._actual_node) <= 2:
                 over[output] = at
-                if tensor._actual_node.primitive is LEAF:
+                if tensor._actual_node.primitive is LEAF and place in ways.settled:
                     settled.add(place)
         for at, source in enumerate(self.inputs) if self.donated else ():
             if isinstance(source, Origin) and source.argument in self.donated and not inputs[at].shared:
@@ -414,7 +414,8 @@ class Ways:
         self.tensors = [tensor for _, tensor, _, _ in self.in_place]
         self.numbers = [at for at, _, _, _ in self.in_place]
         self.over = {output: at for at, _, output, _ in self.in_place}
-        self.settled = {place for _, _, _, place in self.in_place}
+        # Those that can keep their node, too. With an index goes what is known of its items.
+        self.settled = {place for _, tensor, _, place in self.in_place if tensor.dtype.kind not in "iu"}
         self.others = [place for place in range(len(captured.wanted)) if place not in self.settled]
 
 

@@ -9,6 +9,7 @@ of the time that PoCL takes for the source, whose headers it reads even if it kn
 from __future__ import annotations
 
 import atexit
+import ctypes
 import errno
 import hashlib
 import math
@@ -129,11 +130,17 @@ class PoclCache:
                 self._due = math.inf
 
     def keep(self, said: str) -> None:
-        """Keep a program whose kernels have not run: PoCL compiles them now, while Python waits."""
+        """Keep a program whose kernels have not run: PoCL compiles them now."""
         key = _key(said)
         with self._lock:
-            for folder, program in self._programs.items():
-                if program.key == key:
+            folders = [folder for folder, program in self._programs.items() if program.key == key]
+            programs = [self._programs[folder].built() for folder in folders]
+        for program in programs:  # without the lock, which whoever launches a kernel may want
+            if program is not None:
+                _generate_code(program)
+        with self._lock:
+            for folder in folders:
+                if folder in self._programs:
                     self._save(folder, has_run=False)
 
     def save(self) -> None:
@@ -198,6 +205,20 @@ def own_folder() -> AbstractContextManager[None]:
     """PoCL, which is loaded and reads its settings inside the block, uses the folder of this process."""
     own = cache()  # child processes have folders of their own
     return nullcontext() if own is None else environment(_VARIABLE, str(own.folder))
+
+
+def _generate_code(program: cl.Program) -> None:
+    """Have PoCL compile the kernels of a program: it does so before it tells how long the binary is.
+
+    PyOpenCL asks while no other thread of Python can run, for half a second; so it is asked past PyOpenCL.
+    What fails here is told by PyOpenCL, which asks again.
+    """
+    with suppress(OSError, AttributeError):  # a build of PyOpenCL whose library is linked in otherwise
+        ask = ctypes.CDLL(cl._cl.__file__).clGetProgramInfo
+        ask.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
+        length = ctypes.c_size_t()
+        what = int(cl.program_info.BINARY_SIZES)
+        ask(program.int_ptr, what, ctypes.sizeof(length), ctypes.byref(length), None)
 
 
 def _key(said: str) -> str:

@@ -78,7 +78,7 @@ _VECTORS_OF_16 = {f"loose_{item}16": _loose(item, 16, size) for item, size in _I
 _FUNCTIONS = """
 static inline float8 exp_8(float8 x) {
     float8 c = x < -87.3365479f ? (float8)(-87.3365479f) : x;
-    c = c > 88.7228394f ? (float8)(88.7228394f) : c;
+    c = c > 88.7228317f ? (float8)(88.7228317f) : c;
     float8 t = c * 1.44269504f + 12582912.0f;
     float8 n = t - 12582912.0f;
     float8 r = c - n * 0.693359375f;
@@ -87,7 +87,7 @@ static inline float8 exp_8(float8 x) {
     p = 1.0f + (r + r * r * (5.000000015e-1f + r * (1.666656960e-1f + r * p)));
     float8 y = as_float8(as_int8(p) + (as_int8(t) << 23));
     y = x < -87.3365479f ? (float8)(0.0f) : y;
-    return !(x <= 88.7228394f) ? x * INFINITY : y;  // infinity or NaN
+    return !(x <= 88.7228317f) ? x * INFINITY : y;  // infinity or NaN
 }
 static inline float8 tanh_8(float8 x) {
     float8 z = x * x;

@@ -33,6 +33,11 @@ def is_inexact(operation: str, dtype: str) -> bool:
     return operation == "sum" and dtype.startswith("float")
 
 
+def depends_on_order(operation: str, dtype: str) -> bool:
+    """Whether the bits of a reduction depend on its order."""
+    return operation in ("sum", "prod") and dtype.startswith("float")
+
+
 def in_blocks(loop: For, each: int, next_level: NextLevel) -> tuple[For, int]:
     """A loop whose every turn adds `each` values: in blocks, and how many values its last level takes in."""
     if each * loop.trips > BLOCK and 2 * each > BLOCK:

@@ -129,20 +129,16 @@ class ColumnLoops(LoopNest):
         kernel.body += self.unpack("row", outer, 0)
         emitter.depth_of["begin"], emitter.variables.lengths["begin"] = 0, length
         self._start = self._each_column(self._put_neutral)
+        # One loop, whatever the variables are, so that columns are added up in an order of their length.
         around = self.joined(self._reduced)
-        for name in around:
-            emitter.depth_of[name] = 1
-        loops, each = self._each_column(self._add), 1
-        inexact = any(is_inexact(node.primitive.name, computed_dtype(node)) for node in self._reductions)
-        for name in reversed(around):
-            turns = self.count([name])
-            loop = For(name, Const(0), Const(turns), Const(1), loops, trips=turns)
-            if inexact:
-                loop, each = in_blocks(loop, each, self._next_level)
-            loops = [loop]
+        turns, place = self.count(around), self.unpack("part", around, 1)
+        body = [*place, *self._each_column(self._add)]
+        loop = For("part", Const(0), Const(turns), Const(1), body, trips=turns)
+        if any(is_inexact(node.primitive.name, computed_dtype(node)) for node in self._reductions):
+            loop, _ = in_blocks(loop, 1, self._next_level)
         emitter.stage = 1
         final = self._each_column(self._finish)
-        kernel.body += [*emitter.bodies[0], *self._start, *loops, *final]
+        kernel.body += [*emitter.bodies[0], *self._start, loop, *final]
         return self.lowered()
 
     def _new_arrays(self) -> None:

@@ -8,7 +8,7 @@ items i, `_STRIP` + i and so on; what is left goes into `LANES` others, and less
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.graph.node import Node
@@ -70,17 +70,31 @@ class Partials:
         parts = (part for parts in self._parts.values() for part in parts)
         return [statement for part in parts for statement in self.sums.start(part.name)]
 
-    def loops(self, name: str, length: int, lanes: int, body: Callable[[], None]) -> list[For]:
-        """The loops of a CPU over a row, of which `name` is the variable."""
-        emitter = self._emitter
-        emitter.depth_of[name] = 1
+    def loops(
+        self,
+        name: str,
+        length: int,
+        lanes: int,
+        body: Callable[[], None],
+        before: Sequence[Statement] = (),
+        along: str = "",
+    ) -> list[For]:
+        """The loops of a CPU over a row, of which `name` is the variable.
+
+        `before` computes others from it, of which vectors go along `along`.
+        """
+        self._emitter.depth_of[name] = 1
+
+        def inside(loop: _Loop, lanes: int) -> list[Statement]:
+            return [*before, *self._body(loop, along or name, lanes, body)]
+
         strip = _STRIP if length >= _LONG else LANES
         strips, vectors = length // strip * strip, length // LANES * LANES
         result: list[For] = []
         start = 0
         if strip > lanes and strips:
             chain, turns = Var("chain"), strip // lanes
-            statements = self._body(_Loop("strips", strip, chain * lanes), name, lanes, body)
+            statements = inside(_Loop("strips", strip, chain * lanes), lanes)
             place = Let(name, Var("strip") + chain * lanes)
             # Laid out, so that the partial results are in registers.
             inner = For(
@@ -91,11 +105,11 @@ class Partials:
         # Even if it has no turn, so that many lengths have few kernels.
         if start < vectors or (strip == _STRIP and length % strip):
             loop = _Loop("vectors") if lanes > 1 else _Loop("vectors", LANES, Var(name) % LANES)
-            statements = self._body(loop, name, lanes, body)
+            statements = inside(loop, lanes)
             turns = (vectors - start) // LANES
             result.append(For(name, Const(start), Const(vectors), Const(lanes), statements, trips=turns))
         if length % LANES:
-            statements = self._body(_Loop("items"), name, 1, body)
+            statements = inside(_Loop("items"), 1)
             stop = Const(length)
             result.append(For(name, Const(vectors), stop, Const(1), statements, trips=length % LANES))
         self._loop = _Loop()

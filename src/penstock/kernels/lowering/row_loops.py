@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.fusion.column_reductions import is_column_part
 from penstock.fusion.index import Index, Place, variable
@@ -24,6 +24,7 @@ from penstock.kernels.ir.statements import (
     Statement,
     Store,
 )
+from penstock.kernels.lowering.blocks import depends_on_order
 from penstock.kernels.lowering.emitter import Value, computed_dtype
 from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
 from penstock.kernels.lowering.partials import Partials
@@ -327,14 +328,16 @@ class RowLoops(LoopNest):
                 kept[key] = (arrays[key[0]], place, stored)
             self.store(results)
 
-        loops = self._loops(body, partials, bool(reductions))
+        loops = self._loops(body, partials, reductions)
         emitter.bodies[0] += [*partials.start(), *loops]
         for node in reductions:
             result = partials.reduce(node)
             emitter.given[node] = Value(Var(result, Type(computed_dtype(node))), 0)
         emitter.kept.update(kept)
 
-    def _loops(self, body: Callable[[], None], partials: Partials, reduces: bool) -> list[Statement]:
+    def _loops(
+        self, body: Callable[[], None], partials: Partials, reductions: Sequence[Node]
+    ) -> list[Statement]:
         emitter, sums = self.emitter, partials.sums
         if self.gpu:
             loops = self._loops_of_threads(body)
@@ -347,7 +350,9 @@ class RowLoops(LoopNest):
         for name in around:
             emitter.depth_of[name] = 1
         length = self.count([last])
-        if reduces:
+        if around and any(depends_on_order(node.primitive.name, computed_dtype(node)) for node in reductions):
+            return self._flat_loops(body, partials)
+        if reductions:
             parts = partials.loops(last, length, self.lanes, body)
         else:
             parts = self.vector_loops(last, 0, length, length % self.lanes == 0, body)
@@ -357,6 +362,18 @@ class RowLoops(LoopNest):
             loop = For(name, Const(0), Const(turns), Const(1), [part for part, _ in blocked], trips=turns)
             blocked = [sums.blocked(loop, max(each for _, each in blocked))]
         return [loop for loop, _ in blocked]
+
+    def _flat_loops(self, body: Callable[[], None], partials: Partials) -> list[Statement]:
+        """Loops of a CPU over the numbers of a row's items, which several variables tell the place of.
+
+        So they are added up in the order of any row that is as long. Vectors lie inside the last variable.
+        """
+        columns, last = self.group.columns, self._inner[-1]
+        self.emitter.variables.lengths["column"] = columns
+        lanes = self.lanes if self.count([last]) % self.lanes == 0 else 1
+        inside = self.unpack("column", self._inner, 1)
+        loops = partials.loops("column", columns, lanes, body, inside, last)
+        return [partials.sums.blocked(loop)[0] for loop in loops]
 
     def _loops_of_threads(self, body: Callable[[], None]) -> list[For]:
         emitter, columns, lanes = self.emitter, self.group.columns, self.lanes

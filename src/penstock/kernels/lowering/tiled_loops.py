@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from penstock.fusion.costs import CROSSED_AXIS
 from penstock.fusion.index import Index, variable
@@ -66,9 +68,18 @@ class TiledLoops(MapLoops):
         if not copies:
             return False
         self._other = max(copies, key=lambda name: len(copies[name]))
-        most = self.local_bytes // (4 * _SIDE * (_SIDE + 1)) if self.gpu else _MOST_COPIES
-        self._copied = sorted(copies[self._other], key=lambda copy: (copy[0], str(copy[1])))[:most]
+        found = sorted(copies[self._other], key=lambda copy: (copy[0], str(copy[1])))
+        self._copied = self._fitting(found) if self.gpu else found[:_MOST_COPIES]
         return bool(self._copied)
+
+    def _fitting(self, copies: Sequence[tuple[int, Index]]) -> list[tuple[int, Index]]:
+        """Those of some copies whose tiles fit into the memory of a workgroup."""
+        result, room = [], self.local_bytes
+        for number, index in copies:
+            room -= np.dtype(computed_dtype(self.group.inputs[number])).itemsize * _SIDE * (_SIDE + 1)
+            if room >= 0:
+                result.append((number, index))
+        return result
 
     def _across(self, index: Index, names: list[str]) -> str:
         """The variable along which an input is read item by item, if it is not the last; else nothing."""
