@@ -45,8 +45,9 @@ def separate(device: Device, structure: Structure) -> Executable:
 
 
 @pytest.fixture
-def device() -> Iterator[Device]:
-    made = Device.over(DRIVERS[OPENCL]())
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    monkeypatch.setattr(ahead.Ahead, "_is_done", lambda self: True)  # nothing is compiled but what is wanted
+    made = Device.over(DRIVERS[OPENCL](), Settings(compile_ahead=True))
     yield made
     made.close()
 
@@ -199,9 +200,11 @@ def test_an_error_of_the_compiler_is_raised_where_the_expression_is_computed(
             raise CompileError("no such thing")
         return compile_(text, signatures)
 
+    goes_on = threading.Event()
     monkeypatch.setattr(device, "compile", refuses)
-    monkeypatch.setattr(device.driver, "compile_ahead", refuses)
+    monkeypatch.setattr(device.driver, "compile_ahead", lambda *given: goes_on.wait(60) and refuses(*given))
     expression(x).numpy()
+    goes_on.set()
     (bridge,) = executables(device)._bridges.values()
     assert isinstance(bridge.compiled.exception(60), CompileError)
     with pytest.raises(CompileError, match="no such thing"):
@@ -246,6 +249,7 @@ def test_the_end_waits_for_one_compilation(tmp_path: Path) -> None:
         from penstock.execution.realize import executables
         device = ps.use("opencl:0")
         own = executables(device)
+        own._ahead._work = None
         def compile(sources):
             print("compiles", flush=True)
             time.sleep(0.2)
@@ -259,7 +263,7 @@ def test_the_end_waits_for_one_compilation(tmp_path: Path) -> None:
         text=True,
         timeout=120,
         check=True,
-        env={**os.environ, "PENSTOCK_COMPILE_AHEAD": "0", "XDG_CACHE_HOME": str(tmp_path)},
+        env={**os.environ, "PENSTOCK_COMPILE_AHEAD": "1", "XDG_CACHE_HOME": str(tmp_path)},
     )
     assert 1 <= done.stdout.count("compiles") <= 3
 
@@ -344,6 +348,28 @@ def test_all_rows_of_a_matrix_are_computed_by_one_program(device: Device) -> Non
         np.testing.assert_array_equal(found, rows)
     own = executables(device)
     assert len(own._programs) + len(own._bridges) == 1
+
+
+def test_several_small_operations_that_come_often_get_a_kernel(device: Device) -> None:
+    x = ps.asarray(values(8, 8), device=device)
+    function: Callable[[ps.Tensor], ps.Tensor] = lambda x: ps.abs(x) * 2 + 1  # noqa: E731
+    expected = np.abs(x.numpy()) * np.float32(2) + np.float32(1)
+    own = executables(device)
+    for _ in range(3):
+        np.testing.assert_array_equal(function(x).numpy(), expected)
+    assert not own._programs
+    assert "NumPy computes" in ps.explain(function(x))
+    for _ in range(20):
+        np.testing.assert_array_equal(function(x).numpy(), expected)
+    for bridge in own._bridges.values():
+        bridge.compiled.result(60)
+    np.testing.assert_array_equal(function(x).numpy(), expected)
+    assert len(own._programs) == 1
+    assert not own._bridges
+    assert "NumPy" not in ps.explain(function(x))
+    for _ in range(20):  # one operation is NumPy's
+        (x + x).numpy()
+    assert len(own._programs) == 1
 
 
 # Ahead

@@ -56,7 +56,7 @@ class Settings:
     trace_memory: bool = False  # remember which line of the user's code allocated what
     force_kernels: bool = False  # kernels for everything, however small: for tests of kernels
     reuse_graphs: bool = True  # call gradients, updates and functions that were recorded before
-    compile_ahead: bool = True  # compile kernels of single operations in a thread, once for a device
+    compile_ahead: bool = True  # on a CPU, a thread compiles, and what is new does not wait for it
     check_indices: bool = True  # whether indices, ids and class targets that are out of range are refused
     tf32: bool = False  # products of float32 on tensor cores, of factors rounded to 10 bits of fraction
 

@@ -117,8 +117,7 @@ class Ahead:
         self._device, self._kernels, self._last_built = device, kernels, last_built
         self._wanted: deque[tuple[Future[None], Sequence[KernelSource]]] = deque()  # of expressions
         self._missing: deque[KernelSource] = deque(maxlen=_MOST_WAITING)  # of single operations
-        wants_list = device.settings.compile_ahead and not self._is_done()
-        self._work: Iterator[None] | None = self._listed() if wants_list else None
+        self._work: Iterator[None] | None = None if self._is_done() else self._listed()
         self._thread = ThreadPoolExecutor(1, f"penstock {device.name}, ahead")
         self._lock = threading.Lock()
         self._awake = False  # whether a step is under way, or will be
@@ -133,9 +132,8 @@ class Ahead:
 
     def add(self, sources: Iterable[KernelSource]) -> None:
         """Compile these single operations too: they were missing for an expression."""
-        if self._device.settings.compile_ahead:
-            self._missing += [source for source in sources if source.alone]
-            self._wake()
+        self._missing += [source for source in sources if source.alone]
+        self._wake()
 
     def _is_done(self) -> bool:
         """Whether an earlier process compiled the list."""

@@ -3,8 +3,8 @@
 What is new waits for no compiler where that can be helped. If its kernels are on disk, they are loaded. If
 they are not, a thread compiles them, and until it is done the expression is computed by kernels of single
 operations, which exist before they are needed: see `ahead`. Both give the same bits. NumPy computes what it
-computes exactly, as long as it is seen for the first time or small, where the host sees the memory of all
-inputs.
+computes exactly, where the host sees the memory of all inputs, as long as it is seen for the first time or
+small. Several small operations that come again and again get a kernel, too.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from penstock.runtime import Device
 _MAX_PROGRAMS = 256
 _MAX_HOST_PROGRAMS = 1024
 _MAX_BRIDGES = 64
+_OFTEN = 8  # runs by NumPy after which several operations are worth a kernel
 _SHARE_OF_FREE = 4  # a quarter: single operations write out what fused ones never store
 _MAX_SLICED = 8  # times that slices of an expression are taken first
 _MAX_OPERATIONS = 256  # of what is computed by single ones: more take as long to schedule as to compile
@@ -40,7 +41,7 @@ _MAX_OPERATIONS = 256  # of what is computed by single ones: more take as long t
 class _Bridge:
     """What computes an expression until the kernels of its schedule are compiled."""
 
-    program: Executable
+    program: Executable | HostProgram
     schedule: Schedule
     compiled: Future[None]
 
@@ -61,7 +62,7 @@ class ExecutableCache:
         self.build_seconds = 0.0  # in all
         self._last_built = perf_counter()
         self._ahead: Ahead | None = None
-        if self._bridges_gaps():
+        if device.settings.compile_ahead and self._bridges_gaps():
             self._ahead = Ahead(device, self.kernels, lambda: self._last_built)
 
     def _bridges_gaps(self) -> bool:
@@ -79,7 +80,9 @@ class ExecutableCache:
 
     def waits_for_no_compiler(self, structure: Structure) -> bool:
         """Whether NumPy computes it, and no kernel."""
-        return not self._forced and structure.waits_for_no_compiler(self.seen(structure))
+        if self._forced or structure.key in self._programs:
+            return False
+        return structure.waits_for_no_compiler(self.seen(structure))
 
     def builds(self, structure: Structure) -> bool:
         """Whether computing it now would first build a program."""
@@ -102,9 +105,16 @@ class ExecutableCache:
 
     def keep_single(self, key: Hashable, structure: Structure, program: Executable | HostProgram) -> None:
         """Have a small expression computed by a program from now on, unless that is one for the meantime."""
-        stays = program.small if isinstance(program, HostProgram) else structure.key not in self._bridges
+        if isinstance(program, HostProgram):
+            stays = program.small and not self._may_be_outgrown(program)
+        else:
+            stays = structure.key not in self._bridges
         if stays:
             self.singles[key] = program
+
+    def _may_be_outgrown(self, program: HostProgram) -> bool:
+        """Whether a kernel is better once an expression has come often."""
+        return program.operations > 1 and self._ahead is not None
 
     def known(self, structure: Structure, repeated: bool = False) -> Executable | HostProgram:
         """The program of a structure: of NumPy as long as building kernels would not pay.
@@ -115,16 +125,13 @@ class ExecutableCache:
         program = self._programs.use(key)
         if program is not None:
             return program
-        on_host = self._host_programs.use(key)
-        if on_host is not None and on_host.small and not repeated:
-            return on_host
-        if not repeated and self.waits_for_no_compiler(structure):
-            on_host = self._host_programs[key] = HostProgram(structure, self._device)
-            return on_host
         bridge = self._bridges.use(key)
         if not repeated:
-            if bridge is None and (new := self._bridge(structure)) is not None:
-                return new.program
+            on_host = self._on_host(structure)
+            often = on_host is not None and self._may_be_outgrown(on_host) and on_host.runs >= _OFTEN
+            if on_host is not None and not often:
+                return on_host
+            bridge = bridge or self._bridge(structure, on_host)
             if bridge is not None and not bridge.compiled.done():
                 return bridge.program
         start = perf_counter()
@@ -139,35 +146,56 @@ class ExecutableCache:
         self._note_built(start)
         return program
 
-    def _bridge(self, structure: Structure) -> _Bridge | None:
-        """What computes a structure while a thread compiles its kernels.
+    def _on_host(self, structure: Structure) -> HostProgram | None:
+        """What computes a structure by NumPy, where that is quicker than building a program."""
+        known = self._host_programs.use(structure.key)
+        if known is not None and known.small:
+            return known
+        if not self.waits_for_no_compiler(structure):
+            return None
+        known = self._host_programs[structure.key] = HostProgram(structure, self._device)
+        return known
+
+    def _bridge(self, structure: Structure, on_host: HostProgram | None) -> _Bridge | None:
+        """What computes a structure while a thread compiles its kernels: NumPy, or single operations.
 
         None where no compiler is needed, and where single operations are not compiled yet, or give other
         bits: a fused kernel does not round float16 and bfloat16 between operations.
         """
         if self._forced or self._ahead is None:
             return None
-        operations = structure.operations
-        rounded = any(node.dtype in HALF_PRECISION for node in operations)
-        if rounded or len(operations) > _MAX_OPERATIONS:
+        if on_host is None and not self._may_be_apart(structure):
             return None
         schedule = self.schedule(structure)
         missing = self.kernels.missing(kernel_sources(schedule, self._device, self.kernels))
         if not missing:
             return None
-        separate = self._separate(structure)
-        if absent := self.kernels.missing(kernel_sources(separate, self._device, self.kernels)):
-            self._ahead.add(absent)
+        program = on_host or self._single_operations(structure, schedule)
+        if program is None:
             return None
-        if separate.plan.arena_bytes > schedule.plan.arena_bytes + self._free_bytes() // _SHARE_OF_FREE:
-            return None
-        program = Executable(separate, self._device, self.kernels)
         self._schedules.pop(structure.key, None)
         if self._bridges.full:  # nobody waits for the oldest, which is compiled when it is needed again
             self._bridges.popitem(last=False)[1].compiled.cancel()
         bridge = _Bridge(program, schedule, self._ahead.compile(missing))
         self._bridges[structure.key] = bridge
         return bridge
+
+    def _may_be_apart(self, structure: Structure) -> bool:
+        """Whether single operations give the bits of a structure, in a time that is worth it."""
+        operations = structure.operations
+        rounded = any(node.dtype in HALF_PRECISION for node in operations)
+        return not rounded and len(operations) <= _MAX_OPERATIONS
+
+    def _single_operations(self, structure: Structure, fused: Schedule) -> Executable | None:
+        """The program of single operations; None where they are not compiled, or need too much memory."""
+        assert self._ahead is not None
+        separate = self._separate(structure)
+        if absent := self.kernels.missing(kernel_sources(separate, self._device, self.kernels)):
+            self._ahead.add(absent)
+            return None
+        if separate.plan.arena_bytes > fused.plan.arena_bytes + self._free_bytes() // _SHARE_OF_FREE:
+            return None
+        return Executable(separate, self._device, self.kernels)
 
     def _free_bytes(self) -> int:
         """What could still be taken from the device."""

@@ -24,7 +24,7 @@ from penstock.compiler.launches import (
 from penstock.compiler.schedule import Copy, Location, Schedule, Step
 from penstock.drivers.driver import Kernel
 from penstock.graph.node import Array, Node
-from penstock.graph.reference import computed, same_numbers
+from penstock.graph.reference import computed
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.concatenation import Call
 from penstock.kernels.lower import constants
@@ -383,7 +383,7 @@ class _Segment:
         memories, last, stale = self._memories, self._last_numbers, not self._in_force
         changed = [slot for slot in slots if stale or memories[slot] != buffers[slot].place]
         changes = [(self._slots[slot], buffers[slot].native) for slot in changed]
-        if stale or not (numbers is last or same_numbers(numbers, last)):
+        if stale or numbers is not last:
             changes += [(places, numbers[at]) for at, places in self._places.items()]
         self._in_force = False  # until all of them are set: an interrupt may come between any two
         stream.replay(self._bound, tuple(touched), changes)

@@ -13,7 +13,7 @@ from penstock.execution.structure import Structure
 from penstock.graph.bounds import BOUNDED, Bound
 from penstock.graph.calls import detached
 from penstock.graph.node import Array, Node, topological
-from penstock.graph.reference import Evaluator, evaluator, number_key, same_numbers
+from penstock.graph.reference import Evaluator, evaluator, number_key
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 
@@ -26,13 +26,17 @@ class HostProgram:
     def __init__(self, structure: Structure, device: Device) -> None:
         self._device = device
         self.small = structure.small(seen=True)  # so it stays with NumPy
-        self._inputs, wanted = detached(structure.inputs, structure.nodes)
+        inputs, wanted = detached(structure.inputs, structure.nodes)
+        self.runs = 0
+        self._kinds = [(node, np.dtype(node.dtype), node.shape) for node in inputs]
         nodes = topological(wanted)
         self._wanted = wanted
-        self._last: dict[Node, tuple[list[Any], Array]] = {}  # constants, and the small value that they gave
+        self._numbers: Sequence[Any] = ()  # the constants of the last run
+        self._last: dict[Node, Array] = {}  # the small values that these gave
         self.nodes = [node for node in nodes if node.value is None]
+        self.operations = sum(not node.primitive.is_free for node in self.nodes)
         last = {parent: node for node in self.nodes for parent in node.inputs}
-        kept = {*wanted, *self._inputs}
+        kept = {*wanted, *inputs}
         ended: dict[Node, list[Node]] = {}  # the values that each node is the last to need
         for parent, node in last.items():
             if parent not in kept:
@@ -56,13 +60,19 @@ class HostProgram:
     ) -> list[Buffer]:
         """The values of the wanted nodes, from buffers of the inputs, constants, and what indices are for."""
         device = self._device
-        recorders = device.stream.recorders
+        recorders, at_hand = device.stream.recorders, device.layers().transfers.at_hand
         start = perf_counter() if recorders else 0.0
+        self.runs += 1
+        if numbers is not self._numbers:
+            self._numbers, self._last = numbers, {}
         values: dict[Node, Array] = {}
         with ExitStack() as views:
-            for node, buffer in zip(self._inputs, inputs, strict=True):
+            for (node, dtype, shape), buffer in zip(self._kinds, inputs, strict=True):
                 # The device's own memory, since values never change.
-                values[node] = views.enter_context(device.view(buffer, node.dtype, node.shape))
+                array = at_hand(buffer, dtype, shape)
+                if array is None:
+                    array = views.enter_context(device.view(buffer, dtype, shape))
+                values[node] = array
             with np.errstate(all="ignore"):
                 for node, evaluate, constants, ended in self._steps:
                     given = [values[parent] for parent in node.inputs]
@@ -87,13 +97,12 @@ class HostProgram:
         numbers: Sequence[Any],
     ) -> Array:
         """The value of a node with these constants. Of a few items, that of the last run serves again."""
-        given = {name: numbers[number] for name, number in constants}
-        keeps = not inputs and node.size <= _FEW_ITEMS
-        if keeps and node in self._last and same_numbers(self._last[node][0], [*given.values()]):
-            return self._last[node][1]
-        value = evaluate(inputs, node.attributes | given)
-        if keeps:
-            self._last[node] = [*given.values()], value
+        value = self._last.get(node)
+        if value is None:
+            given = {name: numbers[number] for name, number in constants}
+            value = evaluate(inputs, node.attributes | given)
+            if not inputs and node.size <= _FEW_ITEMS:
+                self._last[node] = value
         return value
 
 

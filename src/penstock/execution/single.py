@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import lru_cache
 from typing import Any
 
 from penstock.execution.structure import Structure
@@ -11,7 +10,7 @@ from penstock.graph.bounds import BOUNDED
 from penstock.graph.calls import RESULT
 from penstock.graph.elementwise import FULL
 from penstock.graph.node import Node
-from penstock.graph.reference import Constant, number, number_key
+from penstock.graph.reference import Constant, number_key, numbers
 from penstock.graph.shaping import RESHAPE
 from penstock.memory.buffer import Buffer
 
@@ -36,19 +35,14 @@ class Single:
 
     @property
     def numbers(self) -> tuple[Any, ...]:
-        """The numbers that its program takes: the same object for the same numbers."""
-        return _numbers(self._constants) if self._constants else ()
+        """The numbers that its program takes."""
+        return numbers(self._constants) if self._constants else ()
 
     def is_all_of(self, structure: Structure) -> bool:
         """Whether the program of a structure takes these inputs and numbers, and tells of no index."""
         if structure.unchecked or structure.inputs != self._nodes:
             return False
         return tuple(structure.numbers) == self._constants
-
-
-@lru_cache(1 << 10)
-def _numbers(constants: tuple[Constant, ...]) -> tuple[Any, ...]:
-    return tuple(map(number, constants))
 
 
 def single(node: Node) -> Single | None:

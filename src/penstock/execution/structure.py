@@ -12,7 +12,7 @@ from penstock.graph.calls import CALL, RESULT, Subgraph, inline
 from penstock.graph.decompose import decompose
 from penstock.graph.elementwise import FULL
 from penstock.graph.node import Kind, Node, topological
-from penstock.graph.reference import number, number_key
+from penstock.graph.reference import number_key, numbers
 from penstock.graph.rounding import is_exact
 from penstock.graph.shaping import SLICE
 from penstock.memory.buffer import Buffer
@@ -60,7 +60,7 @@ class Structure:
         self._position: dict[Node, int] = {}
         self._parts: list[Any] = []
         self._calls = False
-        position, parts, numbers = self._position, self._parts, self.numbers
+        position, parts, constants = self._position, self._parts, self.numbers
         stack = list(reversed(wanted))
         while stack:
             node = stack[-1]
@@ -94,7 +94,7 @@ class Structure:
             self._pending.append(node)
             if primitive is FULL:  # the most frequent of all
                 constant = number_key(node, "number")
-                parts.append((FULL, node.shape, node.dtype, numbers.setdefault(constant, len(numbers))))
+                parts.append((FULL, node.shape, node.dtype, constants.setdefault(constant, len(constants))))
                 continue
             if primitive is RESULT:
                 parts.append((RESULT, position[inputs[0]], node.attributes["number"]))
@@ -106,12 +106,12 @@ class Structure:
             if primitive is CALL:
                 self._calls = True
                 subgraph: Subgraph = node.attributes["subgraph"]
-                own = [numbers.setdefault(constant, len(numbers)) for constant in subgraph.constants]
+                own = [constants.setdefault(constant, len(constants)) for constant in subgraph.constants]
                 parts.append((subgraph, where, *own))
                 continue
             names = primitive.constants
             rest = [value for name, value in node.attributes.items() if name not in names]
-            own = [numbers.setdefault(number_key(node, name), len(numbers)) for name in names]
+            own = [constants.setdefault(number_key(node, name), len(constants)) for name in names]
             parts.append((primitive, where, *rest, *own))
         return True
 
@@ -192,9 +192,9 @@ class Structure:
         for node in self.unchecked:
             node.attributes["bound"].checked = True
 
-    def constants(self) -> list[Any]:
+    def constants(self) -> tuple[Any, ...]:
         """The numbers, as arguments."""
-        return list(map(number, self.numbers))
+        return numbers(tuple(self.numbers))
 
 
 def _seen_by_host(buffer: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -63,13 +63,14 @@ def _constant(dtype: DType, value: Any) -> Constant:
         return str(dtype), np.asarray(value).astype(dtype).tobytes()
 
 
-def same_numbers(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether numbers have the same bits, as far as that is soon seen: 0 and -0 are equal."""
-    return one == other and all(number and type(number) is not complex for number in one)
-
-
 @lru_cache(1 << 12)
 def number(constant: Constant) -> Any:
     """The Python number that a constant is."""
     dtype, bits = constant
     return np.frombuffer(bits, dtype)[0].item()
+
+
+@lru_cache(1 << 10)
+def numbers(constants: tuple[Constant, ...]) -> tuple[Any, ...]:
+    """The numbers that constants are: mostly the same object again, and another one if any bit differs."""
+    return tuple(map(number, constants))

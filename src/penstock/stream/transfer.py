@@ -119,6 +119,21 @@ class Transfers:
         check_range(buffer, offset, item.itemsize * math.prod(shape))
         return HostView(self._stream, self, buffer, item, tuple(shape), offset, writable)
 
+    def at_hand(self, buffer: Buffer, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+        """The values where they lie, if the host sees them there and no command is pending; else None.
+
+        For whoever keeps the buffer, and holds `Device.running`, so that nothing is written meanwhile.
+        """
+        host, usage = buffer.memory.host, buffer.usage
+        if host is None or usage.writer or self._stream.unavailable:
+            return None
+        if usage.event is not None:
+            if not self._driver.is_done(usage.event):
+                return None
+            self._stream.check([usage.own_event])
+        nbytes = dtype.itemsize * math.prod(shape)
+        return host[buffer.offset : buffer.offset + nbytes].view(dtype).reshape(shape)
+
     def release_staging(self) -> None:
         """Give the staging memory back, unless it is in use."""
         with self._stream.lock:

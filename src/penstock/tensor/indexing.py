@@ -96,14 +96,13 @@ def _look(index: Tensor) -> None:
     buffer = node.value
     if node.span is not None or not isinstance(buffer, Buffer) or capture.get() is not None:
         return
-    host, usage = buffer.memory.host, buffer.usage
-    if host is None or not 0 < node.size <= _FEW or index.device.dispatcher is not None:
+    device = index.device
+    if not 0 < node.size <= _FEW or device.dispatcher is not None:
         return
-    if usage.writer or index.device.stream.unavailable:
-        return
-    if usage.event is None or buffer.driver.is_done(usage.event):
-        items = host[buffer.offset : buffer.offset + node.nbytes].view(np.dtype(node.dtype))
-        node.span = int(items.min()), int(items.max())
+    with device.running:
+        items = device.layers().transfers.at_hand(buffer, np.dtype(node.dtype), node.shape)
+        if items is not None:
+            node.span = int(items.min()), int(items.max())
 
 
 def changed(x: Tensor, key: Any, value: Any) -> Tensor:

@@ -29,7 +29,7 @@ class _Program:
     """The gradient of one result: a program, what it reads, and where each part of it is."""
 
     program: Any
-    numbers: list[Any]
+    numbers: Sequence[Any]
     inputs: list[int | Origin | Node]  # the number of a value that the call read, or -1 for the seed
     parts: list[int | Node | None]  # of each value: an output, what is there already, or none
 
@@ -165,7 +165,7 @@ def _own(node: Node) -> Node:
     return made
 
 
-def _run(program: Any, nodes: Sequence[Node], numbers: list[Any], device: Device) -> list[Buffer]:
+def _run(program: Any, nodes: Sequence[Node], numbers: Sequence[Any], device: Device) -> list[Buffer]:
     inputs = [node.value for node in nodes]
     if device.dispatcher is not None:
         program, inputs = program.chosen(inputs, lambda: nodes, numbers)

@@ -85,7 +85,7 @@ class Captured:
     name: str
     device: Device
     program: Executable | None
-    numbers: list[Any]
+    numbers: Sequence[Any]
     inputs: list[Source]
     wanted: list[int | Source]  # the results, then the values that tensors get, then their gradients
     kinds: list[tuple[Shape, DType]]
