@@ -151,7 +151,7 @@ class Optimizer:
 
     def _all(self) -> list[Tensor]:
         """Every tensor that a step changes."""
-        state = chain.from_iterable(tensors.values() for tensors in self._named())
+        state = chain(*self._state.values(), self._masters.values(), self._numbers.values())
         return [*self.parameters, *state, *self._counts()]
 
     def _present(self) -> list[int]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from penstock.graph import reducing
 from penstock.tensor.arguments import of_tensor
+from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, axes_of, from_numpy, record
 from penstock.tensor.manipulation import take_along_axis
 from penstock.tensor.operands import Array, as_tensors
@@ -22,6 +23,7 @@ def argsort(x: Tensor, /, *, axis: int = -1, descending: bool = False, stable: b
 
 
 @of_tensor
+@composite
 def sort(x: Tensor, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
     """The items in order along an axis."""
     _check_order("sort", x)
