@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,6 +26,15 @@ from penstock.runtime import Device
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what another thread does: one of ours, or of a driver, which gives things back in its time."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.05)
+
 
 SIGNATURES = {
     "fill": ("int32*", "int32", "int32"),

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pyopencl as cl
 import pytest
-from conftest import DRIVERS, compiled, examples
+from conftest import DRIVERS, compiled, examples, until
 
 from penstock.config import Settings
 from penstock.drivers.driver import Kernel
@@ -171,7 +171,7 @@ def test_random_operations_leave_no_handle_no_byte_and_a_flat_resident_size(
         assert device.memory_stats().unaccounted_bytes == 0  # with work pending
         device.cleanup()
         samples.append(resident_bytes())
-    assert device.driver.native_handles() == handles
+    until(lambda: device.driver.native_handles() <= handles)
     assert device.driver.allocated_bytes == 0
     assert device.memory_stats().unaccounted_bytes == 0
     assert drift(samples) < FLAT_BYTES, samples
@@ -251,4 +251,4 @@ def test_a_closed_device_gives_its_context_back_to_opencl(kind: str) -> None:
     _, _, context = use_and_close(kind)
     gc.collect()
     assert context is not None
-    assert context.reference_count == 1  # the one of this test
+    until(lambda: context.reference_count == 1)  # the one of this test

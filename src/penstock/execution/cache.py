@@ -1,10 +1,10 @@
 """The programs of a device, by structure, and what computes an expression while its program is compiled.
 
 What is new waits for no compiler where that can be helped. If its kernels are on disk, they are loaded. If
-they are not, a thread compiles them, and until it is done the expression is computed by kernels of single
-operations, which exist before they are needed: see `ahead`. Both give the same bits. NumPy computes what it
-computes exactly, where the host sees the memory of all inputs, as long as it is seen for the first time or
-small. Several small operations that come again and again get a kernel, too.
+they are not, the expression is computed by kernels of single operations, which exist before they are needed,
+and from the second time on a thread compiles its own: see `ahead`. Both give the same bits. NumPy computes
+what it computes exactly, where the host sees the memory of all inputs, as long as it is seen for the first
+time or small. Several small operations that come again and again get a kernel, too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
 from penstock.graph.reference import Constant
 from penstock.kernels.cache import KernelCache
+from penstock.kernels.source import KernelSource
 from penstock.lru import LRU
 from penstock.runtime import Device
 
@@ -37,13 +38,24 @@ _MAX_SLICED = 8  # times that slices of an expression are taken first
 _MAX_OPERATIONS = 256  # of what is computed by single ones: more take as long to schedule as to compile
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Bridge:
     """What computes an expression until the kernels of its schedule are compiled."""
 
     program: Executable | HostProgram
     schedule: Schedule
-    compiled: Future[None]
+    missing: Sequence[KernelSource]
+    compiled: Future[None] | None = None  # nothing is compiled for what comes once
+
+    @property
+    def over(self) -> bool:
+        """Whether the kernels are there, or cannot be."""
+        return self.compiled is not None and self.compiled.done()
+
+    def end(self) -> None:
+        """Let nothing be compiled any more: what is under way is waited for."""
+        if self.compiled is not None and not self.compiled.cancel():
+            self.compiled.exception()
 
 
 class ExecutableCache:
@@ -131,15 +143,18 @@ class ExecutableCache:
             often = on_host is not None and self._may_be_outgrown(on_host) and on_host.runs >= _OFTEN
             if on_host is not None and not often:
                 return on_host
-            bridge = bridge or self._bridge(structure, on_host)
-            if bridge is not None and not bridge.compiled.done():
+            if bridge is None:
+                bridge = self._bridge(structure, on_host)
+            elif bridge.compiled is None:
+                assert self._ahead is not None
+                bridge.compiled = self._ahead.compile(bridge.missing)
+            if bridge is not None and not bridge.over:
                 return bridge.program
         start = perf_counter()
         if bridge is not None:
             self._bridges.pop(key)
             self._schedules[key] = bridge.schedule
-            if not bridge.compiled.cancel():
-                bridge.compiled.exception()  # waits; what could not be compiled is told by the program below
+            bridge.end()  # what could not be compiled is told by the program below
         program = Executable(self.schedule(structure), self._device, self.kernels)
         self._schedules.pop(key, None)
         self._programs[key] = program
@@ -174,10 +189,9 @@ class ExecutableCache:
         if program is None:
             return None
         self._schedules.pop(structure.key, None)
-        if self._bridges.full:  # nobody waits for the oldest, which is compiled when it is needed again
-            self._bridges.popitem(last=False)[1].compiled.cancel()
-        bridge = _Bridge(program, schedule, self._ahead.compile(missing))
-        self._bridges[structure.key] = bridge
+        if self._bridges.full and (oldest := self._bridges.popitem(last=False)[1]).compiled is not None:
+            oldest.compiled.cancel()  # nobody waits for it
+        bridge = self._bridges[structure.key] = _Bridge(program, schedule, missing)
         return bridge
 
     def _may_be_apart(self, structure: Structure) -> bool:
