@@ -214,8 +214,11 @@ def _tighten(blocks: _Blocks, load: Ints, offsets: Ints) -> Ints:
     floor = _Blocks(np.array([0]), np.array([-1]), np.array([NEVER - 1]))  # a block to stand on
     size, born, dies = (np.concatenate(columns) for columns in zip(blocks, floor, strict=True))
     offsets = np.append(offsets, 0)
-    crowding = np.append(0.0, ((load / bound) ** 16).cumsum())  # full steps count, emptier ones hardly do
-    weight = np.append(blocks.size * (crowding[blocks.dies + 1] - crowding[blocks.born]) ** 1.5, 0.0)
+    # Without `**`, whose last bits depend on the CPU, and with them the plan.
+    fourth = np.square(np.square(load / bound))
+    crowding = np.append(0.0, np.square(np.square(fourth)).cumsum())  # full steps count, emptier hardly do
+    crowded = crowding[blocks.dies + 1] - crowding[blocks.born]
+    weight = np.append(blocks.size * (crowded * np.sqrt(crowded)), 0.0)
     weight /= weight.max()  # they grow without bound, but from here not beyond what a float can hold
     work = min(TOTAL_WORK, TOTAL_WORK_PER_BLOCK * len(size))
     failures = 0
