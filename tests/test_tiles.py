@@ -161,3 +161,16 @@ def test_reductions_of_a_transposed_tensor(device: Device) -> None:
     copied = (t.T + 0).realize()
     for axis in (0, 1):
         np.testing.assert_array_equal(ps.sum(t.T, axis=axis).numpy(), ps.sum(copied, axis=axis).numpy())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_tiles_fit_into_the_memory_of_a_workgroup(dtype: type) -> None:
+    """Of more inputs than fit, some are read without a tile."""
+    total = None
+    for _ in range(9):
+        turned = shaping.permute(at(np.ones((640, 640), dtype)), (1, 0))
+        total = turned if total is None else elementwise.add(total, turned)
+    assert total is not None
+    text = source(total, Imagined().capabilities)
+    assert "__shared__" in text
+    compile_text(text, "sm_90")  # refuses what is too much
