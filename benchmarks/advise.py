@@ -1,9 +1,9 @@
-"""What following `ps.advise` gains: programs with one flaw each, as they are and mended, run in turn.
+"""The gain of following `ps.advise`: programs with a single flaw, flawed and mended, run in turn.
 
     python benchmarks/advise.py [--device opencl:0] [--only NAME] [--rounds 7] [--save FILE]
 
 The expected gain is what the advice says about a profile of the flawed program, as a share of its time or of
-its memory. The measured one is the share that mending it saves, without a profile: of the best times of
+its memory. The measured gain is the share that mending saves, without a profile: of the best times of
 several rounds, or of the most memory that was taken.
 """
 
@@ -23,16 +23,16 @@ _MEMORY = ("peak bytes", "bytes taken")
 
 
 def opened(device: ps.Device, flaw: Flaw, side: str) -> tuple[ps.Device, Loop]:
-    """One side of a flaw on a device of its own."""
+    """A side of a flaw, on a separate device."""
     settings = flaw.settings if side == "flawed" else None
     made = ps.Device(f"{device.name}-{side}", device.capabilities, device.another_driver, settings)
     return made, getattr(flaw, side)(made)
 
 
 def measure(device: ps.Device, flaw: Flaw, rounds: int, report: Report) -> None:
-    """One flaw: what is advised, and what it gains."""
+    """A flaw: its advice, and the gain."""
     sides = {side: opened(device, flaw, side) for side in ("flawed", "mended")}
-    found, counts, shares = [], {}, {}
+    result, counts, shares = [], {}, {}
     for side, (made, loop) in sides.items():
         made.sync()
         with ps.profile(device=made) as p:
@@ -41,16 +41,16 @@ def measure(device: ps.Device, flaw: Flaw, rounds: int, report: Report) -> None:
         (evidence,) = p.evidence()
         counts[side] = flaw.count(evidence)
         advice = ps.advise(p)
-        found.append([one.flaw for one in advice])
-        for one in advice if side == "flawed" else ():
+        result.append([piece.flaw for piece in advice])
+        for item in advice if side == "flawed" else ():
             whole = evidence.working_seconds if flaw.name != "changing-shapes" else evidence.seconds
-            shares[one.flaw] = (
-                one.seconds / whole
-                if one.seconds is not None
-                else (one.nbytes or 0)
+            shares[item.flaw] = (
+                item.seconds / whole
+                if item.seconds is not None
+                else (item.nbytes or 0)
                 / (evidence.taken_bytes if flaw.name == "idle-memory" else evidence.peak_bytes)
             )
-    named = found == [[flaw.name], []]
+    named = result == [[flaw.name], []]
     if flaw.counted in _MEMORY:
         measured = 1 - counts["mended"] / counts["flawed"]
         detail = "memory"
@@ -70,7 +70,7 @@ def measure(device: ps.Device, flaw: Flaw, rounds: int, report: Report) -> None:
         detail = ", ".join(f"{side} {seconds * 1e3:.2f} ms" for side, seconds in best.items())
     counted = f"{flaw.counted} {counts['flawed']:.4g} -> {counts['mended']:.4g}; {detail}"
     expected = shares.get(flaw.name, 0.0)
-    report.add(f"{flaw.name}: expected gain", 100 * expected, "%", "named", named, f"advised {found}")
+    report.add(f"{flaw.name}: expected gain", 100 * expected, "%", "named", named, f"advised {result}")
     report.add(f"{flaw.name}: measured gain", 100 * measured, "%", "", None, counted)
     for made, _ in sides.values():
         made.close()
@@ -89,7 +89,7 @@ def main() -> None:
         if not asked.only or flaw.name in asked.only:
             try:
                 measure(device, flaw, asked.rounds, report)
-            except ps.errors.KernelError as error:  # raw kernels are not there in every language
+            except ps.errors.KernelError as error:  # a raw kernel need not have every language
                 print(f"{flaw.name}: {error}")
     if asked.save:
         report.save(asked.save, "advise", device, {"numpy": np.__version__})

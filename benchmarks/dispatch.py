@@ -3,7 +3,7 @@
     python benchmarks/dispatch.py [--quick] [--save FILE]
 
 Each line runs the same on every device and on `auto`, in turn, and prints the time on `auto` over that on the
-best of the others. Times are medians over rounds; what is measured and remembered starts from nothing, in a
+best of the others. Times are medians over rounds; the tuning cache starts empty, in a
 cache folder of its own.
 """
 
@@ -25,9 +25,9 @@ import penstock as ps
 from measuring import Report
 from penstock.dispatch import AutoDevice
 
-SETTLED = 60  # calls on `auto` before its times count: within them, what is close is tried
+SETTLED = 60  # calls on `auto` before its times count: it tries close candidates in them
 CALLS = 3  # of a side in a round
-PAUSE = 0.01  # seconds, in which the threads of the side before stop waiting for more
+PAUSE = 0.01  # seconds, in which the threads of the previous side stop spinning
 WITHIN = 1.1  # of the best device's time, which is the goal
 
 Call = Callable[[], Any]
@@ -48,7 +48,7 @@ def product(x: ps.Tensor) -> ps.Tensor:
 
 
 def maps_and_product(x: ps.Tensor) -> ps.Tensor:
-    """Long maps before a product: each may be sooner on another device."""
+    """Long elementwise chains before a product: each may be faster on another device."""
     for _ in range(4):
         x = ps.tanh(x) * 0.5 + ps.exp(-x * x)
     return x @ x.T
@@ -104,15 +104,15 @@ def cases(quick: bool) -> Iterator[tuple[str, Case]]:
 
 
 def medians(times: dict[ps.Device, list[float]]) -> dict[ps.Device, float]:
-    return {device: statistics.median(found) for device, found in times.items()}
+    return {device: statistics.median(result) for device, result in times.items()}
 
 
 def seconds_of(sides: dict[ps.Device, Call], rounds: int) -> dict[ps.Device, list[float]]:
-    """The times of each side with the wait for it; the sides take turns."""
+    """The times of each side, including the wait for its results; the sides take turns."""
     times: dict[ps.Device, list[float]] = {device: [] for device in sides}
     chance = random.Random(0)
     for _ in range(rounds):
-        # In any order, as the threads of a side may still be awake when the next one is at work.
+        # In random order, as the threads of a side may still spin while the next side runs.
         for device in chance.sample(list(sides), len(sides)):
             time.sleep(PAUSE)
             sides[device]()  # wakes the side's own threads
@@ -142,19 +142,21 @@ def grid_lines(auto: AutoDevice, report: Report, quick: bool) -> None:
                 call()
             device.sync()
         times = seconds_of(sides, 7 if quick else 15)
-        found = medians(times)
-        if found[auto] >= WITHIN * min(found[member] for member in auto.members):
-            # What else is done on the machine hits sides unequally: more rounds tell that from a bad choice.
+        result = medians(times)
+        if result[auto] >= WITHIN * min(result[member] for member in auto.members):
+            # Other load of the machine affects sides unequally: more rounds tell it from a bad choice.
             for device, more in seconds_of(sides, 30).items():
                 times[device] += more
-            found = medians(times)
-        best = min(found[member] for member in auto.members)
-        ratio = found[auto] / best
+            result = medians(times)
+        best = min(result[member] for member in auto.members)
+        ratio = result[auto] / best
         ratios.append(ratio)
         holder = auto.holder(sides[auto]()._node.value)
         where = holder.name
-        chosen.append(min(found[holder], found[auto]) / best)  # the latter of a cut, which is on two
-        detail = ", ".join(f"{device.name} {1e6 * found[device]:.0f}" for device in sides)
+        chosen.append(
+            min(result[holder], result[auto]) / best
+        )  # the second device, if a program is split between two
+        detail = ", ".join(f"{device.name} {1e6 * result[device]:.0f}" for device in sides)
         report.add(name, ratio, "x", "< 1.1x", ratio < WITHIN, f"{detail} µs; on {where}")
     share = sum(ratio < WITHIN for ratio in ratios) / len(ratios)
     report.add("the worst of the grid", max(ratios), "x", "< 1.1x", max(ratios) < WITHIN, "")

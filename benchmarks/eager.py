@@ -3,7 +3,7 @@
     python benchmarks/eager.py [--device opencl:0] [--only sum softmax] [--save FILE]
 
 Every call is realised. A ratio is the time of the better peer over Penstock's: above 1, Penstock is faster.
-"travelled" is what one call copies between host and device, counted by a profile.
+"travelled" is the bytes that a call copies between host and device, counted by a profile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation in the words of each library; `numpy`: of NumPy and CuPy, where they have it."""
+    """An operation in each library; `numpy`: of NumPy and CuPy, if they have it."""
 
     name: str
     ours: Callable[[Arrays], ps.Tensor]
@@ -40,12 +40,12 @@ class Operation:
 
 
 def operator(name: str, apply: Callable[[Arrays], Any]) -> Operation:
-    """What all libraries write the same."""
+    """An operation that all libraries write the same way."""
     return Operation(name, apply, apply, lambda _, a: apply(a))
 
 
 def function(name: str, word: str, operand: str = "x") -> Operation:
-    """A function of one array that all libraries call the same."""
+    """A function of an array with the same name in all libraries."""
     return Operation(
         name,
         lambda a: getattr(ps, word)(a[operand]),
@@ -80,7 +80,9 @@ OPERATIONS = [
     Operation("relu", lambda a: F.relu(a["x"]), lambda a: torch.relu(a["x"])),
     Operation("relu(x) + 1", lambda a: F.relu(a["x"]) + 1, lambda a: torch.relu(a["x"]) + 1),
     Operation(
-        "gelu", lambda a: F.gelu(a["x"]), lambda a: torch.nn.functional.gelu(a["x"], approximate="tanh")
+        "gelu",
+        lambda a: F.gelu(a["x"], "tanh"),
+        lambda a: torch.nn.functional.gelu(a["x"], approximate="tanh"),
     ),
     Operation(
         "where",
@@ -144,7 +146,7 @@ OPERATIONS = [
     ),
     Operation(
         "layer norm",
-        lambda a: F.layer_norm(a["x"]),
+        lambda a: F.layer_norm(a["x"], a["x"].shape[-1:]),
         lambda a: torch.nn.functional.layer_norm(a["x"], a["x"].shape[-1:]),
         lambda xp, a: layer_norm(xp, a["x"]),
     ),
@@ -182,7 +184,7 @@ def arrays(size: int) -> Arrays:
 
 
 class Sides:
-    """One piece of work on every side, each with what waits until it is done."""
+    """A piece of work on every side, each with a function that waits for its end."""
 
     def __init__(self, device: ps.Device, report: Report) -> None:
         self.device, self.report = device, report
@@ -198,7 +200,7 @@ class Sides:
             cupy.cuda.Device().synchronize()
 
     def compare(self, what: str, sides: dict[str, Callable[[], object]], goal: float, rounds: int) -> None:
-        """Penstock against the better of its peers; each side is called as often as fills a while."""
+        """Penstock against the best of its peers; calls are repeated until a round is long enough."""
         seconds: dict[str, float] = {}
         loops = {name: self._loop(name, call) for name, call in sides.items()}
         repeat = {}
@@ -239,7 +241,7 @@ class Sides:
         return sum(copy.nbytes for copy in profile.copies() if copy.direction != "copy")
 
     def operation(self, operation: Operation, given: Arrays, rounds: int, goal: float) -> None:
-        """One operation at one size."""
+        """Measure an operation at a size."""
         size = len(given["x"])
         ours = {name: ps.asarray(array, device=self.device) for name, array in given.items()}
         sides: dict[str, Callable[[], object]] = {"penstock": lambda: operation.ours(ours).realize()}
@@ -255,7 +257,7 @@ class Sides:
         self.compare(f"{operation.name}, {size} x {size}", sides, goal, rounds)
 
 
-# Small programs, each a function that makes one call of ours and one of PyTorch's
+# Small programs, each a function that returns a call of Penstock and a call of PyTorch
 
 
 def xor(device: ps.Device, place: str) -> Iterator[Callable[[], object]]:
@@ -337,7 +339,7 @@ def attention_block(device: ps.Device, place: str) -> Iterator[Callable[[], obje
     )
 
     def ours() -> ps.Tensor:
-        h = F.layer_norm(a) @ b
+        h = F.layer_norm(a, a.shape[-1:]) @ b
         q, k, v = (
             ps.permute_dims(
                 ps.reshape(
@@ -433,7 +435,7 @@ def main() -> None:
     device = ps.use(options.device) if options.device else ps.default_device()
     report = Report()
     sides = Sides(device, report)
-    # What PyTorch does best on a GPU: products in full float32, as ours.
+    # The same precision on a GPU: products in full float32, as Penstock's.
     goals = {8: 0.67, 512: 1.0, 4096: 1.0} if sides.gpu else {8: 0.8, 256: 0.8, 2048: 0.8}
 
     def asked(name: str) -> bool:

@@ -1,10 +1,11 @@
-"""Programs with exactly one flaw each, and the same without it: what `ps.advise` is tested and measured with.
+"""Programs with exactly one flaw each, and the same without it, for tests and benchmarks of `ps.advise`.
 
-The line to blame has the comment `flaw`. Each function prepares everything and gives a loop to call.
+The responsible line has the comment `flaw`. Each function prepares everything and returns a loop to call.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ class Flaw:
     flawed: Callable[[Device], Loop]
     mended: Callable[[Device], Loop]
     counted: str
-    count: Callable[[Evidence], float]  # what the advice says would fall
+    count: Callable[[Evidence], float]  # the quantity that the advice says would fall
     settings: Settings | None = None  # of the device, for the flawed program
 
 
@@ -39,7 +40,7 @@ def array(*shape: int) -> Array:
 
 
 def captured(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same under `jit`."""
+    """A step under `jit`."""
     return ps.jit(function)
 
 
@@ -101,8 +102,8 @@ def one_operation(device: Device) -> Loop:
     rows, scale = ps.asarray(array(400, 64), device=device), ps.asarray(array(64), device=device)
 
     def loop() -> list[float]:
-        found: list[float] = ps.sum(rows * scale, axis=1).tolist()
-        return found
+        result: list[float] = ps.sum(rows * scale, axis=1).tolist()
+        return result
 
     loop()
     return loop
@@ -116,12 +117,12 @@ def in_lengths(device: Device, lengths: list[int]) -> Loop:
     text = array(max(lengths) + len(lengths), 128)
 
     def loop() -> None:
-        # A new function, as a new process would have: what is captured is captured for this loop.
+        # A new function, as in a new process, so that captures belong to this loop.
         mixed = captured(lambda x: ps.sum(ps.tanh(x @ weights), axis=0))
         for start, length in enumerate(lengths):
             x = ps.asarray(text[start : start + length], device=device)
-            found = mixed(x)  # flaw: changing-shapes
-        found.numpy()
+            result = mixed(x)  # flaw: changing-shapes
+        result.numpy()
 
     return loop
 
@@ -145,8 +146,8 @@ def in_dtype(device: Device, dtype: type) -> Loop:
     def loop() -> None:
         x = ps.asarray(drawn, device=device)  # flaw: wide-dtype
         for _ in range(40):
-            found = chained(x)
-        found.numpy()
+            result = chained(x)
+        result.numpy()
 
     loop()
     return loop
@@ -166,8 +167,8 @@ def host_operation(device: Device) -> Loop:
 
     def loop() -> None:
         for _ in range(20):
-            found = power(x)  # flaw: host-operation
-        found.numpy()
+            result = power(x)  # flaw: host-operation
+        result.numpy()
 
     loop()
     return loop
@@ -179,8 +180,8 @@ def real_numbers(device: Device) -> Loop:
 
     def loop() -> None:
         for _ in range(20):
-            found = power(x, y)
-        found.numpy()
+            result = power(x, y)
+        result.numpy()
 
     loop()
     return loop
@@ -190,8 +191,8 @@ def real_numbers(device: Device) -> Loop:
 
 
 def round_trip(device: Device) -> Loop:
-    weights = ps.asarray(array(256, 256) / 16, device=device)
-    start = array(1024, 256)
+    weights = ps.asarray(array(64, 64) / 8, device=device)
+    start = array(4096, 64)
     mixed = captured(lambda x: x @ weights)
 
     def loop() -> None:
@@ -206,8 +207,8 @@ def round_trip(device: Device) -> Loop:
 
 
 def on_the_device(device: Device) -> Loop:
-    weights = ps.asarray(array(256, 256) / 16, device=device)
-    start = array(1024, 256)
+    weights = ps.asarray(array(64, 64) / 8, device=device)
+    start = array(4096, 64)
 
     @ps.jit
     def mixed(x: Tensor) -> Tensor:
@@ -230,8 +231,8 @@ def repeated_upload(device: Device) -> Loop:
     def loop() -> None:
         for _ in range(30):
             x = ps.asarray(table, device=device)  # flaw: repeated-upload
-            found = total(x)
-        found.numpy()
+            result = total(x)
+        result.numpy()
 
     loop()
     return loop
@@ -243,8 +244,8 @@ def one_upload(device: Device) -> Loop:
     def loop() -> None:
         x = ps.asarray(table, device=device)
         for _ in range(30):
-            found = total(x)
-        found.numpy()
+            result = total(x)
+        result.numpy()
 
     loop()
     return loop
@@ -254,14 +255,20 @@ def waiting(device: Device, every: int) -> Loop:
     weights = ps.asarray(array(1024, 1024), device=device)
     x = ps.asarray(array(1024, 1024), device=device)
     mixed = captured(lambda x: ps.max(x @ weights))
-    noise = array(400_000)
+    noise = array(100_000)
+    mixed(x).item()
+    start = time.perf_counter()
+    mixed(x).item()
+    seconds = time.perf_counter() - start
 
     def loop() -> None:
         for number in range(1, 21):
             largest = mixed(x)
             if number % every == 0:
                 largest.item()  # flaw: hidden-wait
-            np.sort(noise)  # what else a program does in the meantime
+            end = time.perf_counter() + seconds
+            while time.perf_counter() < end:  # what else a program does, for as long as the product takes
+                np.sort(noise)
 
     loop()
     return loop
@@ -276,7 +283,7 @@ def rare_waits(device: Device) -> Loop:
 
 
 class Batches:
-    """Arrays that take their time to be made."""
+    """Arrays that are slow to make."""
 
     def __init__(self) -> None:
         self._random, self._number = np.random.default_rng(1), 0
@@ -296,7 +303,7 @@ def late_data(device: Device) -> Loop:
         batches = Batches()
         for _ in range(20):
             x = ps.asarray(next(batches), device=device)  # flaw: late-data
-            np.sort(noise)  # what else a program does for each step
+            np.sort(noise)  # other work of a program for each step
             largest = mixed(x)
         largest.item()
 
@@ -512,8 +519,8 @@ def deep(device: Device, again: bool) -> Loop:
     x = ps.asarray(array(4096, 64), device=device)
 
     def layers(x: Tensor, *weights: Tensor) -> Tensor:
-        for one in weights:
-            x = ps.tanh(x @ one)
+        for weight in weights:
+            x = ps.tanh(x @ weight)
         return x
 
     @ps.jit
@@ -522,9 +529,9 @@ def deep(device: Device, again: bool) -> Loop:
             part = weights[start : start + 4]
             x = ps.checkpoint(layers, x, *part) if again else layers(x, *part)
         ps.sum(x * x).backward()
-        slopes = [one.grad for one in weights]
-        for one in weights:
-            one.grad = None
+        slopes = [weight.grad for weight in weights]
+        for weight in weights:
+            weight.grad = None
         return slopes
 
     def loop() -> None:
@@ -538,7 +545,7 @@ def deep(device: Device, again: bool) -> Loop:
     return loop
 
 
-LIMIT = 19 << 20  # bytes, of which what is kept leaves next to nothing
+LIMIT = 19 << 20  # bytes, nearly all of which kept values take
 
 
 def tight_memory(device: Device) -> Loop:
@@ -570,7 +577,7 @@ def moved(evidence: Evidence) -> float:
 
 
 def sent(evidence: Evidence) -> float:
-    return sum(one.nbytes for one in evidence.transfers)
+    return sum(transfer.nbytes for transfer in evidence.transfers)
 
 
 def operations(evidence: Evidence) -> float:
@@ -578,7 +585,7 @@ def operations(evidence: Evidence) -> float:
 
 
 def read(evidence: Evidence) -> float:
-    return sum(one.count for one in evidence.waits if one.why in ("download", "view"))
+    return sum(wait.count for wait in evidence.waits if wait.why in ("download", "view"))
 
 
 def by_numpy(evidence: Evidence) -> float:
@@ -586,7 +593,7 @@ def by_numpy(evidence: Evidence) -> float:
 
 
 def between(evidence: Evidence) -> float:
-    return sum(one.calls - one.beside for one in evidence.transfers)
+    return sum(transfer.calls - transfer.beside for transfer in evidence.transfers)
 
 
 FLAWS = [
@@ -603,15 +610,15 @@ FLAWS = [
     Flaw("forced-realization", forced_realization, left_alone, "bytes moved", moved),
     Flaw("raw-kernel", raw_kernel, formula, "bytes moved", moved),
     Flaw("unjitted-step", unjitted_step, jitted_step, "operations recorded", recorded),
-    Flaw("growing-memory", growing_memory, numbers_kept, "peak bytes", lambda one: one.peak_bytes),
+    Flaw("growing-memory", growing_memory, numbers_kept, "peak bytes", lambda evidence: evidence.peak_bytes),
     Flaw(
         "pool-misses",
         pool_misses,
         pool_misses,
         "pool misses",
-        lambda one: one.pool_misses,
+        lambda evidence: evidence.pool_misses,
         Settings(pool_capacity=0),
     ),
-    Flaw("idle-memory", idle_memory, trimmed, "bytes taken", lambda one: one.taken_bytes),
-    Flaw("tight-memory", tight_memory, checkpointed, "peak bytes", lambda one: one.peak_bytes),
+    Flaw("idle-memory", idle_memory, trimmed, "bytes taken", lambda evidence: evidence.taken_bytes),
+    Flaw("tight-memory", tight_memory, checkpointed, "peak bytes", lambda evidence: evidence.peak_bytes),
 ]

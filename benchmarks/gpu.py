@@ -117,7 +117,7 @@ def _captured(
     recorded = torch.cuda.CUDAGraph()
     with torch.cuda.graph(recorded):
         loss = step(ids)
-    # As if the steps that warmed it up had not been.
+    # Undo the steps of the warm-up.
     model.load_state_dict(before)
     for state in optimizer.state.values():
         for value in state.values():
@@ -135,7 +135,7 @@ def _captured(
 
 
 def step_line(name: str, device: ps.Device, report: Report) -> None:
-    """One training step, all sides in turn."""
+    """A training step, all sides in turn."""
     sizes = MODELS[name]
     tokens = random_tokens(sizes)
     step = penstock_step(penstock_model(sizes))
@@ -167,7 +167,7 @@ def step_line(name: str, device: ps.Device, report: Report) -> None:
 
 
 def mlp_line(name: str, device: ps.Device, report: Report) -> None:
-    """The steps of the small networks, where what counts is the time around the kernels."""
+    """The steps of the small networks, where the overhead around kernels dominates."""
     sizes, x, y = mlp_data(name)
     ours = mlp_step(sizes, x, y, device)
 
@@ -193,14 +193,14 @@ def mlp_line(name: str, device: ps.Device, report: Report) -> None:
 
 def text_tokens(count: int) -> npt.NDArray[np.int64]:
     """Bytes of the sources of this Python."""
-    found = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
-    return np.frombuffer(found[:count], np.uint8).astype(np.int64)
+    result = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    return np.frombuffer(result[:count], np.uint8).astype(np.int64)
 
 
 def loss_lines(device: ps.Device, report: Report, starts: int = 8, steps: int = 200) -> None:
     """The losses on text, from the same weights and batches: in float32, and in bfloat16 from many starts.
 
-    When attention begins to learn is chance: from one start, PyTorch's own float32 and bfloat16 are up to
+    When attention begins to learn is random: from the same start, PyTorch's float32 and bfloat16 are up to
     0.2 apart. So what counts in bfloat16 is the mean over the starts, and how sure that is.
     """
     if torch is None:
@@ -233,7 +233,7 @@ def _last_losses(seed: int, steps: int, half: bool, device: ps.Device) -> tuple[
     ours = penstock_step(model, half)
     losses = [ours(ps.asarray(batch, device=device)) for batch in batches]
     others = [peer(torch.from_numpy(batch).cuda()) for batch in batches]
-    return tuple(float(np.mean([one.item() for one in side[-20:]])) for side in (losses, others))  # type: ignore[return-value]
+    return tuple(float(np.mean([item.item() for item in side[-20:]])) for side in (losses, others))  # type: ignore[return-value]
 
 
 _CHILD = """
@@ -270,7 +270,7 @@ def _used_mib() -> float:
 def process_lines(name: str, device: ps.Device, report: Report) -> None:
     """Processes of their own: time to the tenth step with cold and warm caches, and the device's memory."""
     kinds = ["penstock cold", "penstock warm", *(["graph"] if torch is not None else [])]
-    found: dict[str, list[float]] = {}
+    result: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         cold = {"XDG_CACHE_HOME": folder, "CUDA_CACHE_PATH": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
         for kind in kinds:
@@ -283,16 +283,16 @@ def process_lines(name: str, device: ps.Device, report: Report) -> None:
             if run.returncode:
                 raise RuntimeError(f"{kind}: {run.stderr[-2000:]}")
             seconds, used = (float(line) for line in run.stdout.split()[-2:])
-            found[kind] = [seconds, used - before]
+            result[kind] = [seconds, used - before]
     for kind, goal in (("cold", 30.0), ("warm", 10.0)):
-        seconds = found[f"penstock {kind}"][0]
-        others = ", ".join(f"{other} {found[other][0]:.1f} s" for other in kinds[2:])
+        seconds = result[f"penstock {kind}"][0]
+        others = ", ".join(f"{other} {result[other][0]:.1f} s" for other in kinds[2:])
         report.add(f"{name}: tenth step, {kind} cache", seconds, "s", f"<= {goal:g}", seconds <= goal, others)
-    memory = ", ".join(f"{kind} {found[kind][1]:.0f} MiB" for kind in kinds[1:])
+    memory = ", ".join(f"{kind} {result[kind][1]:.0f} MiB" for kind in kinds[1:])
     if torch is None:
-        report.add(f"{name}: device memory", found["penstock warm"][1], "MiB", "", None, memory)
+        report.add(f"{name}: device memory", result["penstock warm"][1], "MiB", "", None, memory)
     else:
-        ratio = found["penstock warm"][1] / min(found[kind][1] for kind in kinds[2:])
+        ratio = result["penstock warm"][1] / min(result[kind][1] for kind in kinds[2:])
         report.add(f"{name}: device memory", ratio, "x", "<= 0.6", ratio <= 0.6, memory)
 
 

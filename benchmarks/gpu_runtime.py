@@ -18,7 +18,7 @@ torch, cupy = installed("torch"), installed("cupy")
 
 
 def allocation_line(device: ps.Device, report: Report, nbytes: int = 1 << 20) -> None:
-    """A buffer taken and dropped, as users do it."""
+    """A buffer that is allocated and dropped."""
     sides: Sides = {"penstock": lambda: device.empty(nbytes)}
     if torch is not None:
         sides["torch"] = lambda: torch.empty(nbytes, dtype=torch.uint8, device="cuda")
@@ -29,7 +29,7 @@ def allocation_line(device: ps.Device, report: Report, nbytes: int = 1 << 20) ->
 
 
 def launch_line(device: ps.Device, report: Report, count: int = 1000) -> None:
-    """Small kernels one after the other until all ran: launched, and replayed as a program."""
+    """A sequence of small kernels until all are done: launched, and replayed as a program."""
     kernel, stream = kernels(device)["axpy"], device.stream
     x, y = device.upload(np.ones(64, np.float32)), device.upload(np.ones(64, np.float32))
     program = stream.bind([(kernel, (1,), (64,), (x, y, 1.0, 64))] * count)
@@ -55,11 +55,11 @@ def launch_line(device: ps.Device, report: Report, count: int = 1000) -> None:
 
         sides["cupy"] = cupy_launches
     if torch is not None:
-        one, other = torch.ones(64, device="cuda"), torch.ones(64, device="cuda")
+        left, right = torch.ones(64, device="cuda"), torch.ones(64, device="cuda")
 
         def torch_adds() -> None:
             for _ in range(count):
-                one.add_(other)
+                left.add_(right)
             torch.cuda.synchronize()
 
         sides["torch"] = torch_adds

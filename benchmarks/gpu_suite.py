@@ -1,8 +1,8 @@
-"""The test suite on a machine with an NVIDIA GPU, on CUDA and on OpenCL, and a file with what came out.
+"""The test suite on a machine with an NVIDIA GPU, on CUDA and on OpenCL, and a file with the outcome.
 
     python benchmarks/gpu_suite.py
 
-CI has no GPU, so this is run by hand. Files of tests run side by side; the one that needs all of the GPU's
+CI has no GPU, so this is run by hand. Test files run in parallel; the file that needs all of the GPU's
 memory runs alone. Exits with 1 if a test failed.
 """
 
@@ -28,7 +28,7 @@ import penstock as ps
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = "test_cuda.py"
-# Want a WebGPU adapter, a browser, or programs that are slow on a CPU for a known reason, and run in CI.
+# They need a WebGPU adapter, a browser, or programs that are slow on a CPU, and run in CI.
 ELSEWHERE = ("test_webgpu.py", "test_wgsl.py", "test_windows.py", "test_report.py", "test_advise.py")
 LONG = (
     "test_leaks.py",
@@ -44,7 +44,7 @@ _SECONDS = 3600  # after which a file of tests is given up
 
 
 def run(path: Path, select: str, folder: Path) -> tuple[list[tuple[str, str]], str]:
-    """Every test of a file with its outcome, and what pytest said if one failed."""
+    """Every test of a file with its outcome, and pytest's output if a test failed."""
     report = folder / f"{path.stem}.xml"
     command = [sys.executable, "-m", "pytest", str(path), "-o", "addopts=-q", "--tb=short", "--slow"]
     command += ["-p", "no:cacheprovider"]
@@ -70,14 +70,14 @@ def run(path: Path, select: str, folder: Path) -> tuple[list[tuple[str, str]], s
 
 
 def driver_of(test: str) -> str:
-    """The driver that a test's name tells, or "any"."""
+    """The driver in a test's name, or "any"."""
     return next(
         (name for name in DRIVERS if name in test.split("::")[-1]), "cuda" if ALONE in test else "any"
     )
 
 
 def summary(results: list[tuple[str, str]], seconds: float) -> dict[str, Any]:
-    """The counts by driver, and the names of what failed."""
+    """The counts by driver, and the names of failed tests."""
     counts: dict[str, Counter[str]] = {}
     for test, outcome in results:
         counts.setdefault(driver_of(test), Counter())[outcome] += 1
@@ -94,7 +94,7 @@ def summary(results: list[tuple[str, str]], seconds: float) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "seconds": round(seconds),
-        "drivers": {name: dict(found) for name, found in sorted(counts.items())},
+        "drivers": {name: dict(result) for name, result in sorted(counts.items())},
         "failed": sorted(test for test, outcome in results if outcome == "failed"),
     }
 
@@ -121,12 +121,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
 
         def tell(path: Path) -> None:
-            found, said = run(path, given.select if path.name != ALONE else "", Path(folder))
+            result, said = run(path, given.select if path.name != ALONE else "", Path(folder))
             with lock:
-                print(f"{path.name}: {dict(Counter(outcome for _, outcome in found))}\n{said}", flush=True)
-                results.extend(found)
+                print(f"{path.name}: {dict(Counter(outcome for _, outcome in result))}\n{said}", flush=True)
+                results.extend(result)
                 waiting.remove(path.name)
-                # After each file, so that something is left if the machine goes.
+                # After each file, so that results survive the loss of the machine.
                 told = summary(results, time.perf_counter() - start) | {"not run": sorted(waiting)}
                 given.result.write_text(json.dumps(told, indent=1) + "\n")
 

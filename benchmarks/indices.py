@@ -1,4 +1,4 @@
-"""What it costs that indices out of range are refused: a training step with the check over one without.
+"""The cost of index checks: the time of a training step with the check over that without it.
 
     python benchmarks/indices.py [--device NAME] [--rounds N] [--save FILE]
 
@@ -74,9 +74,9 @@ def line(report: Report, name: str, sides: dict[bool, Steps], reading: int, roun
             if number:  # the first round captures and compiles
                 times[checked].append((time.perf_counter() - start) / STEPS)
     ratio = statistics.median(a / b for a, b in zip(times[True], times[False], strict=True))
-    found = {checked: 1e6 * statistics.median(seconds) for checked, seconds in times.items()}
+    result = {checked: 1e6 * statistics.median(seconds) for checked, seconds in times.items()}
     how = "each step" if reading == 1 else f"once in {reading} steps"
-    detail = f"{found[True]:.0f} over {found[False]:.0f} µs a step"
+    detail = f"{result[True]:.0f} over {result[False]:.0f} µs a step"
     report.add(f"{name}, loss read {how}", ratio, "x", f"< {GOAL}x", ratio < GOAL, detail)
 
 
@@ -101,7 +101,7 @@ def main() -> None:
         cases["GPT-2 124M"] = lambda device: gpt(device, GPT2)
     report = Report()
     for name, made in cases.items():
-        sides = {checked: made(one) for checked, one in opened.items()}
+        sides = {checked: made(value) for checked, value in opened.items()}
         for reading in (STEPS, 1):
             line(report, name, sides, reading, options.rounds)
     if options.save:

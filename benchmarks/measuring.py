@@ -1,4 +1,4 @@
-"""What all benchmarks share: timing several sides in turn, and a table that is printed and kept."""
+"""Shared by all benchmarks: timing several sides in turn, and a table that is printed and saved."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import penstock as ps
 
 Step = Callable[[ps.Tensor, ps.Tensor], ps.Tensor]
 Sides = dict[str, Callable[[], object]]
-_PAUSE = 0.02  # seconds, in which the threads of the side before stop waiting for more
+_PAUSE = 0.02  # seconds, in which the threads of the previous side stop spinning
 
 
 def installed(name: str) -> Any:
-    """A peer's module; None where it is not installed."""
+    """A peer's module; None if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -52,7 +52,7 @@ def classifier(
     activation: Callable[[], ps.nn.Module],
     optimizer: Callable[..., ps.optim.Optimizer],
 ) -> Step:
-    """A training step, jitted, of a network with layers of these sizes: of rows and the classes they have."""
+    """A jitted training step of a network with layers of these sizes: of rows and their classes."""
     parts: list[ps.nn.Module] = []
     for inputs, outputs in pairwise(layers):
         parts += [ps.nn.Linear(inputs, outputs, device=device), activation()]
@@ -93,10 +93,10 @@ class Report:
         """Write the table as JSON, with the commit and the device; `options`: of the command, if not that."""
         given = f" --device {device.name}" if options is None else options
         asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        found = asked.stdout.strip() if asked.returncode == 0 else "unknown"
+        result = asked.stdout.strip() if asked.returncode == 0 else "unknown"
         about = {
             "command": f"python benchmarks/{benchmark}.py{given}",
-            "commit": os.environ.get("GIT_COMMIT") or found,
+            "commit": os.environ.get("GIT_COMMIT") or result,
             "device": device.capabilities.description,
             "api": device.capabilities.api,
             "python": platform.python_version(),

@@ -13,7 +13,7 @@ FLOAT = 4  # bytes
 
 
 class Tape:
-    """Steps in the order in which they run; each writes one value."""
+    """Steps in the order in which they run; each writes a value."""
 
     def __init__(self) -> None:
         self._nbytes: list[int] = []
@@ -21,7 +21,7 @@ class Tape:
         self._over: list[tuple[int, ...]] = []
 
     def step(self, nbytes: int, *reads: int, inplace: bool = False) -> int:
-        """Write a value, over one of those that it reads if it may; its number, which is also the step's."""
+        """Write a value, in place of an input if allowed; its index, which is also the step's."""
         now = len(self._nbytes)
         for read in reads:
             self._dies[read] = now
@@ -31,7 +31,7 @@ class Tape:
         return now
 
     def values(self) -> list[Value]:
-        """What was written, with only those in `over` that really die there."""
+        """The values, where `over` keeps only inputs that really die at the step."""
         dies = self._dies
         return [
             Value(nbytes, born, dies[born], tuple({k: None for k in over if dies[k] == born}))

@@ -1,9 +1,9 @@
-"""What profiles cost: while none is on, against the same code without the places that ask for one; and on.
+"""The cost of profiles: while none is active, against the same code without hooks; and while one is active.
 
     python benchmarks/profiler.py [--device opencl:0] [--save FILE]
 
-Times are the best of several rounds, in which the sides take turns. The workloads are those in which the host
-does the most for what the device does: many small launches, steps, copies.
+Times are the best of several rounds, in which the sides take turns. In these workloads the host
+does much for little work of the device: many small launches, steps, copies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.stream.stream import Stream
 from penstock.stream.transfer import Transfers
 from runtime import kernels
 
-# Each place that asks for a profile, as it stands in the source, and what would stand there without it.
+# Each hook of a profile in the source, and the code without it.
 HOOKS: list[tuple[type, str, str, str]] = [
     (CommandQueue, "retire", "        if self.recorders:\n            self._tell(batch)\n", ""),
     (
@@ -57,22 +57,22 @@ def without(owner: type, name: str, hook: str, instead: str) -> Callable[..., An
     text = textwrap.dedent(inspect.getsource(getattr(owner, name)))
     if hook not in text:
         raise SystemExit(f"{owner.__name__}.{name} has changed: its hook is not where this benchmark looks")
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     code = "from __future__ import annotations\n" + text.replace(hook, instead)
-    exec(code, sys.modules[owner.__module__].__dict__, found)
-    method: Callable[..., Any] = found[name]
+    exec(code, sys.modules[owner.__module__].__dict__, result)
+    method: Callable[..., Any] = result[name]
     return method
 
 
 def opened(device: ps.Device, hooks: bool) -> ps.Device:
-    """The same device once more, with the hooks or without."""
+    """The same device opened again, with or without hooks."""
     classes = {CommandQueue: stream_module, Stream: runtime_module, Transfers: runtime_module}
     methods: dict[type, dict[str, Any]] = {owner: {} for owner in classes}
     for owner, name, hook, instead in HOOKS:
         methods[owner][name] = without(owner, name, hook, instead)
     made = ps.Device(f"{device.name}-{hooks}", device.capabilities, device.another_driver)
     for owner, place in classes.items():
-        # Both sides have classes of their own: Python is faster with a class that was never changed.
+        # Separate classes for both sides: Python is faster with a class that was never modified.
         setattr(place, owner.__name__, type(owner.__name__, (owner,), {} if hooks else methods[owner]))
     try:
         made.empty(1)

@@ -2,7 +2,7 @@
 
     python benchmarks/runtime.py [--device opencl:0] [--save FILE]
 
-Times are the best of several rounds, since what else runs on the machine only ever adds to them.
+Times are the best of several rounds, since other load of the machine only adds to them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def kernels(device: ps.Device) -> dict[str, Kernel]:
 
 
 class PlainPool:
-    """The pool that anyone writes in five lines: a dictionary of lists."""
+    """A simple pool for comparison: a dictionary of lists."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -201,7 +201,7 @@ def overlap_line(device: ps.Device, report: Report, nbytes: int = 16 << 20, step
     xs = [device.upload(batch) for _ in range(2)]
     ys = [device.upload(batch) for _ in range(2)]
     units = device.capabilities.compute_units
-    if device.capabilities.kind == "cpu":  # copies are the CPU's work too: leave a core for them
+    if device.capabilities.kind == "cpu":  # copies use the CPU too: leave a core for them
         grid, group = (max(units - 1, 1),), (1,)
     else:
         grid, group = (8 * units,), (256,)

@@ -32,8 +32,8 @@ def main() -> None:
     cut = int(0.9 * len(ids))
     ps.random.manual_seed(options.seed)
     model = ps.nn.GPT(tokenizer.vocab_size, CONTEXT, width=128, layers=4, heads=4, bias=False)
-    matrices = [one for one in model.parameters() if one.ndim == 2]
-    others = [one for one in model.parameters() if one.ndim < 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = ps.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), clip_norm=1.0)
     rate = ps.optim.cosine(1e-3, STEPS, warmup=100, least=1e-4)

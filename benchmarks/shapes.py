@@ -1,8 +1,8 @@
-"""New shapes: what each costs a jitted function, and how fast kernels are whose sizes are arguments.
+"""New shapes: their cost in a jitted function, and the speed of kernels whose sizes are arguments.
 
     python benchmarks/shapes.py [--device NAME] [--shapes N] [--rounds N] [--save FILE]
 
-First, one small network is trained with batches of many sizes, no size twice: the CPU time of a step whose
+First, a small network is trained with batches of many sizes, no size twice: the CPU time of a step whose
 shape is new, and the growth of the resident memory. Then programs run on the same device opened twice. On one
 side the shape is the first that the program meets, so that its kernels have their sizes in the text; on the
 other it comes after others, and its kernels take their sizes as arguments. Both run in turn in one process;
@@ -27,7 +27,7 @@ from penstock.config import Settings
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 
 GOAL_SECONDS, GOAL_RATIO = 0.1, 1.05
-BEFORE = 3  # shapes that a program meets before the one that is measured
+BEFORE = 3  # shapes that a program has before the measured shape
 
 
 def drawn(*shape: int) -> np.ndarray:
@@ -65,7 +65,7 @@ def new_shapes(report: Report, device: ps.Device, count: int) -> None:
 
 
 def resident_bytes() -> int:
-    """What the process holds in memory, where the system says it; else 0."""
+    """The resident memory of the process; 0 if the system does not tell."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -84,7 +84,7 @@ def programs() -> dict[str, tuple[Callable[..., ps.Tensor], Callable[[int], tupl
         "sum of columns, 1000 x 1000": (lambda x: x.sum(axis=0), lambda n: (drawn(n, n),), 1000),
         "sum, 1M": (lambda x: x.sum(), lambda n: (drawn(n),), 1_000_000),
         "layer norm, 1000 x 768": (
-            lambda x, y: F.layer_norm(x, y, y),
+            lambda x, y: F.layer_norm(x, y.shape, y, y),
             lambda n: (drawn(n, 768), drawn(768)),
             1000,
         ),
@@ -125,8 +125,8 @@ def compared(report: Report, name: str, sides: dict[str, Callable[[], object]], 
             if number:
                 times[side].append((time.perf_counter() - start) / repeat)
     ratio = statistics.median(a / b for a, b in zip(times["shared"], times["own"], strict=True))
-    found = {side: 1e6 * statistics.median(seconds) for side, seconds in times.items()}
-    detail = f"{found['shared']:.0f} over {found['own']:.0f} µs"
+    result = {side: 1e6 * statistics.median(seconds) for side, seconds in times.items()}
+    detail = f"{result['shared']:.0f} over {result['own']:.0f} µs"
     report.add(name, ratio, "x", f"<= {GOAL_RATIO}x", ratio <= GOAL_RATIO, detail)
 
 
@@ -145,20 +145,20 @@ def main() -> None:
     opened = {side: ps.Device.over(device.another_driver(), settings) for side in ("own", "shared")}
     for name, (function, arguments, size) in programs().items():
         sides: dict[str, Callable[[], object]] = {}
-        for side, one in opened.items():
+        for side, value in opened.items():
             compiled = ps.jit(function)
             for number in range(BEFORE if side == "shared" else 0):
-                compiled(*(ps.asarray(a, device=one) for a in arguments(size + 1 + number))).numpy()
-            given = [ps.asarray(a, device=one) for a in arguments(size)]
-            sides[side] = partial(finished, one, partial(compiled, *given))
+                compiled(*(ps.asarray(a, device=value) for a in arguments(size + 1 + number))).numpy()
+            given = [ps.asarray(a, device=value) for a in arguments(size)]
+            sides[side] = partial(finished, value, partial(compiled, *given))
         compared(report, name, sides, options.rounds)
     for name, layers, rows in (("MLP 784-256-10, 128 rows", (784, 256, 10), 128),):
         sides = {}
-        for side, one in opened.items():
-            step = network(one, layers)
+        for side, value in opened.items():
+            step = network(value, layers)
             for number in range(BEFORE if side == "shared" else 0):
                 step(rows + 1 + number).item()
-            sides[side] = partial(finished, one, partial(step, rows))
+            sides[side] = partial(finished, value, partial(step, rows))
         compared(report, name, sides, options.rounds)
     if options.save:
         report.save(options.save, "shapes", device, {"numpy": np.__version__})

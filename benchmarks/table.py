@@ -2,7 +2,7 @@
 
     python benchmarks/table.py
 
-Rewrites what stands between the two marks in README.md.
+Rewrites the text between the two marks in README.md.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-FILES = ("gpu-h200.json", "train-pocl.json")  # in the order of the table; those that are there
+FILES = ("gpu-h200.json", "train-pocl.json")  # in the order of the table; missing files are left out
 BEGIN, END = "<!-- table: python benchmarks/table.py -->\n", "<!-- end of the table -->\n"
 
 
 def lines(results: Path) -> Iterator[str]:
-    """The table, one part for each file."""
+    """The table, with a part for each file."""
     for name in FILES:
         path = results / name
         if not path.exists():

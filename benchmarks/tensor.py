@@ -3,7 +3,7 @@
     python benchmarks/tensor.py [--device opencl:0] [--no-compile] [--save FILE]
 
 A ratio is the peer's time over Penstock's: above 1, Penstock is faster. PyTorch runs eagerly (`torch`) and,
-where a C++ compiler is there, through `torch.compile` (`compiled`). Penstock's functions are jitted.
+if there is a C++ compiler, through `torch.compile` (`compiled`). Penstock's functions are jitted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def layer_norm(xp: Any, x: Any, weight: Any, bias: Any) -> Any:
     if xp is torch:
         return torch.nn.functional.layer_norm(x, (COLUMNS,), weight, bias, 1e-5)
     if xp is ps:
-        return ps.nn.functional.layer_norm(x, weight, bias)
+        return ps.nn.functional.layer_norm(x, weight.shape, weight, bias)
     centred = x - xp.mean(x, axis=1, keepdims=True)
     variance = xp.mean(centred * centred, axis=1, keepdims=True)
     return centred / xp.sqrt(variance + 1e-5) * weight + bias
@@ -95,10 +95,10 @@ def cross_entropy_backward(xp: Any, x: Any, target: Any) -> Any:
 def layer_norm_backward(xp: Any, x: Any, weight: Any, bias: Any) -> Any:
     """The gradients of the sum of squares."""
     if xp is torch:
-        inputs = [one.detach().requires_grad_() for one in (x, weight, bias)]
+        inputs = [tensor.detach().requires_grad_() for tensor in (x, weight, bias)]
         y = layer_norm(torch, *inputs)
         (y * y).sum().backward()
-        return [one.grad for one in inputs]
+        return [tensor.grad for tensor in inputs]
     if xp is np:
         centred = x - np.mean(x, axis=1, keepdims=True)
         scale = 1 / np.sqrt(np.mean(centred * centred, axis=1, keepdims=True) + np.float32(1e-5))
@@ -120,7 +120,7 @@ def matmul(xp: Any, x: Any, y: Any) -> Any:
 
 
 class Sides:
-    """Runs one expression on every side."""
+    """Runs an expression on every side."""
 
     def __init__(self, device: ps.Device, compiles: bool, report: Report) -> None:
         self._device = device
@@ -159,7 +159,7 @@ class Sides:
 
 
 def replaying(device: ps.Device, report: Report, operations: int = 200) -> None:
-    """What a cached expression of many operations costs in Python, for each operation."""
+    """The Python time of a cached expression of many operations, for each operation."""
     x = ps.asarray(np.ones(1 << 12, np.float32), device=device)
 
     def expression(x: ps.Tensor) -> ps.Tensor:
@@ -195,15 +195,15 @@ def planning(report: Report) -> None:
     }
     for name, values in graphs.items():
         start = time.perf_counter()
-        found = plan(values, 256)
+        result = plan(values, 256)
         seconds = time.perf_counter() - start
         detail = f"{len(values)} values"
         report.add(f"planner, {name}: time", seconds, "s", "<= 0.2", seconds <= 0.2, detail)
-        report.add(f"planner, {name}: gap", 100 * found.gap, "%", "<= 1", found.gap <= 0.01, detail)
+        report.add(f"planner, {name}: gap", 100 * result.gap, "%", "<= 1", result.gap <= 0.01, detail)
 
 
 def starting(device: ps.Device, report: Report) -> None:
-    """A new process to its first result by kernels, without and with what the drivers keep on disk."""
+    """The time of a new process to its first result by kernels, with cold and warm caches on disk."""
     program = (
         "import penstock as ps, numpy as np\n"
         f"ps.use({device.name!r})\n"

@@ -223,7 +223,7 @@ print(status("VmHWM") - before)
 def process_lines(options: argparse.Namespace, device: ps.Device, report: Report) -> None:
     """Processes of their own: time to the first step, and the memory that training adds (on Linux)."""
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[str, list[float]] = {}
+        result: dict[str, list[float]] = {}
         kinds = ["penstock cold", "penstock warm"]
         if torch is not None:
             kinds += ["torch"] if options.no_compile else ["torch", "compiled"]
@@ -238,17 +238,17 @@ def process_lines(options: argparse.Namespace, device: ps.Device, report: Report
             run = subprocess.run(
                 [sys.executable, "-c", text], check=True, env=environment, capture_output=True, text=True
             )
-            found[kind] = [float(line) for line in run.stdout.split()[-2:]]
+            result[kind] = [float(line) for line in run.stdout.split()[-2:]]
     for kind, goal in (("cold", 10.0), ("warm", 2.0)):
-        seconds = found[f"penstock {kind}"][0]
-        others = ", ".join(f"{name} {found[name][0]:.1f} s" for name in kinds[2:])
+        seconds = result[f"penstock {kind}"][0]
+        others = ", ".join(f"{name} {result[name][0]:.1f} s" for name in kinds[2:])
         report.add(
             f"GPT nano: first step, {kind} cache", seconds, "s", f"<= {goal:g}", seconds <= goal, others
         )
     if torch is not None:
-        peak = min(found[name][1] for name in kinds[2:])
-        ratio = found["penstock warm"][1] / peak
-        detail = ", ".join(f"{name} {found[name][1] / 1024:.0f} MiB" for name in kinds[1:])
+        peak = min(result[name][1] for name in kinds[2:])
+        ratio = result["penstock warm"][1] / peak
+        detail = ", ".join(f"{name} {result[name][1] / 1024:.0f} MiB" for name in kinds[1:])
         report.add("GPT nano: peak memory that training adds", ratio, "x", "<= 0.6", ratio <= 0.6, detail)
 
 

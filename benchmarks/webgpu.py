@@ -2,7 +2,7 @@
 
     python benchmarks/webgpu.py [--device webgpu:0] [--save FILE]
 
-Both sides run in turn, and times are the best of several rounds: what else runs only ever adds to them.
+Both sides run in turn, and times are the best of several rounds: other load only adds to them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BARE = f"""
 
 
 class Bare:
-    """A loop of dispatches as one writes it with wgpu-py, each of which needs the one before it."""
+    """A loop of dispatches in plain wgpu-py, each depending on the previous."""
 
     def __init__(self, adapter: Any, count: int) -> None:
         self._count = count
@@ -71,12 +71,12 @@ class Bare:
 
     def _run(self, group: Callable[[int], Any]) -> None:
         encoder = self._device.create_command_encoder()
-        one = encoder.begin_compute_pass()
-        one.set_pipeline(self._pipeline)
+        compute_pass = encoder.begin_compute_pass()
+        compute_pass.set_pipeline(self._pipeline)
         for number in range(self._count):
-            one.set_bind_group(0, group(number % 2))
-            one.dispatch_workgroups(ITEMS // GROUP)
-        one.end()
+            compute_pass.set_bind_group(0, group(number % 2))
+            compute_pass.dispatch_workgroups(ITEMS // GROUP)
+        compute_pass.end()
         self._device.queue.submit([encoder.finish()])
         self._device._poll_wait()  # its public way to wait for a queue raises in wgpu-py 0.32
 
@@ -89,7 +89,9 @@ class Bare:
 
 
 def dispatch_lines(device: ps.Device, report: Report, count: int = 1000) -> None:
-    adapter = next(one for one in _adapters() if one.info["device"] == device.capabilities.description)
+    adapter = next(
+        adapter for adapter in _adapters() if adapter.info["device"] == device.capabilities.description
+    )
     bare = Bare(adapter, count)
     kernel = device.compile(SOURCE, {"step": SIGNATURE})["step"]
     x, y = (device.upload(np.zeros(ITEMS, np.float32)) for _ in range(2))
@@ -105,8 +107,8 @@ def dispatch_lines(device: ps.Device, report: Report, count: int = 1000) -> None
         stream.sync()
 
     def launch() -> None:
-        for one in launches:
-            stream.launch(*one)
+        for item in launches:
+            stream.launch(*item)
         stream.sync()
 
     replay()
@@ -138,8 +140,8 @@ def _adapters() -> list[Any]:
     """The adapters as wgpu-py has them, but for those of OpenGL."""
     os.environ["NODEVICE_SELECT"] = "1"  # lets Mesa look for no display
     set_instance_extras(backends=["Vulkan", "Metal", "DX12"])
-    found: list[Any] = wgpu.gpu.enumerate_adapters_sync()
-    return found
+    result: list[Any] = wgpu.gpu.enumerate_adapters_sync()
+    return result
 
 
 def training_line(device: ps.Device, report: Report, rounds: int = 5) -> None:

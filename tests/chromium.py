@@ -22,7 +22,7 @@ QUIET = ("--disable-extensions", "--disable-background-networking", "--hide-scro
 PATIENCE = 60.0  # seconds for an answer, on a busy machine
 
 
-def found() -> str | None:
+def executable() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -81,7 +81,7 @@ class Browser:
 
     def wait_for(self, event: str) -> None:
         """Wait until the browser tells of something, unless it did since the last wait."""
-        while not any(one["method"] == event for one in self.events):
+        while not any(known["method"] == event for known in self.events):
             self._note(self._receive())
         self.events.clear()
 
@@ -104,7 +104,9 @@ class Browser:
             case "Runtime.exceptionThrown":
                 self.problems.append(str(about["exceptionDetails"]))
             case "Runtime.consoleAPICalled":
-                self.problems.append(f"{about['type']}: {[one.get('value') for one in about['args']]}")
+                self.problems.append(
+                    f"{about['type']}: {[argument.get('value') for argument in about['args']]}"
+                )
             case "Log.entryAdded":
                 self.problems.append(str(about["entry"]))
             case "Network.requestWillBeSent":
@@ -113,7 +115,7 @@ class Browser:
     # What a person does
 
     def open(self, path: Path, fragment: str = "") -> None:
-        # By way of an empty page, as another fragment of the same one would not be loaded anew.
+        # Through an empty page, as another fragment of the same page would not reload it.
         for url in ("about:blank", path.resolve().as_uri() + fragment):
             self.events.clear()
             self.call("Page.navigate", url=url)

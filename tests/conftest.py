@@ -6,30 +6,45 @@ import gc
 import os
 import random
 import signal
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pocl_headers
+import pyopencl as cl
 import pytest
 
 import penstock as ps
-from penstock import nn, optim
+from penstock import nn, optim, tuning_cache
 from penstock.config import Settings
 from penstock.drivers.driver import Driver, Event, Kernel, Queue, Source
 from penstock.drivers.host import HostDriver
-from penstock.drivers.opencl import OpenCLDriver, best_memory_kind, find_devices
+from penstock.drivers.opencl import OpenCLDriver, best_memory_kind, find_devices, pocl
+from penstock.drivers.opencl.driver import MemoryKind
+from penstock.drivers.rates import StepRates
 from penstock.errors import DeviceError
+from penstock.measuring import ceilings, rates, step_rates
+from penstock.measuring.rates import Rates
 from penstock.runtime import Device
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Wait for what another thread does: one of ours, or of a driver, which gives things back in its time."""
+    """Wait for another thread, of Penstock or of a driver, which may release things later."""
     end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end, "it takes too long"
@@ -105,7 +120,7 @@ NUMPY = {"fill": _fill, "axpy": _axpy, "spin": _spin}
 
 
 class GraphingHost(HostDriver):
-    """A host driver that makes one launch of many, as CUDA does."""
+    """A host driver that merges many launches into one, as CUDA graphs do."""
 
     graphs = True
     reaches_pinned = True
@@ -115,19 +130,23 @@ class GraphingHost(HostDriver):
         """In another order, whatever `after` permits."""
         waiting, order = list(range(len(bound))), []
         while waiting:
-            ready = [one for one in waiting if not set(after[one]).intersection(waiting)]
+            ready = [item for item in waiting if not set(after[item]).intersection(waiting)]
             order.append(self._random.choice(ready))
             waiting.remove(order[-1])
-        return [bound[one] for one in order]
+        return [bound[item] for item in order]
+
+    def bind_copy(self, target: Any, source: Any, nbytes: int) -> Any:
+        assert target.nbytes == source.nbytes == nbytes
+        return np.copyto, [target, source]
 
     def replay(
         self, queue: Queue, bound: Sequence[Any], waits: list[Event] | None, events: list[Event]
     ) -> None:
-        for one in bound:
-            if not isinstance(one, list):
-                super().replay(queue, [one], waits, events)
+        for item in bound:
+            if not isinstance(item, list):
+                super().replay(queue, [item], waits, events)
                 continue
-            calls = [partial(function, *args) for function, args in one]
+            calls = [partial(function, *args) for function, args in item]
 
             def run(calls: list[Callable[[], None]] = calls) -> None:
                 for call in calls:
@@ -136,12 +155,36 @@ class GraphingHost(HostDriver):
             events.append(self._record(queue, run, waits))
 
 
+pocl_headers.shorten(Path(__file__).parent.parent / ".pytest_cache")
+
 # PoCL, unless the machine has a GPU, or PENSTOCK_TEST_OPENCL has a part of another platform's name.
 NATIVE = next(
     device
     for device in find_devices()
     if os.environ.get("PENSTOCK_TEST_OPENCL", "").lower() in device.platform.name.lower()
 )
+
+
+_UNOPTIMIZED = "-cl-opt-disable"
+
+
+class UnoptimizedDriver(OpenCLDriver):
+    """OpenCL without PoCL's optimizer."""
+
+    @property
+    def _options(self) -> list[str]:
+        return [*super()._options, _UNOPTIMIZED] if self.keeps_compiled else super()._options
+
+
+def opencl_threads(name: str = "opencl-threads", memory: MemoryKind | None = None) -> OpenCLDriver:
+    """OpenCL with the kernels of a GPU: many threads in a group, and no vectors.
+
+    PoCL's optimizer takes minutes for the large ones, and no GPU has it: the whole suite does without it too.
+    """
+    driver = UnoptimizedDriver(NATIVE, name, memory)
+    driver.capabilities = replace(driver.capabilities, vector_width=1)
+    return driver
+
 
 # Every way in which a driver can hold memory and finish work, each as a driver of its own. Every OpenCL
 # device has the last two kinds of memory; shared virtual memory is PoCL's and that of integrated GPUs.
@@ -160,6 +203,10 @@ if best_memory_kind(NATIVE) != "svm":
 
 # The values that kernels compute do not depend on the kind of memory: the quick set has one OpenCL driver.
 one_opencl = pytest.mark.slow("opencl-mapped", "opencl-device" if "opencl-svm" in DRIVERS else "")
+
+
+# What the surface means does not depend on who computes: there, WebGPU is in the whole suite.
+surface = pytest.mark.slow(*one_opencl.args, "webgpu")
 
 
 def _cuda_devices() -> list[int]:
@@ -185,10 +232,10 @@ collect_ignore = [] if CUDA_KINDS else ["test_cuda.py"]
 def _adapters() -> list[Any]:
     from penstock.drivers import webgpu
 
-    found = webgpu.find_devices()
-    if not found and os.environ.get("PENSTOCK_REQUIRE_WEBGPU"):
+    result = webgpu.find_devices()
+    if not result and os.environ.get("PENSTOCK_REQUIRE_WEBGPU"):
         raise RuntimeError("PENSTOCK_REQUIRE_WEBGPU is set, and there is no WebGPU adapter on this machine")
-    return found
+    return result
 
 
 def _webgpu() -> Driver:
@@ -217,7 +264,7 @@ def examples(in_whole: int, quick: int) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--slow", action="store_true", help="every test, every example, and kernels that PoCL optimizes"
+        "--slow", action="store_true", help="every test, every example, and some kernels optimized"
     )
 
 
@@ -230,8 +277,6 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("penstock", deadline=None, derandomize=not whole)
     hypothesis.settings.load_profile("penstock")
     os.environ.setdefault("PENSTOCK_COMPILE_AHEAD", "0")  # what tests compile is enough
-    if not whole:  # PoCL compiles in a quarter of the time what it does not optimize
-        os.environ.setdefault("POCL_EXTRA_BUILD_FLAGS", "-cl-opt-disable")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -248,10 +293,103 @@ def is_slow(item: pytest.Item) -> bool:
     return any(not marker.args or given.intersection(marker.args) for marker in item.iter_markers("slow"))
 
 
+# The files about what kernels compute. In the whole suite PoCL optimizes theirs, as it does for users.
+OPTIMIZED = {
+    "test_arenas",
+    "test_attention",
+    "test_bridge",
+    "test_column_reductions",
+    "test_conformance",
+    "test_convolution",
+    "test_dtypes",
+    "test_exact_sums",
+    "test_fusion",
+    "test_fuzz",
+    "test_horizontal_fusion",
+    "test_jit_gradients",
+    "test_matmul_kernel",
+    "test_number_ranges",
+    "test_numpy_arithmetic",
+    "test_own_kernels",
+    "test_random",
+    "test_random_graphs",
+    "test_same_bits",
+    "test_special_values",
+    "test_templates",
+    "test_tiles",
+    "test_update_rules",
+    "test_wide_sums",
+    "test_windows",
+}
+
+
+optimize = False  # whether PoCL optimizes kernels; else it compiles them in a quarter of the time
+_driver_options: Any = OpenCLDriver._options
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _unoptimized() -> Iterator[None]:
+    """PoCL optimizes only the kernels that are meant to be, here and in processes that tests start.
+
+    Those have a variable for it. PoCL keeps the first value that it sees of it, so this process has a build
+    with an empty one before.
+    """
+
+    def options(driver: OpenCLDriver) -> list[str]:
+        given: list[str] = _driver_options.fget(driver)
+        return [*given, _UNOPTIMIZED] if driver.keeps_compiled and not optimize else given
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpenCLDriver, "_options", property(options))
+        if "POCL_EXTRA_BUILD_FLAGS" not in os.environ:
+            patch.setenv("POCL_EXTRA_BUILD_FLAGS", "")
+            pocl.extra_flags()
+            driver = OpenCLDriver(NATIVE, "first")
+            driver._build(cl.Program(driver._context, OPENCL))  # and not loaded from the disk
+            driver.close()
+            patch.setenv("POCL_EXTRA_BUILD_FLAGS", _UNOPTIMIZED)
+        yield
+
+
+def _with_optimized(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sys.modules[__name__], "optimize", True)
+    patch.delenv("POCL_EXTRA_BUILD_FLAGS", raising=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _optimized_in_whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if whole and request.module.__name__ in OPTIMIZED:
+            _with_optimized(patch)
+        yield
+
+
 @pytest.fixture
 def optimized(monkeypatch: pytest.MonkeyPatch) -> None:
     """PoCL optimizes the kernels of drivers that are opened from here on, as it does for users."""
-    monkeypatch.delenv("POCL_EXTRA_BUILD_FLAGS", raising=False)
+    _with_optimized(monkeypatch)
+
+
+MEASURED_RATES = step_rates.measured_rates
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _given_step_rates() -> Iterator[None]:
+    """The rates inside a step, which take a minute to measure, and which every printed plan asks for."""
+    given = StepRates(1e10, {"float32": 1e11}, 1e-5, 1e10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_rates, "measured_rates", lambda device: given)
+        yield
+
+
+@pytest.fixture
+def given_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The best rates of devices, which take seconds to measure."""
+    monkeypatch.setattr(ceilings, "_measured", lambda device, what: 1e11)
+    points = ((4096.0, 5e-6), (1e7, 1e-3))
+    machine = Rates(4e-5, 1e-6, points, ((32.0, 1e-5), (1024.0, 1e-2)), 1e-10, points, points)
+    monkeypatch.setattr(rates, "measured", lambda device, seconds: machine)
+    monkeypatch.setattr(tuning_cache, "cache_folder", lambda: tmp_path / "cache")  # where they are kept
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -263,6 +401,23 @@ def _collections_see_one_file() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def _alone(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked `alone` run while those of other workers wait, as they judge by times."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None or fcntl is None:
+        yield
+        return
+    alone = request.node.get_closest_marker("alone") is not None
+    folder = Path(tempfile.gettempdir())
+    with (folder / f"penstock-{run}-gate").open("w") as gate, (folder / f"penstock-{run}").open("w") as room:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # so that a test that wants to be alone comes next
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        if not alone:
+            fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
+
+
 class Lazy(random.Random):
     """A scheduler that lets nothing run before the host waits for it."""
 
@@ -270,7 +425,7 @@ class Lazy(random.Random):
         return 0
 
 
-# Small bounds, so that a short test passes through every one of them.
+# Small bounds, so that a short test reaches every bound.
 SMALL = Settings(max_commands=8, max_bytes=1 << 20, max_in_flight=2, staging_bytes=1 << 16)
 
 

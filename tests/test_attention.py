@@ -1,4 +1,4 @@
-"""Attention as a primitive: its meaning and gradients without a device, its groups, and its CUDA kernels."""
+"""Attention as a primitive: reference and gradients without a device, groups, and CUDA kernels."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def composed(query: np.ndarray, key: np.ndarray, value: np.ndarray, causal: bool
 def test_it_means_the_softmax_of_scores(queries: int, keys: int, causal: bool) -> None:
     query = sample(2, queries, 3, 4, low=-2, high=2)
     key, value = (sample(2, keys, 3, 4, low=-2, high=2, seed=seed) for seed in (1, 2))
-    found = evaluate(attention(at(query), at(key), at(value), causal, 0.7))
-    np.testing.assert_allclose(found, composed(query, key, value, causal, 0.7), rtol=1e-12)
+    result = evaluate(attention(at(query), at(key), at(value), causal, 0.7))
+    np.testing.assert_allclose(result, composed(query, key, value, causal, 0.7), rtol=1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -96,9 +96,9 @@ def test_its_gradients(causal: bool) -> None:
 def test_its_second_gradient(make: Callable[[Node], Node], shape: tuple[int, ...]) -> None:
     def first(x: Node) -> Node:
         mixed = make(x)
-        (found,) = gradients(mixed, at(sample(*mixed.shape, seed=5)), [x])
-        assert found is not None
-        return found
+        (result,) = gradients(mixed, at(sample(*mixed.shape, seed=5)), [x])
+        assert result is not None
+        return result
 
     check_gradient(first, sample(*shape, low=-1, high=1))
 
@@ -115,10 +115,10 @@ def test_it_is_made_of_what_every_device_has(
     wanted = [together, *gradients(together, at(sample(*together.shape, seed=8)), [packed])]
     wanted += [apart, *gradients(apart, at(sample(*apart.shape, seed=9)), sides[:2])]
     nodes = [node for node in wanted if node is not None]
-    found = decompose(nodes, HOST)
-    assert not any(node.primitive.kind is Kind.ATTENTION for node in topological(found))
+    result = decompose(nodes, HOST)
+    assert not any(node.primitive.kind is Kind.ATTENTION for node in topological(result))
     assert decompose(nodes, CUDA) != nodes  # of float64
-    for node, parts in zip(nodes, found, strict=True):
+    for node, parts in zip(nodes, result, strict=True):
         np.testing.assert_allclose(evaluate(parts), evaluate(node), rtol=1e-9, atol=1e-12)
 
 
@@ -129,11 +129,11 @@ def test_packed_or_not_is_the_same() -> None:
     together = packed_attention(whole, True, 0.5)
     np.testing.assert_array_equal(evaluate(together), evaluate(parts))
     slope = at(sample(*parts.shape, seed=9))
-    (found,) = gradients(together, slope, [whole])
-    assert found is not None
+    (result,) = gradients(together, slope, [whole])
+    assert result is not None
     for side, part in enumerate(gradients(parts, slope, sides)):
         assert part is not None
-        np.testing.assert_array_equal(evaluate(found)[:, :, side], evaluate(part))
+        np.testing.assert_array_equal(evaluate(result)[:, :, side], evaluate(part))
 
 
 # Groups
@@ -241,9 +241,9 @@ def primitives(tensor: ps.Tensor) -> set[str]:
 def test_tensors_use_it_where_there_is_a_kernel(imagined: Device, plain: Device) -> None:
     halves = [ps.zeros((2, 3, 10, 64), dtype=ps.bfloat16, device=imagined) for _ in range(3)]
     wide = [ps.zeros((2, 3, 10, 64), device=imagined) for _ in range(3)]
-    found = F.scaled_dot_product_attention(*halves, is_causal=True)
-    assert "attention" in primitives(found)
-    assert found.shape == (2, 3, 10, 64)
+    result = F.scaled_dot_product_attention(*halves, is_causal=True)
+    assert "attention" in primitives(result)
+    assert result.shape == (2, 3, 10, 64)
     assert "attention" not in primitives(F.scaled_dot_product_attention(*wide))
     assert "attention" not in primitives(F.scaled_dot_product_attention(halves[0][:1], *halves[1:]))
     packed = ps.zeros((2, 10, 3, 4, 32), dtype=ps.float16, device=imagined)
@@ -257,16 +257,16 @@ def test_any_number_of_axes_before_the_last_two(imagined: Device, axes: int) -> 
     before = (2, 3, 2)[:axes]
     query = ps.zeros((*before, 7, 32), dtype=ps.bfloat16, device=imagined)
     other = ps.zeros((*before, 9, 32), dtype=ps.bfloat16, device=imagined)
-    found = F.scaled_dot_product_attention(query, other, other, is_causal=True)
-    assert found.shape == query.shape
-    assert "attention" in primitives(found)
+    result = F.scaled_dot_product_attention(query, other, other, is_causal=True)
+    assert result.shape == query.shape
+    assert "attention" in primitives(result)
 
 
 def test_packed_attention_is_that_of_its_parts(plain: Device) -> None:
     packed = ps.asarray(sample(2, 6, 3, 2, 4, low=-1, high=1).astype(np.float32), device=plain)
-    found = F.packed_attention(packed, is_causal=True).numpy()
+    result = F.packed_attention(packed, is_causal=True).numpy()
     parts = [packed.numpy()[:, :, side].astype(np.float64) for side in range(3)]
-    np.testing.assert_allclose(found, composed(*parts, True, 0.5), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(result, composed(*parts, True, 0.5), rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match=r"\(2, 6, 4, 2, 4\) is not \(batch, length, 3"):
         F.packed_attention(ps.zeros((2, 6, 4, 2, 4)))
 
@@ -275,8 +275,8 @@ def test_devices_without_a_kernel_leave_it_to_numpy(plain: Device) -> None:
     arrays = [sample(1, 4, 2, 16, low=-1, high=1, seed=seed).astype(np.float32) for seed in range(3)]
     tensors = [ps.asarray(array, device=plain) for array in arrays]
     nodes = [tensor._node for tensor in tensors]
-    found = record(attention(nodes[0], nodes[1], nodes[2], True, 0.25), *tensors)
-    np.testing.assert_allclose(found.numpy(), composed(*arrays, True, 0.25), rtol=1e-5, atol=1e-6)
+    result = record(attention(nodes[0], nodes[1], nodes[2], True, 0.25), *tensors)
+    np.testing.assert_allclose(result.numpy(), composed(*arrays, True, 0.25), rtol=1e-5, atol=1e-6)
 
 
 # Kernels
@@ -297,7 +297,7 @@ def sources(shape: tuple[int, ...], dtype: Any, causal: bool) -> list[KernelSour
     ]
 
 
-@pytest.mark.slow("48", "80", "sm_90")
+@pytest.mark.slow("48", "80", "sm_90", "16", "sm_80", "64")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_90a"])
 @pytest.mark.parametrize("width", [16, 48, 64, 80, 128])
 def test_the_kernels_compile(width: int, architecture: str) -> None:
@@ -325,9 +325,9 @@ def gpu() -> Iterator[Device]:
     made.close()
 
 
-def distance(found: np.ndarray, wanted: np.ndarray) -> float:
-    """The error relative to the size of the whole, which may be 0; NaN passes nothing."""
-    off = np.linalg.norm((found.astype(np.float64) - wanted).ravel())
+def distance(result: np.ndarray, wanted: np.ndarray) -> float:
+    """The error relative to the norm, which may be 0; with NaN the check fails."""
+    off = np.linalg.norm((result.astype(np.float64) - wanted).ravel())
     return float(off / max(np.linalg.norm(wanted.astype(np.float64).ravel()), 1e-2))
 
 
@@ -343,23 +343,23 @@ def test_cuda_computes_it(
     random = np.random.default_rng(queries)
     lengths = (queries, keys, keys, queries)
     arrays = [random.normal(size=(batch, n, heads, width)).astype(HALF_PRECISION[dtype]) for n in lengths]
-    query, key, value, slope = (ps.asarray(one.swapaxes(1, 2), device=gpu) for one in arrays)
+    query, key, value, slope = (ps.asarray(array.swapaxes(1, 2), device=gpu) for array in arrays)
 
     def run() -> list[np.ndarray]:
         def total(*sides: ps.Tensor) -> ps.Tensor:
-            results.append(F.scaled_dot_product_attention(*sides, is_causal=causal))
+            results.append(F.scaled_dot_product_attention(*sides, is_causal=causal, lower_right=causal))
             return ps.sum(ps.astype(results[-1], ps.float32) * ps.astype(slope, ps.float32))
 
         results: list[ps.Tensor] = []
-        _, found = ps.value_and_grad(total, (0, 1, 2))(query, key, value)
+        _, actual = ps.value_and_grad(total, (0, 1, 2))(query, key, value)
         assert "attention" in primitives(results[0])
-        return [one.numpy() for one in (results[0], *found)]
+        return [tensor.numpy() for tensor in (results[0], *actual)]
 
-    found, again = run(), run()
-    nodes = [leaf(object(), one.shape, dtypes.float32) for one in arrays]
+    actual, again = run(), run()
+    nodes = [leaf(object(), array.shape, dtypes.float32) for array in arrays]
     mixed = attention(*nodes[:3], causal, width**-0.5)
     lse = Node(ATTENTION, mixed.inputs, {**mixed.attributes, "part": "lse"})
-    wide = [one.astype(np.float32) for one in arrays]
+    wide = [array.astype(np.float32) for array in arrays]
     result = computed(mixed, wide[:3])
     inputs = (*wide[:3], result, computed(lse, wide[:3]), wide[3])
     wanted = [result]
@@ -369,6 +369,6 @@ def test_cuda_computes_it(
         )
         wanted.append(computed(node, list(inputs)))
     most = 1e-2 if dtype == "bfloat16" else 2e-3
-    for one, same, right in zip(found, again, wanted, strict=True):
-        assert distance(one, right.swapaxes(1, 2)) < most
-        np.testing.assert_array_equal(one.view(np.uint16), same.view(np.uint16))
+    for item, same, right in zip(actual, again, wanted, strict=True):
+        assert distance(item, right.swapaxes(1, 2)) < most
+        np.testing.assert_array_equal(item.view(np.uint16), same.view(np.uint16))

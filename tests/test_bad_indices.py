@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, SMALL, Lazy, one_opencl
+from conftest import DRIVERS, SMALL, Lazy, surface
 
 import penstock as ps
 from penstock.config import Settings
@@ -21,11 +21,12 @@ from penstock.graph.contraction import GATHER
 from penstock.graph.node import topological
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.runtime import Device
+from penstock.tensor import core
 
-pytestmark = one_opencl
+pytestmark = surface
 
 ROWS, WIDTH, COUNT = 7, 5, 4
-# Rows of a table, and an index for them; each says what it does to the index before it is looked up.
+# Operations on a table and an index, by what they do to the index first.
 Function = Callable[[Any, Any], Any]
 READS: dict[str, Function] = {
     "embedding": lambda x, i: F.embedding(i, x),
@@ -44,7 +45,7 @@ FROM_END = ("x[index]", "x[1, index]", "x[index, index]", "x[:, None, index]", "
 
 
 @pytest.fixture(params=[*DRIVERS, "auto"])
-def on(request: pytest.FixtureRequest) -> Iterator[Device]:
+def on(request: pytest.FixtureRequest, given_rates: None) -> Iterator[Device]:
     names = ["opencl-device", "host"] if request.param == "auto" else [request.param]
     forced = "kernels_only" in request.fixturenames
     members = [Device.over(DRIVERS[name](), replace(SMALL, force_kernels=forced)) for name in names]
@@ -163,11 +164,11 @@ def test_nothing_is_looked_at_that_the_graph_shows_to_be_in_range() -> None:
 
 
 def test_an_index_is_looked_at_once(on: Device, kernels_only: None) -> None:
-    """What was in range of one axis is so for every one as long, and for no shorter one."""
+    """An index that is in range for an axis is so for every axis as long, but not for a shorter one."""
     x, low, high = table(on), ids(on, -ROWS), ids(on, ROWS - 1)
     moves = on.dispatcher is not None  # so nothing is remembered
     for index in (low, high):
-        x[index].numpy()  # which looks at what the host has not seen before
+        x[index].numpy()  # its items were not checked on the host before
         on.sync()
         for _ in range(2):
             assert bool(checks(x[index], ps.take(x, index, axis=0), x.T[:, index])) == moves
@@ -188,7 +189,7 @@ def test_an_index_is_looked_at_once(on: Device, kernels_only: None) -> None:
 
 
 def test_a_jitted_function_looks_at_every_index(on: Device) -> None:
-    """Also at one that was in range before, or that it finds outside and that changes."""
+    """Also at an index that was in range before, or that comes from outside and changes."""
     x, index = table(on), ids(on, 1)
     x[index].numpy()
     on.sync()
@@ -210,7 +211,7 @@ def checks(*tensors: ps.Tensor) -> list[Any]:
 
 
 @pytest.mark.slow("int16", "uint16")
-@pytest.mark.parametrize("dtype", [one for one in INTEGERS if "8" not in one])
+@pytest.mark.parametrize("dtype", [name for name in INTEGERS if "8" not in name])
 def test_what_is_not_looked_at_is_found(on: Device, dtype: str, kernels_only: None) -> None:
     x, order = table(on), ps.arange(ROWS, dtype=getattr(ps, dtype), device=on)
     expected = x.numpy()
@@ -308,6 +309,7 @@ def test_profiles_see_no_less(on: Device, kernels_only: None) -> None:
             step(x, ids(on, ROWS)).numpy()
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("kind", DRIVERS)
 def test_the_setting_turns_it_off(kind: str, forced: bool) -> None:
@@ -351,6 +353,7 @@ def expected_loss(x: Any, w: Any, target: Any, kept: Any, smoothing: float = 0.0
     return -(wanted * logs).sum() / len(target), rows, gradient.T @ x
 
 
+@pytest.mark.slow("webgpu", "auto")
 @pytest.mark.parametrize("name", LOSSES)
 def test_targets_of_every_integer_dtype(on: Device, name: str) -> None:
     rng = np.random.default_rng(1)
@@ -360,19 +363,19 @@ def test_targets_of_every_integer_dtype(on: Device, name: str) -> None:
     both = ps.value_and_grad(LOSSES[name], (0, 1))
 
     def all_dtypes(x: ps.Tensor, w: ps.Tensor, *targets: ps.Tensor) -> list[Any]:
-        return [both(x, w, one) for one in targets]
+        return [both(x, w, target) for target in targets]
 
     targets = [ps.asarray(target.astype(dtype), device=on) for dtype in INTEGERS]
     function = all_dtypes if on.name == "host-plain" else ps.jit(all_dtypes)
     loss, by_x, by_w = expected_loss(x, w, target, np.full(TARGETS, True))
-    for found, (found_x, found_w) in function(ps.asarray(x, device=on), ps.asarray(w, device=on), *targets):
-        assert found.item() == pytest.approx(loss, 1e-5)
+    for result, (found_x, found_w) in function(ps.asarray(x, device=on), ps.asarray(w, device=on), *targets):
+        assert result.item() == pytest.approx(loss, 1e-5)
         np.testing.assert_allclose(found_x.numpy(), by_x, 1e-3, 1e-6)
         np.testing.assert_allclose(found_w.numpy(), by_w, 1e-3, 1e-6)
 
 
 def test_the_place_of_a_logit_does_not_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.tensor.core.MAX_PENDING_BYTES", 1 << 60)  # nothing so large is computed
+    monkeypatch.setattr(core, "MAX_PENDING_BYTES", 1 << 60)  # nothing so large is computed
     rng = np.random.default_rng(2)
     for rows, width, dtype in ((2**15, 2**16 - 1, "int32"), (2**15, 2**16, "int64"), (10**5, 50257, "int64")):
         for given in INTEGERS:
@@ -384,6 +387,7 @@ def test_the_place_of_a_logit_does_not_wrap(monkeypatch: pytest.MonkeyPatch) -> 
             np.testing.assert_array_equal(places.numpy(), np.arange(rows) * width + target)
 
 
+@pytest.mark.slow("int16", "uint16", "uint32", "int64")
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_an_ignore_index_that_the_dtype_does_not_hold_ignores_nothing(dtype: str) -> None:
     rng = np.random.default_rng(3)
@@ -391,12 +395,12 @@ def test_an_ignore_index_that_the_dtype_does_not_hold_ignores_nothing(dtype: str
     weight, kept = np.eye(200, dtype=np.float32), np.full(9, True)
     target[4] = np.array(-100).astype(dtype) if dtype == "uint8" else 99
     for ignored in (-100, -1, 300, 10**30):
-        found = F.cross_entropy(ps.asarray(x), ps.asarray(target.astype(dtype)), ignore_index=ignored)
-        assert found.item() == pytest.approx(expected_loss(x, weight, target, kept)[0], 1e-5)
+        result = F.cross_entropy(ps.asarray(x), ps.asarray(target.astype(dtype)), ignore_index=ignored)
+        assert result.item() == pytest.approx(expected_loss(x, weight, target, kept)[0], 1e-5)
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.slow("0.0")
+@pytest.mark.slow("0.0", "webgpu", "auto")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("name", LOSSES)
 def test_nothing_of_an_ignored_row_is_in_any_result(
@@ -417,10 +421,10 @@ def test_nothing_of_an_ignored_row_is_in_any_result(
     both = ps.value_and_grad(loss, 0 if name == "cross_entropy" else (0, 1))
     function = ps.jit(both) if jitted else both
     rows = x @ w.T if name == "cross_entropy" else x
-    found, gradients = function(*(ps.asarray(part, device=on) for part in (rows, w, target)))
+    result, gradients = function(*(ps.asarray(part, device=on) for part in (rows, w, target)))
     weights = np.eye(7) if name == "cross_entropy" else w
     value, by_x, by_w = expected_loss(rows, weights, target, kept, smoothing)
-    assert found.item() == pytest.approx(value, 1e-5)
+    assert result.item() == pytest.approx(value, 1e-5)
     found_x, found_w = (gradients, None) if name == "cross_entropy" else gradients
     np.testing.assert_allclose(found_x.numpy(), by_x, 1e-4, 1e-6)
     if found_w is not None:
@@ -429,7 +433,7 @@ def test_nothing_of_an_ignored_row_is_in_any_result(
 
 @pytest.mark.parametrize("step", [10, -1])
 def test_an_index_that_a_jitted_function_changes(device: Device, step: int) -> None:
-    """What is known of its items is forgotten with them."""
+    """The known range of an index is dropped when its items change."""
     x = ps.asarray(np.arange(5, dtype=np.float32), device=device)
     index = ps.asarray(np.array([0, 1]), device=device)
     assert x[index].numpy().tolist() == [0, 1]

@@ -100,9 +100,9 @@ def test_few_samples_say_nothing() -> None:
 @few
 @given(st.integers(7, 200), st.sampled_from([0.9, 0.95, 0.975]))
 def test_an_interval_is_as_narrow_as_its_confidence_permits(count: int, confidence: float) -> None:
-    found = median_interval([*range(1, count + 1)], confidence)
-    left_out = round(found.low) - 1
-    assert found.high == count - left_out
+    result = median_interval([*range(1, count + 1)], confidence)
+    left_out = round(result.low) - 1
+    assert result.high == count - left_out
 
     def chance(left_out: int) -> float:
         return 1 - 2 * sum(math.comb(count, below) for below in range(left_out + 1)) / 2**count
@@ -115,11 +115,11 @@ def test_an_interval_is_as_narrow_as_its_confidence_permits(count: int, confiden
 def test_an_interval_holds_the_median_in_whatever_order_the_samples_came(
     samples: list[float], random: Any
 ) -> None:
-    found = median_interval(samples)
-    assert min(samples) <= found.low <= found.middle <= found.high <= max(samples)
+    result = median_interval(samples)
+    assert min(samples) <= result.low <= result.middle <= result.high <= max(samples)
     shuffled = [*samples]
     random.shuffle(shuffled)
-    assert median_interval(shuffled) == found
+    assert median_interval(shuffled) == result
 
 
 @few
@@ -134,20 +134,20 @@ def test_one_outlier_changes_no_interval(samples: list[float]) -> None:
 @few
 @given(times, times)
 def test_ratios_of_runs_are_turned_round_with_their_sides(samples: list[float], others: list[float]) -> None:
-    found, turned = ratio_of_runs(samples, others), ratio_of_runs(others, samples)
-    assert found.low <= found.middle <= found.high
-    assert found.low == pytest.approx(1 / turned.high)
-    assert found.high == pytest.approx(1 / turned.low)
-    assert {verdict(found), verdict(turned)} in ({"same"}, {"slower", "faster"})
+    result, turned = ratio_of_runs(samples, others), ratio_of_runs(others, samples)
+    assert result.low <= result.middle <= result.high
+    assert result.low == pytest.approx(1 / turned.high)
+    assert result.high == pytest.approx(1 / turned.low)
+    assert {verdict(result), verdict(turned)} in ({"same"}, {"slower", "faster"})
 
 
 @few
 @given(times)
 def test_a_run_is_the_same_as_itself(samples: list[float]) -> None:
-    found = ratio_of_runs(samples, samples)
-    assert found.low <= 1 <= found.high
-    assert found.middle == 1
-    assert verdict(found) == "same"
+    result = ratio_of_runs(samples, samples)
+    assert result.low <= 1 <= result.high
+    assert result.middle == 1
+    assert verdict(result) == "same"
 
 
 @few
@@ -156,9 +156,9 @@ def test_what_slows_both_sides_does_not_change_their_ratio(
     samples: list[float], factor: float, random: Any
 ) -> None:
     phases = [random.uniform(1, 100) for _ in samples]
-    ours = [one * phase for one, phase in zip(samples, phases, strict=True)]
-    found = ratio_in_turn([one * factor for one in ours], ours)
-    assert [*found] == pytest.approx([factor] * 3)
+    ours = [sample * phase for sample, phase in zip(samples, phases, strict=True)]
+    result = ratio_in_turn([item * factor for item in ours], ours)
+    assert [*result] == pytest.approx([factor] * 3)
 
 
 def test_intervals_hold_the_true_median_as_often_as_they_say() -> None:
@@ -206,24 +206,24 @@ def test_slower_faster_and_noisy_cases_are_told_apart() -> None:
         made("c", steady(1.2, spread=2.0)),
         made("d", steady(1.04)),  # surely slower, but within the margin
     ]
-    found = compare(before, now)
-    assert [change.verdict for change in found.changes] == ["slower", "faster", "same", "same"]
-    assert [change.label for change in found.slower] == ["a 8x8"]
-    slower = found.changes[0]
+    result = compare(before, now)
+    assert [change.verdict for change in result.changes] == ["slower", "faster", "same", "same"]
+    assert [change.label for change in result.slower] == ["a 8x8"]
+    slower = result.changes[0]
     assert slower.before.middle == pytest.approx(1)
     assert slower.now.middle == pytest.approx(1.2)
     assert slower.ratio.low < 1.2 < slower.ratio.high
-    assert found.only_before == found.only_now == []
+    assert result.only_before == result.only_now == []
 
 
 def test_cases_that_only_one_run_has_are_named() -> None:
     before = [made("gone", steady(1.0)), made("both", steady(1.0)), made("other", steady(1.0), "4x4")]
     now = [made("other", steady(9.0), "5x5"), made("both", steady(1.0)), made("new", steady(1.0))]
-    found = compare(before, now)
-    assert [change.label for change in found.changes] == ["both 8x8"]
-    assert found.only_before == ["gone 8x8", "other 4x4"]
-    assert found.only_now == ["other 5x5", "new 8x8"]
-    assert not found.slower
+    result = compare(before, now)
+    assert [change.label for change in result.changes] == ["both 8x8"]
+    assert result.only_before == ["gone 8x8", "other 4x4"]
+    assert result.only_now == ["other 5x5", "new 8x8"]
+    assert not result.slower
 
 
 # The file
@@ -352,7 +352,7 @@ def test_gpus_with_memory_get_larger_sizes() -> None:
 def test_the_gpt_has_as_many_parameters_as_are_counted() -> None:
     case = next(case for case in steps() if case.name == "gpt-nano")
     model = GPT(2048, 128, 128, 4, 4)
-    parameters = sum(one.size for one in model.parameters())
+    parameters = sum(parameter.size for parameter in model.parameters())
     assert case.nbytes == 24 * parameters + 8 * 16 * 128
     # Six for each weight and token is the rule of thumb; attention comes on top, and some embeddings do not.
     assert case.flops == pytest.approx(6 * parameters * 16 * 128, rel=0.1)
@@ -375,8 +375,10 @@ def test_operations_compute_what_pytorch_computes() -> None:
     for case in operations(TINY):
         ours: Any = case.penstock(device)()
         theirs: Any = case.torch(peer)()
-        for one, other in zip(*([x] if not isinstance(x, list) else x for x in (ours, theirs)), strict=True):
-            np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-5)
+        for array, other in zip(
+            *([x] if not isinstance(x, list) else x for x in (ours, theirs)), strict=True
+        ):
+            np.testing.assert_allclose(np.asarray(array), np.asarray(other), rtol=1e-4, atol=1e-5)
 
 
 def test_steps_run_in_pytorch() -> None:
@@ -431,8 +433,8 @@ def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_small_ceilings")
 def test_ceilings_are_measured_on_every_kind_of_device(device: Device) -> None:
     before = device.driver.allocated_bytes
-    found = ceilings_module.measure_ceilings(device, 1e-6)
-    assert min(found.moved, found.flops, found.uploaded, found.downloaded) > 0
+    result = ceilings_module.measure_ceilings(device, 1e-6)
+    assert min(result.moved, result.flops, result.uploaded, result.downloaded) > 0
     device.cleanup()
     assert device.driver.allocated_bytes <= before + (1 << 20)  # nothing large stays
 
@@ -465,7 +467,7 @@ def noted(name: str, log: list[str]) -> Case:
 
 
 def without_repeats(log: list[str]) -> list[str]:
-    return [one for at, one in enumerate(log) if at == 0 or one != log[at - 1]]
+    return [item for at, item in enumerate(log) if at == 0 or item != log[at - 1]]
 
 
 def test_rounds_go_over_all_cases_and_sides_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,11 +480,12 @@ def test_rounds_go_over_all_cases_and_sides_in_turn(monkeypatch: pytest.MonkeyPa
     turn = ["a ours", "a theirs", "b ours", "b theirs"]
     assert without_repeats(log) == turn * (1 + SHORT.rounds)
     assert told[:3] == ["preparing a 1", "preparing b 1", f"round 1 of {SHORT.rounds}"]
-    assert [len(one.seconds) for one in measured] == [SHORT.rounds] * 2
-    assert [len(one.torch_seconds) for one in measured] == [SHORT.rounds] * 2
+    assert [len(case.seconds) for case in measured] == [SHORT.rounds] * 2
+    assert [len(case.torch_seconds) for case in measured] == [SHORT.rounds] * 2
     assert not left_out
 
 
+@pytest.mark.slow
 def test_a_case_that_takes_long_gets_the_least_rounds_and_the_others_all() -> None:
     device = Device.over(DRIVERS["host"]())
     effort = replace(SHORT, rounds=SHORT.rounds + 4)
@@ -513,7 +516,7 @@ def test_cases_without_memory_are_left_out_and_named() -> None:
         )
 
     measured, left_out = measure([wide(16), wide(1 << 20), wide(32)], device, None, SHORT)
-    assert [one.label for one in measured] == ["wide 16", "wide 32"]
+    assert [case.label for case in measured] == ["wide 16", "wide 32"]
     (said,) = left_out
     assert said.startswith("wide 1048576: ")
     assert "cannot give" in said
@@ -585,7 +588,7 @@ def changed_times(factor: float) -> None:
     """Make the times of base.json so many times as long."""
     kept = load("base.json")
     (device,) = kept.devices
-    measured = [replace(one, seconds=[factor * time for time in one.seconds]) for one in device.measured]
+    measured = [replace(case, seconds=[factor * time for time in case.seconds]) for case in device.measured]
     replace(kept, devices=[replace(device, measured=measured)]).save("base.json")
 
 
@@ -599,7 +602,7 @@ def test_a_run_is_kept_and_compared() -> None:
     assert kept.only == ["xor"]
     (device,) = kept.devices
     assert device.hardware.name == "host"
-    assert [one.label for one in device.measured] == ["xor 4x2-8-1"]
+    assert [case.label for case in device.measured] == ["xor 4x2-8-1"]
     assert len(device.measured[0].seconds) == QUICK.rounds
 
     changed_times(1e6)
@@ -672,16 +675,17 @@ def test_orders_that_cannot_be_carried_out_are_refused_at_once(monkeypatch: pyte
         penstock_bench("--against", "torch")
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_plain_lines_and_errors_are_one_line() -> None:
-    command = [sys.executable, "-m", "penstock.cli", "bench", "--quick", "--device", "host"]
-    found = subprocess.run([*command, "--only", "xor"], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert "\x1b" not in found.stdout
-    assert "of ceiling" in found.stdout
-    found = subprocess.run([*command, "--only", "xorr"], capture_output=True, text=True, check=False)
-    assert found.returncode == 1
-    assert found.stderr.startswith("penstock: there is no case 'xorr'")
-    assert "Traceback" not in found.stderr
+    command = [sys.executable, "-m", "penstock", "bench", "--quick", "--device", "host"]
+    result = subprocess.run([*command, "--only", "xor"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout
+    assert "of ceiling" in result.stdout
+    result = subprocess.run([*command, "--only", "xorr"], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith("penstock: there is no case 'xorr'")
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.usefixtures("_in_folder")
@@ -691,8 +695,8 @@ def test_several_devices_and_a_case_by_its_size() -> None:
     )
     assert result.exit_code == 0, result.output
     kept = load("a.json")
-    assert [one.hardware.name.split(":")[0] for one in kept.devices] == ["host", "opencl"]
-    assert [one.label for device in kept.devices for one in device.measured] == ["matmul 64"] * 2
+    assert [device.hardware.name.split(":")[0] for device in kept.devices] == ["host", "opencl"]
+    assert [case.label for device in kept.devices for case in device.measured] == ["matmul 64"] * 2
 
 
 @pytest.mark.usefixtures("_in_folder")
@@ -723,6 +727,6 @@ def test_all_cases_of_a_device_are_run_by_default() -> None:
 
 @pytest.mark.usefixtures("_small_ceilings")
 def test_no_case_computes_faster_than_the_ceiling() -> None:
-    found = run(Device.over(DRIVERS["host"]()), ["xor", "matmul 256"], effort=SHORT)
-    assert [one.label for one in found.measured] == ["matmul 256", "xor 4x2-8-1"]
-    assert all(one.flops / min(one.seconds) <= found.ceilings.flops for one in found.measured)
+    result = run(Device.over(DRIVERS["host"]()), ["xor", "matmul 256"], effort=SHORT)
+    assert [case.label for case in result.measured] == ["matmul 256", "xor 4x2-8-1"]
+    assert all(case.flops / min(case.seconds) <= result.ceilings.flops for case in result.measured)

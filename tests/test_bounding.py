@@ -20,19 +20,19 @@ from penstock.graph.reference import computed
 
 def parts(most: int, *wanted: Node) -> list[Group]:
     """The groups of some nodes within a bound; they hold what is wanted, in order."""
-    found = bounded(partition(wanted, lambda node: True), most)
-    holds(found, list(wanted))
-    outputs = [node for group in found for node in group.outputs]
+    result = bounded(partition(wanted, lambda node: True), most)
+    holds(result, list(wanted))
+    outputs = [node for group in result for node in group.outputs]
     assert len(outputs) == len(set(outputs)), "nothing is stored twice"
-    assert all(len(group.inputs) + len(group.outputs) <= most for group in found)
-    assert all(len({node.size for node in group.outputs}) == 1 for group in found if group.kind == "map")
-    return found
+    assert all(len(group.inputs) + len(group.outputs) <= most for group in result)
+    assert all(len({node.size for node in group.outputs}) == 1 for group in result if group.kind == "map")
+    return result
 
 
-def same_values(found: list[Group], wanted: list[Node]) -> None:
+def same_values(result: list[Group], wanted: list[Node]) -> None:
     """The groups compute what the graph means, each from what the groups before it stored."""
     stored: dict[Node, np.ndarray] = {}
-    for group in found:
+    for group in result:
         values = {node: stored[node] if node.value is None else node.value for node in group.inputs}
         for node in group.nodes:
             values[node] = computed(node, [values[parent] for parent in node.inputs])
@@ -55,28 +55,28 @@ def test_many_outputs_are_divided() -> None:
     x = x_()
     shared = elementwise.exp(x)
     outputs = [elementwise.multiply(shared, elementwise.like(x, k)) for k in range(10)]
-    found = parts(4, *outputs)
-    assert [len(group.outputs) for group in found] == [3, 3, 3, 1]
-    assert all(group.inputs == (x,) for group in found), "what they share is computed again"
+    result = parts(4, *outputs)
+    assert [len(group.outputs) for group in result] == [3, 3, 3, 1]
+    assert all(group.inputs == (x,) for group in result), "what they share is computed again"
 
 
 def test_many_inputs_are_added_up_in_parts() -> None:
     leaves = [at(np.full((4, 8), k, np.float32)) for k in range(20)]
     total = leaves[0]
-    for one in leaves[1:]:
-        total = elementwise.add(total, one)
-    found = parts(5, total)
-    assert len(found) == 7  # 4 values, then 3 more with each sum before
-    same_values(found, [total])
+    for leaf in leaves[1:]:
+        total = elementwise.add(total, leaf)
+    result = parts(5, total)
+    assert len(result) == 7  # 4 values, then 3 more with each sum before
+    same_values(result, [total])
 
 
 def test_what_is_stored_is_read_by_the_parts_after_it() -> None:
     a, b = ([at(np.ones((4, 8), np.float32)) for _ in range(3)] for _ in range(2))
     first = elementwise.add(elementwise.add(a[0], a[1]), a[2])
     second = elementwise.multiply(elementwise.add(elementwise.add(first, b[0]), b[1]), b[2])
-    found = parts(5, first, second)
-    assert [group.outputs for group in found] == [(first,), (second,)]
-    assert set(found[1].inputs) == {first, *b}
+    result = parts(5, first, second)
+    assert [group.outputs for group in result] == [(first,), (second,)]
+    assert set(result[1].inputs) == {first, *b}
 
 
 @pytest.mark.parametrize("axes", [(1,), (0,)])
@@ -84,14 +84,14 @@ def test_reductions_are_divided(axes: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     leaves = [at(rng.integers(0, 9, (4, 8)).astype(np.float32)) for _ in range(9)]
     total = leaves[0]
-    for one in leaves[1:]:
-        total = elementwise.add(total, one)
+    for leaf in leaves[1:]:
+        total = elementwise.add(total, leaf)
     sums = reducing.sum_(total, axes)
     centred = elementwise.subtract(total, reducing.restore(sums, total, axes))
     wanted = [sums, centred, reducing.max_(centred, axes)]
-    found = parts(5, *wanted)
-    assert {group.kind for group in found} == {"map", "row" if axes == (1,) else "column"}
-    same_values(found, wanted)
+    result = parts(5, *wanted)
+    assert {group.kind for group in result} == {"map", "row" if axes == (1,) else "column"}
+    same_values(result, wanted)
 
 
 def test_a_product_and_its_ending_are_divided() -> None:
@@ -99,11 +99,11 @@ def test_a_product_and_its_ending_are_divided() -> None:
     left, right = (at(rng.integers(0, 9, (4, 4)).astype(np.float32)) for _ in range(2))
     result = contraction.matmul(left, shaping.permute(right, (1, 0)))
     more = [at(rng.integers(0, 9, (4, 4)).astype(np.float32)) for _ in range(8)]
-    for one in more:
-        result = elementwise.add(result, one)
-    found = parts(5, result)
-    assert [group.kind for group in found].count("matmul") == 1
-    same_values(found, [result])
+    for item in more:
+        result = elementwise.add(result, item)
+    actual = parts(5, result)
+    assert [group.kind for group in actual].count("matmul") == 1
+    same_values(actual, [result])
 
 
 @pytest.mark.parametrize("most", [4, 5, 8])
@@ -122,34 +122,34 @@ def by_bytes(node: Node) -> int:
 
 def weighed(most: int, wanted: list[Node]) -> list[Group]:
     """The same where large values count for several."""
-    found = bounded(partition(wanted, lambda node: True), most, by_bytes)
-    holds(found, wanted)
-    outputs = [node for group in found for node in group.outputs]
+    result = bounded(partition(wanted, lambda node: True), most, by_bytes)
+    holds(result, wanted)
+    outputs = [node for group in result for node in group.outputs]
     assert len(outputs) == len(set(outputs)), "nothing is stored twice"
-    for group in found:
+    for group in result:
         assert sum(map(by_bytes, (*group.inputs, *group.outputs))) <= most or group.kind == "single"
-    return found
+    return result
 
 
 def test_values_count_as_many_times_as_they_are_large() -> None:
     leaves = [at(np.full((4, 16), k, np.float32)) for k in range(4)]  # 3 each
     total = leaves[0]
-    for one in leaves[1:]:
-        total = elementwise.add(total, one)
-    found = weighed(9, [total])
-    assert [len(group.inputs) for group in found] == [2, 2, 2]
-    same_values(found, [total])
+    for leaf in leaves[1:]:
+        total = elementwise.add(total, leaf)
+    result = weighed(9, [total])
+    assert [len(group.inputs) for group in result] == [2, 2, 2]
+    same_values(result, [total])
 
 
 def test_what_is_too_large_stands_alone_and_only_that() -> None:
     x, y = (at(np.full((8, 16), k, np.float32)) for k in (2, 3))  # 6 each
     wide = elementwise.multiply(x, shaping.permute(shaping.permute(y, (1, 0)), (1, 0)))
     rows = elementwise.exp(elementwise.negative(reducing.sum_(wide, (1,))))
-    found = weighed(9, [rows])
-    alone = {group.nodes[0].primitive.name for group in found if group.kind == "single"}
+    result = weighed(9, [rows])
+    alone = {group.nodes[0].primitive.name for group in result if group.kind == "single"}
     assert alone == {"multiply", "permute"}
-    assert [node.primitive.name for node in found[-1].nodes] == ["sum", "negative", "exp"]
-    same_values(found, [rows])
+    assert [node.primitive.name for node in result[-1].nodes] == ["sum", "negative", "exp"]
+    same_values(result, [rows])
 
 
 def test_what_two_groups_compute_for_themselves_is_stored_once() -> None:

@@ -1,5 +1,5 @@
-"""What is new waits for no compiler: kernels of single operations compute it, with the same bits, until its
-own are there."""
+"""New expressions do not wait for a compiler: kernels of single operations compute them, with the same bits,
+until the fused kernels are compiled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, until
+from conftest import DRIVERS, examples, until
 from test_random_graphs import grown
 from test_same_bits import EXPRESSIONS
 
@@ -46,7 +46,7 @@ def separate(device: Device, structure: Structure) -> Executable:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr(ahead.Ahead, "_is_done", lambda self: True)  # nothing is compiled but what is wanted
+    monkeypatch.setattr(ahead.Ahead, "_is_done", lambda self: True)  # only the wanted kernels are compiled
     made = Device.over(DRIVERS[OPENCL](), Settings(compile_ahead=True))
     yield made
     made.close()
@@ -54,14 +54,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 @pytest.fixture
 def on_disk(device: Device, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The texts that count as compiled before; nothing else does."""
+    """The sources that count as compiled already."""
     texts: set[str] = set()
     monkeypatch.setattr(device.driver, "has_compiled", texts.__contains__)
     return texts
 
 
 def compiled_ahead(device: Device, on_disk: set[str], tensor: ps.Tensor) -> None:
-    """Have the kernels of single operations of an expression, whatever its own are."""
+    """Compile the kernels of the single operations of an expression, but not its fused kernels."""
     kernels = KernelCache(device)
     target = Target(device.name, device.capabilities, kernels.shared_lowering, fuses=False)
     structure = Structure([tensor._node], device.capabilities)
@@ -81,6 +81,7 @@ def expression(x: ps.Tensor) -> ps.Tensor:
 # Bits
 
 
+@pytest.mark.slow("(300, 130)", "(5, 7)")
 @pytest.mark.parametrize("shape", [(300, 130), (5, 7), (41, 203)], ids=str)
 @pytest.mark.parametrize("name", [name for name in EXPRESSIONS if name != "half precision"])
 def test_single_operations_give_the_bits_of_a_fused_program(
@@ -93,10 +94,11 @@ def test_single_operations_give_the_bits_of_a_fused_program(
     (buffer,) = separate(device, structure).run(
         [node.value for node in structure.inputs], structure.constants()
     )
-    found = device.download(buffer, result.dtype, result.shape).wait()
-    assert found.tobytes() == expected.tobytes()
+    actual = device.download(buffer, result.dtype, result.shape).wait()
+    assert actual.tobytes() == expected.tobytes()
 
 
+@pytest.mark.slow("2004", "2008")
 @pytest.mark.parametrize("first", [2000, 2004, 2008])
 def test_so_do_those_of_random_graphs(device: Device, first: int) -> None:
     checked = 0
@@ -104,13 +106,13 @@ def test_so_do_those_of_random_graphs(device: Device, first: int) -> None:
         _, wanted = grown(seed, 50, 0, lambda array: leaf(device.upload(array), array.shape, array.dtype))
         structure = Structure(wanted, device.capabilities)
         if any(node.dtype in HALF_PRECISION for node in structure.operations):
-            continue  # which a fused kernel does not round
+            continue  # a fused kernel does not round it
         inputs, constants = [node.value for node in structure.inputs], structure.constants()
         fused = executables(device).build(structure).run(inputs, constants)
         single = separate(device, structure).run(inputs, constants)
-        for node, one, other in zip(structure.nodes, fused, single, strict=False):
+        for node, value, other in zip(structure.nodes, fused, single, strict=False):
             np.testing.assert_array_equal(
-                device.download(one, node.dtype, node.shape).wait(),
+                device.download(value, node.dtype, node.shape).wait(),
                 device.download(other, node.dtype, node.shape).wait(),
                 err_msg=f"seed {seed}, {node}",
             )
@@ -178,7 +180,7 @@ def test_a_new_expression_is_computed_while_its_kernels_are_compiled(
 def test_other_shapes_are_computed_by_the_same_kernels(
     device: Device, on_disk: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each with a table of kernels of its own, as in another process: what is learned is on disk."""
+    """Each with its own table of kernels, as in another process: knowledge is shared through the disk."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = [shape for pair in ahead._ROWS for shape in zip(ahead._ROW_COUNTS, pair, strict=True)]
     for shape in (*itertools.chain(*ahead._SHAPES), *rows):
@@ -220,7 +222,7 @@ def test_an_error_of_the_compiler_is_raised_where_the_expression_is_computed(
 def test_waiting_compilations_are_bounded(
     device: Device, on_disk: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of more expressions than are remembered, those that nobody waits for are not compiled."""
+    """If there are more expressions than the cache holds, dropped ones are not compiled."""
     shapes = [(20, 30 + number) for number in range(6)]
     tensors = [ps.asarray(values(*shape), device=device) for shape in shapes]
     for x in tensors:
@@ -248,7 +250,7 @@ def test_waiting_compilations_are_bounded(
 
 
 def test_the_end_waits_for_one_compilation(tmp_path: Path) -> None:
-    """Those of a script's last expressions, which nobody will use, do not hold it up."""
+    """Compilations of a script's last expressions do not delay its exit."""
     script = """
         import time
         import penstock as ps
@@ -275,7 +277,7 @@ def test_the_end_waits_for_one_compilation(tmp_path: Path) -> None:
 
 
 def test_python_goes_on_while_a_kernel_is_compiled(tmp_path: Path) -> None:
-    """All of its compilation, the last part of which PyOpenCL would hold everybody up for."""
+    """The whole compilation, including the last part, for which PyOpenCL would hold the GIL."""
     device = Device.over(DRIVERS[OPENCL]())
     steps = " ".join(f"y = sin(y) * exp(y) + tanh(y) * {k}.5f;" for k in range(40))
     text = f"__kernel void k(__global float *x) {{ float y = x[0]; {steps} x[0] = y; }}"
@@ -301,7 +303,7 @@ def test_python_goes_on_while_a_kernel_is_compiled(tmp_path: Path) -> None:
 
 
 def test_what_would_take_much_memory_has_no_bridge(device: Device, on_disk: set[str]) -> None:
-    """Single operations write out what a fused kernel never stores."""
+    """Single operations store intermediate values that a fused kernel never stores."""
     x = ps.asarray(values(400, 64), device=device)
     distances: Callable[[], ps.Tensor] = lambda: ps.sum((x[:, None] - x[None]) ** 2, axis=-1)  # noqa: E731
     compiled_ahead(device, on_disk, distances())
@@ -350,8 +352,8 @@ def test_all_rows_of_a_matrix_are_computed_by_one_program(device: Device) -> Non
     x = ps.asarray(values(50, 64), device=device)
     rows = ps.jit(lambda x: ps.sum(ps.exp(x), axis=1))(x).numpy()
     for _ in range(2):
-        found = [ps.sum(ps.exp(x[row])).item() for row in range(50)]
-        np.testing.assert_array_equal(found, rows)
+        result = [ps.sum(ps.exp(x[row])).item() for row in range(50)]
+        np.testing.assert_array_equal(result, rows)
     own = executables(device)
     assert len(own._programs) + len(own._bridges) == 1
 
@@ -408,7 +410,10 @@ def test_kernels_are_compiled_ahead_once_for_a_device(
         monkeypatch.setattr(
             device.driver,
             "compile_ahead",
-            lambda text, given, compiled=compiled, real=real: (compiled.append(text), real(text, given)),
+            lambda text, given, compiled=compiled, real=real: (
+                compiled.append(text),
+                len(compiled) <= examples(1000, quick=5) and real(text, given),
+            ),
         )
         own = executables(device)
         assert own._ahead is not None

@@ -1,4 +1,4 @@
-"""What is kept on disk: the user's own, never in the way, measured again when it may be wrong."""
+"""Caches on disk: private to the user, optional, and remeasured when they may be wrong."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import penstock as ps
 from penstock import cache, cli, files
 from penstock.cache import CacheFolder
+from penstock.cli import training
 from penstock.data import ByteTokenizer, CharTokenizer, DataError, TokenStore
 from penstock.dispatch.placements import Placement
 from penstock.dispatch.predictions import Predictions
@@ -52,12 +53,12 @@ RATES = machine.Rates(1e-5, 1e-6, ((64.0, 1e-6), (1e6, 1e-4)), ((32.0, 1e-6),), 
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The cache folder; the machine is quiet, and nothing was said yet."""
+    """The cache folder, on an idle machine, before any warning."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cache, "_warned", set())
     monkeypatch.setattr(cache, "_cleaned", set())
-    monkeypatch.setattr(cli, "_SAMPLE", 2)
+    monkeypatch.setattr(training, "_SAMPLE", 2)
     Path("text.txt").write_text(TEXT)
     Path("c.toml").write_text(SETTINGS)
     default = ps.default_device()
@@ -197,7 +198,7 @@ def test_every_altered_token_is_noticed(place: Path) -> None:
             assert store.path.read_bytes() == whole
 
 
-# Whole or not at all, and what kills leave behind
+# Atomic writes, and leftovers of killed processes
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError()])
@@ -250,7 +251,7 @@ def test_leftovers_of_killed_processes_are_removed(place: Path) -> None:
 
 
 class Counter:
-    """A measurement that gets better, on a machine that is busy for the first few."""
+    """A measurement that improves, on a machine that is busy during the first few."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, busy: int) -> None:
         self.count = 0
@@ -324,14 +325,14 @@ def test_a_ceiling_that_is_exceeded_is_measured_again_once(monkeypatch: pytest.M
     asked: list[str] = []
     monkeypatch.setattr(ceilings, "_measured", lambda device, what: float(asked.append(what) or len(asked)))
     device = Device("host", host_capabilities(), HostDriver)
-    found = ceilings.Ceilings(device)
-    found.exceeded("float32", 9.0)  # nothing is known yet that could be wrong
-    assert found.operations("float32") == 1
-    found.exceeded("int8", 1.2)  # integers are held against float32
+    result = ceilings.Ceilings(device)
+    result.exceeded("float32", 9.0)  # there is no earlier rate that could be wrong
+    assert result.operations("float32") == 1
+    result.exceeded("int8", 1.2)  # rates of integers are compared with float32
     assert asked == ["float32"]
     for _ in range(2):
-        found.exceeded("float32", 9.0)
-        assert found.operations("float32") == 2
+        result.exceeded("float32", 9.0)
+        assert result.operations("float32") == 2
     assert asked == ["float32"] * 2
     assert ceilings.Ceilings(device).operations("float32", measure=False) == 2
 
@@ -354,7 +355,7 @@ def test_the_rates_of_auto_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.machine_rates([device])[device].program == 0.5
     state["now"] += 3700
     assert machine.machine_rates([device])[device].program == 0.5  # a quiet one stays
-    assert machine.machine_rates([device], again=True)[device].program == 9.0
+    assert machine.machine_rates([device], remeasure=True)[device].program == 9.0
 
 
 def test_the_shorter_of_two_times_counts_for_each_size() -> None:

@@ -1,4 +1,4 @@
-"""`penstock devices --check`: every driver passes it, and what is wrong with a device is told."""
+"""`penstock devices --check`: every driver passes, and errors of a device are reported."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Refuser(HostDriver):
         raise DeviceError("no")
 
 
+@pytest.mark.slow("opencl-mapped", "opencl-device", "host-late", "webgpu")
 @pytest.mark.parametrize("kind", DRIVERS)
 def test_every_driver_computes_what_numpy_computes(kind: str) -> None:
     device = Device.over(DRIVERS[kind]())
@@ -53,7 +54,7 @@ def test_a_device_that_lies_is_found_out_and_one_that_refuses_is_told_with_its_w
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "words"),
+    ("result", "expected", "words"),
     [
         (np.ones(3), np.ones(4), r"x is float64 of shape \(3,\), not float64 of shape \(4,\)"),
         (np.ones(3, np.float32), np.ones(3), "x is float32"),
@@ -62,9 +63,9 @@ def test_a_device_that_lies_is_found_out_and_one_that_refuses_is_told_with_its_w
         (np.array([1.0, 1.2]), np.ones(2), "off by 0.2"),
     ],
 )
-def test_what_is_off_is_told(found: Any, expected: Any, words: str) -> None:
+def test_what_is_off_is_told(result: Any, expected: Any, words: str) -> None:
     with pytest.raises(checking._Wrong, match=words):
-        checking._same("x", found, expected, 0.1)
+        checking._same("x", result, expected, 0.1)
     checking._same("x", expected, expected)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,11 +17,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import penstock as ps
-from penstock.cli import app
+from penstock.cli import app, training
+from penstock.drivers.rates import StepRates
 from penstock.errors import CheckpointError, PenstockError, SettingError
 from penstock.measuring import ceilings
 from penstock.nn import GPT
 from penstock.train import Config
+from penstock.train.planning import plan_step
 
 TEXT = "the quick brown fox jumps over the lazy dog; the early bird catches the worm.\n" * 60
 SETTINGS = """
@@ -44,11 +47,13 @@ def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ceilings, "_measured", lambda device, what: 1e11)  # which takes its time
+    monkeypatch.setattr(training, "_SAMPLE", 20)
     Path("tiny.toml").write_text(SETTINGS)
     Path("text.txt").write_text(TEXT)
     default = ps.default_device()
     yield
-    default.limit_bytes = None
+    for device in (default, ps.use("host")):  # which the tests have given limits
+        device.limit_bytes = None
     ps.use(default)
 
 
@@ -151,6 +156,65 @@ def test_a_memory_limit_that_is_too_small_is_told(capsys: pytest.CaptureFixture[
     train("--out", "run2", "--device", "host")  # nothing is left behind that would be in the way
 
 
+def test_a_run_inside_a_budget_has_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = StepRates(2e9, {"float32": 1e10}, 3e-6, 1e10)
+    monkeypatch.setattr("penstock.measuring.step_rates.step_rates", lambda device, dtypes: rates)
+    train("--device", "host", "--out", "free")
+    table = penstock("plan", "--config", "tiny.toml", "--device", "host", "--memory", "1KiB").stdout
+    heading, columns, *rows, verdict = table.splitlines()
+    assert heading.startswith("on host; ")
+    assert columns.split()[0] == "budget"
+    assert "nothing" in rows[0]
+    assert "is too little" in verdict
+    plan = plan_step(Config().with_file(Path("tiny.toml")))
+    limit = (plan.smallest_bytes + plan.unlimited_bytes) // 2
+    ps.default_device().pool.reset_peak()
+    train("--device", "host", "--memory", str(limit), "--out", "small")
+    lines = [Path(run, "metrics.jsonl").read_text().splitlines() for run in ("free", "small")]
+    free, small = ([json.loads(line) for line in part] for part in lines)
+    assert [row["loss"] for row in small] == [row["loss"] for row in free]
+    assert max(row["peak_bytes"] for row in small) <= limit
+
+
+@pytest.mark.slow
+def test_a_plan_for_a_card_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = StepRates(2e11, {"float32": 1e13}, 3e-6, 1e10)
+    monkeypatch.setattr("penstock.measuring.step_rates.step_rates", lambda device: rates)
+    written = penstock("devices", "opencl", "--rates", "card.toml").stdout
+    assert "penstock plan --device card.toml" in " ".join(written.split())
+    card = Path("card.toml")
+    text = re.sub(r"(?m)^(memory|max_allocation_bytes) = .*", r"\1 = 500000", card.read_text())
+    card.write_text(text)
+    words = ("plan", "--config", "tiny.toml", "--device", "card.toml")
+    heading, columns, *_, verdict = penstock(*words).stdout.splitlines()
+    assert heading.startswith("on card.toml; ")
+    assert "step" in columns.split()
+    assert re.search("488.3 KiB (is enough|will do).* for a step$", verdict)
+    fitted = penstock(*words, "--fit", "batch").stdout
+    assert "the largest batch inside 488.3 KiB:" in fitted
+    with pytest.raises(SettingError, match="give only one of them"):
+        penstock("devices", "--check", "--rates", "card.toml")
+    with pytest.raises(SettingError, match=r"named like card\.toml"):
+        penstock("devices", "opencl", "--rates", "card.txt")
+    with pytest.raises(SettingError, match="and not host"):
+        penstock("devices", "host", "--rates", "card.toml")
+
+
+@pytest.mark.slow
+def test_the_largest_batch_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.measuring.step_rates.step_rates", lambda device, dtypes: None)
+    words = ("plan", "--config", "tiny.toml", "--device", "host", "--fit")
+    output = penstock(*words, "batch", "--memory", "300KiB").stdout
+    tried = re.findall(r"batch (\d+): ([\d.]+) (KiB|MiB) at the least", output)
+    fitting = [int(size) for size, least, unit in tried if unit == "KiB" and float(least) <= 300]
+    assert len(fitting) < len(tried)
+    assert f"the largest batch inside 300.0 KiB: {max(fitting)}\n" in output
+    with pytest.raises(SettingError, match="--fit is batch or context, and 'width'"):
+        penstock(*words, "width")
+    with pytest.raises(SettingError, match="not even a context of 1 fits"):
+        penstock(*words, "context", "--memory", "1KiB")
+
+
 def test_generate_goes_on_from_a_prompt() -> None:
     train("--device", "host", "--out", "run")
     words = ("generate", "run", "--device", "host", "--prompt", "the quick", "--tokens", "12")
@@ -172,7 +236,7 @@ def test_generate_reads_the_folders_of_hugging_face() -> None:
     words = ("generate", "gpt2", "--device", "host", "--tokens", "4", "--temperature", "0")
     ids = penstock(*words, "--prompt", "17 4 2").stdout.split()
     assert len(ids) == 4
-    assert all(0 <= int(one) < 280 for one in ids)
+    assert all(0 <= int(token) < 280 for token in ids)
     with pytest.raises(SettingError, match=r"no tokenizer.json, so a prompt is ids"):
         penstock(*words, "--prompt", "the quick")
     with pytest.raises(SettingError, match="from 0 to 279"):
@@ -184,7 +248,7 @@ def test_generate_reads_the_folders_of_hugging_face() -> None:
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "penstock.cli", *arguments]
+    command = [sys.executable, "-m", "penstock", *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, "COLUMNS": "200"}
@@ -225,6 +289,7 @@ def test_text_is_streamed_as_it_comes_and_a_closed_pipe_is_no_drama() -> None:
     process.stderr.close()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used() -> None:
     train("--device", "host", "--out", "run")
     path = Path("run/checkpoints/step-00000008.safetensors")

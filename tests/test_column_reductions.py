@@ -1,4 +1,4 @@
-"""Sums down columns, by the kernels that have the rows at hand: as groups, and on GPUs against NumPy."""
+"""Column sums fused into the kernels that compute the rows: as groups, and on GPUs against NumPy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE, examples
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, examples, opencl_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fusion import holds
@@ -17,7 +17,7 @@ from test_graph import at
 import penstock as ps
 from penstock import Device, nn
 from penstock.drivers.driver import Driver
-from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
+from penstock.drivers.opencl import opencl_capabilities
 from penstock.execution import realize
 from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
@@ -34,15 +34,15 @@ GPU = replace(opencl_capabilities(NATIVE), vector_width=1, compute_units=4)
 
 def groups(*wanted: Node) -> list[Group]:
     parted = split(wanted, GPU)
-    found = partition(parted, lambda node: fusible(node, GPU), column_units=GPU.compute_units)
-    holds(found, parted)
-    return found
+    result = partition(parted, lambda node: fusible(node, GPU), column_units=GPU.compute_units)
+    holds(result, parted)
+    return result
 
 
-def with_column_sums(found: list[Group]) -> list[tuple[str, int]]:
-    """The kind of each group that keeps some, and how many."""
+def with_column_sums(result: list[Group]) -> list[tuple[str, int]]:
+    """The kind of each group with fused column sums, and their number."""
     counts = [
-        (group.kind, sum(map(is_column_part, group.outputs))) for group in found if group.kind != "column"
+        (group.kind, sum(map(is_column_part, group.outputs))) for group in result if group.kind != "column"
     ]
     return [(kind, count) for kind, count in counts if count]
 
@@ -64,19 +64,19 @@ def down(x: Node) -> Node:
 
 def test_a_map_adds_up_what_it_writes() -> None:
     y = elementwise.exp(rows())
-    found = groups(y, down(y))
-    assert with_column_sums(found) == [("row", 1)]
-    assert [group.kind for group in found] == ["row", "column"]
-    assert found[0].columns == 96
+    result = groups(y, down(y))
+    assert with_column_sums(result) == [("row", 1)]
+    assert [group.kind for group in result] == ["row", "column"]
+    assert result[0].columns == 96
 
 
 def test_a_row_group_adds_up_what_it_reads_writes_and_could_compute() -> None:
     x = contraction.matmul(rows(), at(np.ones((96, 96), np.float32)))
     y = centred(x)
-    found = groups(y, down(x), down(y), down(elementwise.multiply(x, y)))
-    assert [group.kind for group in found][:2] == ["matmul", "row"]
-    assert with_column_sums(found) == [("row", 3)]
-    assert found[1].inputs == (x,)
+    result = groups(y, down(x), down(y), down(elementwise.multiply(x, y)))
+    assert [group.kind for group in result][:2] == ["matmul", "row"]
+    assert with_column_sums(result) == [("row", 3)]
+    assert result[1].inputs == (x,)
 
 
 def test_what_would_read_more_is_by_itself() -> None:
@@ -97,17 +97,17 @@ def test_a_kernel_keeps_few() -> None:
 def test_sums_of_what_no_kernel_has_are_by_themselves() -> None:
     x = rows()
     product = contraction.matmul(x, at(np.ones((96, 96), np.float32)))
-    for found in (groups(down(x)), groups(product, down(product))):
-        assert not with_column_sums(found)
+    for result in (groups(down(x)), groups(product, down(product))):
+        assert not with_column_sums(result)
 
 
 def test_no_circle_arises() -> None:
-    """What is computed from a sum needs it whole, so it is not where the sum is kept."""
+    """An operation on a column sum needs the complete sum, so it is not in the group of the sum."""
     y = elementwise.exp(rows())
     total = down(y)
     z = elementwise.divide(y, reducing.expand(shaping.reshape(total, (1, 96)), y.shape))
-    found = groups(y, z, down(z))
-    assert with_column_sums(found) == [("row", 1), ("row", 1)]
+    result = groups(y, z, down(z))
+    assert with_column_sums(result) == [("row", 1), ("row", 1)]
 
 
 def test_rows_that_lie_otherwise_are_read_otherwise() -> None:
@@ -132,9 +132,8 @@ def test_only_kernels_in_c_for_threads_keep_them() -> None:
 
 
 def _threads() -> Driver:
-    """A device that computes as a GPU does: many threads in a group, and no vectors."""
-    driver = OpenCLDriver(NATIVE, "opencl-threads")
-    driver.capabilities = replace(driver.capabilities, vector_width=1, compute_units=4)
+    driver = opencl_threads()
+    driver.capabilities = replace(driver.capabilities, compute_units=4)
     return driver
 
 
@@ -182,9 +181,9 @@ def test_sums_on_the_way_are_those_of_numpy(
     x, g = (draw.standard_normal((8 * stretches, columns)).astype(np.float32) for _ in range(2))
     results = function(ps.asarray(x, device=device), ps.asarray(g, device=device), ps)
     assert kept(device, *results) == (columns <= 512 or function is slope)
-    realize.realize([one._node for one in results], device)
-    for found, expected in zip(results, function(x.astype(float), g.astype(float), np), strict=True):
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)
+    realize.realize([result._node for result in results], device)
+    for result, expected in zip(results, function(x.astype(float), g.astype(float), np), strict=True):
+        np.testing.assert_allclose(result.numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -197,11 +196,12 @@ def test_halves_are_added_up_as_float32(device: Device, dtype: str) -> None:
     exact = slope(x.astype(ps.float64).numpy(), g.astype(ps.float64).numpy(), np)
     results = slope(x, g, ps)
     assert kept(device, *results) == 1
-    realize.realize([one._node for one in results], device)
-    found = results[1].astype(ps.float32).numpy()
-    np.testing.assert_allclose(found, exact[1], rtol=1e-2, atol=0.6)  # each item was rounded once
+    realize.realize([result._node for result in results], device)
+    result = results[1].astype(ps.float32).numpy()
+    np.testing.assert_allclose(result, exact[1], rtol=1e-2, atol=0.6)  # each item was rounded once
 
 
+@pytest.mark.slow
 def test_a_network_learns_the_same(device: Device) -> None:
     """All gradients of a small GPT, against those of the host."""
     tokens = np.random.default_rng(0).integers(0, 64, (8, 33)).astype(np.int32)
@@ -210,11 +210,15 @@ def test_a_network_learns_the_same(device: Device) -> None:
         model = nn.GPT(vocab_size=64, context=32, width=48, layers=1, heads=3, device=where)
         draw = np.random.default_rng(2)
         with ps.no_grad():
-            for one in model.parameters():
-                one[...] = ps.asarray(0.1 * draw.standard_normal(one.shape).astype(np.float32), device=where)
+            for parameter in model.parameters():
+                parameter[...] = ps.asarray(
+                    0.1 * draw.standard_normal(parameter.shape).astype(np.float32), device=where
+                )
         batch = ps.asarray(tokens, device=where)
         model.loss(batch[:, :-1], batch[:, 1:]).backward()
-        realize.realize([one.grad._node for one in model.parameters()], batch.device)  # in one program
-        gradients.append({name: one.grad.numpy() for name, one in model.named_parameters()})
+        realize.realize(
+            [parameter.grad._node for parameter in model.parameters()], batch.device
+        )  # in one program
+        gradients.append({name: value.grad.numpy() for name, value in model.named_parameters()})
     for name, expected in gradients[1].items():
         np.testing.assert_allclose(gradients[0][name], expected, rtol=1e-3, atol=1e-5, err_msg=name)

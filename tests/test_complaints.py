@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, SMALL, WEBGPU_KINDS, Lazy, compiled
+from conftest import CUDA_KINDS, DRIVERS, SMALL, WEBGPU_KINDS, Lazy, compiled, examples
 
 from penstock import memory
 from penstock.drivers.driver import Driver, Kernel
@@ -25,7 +25,7 @@ from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 
 KIB, MIB = 1 << 10, 1 << 20
-FLAT_BYTES = 3 * MIB  # what the resident size may differ by over the thousands of steps of a test
+FLAT_BYTES = 3 * MIB  # allowed growth of the resident size over the thousands of steps of a test
 FAR_KINDS = [
     "opencl-device",
     "host-far",
@@ -44,7 +44,7 @@ LAZY: dict[str, Callable[[], Driver]] = {
 
 @contextmanager
 def opened(driver: Driver, **settings: Any) -> Iterator[Device]:
-    """A device with small bounds, some of them set otherwise."""
+    """A device with small bounds, some of them overridden."""
     device = Device.over(driver, dataclasses.replace(SMALL, **settings))
     try:
         yield device
@@ -54,7 +54,7 @@ def opened(driver: Driver, **settings: Any) -> Iterator[Device]:
 
 @pytest.fixture(params=DRIVERS)
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Makes devices of one kind after the other, with the settings of the test."""
+    """Makes devices of each kind in turn, with the settings of the test."""
     with ExitStack() as stack:
         yield lambda **settings: stack.enter_context(opened(DRIVERS[request.param](), **settings))
 
@@ -79,7 +79,7 @@ def test_commands_are_released_as_the_device_finishes_them(
     most = SMALL.max_commands * (SMALL.max_in_flight + 1)
     resident = []
     for _ in range(2):
-        for value in range(10_000):
+        for value in range(examples(10_000, quick=3_000)):
             fill(device, kernels, buffer, value)
             assert device.stream.pending <= most
         device.sync()
@@ -103,7 +103,7 @@ def test_ever_new_sizes_stay_within_the_pools_bound(make: Make) -> None:
 
 
 class Watched(OpenCLDriver):
-    """Keeps a reference of its own to the native event of every launch."""
+    """Keeps a reference to the native event of every launch."""
 
     def __init__(self) -> None:
         super().__init__(find_devices()[0], "watched")
@@ -174,6 +174,7 @@ def test_an_unreferenced_cycle_returns_when_the_memory_is_needed(make: Make) -> 
         gc.enable()
 
 
+@pytest.mark.slow("webgpu")
 def test_reading_results_back_for_ever_holds_nothing(device: Device, kernels: dict[str, Kernel]) -> None:
     """tinygrad#9453, a read-back that leaks: the array of a download belongs to the caller alone once the
     device has filled it, and its memory on the device is used again."""
@@ -386,7 +387,7 @@ def test_a_one_element_operation_costs_no_allocation_and_no_wait(make: Make) -> 
     device = make(max_commands=1_000)
     kernels = compiled(device)
     buffer = device.upload(np.zeros(1, np.int32))
-    fill(device, kernels, buffer, 0)  # what a kernel's first launch makes, later ones find
+    fill(device, kernels, buffer, 0)  # a kernel's first launch creates what later launches reuse
     device.sync()
     device.stream.waits.clear()
 

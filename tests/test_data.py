@@ -314,7 +314,7 @@ def test_tokens_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b
     assert len(first.train) == int(len(ids) * 0.75)
     assert first.train.dtype == np.uint16
     assert not first.train.flags.writeable
-    monkeypatch.setattr(BPETokenizer, "encode", None)  # must not be needed any more
+    monkeypatch.setattr(BPETokenizer, "encode", None)  # must not be used any more
     second = TokenStore.open(PROSE, bpe, validation=0, cache=tmp_path)
     assert second.path == first.path
     assert second.train.tolist() == ids.tolist()
@@ -470,9 +470,9 @@ def test_the_order_looks_random() -> None:
         shuffled(np.arange(count) + epoch * count, count, seed)[1] for seed in (0, 1) for epoch in (0, 1)
     ]
     orders.append(np.arange(count))
-    for one, other in itertools.combinations(orders, 2):
-        assert np.count_nonzero(one == other) < 12  # one is expected
-        assert abs(np.corrcoef(one, other)[0, 1]) < 0.15
+    for value, other in itertools.combinations(orders, 2):
+        assert np.count_nonzero(value == other) < 12  # one is expected
+        assert abs(np.corrcoef(value, other)[0, 1]) < 0.15
     for order in orders[:-1]:
         assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.15
     firsts = shuffled(np.arange(7000) * 7, 7, 3)[1]
@@ -494,7 +494,7 @@ def test_every_window_once_an_epoch(context: int, length: int, batch: int, seed:
         assert (starts == starts[0] + context * np.arange(count)).all()
         assert 0 <= starts[0] < context
         assert starts[-1] + context < length
-    assert length - 1 - count * context < 2 * context  # what an epoch leaves out
+    assert length - 1 - count * context < 2 * context  # the remainder that an epoch leaves out
 
 
 def test_windows_shift_between_epochs() -> None:
@@ -605,7 +605,7 @@ def host() -> Iterator[Device]:
 
 
 class Counting:
-    """Batches of one number that know how many were made."""
+    """Batches of a number that count how many were made."""
 
     def __init__(self, end: int = 1 << 60, fail_at: int = -1, pause: float = 0.0) -> None:
         self.made, self.end, self.fail_at, self.pause = 0, end, fail_at, pause
@@ -764,6 +764,7 @@ def test_a_forked_child_is_told(host: Device) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+@pytest.mark.slow("raise SystemExit(0)", "next(batches, 1); del batches", "batches = None")
 @pytest.mark.parametrize(
     "ending", ["", "raise SystemExit(0)", "batches = None", "next(batches, 1); del batches"]
 )

@@ -1,4 +1,4 @@
-"""What lives on a device is computed there: outside of jit too, nothing is copied to the host."""
+"""Values on a device are computed there: without jit too, nothing is copied to the host."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ FEW = ("sum", "row", "product with a vector", "embedding")  # PoCL takes long to
 
 @pytest.fixture(scope="module", params=FAR)
 def far(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """A device whose memory the host does not see."""
+    """A device whose memory the host cannot access."""
     device = Device.over(DRIVERS[request.param]())
     yield device
     device.close()
@@ -74,7 +74,7 @@ def far(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 @pytest.fixture
 def fetched(far: Device, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of every copy from the device to the host, as the driver is asked for it."""
+    """The bytes of every copy from the device to the host that the driver gets."""
     return watched(far, monkeypatch)
 
 
@@ -109,7 +109,7 @@ def test_nothing_is_copied_to_the_host(far: Device, fetched: list[int], size: st
     compiled = far.capabilities.language == "opencl"
     for name in FEW if compiled else OPERATIONS:
         compute, expected = OPERATIONS[name]
-        for _ in range(1 if compiled else 2):  # the second time a program is there
+        for _ in range(1 if compiled else 2):  # the second time a program exists
             result = compute(*tensors).realize()
             assert not sum(fetched), f"{name}: {fetched} bytes left the device"
         np.testing.assert_allclose(result.numpy(), expected(*given), rtol=1e-4, atol=1e-5, err_msg=name)
@@ -132,7 +132,7 @@ def test_a_value_that_is_asked_for_is_one_item(far: Device, fetched: list[int]) 
 
 
 def test_steps_of_the_host_are_explained(far: Device) -> None:
-    """What a device has no kernel for is the exception, and `explain` shows it."""
+    """Operations without a kernel are the exception, and `explain` shows them."""
     x = ps.asarray(np.ones(4, np.complex64), device=far)
     text = ps.explain(x * 2)
     if far.capabilities.language == "numpy":
@@ -147,7 +147,7 @@ def test_steps_of_the_host_are_explained(far: Device) -> None:
     "kind", [kind for kind in DRIVERS if kind in ("opencl-svm", "opencl-mapped", "host")]
 )
 def test_shared_memory_is_read_where_it_lies(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy computes there at the first sight; whatever it reads, it copies nothing."""
+    """NumPy computes new expressions there, in place, without copies."""
     device = Device.over(DRIVERS[kind]())
     x, v, ids = arrays(300)
     tensors = [ps.asarray(array, device=device) for array in (x, v, ids)]
@@ -159,14 +159,14 @@ def test_shared_memory_is_read_where_it_lies(kind: str, monkeypatch: pytest.Monk
         result = compute(*tensors)
         assert ps.explain(result).startswith("NumPy computes ["), name
         result.realize()
-        with device.view(result._node.value, result.dtype, result.shape) as found:
-            np.testing.assert_array_equal(found, expected(x, v, ids))
+        with device.view(result._node.value, result.dtype, result.shape) as actual:
+            np.testing.assert_array_equal(actual, expected(x, v, ids))
     monkeypatch.undo()
     device.close()
 
 
 def test_what_reads_much_is_no_small_matter() -> None:
-    """A maximum has one item, and reads many: the items that are read decide as those that are written do."""
+    """A maximum writes a single item and reads many: the size of the input decides, too."""
     from penstock.execution.structure import MIN_ITEMS, Structure
 
     device = Device.over(DRIVERS["host"]())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import WEBGPU_KINDS
@@ -20,12 +21,14 @@ def snippets(page: str) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
 
 
-PAGES = ["README.md"]
-PAGES += [f"docs/{name}.md" for name in ("advise", "bench", "kernels", "profiling", "runtime", "tensors")]
-PAGES += ["docs/dispatch.md", "docs/training.md", "docs/troubleshooting.md"]
+PAGES: list[Any] = ["README.md", pytest.param("docs/advise.md", marks=pytest.mark.alone)]  # by times
+PAGES += [f"docs/{name}.md" for name in ("bench", "kernels", "memory", "profiling", "runtime", "tensors")]
+PAGES += ["docs/dispatch.md", "docs/nn.md", "docs/onnx.md", "docs/training.md", "docs/troubleshooting.md"]
 PAGES += ["docs/webgpu.md"] if WEBGPU_KINDS else []
 
 
+@pytest.mark.slow("docs/training.md", "docs/bench.md")
+@pytest.mark.usefixtures("given_rates")
 @pytest.mark.parametrize("page", PAGES)
 def test_every_snippet_runs(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(registry, "_default", None)  # which a page may change

@@ -24,7 +24,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 both_halves = pytest.mark.parametrize("half", HALF_PRECISION, ids=str)
 
 
-OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))  # whose memory the host sees
+OPENCL = next(name for name in DRIVERS if name.startswith("opencl"))  # the host can access their memory
 
 
 @pytest.fixture(scope="module", params=[OPENCL, "host", *CUDA_KINDS, *WEBGPU_KINDS])
@@ -47,13 +47,13 @@ def bits_of(array: np.ndarray) -> np.ndarray:
     return array.view(f"uint{8 * array.dtype.itemsize}")
 
 
-def same_bits(found: np.ndarray, expected: np.ndarray) -> None:
+def same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
     """Every bit, but for those of NaNs."""
-    assert found.dtype == expected.dtype
+    assert actual.dtype == expected.dtype
     with np.errstate(all="ignore"):
         nan = np.isnan(expected)
-        np.testing.assert_array_equal(np.isnan(found), nan)
-    np.testing.assert_array_equal(bits_of(found)[~nan], bits_of(expected)[~nan])
+        np.testing.assert_array_equal(np.isnan(actual), nan)
+    np.testing.assert_array_equal(bits_of(actual)[~nan], bits_of(expected)[~nan])
 
 
 def all_kinds_of_floats(count: int = 40_003) -> np.ndarray:
@@ -151,7 +151,7 @@ def test_promotion(half: str, table: dict[str, str]) -> None:
 
 
 def test_promotion_of_the_others() -> None:
-    for one, other, expected in [
+    for value, other, expected in [
         ("bool", "int8", "int8"),
         ("int8", "uint8", "int16"),
         ("uint8", "uint32", "uint32"),
@@ -161,7 +161,7 @@ def test_promotion_of_the_others() -> None:
         ("float64", "complex64", "complex128"),
         ("uint64", "complex64", "complex64"),
     ]:
-        assert ps.result_type(one, other) is ps.result_type(other, one) is getattr(ps, expected)
+        assert ps.result_type(value, other) is ps.result_type(other, value) is getattr(ps, expected)
     with pytest.raises(TypeError, match="no common integer type"):
         ps.result_type("uint64", "int8")
 
@@ -172,10 +172,10 @@ def test_casts_and_limits() -> None:
     for other in (ps.float16, ps.int64):
         assert not ps.can_cast(ps.bfloat16, other)
         assert not ps.can_cast(other, ps.bfloat16)
-    found = ps.finfo(ps.bfloat16)
-    assert (found.bits, found.eps, found.smallest_normal) == (16, 2.0**-7, 2.0**-126)
-    assert found.max == -found.min == (2 - 2.0**-7) * 2.0**127
-    assert found.dtype is ps.bfloat16
+    actual = ps.finfo(ps.bfloat16)
+    assert (actual.bits, actual.eps, actual.smallest_normal) == (16, 2.0**-7, 2.0**-126)
+    assert actual.max == -actual.min == (2 - 2.0**-7) * 2.0**127
+    assert actual.dtype is ps.bfloat16
     assert ps.finfo(ps.complex64).dtype is ps.float32
 
 
@@ -222,7 +222,7 @@ def test_dlpack(on: Device) -> None:
     for other in (Speaks(), SpeaksTheOldWay()):
         same_bits(ps.from_dlpack(other).numpy(), array)
         same_bits(ps.asarray(other).numpy(), array)
-    with pytest.raises((BufferError, RuntimeError)):  # it has no such type, and says so
+    with pytest.raises((BufferError, RuntimeError)):  # it has no such type, and raises
         np.from_dlpack(x)
     assert np.from_dlpack(x.astype(ps.float32)).dtype == np.float32
 
@@ -312,10 +312,10 @@ def test_elementwise(on: Device, way: str, half: DType, function: Callable[..., 
     a, b = (numbers(half, (37, 29), seed) for seed in (0, 1))
     with np.errstate(all="ignore"):
         wide = function(np, a.astype(np.float32), b.astype(np.float32))
-    found = function(ps, ps.asarray(a, device=on), ps.asarray(b, device=on))
+    actual = function(ps, ps.asarray(a, device=on), ps.asarray(b, device=on))
     expected = wide if wide.dtype == bool else wide.astype(half)
-    assert found.dtype == expected.dtype
-    np.testing.assert_array_equal(found.numpy(), expected)
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(actual.numpy(), expected)
 
 
 @both_halves
@@ -323,8 +323,8 @@ def test_functions_are_within_a_rounding(on: Device, way: str, half: DType) -> N
     a = abs(numbers(half, (999,)))
     x, wide = ps.asarray(a, device=on), a.astype(np.float64)
     for name in ("exp", "log1p", "sqrt", "tanh", "sin"):
-        found = getattr(ps, name)(x).numpy().astype(np.float64)
-        np.testing.assert_allclose(found, getattr(np, name)(wide), rtol=0.6 * ps.finfo(half).eps, atol=1e-7)
+        actual = getattr(ps, name)(x).numpy().astype(np.float64)
+        np.testing.assert_allclose(actual, getattr(np, name)(wide), rtol=0.6 * ps.finfo(half).eps, atol=1e-7)
 
 
 @both_halves
@@ -334,7 +334,7 @@ def test_nextafter_is_the_neighbour_among_halves(on: Device, way: str, half: DTy
     assert ps.nextafter(x, x + 1)[:2].tolist() == [1 + eps, -1 + eps / 2]
 
 
-@pytest.mark.slow("float16")
+@pytest.mark.slow("float16", "webgpu")
 @both_halves
 @pytest.mark.parametrize("axis", [0, 1, None])
 def test_reductions_add_up_in_float32(on: Device, way: str, half: DType, axis: int | None) -> None:
@@ -342,10 +342,10 @@ def test_reductions_add_up_in_float32(on: Device, way: str, half: DType, axis: i
     x, wide = ps.asarray(a, device=on), a.astype(np.float64)
     one_rounding = 0.51 * ps.finfo(half).eps
     for name in ("sum", "mean", "max", "var", "std"):
-        found = getattr(ps, name)(x, axis=axis)
-        assert found.dtype is half
+        actual = getattr(ps, name)(x, axis=axis)
+        assert actual.dtype is half
         expected = getattr(np, name)(wide, axis=axis)
-        np.testing.assert_allclose(found.numpy().astype(np.float64), expected, rtol=one_rounding + 1e-5)
+        np.testing.assert_allclose(actual.numpy().astype(np.float64), expected, rtol=one_rounding + 1e-5)
     total = ps.cumulative_sum(x, axis=axis or 0).numpy().astype(np.float64)
     np.testing.assert_allclose(total, np.cumsum(wide, axis or 0), rtol=one_rounding + 1e-5)
 
@@ -364,9 +364,9 @@ def test_products_add_up_in_float32(on: Device, way: str, half: DType) -> None:
     x, y = ps.asarray(a, device=on), ps.asarray(b, device=on)
     wide = a.astype(np.float64) @ b.astype(np.float64)
     rounding = 0.51 * ps.finfo(half).eps + 1e-5
-    for found, expected in ((x @ y, wide), (ps.vecdot(x, y[:, 0]), wide[:, 0])):
-        assert found.dtype is half
-        np.testing.assert_allclose(found.numpy().astype(np.float64), expected, rtol=rounding)
+    for actual, expected in ((x @ y, wide), (ps.vecdot(x, y[:, 0]), wide[:, 0])):
+        assert actual.dtype is half
+        np.testing.assert_allclose(actual.numpy().astype(np.float64), expected, rtol=rounding)
 
 
 @both_halves
@@ -376,16 +376,16 @@ def test_orders_and_sets(on: Device, way: str, half: DType) -> None:
     np.testing.assert_array_equal(ps.sort(x).numpy(), np.sort(wide))
     np.testing.assert_array_equal(ps.argmax(x, axis=0).numpy(), np.argmax(wide, axis=0))
     values, counts = np.unique(wide, return_counts=True)
-    found = ps.unique_counts(x)
-    np.testing.assert_array_equal(found.values.numpy(), values)
-    np.testing.assert_array_equal(found.counts.numpy(), counts)
+    actual = ps.unique_counts(x)
+    np.testing.assert_array_equal(actual.values.numpy(), values)
+    np.testing.assert_array_equal(actual.counts.numpy(), counts)
     sorted_row = ps.sort(x[0])
     np.testing.assert_array_equal(
         ps.searchsorted(sorted_row, x[0]).numpy(), np.searchsorted(np.sort(wide[0]), wide[0])
     )
 
 
-@pytest.mark.slow("float16")
+@pytest.mark.slow("float16", "webgpu")
 @both_halves
 def test_gradients_pass(on: Device, way: str, half: DType) -> None:
     a = numbers(half, (30, 20))
@@ -394,12 +394,12 @@ def test_gradients_pass(on: Device, way: str, half: DType) -> None:
         hidden = ps.tanh(x * 0.5) + x.astype(ps.float32).astype(x.dtype)
         return ps.sum(hidden @ w) + ps.mean(x[[1, 2, 1]] ** 2) + ps.max(x)
 
-    x, w = (ps.asarray(one, device=on).requires_grad_() for one in (a, numbers(half, (20, 10), 1)))
+    x, w = (ps.asarray(array, device=on).requires_grad_() for array in (a, numbers(half, (20, 10), 1)))
     loss(x, w).backward()
-    found = ps.grad(loss, (0, 1))(x, w)
-    wide = [ps.asarray(one.numpy(), dtype=ps.float64, device=on) for one in (x, w)]
+    actual = ps.grad(loss, (0, 1))(x, w)
+    wide = [ps.asarray(tensor.numpy(), dtype=ps.float64, device=on) for tensor in (x, w)]
     expected = ps.grad(loss, (0, 1))(*wide)
-    for tensor, by_function, exact in zip((x, w), found, expected, strict=True):
+    for tensor, by_function, exact in zip((x, w), actual, expected, strict=True):
         assert tensor.grad is not None
         assert tensor.grad.dtype is by_function.dtype is half
         np.testing.assert_array_equal(tensor.grad.numpy(), by_function.numpy())

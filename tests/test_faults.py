@@ -47,7 +47,7 @@ def every(n: int, verb: str, driver: Driver) -> Iterator[None]:
 
 
 class Workload:
-    """Random operations whose failures are expected, beside what the surviving buffers must hold."""
+    """Random operations with expected failures, and the content that surviving buffers must have."""
 
     def __init__(self, device: Device, kernels: Kernels) -> None:
         self.device, self.kernels, self.random = device, kernels, random.Random(5)
@@ -96,13 +96,13 @@ class Workload:
             view[:] = value
 
     def attempt(self, at: int, after: float | None, call: Callable[[], None], changes: bool) -> None:
-        """Call; on a failure the buffer is as before, or unknown where the call had begun to change it."""
+        """Call; after a failure the buffer is unchanged, or unknown if the call had started to change it."""
         buffer, before = self.buffers[at]
         recorded = self.device.stream.pending
         try:
             call()
         except PenstockError:
-            # A flush fails after its commands were recorded, so those will run all the same.
+            # A flush fails after its commands were recorded, so they will still run.
             unknown = changes or self.device.stream.pending != recorded
             self.buffers[at] = (buffer, None if unknown else before)
             raise
@@ -153,7 +153,7 @@ def failing_device(kind: str) -> tuple[Device, Kernels, Callable[[Any], None]]:
     driver = device.driver
     kernel = device.compile(source_for(device), {"fill": ("int32*", "int32", "int32")})["fill"]
     if kind == "cuda":
-        # A kernel that really fails ends CUDA for the process (see test_cuda.py), so here one only says so.
+        # A real failure of a kernel ends CUDA for the process (see test_cuda.py); here it is only reported.
         return device, compiled(device), lambda out: launch_and_fail(device, kernel, out)
     if kind == "webgpu":
         return device, compiled(device), lambda out: launch_too_much(device, kernel, out)
@@ -240,7 +240,7 @@ def test_a_download_of_what_failed_fails_and_keeps_failing(failing: Any) -> None
         device.download(bad).wait()
     launch_failing(bad)
     future = None
-    with suppress(DeviceError):  # a device that has finished by now says so at once
+    with suppress(DeviceError):  # a device that has finished reports it immediately
         future = device.download(bad)
     if future is not None:
         for _ in range(3):
@@ -282,7 +282,7 @@ def test_out_of_memory_tells_who_holds_what_and_leaves_all_usable() -> None:
         device = Device.over(DRIVERS[kind](), Settings(memory_limit=1 << 20, trace_memory=True))
         kernels = compiled(device)
         held = [device.upload(np.full(n, 1, np.int32)) for n in (100, 50_000, 100_000)]
-        for _ in range(3):  # the same every time: nothing is lost by failing
+        for _ in range(3):  # the same every time: failures lose nothing
             with pytest.raises(OutOfDeviceMemory) as caught:
                 device.empty(1 << 19)
             error = caught.value
@@ -332,7 +332,7 @@ def test_the_limit_can_be_set_at_any_time(device: Device) -> None:
     kept2 = device.empty(1024)
     with pytest.raises(OutOfDeviceMemory):
         device.empty(1)
-    device.limit_bytes = 1000  # under what is live: the next request says so
+    device.limit_bytes = 1000  # below the live bytes: the next request raises
     with pytest.raises(OutOfDeviceMemory):
         device.empty(1)
     device.limit_bytes = None

@@ -1,4 +1,4 @@
-"""Futures: three states, and the ways to ask."""
+"""Futures: their three states, and the ways to wait."""
 
 from __future__ import annotations
 

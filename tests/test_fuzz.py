@@ -1,4 +1,4 @@
-"""The fuzzers in a short form, and whether they find what is wrong; `python tests/fuzz` runs them longer."""
+"""Short runs of the fuzzers, and checks that they find injected errors; `python tests/fuzz` runs longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors side by side in one memory, and optimizers over such, on every kind of device."""
+"""Tensors in flat allocations, and optimizers over such tensors, on every kind of device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, one_opencl
+from conftest import DRIVERS, surface
 
 import penstock as ps
 from penstock import Device, nn, optim
 from penstock.config import Settings
 from penstock.tensor.gathering import gather, gathered, reading
 
-pytestmark = one_opencl
+pytestmark = surface
 
 
 @pytest.fixture(params=DRIVERS)
@@ -43,16 +43,16 @@ def arrays(seed: int = 0) -> list[np.ndarray]:
 
 
 def memories(tensors: list[ps.Tensor]) -> int:
-    return len({id(one._node.value.whole) for one in tensors})
+    return len({id(tensor._node.value.whole) for tensor in tensors})
 
 
 def same(tensors: list[ps.Tensor], expected: list[np.ndarray]) -> None:
     for tensor, array in zip(tensors, expected, strict=True):
         np.testing.assert_array_equal(tensor.numpy(), array)
         assert tensor.numpy().dtype == array.dtype
-    for found, array in zip(reading(tensors)(), expected, strict=True):
-        np.testing.assert_array_equal(found, array)
-        assert found.dtype == array.dtype
+    for result, array in zip(reading(tensors)(), expected, strict=True):
+        np.testing.assert_array_equal(result, array)
+        assert result.dtype == array.dtype
 
 
 # Tensors
@@ -61,8 +61,8 @@ def same(tensors: list[ps.Tensor], expected: list[np.ndarray]) -> None:
 def test_new_tensors_lie_in_one_memory(device: Device) -> None:
     made = gathered(arrays(), device)
     assert memories(made) == 1
-    assert all(one._node.value.offset % 256 == 0 for one in made)
-    assert not any(one._node.value.shared for one in made)
+    assert all(tensor._node.value.offset % 256 == 0 for tensor in made)
+    assert not any(tensor._node.value.shared for tensor in made)
     same(made, arrays())
     assert gathered([], device) == []
 
@@ -71,16 +71,16 @@ def test_tensors_are_moved_with_what_depends_on_them(device: Device) -> None:
     tensors = [ps.asarray(array, device=device) for array in arrays()]
     pending, alias = tensors[0] + 1, tensors[3].detach()
     alias.realize()
-    for one in tensors:
-        one.realize()
+    for tensor in tensors:
+        tensor.realize()
     gather(tensors)
     assert memories(tensors) == 1
     same(tensors, arrays())
     np.testing.assert_array_equal(pending.numpy(), arrays()[0] + 1)
     np.testing.assert_array_equal(alias.numpy(), arrays()[3])
-    places = [one._node.value for one in tensors]
+    places = [tensor._node.value for tensor in tensors]
     gather(tensors)
-    assert [one._node.value for one in tensors] == places, "what is there already stays"
+    assert [tensor._node.value for tensor in tensors] == places, "what is there already stays"
     gather(tensors[:1])
     gather([])
 
@@ -92,7 +92,7 @@ def test_one_memory_is_read_in_one_copy(device: Device, monkeypatch: pytest.Monk
     monkeypatch.setattr(Device, "download", lambda *args: copies.append(1) or download(*args))
     same_arrays = reading(tensors)()
     assert len(copies) == 1
-    assert [one.shape for one in same_arrays] == SHAPES
+    assert [array.shape for array in same_arrays] == SHAPES
     rest = reading(tensors[:2])()
     assert len(copies) == 3, "a memory of which little is wanted is not read whole"
     np.testing.assert_array_equal(rest[0], arrays()[0])
@@ -106,9 +106,9 @@ def test_more_than_an_allocation_may_have_is_several(host: Device, monkeypatch: 
     apart = [ps.asarray(np.full(100, at, np.float32), device=host) for at in range(5)]
     gather(apart)
     assert memories(apart) == 3
-    places = [one._node.value for one in apart]
+    places = [tensor._node.value for tensor in apart]
     gather(apart)
-    assert [one._node.value for one in apart] == places
+    assert [tensor._node.value for tensor in apart] == places
 
 
 def test_without_memory_for_it_they_stay(host: Device) -> None:
@@ -152,7 +152,7 @@ class Training:
         for _ in range(steps):
             self._number += 1
             x, y = np.random.default_rng(self._number).random((2, 6, 3), np.float32)
-            given = [ps.asarray(one, device=self.device) for one in (x, y[:, :2])]
+            given = [ps.asarray(array, device=self.device) for array in (x, y[:, :2])]
             losses.append(self.step(*given).item())
         return losses
 
@@ -160,7 +160,7 @@ class Training:
         return [self.weights, *self.optimizer._state.values()]
 
     def values(self) -> list[np.ndarray]:
-        return [one.numpy() for one in self.weights]
+        return [weight.numpy() for weight in self.weights]
 
 
 MAKERS: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -170,17 +170,18 @@ MAKERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 }
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("name", MAKERS)
 def test_training_is_the_same_in_one_memory(
     device: Device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(device, MAKERS[name])
     losses = training.run(1)
-    places = [[one._node.value for one in tensors] for tensors in training.kinds()]
+    places = [[tensor._node.value for tensor in tensors] for tensors in training.kinds()]
     losses += training.run(5)
     for tensors, before in zip(training.kinds(), places, strict=True):
         assert memories(tensors) == 1
-        assert [one._node.value for one in tensors] == before, "replays write in place"
+        assert [tensor._node.value for tensor in tensors] == before, "replays write in place"
     plain = Training(device, MAKERS[name], jit=False)
     np.testing.assert_allclose(plain.run(6), losses, rtol=1e-4)
     monkeypatch.setattr(optim.Optimizer, "_gather", lambda self: None)
@@ -194,8 +195,8 @@ def test_what_is_replaced_leaves_and_all_else_goes_on(device: Device) -> None:
     training.run(2)
     other.run(2)
     with ps.no_grad():
-        for one in (training, other):
-            one.weights[1][...] = ps.asarray(np.ones(4, np.float32), device=device)
+        for item in (training, other):
+            item.weights[1][...] = ps.asarray(np.ones(4, np.float32), device=device)
     kept = training.weights[0].detach()
     kept.realize()
     pending = training.weights[2] * 2
@@ -264,8 +265,8 @@ def test_two_steps_in_one_capture(device: Device) -> None:
         training.step(*given)
         other.step(*given)
         other.step(*given)
-    for one, right in zip(training.values(), other.values(), strict=True):
-        np.testing.assert_allclose(one, right, rtol=1e-4)
+    for value, right in zip(training.values(), other.values(), strict=True):
+        np.testing.assert_allclose(value, right, rtol=1e-4)
 
 
 def test_one_tensor_that_is_used_twice_is_one_parameter(device: Device) -> None:
@@ -318,7 +319,7 @@ def test_nothing_is_left_when_model_and_optimizer_are_gone(device: Device, jit: 
     assert live() == held or not jit, "what is pending keeps what it needs"
     training.optimizer.load_state_dict(training.optimizer.state_dict())
     training.run(3)
-    # What was loaded lies side by side, each at a multiple of what the device aligns to.
+    # Loaded tensors share an allocation, each at a multiple of the device's alignment.
     assert live() <= held + device.capabilities.offset_alignment or not jit
     del training
     assert live() == before
@@ -334,8 +335,8 @@ def test_eager_steps_keep_no_memory_that_they_left(device: Device) -> None:
             weight.grad = ps.ones(size, device=device)
         optimizer.step()
         for tensors in (weights, *optimizer._state.values()):
-            for one in tensors:
-                one.realize()
+            for tensor in tensors:
+                tensor.realize()
     device.cleanup()
     assert device.memory_stats().live_bytes < 13 * 4 * size, "values, means and squares, each once"
 

@@ -15,17 +15,17 @@ F64 = np.dtype(np.float64)
 
 
 def evaluate(node: Node) -> np.ndarray:
-    """The meaning of a graph whose leaves hold arrays."""
+    """The value of a graph whose leaves hold arrays, by NumPy references."""
     values: dict[Node, np.ndarray] = {}
     with np.errstate(all="ignore"):
-        for one in topological([node]):
-            inputs = [values[parent] for parent in one.inputs]
-            if one.value is not None:
-                values[one] = one.value
+        for array in topological([node]):
+            inputs = [values[parent] for parent in array.inputs]
+            if array.value is not None:
+                values[array] = array.value
             else:
-                values[one] = np.asarray(one.primitive.reference(*inputs, **one.attributes))
-            assert values[one].shape == one.shape
-            assert values[one].dtype == one.dtype
+                values[array] = np.asarray(array.primitive.reference(*inputs, **array.attributes))
+            assert values[array].shape == array.shape
+            assert values[array].dtype == array.dtype
     return values[node]
 
 
@@ -41,7 +41,7 @@ def slopes(function: Callable[..., Node], arrays: list[np.ndarray], weights: np.
         for place in np.ndindex(array.shape):
             ends = []
             for step in (1e-6, -1e-6):
-                moved = [one.copy() for one in arrays]
+                moved = [array.copy() for array in arrays]
                 moved[which][place] += step
                 ends.append((evaluate(function(*map(at, moved))) * weights).sum())
             slope[place] = (ends[0] - ends[1]) / 2e-6
@@ -53,8 +53,8 @@ def check_gradient(function: Callable[..., Node], *arrays: np.ndarray) -> None:
     leaves = [at(array) for array in arrays]
     output = function(*leaves)
     weights = np.random.default_rng(1).uniform(0.5, 1.5, output.shape)
-    found = gradients(output, at(weights), leaves)
-    for part, slope in zip(found, slopes(function, list(arrays), weights), strict=True):
+    result = gradients(output, at(weights), leaves)
+    for part, slope in zip(result, slopes(function, list(arrays), weights), strict=True):
         assert part is not None
         np.testing.assert_allclose(evaluate(part), slope, rtol=1e-4, atol=1e-6)
 
@@ -152,9 +152,9 @@ def test_the_gradient_of_linear_recurrences(reverse: bool) -> None:
 def test_the_gradient_of_a_long_cumulative_product_takes_few_nodes() -> None:
     x = at(np.ones(100_000))
     x.tracked = True
-    (found,) = gradients(reducing.cumulative_prod(x, 0), None, [x])
-    assert found is not None
-    assert len(topological([found])) < 20
+    (result,) = gradients(reducing.cumulative_prod(x, 0), None, [x])
+    assert result is not None
+    assert len(topological([result])) < 20
 
 
 def test_what_has_no_gradient_says_so() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import numpy as np
-from conftest import DRIVERS
+from conftest import DRIVERS, examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,8 +27,8 @@ launches = st.builds(
 )
 
 
-def meet(one: Range, other: Range) -> bool:
-    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
+def meet(first: Range, second: Range) -> bool:
+    return first[0] == second[0] and first[1] < second[2] and second[1] < first[2]
 
 
 def conflict(first: Touched, second: Touched) -> bool:
@@ -37,31 +37,31 @@ def conflict(first: Touched, second: Touched) -> bool:
 
 
 def reached(after: list[list[int]]) -> list[set[int]]:
-    """For each launch all that it follows."""
-    found: list[set[int]] = []
+    """For each launch, all launches that it has to follow."""
+    result: list[set[int]] = []
     for needed in after:
-        found.append(set(needed).union(*(found[one] for one in needed)))
-    return found
+        result.append(set(needed).union(*(result[node] for node in needed)))
+    return result
 
 
 @given(st.lists(launches, max_size=12))
 def test_conflicts_and_nothing_else_are_ordered(touched: list[Touched]) -> None:
-    found = reached(orderings(touched, {}))
+    result = reached(orderings(touched, {}))
     needed: list[set[int]] = [set() for _ in touched]
     for first, second in combinations(range(len(touched)), 2):
         if conflict(touched[first], touched[second]):
             needed[second] |= {first, *needed[first]}
-    assert found == needed
+    assert result == needed
 
 
 @given(st.lists(launches, max_size=12))
 def test_nothing_is_waited_for_twice(touched: list[Touched]) -> None:
     after = orderings(touched, {})
-    found = reached(after)
+    result = reached(after)
     for needed in after:
-        for one, other in combinations(needed, 2):
-            assert one not in found[other]
-            assert other not in found[one]
+        for value, other in combinations(needed, 2):
+            assert value not in result[other]
+            assert other not in result[value]
 
 
 def test_a_result_in_the_place_of_an_input_waits_for_those_that_read_it() -> None:
@@ -71,7 +71,7 @@ def test_a_result_in_the_place_of_an_input_waits_for_those_that_read_it() -> Non
 
 
 def test_any_order_that_is_permitted_gives_the_same_training() -> None:
-    """The device runs the launches of a captured step in an order of its own, late, on poisoned memory."""
+    """The device runs the launches of a captured step in any permitted order, late, on poisoned memory."""
     losses = []
     for driver in (HostDriver(), DRIVERS["host-far"]()):
         device = Device.over(driver)
@@ -86,7 +86,7 @@ def test_any_order_that_is_permitted_gives_the_same_training() -> None:
             optimizer.step()
             return loss
 
-        batches = np.random.default_rng(0).integers(0, 31, (8, 3, 13))
-        losses.append([step(ps.asarray(one, device=device)).item() for one in batches])
+        batches = np.random.default_rng(0).integers(0, 31, (examples(8, quick=4), 3, 13))
+        losses.append([step(ps.asarray(batch, device=device)).item() for batch in batches])
         device.close()
     assert losses[0] == losses[1]

@@ -1,23 +1,21 @@
-"""Kernels of a GPU side by side in one launch: the same bits as one after another."""
+"""Horizontal fusion of kernels on a GPU: the same bits as in separate launches."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, opencl_threads
 from test_random_graphs import compare, grown, meaning, overwriting, poison
 
 import penstock as ps
 from penstock import Device, nn, optim
 from penstock.compiler import launches as launching
 from penstock.compiler import passes
-from penstock.drivers.driver import Driver
-from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
+from penstock.drivers.opencl import opencl_capabilities
 from penstock.execution import executable, realize
 from penstock.execution.executable import Executable
 from penstock.execution.structure import Structure
@@ -31,14 +29,7 @@ from penstock.kernels.source import KernelSource
 Make = Callable[[], Device]
 
 
-def _threads() -> Driver:
-    """A device that computes as a GPU does: many threads in a group, and no vectors."""
-    driver = OpenCLDriver(NATIVE, "opencl-threads")
-    driver.capabilities = replace(driver.capabilities, vector_width=1)
-    return driver
-
-
-KINDS = {"opencl-threads": _threads, **{kind: DRIVERS[kind] for kind in CUDA_KINDS}}
+KINDS = {"opencl-threads": opencl_threads, **{kind: DRIVERS[kind] for kind in CUDA_KINDS}}
 on_every_gpu = pytest.mark.parametrize("make", KINDS, indirect=True)
 
 
@@ -52,12 +43,12 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
         return made[-1]
 
     yield device
-    for one in made:
-        one.close()
+    for item in made:
+        item.close()
 
 
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on, every kernel is a launch."""
+    """Disable horizontal fusion: every kernel is a launch."""
     for module in (passes, launching):
         monkeypatch.setattr(module, "kind", lambda *_: None)
 
@@ -68,17 +59,17 @@ def program_of(jitted: Any) -> Executable:
     return captured.program
 
 
-def launches(found: Executable) -> list[str]:
+def launches(result: Executable) -> list[str]:
     """The names of the kernels that are launched, in order."""
-    (segments,) = found._segments.values()
-    parts = [one._bound for one in segments if isinstance(one, executable._Segment)]
+    (segments,) = result._segments.values()
+    parts = [segment._bound for segment in segments if isinstance(segment, executable._Segment)]
     return [command[0].name for part in parts if part is not None for command in part.commands]
 
 
-def bundle_of(found: Executable, *outputs: int) -> set[int]:
-    """The turns in which the wanted values with these numbers are computed."""
-    wanted = {found.schedule.results[at] for at in outputs}
-    steps = found.schedule.groups
+def bundle_of(result: Executable, *outputs: int) -> set[int]:
+    """The turns in which the wanted values at these positions are computed."""
+    wanted = {result.schedule.results[at] for at in outputs}
+    steps = result.schedule.groups
     return {step.turn for step in steps if wanted.intersection(buffer for buffer, _, _ in step.writes)}
 
 
@@ -121,20 +112,20 @@ def train_xor(device: Device, steps: int = 6) -> tuple[list[np.ndarray], Any, op
 @on_every_gpu
 def test_the_updates_of_all_parameters_are_one_launch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     together, step, optimizer = train_xor(make())
-    found = program_of(step)
+    result = program_of(step)
     changed = [
-        at for at, node in enumerate(found.schedule.results) if found.schedule.buffers[node].nbytes > 4
+        at for at, node in enumerate(result.schedule.results) if result.schedule.buffers[node].nbytes > 4
     ]  # the others are loss and powers
     assert len(changed) == 3 * len(optimizer.parameters)
-    assert len(bundle_of(found, *changed)) == 1
-    names = launches(found)
+    assert len(bundle_of(result, *changed)) == 1
+    names = launches(result)
     assert names[-1].startswith("side_by_side"), "which is the last"
-    assert len(names) == found.schedule.turns <= len(found.schedule.steps) - 4
+    assert len(names) == result.schedule.turns <= len(result.schedule.steps) - 4
     alone(monkeypatch)
     apart, step, _ = train_xor(make())
     assert not any(name.startswith("side_by_side") for name in launches(program_of(step)))
-    for one, other in zip(together, apart, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for value, other in zip(together, apart, strict=True):
+        np.testing.assert_array_equal(value, other)
 
 
 @on_every_gpu
@@ -142,10 +133,10 @@ def test_a_launch_takes_few_parameters_because_the_values_lie_side_by_side(make:
     _, step, optimizer = train_xor(make())
     update = next(name for name in reversed(launches(program_of(step))) if "side_by_side" in name)
     kernel = program_of(step)._cache._kernels[update]
-    # Parameters, means and squares, the temporaries, the rate and two powers, with places; and constants.
+    # Parameters, means and squares, the temporaries, the rate and two powers, with offsets; and constants.
     assert len(kernel.buffer_slots) <= 3 + 1 + 3
     for tensors in (optimizer.parameters, *optimizer._state.values()):
-        assert len({id(one._node.value.whole) for one in tensors}) == 1
+        assert len({id(tensor._node.value.whole) for tensor in tensors}) == 1
 
 
 def train_gpt(device: Device, dtype: Any = ps.float32) -> list[float]:
@@ -186,7 +177,7 @@ def test_a_gpt_learns_the_same(dtype: Any, make: Make, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is computed by a program, at the first sight and however small."""
+    """A device on which programs compute everything, the first time too, and however small."""
     monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
     monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
 
@@ -195,7 +186,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("seed", range(4))
 def test_random_graphs_in_poisoned_memory(seed: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three graphs of one structure in one program, so that there is something to run beside everything."""
+    """Three graphs of the same structure in a program, so that every kernel has others to be fused with."""
     poison(monkeypatch)
     device = make()
     copies = range(3)
@@ -210,12 +201,12 @@ def test_random_graphs_in_poisoned_memory(seed: int, make: Make, monkeypatch: py
     graphs = [grown(2000 + seed, 30, at, to_device) for at in copies]
     wanted = [node for _, nodes in graphs for node in nodes]
     structure = Structure(wanted)
-    found = realize.executables(device).build(structure)
-    assert found.schedule.turns < len(found.schedule.steps), "some are together"
+    result = realize.executables(device).build(structure)
+    assert result.schedule.turns < len(result.schedule.steps), "some are together"
     inputs = [node.value for node in structure.inputs]
     for turn in range(2):
-        over = overwriting(found, len(wanted), len(inputs), random.Random(seed)) if turn else None
-        results = iter(found.run(inputs, structure.constants(), over))
+        over = overwriting(result, len(wanted), len(inputs), random.Random(seed)) if turn else None
+        results = iter(result.run(inputs, structure.constants(), over))
         for (grower, nodes), right in zip(graphs, expected, strict=True):
             compare(device, grower, nodes, right, [next(results) for _ in nodes], f"seed {seed}, turn {turn}")
 
@@ -225,56 +216,57 @@ def test_random_graphs_in_poisoned_memory(seed: int, make: Make, monkeypatch: py
 
 def built(device: Device, wanted: list[ps.Tensor]) -> tuple[Executable, list[Any], list[Any]]:
     """A program with its inputs and constants."""
-    nodes = [one._node for one in wanted]
+    nodes = [node._node for node in wanted]
     structure = Structure(nodes)
-    found = realize.executables(device).build(structure)
-    return found, [node.value for node in structure.inputs], structure.constants()
+    result = realize.executables(device).build(structure)
+    return result, [node.value for node in structure.inputs], structure.constants()
 
 
 def numbers(count: int, device: Device) -> list[ps.Tensor]:
     return [ps.asarray(np.full(40, at, np.float32), device=device) for at in range(count)]
 
 
-def parameter_bytes(found: Executable) -> list[int]:
-    kernels = [found._cache._kernels[name] for name in launches(found)]
+def parameter_bytes(result: Executable) -> list[int]:
+    kernels = [result._cache._kernels[name] for name in launches(result)]
     return [sum(8 if kind.endswith("*") else 4 for kind in kernel.signature) for kernel in kernels]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 def test_no_kernel_takes_more_parameters_than_every_device_has(make: Make) -> None:
     device = make()
-    found, inputs, constants = built(device, [ps.sqrt(one) for one in numbers(130, device)])
-    for at, result in enumerate(found.run(inputs, constants)):
+    actual, inputs, constants = built(device, [ps.sqrt(tensor) for tensor in numbers(130, device)])
+    for at, result in enumerate(actual.run(inputs, constants)):
         np.testing.assert_array_equal(device.download(result, np.float32).wait(), np.sqrt(np.float32(at)))
-    assert len(found.schedule.steps) == 130
-    assert len(launches(found)) == 4
-    assert max(parameter_bytes(found)) <= 1024
-    # What many others have written is in the memory of temporaries, and so one parameter.
-    found, inputs, constants = built(
-        device, [ps.concat([ps.sum(one, keepdims=True) + 1 for one in numbers(130, device)])]
+    assert len(actual.schedule.steps) == 130
+    assert len(launches(actual)) == 4
+    assert max(parameter_bytes(actual)) <= 1024
+    # The outputs of many kernels lie in the arena of temporaries, and so are a single parameter.
+    actual, inputs, constants = built(
+        device, [ps.concat([ps.sum(tensor, keepdims=True) + 1 for tensor in numbers(130, device)])]
     )
-    (result,) = found.run(inputs, constants)
+    (result,) = actual.run(inputs, constants)
     np.testing.assert_array_equal(device.download(result, np.float32).wait(), 1 + 40 * np.arange(130))
-    assert len(found.schedule.steps) == 131
-    assert max(parameter_bytes(found)) <= 64
+    assert len(actual.schedule.steps) == 131
+    assert max(parameter_bytes(actual)) <= 64
 
 
 @pytest.mark.usefixtures("at_once")
 def test_buffers_may_lie_anywhere_and_a_program_is_not_written_again_and_again(make: Make) -> None:
     device = make()
-    found, inputs, constants = built(device, [ps.sqrt(one) for one in numbers(6, device)])
+    actual, inputs, constants = built(device, [ps.sqrt(tensor) for tensor in numbers(6, device)])
     for turn in range(12):
         whole = device.empty(1 << 16)
         given = []
         for at in range(len(inputs)):
-            # Some have a memory of their own, the others are parts of one, each time at other places.
+            # Some have separate allocations, the others are parts of one, each time at other offsets.
             offset = 512 * (at * (turn + 1) % 31) + (128 if turn == 3 and at == 2 else 0)
             given.append(device.empty(160) if (turn >> at) & 1 else whole.part(offset, 160))
             device.upload(np.full(40, at + turn, np.float32), given[-1])
-        for at, result in enumerate(found.run(given, constants)):
+        for at, result in enumerate(actual.run(given, constants)):
             array = device.download(result, np.float32).wait()
             np.testing.assert_array_equal(array, np.sqrt(np.float32(at + turn)))
-    assert len(found._segments) == 1 + executable._MAX_ARRANGEMENTS
+    assert len(actual._segments) == 1 + executable._MAX_ARRANGEMENTS
 
 
 def call(source: KernelSource, unit: int) -> Call:
@@ -294,8 +286,8 @@ def test_texts_and_calls_are_bounded() -> None:
     same = horizontal_fusion.fuse_horizontally(
         [call(source("one"), at) for at in range(2000)], lies, capabilities
     )
-    assert [len(one.source.text) < 40_000 for one in same] == [True, True]
-    assert [one.source.grid for one in same] == [(3 * 1024,), (3 * 976,)]
+    assert [len(launch.source.text) < 40_000 for launch in same] == [True, True]
+    assert [launch.source.grid for launch in same] == [(3 * 1024,), (3 * 976,)]
     assert same[0].locations == ((7, 0), (8, 0))
     others = [call(source(f"k{at}"), at) for at in range(100)]
     assert len(horizontal_fusion.fuse_horizontally(others, lies, capabilities)) == 3

@@ -1,4 +1,4 @@
-"""Files that somebody else made, or damaged: one line says what is wrong, and nothing hangs."""
+"""Files that are hostile or damaged: a single line says what is wrong, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from safetensors.numpy import load_file, save_file
 
 import penstock as ps
 from penstock import cli
+from penstock.cli import generating, training
 from penstock.data import ByteTokenizer, CharTokenizer, find_text, load_tokenizer
+from penstock.data.text import silent
 from penstock.errors import PenstockWarning
 from penstock.measuring import ceilings
 from penstock.printable import printable, shown
@@ -40,6 +43,9 @@ ESCAPE = "\x1b]0;owned\x07\x1b[31m\x9b2J"
 
 
 class Silent:
+    def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
+        return silent(name, total)
+
     def start(self, done: int, steps: int, seconds: float) -> None: ...
 
     def show(self, metrics: Metrics) -> None: ...
@@ -71,7 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(ceilings, "_measured", lambda device, what: 1e11)
-    monkeypatch.setattr(cli, "_SAMPLE", 2)
+    monkeypatch.setattr(training, "_SAMPLE", 2)
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(TEXT)
     copied(trained, Path("run"))
@@ -232,11 +238,21 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.slow(
+    "no moment",
+    "settings of lists",
+    "no weight",
+    "a list as settings",
+    "a negative step",
+    "an endless time",
+    "a text as step",
+    "an empty generator",
+)
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_checkpoint_without_all_of_its_state_is_passed_over(
     case: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    rewritten(checkpoints.found(Path("run"))[-1], CHANGES[case])
+    rewritten(checkpoints.checkpoint_files(Path("run"))[-1], CHANGES[case])
     cli.app(["train", "--resume", "run"], standalone_mode=False)
     output = capfd.readouterr()
     assert "step-00000004" in output.err or "step 4 in run does not fit" in output.out
@@ -246,7 +262,7 @@ def test_a_checkpoint_without_all_of_its_state_is_passed_over(
 
 
 def test_a_model_too_large_for_the_machine_is_not_made(capfd: pytest.CaptureFixture[str]) -> None:
-    for path in checkpoints.found(Path("run")):
+    for path in checkpoints.checkpoint_files(Path("run")):
         rewritten(path, lambda state, arrays: state["config"]["model"].update(width=10**7, heads=1))
     assert "takes at least" in complaint(capfd, "generate", "run")
     assert "takes at least" in complaint(capfd, "train", "--resume", "run", "--steps", "9")
@@ -285,7 +301,7 @@ def test_what_is_no_file_is_refused_at_once(
     make(Path("x.txt"))
     assert "x.txt" in complaint(capfd, "train", "--data", "x.txt", "--device", "host")
     assert not find_text(["text.txt", "x.txt"]).files[1:]
-    make(checkpoints.found(Path("run"))[-1])
+    make(checkpoints.checkpoint_files(Path("run"))[-1])
     checkpoint, problems = load_last(Path("run"))
     assert checkpoint.step == 3
     assert len(problems) == 1
@@ -331,10 +347,10 @@ def test_notes_cannot_command_a_terminal(view: type[PlainView] | type[LiveView])
 def test_generated_text_is_written_out_for_terminals_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli._streamed([f"a{ESCAPE}\n"]) == f"a{ESCAPE}\n"
+    assert generating.stream([f"a{ESCAPE}\n"]) == f"a{ESCAPE}\n"
     assert ESCAPE in capsys.readouterr().out
     monkeypatch.setattr(cli.sys.stdout, "isatty", lambda: True)
-    assert cli._streamed([f"a{ESCAPE}\n"]) == f"a{ESCAPE}\n"
+    assert generating.stream([f"a{ESCAPE}\n"]) == f"a{ESCAPE}\n"
     assert "a\\x1b]0;owned\\x07\\x1b[31m\\x9b2J\n" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""Places through views, worked out with concrete numbers and compared with where NumPy finds the items."""
+"""Indices through views, evaluated with concrete values and compared with NumPy's views."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ few = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 def numbered(shape: Shape) -> Node:
-    """A node whose items are their own numbers."""
+    """A node whose items are their flat indices."""
     return at(np.arange(math.prod(shape)).reshape(shape))
 
 
@@ -87,7 +87,7 @@ def looked_at(view: Node, source: Node, loops: Loops) -> np.ndarray:
 
 
 def split_until_plain(view: Node, source: Node) -> tuple[np.ndarray, Loops]:
-    """As a kernel is written: from the start again whenever a variable has to be two."""
+    """As a kernel is lowered: restarted whenever a variable has to be split."""
     splits: list[tuple[str, int]] = []
     while True:
         loops = Loops(view.shape, splits)
@@ -145,8 +145,8 @@ def parts(draw: st.DrawFn, length: int) -> tuple[int, int, int]:
 @given(view_chains())
 def test_views_lead_to_where_numpy_finds_the_items(chain: tuple[Node, Node]) -> None:
     view, source = chain
-    found, _ = split_until_plain(view, source)
-    np.testing.assert_array_equal(found, evaluate(view).reshape(-1))
+    result, _ = split_until_plain(view, source)
+    np.testing.assert_array_equal(result, evaluate(view).reshape(-1))
 
 
 @few
@@ -163,17 +163,17 @@ def test_a_transpose_that_is_reshaped_splits_a_variable() -> None:
     with pytest.raises(SplitNeeded) as needed:
         looked_at(view, x, Loops(view.shape, []))
     assert (needed.value.name, needed.value.inner) == ("a0", 4)
-    found, loops = split_until_plain(view, x)
+    result, loops = split_until_plain(view, x)
     assert loops.variables.lengths == {"a0o": 6, "a0i": 4}
-    assert found.tolist() == evaluate(view).tolist()
+    assert result.tolist() == evaluate(view).tolist()
 
 
 def test_what_no_split_makes_even_is_computed() -> None:
     x = numbered((5, 6))
     part = shaping.slice_(shaping.reshape(shaping.permute(x, (1, 0)), (30,)), ((1, 28, 1),))
-    found, loops = split_until_plain(part, x)
+    result, loops = split_until_plain(part, x)
     assert [operation for _, operation, _ in loops.variables.computed.values()] == ["/", "%"]
-    assert found.tolist() == evaluate(part).tolist()
+    assert result.tolist() == evaluate(part).tolist()
 
 
 def test_reshapes_touch_only_the_axes_that_change() -> None:
@@ -195,8 +195,8 @@ def test_division(factors: list[tuple[int, int]], extra: int, divisor: int, spli
     shape = tuple(length for length, _ in factors)
     loops = Loops(shape, [], splittable)
     index = Index((), extra)
-    for one, (length, factor) in zip(loops.place, factors, strict=True):
-        index += one * factor + Index((), max(0, -factor * (length - 1)))
+    for value, (length, factor) in zip(loops.place, factors, strict=True):
+        index += value * factor + Index((), max(0, -factor * (length - 1)))
     numbers = loops.value(index)
     try:
         quotient, remainder = loops.variables.divide(index, divisor)
@@ -225,16 +225,21 @@ def test_sums_of_variables() -> None:
     assert index + x * -3 + y * -1 == Index((), 2)
     assert x + y == y + x
     assert index.replaced({"x": y * 2 + Index((), 1)}) == y * 7 + Index((), 5)
-    assert [str(one) for one in (ZERO, x, x * 2, index)] == ["0", "x", "(x * 2)", "(x * 3 + y + 2)"]
+    assert [str(expression) for expression in (ZERO, x, x * 2, index)] == [
+        "0",
+        "x",
+        "(x * 2)",
+        "(x * 3 + y + 2)",
+    ]
     assert eval(str(x * -2 + y * -1), {"x": 5, "y": 3}) == -13
 
 
 def test_operands_of_matrices_are_read_where_they_lie() -> None:
     x = numbered((2, 3, 4, 5))
     heads = shaping.permute(shaping.slice_(x, ((0, 2, 1), (2, 3, -1), (1, 2, 2), (0, 5, 1))), (0, 2, 3, 1))
-    found = operand_index(heads, ())
-    assert found is not None
-    node, index = found
+    result = operand_index(heads, ())
+    assert result is not None
+    node, index = result
     assert node is x
     loops = Loops(heads.shape, [])
     names = {"b0": "a0", "b1": "a1", "i": "a2", "j": "a3"}
@@ -247,14 +252,14 @@ def test_operands_that_no_strides_describe_are_written_out() -> None:
     assert operand_index(shaping.reshape(shaping.permute(x, (1, 0)), (3, 8)), ()) is None
     assert operand_index(elementwise.full((4, 6), np.dtype(np.float32), 1.0), ()) is None
     wide = reducing.expand(numbered((1, 6)), (4, 6))
-    found = operand_index(wide, ())
-    assert found is not None
-    assert found[1] == variable("j")
+    result = operand_index(wide, ())
+    assert result is not None
+    assert result[1] == variable("j")
 
 
 def test_views_of_one_item() -> None:
     x = numbered(())
     view = shaping.reshape(reducing.expand(shaping.reshape(x, (1, 1)), (2, 3)), (6,))
-    found, loops = split_until_plain(view, x)
-    assert found.tolist() == [0] * 6
+    result, loops = split_until_plain(view, x)
+    assert result.tolist() == [0] * 6
     assert not loops.variables.computed

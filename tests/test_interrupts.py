@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL, GraphingHost, Lazy, compiled
+from conftest import SMALL, GraphingHost, Lazy, compiled, examples
 
 import penstock as ps
 from penstock.data.prefetch import Prefetch
@@ -32,7 +32,7 @@ WATCHED = tuple(
     str(PACKAGE / part)
     for part in ("stream", "memory", "runtime.py", "realize.py", "drivers/host.py", "data/prefetch.py")
 )
-SIZE = 500  # items of every buffer, so that memory goes from one to the next
+SIZE = 500  # items of every buffer, so that memory is reused
 PATIENCE = 30.0  # seconds, after which something hangs
 
 
@@ -64,14 +64,14 @@ class Interrupt:
 def spared(frame: FrameType | None) -> bool:
     """Whether a frame is in a finaliser, where Python drops exceptions, or in the work of the device."""
     while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_run_one", "execute"):
+        if frame.f_code.co_name in ("__del__", "_run_next", "execute"):
             return True
         frame = frame.f_back
     return False
 
 
 def moments(work: Callable[[], Any], step: int = 1) -> Iterator[int]:
-    """Do the work with an interrupt at every moment (or every so many), and say so after each."""
+    """Repeat the work with an interrupt at every moment (or every n-th), with a callback after each."""
     moment, interrupted = 1, True
     while interrupted:
         try:
@@ -81,13 +81,13 @@ def moments(work: Callable[[], Any], step: int = 1) -> Iterator[int]:
             assert interrupt.passed < moment, "the interrupt was lost"
         except KeyboardInterrupt:
             pass
-        if interrupted:  # not inside the handler, where the exception still holds what the work had
+        if interrupted:  # not in the handler, where the exception still holds references
             yield moment
         moment += step
 
 
 def in_a_thread(check: Callable[[], None]) -> None:
-    """Run a check in another thread, which meets the locks that this one left taken."""
+    """Run a check in another thread, which would block at locks that this thread has not released."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -111,14 +111,14 @@ def made(far: bool, seed: int = 0) -> Device:
 
 
 def still_computes(device: Device, kernels: dict[str, Any]) -> None:
-    """Commands of the size that was interrupted give what they should, and everything is accounted for."""
+    """Later commands of the interrupted size are right, and all memory is accounted for."""
     for lane in (device.stream.compute, device.stream.incoming, device.stream.outgoing):
         assert len(lane._open.events) == len(lane._open.commands)
     for _ in range(2):
         x, y = device.upload(np.full(SIZE, 3, np.float32)), device.upload(np.ones(SIZE, np.float32))
         device.stream.launch(kernels["axpy"], (1,), (1,), (x, y, 2.0, SIZE))
-        found = device.download(y, np.float32)
-        np.testing.assert_array_equal(found.wait(), np.full(SIZE, 7, np.float32))
+        result = device.download(y, np.float32)
+        np.testing.assert_array_equal(result.wait(), np.full(SIZE, 7, np.float32))
         with device.view(x, np.float32) as array:
             np.testing.assert_array_equal(array, np.full(SIZE, 3, np.float32))
     device.sync()
@@ -147,11 +147,11 @@ def test_commands_and_copies(far: bool) -> None:
         device.sync()
         device.trim()
 
-    for moment in moments(work):
+    for moment in moments(work, step=examples(1, quick=3)):
         in_a_thread(lambda: still_computes(device, kernels))
         if moment % 20 == 0:
-            found = device.download(kept, np.float32).wait()
-            np.testing.assert_array_equal(found, np.arange(SIZE, dtype=np.float32))
+            result = device.download(kept, np.float32).wait()
+            np.testing.assert_array_equal(result, np.arange(SIZE, dtype=np.float32))
     del kept
     device.close()
     assert device.driver.allocated_bytes == 0
@@ -170,7 +170,7 @@ def test_programs_and_graphs() -> None:
         np.testing.assert_array_equal(device.download(y, np.float32).wait(), np.full(SIZE, 2))
         device.cleanup()
 
-    for _ in moments(work):
+    for _ in moments(work, step=examples(1, quick=3)):
         in_a_thread(lambda: still_computes(device, kernels))
         device.stream.replay(program)
         np.testing.assert_array_equal(device.download(y, np.float32).wait(), np.full(SIZE, 2))
@@ -293,6 +293,7 @@ def test_a_script_survives_many_interrupts_and_ends_after_the_last() -> None:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signal that interrupts another process's Python")
 def test_an_interrupted_script_ends() -> None:
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}

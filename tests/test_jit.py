@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, one_opencl
+from conftest import DRIVERS, surface
 
 import penstock as ps
 from penstock import Device
 from penstock.errors import CaptureError
 
-pytestmark = one_opencl
+pytestmark = surface
 
 
 @pytest.fixture(params=[kind for kind in DRIVERS if kind != "opencl-mapped"])
@@ -44,8 +44,8 @@ def test_it_gives_what_the_function_gives_and_runs_it_once(device: Device) -> No
     jitted, calls = counted(lambda x, y: ps.sum(ps.exp(x) * y, axis=1))
     for seed in range(4):
         a, b = np.random.default_rng(seed).random((2, 5, 7), np.float32)
-        found = jitted(*at(device, a, b))
-        np.testing.assert_allclose(found.numpy(), np.sum(np.exp(a) * b, axis=1), rtol=1e-5)
+        result = jitted(*at(device, a, b))
+        np.testing.assert_allclose(result.numpy(), np.sum(np.exp(a) * b, axis=1), rtol=1e-5)
     assert len(calls) == 1
 
 
@@ -69,11 +69,11 @@ def test_tuples_lists_dicts_and_keywords_go_in_and_out(device: Device) -> None:
 
     a, b, c = at(device, [1, 2], [3, 4], 5)
     for _ in range(2):
-        found = function({"parts": [a, b]}, scale=c)
-        np.testing.assert_array_equal(found["sum"].numpy(), [4, 6])
-        assert found["rest"][0].item() == 5
-        assert found["rest"][1] == [2, None]
-        assert found["rest"][2].left.item() == 10
+        result = function({"parts": [a, b]}, scale=c)
+        np.testing.assert_array_equal(result["sum"].numpy(), [4, 6])
+        assert result["rest"][0].item() == 5
+        assert result["rest"][1] == [2, None]
+        assert result["rest"][2].left.item() == 10
 
 
 def test_tensors_from_outside_are_read_as_they_are_at_each_call(device: Device) -> None:
@@ -156,7 +156,9 @@ def test_training_is_the_same_with_and_without(device: Device) -> None:
 
     def train(wrap: Callable[[Any], Any]) -> list[float]:
         draw = np.random.default_rng(3).standard_normal
-        weights = [one.requires_grad_() for one in at(device, *(draw(s) for s in [(2, 8), (8,), (8, 1)]))]
+        weights = [
+            tensor.requires_grad_() for tensor in at(device, *(draw(s) for s in [(2, 8), (8,), (8, 1)]))
+        ]
 
         def step(x: ps.Tensor, y: ps.Tensor) -> ps.Tensor:
             for weight in weights:
@@ -233,7 +235,7 @@ def test_what_cannot_be_captured_says_why_and_leaves_nothing_behind(device: Devi
     for function in (lambda x: outside.numpy(), lambda x: bool(x[0]), lambda x: x[x > 1], lambda x: print(x)):
         with pytest.raises(CaptureError):
             ps.jit(function)(x)
-    with pytest.raises(CaptureError, match="give or change a tensor"):
+    with pytest.raises(CaptureError, match="return or change a tensor"):
         ps.jit(lambda x: 1)(x)
     with pytest.raises(CaptureError, match="by value"):
         ps.jit(lambda x, y: x)(x, {1, 2})

@@ -1,4 +1,4 @@
-"""Steps that fail or are interrupted: they change nothing, or everything, or what is damaged says so."""
+"""Steps that fail or are interrupted: they change nothing, or everything, or damaged tensors raise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, one_opencl
+from conftest import DRIVERS, surface
 
 import penstock as ps
 from penstock import Device, optim
@@ -21,7 +21,7 @@ from penstock.errors import DamagedTensor, DeviceError, OutOfDeviceMemory
 from penstock.memory.buffer import Buffer
 from penstock.tensor import replay
 
-pytestmark = one_opencl
+pytestmark = surface
 
 KINDS = [
     kind for kind in ("opencl-svm", "opencl-device", "host-late", "host-far", "webgpu") if kind in DRIVERS
@@ -72,28 +72,28 @@ class Training:
             tensor.grad = None
 
     def sound(self) -> tuple[State, list[str]]:
-        """What can still be read, and the names of what cannot."""
-        found, damaged = {}, []
+        """The values that can still be read, and the names of damaged tensors."""
+        result, damaged = {}, []
         for name, tensor in self.tensors().items():
             if isinstance(tensor._node.value, Buffer):
-                found[name] = tensor.numpy()
+                result[name] = tensor.numpy()
             else:
                 with pytest.raises(DamagedTensor, match=r"the jitted function step failed .* checkpoint"):
                     tensor.numpy()
                 damaged.append(name)
-        return found, damaged
+        return result, damaged
 
     def check(self, before: State, after: State) -> str:
         """Which of the permitted outcomes a failed step had."""
-        found, damaged = self.sound()
+        result, damaged = self.sound()
         if damaged:
-            for name, value in found.items():
+            for name, value in result.items():
                 np.testing.assert_array_equal(value, before[name], err_msg=name)
             with pytest.raises(DamagedTensor):
                 self.run()
             return "damaged"
-        outcome = "before" if found["count"] == before["count"] else "after"
-        for name, value in found.items():
+        outcome = "before" if result["count"] == before["count"] else "after"
+        for name, value in result.items():
             np.testing.assert_array_equal(
                 value, (before if outcome == "before" else after)[name], err_msg=name
             )
@@ -102,23 +102,31 @@ class Training:
 
 @contextmanager
 def refusing(driver: Any, position: int, error: Callable[[], BaseException]) -> Iterator[list[int]]:
-    """Raise at one of the launches that are replayed from here on; how many there were."""
-    real, seen = driver.replay, [0]
+    """Raise at one of the launches from here on; how many there were."""
+    replayed, launched, seen = driver.replay, driver.launch, [0]
+
+    def count() -> None:
+        seen[0] += 1
+        if seen[0] == position:
+            raise error()
 
     def replay(queue: Any, bound: Sequence[Any], waits: Any, events: list[Any]) -> None:
         for launch in bound:
-            seen[0] += 1
-            if seen[0] == position:
-                raise error()
-            real(queue, [launch], waits, events)
+            count()
+            replayed(queue, [launch], waits, events)
 
-    driver.replay = replay
+    def launch(*args: Any) -> Any:
+        count()
+        return launched(*args)
+
+    driver.replay, driver.launch = replay, launch
     try:
         yield seen
     finally:
-        del driver.replay
+        del driver.replay, driver.launch
 
 
+@pytest.mark.slow("webgpu")
 def test_a_launch_refused_at_every_position(device: Device) -> None:
     training = Training(device)
     for _ in range(3):  # with graphs, where there are any
@@ -130,7 +138,7 @@ def test_a_launch_refused_at_every_position(device: Device) -> None:
     outcomes = []
     for position in range(1, launches + 1):
         training.load(before)
-        training.run()  # takes the memory of what was loaded, so that the next writes over itself
+        training.run()  # moves off the memory that was loaded, so that the next step overwrites in place
         training.load(before)
         with (
             refusing(device.driver, position, lambda: DeviceError("injected")),
@@ -293,6 +301,7 @@ def test_a_handler_of_the_users_own_is_left_alone() -> None:
 # Without jit
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("error", [DeviceError, KeyboardInterrupt])
 def test_an_eager_step_that_fails_changes_nothing(
     device: Device, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -310,7 +319,7 @@ def test_an_eager_step_that_fails_changes_nothing(
             break
         for name, value in training.state().items():
             np.testing.assert_array_equal(value, before[name], err_msg=name)
-        if training.weights[0].grad is not None:  # the step failed, and not what came before it
+        if training.weights[0].grad is not None:  # the step failed, not the code before it
             for weight in training.weights:
                 weight.grad = None
         position += 1

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, one_opencl
+from conftest import DRIVERS, surface
 
 import penstock as ps
 from penstock import Device
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 
-pytestmark = one_opencl
+pytestmark = surface
 
 KINDS = [kind for kind in ("opencl-svm", "opencl-device", "host-far", "cuda", "webgpu") if kind in DRIVERS]
 Function = Callable[..., ps.Tensor]
@@ -33,15 +33,15 @@ def at(device: Device, *values: Any) -> list[ps.Tensor]:
 
 def numeric(function: Function, x: np.ndarray, device: Device) -> np.ndarray:
     """The gradient by finite differences, of the function without jit."""
-    found = np.zeros_like(x)
+    result = np.zeros_like(x)
     for place in np.ndindex(x.shape):
         ends = []
         for change in (0.01, -0.01):
             moved = x.copy()
             moved[place] += change
             ends.append(float(function(ps.asarray(moved, device=device)).item()))
-        found[place] = (ends[0] - ends[1]) / 0.02
-    return found
+        result[place] = (ends[0] - ends[1]) / 0.02
+    return result
 
 
 FUNCTIONS: dict[str, Function] = {
@@ -56,27 +56,28 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_gradient_of_a_jitted_function(device: Device, name: str) -> None:
     function = FUNCTIONS[name]
     gradient = ps.grad(ps.jit(function))
     for seed in range(2):
         array = np.random.default_rng(seed).normal(size=(3, 3)).astype(np.float32)
-        found = gradient(ps.asarray(array, device=device)).numpy()
-        np.testing.assert_allclose(found, numeric(function, array, device), rtol=0.05, atol=0.02)
-        # And exactly what it is without jit.
+        result = gradient(ps.asarray(array, device=device)).numpy()
+        np.testing.assert_allclose(result, numeric(function, array, device), rtol=0.05, atol=0.02)
+        # And exactly the same as without jit.
         plain = ps.grad(function)(ps.asarray(array, device=device)).numpy()
-        np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_go_on_before_and_after(device: Device) -> None:
-    """To arguments with a history, to parameters from outside, and past what else uses them."""
+    """To arguments with a history, to parameters from outside, and beside other uses of them."""
     jitted = ps.jit(lambda x, scale: {"sum": ps.sum(x * weight * scale), "rest": [x * x, scale]})
 
     def loss(function: Callable[..., Any], before: ps.Tensor, scale: ps.Tensor) -> ps.Tensor:
-        found = function(before * 2, scale)
-        rest = ps.sum(found["rest"][0] * 3 + found["rest"][1])
-        return found["sum"] * found["sum"] + rest + ps.sum(weight * weight) + ps.sum(before)
+        result = function(before * 2, scale)
+        rest = ps.sum(result["rest"][0] * 3 + result["rest"][1])
+        return result["sum"] * result["sum"] + rest + ps.sum(weight * weight) + ps.sum(before)
 
     def gradients(function: Callable[..., Any]) -> list[np.ndarray]:
         for tensor in (weight, before, scale):
@@ -84,16 +85,16 @@ def test_gradients_go_on_before_and_after(device: Device) -> None:
         loss(function, before, scale).backward()
         return [tensor.grad.numpy() for tensor in (weight, before, scale) if tensor.grad is not None]
 
-    weight, before, scale = (one.requires_grad_() for one in at(device, [1.0, 2.0], [3.0, -1.0], 0.5))
+    weight, before, scale = (tensor.requires_grad_() for tensor in at(device, [1.0, 2.0], [3.0, -1.0], 0.5))
 
     def plain(x: ps.Tensor, scale: ps.Tensor) -> dict[str, Any]:
         return {"sum": ps.sum(x * weight * scale), "rest": [x * x, scale]}
 
     for _ in range(2):
-        found, expected = gradients(jitted), gradients(plain)
-        assert len(found) == 3
-        for one, right in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, right, rtol=1e-5)
+        result, expected = gradients(jitted), gradients(plain)
+        assert len(result) == 3
+        for value, right in zip(result, expected, strict=True):
+            np.testing.assert_allclose(value, right, rtol=1e-5)
         with ps.no_grad():
             weight += 1  # the next call is at other values
 
@@ -139,10 +140,10 @@ def test_random_numbers_of_the_call_are_those_of_its_gradient(device: Device) ->
     x.requires_grad_()
     for _ in range(3):
         x.grad = None
-        found = jitted(x)
-        ps.sum(found).backward()
+        result = jitted(x)
+        ps.sum(result).backward()
         assert x.grad is not None
-        np.testing.assert_array_equal(x.grad.numpy(), found.numpy())
+        np.testing.assert_array_equal(x.grad.numpy(), result.numpy())
 
 
 def test_a_gradient_inside_of_what_was_jitted_outside(device: Device) -> None:
@@ -269,7 +270,7 @@ def test_what_changed_its_inputs_refuses(device: Device) -> None:
     memory = weight._node.value.memory
     losses = [step(x) for _ in range(5)]
     assert weight._node.value.memory is memory, "the losses keep nothing"
-    assert all(one.requires_grad for one in losses)
+    assert all(loss.requires_grad for loss in losses)
 
 
 def test_an_argument_in_whose_new_value_gradients_would_end_refuses(device: Device) -> None:
@@ -304,9 +305,9 @@ def test_a_function_that_calls_backward_itself_refuses(device: Device) -> None:
 def test_donated_arguments_refuse(device: Device) -> None:
     (weight, x) = at(device, [1.0, 2.0], [1.0, 1.0])
     weight.requires_grad_()
-    found = ps.jit(lambda x: ps.sum(x * weight), donate=0)(x)
+    result = ps.jit(lambda x: ps.sum(x * weight), donate=0)(x)
     with pytest.raises(TypeError, match="donate"):
-        found.backward()
+        result.backward()
 
 
 def test_a_tensor_that_was_changed_to_a_value_with_a_gradient(device: Device) -> None:

@@ -1,4 +1,4 @@
-"""Jitted functions whose results, arguments and tensors from outside are one tensor, or one memory."""
+"""Jitted functions whose results, arguments and tensors from outside are the same tensor, or share memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_argument_that_was_a_tensor_from_outside_need_not_be_at_the_next_call
 
 
 def test_results_keep_what_is_written_over_later(device: Device) -> None:
-    w, one = given(device, 1, 2, 3), given(device, 1, 1, 1)
+    w, ones = given(device, 1, 2, 3), given(device, 1, 1, 1)
 
     @ps.jit
     def changed_and_given(x: Tensor) -> Tensor:
@@ -56,9 +56,9 @@ def test_results_keep_what_is_written_over_later(device: Device) -> None:
     passed = ps.jit(lambda x: (w, x, x + 1))
     change = ps.jit(lambda x: w.__iadd__(x) * 1)
     donate = ps.jit(donate=0)(lambda x: x * 100)
-    kept = [changed_and_given(one), changed_and_given(one), *passed(w)[:2]]
-    change(one)
-    changed_and_given(one)
+    kept = [changed_and_given(ones), changed_and_given(ones), *passed(w)[:2]]
+    change(ones)
+    changed_and_given(ones)
     kept += passed(w)[1:2]
     donate(w)
     expected = [[2, 3, 4], [3, 4, 5], [3, 4, 5], [3, 4, 5], [5, 6, 7]]

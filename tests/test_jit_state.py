@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, one_opencl
+from conftest import DRIVERS, surface
 
 import penstock as ps
 from penstock import Device
 from penstock.errors import CaptureError
 
-pytestmark = one_opencl
+pytestmark = surface
 
 KINDS = [kind for kind in ("opencl-svm", "opencl-device", "host-far", "cuda", "webgpu") if kind in DRIVERS]
 
@@ -77,7 +77,7 @@ def test_a_twin_is_given_as_an_argument(device: Device) -> None:
     assert twin.tolist() == [1, 2]
 
 
-# Arguments that are one tensor, or one that the function finds outside
+# Arguments that are the same tensor, or a tensor that the function also uses from outside
 
 
 def test_one_tensor_as_two_arguments_is_one(device: Device) -> None:
@@ -119,11 +119,11 @@ def test_an_argument_that_the_function_also_finds_outside(device: Device) -> Non
     assert (weight.tolist(), other.tolist(), len(calls)) == ([7], [6], 2)
 
 
-# What a capture is for
+# What a capture depends on
 
 
 def test_a_parameter_that_requires_no_gradient_any_more(device: Device) -> None:
-    first, second = (one.requires_grad_() for one in at(device, [1.0, 2.0], [3.0, 4.0]))
+    first, second = (tensor.requires_grad_() for tensor in at(device, [1.0, 2.0], [3.0, 4.0]))
 
     @ps.jit
     def step() -> None:
@@ -165,7 +165,7 @@ def test_a_shape_that_is_only_asked_for(device: Device) -> None:
 
 
 def test_a_gradient_that_was_there_before(device: Device) -> None:
-    """Whether a step begins with a gradient or not, it adds to what is there."""
+    """A step adds to a gradient, whether there is one at its start or not."""
     (weight,) = at(device, [1.0, 2.0])
     weight.requires_grad_()
     optimizer = ps.optim.SGD([weight], lr=1.0)
@@ -186,7 +186,7 @@ def test_a_gradient_that_was_there_before(device: Device) -> None:
 
 
 def test_a_gradient_is_changed_where_it_is(device: Device) -> None:
-    """Each call finds another gradient, and changes that one."""
+    """Each call sees another gradient, and changes it."""
     (weight,) = at(device, [1.0, 2.0])
     weight.requires_grad_()
 
@@ -271,7 +271,7 @@ def test_a_fresh_nan_is_captured_once(device: Device, make: Callable[[Any], Any]
     assert len(calls) == 1
 
 
-# What is assigned or kept inside
+# Assignments inside a jitted function
 
 
 class Layer(ps.nn.Module):
@@ -290,7 +290,7 @@ class Layer(ps.nn.Module):
         elif what == "mode":
             self.eval()
         elif what == "in place":
-            self.weight += 1  # assigns what is there already
+            self.weight += 1  # assigns the present value
         return x * self.weight
 
 
@@ -303,7 +303,7 @@ def test_attributes_assigned_inside_are_refused(device: Device, what: str) -> No
         ps.jit(layer)(x, what)
     assert (layer.count, layer.last, hasattr(layer, "fresh"), layer.training) == (0, None, False, True)
     assert ps.jit(layer)(x, "nothing").tolist() == [1, 2]
-    layer(x, what)  # outside it is as ever
+    layer(x, what)  # outside nothing has changed
 
 
 def test_changes_in_place_and_modules_made_inside_are_no_assignments(device: Device) -> None:
@@ -392,7 +392,7 @@ def test_a_donated_tensor_given_twice_and_found_outside(device: Device) -> None:
         other.numpy()
 
 
-# What is kept
+# Bounded captures
 
 
 def test_captures_that_fail_are_forgotten(device: Device) -> None:
@@ -468,14 +468,14 @@ def test_items_are_assigned_inside(device: Device, name: str) -> None:
     given = ps.asarray(np.asarray(value, np.float32), device=device)
     for function in (assign, ps.jit(assign)):
         x = ps.asarray(array, device=device)
-        found = function(x, arrays, given).numpy()
-        np.testing.assert_array_equal(found, expected)
-        np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
+        result = function(x, arrays, given).numpy()
+        np.testing.assert_array_equal(result, expected)
+        np.testing.assert_array_equal(np.signbit(result), np.signbit(expected))
         np.testing.assert_array_equal(x.numpy(), expected)
 
 
 def test_gradients_of_assigned_items(device: Device) -> None:
-    """The later of two values for one place has the gradient, and what was there before has none."""
+    """The later of two values for an item gets the gradient; the old item gets none."""
     index = ps.asarray(np.array([2, 0, 2]), device=device)
     mask = ps.asarray(np.array([False, True, False, False]), device=device)
     factor = ps.asarray(np.array([1, 2, 3, 4], np.float32), device=device)

@@ -1,4 +1,4 @@
-"""Threads beside one that captures: each sees the tensors that they share as they are."""
+"""Threads beside a capturing thread: each sees the actual state of the tensors that they share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 def together(*works: Callable[[], Any], until: Callable[[], Any]) -> None:
-    """Run each again and again in a thread of its own, until one more has ended in this thread."""
+    """Run each function repeatedly in its own thread, until another function ends in this thread."""
     failures: list[BaseException] = []
     stop = threading.Event()
 
@@ -49,7 +49,7 @@ def together(*works: Callable[[], Any], until: Callable[[], Any]) -> None:
 
 
 def captures(function: Callable[..., Any], *args: Any) -> Callable[[], None]:
-    """Capture a function anew at each call. It reads and changes what it likes; it is not replayed."""
+    """Capture a function anew at each call, without a replay. It may read and change anything."""
     ends = pytest.raises(ZeroDivisionError)
 
     def failing(*args: Any) -> None:
@@ -122,7 +122,7 @@ def test_gradients_of_one_thread_are_not_seen_by_another(device: Device) -> None
 
 
 def test_threads_that_train_one_model_lose_no_step(device: Device) -> None:
-    """Captures and replays of one function that changes tensors, from several threads."""
+    """Captures and replays of a function that changes tensors, from several threads."""
     count, total = (ps.zeros((), device=device).realize() for _ in range(2))
 
     @ps.jit
@@ -138,7 +138,7 @@ def test_threads_that_train_one_model_lose_no_step(device: Device) -> None:
     def work(length: int) -> None:
         try:
             for _ in range(50):
-                x = ps.ones(length % 3 + 1, device=device)  # several shapes: captured by whoever is first
+                x = ps.ones(length % 3 + 1, device=device)  # several shapes: captured by the first thread
                 assert 1 <= step(x).item() <= 3
                 done.append(length % 3 + 1)
         except BaseException as error:

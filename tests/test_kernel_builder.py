@@ -1,4 +1,4 @@
-"""Kernels that are built in the IR: the same body runs in every language, and NVRTC takes it too."""
+"""Kernels built in the IR: the same body runs in every language, and compiles with NVRTC."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, opencl_threads
 
 from penstock import Device
 from penstock.drivers.cuda import compile_text
@@ -25,9 +25,8 @@ DTYPES = ("bool", "int8", "uint16", "int32", "uint32", "int64", "float16", "bflo
 
 @pytest.fixture(scope="module", params=["cpu", "threads", *CUDA_KINDS, *WEBGPU_KINDS])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    driver = DRIVERS.get(request.param, lambda: OpenCLDriver(NATIVE, f"opencl-{request.param}"))()
-    if request.param == "threads":
-        driver.capabilities = replace(driver.capabilities, vector_width=1)
+    own = {"threads": opencl_threads, "cpu": lambda: OpenCLDriver(NATIVE, "opencl-cpu")}
+    driver = {**own, **DRIVERS}[request.param]()
     device = Device.over(driver)
     yield device
     device.close()
@@ -202,8 +201,8 @@ def test_vectors_of_a_workgroup_and_loops_in_parts(device: Device) -> None:
     device.stream.launch(kernel[source.name], source.grid, source.group, (*buffers, 0, 0))
     own = np.where(np.arange(THREADS)[:, None] < (40 if capabilities.vector_width == 1 else THREADS), x, 0)
     factors = np.array([sum(range(thread, 90, 7)) for thread in range(THREADS)])[:, None]
-    found = device.download(buffers[0]).wait()[: x.nbytes].view(np.float32).reshape(x.shape)
-    np.testing.assert_array_equal(found, factors * own[::-1, ::-1] + 29 * own)
+    result = device.download(buffers[0]).wait()[: x.nbytes].view(np.float32).reshape(x.shape)
+    np.testing.assert_array_equal(result, factors * own[::-1, ::-1] + 29 * own)
 
 
 def test_nvrtc_takes_it() -> None:

@@ -31,7 +31,7 @@ OPERATIONS = {
     for kind in DRIVERS
 }
 SAMPLES = 20  # readings of the resident size in a run
-FLAT_BYTES = 1 << 20  # what the resident size may drift by over the second half of a run
+FLAT_BYTES = 1 << 20  # allowed drift of the resident size over the second half of a run
 LARGEST = 3 << 20
 PATTERN = np.arange(LARGEST, dtype=np.uint32).astype(np.uint8)
 OPENCL_KINDS = [kind for kind in DRIVERS if kind.startswith("opencl")]
@@ -60,7 +60,7 @@ class Churn:
         ]
 
     def run(self, operations: int) -> None:
-        """Do so many operations, then let go of everything."""
+        """Run so many operations, then release everything."""
         for _ in range(operations):
             self._random.choice(self._verbs)()
         self._held.clear()
@@ -135,7 +135,7 @@ def resident_bytes() -> int:
 
 
 def drift(samples: list[int]) -> float:
-    """How far a straight line through the second half of the samples goes from its start to its end."""
+    """The rise of a straight line fitted to the second half of the samples."""
     half = samples[len(samples) // 2 :]
     slope = np.polyfit(range(len(half)), half, 1)[0]
     return float(slope * (len(half) - 1))
@@ -214,7 +214,7 @@ def test_a_finished_future_and_its_array_go_as_soon_as_they_are_dropped(
 
 
 def use_and_close(kind: str) -> tuple[weakref.ref[Device], weakref.ref[object], cl.Context | None]:
-    """One whole life of a device: references to it and its driver, and one of our own to its context."""
+    """A whole life of a device: references to it and its driver, and the test's reference to its context."""
     device = Device.over(DRIVERS[kind](), BOUNDS)
     driver = device.driver
     context = None
@@ -228,7 +228,7 @@ def use_and_close(kind: str) -> tuple[weakref.ref[Device], weakref.ref[object], 
     return weakref.ref(device), weakref.ref(driver), context
 
 
-@pytest.mark.slow("host-late", "host-far")
+@pytest.mark.slow("host-late", "host-far", "opencl-mapped", "opencl-device", "webgpu")
 @pytest.mark.parametrize("kind", DRIVERS)
 def test_a_hundred_devices_opened_and_closed_leave_a_flat_resident_size(kind: str) -> None:
     samples = []

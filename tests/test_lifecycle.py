@@ -302,7 +302,7 @@ def begin(device, kernels, rounds=50_000_000):
 def run_script(*parts: str) -> subprocess.CompletedProcess[str]:
     """Run the parts as one program; a hang of it, or of a child that it forked, fails."""
     program = "\n".join(textwrap.dedent(part) for part in (PRELUDE, *parts))
-    # Python 3.12 warns of any fork in a process that has threads, as every one with OpenCL does.
+    # Python 3.12 warns of forks in processes with threads, and OpenCL always has threads.
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
     paths = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -331,7 +331,7 @@ def assert_quiet_success(*parts: str) -> None:
 # Forks
 
 
-@pytest.mark.slow("opencl-mapped", "opencl-device")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NATIVE_KINDS)
 def test_a_forked_child_is_refused_the_device_that_it_inherited_and_the_parent_goes_on(kind: str) -> None:
     assert_quiet_success(
@@ -546,10 +546,35 @@ EXITS = {
     "after some devices were closed",
     "with buffers in reference cycles",
     "with commands that were never submitted",
+    "with pending work and futures that nobody waits for",
+    "with an atexit function that still uses a buffer",
 )
 @pytest.mark.parametrize("moment", EXITS)
 def test_the_interpreter_exits_quietly(moment: str) -> None:
     assert_quiet_success(ALL_KINDS, EXITS[moment])
+
+
+def test_an_exit_waits_for_kernels_that_pocl_has_yet_to_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles them in a folder of the process; the cached files serve the next process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        assert_quiet_success(
+            """
+            import numpy as np
+            import penstock as ps
+
+            device = ps.use("opencl")
+            x = device.upload(np.zeros(64, np.float32))
+            rest = "float v = x[0]; for (int i = 0; i < n; i++) v = v * 1.0001f + 1; x[get_global_id(0)] = v;"
+            for name in ("first", "second"):
+                text = f"kernel void {name}(global float *x, int n) {{ {rest} }}"
+                kernel = device.compile(text, {name: ["float32*", "int32"]})[name]
+                device.stream.launch(kernel, (1,), (64,), (x, 1_000_000))
+            """
+        )
+    assert list((tmp_path / "penstock").glob("pocl/programs/*")), "nothing was kept"
 
 
 def test_a_failure_that_is_pending_at_exit_is_told_in_one_line() -> None:

@@ -1,11 +1,12 @@
-"""The table with a bound."""
+"""The bounded cache."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.lru import LRU
+from penstock.lru import LRU, Key
 
 
 def test_what_was_not_used_for_longest_goes() -> None:
@@ -37,7 +38,17 @@ def test_it_is_the_last_used_that_stay(steps: list[tuple[bool, int]], most: int)
             table[key] = key
         known = key in order
         if writes or known:
-            order = [*(one for one in order if one != key), key][-most:]
+            order = [*(item for item in order if item != key), key][-most:]
         if not writes:
             assert table.use(key) == (key if known else None)
         assert list(table) == order
+
+
+def test_long_keys_are_equal_by_their_parts() -> None:
+    table = LRU[Key, int](2)
+    table[Key(("a", (1, 2)))] = 1
+    assert table.use(Key(("a", (1, 2)))) == 1
+    assert Key(("a", (1, 3))) not in table
+    assert Key("a") != "a"
+    with pytest.raises(TypeError, match="unhashable"):
+        Key(([],))

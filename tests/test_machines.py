@@ -1,6 +1,6 @@
 """Machines that lack something: OpenCL, a linker, a cache folder; and PoCL's cache, damaged and full.
 
-What is missing is missing for a whole process, so each case is a process of its own.
+A component is missing for a whole process, so each case runs in a separate process.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ if "platforms" in os.environ["WITHOUT"]:
 
 # The end of a run of training in short: a small sample, and no rates of the device are measured.
 SHORT = """
-from penstock import cli
+from penstock.cli import training
 from penstock.measuring import ceilings
-cli._SAMPLE = 8
+training._SAMPLE = 8
 ceilings._measured = lambda *_: 1e11
 """
 
-# Programs of their own for kernels that differ; whatever is wrong in one of them shows.
+# Separate programs for kernels that differ, so that an error in any of them shows.
 MAPS = """
 import sys
 sys.modules["wgpu"] = None  # not looked for: it takes as long to load as all the rest
@@ -106,11 +106,11 @@ def training(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("without", "default", "trains"),
     [
-        ("pyopencl", "webgpu:0", False),
+        pytest.param("pyopencl", "webgpu:0", False, marks=pytest.mark.slow),
         pytest.param("pyopencl", "webgpu:0", True, marks=pytest.mark.slow),
         pytest.param("platforms", "webgpu:0", False, marks=pytest.mark.slow),
         pytest.param("pyopencl wgpu", "host", False, marks=pytest.mark.slow),
-        ("platforms wgpu", "host", True),
+        pytest.param("platforms wgpu", "host", True, marks=pytest.mark.slow),
         ("wgpu", "opencl:0", False),
     ],
 )
@@ -148,7 +148,7 @@ def test_without_a_linker_another_device_is_the_default(tmp_path: Path) -> None:
     for name in ("opencl", "opencl:0")[: examples(2, quick=1)]:
         refused = python(command(["devices", name]), tmp_path, check=False, **paths)
         assert refused.returncode == 1
-        assert f"{name} cannot be used here: PoCL compiles nothing without the linker ld" in refused.stderr
+        assert f"{name} cannot be used here: PoCL needs the linker ld to compile kernels" in refused.stderr
         text = (
             f"import penstock as ps\ntry: ps.use({name!r})\nexcept ps.errors.DeviceUnavailable: print('told')"
         )
@@ -156,12 +156,12 @@ def test_without_a_linker_another_device_is_the_default(tmp_path: Path) -> None:
 
 
 @needs_pocl
-@pytest.mark.slow("x86_64-unknown-linux-gnu-ld")
+@pytest.mark.slow
 @pytest.mark.parametrize("linker", ["ld", "x86_64-unknown-linux-gnu-ld"])
 def test_pocl_finds_the_linkers_that_are_looked_for(tmp_path: Path, linker: str) -> None:
-    found = shutil.which("ld")
-    assert found is not None
-    (tmp_path / linker).symlink_to(found)
+    result = shutil.which("ld")
+    assert result is not None
+    (tmp_path / linker).symlink_to(result)
     assert python(MAPS, tmp_path, PATH=str(tmp_path)).stdout == "right\n"
 
 
@@ -219,12 +219,13 @@ def test_damaged_kernels_are_compiled_again(tmp_path: Path, own: bool) -> None:
     assert python(MAPS, tmp_path, **settings).stderr == ""
 
 
+@pytest.mark.slow
 @needs_pocl
 def test_what_was_compiled_is_not_compiled_again(tmp_path: Path) -> None:
     python(MAPS, tmp_path)
     kept = tmp_path / "cache" / "penstock" / "pocl" / "programs"
     before = {path: path.stat().st_ino for path in kept.iterdir()}
-    # A program that came from the disk is not written again; and what has every kernel needs no linker.
+    # A program from the disk is not written again; with all kernels present, no linker is needed.
     assert python(MAPS, tmp_path).stdout == "right\n"
     assert {path: path.stat().st_ino for path in kept.iterdir()} == before
     text = (
@@ -233,6 +234,34 @@ def test_what_was_compiled_is_not_compiled_again(tmp_path: Path) -> None:
     assert python(text, tmp_path).stdout == "right\n"
     python(MAPS, tmp_path, POCL_EXTRA_BUILD_FLAGS="-cl-mad-enable")
     assert len(list(kept.iterdir())) == 2 * len(before), "what PoCL compiles with other flags is other code"
+
+
+FLAGS = """
+import os
+import penstock as ps
+source = "#ifndef VALUE\\n#define VALUE 1\\n#endif\\n"
+source += "__kernel void which(__global int *out) { out[0] = VALUE; }"
+device = ps.registry.find("opencl")
+for flags in VALUES:
+    if flags is None:
+        del os.environ["POCL_EXTRA_BUILD_FLAGS"]
+    else:
+        os.environ["POCL_EXTRA_BUILD_FLAGS"] = flags
+    out = device.empty(4)
+    kernel = device.compile(source, {"which": ("int32*",)})["which"]
+    device.stream.launch(kernel, (1,), (1,), (out,))
+    print(device.download(out).wait().view("int32")[0])
+    source += "\\n"
+"""
+
+
+@needs_pocl
+def test_kernels_are_kept_by_the_flags_that_they_were_compiled_with(tmp_path: Path) -> None:
+    """PoCL keeps the first value of the variable in a process, whatever the environment says later."""
+    cases = {("-DVALUE=2", "-DVALUE=3"): "22", (None, "-DVALUE=3"): "13", ("", "-DVALUE=2"): "11"}
+    for values, expected in cases.items():
+        output = python(FLAGS.replace("VALUES", repr(values)), tmp_path, POCL_EXTRA_BUILD_FLAGS="").stdout
+        assert "".join(output.split()) == expected
 
 
 @needs_pocl
@@ -261,6 +290,7 @@ def test_processes_side_by_side_do_not_disturb_each_other(tmp_path: Path) -> Non
     assert len(list((tmp_path / "cache" / "penstock" / "pocl" / "programs").iterdir())) == 5
 
 
+@pytest.mark.slow
 @needs_pocl
 def test_the_cache_is_bounded(tmp_path: Path) -> None:
     bounds = (
@@ -286,6 +316,7 @@ def test_a_cache_folder_that_cannot_be_used_is_done_without(tmp_path: Path) -> N
     assert "PoCL finds no folder with free space" in refused.stderr
 
 
+@pytest.mark.slow
 @needs_pocl
 def test_child_processes_have_the_cache_that_the_user_chose(tmp_path: Path) -> None:
     text = "import os, penstock as ps; ps.devices(); print(os.environ.get('POCL_CACHE_DIR'))"
@@ -299,6 +330,7 @@ def test_child_processes_have_the_cache_that_the_user_chose(tmp_path: Path) -> N
     python(forked, tmp_path)
 
 
+@pytest.mark.slow
 def test_pyopencl_keeps_nothing_on_disk_and_little_in_memory(tmp_path: Path) -> None:
     text = (
         "import linecache\nfrom penstock.drivers.opencl import invokers\ninvokers._MAX_KERNELS = 3\n"

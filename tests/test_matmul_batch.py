@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS
+from conftest import DRIVERS, surface
 
 import penstock as ps
 from penstock.execution.structure import Structure
 from penstock.runtime import Device
+
+pytestmark = surface
 
 SHAPES = [((3, 4), (4, 5)), ((8, 8), (8, 8)), ((3, 4), (4, 5)), ((1, 7), (7, 1)), ((3, 4), (4, 5))]
 
@@ -61,11 +63,11 @@ def test_gradients_are_those_of_the_single_products(device: Device, jitted: bool
         return [x.grad for x in leaves if x.grad is not None]
 
     flat = [left for left, _ in tensors] + [right for _, right in tensors]
-    found = (ps.jit(gradients) if jitted else gradients)(flat)
+    result = (ps.jit(gradients) if jitted else gradients)(flat)
     for at, (left, right) in enumerate(arrays):
         g = 2 * (at + 1) * (left @ right)
-        np.testing.assert_array_equal(found[at].numpy(), g @ right.T)
-        np.testing.assert_array_equal(found[at + len(arrays)].numpy(), left.T @ g)
+        np.testing.assert_array_equal(result[at].numpy(), g @ right.T)
+        np.testing.assert_array_equal(result[at + len(arrays)].numpy(), left.T @ g)
 
 
 def test_products_of_one_shape_are_one_product() -> None:

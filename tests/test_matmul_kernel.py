@@ -1,4 +1,4 @@
-"""Matrix products, in the way of a CPU and in that of a GPU, against NumPy in double precision."""
+"""Matrix products by CPU and GPU kernels, against NumPy in double precision."""
 
 from __future__ import annotations
 

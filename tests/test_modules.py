@@ -1,4 +1,4 @@
-"""Modules as people write them: parts in containers, cycles, fresh weights; Adam's count for each of them."""
+"""Modules as people write them: parts in containers, cycles, new weights; Adam's counts of each parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock import nn, optim
 
 
 class Holder(nn.Module):
-    """A module whose parts are whatever it is given."""
+    """A module with given parts."""
 
     def __init__(self, **parts: Any) -> None:
         for name, part in parts.items():
@@ -71,7 +71,9 @@ def test_containers_without_names_for_their_parts_are_refused(kind: Any) -> None
     for part in (weight(1.0), nn.Linear(1, 1)):
         model = Holder(parts=kind([part]))
         for use in (model.parameters, model.state_dict, model.eval, lambda m=model: m(ps.ones((1,)))):
-            with pytest.raises(TypeError, match=r"parts is a \w+, in which .* use a list or a dict"):
+            with pytest.raises(
+                TypeError, match=r"parts is a \w+, whose items have no names; use a list or a dict"
+            ):
                 use()
     assert Holder(words=kind(["a", "b"])).parameters() == []
 
@@ -109,7 +111,7 @@ def test_a_shared_part_has_its_first_name() -> None:
 
 
 class Counting(nn.Module):
-    """Layers, and a parameter of its own, of random numbers."""
+    """Layers, and a parameter of the module itself, with random values."""
 
     def __init__(self) -> None:
         self.layers = {"a": nn.Linear(3, 3), "b": [nn.Embedding(4, 3), nn.LayerNorm(3)]}
@@ -139,9 +141,9 @@ def test_fresh_weights_are_the_same_inside_jit_and_outside() -> None:
     ids = ps.asarray([0, 3])
     ps.random.manual_seed(5)
     inside = ps.jit(Counting())
-    found = inside(ids).numpy()
+    result = inside(ids).numpy()
     ps.random.manual_seed(5)
-    np.testing.assert_allclose(Counting()(ids).numpy(), found, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(Counting()(ids).numpy(), result, rtol=1e-5, atol=1e-6)
 
 
 # Adam counts the gradients of each parameter
@@ -193,21 +195,21 @@ EXPECTED = np.transpose(
 @pytest.mark.parametrize("jitted", [False, True])
 def test_adam_counts_the_steps_of_each_parameter(jitted: bool) -> None:
     training = Sparse(jitted)
-    found = []
+    result = []
     for names in STEPS:
         training.step(names)
-        found.append(training.values())
-    np.testing.assert_allclose(found, EXPECTED, atol=1e-4)
+        result.append(training.values())
+    np.testing.assert_allclose(result, EXPECTED, atol=1e-4)
 
 
 @pytest.mark.parametrize("jitted", [False, True])
 def test_adam_goes_on_bit_by_bit_from_every_step(jitted: bool) -> None:
     whole = Sparse(jitted)
-    states, found = [], []
+    states, result = [], []
     for names in STEPS:
         states.append((whole.values(), whole.optimizer.state_dict()))
         whole.step(names)
-        found.append(whole.values())
+        result.append(whole.values())
     for start in (1, 4, 9):
         values, state = states[start]
         again = Sparse(jitted)
@@ -217,11 +219,11 @@ def test_adam_goes_on_bit_by_bit_from_every_step(jitted: bool) -> None:
         again.optimizer.load_state_dict(state)
         for step, names in enumerate(STEPS[start:], start):
             again.step(names)
-            assert again.values() == found[step]
+            assert again.values() == result[step]
 
 
 def test_a_state_with_one_count_for_all_parameters_is_taken() -> None:
-    """As checkpoints had it before each parameter had its own."""
+    """As in older checkpoints, with a count for all parameters."""
     first, second = Sparse(False), Sparse(False)
     first.step("abc")
     state = first.optimizer.state_dict()
@@ -273,11 +275,11 @@ def test_overlapping_generations_leave_the_mode_alone(training: bool) -> None:
     model = dropping().train(training)
     expected = list(model.generate([1, 2], 4, temperature=0))
     first, second = (model.generate([1, 2], 4, temperature=0) for _ in range(2))
-    found = [[next(first)], [next(second)]]
+    result = [[next(first)], [next(second)]]
     assert [module.training for module in model.modules()] == [training] * len(list(model.modules()))
-    found[0] += first
-    found[1] += second
-    assert found == [expected, expected], "neither has dropout, whatever the mode"
+    result[0] += first
+    result[1] += second
+    assert result == [expected, expected], "neither has dropout, whatever the mode"
     assert [module.training for module in model.modules()] == [training] * len(list(model.modules()))
     abandoned = model.generate([1, 2], 4)
     next(abandoned)
@@ -303,6 +305,6 @@ def test_generations_in_threads_leave_the_mode_alone() -> None:
     model = dropping()
     expected = list(model.generate([1, 2], 3, temperature=0))
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: list(model.generate([1, 2], 3, temperature=0)), range(3)))
-    assert found == [expected] * 3
+        result = list(pool.map(lambda _: list(model.generate([1, 2], 3, temperature=0)), range(3)))
+    assert result == [expected] * 3
     assert model.training

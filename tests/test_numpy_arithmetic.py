@@ -39,10 +39,10 @@ def named(values: list[Any]) -> dict[str, Any]:
     return {"argvalues": values, "ids": [getattr(v, "__name__", type(v).__name__) for v in values]}
 
 
-def agrees(found: Any, expected: Any) -> None:
-    assert type(found) is ps.Tensor
-    assert found.dtype == expected.dtype
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
+def agrees(result: Any, expected: Any) -> None:
+    assert type(result) is ps.Tensor
+    assert result.dtype == expected.dtype
+    np.testing.assert_allclose(result.numpy(), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("operate", **named([*REALS, *COMPARISONS]))
@@ -130,9 +130,9 @@ def test_gradients_pass_beside_numpy(name: str) -> None:
     """Against finite differences of the same function, in float64."""
     loss = LOSSES[name]
     tensor = ps.asarray(A.astype(np.float64)).requires_grad_()
-    found = loss(tensor)
-    assert type(found) is ps.Tensor
-    ps.sum(found).backward()
+    result = loss(tensor)
+    assert type(result) is ps.Tensor
+    ps.sum(result).backward()
     assert tensor.grad is not None
     expected = np.zeros(A.shape)
     for place in np.ndindex(A.shape):
@@ -158,22 +158,22 @@ def test_a_ufunc_gives_the_right_tensor_or_is_refused(ufunc: np.ufunc) -> None:
         return
     outcomes = 0
     floating = np.abs(A) + 1
-    for one, other in ((floating, np.abs(B) + 1), (C, D + 1), (A > 0, B > 0)):
-        arrays = (one, other)[: ufunc.nin]
+    for value, other in ((floating, np.abs(B) + 1), (C, D + 1), (A > 0, B > 0)):
+        arrays = (value, other)[: ufunc.nin]
         try:
             with np.errstate(all="ignore"):
                 expected = ufunc(*arrays)
         except TypeError:
             continue
-        if one is not floating and (ufunc is np.reciprocal or np.result_type(*expected) == np.float16):
+        if value is not floating and (ufunc is np.reciprocal or np.result_type(*expected) == np.float16):
             continue  # where NumPy's dtypes for truth values and integers are others than the standard's
         try:
-            found = ufunc(*arrays[:-1], ps.asarray(arrays[-1]))
+            result = ufunc(*arrays[:-1], ps.asarray(arrays[-1]))
         except TypeError:
             continue
         outcomes += 1
-        assert type(found) is ps.Tensor
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5)
+        assert type(result) is ps.Tensor
+        np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5)
     assert outcomes or ufunc.__name__ not in vars(ps)
 
 

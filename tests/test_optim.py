@@ -59,13 +59,13 @@ class Training:
 
     def batch(self, number: int) -> tuple[ps.Tensor, ps.Tensor]:
         arrays = (REFERENCE[f"optim.{name}"][number] for name in "xy")
-        return tuple(ps.asarray(one, device=self.device, dtype=self.dtype) for one in arrays)  # type: ignore
+        return tuple(ps.asarray(array, device=self.device, dtype=self.dtype) for array in arrays)  # type: ignore
 
     def step(self, number: int) -> None:
         self._step(*self.batch(number))
 
     def parameters(self) -> np.ndarray:
-        both = [one.numpy().astype(np.float32).reshape(-1) for one in (self.weight, self.bias)]
+        both = [tensor.numpy().astype(np.float32).reshape(-1) for tensor in (self.weight, self.bias)]
         return np.concatenate(both)
 
     def run(self, steps: range = range(STEPS), schedule: optim.Schedule | None = None) -> np.ndarray:
@@ -95,12 +95,13 @@ SCHEDULES = {"schedule": optim.cosine(0.05, steps=10, warmup=3, least=0.01)}
 PAST_THE_END = {"schedule": 10}  # PyTorch's cosine goes up again after its end
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_trajectories_are_pytorchs(name: str, device: Device) -> None:
     steps = PAST_THE_END.get(name, STEPS)
     training = Training(OPTIMIZERS[name], device)
-    found = training.run(range(steps), SCHEDULES.get(name))
-    np.testing.assert_allclose(found, REFERENCE[f"optim.{name}"][:steps], rtol=1e-5, atol=2e-6)
+    result = training.run(range(steps), SCHEDULES.get(name))
+    np.testing.assert_allclose(result, REFERENCE[f"optim.{name}"][:steps], rtol=1e-5, atol=2e-6)
     assert training.captures == 1
     assert training.weight.grad is None
     assert training.weight.requires_grad
@@ -109,8 +110,8 @@ def test_trajectories_are_pytorchs(name: str, device: Device) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_they_are_the_same_without_jit(name: str) -> None:
     steps = PAST_THE_END.get(name, STEPS)
-    found = Training(OPTIMIZERS[name], wrap=lambda step: step).run(range(steps), SCHEDULES.get(name))
-    np.testing.assert_allclose(found, REFERENCE[f"optim.{name}"][:steps], rtol=1e-5, atol=2e-6)
+    result = Training(OPTIMIZERS[name], wrap=lambda step: step).run(range(steps), SCHEDULES.get(name))
+    np.testing.assert_allclose(result, REFERENCE[f"optim.{name}"][:steps], rtol=1e-5, atol=2e-6)
 
 
 # Rates
@@ -118,20 +119,20 @@ def test_they_are_the_same_without_jit(name: str) -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_steps_without_jit_leave_nothing_pending(scaled: bool) -> None:
-    """Else each would be computed again with the next, and all that it was computed from be kept."""
+    """Otherwise each step would be recomputed with the next, and keep its whole history alive."""
     dtype = ps.float16 if scaled else ps.float32
     w = ps.asarray(np.ones((4, 3), np.float32)).astype(dtype).realize().requires_grad_()
     optimizer = optim.AdamW([w], lr=0.1)
     for number in range(3):
         loss = (w * (number + 1)).sum()
-        other = (w * w).sum()  # whose gradient nobody wanted
+        other = (w * w).sum()  # its gradient is not needed
         if scaled:
             optimizer.backward(loss)
         else:
             loss.backward()
         optimizer.step()
         pending = [
-            name for state in optimizer._named() for name, one in state.items() if one._node.value is None
+            name for state in optimizer._named() for name, value in state.items() if value._node.value is None
         ]
         assert not pending
         assert w._node.value is not None
@@ -201,9 +202,9 @@ def test_the_norm_is_that_of_all_gradients_together() -> None:
 @pytest.mark.parametrize("dtype", [ps.float16, ps.bfloat16], ids=str)
 def test_halves_have_float32_masters(dtype: Any) -> None:
     training = Training(OPTIMIZERS["adamw"], dtype=dtype)
-    found = training.run()
+    result = training.run()
     rounding = 2**-10 if dtype == ps.float16 else 2**-7
-    np.testing.assert_allclose(found, REFERENCE["optim.adamw"], rtol=rounding, atol=0.03)
+    np.testing.assert_allclose(result, REFERENCE["optim.adamw"], rtol=rounding, atol=0.03)
     assert training.weight.dtype == dtype
     state = training.optimizer.state_dict()
     assert state["master.0"].dtype == np.float32
@@ -292,7 +293,7 @@ def test_a_loaded_state_goes_on_bit_by_bit(name: str, dtype: Any) -> None:
     with ps.no_grad():
         for new, old in ((second.weight, first.weight), (second.bias, first.bias)):
             new[...] = ps.asarray(old.numpy(), dtype=dtype)
-    first.optimizer.lr = 0.5  # a state keeps the rate of its time
+    first.optimizer.lr = 0.5  # a state includes the present rate
     second.optimizer.load_state_dict(saved)
     first.optimizer.load_state_dict(saved)
     assert first.optimizer.lr == second.optimizer.lr
@@ -339,11 +340,11 @@ def test_what_cannot_be_optimized_is_named() -> None:
         optim.SGD([weight], momentum=1)
     with pytest.raises(ValueError, match=r"settings are 0 or more, and \{'weight_decay': -0.5\}"):
         optim.AdamW([{"params": [weight], "weight_decay": -0.5}])
-    with pytest.raises(ValueError, match=r"may have weight_decay; .*'lr', 'params'"):
-        optim.SGD([{"params": [weight], "lr": 0.5}])
+    with pytest.raises(ValueError, match=r"may have lr, momentum, .*; \['params', 'rate'\] were given"):
+        optim.SGD([{"params": [weight], "rate": 0.5}])
     with pytest.raises(ValueError, match="has params"):
         optim.SGD([{"weight_decay": 0.5}])
-    with pytest.raises(TypeError, match="a list of tensors, and one tensor"):
+    with pytest.raises(TypeError, match="a list of tensors, and a single tensor"):
         optim.SGD(weight)
     far = ps.ones((2,), device="host").requires_grad_()
     with pytest.raises(ValueError, match="on one device, and the parameters are on host and "):

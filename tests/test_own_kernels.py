@@ -1,4 +1,4 @@
-"""Kernels of the user's own: formulas, functions and raw texts, against NumPy and finite differences."""
+"""User-defined kernels: formulas, functions and raw sources, against NumPy and finite differences."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def array(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
 
 
 def at(device: Device, *arrays: np.ndarray) -> list[ps.Tensor]:
-    return [ps.asarray(one, device=device) for one in arrays]
+    return [ps.asarray(array, device=device) for array in arrays]
 
 
 def swish_of(x: np.ndarray, beta: Any) -> np.ndarray:
@@ -79,22 +79,22 @@ def slope(function: Callable[[np.ndarray], Any], x: np.ndarray, step: float = 1e
 def test_a_formula_gives_what_numpy_gives(device: Device) -> None:
     swish, x = ps.kernel(SWISH), array(5, 7)
     (tensor,) = at(device, x)
-    for found in (
+    for result in (
         swish(tensor, beta=1.5),
         swish(tensor, 1.5),
         swish(beta=1.5, x=tensor),
         ps.jit(swish)(tensor, 1.5),
     ):
-        np.testing.assert_allclose(found.numpy(), swish_of(x, 1.5), rtol=1e-5, atol=1e-6)
-    found = ps.jit(swish)(*at(device, x, array(7, seed=1)))
-    np.testing.assert_allclose(found.numpy(), swish_of(x, array(7, seed=1)), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(result.numpy(), swish_of(x, 1.5), rtol=1e-5, atol=1e-6)
+    result = ps.jit(swish)(*at(device, x, array(7, seed=1)))
+    np.testing.assert_allclose(result.numpy(), swish_of(x, array(7, seed=1)), rtol=1e-4, atol=1e-5)
 
 
 def test_a_row_formula_gives_what_numpy_gives(device: Device) -> None:
     x = array(5, 7)
     powers = np.exp(x - x.max(-1, keepdims=True))
-    found = ps.jit(ps.kernel(SOFTMAX))(*at(device, x))
-    np.testing.assert_allclose(found.numpy(), powers / powers.sum(-1, keepdims=True), rtol=1e-5, atol=1e-6)
+    result = ps.jit(ps.kernel(SOFTMAX))(*at(device, x))
+    np.testing.assert_allclose(result.numpy(), powers / powers.sum(-1, keepdims=True), rtol=1e-5, atol=1e-6)
     assert ps.kernel("sum(x * x)")(*at(device, x)).shape == (5, 1)
 
 
@@ -192,10 +192,10 @@ def test_a_formula_may_go_over_lines() -> None:
         ("x +", "this is no expression", "   ^"),
         ("(x + 1", "'(' was never closed", "^"),
         ("x / (1 + expp(-x))", "'expp' is no function here; did you mean 'exp'?", "         ^^^^"),
-        ("x @ y", "a matrix product (@) has no place in a formula", "^^^^^"),
-        ("1 + x.T", "a dot has no place in a formula", "    ^^^"),
-        ("x[0]", "an index has no place in a formula", "^^^^"),
-        ("x + 'y'", "such a constant has no place in a formula", "    ^^^"),
+        ("x @ y", "a matrix product (@) is not allowed in a formula", "^^^^^"),
+        ("1 + x.T", "a dot is not allowed in a formula", "    ^^^"),
+        ("x[0]", "an index is not allowed in a formula", "^^^^"),
+        ("x + 'y'", "such a constant is not allowed in a formula", "    ^^^"),
         ("(lambda: x)()", "only functions can be called, by their names", " ^^^^^^^^^"),
         ("__import__('os')", "'__import__' is no function here", "^^^^^^^^^^"),
         ("x.__class__(1)", "only functions can be called, by their names", "^^^^^^^^^^^"),
@@ -207,10 +207,10 @@ def test_a_formula_may_go_over_lines() -> None:
         ("where(x, 1)", "where takes 3 values, and 2 were given", "^^^^^^^^^^^"),
         ("sum(x, axis=0)", "sum takes no keywords in a formula", "            ^"),
         ("x + exp", "'exp' is a function; call it, as in exp(x)", "    ^^^"),
-        ("β * x in y", "'in' is no comparison of items", "^^^^^^^^^^"),
+        ("β * x in y", "'in' does not compare items", "^^^^^^^^^^"),
         ("sqrt(2 / pi)", "a formula needs a parameter, and this is a constant", "^^^^^^^^^^^^"),
         ("x +\n  y * soft(x)", "'soft' is no function here", "      ^^^^"),
-        ("(y := x)", "an assignment has no place in a formula", " ^^^^^^"),
+        ("(y := x)", "an assignment is not allowed in a formula", " ^^^^^^"),
     ],
 )
 def test_what_is_no_formula_is_refused_at_its_place(formula: str, why: str, mark: str) -> None:
@@ -229,7 +229,7 @@ def test_parameters_that_cannot_be_are_refused() -> None:
         ps.kernel("x + y", parameters=["x", "y", "z"])
     with pytest.raises(KernelError, match="cannot be called 'max'"):
         ps.kernel("x", parameters=["max"])
-    with pytest.raises(KernelError, match="name one twice"):
+    with pytest.raises(KernelError, match="have a name twice"):
         ps.kernel("x", parameters=["x", "x"])
     with pytest.raises(TypeError, match="a formula or a function, and int"):
         ps.kernel(3)  # type: ignore[call-overload]
@@ -247,7 +247,7 @@ def test_arguments_that_cannot_be_are_refused() -> None:
     with pytest.raises(TypeError, match="bitwise_and does not take float32") as raised:
         ps.kernel("x & 1", name="odd")(x)
     assert raised.value.__notes__ == ["in the kernel 'odd': x & 1"]
-    with pytest.raises(TypeError, match="goes over the last axis of a tensor, and one without axes"):
+    with pytest.raises(TypeError, match="goes over the last axis of a tensor, and a tensor without axes"):
         ps.kernel("sum(x)")(ps.asarray(1.0))
     with pytest.raises(TypeError, match=r"and the number 2\.0 was given"):
         ps.kernel("x * sum(y)")(x, 2.0)
@@ -257,10 +257,10 @@ def test_arguments_that_cannot_be_are_refused() -> None:
 
 
 def _grown(parts: st.SearchStrategy[tuple[str, str]]) -> st.SearchStrategy[tuple[str, str]]:
-    """Formulas of moderate values and slopes, whose conditions are sure; each also as NumPy has it."""
-    one = ["sin({})", "cos({})", "tanh({})", "exp(tanh({}))", "sqrt(1 + square({}))", "-{}", "mean(x * {})"]
-    two = ["({} + {})", "({} - {})", "({} * {})", "{} / (2 + sin({}))", "where(x > y, {}, {})"]
-    same = [(text, text) for text in (*one, *two)]
+    """Formulas with moderate values and slopes and stable conditions; each also for NumPy."""
+    unary = ["sin({})", "cos({})", "tanh({})", "exp(tanh({}))", "sqrt(1 + square({}))", "-{}", "mean(x * {})"]
+    binary = ["({} + {})", "({} - {})", "({} * {})", "{} / (2 + sin({}))", "where(x > y, {}, {})"]
+    same = [(text, text) for text in (*unary, *binary)]
     how = st.sampled_from([*same, ("({} if x < 0.25 else {})", "where(x < 0.25, {}, {})")])
     return st.builds(lambda how, a, b: tuple(map(str.format, how, a, b)), how, parts, parts)
 
@@ -281,8 +281,8 @@ def test_random_formulas_agree_with_numpy_and_unfused(texts: tuple[str, str], se
     kernel = ps.kernel(formula, parameters=("x", "y", "beta"))
     wide = {"x": x.astype(np.float64), "y": y.astype(np.float64), "beta": 0.75}
     expected = eval(own, {**_NUMPY, **wide})
-    found = ps.jit(kernel)(ps.asarray(x), ps.asarray(y), 0.75).numpy()
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    result = ps.jit(kernel)(ps.asarray(x), ps.asarray(y), 0.75).numpy()
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
     assert_fused_equal(kernel, x, y, 0.75, rtol=1e-4)
 
 
@@ -399,10 +399,10 @@ OUTSIDE = ps.asarray(array(4))
         (lambda x: ps.reshape(x, (2, 8)), r"makes shape \(2, 8\) of \(4, 4\)"),
         (lambda x: x + OUTSIDE, r"uses float32\[4\], which is not among its arguments"),
         (lambda x: x + ps.random.normal((4, 4)), "which is not among its arguments|uses random"),
-        (lambda x: x if ps.sum(x) > 0 else -x, "asks for the value of bool"),
-        (lambda x: x * x.numpy().max(), r"asks for the value of float32\[4, 4\]"),
+        (lambda x: x if ps.sum(x) > 0 else -x, "reads the value of bool"),
+        (lambda x: x * x.numpy().max(), r"reads the value of float32\[4, 4\]"),
         (lambda x: x + ps.zeros((3, 1, 1)), r"gives shape \(3, 4, 4\), and its arguments have \(4, 4\)"),
-        (lambda x: (x, x), "has to give one tensor, and it gave tuple"),
+        (lambda x: (x, x), "has to return a tensor, and it returned tuple"),
     ],
 )
 def test_a_function_that_is_no_kernel_is_refused(function: Callable[..., Any], why: str) -> None:
@@ -423,7 +423,7 @@ def test_a_function_needs_a_tensor_and_no_options_of_formulas() -> None:
 
 
 def test_a_gradient_can_be_given(device: Device) -> None:
-    """One that is not the true one, so that it is known which was taken."""
+    """A gradient that is deliberately not the true one, so that its use shows."""
     x, beta = at(device, array(3, 4), array(4, seed=1))
 
     def tripled(g: ps.Tensor, y: ps.Tensor, x: ps.Tensor, beta: Any) -> Any:
@@ -446,10 +446,13 @@ def test_a_gradient_can_be_given(device: Device) -> None:
 def test_a_gradient_that_cannot_be_is_refused() -> None:
     x = ps.asarray(array(3, 4))
     wrong: dict[str, Callable[..., Any]] = {
-        "for each of 2 arguments, and it gave 1": lambda g, y, x, z: g,
-        "for each of 2 arguments, and it gave 3": lambda g, y, x, z: (g, g, g),
-        r"by argument 1 has to have its shape \(3, 4\), and has \(4,\)": lambda g, y, x, z: (g, g[0]),
-        "by argument 0 has to be a tensor or None, and it is float": lambda g, y, x, z: (1.0, g),
+        "for each of 2 arguments, and it returned 1": lambda g, y, x, z: g,
+        "for each of 2 arguments, and it returned 3": lambda g, y, x, z: (g, g, g),
+        r"with respect to argument 1 has to have its shape \(3, 4\), and has \(4,\)": lambda g, y, x, z: (
+            g,
+            g[0],
+        ),
+        "with respect to argument 0 has to be a tensor or None, and it is float": lambda g, y, x, z: (1.0, g),
     }
     for why, gradient in wrong.items():
         kernel = ps.kernel("x * z", gradient=gradient, name="mine")
@@ -591,9 +594,11 @@ def test_several_outputs_of_which_some_are_not_needed(compiling: Device) -> None
     np.testing.assert_array_equal(signs.numpy(), np.where(x > 0, 1, -1))
     np.testing.assert_allclose(twice.numpy(), 2 * x)
     for taken in range(2):
-        found = ps.jit(lambda x, taken=taken: kernel(x + 1)[taken] * 2)(tensor)
-        np.testing.assert_allclose(found.numpy(), [np.where(x + 1 > 0, 2, -2), 4 * (x + 1)][taken], rtol=1e-5)
-    both = ps.jit(lambda x: [one * 2 for one in kernel(x)])(tensor)
+        result = ps.jit(lambda x, taken=taken: kernel(x + 1)[taken] * 2)(tensor)
+        np.testing.assert_allclose(
+            result.numpy(), [np.where(x + 1 > 0, 2, -2), 4 * (x + 1)][taken], rtol=1e-5
+        )
+    both = ps.jit(lambda x: [item * 2 for item in kernel(x)])(tensor)
     np.testing.assert_allclose(both[1].numpy(), 4 * x)
     by_x = ps.jit(ps.grad(lambda x: (kernel(x)[1] * x).sum()))(tensor)
     np.testing.assert_allclose(by_x.numpy(), 4 * x, rtol=1e-5)
@@ -676,8 +681,8 @@ def test_scalars_have_their_own_dtypes_and_compile_nothing(compiling: Device) ->
     )
     x = array(4)
     for big, small in [(1 << 20, 0.25), (-(1 << 20), 1.5), (3, -1)]:
-        found = kernel(*at(compiling, x), big, small=small).numpy()
-        np.testing.assert_allclose(found, x + np.float32(big) + np.float32(small) / 2, rtol=1e-6, atol=1e-6)
+        result = kernel(*at(compiling, x), big, small=small).numpy()
+        np.testing.assert_allclose(result, x + np.float32(big) + np.float32(small) / 2, rtol=1e-6, atol=1e-6)
     assert len(executables(compiling)._programs) == 1
     with pytest.raises(ValueError, match="takes int32 as big, which cannot be 2147483648"):
         kernel(*at(compiling, x), 1 << 31, 0.5)
@@ -759,7 +764,7 @@ def test_kernels_of_one_name_are_told_apart_by_their_texts(opencl: Device) -> No
 
 def test_a_kernel_without_a_gradient_says_so(opencl: Device) -> None:
     x, y = at(opencl, array(4), array(4))
-    with pytest.raises(TypeError, match=r"kernel 'line' has no gradient; give raw_kernel one with gradient="):
+    with pytest.raises(TypeError, match=r"kernel 'line' has no gradient; pass gradient= to raw_kernel"):
         ps.grad(lambda x: line()(x, y, 1.0).sum())(x)
     own = x.requires_grad_()
     with ps.no_grad():
@@ -771,10 +776,10 @@ def test_a_device_of_another_language_is_refused() -> None:
     only_cuda = ps.raw_kernel("mine", {"cuda": LINE, "wgsl": LINE}, inputs=["x"], outputs={"out": "x"})
     host, opencl = (Device.over(DRIVERS[kind]()) for kind in ("host", "opencl-device"))
     with pytest.raises(
-        KernelError, match="kernel 'mine' is there in CUDA C and WGSL, and host-plain compiles no text"
+        KernelError, match="kernel 'mine' has source in CUDA C and WGSL, and host-plain compiles no kernels"
     ):
         only_cuda(*at(host, array(3)))
-    with pytest.raises(KernelError, match="is there in CUDA C and WGSL, and opencl-device takes OpenCL C"):
+    with pytest.raises(KernelError, match="has source in CUDA C and WGSL, and opencl-device takes OpenCL C"):
         only_cuda(*at(opencl, array(3)))
     for device in (host, opencl):
         device.close()
@@ -805,11 +810,11 @@ def test_lines_of_a_compiler_are_those_of_the_text(opencl: Device) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"outputs": {"out": "z"}}, r"output 'out' is to be like 'z', and the inputs are \['x', 'y'\]"),
-        ({"inputs": ("x", "x")}, "'x' would stand for two things"),
-        ({"inputs": ("i", "y"), "outputs": {"out": "y"}}, "'i' would stand for two things"),
-        ({"scalars": {"x_size": "int32"}}, "'x_size' would stand for two things"),
-        ({"inputs": ("x", "a b")}, "'a b' is no name"),
+        ({"outputs": {"out": "z"}}, r"output 'out' is like 'z', and the inputs are \['x', 'y'\]"),
+        ({"inputs": ("x", "x")}, "'x' would have two meanings"),
+        ({"inputs": ("i", "y"), "outputs": {"out": "y"}}, "'i' would have two meanings"),
+        ({"scalars": {"x_size": "int32"}}, "'x_size' would have two meanings"),
+        ({"inputs": ("x", "a b")}, "'a b' is not a valid name"),
         ({"inputs": ()}, "needs a source, an input and an output"),
         ({"grid": 1, "threads": 1}, "give threads= or grid=, not both"),
         ({"header": {"metal": ""}}, "'metal' is no language"),
@@ -833,7 +838,7 @@ def test_arguments_of_raw_kernels_that_cannot_be_are_refused(opencl: Device) -> 
     with pytest.raises(TypeError, match="has no scalars of float16, which alpha is"):
         line(scalars={"alpha": "float16"})(x, y, 1.0)
     with pytest.raises(
-        KernelError, match="wants groups of 1073741824 threads, and opencl-device has at most"
+        KernelError, match="has workgroups of 1073741824 threads, and opencl-device allows at most"
     ):
         line(group=1 << 30)(x, y, 1.0)
     with pytest.raises(KernelError, match="threads cannot be 0"):

@@ -1,4 +1,4 @@
-"""The memory planner: nothing alive shares a byte, takeovers are legal, and little memory is wasted."""
+"""The memory planner: live values share no byte, reuse in place is legal, and little memory is wasted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def units(nbytes: int, alignment: int = UNIT) -> int:
 
 
 def check(values: list[Value], alignment: int, made: Plan) -> None:
-    """Everything that a plan promises, by comparing every pair and every step."""
+    """Check all guarantees of a plan, by comparing every pair and every step."""
     assert len(made.offsets) == len(values)
     assert all(offset >= 0 and offset % alignment == 0 for offset in made.offsets)
     places = [
@@ -34,11 +34,11 @@ def check(values: list[Value], alignment: int, made: Plan) -> None:
         for value, offset in zip(values, made.offsets, strict=True)
     ]
     takeovers = []  # (dead, heir)
-    for one, other in combinations(range(len(values)), 2):
-        dead, heir = sorted((one, other), key=lambda i: values[i].born)
+    for item, other in combinations(range(len(values)), 2):
+        dead, heir = sorted((item, other), key=lambda i: values[i].born)
         both_live = values[heir].born <= values[dead].dies
-        if both_live and max(places[one].start, places[other].start) < min(
-            places[one].stop, places[other].stop
+        if both_live and max(places[item].start, places[other].start) < min(
+            places[item].stop, places[other].stop
         ):
             assert dead in values[heir].may_alias
             assert values[dead].dies == values[heir].born
@@ -67,7 +67,7 @@ def check(values: list[Value], alignment: int, made: Plan) -> None:
 
 @st.composite
 def lifetimes(draw: st.DrawFn) -> list[Value]:
-    """Values at steps that need not be consecutive, many of which may take each other's place."""
+    """Values at steps that need not be consecutive; many may reuse each other's memory in place."""
     nbytes = st.one_of(st.sampled_from([0, 1, UNIT, 2 * UNIT, 3 * UNIT]), st.integers(0, 40 * UNIT))
     stretch, first = draw(st.integers(1, 1000)), draw(st.integers(-1000, 1000))
     spans = draw(st.lists(st.tuples(nbytes, st.integers(0, 12), st.integers(0, 6)), max_size=25))
@@ -206,7 +206,7 @@ def test_mlps_waste_less_than_one_percent(layers: int, batch: int, widths: tuple
 
 @pytest.mark.parametrize(("count", "seeds"), [(100, 10), (300, 10), (1000, 10), (3000, 10), (10_000, 3)])
 def test_random_graphs_mostly_waste_less_than_one_percent(count: int, seeds: int) -> None:
-    """Mostly: for some, no plan so close to the bound is found in the work that is allowed."""
+    """For most graphs: for some, the bounded search finds no plan so close to the bound."""
     gaps = sorted(plan(graphs.branching_values(seed, count), UNIT).gap for seed in range(seeds))
     assert gaps[seeds * 8 // 10 - 1] < 0.01
     assert gaps[-1] < 0.03
@@ -231,7 +231,7 @@ def test_the_order_of_steps_is_possible_and_needs_no_more_than_the_given_one(see
 
 
 def live(order: Iterable[int], steps: list[Work], nbytes: list[int], kept: frozenset[int]) -> int:
-    """The most bytes that are there at one time, counted plainly."""
+    """The peak of live bytes, counted naively."""
     done, most = [], 0
     numbers = list(order)
     for at, number in enumerate(numbers):

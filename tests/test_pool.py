@@ -18,7 +18,7 @@ from penstock.memory.trace import Trace
 
 
 class Bytes:
-    """Stands for a driver: hands out numbered memory, at most `most` bytes, and knows what is out."""
+    """A fake driver: allocates numbered memory, at most `most` bytes, and knows live allocations."""
 
     def __init__(self, most: int = 1 << 60) -> None:
         self.most = most
@@ -61,8 +61,8 @@ def test_a_size_class_wastes_less_than_an_eighth_or_a_granule(nbytes: int) -> No
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 1 << 40))
-def test_size_classes_keep_the_order_of_sizes(one: int, other: int) -> None:
-    small, large = sorted((one, other))
+def test_size_classes_keep_the_order_of_sizes(first: int, second: int) -> None:
+    small, large = sorted((first, second))
     assert size_class(small) <= size_class(large)
 
 
@@ -192,7 +192,7 @@ def test_idle_blocks_make_room_for_a_request_that_would_not_fit_beside_them() ->
 
 @given(limit=st.integers(1, 1 << 22), data=st.data())
 def test_a_limit_is_exact(limit: int, data: st.DataObject) -> None:
-    """What fits beside the live bytes always succeeds, what does not always fails, and is undone wholly."""
+    """A request that fits beside the live bytes always succeeds; others always fail, without side effects."""
     driver = Bytes()
     pool = BufferPool(Limit(driver, limit))
     live: list[Memory] = []
@@ -254,7 +254,7 @@ def test_a_trace_ranks_the_lines_that_hold_memory() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random reserve, release, trim, failure and time against the simplest model: a list of what is out."""
+    """Random reserve, release, trim, failure and time against the simplest model: a list of live blocks."""
 
     def __init__(self) -> None:
         super().__init__()

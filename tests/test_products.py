@@ -35,6 +35,7 @@ from penstock.graph.contraction import MATMUL
 from penstock.graph.node import Node
 from penstock.graph.reference import computed
 from penstock.graph.simplify import simplify
+from penstock.graph.windows import windows
 from penstock.kernels.library.cublaslt import WORKSPACE, LibraryLaunch, Product, library_problem
 from penstock.kernels.lower import fusible, write
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
@@ -67,8 +68,8 @@ def groups(*wanted: Node, large: bool = True) -> list[Group]:
     return partition(simplify(wanted), lambda node: fusible(node, GPU), rule)
 
 
-def kinds(found: list[Group]) -> list[str]:
-    return [group.kind for group in found]
+def kinds(result: list[Group]) -> list[str]:
+    return [group.kind for group in result]
 
 
 def x_(*shape: int, dtype: Any = np.float32) -> Node:
@@ -92,12 +93,12 @@ def matrices(memory: np.ndarray, matrix: Matrix, batch: int) -> np.ndarray:
     assert matrix.leading >= matrix.rows
     assert memory.size >= matrix.extent + (batch - 1) * matrix.batch_stride
     size = memory.itemsize
-    found = as_strided(
+    result = as_strided(
         memory[matrix.offset :],
         (batch, matrix.rows, matrix.columns),
         (matrix.batch_stride * size, size, matrix.leading * size),
     )
-    return found.swapaxes(1, 2) if matrix.transposed else found
+    return result.swapaxes(1, 2) if matrix.transposed else result
 
 
 def by_numpy(problem: Product, left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -109,10 +110,10 @@ def by_numpy(problem: Product, left: np.ndarray, right: np.ndarray) -> np.ndarra
     return columns_first.swapaxes(1, 2).reshape(-1)
 
 
-def run(found: list[Group]) -> dict[Node, np.ndarray]:
-    """The values of groups: products from memory, as a library would, and all else by its meaning."""
+def run(actual: list[Group]) -> dict[Node, np.ndarray]:
+    """The values of groups: products from memory, as by a library, and the rest by NumPy references."""
     stored: dict[Node, np.ndarray] = {}
-    for group in found:
+    for group in actual:
         known = {}
         for node in group.inputs:
             value = node.value if node.value is not None else stored[base(node)]
@@ -169,7 +170,7 @@ def test_one_stride_walks_through_a_batch_in_order(axes: list[tuple[int, int]]) 
 
 @st.composite
 def operand(draw: st.DrawFn, shape: tuple[int, ...], dtype: str) -> Node:
-    """A node of a shape that looks at memory in any way: axes in another order, repeated, cut out, joined."""
+    """A node of a shape with any view of memory: permuted, repeated, sliced, merged axes."""
     order = draw(st.permutations(range(len(shape))))
     stored, parts, small = [], [], []
     for axis in order:
@@ -203,12 +204,12 @@ def test_operands_of_any_layout_are_read_in_place_or_written_out(data: st.DataOb
     left = data.draw(operand((*batch, rows, inner), dtype))
     right = data.draw(operand((*batch, inner, columns), dtype))
     if left.ndim != right.ndim:
-        one = (int(np.prod(batch)),)
-        left, right = (shaping.reshape(x, (*one, *x.shape[-2:])) for x in (left, right))
+        merged = (int(np.prod(batch)),)
+        left, right = (shaping.reshape(x, (*merged, *x.shape[-2:])) for x in (left, right))
     product = contraction.matmul(left, right)
     (wanted,) = simplify([product])
-    found = partition([wanted], lambda node: fusible(node, GPU), lambda node: True)
-    values = run(found)
+    result = partition([wanted], lambda node: fusible(node, GPU), lambda node: True)
+    values = run(result)
     expected = computed_graph(wanted)
     tolerance = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2, "float64": 1e-12}[dtype]
     np.testing.assert_allclose(
@@ -233,11 +234,11 @@ def computed_graph(node: Node) -> np.ndarray:
 def test_a_product_is_alone_and_what_follows_is_one_map() -> None:
     x, w, b = x_(64, 32), x_(48, 32), x_(48)
     biased = elementwise.add(contraction.matmul(x, turned(w)), wide(b, 64))
-    found = groups(elementwise.tanh(elementwise.multiply(biased, biased)))
-    assert kinds(found) == ["matmul", "map"]
-    assert [node.primitive.name for node in found[0].nodes if node.primitive.name != "permute"] == ["matmul"]
-    assert set(found[0].inputs) == {x, w}  # the transposed weight is read in place
-    assert set(found[1].inputs) == {found[0].outputs[0], b}
+    result = groups(elementwise.tanh(elementwise.multiply(biased, biased)))
+    assert kinds(result) == ["matmul", "map"]
+    assert [node.primitive.name for node in result[0].nodes if node.primitive.name != "permute"] == ["matmul"]
+    assert set(result[0].inputs) == {x, w}  # the transposed weight is read in place
+    assert set(result[1].inputs) == {result[0].outputs[0], b}
 
 
 def test_a_residual_and_a_norm_after_a_product_are_one_row_kernel() -> None:
@@ -245,9 +246,9 @@ def test_a_residual_and_a_norm_after_a_product_are_one_row_kernel() -> None:
     y = elementwise.add(residual, contraction.matmul(x, w))
     total = reducing.sum_(elementwise.multiply(y, y), (1,))
     normed = elementwise.multiply(y, reducing.expand(shaping.reshape(total, (64, 1)), (64, 48)))
-    found = groups(y, normed)
-    assert kinds(found) == ["matmul", "row"]
-    assert set(found[1].outputs) == {y, normed} or len(found[1].outputs) == 2
+    result = groups(y, normed)
+    assert kinds(result) == ["matmul", "row"]
+    assert set(result[1].outputs) == {y, normed} or len(result[1].outputs) == 2
 
 
 def test_a_bias_is_added_by_the_library_to_what_is_stored_in_any_case() -> None:
@@ -265,19 +266,19 @@ def test_a_bias_is_added_by_the_library_to_what_is_stored_in_any_case() -> None:
     assert isinstance(written.function, LibraryLaunch)
     assert sorted(written.function.buffers) == ["bias", "left", "out", "right", "workspace"]
     # Another product reads it from memory, and so it is stored.
-    found = groups(contraction.matmul(shaping.reshape(biased, (6000, 48)), x_(48, 5)))
-    assert kinds(found) == ["matmul", "matmul"]
-    assert contraction_of(found[0]) is not found[0].outputs[0]
+    result = groups(contraction.matmul(shaping.reshape(biased, (6000, 48)), x_(48, 5)))
+    assert kinds(result) == ["matmul", "matmul"]
+    assert contraction_of(result[0]) is not result[0].outputs[0]
 
 
 def test_a_bias_that_is_computed_is_stored() -> None:
     x, w, b = x_(64, 32), x_(32, 48), x_(48, dtype=np.float64)
     narrow = elementwise.cast(b, dtypes.float32)
-    found = groups(elementwise.add(contraction.matmul(x, w), wide(narrow, 64)))
-    assert kinds(found) == ["map", "matmul"]
-    values = run(found)
+    result = groups(elementwise.add(contraction.matmul(x, w), wide(narrow, 64)))
+    assert kinds(result) == ["map", "matmul"]
+    values = run(result)
     expected = x.value @ w.value + b.value
-    np.testing.assert_allclose(values[found[1].outputs[0]], expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(values[result[1].outputs[0]], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_sums_that_are_no_bias_are_maps() -> None:
@@ -294,8 +295,8 @@ def test_sums_that_are_no_bias_are_maps() -> None:
     for name, node in others.items():
         assert kinds(groups(node)) == ["matmul", "map"], name
     # What is needed without its bias too is stored without it.
-    found = groups(elementwise.add(product, bias), elementwise.exp(product))
-    assert kinds(found) == ["matmul", "map", "map"]
+    result = groups(elementwise.add(product, bias), elementwise.exp(product))
+    assert kinds(result) == ["matmul", "map", "map"]
     assert kinds(groups(elementwise.add(product, bias), product)) == ["matmul", "map"]
     row = contraction.matmul(x_(1, 32), w)
     assert kinds(groups(elementwise.add(row, row))) == ["matmul", "map"]
@@ -309,21 +310,35 @@ def test_heads_that_lie_in_two_strides_are_written_out() -> None:
     """(text, row, head, item): the matrices of heads begin 10 items apart, those of texts 480."""
     x = x_(2, 12, 4, 10)
     heads = shaping.permute(x, (0, 2, 1, 3))
-    found = groups(contraction.matmul(heads, x_(2, 4, 10, 7)))
-    assert kinds(found) == ["map", "matmul"]
-    one = x_(1, 12, 4, 10)  # of one text, there is one stride
-    heads = shaping.permute(one, (0, 2, 1, 3))
-    found = groups(contraction.matmul(heads, turned(heads)))
-    assert kinds(found) == ["matmul"]
-    problem, _ = library_problem(found[0], found[0].outputs[0], GPU)
+    result = groups(contraction.matmul(heads, x_(2, 4, 10, 7)))
+    assert kinds(result) == ["map", "matmul"]
+    single = x_(1, 12, 4, 10)  # a single sequence has a single stride
+    heads = shaping.permute(single, (0, 2, 1, 3))
+    result = groups(contraction.matmul(heads, turned(heads)))
+    assert kinds(result) == ["matmul"]
+    problem, _ = library_problem(result[0], result[0].outputs[0], GPU)
     assert (problem.left.leading, problem.left.batch_stride) == (40, 10)
+
+
+def test_windows_are_written_out_for_a_library() -> None:
+    x, weight = x_(2, 3, 6, 5), x_(2, 4, 27)
+    seen = windows(windows(x, 2, 3), 4, 3)
+    columns = shaping.reshape(shaping.permute(seen, (0, 1, 3, 5, 2, 4)), (2, 27, 12))
+    product = contraction.matmul(weight, columns)
+    actual = groups(product)
+    assert kinds(actual) == ["map", "matmul"]
+    (result,) = actual[-1].outputs
+    np.testing.assert_allclose(run(actual)[result], computed_graph(product), rtol=1e-5, atol=1e-5)
+    (alone,) = partition(simplify([product]), lambda node: fusible(node, GPU), lambda node: False)
+    assert alone.kind == "matmul"  # a generated kernel reads them where they lie
+    assert x in alone.inputs
 
 
 def test_one_matrix_for_all_of_a_batch_has_no_stride() -> None:
     x, w = x_(3, 8, 6), x_(1, 6, 7)
-    found = groups(contraction.matmul(x, reducing.expand(w, (3, 6, 7))))
-    assert kinds(found) == ["matmul"]
-    problem, _ = library_problem(found[0], found[0].outputs[0], GPU)
+    result = groups(contraction.matmul(x, reducing.expand(w, (3, 6, 7))))
+    assert kinds(result) == ["matmul"]
+    problem, _ = library_problem(result[0], result[0].outputs[0], GPU)
     assert problem.right.batch_stride == 0
     assert problem.left.batch_stride == 48
 
@@ -458,7 +473,7 @@ ENDINGS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "relu": lambda y, bias, residual: F.relu(y + bias),
     "gelu": lambda y, bias, residual: F.gelu(y + bias),
     "residual": lambda y, bias, residual: residual + (y + bias),
-    "norm": lambda y, bias, residual: F.layer_norm(residual + y, bias),
+    "norm": lambda y, bias, residual: F.layer_norm(residual + y, bias.shape, bias),
     "columns": lambda y, bias, residual: ps.sum(y + bias, axis=-2),
 }
 EPSILON = {"float64": 1e-13, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
@@ -466,7 +481,7 @@ EPSILON = {"float64": 1e-13, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
 
 @st.composite
 def stored_matrices(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[np.ndarray, Callable[[Any], Any]]:
-    """Memory, and matrices in it: transposed or not, alone or inside larger ones."""
+    """An allocation, and matrices in it: transposed or not, whole or parts of larger matrices."""
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
     before = draw(st.sampled_from([0, 0, 1, 8]))
     *batch, rows, columns = shape
@@ -492,10 +507,10 @@ def test_products_and_endings_on_a_device(opened: Device, data: st.DataObject) -
         rng.standard_normal(shape) for shape in ((columns,), (*batch, rows, columns), (columns,))
     )
     dtype = dtypes.checked(name)
-    rounded = [one.astype(dtype) for one in (left, right, bias, residual, weight)]
+    rounded = [array.astype(dtype) for array in (left, right, bias, residual, weight)]
 
     def values(device: Device, inside: Any) -> list[np.ndarray]:
-        a, b, c, d, w = (ps.asarray(one.astype(inside), device=device) for one in rounded)
+        a, b, c, d, w = (ps.asarray(value.astype(inside), device=device) for value in rounded)
         a, b = a.requires_grad_(), b.requires_grad_()
         out = ending(ps.matmul(left_view(a), right_view(b)), c, d)
         ps.sum(out * w).backward()
@@ -504,6 +519,6 @@ def test_products_and_endings_on_a_device(opened: Device, data: st.DataObject) -
     host = Device.over(HostDriver("exact"))
     expected = values(host, dtypes.float64)
     host.close()
-    for found, exact, allowed in zip(values(opened, dtype), expected, (4, 40, 40), strict=True):
-        error = np.linalg.norm(found - exact)
+    for result, exact, allowed in zip(values(opened, dtype), expected, (4, 40, 40), strict=True):
+        error = np.linalg.norm(result - exact)
         assert error <= allowed * EPSILON[name] * (np.linalg.norm(exact) + np.sqrt(exact.size))

@@ -1,4 +1,4 @@
-"""Programs: run again with other values, in bounded memory, from several threads, through failures."""
+"""Programs: rerun with other values, in bounded memory, from several threads, and after failures."""
 
 from __future__ import annotations
 
@@ -7,38 +7,29 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, one_opencl
+from conftest import CUDA_KINDS, DRIVERS, WEBGPU_KINDS, opencl_threads, surface
 
 import penstock as ps
 from penstock import Device
 from penstock.config import Settings
 from penstock.drivers.driver import Driver
-from penstock.drivers.opencl import OpenCLDriver
 from penstock.errors import CompileError, OutOfDeviceMemory
 from penstock.execution import cache, realize
 from penstock.execution.structure import Structure
 
-pytestmark = one_opencl
+pytestmark = surface
 
 
-def _threads() -> Driver:
-    """A device that computes as a GPU does: many threads in a group, and no vectors."""
-    driver = OpenCLDriver(NATIVE, "opencl-threads")
-    driver.capabilities = replace(driver.capabilities, vector_width=1)
-    return driver
-
-
-KINDS: dict[str, Callable[[], Driver]] = {**DRIVERS, "opencl-threads": _threads}
+KINDS: dict[str, Callable[[], Driver]] = {**DRIVERS, "opencl-threads": opencl_threads}
 
 
 @pytest.fixture(autouse=True)
 def _programs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is computed by a program, at the first sight and however small."""
+    """A device on which programs compute everything, the first time too, and however small."""
     monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
     monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
 
@@ -76,25 +67,25 @@ def run(device: Device, x: np.ndarray, y: np.ndarray, scale: float, offset: floa
     return work(ps, ps.asarray(x, device=device), ps.asarray(y, device=device), scale, offset).numpy()
 
 
-# Again and again
+# Repeated runs
 
 
 def test_a_program_runs_with_other_values_and_constants(device: Device) -> None:
     kept = []
     for turn in range(5):
         x, y = array(6, 5, seed=turn), array(5, 9, seed=turn + 10)
-        found = run(device, x, y, 0.5 + turn, 3.0 - turn)
-        np.testing.assert_allclose(found, work(np, x, y, 0.5 + turn, 3.0 - turn), rtol=1e-5, atol=1e-6)
+        result = run(device, x, y, 0.5 + turn, 3.0 - turn)
+        np.testing.assert_allclose(result, work(np, x, y, 0.5 + turn, 3.0 - turn), rtol=1e-5, atol=1e-6)
         if turn % 2:
-            kept.append(ps.asarray(x, device=device))  # so that memory comes from elsewhere the next time
+            kept.append(ps.asarray(x, device=device))  # so that the next run gets other memory
     assert count(device) == 1
 
 
 def test_constants_are_told_apart_by_their_bits(device: Device) -> None:
     x = ps.asarray(np.ones(9, np.float32), device=device)
     for constant in (0.0, -0.0, 0.0, float("nan"), 1.0, float("nan"), -0.0):
-        found = ps.copysign(x, constant).numpy()
-        np.testing.assert_array_equal(found, np.copysign(np.ones(9), constant))
+        result = ps.copysign(x, constant).numpy()
+        np.testing.assert_array_equal(result, np.copysign(np.ones(9), constant))
     assert count(device) == 1
 
 
@@ -111,10 +102,10 @@ def test_one_value_under_two_names(device: Device) -> None:
     x = ps.asarray(a, device=device)
     double = x * 2
     wanted = [double, ps.reshape(double, (24,)), x * 2, ps.reshape(x, (24,)), double + 1]
-    realize.realize([one._node for one in wanted], device)
+    realize.realize([node._node for node in wanted], device)
     expected = [a * 2, (a * 2).reshape(24), a * 2, a.reshape(24), a * 2 + 1]
-    for one, right in zip(wanted, expected, strict=True):
-        np.testing.assert_allclose(one.numpy(), right)
+    for node, right in zip(wanted, expected, strict=True):
+        np.testing.assert_allclose(node.numpy(), right)
 
 
 def test_a_computed_value_is_an_input_of_the_next_program(device: Device) -> None:
@@ -177,7 +168,7 @@ def test_inputs_that_are_dropped_are_free(device: Device) -> None:
     x = ps.asarray(array(64, 64), device=device)
     y = x * 3 + 1
     realize.realize([y._node], device)
-    inside = [weakref.ref(one._node.value.memory) for one in (x, y)]
+    inside = [weakref.ref(tensor._node.value.memory) for tensor in (x, y)]
     del x, y
     gc.collect()
     device.cleanup()
@@ -216,7 +207,7 @@ def test_what_was_used_last_is_kept(host: Device, monkeypatch: pytest.MonkeyPatc
 
     def compute(length: int) -> None:
         x = ps.asarray(np.ones(length, np.float32), device=host)
-        for _ in range(40):  # no small expression, of which programs are known by another key, too
+        for _ in range(40):  # no small expression, whose programs have another key, too
             x = x * 2 + 1
         x.numpy()
 
@@ -255,7 +246,7 @@ def test_small_expressions_wait_for_no_compiler(device: Device, monkeypatch: pyt
         expected = far + (far or turn > 0)
         assert count(device) == expected, "from the second time on, where NumPy gives the same bits"
     assert ps.sum(ps.ones(10_000, device=device)).item() == 10_000
-    assert count(device) == far + 2, "large ones at once"
+    assert count(device) == far + 2, "large programs immediately"
     inexact = ps.exp(ps.ones(200, device=device))
     np.testing.assert_allclose(inexact.numpy(), np.e, rtol=1e-6)
     assert count(device) == far + 3, "others at once, too"
@@ -269,9 +260,9 @@ def test_a_step_of_the_host_in_the_middle(device: Device) -> None:
     for turn in range(3):
         b, divisor = a + turn, 0.25 * (turn + 1)
         x = ps.asarray(b, device=device)
-        found = ps.sum(ps.tanh((x * 2) // divisor), axis=0) + 1
+        result = ps.sum(ps.tanh((x * 2) // divisor), axis=0) + 1
         expected = np.tanh(b * 2 // np.float32(divisor)).sum(0) + 1
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(result.numpy(), expected, rtol=1e-4, atol=1e-5)
     assert count(device) == 1
 
 
@@ -280,21 +271,21 @@ def test_complex_numbers_pass_through_the_host(device: Device) -> None:
         a, b = array(5, 4, seed=turn), array(5, 4, seed=turn + 5)
         x, y = ps.asarray(a, device=device), ps.asarray(b, device=device)
         z = ps.astype(x * 2, ps.complex64) * 1j + ps.astype(y, ps.complex64)
-        found = [(ps.abs(ps.exp(z)) + x), ps.sum(ps.real(z) * ps.imag(z), axis=1)]
-        realize.realize([one._node for one in found], device)
+        result = [(ps.abs(ps.exp(z)) + x), ps.sum(ps.real(z) * ps.imag(z), axis=1)]
+        realize.realize([tensor._node for tensor in result], device)
         right = a * 2j + b
-        np.testing.assert_allclose(found[0].numpy(), np.abs(np.exp(right)) + a, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(found[1].numpy(), (right.real * right.imag).sum(1), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(result[0].numpy(), np.abs(np.exp(right)) + a, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(result[1].numpy(), (right.real * right.imag).sum(1), rtol=1e-4, atol=1e-5)
 
 
 def test_whole_numbers_from_fractions(device: Device) -> None:
     a = array(33) * 100
     x = ps.asarray(a, device=device)
-    found = ps.cumulative_sum(ps.astype(x * 2, ps.int32) * 3, axis=0) - 1
-    assert found.numpy().tolist() == (np.cumsum((a * 2).astype(np.int32) * 3) - 1).tolist()
+    result = ps.cumulative_sum(ps.astype(x * 2, ps.int32) * 3, axis=0) - 1
+    assert result.numpy().tolist() == (np.cumsum((a * 2).astype(np.int32) * 3) - 1).tolist()
 
 
-# Nothing at all
+# Empty graphs
 
 
 def test_tensors_of_size_zero(device: Device) -> None:
@@ -316,7 +307,7 @@ def test_tensors_of_size_zero(device: Device) -> None:
             ps.cumulative_sum(none, axis=1),
             ps.take(x, ps.asarray(np.empty(0, np.int64), device=device), axis=0),
         ]
-        realize.realize([one._node for one in wanted], device)
+        realize.realize([node._node for node in wanted], device)
         b = a + turn
         nothing = np.empty((0, 5), np.float32)
         expected = [
@@ -332,9 +323,9 @@ def test_tensors_of_size_zero(device: Device) -> None:
             nothing,
             nothing,
         ]
-        for one, right in zip(wanted, expected, strict=True):
-            assert one.shape == right.shape
-            np.testing.assert_allclose(one.numpy(), right, rtol=1e-5)
+        for node, right in zip(wanted, expected, strict=True):
+            assert node.shape == right.shape
+            np.testing.assert_allclose(node.numpy(), right, rtol=1e-5)
 
 
 def test_nothing_but_nothing(device: Device) -> None:
@@ -379,8 +370,8 @@ def test_threads_run_one_program(device: Device) -> None:
     def job(which: int) -> None:
         for turn in range(8):
             x, y = array(6, 5, seed=which), array(5, 4, seed=turn)
-            found = run(device, x, y, 1.0 + which, turn)
-            np.testing.assert_allclose(found, work(np, x, y, 1.0 + which, turn), rtol=1e-4, atol=1e-5)
+            result = run(device, x, y, 1.0 + which, turn)
+            np.testing.assert_allclose(result, work(np, x, y, 1.0 + which, turn), rtol=1e-4, atol=1e-5)
 
     in_threads(job)
 
@@ -490,3 +481,34 @@ def test_a_product_whose_ending_is_of_another_dtype(device: Device, dtype: str) 
     product, ending = both(ps.asarray(x, device=device))
     np.testing.assert_allclose(product.numpy(), x @ x, rtol=1e-5)
     np.testing.assert_array_equal(ending.numpy(), (product.numpy() * 2).astype(dtype))
+
+
+def test_small_kernels_that_repeat(device: Device) -> None:
+    """Steps of a chain that differ in their memory only: on a CPU, a loop over a table of it."""
+    steps, a = 60, array(5, 7)
+    w = array(7, seed=1) + np.float32(1.5)
+    weight = ps.asarray(w, device=device).requires_grad_()
+
+    @ps.jit
+    def gradient(x: ps.Tensor) -> ps.Tensor:
+        for _ in range(steps):
+            x = ps.checkpoint(lambda x: ps.tanh(x * weight), x)
+        ps.sum(x).backward()
+        found, weight.grad = weight.grad, None
+        assert found is not None
+        return found
+
+    values = [a.astype(np.float64)]
+    for _ in range(steps):
+        values.append(np.tanh(values[-1] * w))
+    passed, wanted = np.ones_like(values[0]), np.zeros(7)
+    for before, after in zip(values[-2::-1], values[:0:-1], strict=True):
+        passed = passed * (1 - after * after)
+        wanted += np.sum(passed * before, axis=0)
+        passed = passed * w
+    for x in (a, a[::-1].copy()):
+        np.testing.assert_allclose(gradient(ps.asarray(x, device=device)).numpy(), wanted, 1e-4, 1e-5)
+    ((captured,),) = gradient._captured.values()
+    if device.capabilities.vector_width > 1:
+        assert captured.program is not None
+        assert captured.program.launches < 20

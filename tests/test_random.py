@@ -1,4 +1,4 @@
-"""Random numbers: Philox by its known answers, the numbers made of it, and the same bits on every driver."""
+"""Random numbers: Philox against known answers, distributions, and the same bits on every driver."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 def slow_philox(counter: list[int], key: list[int]) -> list[int]:
-    """One block in Python's own whole numbers, round by round as the paper has it."""
+    """A block in Python integers, round by round as in the paper."""
     left, right, keys = counter[1::2], counter[0::2], list(key)
     for _ in range(10):
         products = [factor * word for factor, word in zip((0xD2511F53, 0xCD9E8D57), right, strict=True)]
@@ -81,21 +81,21 @@ def given_words(words: Any) -> Node:
 
 
 def value(node: Node) -> np.ndarray:
-    """A node by its meaning in NumPy."""
+    """The value of a node by NumPy references."""
     values: dict[Node, Any] = {}
     with np.errstate(all="raise"):
-        for one in topological([node]):
-            inputs = [values[parent] for parent in one.inputs]
-            known = one.value is not None
-            values[one] = one.value if known else one.primitive.reference(*inputs, **one.attributes)
+        for item in topological([node]):
+            inputs = [values[parent] for parent in item.inputs]
+            known = item.value is not None
+            values[item] = item.value if known else item.primitive.reference(*inputs, **item.attributes)
     return values[node]
 
 
 @pytest.mark.parametrize(("counter", "key", "block"), KNOWN)
 def test_known_answers(counter: list[int], key: list[int], block: list[int]) -> None:
     assert slow_philox(counter, key) == block
-    found = philox([np.array([word], np.uint64) for word in counter], (key[0], key[1]))
-    assert [int(word[0]) for word in found] == block
+    result = philox([np.array([word], np.uint64) for word in counter], (key[0], key[1]))
+    assert [int(word[0]) for word in result] == block
 
 
 @settings(max_examples=50, deadline=None)
@@ -105,9 +105,9 @@ def test_the_meaning_is_philox_word_by_word(state: list[int], count: int) -> Non
 
 
 def test_bits_lie_in_row_major_order() -> None:
-    found = meaning([1, 2, 3, 4], (2, 3, 5))
-    assert found.dtype == np.uint32
-    assert found.reshape(-1).tolist() == slow_bits([1, 2, 3, 4], 30)
+    result = meaning([1, 2, 3, 4], (2, 3, 5))
+    assert result.dtype == np.uint32
+    assert result.reshape(-1).tolist() == slow_bits([1, 2, 3, 4], 30)
     assert meaning([1, 2, 3, 4], ()).tolist() == slow_bits([1, 2, 3, 4], 1)[0]
 
 
@@ -174,13 +174,13 @@ def test_uniform_between_bounds_never_reaches_the_upper_one() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_no_bits_lead_out_of_range(dtype: str) -> None:
     """The smallest and the largest words, which no test would draw."""
-    found = np.dtype(dtype)
-    words = graph.NORMAL_WORDS[found]
+    result = np.dtype(dtype)
+    words = graph.NORMAL_WORDS[result]
     ends = [[word] * words for word in (0, 2**32 - 1)]
-    least, most = value(graph.uniform(given_words([end[: words // 2] for end in ends]), found))
+    least, most = value(graph.uniform(given_words([end[: words // 2] for end in ends]), result))
     assert least == 0
-    assert 1 - np.finfo(found).eps <= most < 1
-    far, near = value(graph.normal(given_words(ends), found))
+    assert 1 - np.finfo(result).eps <= most < 1
+    far, near = value(graph.normal(given_words(ends), result))
     assert 6.6 < far < 8.6
     assert abs(near) < 1e-3
     for chance in (0, 1):
@@ -226,19 +226,19 @@ def distance(drawn: np.ndarray, chance_below: Callable[[np.ndarray], Any]) -> fl
 
 @pytest.mark.parametrize("dtype", [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)])
 def test_integers_cover_the_range_of_their_dtype(dtype: str) -> None:
-    found, bounds = np.dtype(dtype), np.iinfo(dtype)
+    result, bounds = np.dtype(dtype), np.iinfo(dtype)
     low, high = int(bounds.min), int(bounds.max) + 1
-    drawn = Generator(6).integers(low, high, 5000, dtype=found).numpy()
+    drawn = Generator(6).integers(low, high, 5000, dtype=result).numpy()
     assert drawn.dtype == dtype
     assert distance((drawn.astype(np.float64) - low) / (high - low), lambda x: x) < 2
     if high - low == 256:
         assert len(set(drawn.tolist())) == 256
     start = max(low, -2)
-    drawn = Generator(6).integers(start, start + 5, (100, 7), dtype=found).numpy()
+    drawn = Generator(6).integers(start, start + 5, (100, 7), dtype=result).numpy()
     counts = np.unique_counts(drawn)
     assert counts.values.tolist() == list(range(start, start + 5))
     assert counts.counts.min() > 100
-    assert set(Generator(6).integers(high - 1, high, 20, dtype=found).tolist()) == {high - 1}
+    assert set(Generator(6).integers(high - 1, high, 20, dtype=result).tolist()) == {high - 1}
 
 
 @settings(max_examples=50, deadline=None)
@@ -269,9 +269,9 @@ def test_bernoulli(probability: float) -> None:
 def test_permutations() -> None:
     generator = Generator(9)
     for n in (0, 1, 2, 1000):
-        found = generator.permutation(n)
-        assert found.dtype == ps.int64
-        assert sorted(found.tolist()) == list(range(n))
+        result = generator.permutation(n)
+        assert result.dtype == ps.int64
+        assert sorted(result.tolist()) == list(range(n))
     orders = {tuple(generator.permutation(3).tolist()) for _ in range(60)}
     assert len(orders) == 6
 
@@ -305,7 +305,7 @@ def test_a_seed_gives_the_same_on_every_device(on: Device) -> None:
 
 
 def test_a_seed_gives_the_same_at_every_draw(on: Device) -> None:
-    """The first one too, which NumPy would compute if it were not random."""
+    """Also in the first call, which NumPy would compute if it were not random."""
     first, *others = (Generator(5, on).normal((256, 160)).numpy() for _ in range(3))
     for other in others:
         np.testing.assert_array_equal(other, first)

@@ -5,29 +5,29 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, opencl_threads
 
 from penstock import Device
 from penstock.compiler import passes
-from penstock.drivers.driver import Capabilities, Driver
-from penstock.drivers.opencl import OpenCLDriver, opencl_capabilities
+from penstock.drivers.driver import Capabilities
+from penstock.drivers.opencl import opencl_capabilities
 from penstock.execution import realize
 from penstock.execution.executable import Executable
 from penstock.execution.structure import Structure
 from penstock.graph import contraction, creating, elementwise, reducing, shaping
 from penstock.graph.node import Node, leaf, topological
 from penstock.graph.random import random_bits
+from penstock.graph.windows import windows
 from penstock.kernels import concatenation, lower
 from penstock.kernels.lowering import fused
 
 FLOATS = ("float32", "float32", "float32", "float16", "float64")
 WHOLES = ("int32", "int32", "int64", "uint32", "uint64", "int8", "uint8", "int16", "uint16")
-# How far one step of a computation is off at most, when no value exceeds 1.
+# The maximal error of a step of a computation, when no value exceeds 1.
 ROUNDING = {"float16": 2e-3, "float32": 1e-6, "float64": 1e-14}
 Shape = tuple[int, ...]
 
@@ -92,13 +92,13 @@ class Grower:
         return node
 
     def after(self, node: Node, *sources: Node) -> Node:
-        """Keep a node that is off by one rounding more than its sources."""
+        """Keep a node with one rounding more than its sources."""
         rounding = ROUNDING.get(str(node.dtype), 0)
-        return self.keep(node, max(self.error[one] for one in sources) + 4 * rounding)
+        return self.keep(node, max(self.error[source] for source in sources) + 4 * rounding)
 
     def same(self, node: Node, *sources: Node) -> Node:
         """Keep a node that holds items of its sources, or is computed exactly."""
-        return self.keep(node, max((self.error[one] for one in sources), default=0))
+        return self.keep(node, max((self.error[source] for source in sources), default=0))
 
     # Choosing
 
@@ -106,11 +106,13 @@ class Grower:
         return self.choice.choice(names.split())
 
     def some(self, kinds: str = "biuf", exact: bool = False) -> Node:
-        """One of the nodes, mostly a late one."""
-        found = [one for one in self.nodes if one.dtype.kind in kinds and not (exact and self.error[one] > 0)]
-        if not found:
+        """One of the nodes, usually a late node."""
+        result = [
+            node for node in self.nodes if node.dtype.kind in kinds and not (exact and self.error[node] > 0)
+        ]
+        if not result:
             return self.keep(self.leaf(self.shape, {"b": "bool", "f": "float32"}.get(kinds, "int32")), 0)
-        return self.choice.choice(found[-8:] if self.choice.random() < 0.7 else found)
+        return self.choice.choice(result[-8:] if self.choice.random() < 0.7 else result)
 
     def fitted(self, x: Node, like: Node) -> Node:
         """Some of the values of `x` in the shape and dtype of another node."""
@@ -126,8 +128,8 @@ class Grower:
             padded = (1,) * (like.ndim - x.ndim) + x.shape
             x = reducing.expand(shaping.reshape(x, padded), like.shape)
         else:
-            one = shaping.slice_(x, tuple((self.choice.randrange(n), 1, 1) for n in x.shape))
-            x = reducing.expand(shaping.reshape(one, (1,) * like.ndim), like.shape)
+            item = shaping.slice_(x, tuple((self.choice.randrange(n), 1, 1) for n in x.shape))
+            x = reducing.expand(shaping.reshape(item, (1,) * like.ndim), like.shape)
         return self.known(x, error)
 
     def cast(self, x: Node, dtype: np.dtype[Any]) -> Node:
@@ -181,20 +183,20 @@ class Grower:
     def unary(self) -> None:
         x = self.some("f")
         name = self.one_of("negative abs tanh sin cos exp sqrt atan expm1 divide log1p stop")
-        one = elementwise.like(x, 1)
+        unit = elementwise.like(x, 1)
         if name in ("negative", "abs", "stop"):
             self.same(Node(elementwise.PRIMITIVES[name], (x,), {}), x)
         elif name == "exp":
-            self.after(elementwise.exp(elementwise.subtract(x, one)), x)
+            self.after(elementwise.exp(elementwise.subtract(x, unit)), x)
         elif name == "sqrt":
-            self.after(self.scaled(elementwise.sqrt(elementwise.add(one, elementwise.abs_(x))), 0.5), x)
+            self.after(self.scaled(elementwise.sqrt(elementwise.add(unit, elementwise.abs_(x))), 0.5), x)
         elif name == "expm1":
             self.after(self.scaled(elementwise.expm1(x), 0.25), x)
         elif name == "log1p":
             self.after(elementwise.log1p(elementwise.abs_(x)), x)
         elif name == "divide":
-            above = elementwise.add(elementwise.abs_(x), one)
-            self.after(self.scaled(elementwise.divide(one, above), 0.5), x)
+            above = elementwise.add(elementwise.abs_(x), unit)
+            self.after(self.scaled(elementwise.divide(unit, above), 0.5), x)
         else:
             self.after(Node(elementwise.PRIMITIVES[name], (x,), {}), x)
 
@@ -291,13 +293,19 @@ class Grower:
 
     def view(self) -> None:
         x = self.some()
-        name = self.choice.choice(("reshape", "permute", "slice", "expand"))
+        name = self.choice.choice(("reshape", "permute", "slice", "expand", "windows"))
         if name == "reshape":
             self.same(shaping.reshape(x, self.other_shape(x.size)), x)
         elif name == "permute":
             self.same(shaping.permute(x, tuple(self.choice.sample(range(x.ndim), x.ndim))), x)
         elif name == "slice":
             self.same(shaping.slice_(x, self.slices(x.shape)), x)
+        elif name == "windows":
+            if x.size <= 500 and 0 < x.ndim < 4:
+                axis = self.choice.randrange(x.ndim)
+                size = self.choice.randint(1, min(4, x.shape[axis]))
+                dilation = self.choice.randint(1, max(1, (x.shape[axis] - 1) // max(1, size - 1)))
+                self.same(windows(x, axis, size, self.choice.randint(1, 3), min(dilation, 3)), x)
         elif x.size <= 500:
             wide = tuple(n if n > 1 else self.choice.randint(1, 5) for n in x.shape)
             if x.ndim < 4 and self.choice.random() < 0.5:
@@ -435,7 +443,7 @@ class Grower:
 def grown(
     seed: int, size: int, values: int, to_leaf: Callable[[np.ndarray], Node]
 ) -> tuple[Grower, list[Node]]:
-    """A random graph, and some of its nodes to compute: the last ones, and some in the middle."""
+    """A random graph, and some of its nodes to compute: the last, and some in the middle."""
     grower = Grower(seed, values, to_leaf)
     while len(topological(grower.nodes)) < size:
         grower.grow()
@@ -464,24 +472,24 @@ def check(device: Device, seed: int, size: int) -> None:
             seed, size, values, lambda array: leaf(device.upload(array), array.shape, array.dtype)
         )
         structure = Structure(wanted)
-        found = programs.known(structure)
-        assert found is not None
+        result = programs.known(structure)
+        assert result is not None
         inputs = [node.value for node in structure.inputs]
-        results = found.run(inputs, structure.constants())
+        results = result.run(inputs, structure.constants())
         compare(device, grower, wanted, expected, results, f"seed {seed}, values {values}")
         for node, array in grower.leaves:
             np.testing.assert_array_equal(device.download(node.value, node.dtype, node.shape).wait(), array)
-        over = overwriting(found, len(wanted), len(inputs), random.Random(values))
-        results = found.run(inputs, structure.constants(), over)
+        over = overwriting(result, len(wanted), len(inputs), random.Random(values))
+        results = result.run(inputs, structure.constants(), over)
         compare(device, grower, wanted, expected, results, f"seed {seed}, values {values}, over {over}")
     assert len(programs._programs) == built + 1, "one structure, one program"
 
 
-def overwriting(found: Executable, results: int, inputs: int, choice: random.Random) -> dict[int, int]:
+def overwriting(result: Executable, results: int, inputs: int, choice: random.Random) -> dict[int, int]:
     """Results that are written over inputs, as many as may be; none over the same input as another."""
     over: dict[int, int] = {}
     for at in choice.sample(range(results), results):
-        free = [k for k in range(inputs) if k not in over.values() and found.may_overwrite(at, k)]
+        free = [k for k in range(inputs) if k not in over.values() and result.may_overwrite(at, k)]
         if free:
             over[at] = choice.choice(free)
     return over
@@ -496,13 +504,13 @@ def compare(
     where: str,
 ) -> None:
     for node, right, buffer in zip(wanted, expected, results, strict=True):
-        found = device.download(buffer, node.dtype, node.shape).wait()
+        result = device.download(buffer, node.dtype, node.shape).wait()
         if grower.error[node] == 0:
-            np.testing.assert_array_equal(found, right, err_msg=f"{where}: {node}")
+            np.testing.assert_array_equal(result, right, err_msg=f"{where}: {node}")
         else:
             tolerance = grower.error[node]
             np.testing.assert_allclose(
-                found.astype(np.float64),
+                result.astype(np.float64),
                 right.astype(np.float64),
                 rtol=0,
                 atol=tolerance,
@@ -515,15 +523,8 @@ def compare(
 CPU = opencl_capabilities(NATIVE)
 
 
-def _gpu() -> Driver:
-    """A device that computes as a GPU does: many threads in a group, and no vectors."""
-    driver = OpenCLDriver(NATIVE, "opencl-threads")
-    driver.capabilities = replace(driver.capabilities, vector_width=1)
-    return driver
-
-
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All memory that a program gets holds no numbers: what is read before it was written shows."""
+    """All memory of a program is filled with NaN, so that reads before the first write show."""
     scratch, empty = Device.scratch, Device.empty
 
     def filled(device: Device, buffer: Any) -> Any:
@@ -532,7 +533,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         return buffer
 
     monkeypatch.setattr(
-        Device, "scratch", lambda self, sizes: [filled(self, one) for one in scratch(self, sizes)]
+        Device, "scratch", lambda self, *sizes: [filled(self, arena) for arena in scratch(self, *sizes)]
     )
     monkeypatch.setattr(Device, "empty", lambda self, nbytes: filled(self, empty(self, nbytes)))
 
@@ -555,13 +556,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Device]]:
         if kind == "opencl-launches":  # every kernel by itself, however small
             monkeypatch.setattr(concatenation, "_SMALL", 0)
         others = {"host-groups": DRIVERS["host"], "opencl-launches": DRIVERS["opencl-device"]}
-        driver = {**DRIVERS, **others, "opencl-threads": _gpu}[kind]
+        driver = {**DRIVERS, **others, "opencl-threads": opencl_threads}[kind]
         made.append(Device.over(driver()))
         return made[-1]
 
     yield device
-    for one in made:
-        one.close()
+    for item in made:
+        item.close()
 
 
 @pytest.mark.parametrize("kind", ["host", "host-late", "host-far", "host-groups"])
@@ -572,6 +573,7 @@ def test_on_the_host(make: Callable[[str], Device], kind: str, size: int) -> Non
         check(device, seed, size)
 
 
+@pytest.mark.slow("2")
 @pytest.mark.parametrize(
     "kind", ["opencl-device", "opencl-launches", "opencl-threads", *CUDA_KINDS, *WEBGPU_KINDS]
 )

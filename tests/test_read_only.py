@@ -1,4 +1,4 @@
-"""Values never change: what shares a tensor's memory with others is for reading only."""
+"""Values never change: arrays that share a tensor's memory are read-only."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """A GPT-2 in Hugging Face's layout, against what PyTorch computed with it: logits to training.
 
-The files are not part of the project: PENSTOCK_CASES names the folder that holds `gpt2_tiny`.
+The files are not part of the project: `cases.py` says where `gpt2_tiny` is.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+import cases
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -16,9 +16,8 @@ import penstock as ps
 from penstock import nn, optim
 from penstock.nn import pretrained
 
-CASES = os.environ.get("PENSTOCK_CASES")
-pytestmark = pytest.mark.skipif(not CASES, reason="PENSTOCK_CASES does not name the folder of the cases")
-FOLDER = Path(CASES or ".") / "gpt2_tiny"
+pytestmark = cases.needs_cases
+FOLDER = cases.FOLDER / "gpt2_tiny"
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +32,10 @@ def batch(reference: dict[str, np.ndarray]) -> tuple[ps.Tensor, ps.Tensor]:
 
 def test_logits(reference: dict[str, np.ndarray]) -> None:
     model = nn.GPT.from_pretrained(FOLDER)
-    found = ps.jit(model.forward)(ps.asarray(reference["input_ids"])).numpy()
+    result = ps.jit(model.forward)(ps.asarray(reference["input_ids"])).numpy()
     exact = reference["logits_f64"]
     noise = np.abs(reference["logits"] - exact).max()
-    assert np.abs(found - exact).max() < 4 * noise, "about as far from the exact logits as PyTorch is"
+    assert np.abs(result - exact).max() < 4 * noise, "about as far from the exact logits as PyTorch is"
 
 
 def test_the_loss_and_all_gradients(reference: dict[str, np.ndarray]) -> None:
@@ -69,8 +68,8 @@ def test_greedy_tokens(reference: dict[str, np.ndarray]) -> None:
     model = nn.GPT.from_pretrained(FOLDER)
     for ids, wanted in zip(reference["input_ids"], reference["greedy"], strict=True):
         prompt = ids[:8]
-        found = model.generate(prompt, len(wanted) - len(prompt), temperature=0)
-        assert [*prompt, *found] == wanted.tolist()
+        result = model.generate(prompt, len(wanted) - len(prompt), temperature=0)
+        assert [*prompt, *result] == wanted.tolist()
 
 
 def test_the_losses_of_twenty_steps(reference: dict[str, np.ndarray]) -> None:
@@ -84,13 +83,13 @@ def test_the_losses_of_twenty_steps(reference: dict[str, np.ndarray]) -> None:
         optimizer.step()
         return loss
 
-    found = [step(*batch(reference)).item() for _ in reference["adamw_losses"]]
-    np.testing.assert_allclose(found, reference["adamw_losses"], atol=1e-4, rtol=1e-4)
+    result = [step(*batch(reference)).item() for _ in reference["adamw_losses"]]
+    np.testing.assert_allclose(result, reference["adamw_losses"], atol=1e-4, rtol=1e-4)
 
 
 def test_a_saved_copy_is_the_same(tmp_path: Path) -> None:
     nn.GPT.from_pretrained(FOLDER).save_pretrained(tmp_path)
-    wanted, found = (load_file(folder / "model.safetensors") for folder in (FOLDER, tmp_path))
-    assert set(found) == set(wanted)
-    for name, array in found.items():
+    wanted, result = (load_file(folder / "model.safetensors") for folder in (FOLDER, tmp_path))
+    assert set(result) == set(wanted)
+    for name, array in result.items():
         np.testing.assert_array_equal(array, wanted[name], err_msg=name)

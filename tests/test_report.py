@@ -19,15 +19,17 @@ from test_train import TEXT, TREE, Silent, measured
 from typer.testing import CliRunner
 
 import penstock as ps
+from penstock import Device
 from penstock.advising import Advice
 from penstock.cli import app
+from penstock.drivers.host import HostDriver
 from penstock.errors import DeviceError, ReportError, SettingError
 from penstock.formatting import UNKNOWN, format_duration, format_share
 from penstock.measuring import ceilings
 from penstock.profiling.records import CopyRecord, DeviceRecord, KernelRecord, OwnerRecord, WaitRecord
-from penstock.profiling.words import short_place
-from penstock.report import Certificate, Findings, Run, charts, findings, render, roofline, words
-from penstock.tensor.jit import plans
+from penstock.profiling.words import short_location
+from penstock.report import Certificate, Findings, PlannedStep, Run, charts, findings, render, roofline, words
+from penstock.tensor.jit import schedules
 from penstock.train import Config, Trainer, checkpoint, report_on, window
 from penstock.train.metrics import FILE as METRICS
 
@@ -56,7 +58,7 @@ def kernel(**changed: Any) -> KernelRecord:
     return replace(whole, **changed)
 
 
-def found(**changed: Any) -> Findings:
+def some_findings(**changed: Any) -> Findings:
     whole = Findings(
         seconds=1.0,
         devices=[DeviceRecord("host", "NumPy", True, 0.9, 1 << 20, 3, 1, 0, 0)],
@@ -69,6 +71,7 @@ def found(**changed: Any) -> Findings:
         advice=[],
         steps=(4, 6),
         certificate=Certificate(1_010_000, 1_000_000, 1),
+        planned=PlannedStep([(0, 1000, 0, 0), (1, 3000, 500, 0), (2, 2000, 0, 500)], 1, 1 << 20, 0.25),
     )
     return replace(whole, **changed)
 
@@ -140,7 +143,7 @@ def checked(text: str) -> Page:
     assert numbers == []
     ids = [given["id"] for _, given in page.tags if "id" in given]
     assert len(ids) == len(set(ids))
-    assert {given["href"] for _, given in page.tags if "href" in given} <= {f"#{one}" for one in ids}
+    assert {given["href"] for _, given in page.tags if "href" in given} <= {f"#{token}" for token in ids}
     for tag, given in page.tags:
         for name in ("cx", "cy", "r", "x", "y", "x1", "x2", "y1", "y2"):
             if name in given and tag in ("circle", "line", "text"):
@@ -152,7 +155,7 @@ def checked(text: str) -> Page:
 
 
 def test_a_page_has_a_section_for_each_tab() -> None:
-    page = checked(render("a run", a_run(sample="once upon a time"), found(advice=[ADVICE])))
+    page = checked(render("a run", a_run(sample="once upon a time"), some_findings(advice=[ADVICE])))
     sections = [given["id"] for tag, given in page.tags if tag == "section" and given.get("class") == "panel"]
     assert sections == TABS
     links = [given["href"] for tag, given in page.tags if tag == "a"][:7]
@@ -170,7 +173,7 @@ def test_a_page_has_a_section_for_each_tab() -> None:
         "1.00% more",
     ):
         assert part in page.text
-    assert page.count("svg", **{"class": "chart"}) == 6
+    assert page.count("svg", **{"class": "chart"}) == 7
     assert page.count("circle", role="button") == 2
 
 
@@ -178,7 +181,7 @@ def test_what_comes_from_users_is_escaped() -> None:
     bad = ATTACK
     run = Run(3, a_run().curves, {bad: {bad: bad}}, bad)
     device = DeviceRecord(bad, bad, True, 0.5, 1, 1, 1, 0, 0)
-    everything = found(
+    everything = some_findings(
         devices=[device, replace(device, name="other")],
         kernels=[kernel(device=bad, name=bad, shapes=bad, bound=bad)],
         copies=[CopyRecord(bad, bad, bad, 1, 1, 1.0)],  # type: ignore[arg-type]
@@ -221,7 +224,7 @@ def test_values_of_any_kind_are_drawn(values: list[float]) -> None:
         assert "nan" not in chart
         assert "inf" not in chart
     if all(abs(value) < 1e300 or value != value for value in values):
-        checked(render("run", a_run(values), found()))
+        checked(render("run", a_run(values), some_findings()))
 
 
 def test_a_run_without_anything_has_a_page() -> None:
@@ -232,13 +235,13 @@ def test_a_run_without_anything_has_a_page() -> None:
 
 
 def test_a_profile_without_a_run_has_a_page() -> None:
-    page = checked(render("trace.json", None, found(steps=None, certificate=None)))
+    page = checked(render("trace.json", None, some_findings(steps=None, certificate=None)))
     assert [given["id"] for tag, given in page.tags if given.get("class") == "panel"] == TABS[:5]
     assert "From a profile of 1 s." in page.text
 
 
 def test_an_empty_profile_has_a_page() -> None:
-    nothing = found(kernels=[], copies=[], waits=[], memory=[], ceilings={}, samples={}, seconds=0.0)
+    nothing = some_findings(kernels=[], copies=[], waits=[], memory=[], ceilings={}, samples={}, seconds=0.0)
     page = checked(render("run", a_run(), nothing))
     for part in ("No kernel ran", "Nothing was copied", "Nothing waited", "Nothing was held"):
         assert part in page.text
@@ -250,12 +253,14 @@ def test_what_a_device_does_not_tell_is_left_out() -> None:
     host = kernel(name="numpy argsort", where="host", operations=None, read_bytes=None, written_bytes=None)
     moving = kernel(name="copy", operations=0)
     device = DeviceRecord("host", "WebGPU", False, None, 1, 0, 0, 0, 0)
-    untimed = found(
+    untimed = some_findings(
         devices=[device], kernels=[silent], copies=[CopyRecord("host", "upload", "host", 1, 9, None)]
     )
     page = checked(render("run", a_run(), untimed))
     assert "No kernel has both a time and a number of operations" in page.text
-    page = checked(render("run", a_run(), found(kernels=[kernel(), silent, host, moving], ceilings={})))
+    page = checked(
+        render("run", a_run(), some_findings(kernels=[kernel(), silent, host, moving], ceilings={}))
+    )
     assert "3 kernels are in the table only" in page.text
     assert "What the device reaches at best is not known" in page.text
     assert page.count("circle", role="button") == 1
@@ -264,10 +269,14 @@ def test_what_a_device_does_not_tell_is_left_out() -> None:
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan, 1e-3, 1e40])
 def test_ceilings_of_any_kind_are_drawn(rate: float) -> None:
     strange = {"host": {"bytes": rate, "float32": 1e11, "float16": rate}}
-    checked(render("run", a_run(), found(ceilings=strange)))
-    checked(render("run", a_run(), found(ceilings={"host": {"bytes": 1e10, "float32": rate}})))
+    checked(render("run", a_run(), some_findings(ceilings=strange)))
+    checked(render("run", a_run(), some_findings(ceilings={"host": {"bytes": 1e10, "float32": rate}})))
     odd = kernel(operations=1, read_bytes=10**15, seconds=1e6)
-    checked(render("run", a_run(), found(kernels=[kernel(), odd, kernel(seconds=1e-12, operations=10**18)])))
+    checked(
+        render(
+            "run", a_run(), some_findings(kernels=[kernel(), odd, kernel(seconds=1e-12, operations=10**18)])
+        )
+    )
 
 
 def test_the_roofline_is_logarithmic_and_bounded_by_its_roof() -> None:
@@ -290,7 +299,7 @@ def test_the_roofline_is_logarithmic_and_bounded_by_its_roof() -> None:
     assert y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
     roofs = [given for tag, given in page.tags if tag == "line" and given["class"] == "roof"]
     assert len(roofs) == 2
-    level = next(one for one in roofs if one["y1"] == one["y2"])
+    level = next(roof for roof in roofs if roof["y1"] == roof["y2"])
     assert float(level["y1"] or 0) == pytest.approx(y2 - (y1 - y2), abs=0.2)  # ten times as high
     assert float(level["x1"] or 0) == pytest.approx(x2, abs=0.2)  # 1000 GFLOP/s at 10 GB/s: 100 for a byte
 
@@ -298,21 +307,68 @@ def test_the_roofline_is_logarithmic_and_bounded_by_its_roof() -> None:
 @pytest.mark.parametrize(
     ("certificate", "said"),
     [
-        (Certificate(1 << 20, 1 << 20, 1), "one arena of 1.0 MiB. .* just that: 0% more"),
+        (Certificate(1 << 20, 1 << 20, 1), "an arena of 1.0 MiB. .* just that: 0% more"),
         (Certificate(1010 << 10, 1000 << 10, 3), "in 3 arenas of 1010.0 KiB.* takes 1.00% more"),
         (Certificate(0, 0, 1), "needs no arena"),
         (None, "Its certificate comes with a run's profile"),
     ],
 )
 def test_the_certificate_is_told_in_words(certificate: Certificate | None, said: str) -> None:
-    page = checked(render("run", a_run(), found(certificate=certificate)))
+    page = checked(render("run", a_run(), some_findings(certificate=certificate)))
     assert re.search(said, page.text)
 
 
+def test_what_was_predicted_stands_beside_what_was_measured() -> None:
+    page = render("a", a_run([float(1 << 20)] * 3), some_findings())
+    (table,) = re.findall(r'<table id="predicted">.*?</table>', page)
+    cells = re.findall(r"<td>(.*?)</td>", table)
+    assert cells == ["1.0 MiB", "1.0 MiB", "250 ms", "333 ms"]  # the profile has one second for three steps
+    assert "1 kernels run once more" in page
+    for name in ("live", "dropped, to be computed again", "of the live, computed again"):
+        assert name in page
+    unknown = render("a", a_run(), some_findings(planned=PlannedStep([(0, 1000, 0, 0)], 0, 1 << 20, None)))
+    assert "No value is computed twice" in unknown
+    assert "dropped, to be" not in unknown
+    assert "<td>unknown</td>" in unknown
+
+
+def test_the_timeline_of_a_step_shows_what_is_dropped_and_computed_again() -> None:
+    device = Device.over(HostDriver())
+    x = ps.asarray(np.ones((64, 64), np.float32), device=device)
+
+    def chain(x: ps.Tensor) -> ps.Tensor:
+        x = x.detach().requires_grad_()
+        value = x
+        for _ in range(8):
+            value = ps.tanh(value)
+        ps.sum(value).backward()
+        assert x.grad is not None
+        return x.grad
+
+    free = ps.jit(chain)
+    small = ps.jit(chain, memory=ps.memory.plan(free, x).smallest_bytes)
+    peaks = []
+    for step in (free, small):
+        step(x)
+        (schedule,) = schedules(step)
+        planned = PlannedStep.of(schedule, 0, None)
+        assert planned.recomputed == len(schedule.recomputed)
+        assert max(live for _, live, _, _ in planned.moments) == schedule.plan.lower_bound
+        assert any(gone for _, _, gone, _ in planned.moments) == (step is small)
+        assert all(again <= live for _, live, _, again in planned.moments)
+        assert any(again for *_, again in planned.moments) == (step is small)
+        peaks.append(planned.peak_bytes)
+    assert peaks[1] < peaks[0]
+    device.close()
+
+
 def test_no_advice_is_told_and_advice_is_counted() -> None:
-    assert "Nothing was found that would be worth a change" in checked(render("r", a_run(), found())).text
+    assert (
+        "Nothing was found that would be worth a change"
+        in checked(render("r", a_run(), some_findings())).text
+    )
     several = [replace(ADVICE, title=f"title {number}", where="") for number in range(5)]
-    page = checked(render("r", a_run(), found(advice=several)))
+    page = checked(render("r", a_run(), some_findings(advice=several)))
     assert page.count("span", **{"class": "badge"}) == 1
     assert page.count("section", **{"class": "card advice"}) == 5
     assert "and 2 more" in page.text
@@ -320,7 +376,7 @@ def test_no_advice_is_told_and_advice_is_counted() -> None:
 
 
 def test_long_tables_say_what_is_left_out() -> None:
-    page = checked(render("r", a_run(), found(kernels=[kernel() for _ in range(120)])))
+    page = checked(render("r", a_run(), some_findings(kernels=[kernel() for _ in range(120)])))
     assert "and 20 more" in page.text
 
 
@@ -340,7 +396,7 @@ def test_numbers_in_words() -> None:
         UNKNOWN,
     ]
     assert [format_share(value) for value in (0, 0.012, 0.5, 1.5)] == ["0%", "1.2%", "50%", "150%"]
-    assert short_place(ps.__file__ + ":3") == os.path.join("penstock", "__init__.py:3")
+    assert short_location(ps.__file__ + ":3") == os.path.join("penstock", "__init__.py:3")
 
 
 @pytest.mark.parametrize("values", [[0.0, 7.3], [5.0], [-3.0, -1.0], [1e-7, 2e-7], [1e20, 3e20], [0.0]])
@@ -351,14 +407,14 @@ def test_ticks_are_few_and_around_all_values(values: list[float]) -> None:
     assert ticks[-1] >= max(values)
 
 
-# What a profile found, on disk
+# Findings of a profile, on disk
 
 
 def test_findings_are_read_back_as_they_were_written(tmp_path: Path) -> None:
-    whole = found(advice=[ADVICE])
+    whole = some_findings(advice=[ADVICE])
     whole.save(tmp_path / "profile.json")
     assert findings.load(tmp_path / "profile.json") == whole
-    bare = found(steps=None, certificate=None, ceilings={}, samples={})
+    bare = some_findings(steps=None, certificate=None, planned=None, ceilings={}, samples={})
     bare.save(tmp_path / "profile.json")
     assert findings.load(tmp_path / "profile.json") == bare
 
@@ -367,7 +423,7 @@ def test_long_profiles_keep_the_peaks_of_memory() -> None:
     samples = [(float(at), at % 97, 0) for at in range(5000)]
     thinned = findings._thinned(samples)
     assert 200 <= len(thinned) <= 400
-    assert max(thinned, key=lambda one: one[1])[1] == 96
+    assert max(thinned, key=lambda sample: sample[1])[1] == 96
     assert thinned == sorted(thinned)
     assert findings._thinned([]) == []
     assert findings._thinned(samples[:3]) == samples[:3]
@@ -375,11 +431,11 @@ def test_long_profiles_keep_the_peaks_of_memory() -> None:
 
 def test_a_later_version_may_tell_more(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    found().save(path)
+    some_findings().save(path)
     tree = json.loads(path.read_text())
     tree["kernels"][0]["color"] = "blue"
     path.write_text(json.dumps(tree))
-    assert findings.load(path) == found()
+    assert findings.load(path) == some_findings()
 
 
 @pytest.mark.parametrize(
@@ -403,7 +459,7 @@ def test_a_later_version_may_tell_more(tmp_path: Path) -> None:
 )
 def test_broken_findings_are_named(tmp_path: Path, change: Any, message: str) -> None:
     path = tmp_path / "profile.json"
-    found().save(path)
+    some_findings().save(path)
     if isinstance(change, str):
         path.write_text(change)
     else:
@@ -442,7 +498,7 @@ def test_a_run_profiles_a_few_of_its_steps(tmp_path: Path, config: Config) -> No
     assert kept.steps == (4, 5)  # after which it evaluates
     assert kept.kernels
     assert kept.ceilings["host"]["bytes"] == 1e11
-    assert kept.certificate == Certificate.of(plans(trainer._train_step)[0])
+    assert kept.certificate == Certificate.of(schedules(trainer._train_step)[0].plan)
     assert kept.certificate.arena_bytes >= kept.certificate.lower_bound > 0
     assert ps.default_device().stream.recorders == ()
     page = checked((run / "report.html").read_text("utf-8"))
@@ -452,6 +508,7 @@ def test_a_run_profiles_a_few_of_its_steps(tmp_path: Path, config: Config) -> No
     assert all(0 < line["planned_bytes"] <= line["live_bytes"] for line in lines)
 
 
+@pytest.mark.slow("-1")
 @pytest.mark.parametrize("number", [0, -1])
 def test_profiled_steps_give_the_same_bits(
     tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch, number: int
@@ -472,6 +529,7 @@ def test_profiled_steps_give_the_same_bits(
     assert all((last[name] == other[name]).all() for name in last)
 
 
+@pytest.mark.slow("30")
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(
     ("steps", "every", "seen"),
@@ -628,14 +686,14 @@ def test_what_is_no_trace_is_named(tmp_path: Path, text: str, message: str) -> N
 
 def test_only_a_jitted_function_has_plans() -> None:
     step = ps.jit(lambda x: ps.exp(x @ x).sum())
-    assert plans(step) == []
+    assert schedules(step) == []
     step(ps.asarray(np.ones((8, 8), np.float32), device="host"))
     step(ps.asarray(np.ones((16, 16), np.float32), device="host"))
-    sizes = [plan.arena_bytes for plan in plans(step)]
+    sizes = [plan.arena_bytes for plan in schedules(step)]
     assert len(sizes) == 2
     assert sizes == sorted(sizes, reverse=True)
     with pytest.raises(TypeError, match="jit has plans"):
-        plans(len)
+        schedules(len)
 
 
 def test_nothing_is_measured_beyond_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -654,7 +712,7 @@ def test_nothing_is_measured_beyond_a_limit(monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[chromium.Browser]:
-    path = chromium.found()
+    path = chromium.executable()
     if path is None:
         if os.environ.get("PENSTOCK_REQUIRE_CHROMIUM"):
             pytest.fail("PENSTOCK_REQUIRE_CHROMIUM is set, and there is no Chromium on this machine")
@@ -707,6 +765,15 @@ def shown(page: chromium.Browser) -> list[str]:
 
 def text_of(page: chromium.Browser, selector: str) -> str:
     return str(page.ask(f"document.querySelector({json.dumps(selector)}).textContent"))
+
+
+def test_the_memory_tab_shows_the_plan_of_a_step(page: chromium.Browser) -> None:
+    page.click('nav a[href="#memory"]')
+    rows = page.ask("[...document.querySelectorAll('#predicted tbody tr')].map(row => row.innerText)")
+    assert [row.split("\t")[0] for row in rows] == ["peak memory", "time of a step"]
+    assert all(len(row.split("\t")) == 3 for row in rows)
+    titles = page.ask("[...document.querySelectorAll('#memory h3')].map(title => title.innerText)")
+    assert any(str(title).startswith("Temporaries of a step, as planned") for title in titles)
 
 
 @pytest.mark.slow
@@ -769,19 +836,19 @@ CONTRASTS = """
       .map((part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
   };
-  const behind = (one) => {
-    const color = getComputedStyle(one).backgroundColor;
-    return numbers(color)[3] === 0 && one.parentElement ? behind(one.parentElement) : color;
+  const behind = (element) => {
+    const color = getComputedStyle(element).backgroundColor;
+    return numbers(color)[3] === 0 && element.parentElement ? behind(element.parentElement) : color;
   };
-  const found = [];
+  const contrasts = [];
   const texts = "h1, h3, p, a, dt, dd, th, td, .dim, .tag, b, li, svg text, .badge";
-  for (const one of document.querySelectorAll(texts)) {
-    const style = getComputedStyle(one);
-    const front = one.closest("svg") ? style.fill : style.color;
-    const [low, high] = [light(front), light(behind(one))].sort((x, y) => x - y);
-    found.push([(high + 0.05) / (low + 0.05), one.tagName + " " + one.className]);
+  for (const element of document.querySelectorAll(texts)) {
+    const style = getComputedStyle(element);
+    const front = element.closest("svg") ? style.fill : style.color;
+    const [low, high] = [light(front), light(behind(element))].sort((x, y) => x - y);
+    contrasts.push([(high + 0.05) / (low + 0.05), element.tagName + " " + element.className]);
   }
-  return found.sort((x, y) => x[0] - y[0])[0];
+  return contrasts.sort((x, y) => x[0] - y[0])[0];
 })()
 """
 
@@ -810,7 +877,7 @@ def test_kernels_are_sorted_by_any_column(page: chromium.Browser) -> None:
             page.click(f".kernels th:nth-child({at}) button")
             got = page.ask(values)
             words_ = head == "Kernel"
-            order = [str(one).lower() for one in got] if words_ else [float(one) for one in got]
+            order = [str(item).lower() for item in got] if words_ else [float(item) for item in got]
             assert order == sorted(order, reverse=(turn == 1) == words_)
             assert sorted(got) == sorted(whole)
         said = page.ask(f"document.querySelector('.kernels th:nth-child({at})').getAttribute('aria-sort')")
@@ -827,7 +894,7 @@ def chosen(page: chromium.Browser) -> list[list[str]]:
 def test_a_dot_and_its_row_are_chosen_together(page: chromium.Browser) -> None:
     page.click('nav a[href="#kernels"]')
     assert chosen(page) == []
-    # Small dots lie above large ones, so the smallest is at hand.
+    # Small dots are drawn above large dots, so the smallest can be clicked.
     by_size = "sort((a, b) => a.r.baseVal.value - b.r.baseVal.value)"
     dot = page.ask(f"[...document.querySelectorAll('circle.dot')].{by_size}[0].dataset.kernel")
     page.click(f'circle[data-kernel="{dot}"]')
@@ -908,12 +975,15 @@ def test_a_printed_page_has_everything(page: chromium.Browser) -> None:
         page.call("Emulation.setEmulatedMedia", media="")
 
 
+@pytest.mark.slow
 def test_pages_of_every_kind_work_in_a_browser(page: chromium.Browser, tmp_path: Path) -> None:
     pages = {
         "new": render("new", Run(10, {}, {}, ""), None),
-        "trace": render("trace", None, found(steps=None, certificate=None)),
-        "single": render("single", a_run([1.0]), found(kernels=[kernel()], advice=[ADVICE])),
-        "empty": render("empty", a_run(), found(kernels=[], copies=[], waits=[], memory=[], samples={})),
+        "trace": render("trace", None, some_findings(steps=None, certificate=None)),
+        "single": render("single", a_run([1.0]), some_findings(kernels=[kernel()], advice=[ADVICE])),
+        "empty": render(
+            "empty", a_run(), some_findings(kernels=[], copies=[], waits=[], memory=[], samples={})
+        ),
     }
     page.view(NARROW, TALL, phone=True)
     for name, text in pages.items():

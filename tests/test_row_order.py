@@ -26,7 +26,7 @@ def device() -> Iterator[Device]:
 
 
 def folded(parts: np.ndarray, combine: Callable[..., np.ndarray]) -> np.ndarray:
-    """Neighbours on the first axis, until one is left."""
+    """Sum neighbours on the first axis until a single item is left."""
     while len(parts) > 1:
         parts = combine(parts[::2], parts[1::2])
     return parts[0]
@@ -67,6 +67,7 @@ def maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(a) | (a > b), a, b)
 
 
+@pytest.mark.slow("1", "8", "31", "63", "96", "100", "1000", "4096", "5000")
 @pytest.mark.parametrize("length", LENGTHS)
 def test_sums_are_added_up_in_one_order(device: Device, length: int) -> None:
     x = RNG.standard_normal((16, length)).astype(np.float32)
@@ -80,6 +81,7 @@ def test_sums_are_added_up_in_one_order(device: Device, length: int) -> None:
         np.testing.assert_array_equal(both(tensor, other).numpy(), expected)
 
 
+@pytest.mark.slow("1", "8", "31", "63", "96", "100", "1000", "4096", "5000")
 @pytest.mark.parametrize("length", LENGTHS)
 def test_extremes_of_zeros_and_nan(device: Device, length: int) -> None:
     x = RNG.choice(np.array([0.0, -0.0, -1.0], np.float32), (6, length))
@@ -107,10 +109,11 @@ WEIGHTED: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[ps.Tensor]
 }
 
 
+@pytest.mark.slow("float64")
 @pytest.mark.parametrize("name", WEIGHTED)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_rows_of_several_axes_that_cannot_be_one(device: Device, name: str, dtype: type) -> None:
-    """They are added up as if they were: as the product itself, which lies in one piece."""
+    """They are summed in the order of a contiguous product."""
     shape, other, reduce = WEIGHTED[name]
     x = (1 + RNG.standard_normal(shape) / 10).astype(dtype)
     y = (1 + RNG.standard_normal(other) / 10).astype(dtype)
@@ -121,6 +124,7 @@ def test_rows_of_several_axes_that_cannot_be_one(device: Device, name: str, dtyp
     np.testing.assert_allclose(result, reduce(host).numpy(), rtol=1e-5)
 
 
+@pytest.mark.slow("40", "130", "5")
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32, np.int64, np.float64, np.float16])
 @pytest.mark.parametrize("length", [5, 40, 77, 130])
 def test_other_dtypes(device: Device, dtype: type, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs beside each other, interrupted, and ended before they began: folders, locks, signals, checkpoints."""
+"""Runs in parallel, interrupted, and ended before their first step: folders, locks, signals, checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from typer.testing import CliRunner, Result
 
 import penstock as ps
 from penstock import cli
+from penstock.cli import training
 from penstock.data import DataError
-from penstock.errors import PenstockError, SettingError
+from penstock.data.text import silent
+from penstock.errors import OutOfDeviceMemory, PenstockError, SettingError
 from penstock.measuring import ceilings
 from penstock.train import Config, Metrics, Trainer, load_last
 from penstock.train import checkpoint as checkpoints
@@ -36,11 +39,14 @@ TREE: dict[str, dict[str, Any]] = {
 
 
 class View:
-    """Keeps notes, and calls something at a step."""
+    """Records notes, and calls a function at a step."""
 
     def __init__(self, at: int = 0, call: Any = None) -> None:
         self.notes: list[str] = []
         self._at, self._call = at, call
+
+    def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
+        return silent(name, total)
 
     def start(self, done: int, steps: int, seconds: float) -> None: ...
 
@@ -58,7 +64,7 @@ class View:
 def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(ceilings, "_measured", lambda device, what: 1e11)  # which takes its time
-    monkeypatch.setattr(cli, "_SAMPLE", 3)
+    monkeypatch.setattr(training, "_SAMPLE", 3)
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(TEXT)
     default = ps.default_device()
@@ -113,7 +119,7 @@ def test_folders_taken_at_the_same_time_are_not_the_same(tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("config")
 def test_runs_of_the_same_second_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.time, "strftime", lambda text: "2026-01-31-120000")
+    monkeypatch.setattr(training.time, "strftime", lambda text: "2026-01-31-120000")
     for _ in range(2):
         assert penstock("train", "--config", "c.toml", "--steps", "2").exit_code == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == [
@@ -148,7 +154,7 @@ def test_what_the_lock_says_is_not_believed(tmp_path: Path) -> None:
 def test_sigterm_saves_and_a_second_process_is_kept_out(config: Config) -> None:
     words = "train --config c.toml --device host --steps 1000000 --out run"
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli", *words.split()],
+        [sys.executable, "-m", "penstock", *words.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -168,6 +174,7 @@ def test_sigterm_saves_and_a_second_process_is_kept_out(config: Config) -> None:
     assert [step for step, *_ in measured(Path("run"))] == list(range(1, last + 3))
 
 
+@pytest.mark.slow("2")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_after_the_step_and_handlers_come_back(config: Config, number: signal.Signals) -> None:
     Trainer(config, Path("whole"), View()).train()
@@ -185,6 +192,7 @@ def test_a_signal_stops_after_the_step_and_handlers_come_back(config: Config, nu
 # Checkpoints
 
 
+@pytest.mark.slow("7", "50")
 @pytest.mark.parametrize(("every", "steps"), [(0, [5, 10, 12]), (4, [4, 8, 12]), (7, [7, 12]), (50, [12])])
 def test_checkpoints_come_as_often_as_asked_and_change_nothing(
     config: Config, every: int, steps: list[int]
@@ -192,12 +200,15 @@ def test_checkpoints_come_as_often_as_asked_and_change_nothing(
     Trainer(config, Path("whole"), View()).train()
     Trainer(config.changed({"run": {"checkpoint_every": every}}), Path("run"), View()).train()
     assert measured(Path("run")) == measured(Path("whole"))
-    assert [checkpoints.load(path).step for path in checkpoints.found(Path("run"))] == steps
+    assert [checkpoints.load(path).step for path in checkpoints.checkpoint_files(Path("run"))] == steps
 
 
 def test_checkpoint_every_is_an_option_and_is_checked(config: Config) -> None:
     assert penstock("train", "--config", "c.toml", "--out", "run", "--checkpoint-every", "6").exit_code == 0
-    assert [path.stem for path in checkpoints.found(Path("run"))] == ["step-00000006", "step-00000012"]
+    assert [path.stem for path in checkpoints.checkpoint_files(Path("run"))] == [
+        "step-00000006",
+        "step-00000012",
+    ]
     assert load_last(Path("run"))[0].config.run.checkpoint_every == 6
     with pytest.raises(SettingError, match=r"run\.checkpoint_every is 0 or more, and -1"):
         config.changed({"run": {"checkpoint_every": -1}})
@@ -211,10 +222,10 @@ def test_a_run_without_a_checkpoint_is_resumed_from_its_start(config: Config) ->
 
     with pytest.raises(MemoryError):
         Trainer(config, Path("runs/dead"), View(3, die)).train()
-    assert checkpoints.found(Path("runs/dead")) == []
+    assert checkpoints.checkpoint_files(Path("runs/dead")) == []
     result = penstock("train", "--resume")
     assert result.exit_code == 0
-    assert "runs/dead has no checkpoint yet; the run starts again from its beginning" in result.stderr
+    assert "runs/dead has no checkpoint yet; the run starts from its first step" in result.stderr
     assert measured(Path("runs/dead")) == measured(Path("whole"))
 
 
@@ -235,10 +246,12 @@ def test_a_run_that_did_no_step_leaves_no_folder(config: Config, monkeypatch: py
         Trainer(config.changed({"data": {"path": "nowhere"}}), Path("runs/a"), View())
     with pytest.raises(DataError, match="need 2001 tokens"):
         Trainer(config.changed({"model": {"context": 2000}}), Path("runs/a"), View()).train()
-    ps.default_device().limit_bytes = "4KiB"
-    with pytest.raises(PenstockError, match="limit"):
-        Trainer(config, Path("runs/a"), View()).train()
-    ps.default_device().limit_bytes = None
+    try:
+        ps.default_device().limit_bytes = "4KiB"
+        with pytest.raises(OutOfDeviceMemory, match=r"4\.0 KiB"):
+            Trainer(config, Path("runs/a"), View()).train()
+    finally:
+        ps.default_device().limit_bytes = None
 
     def interrupted(self: Trainer, batches: object) -> None:
         raise KeyboardInterrupt

@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from conftest import surface
 
 import penstock as ps
 from penstock import Device, nn
+
+pytestmark = surface
 
 SHAPE = (300, 130)  # more than what NumPy computes as small
 
@@ -33,6 +36,7 @@ EXPRESSIONS: dict[str, Callable[[ps.Tensor], ps.Tensor]] = {
 }
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_each_call_gives_the_same_bits(device: Device, name: str) -> None:
     values = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
@@ -40,6 +44,7 @@ def test_each_call_gives_the_same_bits(device: Device, name: str) -> None:
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("size", [50, 40000])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_so_does_half_precision_and_a_jitted_function(device: Device, dtype: str, size: int) -> None:
@@ -92,6 +97,7 @@ def drawn(device: Device, jitted: Callable[[int], bool]) -> list[list[float]]:
     ]
 
 
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize(
     "jitted", [lambda turn: True, lambda turn: turn % 3 == 0, lambda turn: turn > 4, lambda turn: turn < 3]
 )
@@ -105,19 +111,19 @@ def test_several_draws_of_one_jitted_function(device: Device) -> None:
     def three(generator: ps.random.Generator) -> list[ps.Tensor]:
         return [generator.uniform(9), generator.bernoulli(0.5, 40), generator.uniform((2, 3))]
 
-    one, other = ps.random.Generator(3, device), ps.random.Generator(3, device)
-    jitted = ps.jit(lambda: three(other))
+    first, second = ps.random.Generator(3, device), ps.random.Generator(3, device)
+    jitted = ps.jit(lambda: three(second))
     for _ in range(3):
-        for expected, got in zip(three(one), jitted(), strict=True):
+        for expected, got in zip(three(first), jitted(), strict=True):
             np.testing.assert_array_equal(got.numpy(), expected.numpy())
-    assert one.state() == other.state()
+    assert first.state() == second.state()
 
 
 def test_jitted_functions_of_one_generator_share_its_sequence(device: Device) -> None:
-    one, other = ps.random.Generator(3, device), ps.random.Generator(3, device)
-    first, second = ps.jit(lambda: other.uniform(6)), ps.jit(lambda: other.uniform(6) + 0)
+    eager, captured = ps.random.Generator(3, device), ps.random.Generator(3, device)
+    first, second = ps.jit(lambda: captured.uniform(6)), ps.jit(lambda: captured.uniform(6) + 0)
     for function in (first, second, second, first):
-        np.testing.assert_array_equal(function().numpy(), one.uniform(6).numpy())
+        np.testing.assert_array_equal(function().numpy(), eager.uniform(6).numpy())
 
 
 def test_a_state_goes_on_under_jit_and_outside(device: Device) -> None:
@@ -136,13 +142,13 @@ def test_dropout_and_the_weights_of_modules(device: Device) -> None:
     ps.use(device)
     try:
         x = ps.ones((40, 50))
-        found = []
+        result = []
         for wrap in (lambda f: f, ps.jit):
             ps.random.manual_seed(4)
             layer = wrap(nn.Dropout(0.4).__call__)
             masks = [layer(x).numpy() for _ in range(2)]
-            found.append([*masks, nn.Linear(30, 20).weight.numpy()])
-        for eager, jitted in zip(*found, strict=True):
+            result.append([*masks, nn.Linear(30, 20).weight.numpy()])
+        for eager, jitted in zip(*result, strict=True):
             np.testing.assert_array_equal(eager, jitted)
     finally:
         ps.use(before)

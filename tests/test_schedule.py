@@ -17,7 +17,7 @@ from penstock import Device
 from penstock.compiler.pipeline import compile_graph, prepare
 from penstock.compiler.schedule import BufferSpec, Copy, Schedule
 from penstock.compiler.simulate import simulate
-from penstock.compiler.target import Target
+from penstock.compiler.target import Budget, Target
 from penstock.drivers.driver import Capabilities
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.executable import Executable
@@ -64,13 +64,13 @@ def test_a_schedule_of_a_random_graph_computes_what_numpy_does(seed: int, target
     for over in (None, aliases):
         results = simulate(schedule, arrays, structure.constants(), over)
         for node, right, stored in zip(wanted, expected, results, strict=True):
-            found = stored.view(node.dtype).reshape(node.shape)
+            actual = stored.view(node.dtype).reshape(node.shape)
             if grower.error[node] == 0:
-                np.testing.assert_array_equal(found, right)
+                np.testing.assert_array_equal(actual, right)
             else:
                 tolerance = grower.error[node]
-                wide = np.complex128 if found.dtype.kind == "c" else np.float64
-                np.testing.assert_allclose(found.astype(wide), right.astype(wide), rtol=0, atol=tolerance)
+                wide = np.complex128 if actual.dtype.kind == "c" else np.float64
+                np.testing.assert_allclose(actual.astype(wide), right.astype(wide), rtol=0, atol=tolerance)
 
 
 def test_the_same_graph_gives_equal_schedules_and_another_one_does_not() -> None:
@@ -101,16 +101,24 @@ def test_no_step_reads_what_a_later_one_writes() -> None:
             written.update(buffer for buffer, _, _ in step.writes)
 
 
-def test_a_budget_for_temporaries_is_kept_or_refused() -> None:
+def test_a_budget_is_kept_or_refused() -> None:
     _, wanted = grown(5, 60, 0, plain)
     structure = Structure(wanted, checked=False)
     nodes, inputs = prepare(wanted, structure.inputs)
-    needed = compile_graph(nodes, inputs, structure.numbers, Target.of(CPU)).plan.arena_bytes
-    assert needed > 0
-    compile_graph(nodes, inputs, structure.numbers, Target.of(CPU, needed))
-    with pytest.raises(OutOfDeviceMemory, match="the budget for them is") as raised:
-        compile_graph(nodes, inputs, structure.numbers, Target.of(CPU, needed - 1))
-    assert raised.value.asked == needed
+
+    def within(limit: int, held: int = 0) -> Schedule:
+        return compile_graph(nodes, inputs, structure.numbers, Target.of(CPU, Budget(limit, held)))
+
+    needed = compile_graph(nodes, inputs, structure.numbers, Target.of(CPU)).taken_bytes
+    assert within(needed).taken_bytes == within(needed + 100, 100).taken_bytes == needed
+    assert not within(needed).recomputed
+    with pytest.raises(OutOfDeviceMemory, match="smallest budget that would do is") as raised:
+        within(100, 100)
+    smallest = raised.value.smallest
+    assert smallest is not None
+    assert within(smallest, 100).taken_bytes == smallest - 100
+    with pytest.raises(OutOfDeviceMemory):
+        within(smallest - 1, 100)
 
 
 def with_a_copy(schedule: Schedule) -> Schedule:
@@ -166,8 +174,8 @@ def products(sides: list[list[Node]], stacked: bool) -> list[Node]:
     else:
         results = [contraction.matmul(*pair) for pair in zip(*sides, strict=True)]
     squares = [reducing.sum_(elementwise.multiply(result, result), (0, 1)) for result in results]
-    found = gradients(reduce(elementwise.add, squares), None, [*sides[0], *sides[1]])
-    return decompose([*results, *(node for node in found if node is not None)], CPU)
+    actual = gradients(reduce(elementwise.add, squares), None, [*sides[0], *sides[1]])
+    return decompose([*results, *(node for node in actual if node is not None)], CPU)
 
 
 @pytest.mark.parametrize("dtype", [float32, bfloat16])

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import penstock as ps
-from penstock import registry as found
+from penstock import registry
 from penstock.cli import app
 from penstock.config import Settings, parse_bytes
 from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import DeviceNotFound, SettingError
 from penstock.formatting import format_bytes
-from penstock.runtime import refuse
+from penstock.opened import refuse
 
 
 @pytest.mark.parametrize(
@@ -84,15 +84,15 @@ def test_a_bad_setting_is_named(variable: str, value: str) -> None:
 
 
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A registry that has found nothing yet."""
-    monkeypatch.setattr(found, "_devices", None)
-    monkeypatch.setattr(found, "_default", None)
-    monkeypatch.setattr(found, "_missing", [])
+def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry before its first search."""
+    monkeypatch.setattr(registry, "_by_driver", {})
+    monkeypatch.setattr(registry, "_default", None)
+    monkeypatch.setattr(registry, "_missing", [])
     monkeypatch.delenv("PENSTOCK_DEVICE", raising=False)
 
 
-@pytest.mark.usefixtures("registry")
+@pytest.mark.usefixtures("empty_registry")
 def test_the_machine_has_an_opencl_device_and_the_host() -> None:
     names = [device.name for device in ps.devices()]
     assert next(name for name in names if not name.startswith("cuda")) == "opencl:0"
@@ -103,20 +103,20 @@ def test_the_machine_has_an_opencl_device_and_the_host() -> None:
     assert kinds == sorted(kinds, key=order.index), "GPUs first, then PoCL, then the host"
 
 
-@pytest.mark.usefixtures("registry")
+@pytest.mark.usefixtures("empty_registry")
 def test_use_takes_names_and_devices() -> None:
     assert ps.use("host") is ps.default_device() is ps.devices()[-1]
     assert ps.use(" OpenCL ").name == "opencl:0"
     assert ps.use(ps.devices()[-1]).name == "host"
 
 
-@pytest.mark.usefixtures("registry")
+@pytest.mark.usefixtures("empty_registry")
 def test_the_environment_names_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_DEVICE", "host")
     assert ps.default_device().name == "host"
 
 
-@pytest.mark.usefixtures("registry")
+@pytest.mark.usefixtures("empty_registry")
 def test_a_name_that_is_not_there_gets_the_names_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cuda:99", "opencl:99", "hosts"):
         with pytest.raises(DeviceNotFound, match=rf"{name}.*opencl:0 \(.*host \(NumPy\)"):
@@ -126,13 +126,15 @@ def test_a_name_that_is_not_there_gets_the_names_that_are(monkeypatch: pytest.Mo
         ps.default_device()
 
 
-@pytest.mark.usefixtures("registry")
+@pytest.mark.usefixtures("empty_registry")
 def test_a_machine_without_any_driver_still_has_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for driver in ("cuda", "opencl", "webgpu"):
         monkeypatch.setitem(sys.modules, f"penstock.drivers.{driver}", None)
         monkeypatch.delattr(f"penstock.drivers.{driver}", raising=False)
     assert [device.name for device in ps.devices()] == ["host"]
-    absent = r"not there: cuda, .*; opencl, which could not be loaded .*; webgpu, which could not be loaded"
+    absent = (
+        r"not available: cuda, .*; opencl, which could not be loaded .*; webgpu, which could not be loaded"
+    )
     with pytest.raises(DeviceNotFound, match=absent):
         ps.use("opencl")
 
@@ -150,7 +152,7 @@ def test_gpus_come_first_and_by_the_driver_that_serves_them_best(monkeypatch: py
     order["darwin"] = ["webgpu:0", "opencl:0"]  # whose OpenCL is kept for old programs only
     for platform, gpus in order.items():
         monkeypatch.setattr(sys, "platform", platform)
-        names = [one.name for one in found._in_order(cuda, opencl, webgpu)]
+        names = [device.name for device in registry._in_order(cuda, opencl, webgpu)]
         assert names == ["cuda:0", *gpus, "opencl:1", "webgpu:1"], platform
 
 
@@ -162,7 +164,7 @@ def test_listing_devices_opens_none_and_importing_loads_no_driver() -> None:
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
 
-@pytest.mark.usefixtures("registry")
+@pytest.mark.usefixtures("empty_registry")
 def test_penstock_devices_lists_them() -> None:
     result = CliRunner().invoke(app, ["devices"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
@@ -171,7 +173,7 @@ def test_penstock_devices_lists_them() -> None:
 
 
 def test_the_command_line_tells_an_error_in_a_line() -> None:
-    command = [sys.executable, "-m", "penstock.cli", "devices"]
+    command = [sys.executable, "-m", "penstock", "devices"]
     environment = {**os.environ, "PENSTOCK_DEVICE": "abacus"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
     assert done.returncode == 1

@@ -28,8 +28,8 @@ def count(*nodes: Node) -> int:
 
 def test_equal_nodes_become_one() -> None:
     x = x_()
-    one, other = (elementwise.exp(elementwise.add(x, number(1))) for _ in range(2))
-    (product,) = simplify([elementwise.multiply(one, other)])
+    first, second = (elementwise.exp(elementwise.add(x, number(1))) for _ in range(2))
+    (product,) = simplify([elementwise.multiply(first, second)])
     assert product.inputs[0] is product.inputs[1]
     assert count(product) == 5  # x, 1, the sum, the exponential, the product
 
@@ -106,7 +106,7 @@ def test_what_changes_nothing_is_left_out() -> None:
 def test_computed_nodes_stay() -> None:
     x = x_()
     y = elementwise.exp(x)
-    y.settle(np.ones((2, 3), np.float32))
+    y.set_value(np.ones((2, 3), np.float32))
     (node,) = simplify([elementwise.log(y)])
     assert node.inputs == (y,)
 

@@ -23,7 +23,7 @@ Kernels = dict[str, Kernel]
 
 
 class Watched(HostDriver):
-    """A host driver that runs nothing before it is waited for, and counts its flushes."""
+    """A host driver that runs commands only when the host waits, and counts its flushes."""
 
     def __init__(self) -> None:
         super().__init__("watched", scheduler=random.Random(0))

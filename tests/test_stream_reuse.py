@@ -1,4 +1,4 @@
-"""Memory that commands still use is used again in their order, and no byte that is alive is written over."""
+"""Memory that pending commands use is reused in order, and no live byte is overwritten."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MIB = 1 << 20
 
 
 def lazy(shared_memory: bool = True, **settings: Any) -> Device:
-    """A device that does nothing before the host waits for it, and poisons memory that is freed."""
+    """A device that runs commands only when the host waits, and poisons freed memory."""
     driver = HostDriver("lazy", shared_memory=shared_memory, scheduler=Lazy())
     return Device.over(driver, Settings(**settings))
 
 
 def peak_of(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The most that was allocated of the driver at once, as a list of one number."""
+    """The peak of the driver's allocations, as a list of a single number."""
     driver, most = device.driver, [0]
     allocate = driver.allocate
 
@@ -96,15 +96,15 @@ def test_under_a_limit_an_upload_waits_for_a_block_of_its_size() -> None:
     device = lazy(memory_limit=8192)
     fill = compiled(device)["fill"]
     device.empty(4096)
-    one, two = device.empty(4096), device.empty(4096)
-    for number, buffer in enumerate((one, two)):
+    first, second = device.empty(4096), device.empty(4096)
+    for number, buffer in enumerate((first, second)):
         device.stream.launch(fill, (1,), (1,), (buffer, number, 1024))
-    del buffer, one
+    del buffer, first
     new = device.upload(np.full(1024, 7, np.int32))
     stats = device.memory_stats()
     assert stats.live_bytes + stats.pooled_bytes == 8192
     np.testing.assert_array_equal(device.download(new, np.int32).wait(), np.full(1024, 7))
-    np.testing.assert_array_equal(device.download(two, np.int32).wait(), np.full(1024, 1))
+    np.testing.assert_array_equal(device.download(second, np.int32).wait(), np.full(1024, 1))
     with pytest.raises(OutOfDeviceMemory):
         device.empty(4096)
     device.close()
@@ -123,7 +123,7 @@ def test_the_failure_of_a_command_is_not_that_of_the_next_buffer_there() -> None
     del out
     again = device.empty(256)
     assert again.memory is address
-    with device.view(again, np.int32, writable=True) as array:  # once the kernel is done, well or not
+    with device.view(again, np.int32, writable=True) as array:  # once the kernel is done, or has failed
         array[:] = 3
     assert device.download(again, np.int32).wait().tolist() == [3] * 64
     with pytest.raises(DeviceError, match="broken"):
@@ -132,7 +132,7 @@ def test_the_failure_of_a_command_is_not_that_of_the_next_buffer_there() -> None
 
 
 class Model:
-    """Buffers of a device beside arrays of what they hold, which random commands change alike."""
+    """Buffers of a device and arrays with their expected content, which random commands change alike."""
 
     SIZES = (64, 64, 64, 1024, 4096)  # items; mostly of one size class, so that memory goes from hand to hand
 

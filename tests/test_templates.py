@@ -1,4 +1,4 @@
-"""Kernels of single nodes against their meaning in NumPy: those for CPUs, and those for GPUs."""
+"""Kernels of single nodes against their NumPy references: those for CPUs, and those for GPUs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ few = settings(
 
 
 class Bench:
-    """One device under two sets of capabilities; each node's kernels are compiled as one program."""
+    """A device under two sets of capabilities; each node's kernels are compiled as a program."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -62,7 +62,7 @@ class Bench:
         sources = {launch.source.name: launch.source for launch in lone.launches}
         assert all(sources[launch.source.name] == launch.source for launch in lone.launches)
         # A text in WGSL is one kernel.
-        texts = [[one] for one in sources.values()] if language == "wgsl" else [list(sources.values())]
+        texts = [[source] for source in sources.values()] if language == "wgsl" else [list(sources.values())]
         kernels = {}
         for part in texts:
             text = whole_text(part, language)
@@ -108,7 +108,7 @@ def meaning(node: Node) -> np.ndarray:
 
 
 def items(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Numbers with many ties; whole ones reach the ends of their range, others NaN, infinities and -0."""
+    """Numbers with many ties; integers reach the ends of their range, others have NaN, infinities and -0."""
     rng = np.random.default_rng(seed)
     if dtype == "bool":
         return rng.random(shape) < 0.5
@@ -177,7 +177,7 @@ def test_linear_recurrences_of_what_overflows(bench: Bench, variant: str, revers
     x[1, 4500], factor[1, 4600:4700] = 1, 0  # forgotten before it is infinite, or after
     x[2, ::100], factor[2, ::50] = 3, 0
     x[3, 20], factor[3] = INF, 0.5  # stays infinite for ever
-    x[4], factor[4, 0], factor[4, -1] = 1, INF, NAN  # of which one multiplies nothing
+    x[4], factor[4, 0], factor[4, -1] = 1, INF, NAN  # one of them multiplies nothing
     factor[4, 1:-1] = 1
     x[5, 0], x[5, -1] = 1, -1  # grows until it is infinite
     check(bench, variant, reducing.linear_recurrence(at(x), at(factor), 1, reverse))
@@ -199,6 +199,9 @@ def test_linear_recurrences_of_what_overflows(bench: Bench, variant: str, revers
         (products, "bool", (5, 3), 0),
         (products, "uint16", (9, 65), 0),
         (products, "float64", (3, 100), 1),
+        (reducing.cumulative_max, "float32", (1, 5000), 1),
+        (reducing.cumulative_max, "int32", (5, 1000), 1),
+        (reducing.cumulative_max, "int64", (3, 9, 20), 1),
     ],
 )
 def test_scans(bench: Bench, variant: str, make: Make, dtype: str, shape: tuple[int, ...], axis: int) -> None:
@@ -223,7 +226,7 @@ def test_scans_keep_what_is_special(bench: Bench, variant: str) -> None:
     rows[3, 20], rows[3, 260] = INF, -INF
     rows[4] = 1
     with np.errstate(invalid="ignore"):
-        for make in (sums, products):
+        for make in (sums, products, reducing.cumulative_max):
             node = make(at(rows), 1)
             got, wanted = bench.run(node, variant), meaning(node)
             np.testing.assert_array_equal(got, wanted)
@@ -319,7 +322,7 @@ def test_scattering(
 ) -> None:
     rng = np.random.default_rng(3)
     index = rng.integers(0, length, index_shape, index_dtype)
-    index.flat[: index.size // 3] = rng.integers(0, length)  # one row is wanted more than the others
+    index.flat[: index.size // 3] = rng.integers(0, length)  # one row occurs more often than the others
     shape = (*index_shape, *rest)
     if dtype.endswith(("float16", "float32", "float64")):
         values = rng.integers(-9, 9, shape).astype(dtype)  # sums of whole numbers are the same in any order

@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 import penstock as ps
 from penstock import Device
+from penstock.tensor import core
 
 pytestmark = one_opencl
 
@@ -38,11 +39,11 @@ def tensors(device: Device, *arrays: np.ndarray) -> list[ps.Tensor]:
     return [ps.asarray(array, device=device) for array in arrays]
 
 
-def agrees(found: ps.Tensor, expected: Any, tolerance: float = 1e-6) -> None:
+def agrees(result: ps.Tensor, expected: Any, tolerance: float = 1e-6) -> None:
     expected = np.asarray(expected)
-    assert found.shape == expected.shape
-    assert found.dtype == expected.dtype
-    np.testing.assert_allclose(found.numpy(), expected, rtol=tolerance, atol=tolerance)
+    assert result.shape == expected.shape
+    assert result.dtype == expected.dtype
+    np.testing.assert_allclose(result.numpy(), expected, rtol=tolerance, atol=tolerance)
 
 
 def values(dtype: str, shape: tuple[int, ...]) -> st.SearchStrategy[np.ndarray]:
@@ -65,7 +66,7 @@ def test_values_of_every_dtype_come_back(on: Device, dtype: str) -> None:
     assert x.tolist() == array.tolist()
 
 
-@pytest.mark.slow("uint8", "int16", "uint16", "uint32", "int64")
+@pytest.mark.slow("uint8", "int16", "uint16", "uint32", "int64", "uint64", "int8")
 @pytest.mark.parametrize("dtype", DTYPES)
 @relaxed
 @given(data=st.data())
@@ -88,10 +89,10 @@ def test_arithmetic_agrees_with_numpy(on: Device, dtype: str, data: st.DataObjec
 def test_chains_of_everything_agree_with_numpy(on: Device, data: st.DataObject) -> None:
     """Random expressions with views, reductions, in-place changes and shared parts."""
     array = data.draw(values("float64", data.draw(hnp.array_shapes(min_dims=1, max_dims=3, max_side=4))))
-    found, expected = [ps.asarray(array, device=on)], [array]
+    result, expected = [ps.asarray(array, device=on)], [array]
     for _ in range(data.draw(st.integers(1, 30))):
-        at = data.draw(st.integers(0, len(found) - 1))
-        x, a = found[at], expected[at]
+        at = data.draw(st.integers(0, len(result) - 1))
+        x, a = result[at], expected[at]
         verb = data.draw(st.sampled_from(VERBS))
         if verb == "sum" and a.ndim:
             x, a = ps.sum(x, axis=-1, keepdims=True), a.sum(-1, keepdims=True)
@@ -118,9 +119,9 @@ def test_chains_of_everything_agree_with_numpy(on: Device, data: st.DataObject) 
         elif verb == "+=":
             x, a = ps.asarray(x, copy=True), a + 1
             x += 1
-        found.append(x)
+        result.append(x)
         expected.append(a)
-    for x, a in zip(found, expected, strict=True):
+    for x, a in zip(result, expected, strict=True):
         agrees(x, a, 1e-9)
 
 
@@ -179,7 +180,7 @@ def test_a_long_loop_that_reads_nothing_stays_bounded(on: Device) -> None:
 
 
 def test_recorded_work_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.tensor.core.MAX_PENDING_BYTES", 1 << 20)
+    monkeypatch.setattr(core, "MAX_PENDING_BYTES", 1 << 20)
     x = ps.zeros(10_000)  # 40 KB
     most = 0
     for _ in range(100):
@@ -321,7 +322,7 @@ def test_errors_name_what_was_given() -> None:
         (ValueError, r"\(2, 3\) and \(4,\)", lambda: x + y),
         (ValueError, "do not fit", lambda: x @ x),
         (ValueError, r"cannot take the shape", lambda: ps.reshape(x, (5,))),
-        (IndexError, "axis 2 is not there", lambda: ps.sum(x, axis=2)),
+        (IndexError, "axis 2 is out of range", lambda: ps.sum(x, axis=2)),
         (ValueError, "twice", lambda: ps.sum(x, axis=(0, -2))),
         (IndexError, "index 2 is out of range for axis 0", lambda: x[2]),
         (IndexError, "index -3 is out of range for axis 0", lambda: x[[0, -3]]),

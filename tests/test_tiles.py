@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, examples
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, examples, opencl_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cuda_sources import Imagined
@@ -35,9 +35,8 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture(scope="module", params=["vectors", "threads", *CUDA_KINDS, *WEBGPU_KINDS])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    driver = DRIVERS.get(request.param, lambda: OpenCLDriver(NATIVE, f"opencl-{request.param}"))()
-    if request.param == "threads":
-        driver.capabilities = replace(driver.capabilities, vector_width=1)
+    own = {"threads": opencl_threads, "vectors": lambda: OpenCLDriver(NATIVE, "opencl-vectors")}
+    driver = {**own, **DRIVERS}[request.param]()
     device = Device.over(driver, Settings(force_kernels=True))
     yield device
     device.close()
@@ -47,6 +46,7 @@ def values(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
     return (RNG.standard_normal(shape) * 50).astype(dtype)
 
 
+@pytest.mark.slow("(16, 16)", "(130, 33)", "(264, 24)", "(17, 40)")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(16, 16), (17, 40), (130, 33), (264, 24), (33, 259)])
 def test_every_dtype_and_rest_of_a_tile(device: Device, shape: tuple[int, int], dtype: Any) -> None:

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 import penstock as ps
+from penstock.data.text import silent
 from penstock.errors import CheckpointError, SettingError
 from penstock.measuring import ceilings
 from penstock.train import Checkpoint, Config, Metrics, Trainer, TrainingError, load, load_last, load_model
@@ -43,6 +45,9 @@ class Silent:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.losses: list[float] = []
+
+    def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
+        return silent(name, total)
 
     def start(self, done: int, steps: int, seconds: float) -> None: ...
 
@@ -79,7 +84,9 @@ def config(tmp_path: Path) -> Config:
 def measured(run: Path) -> list[tuple[Any, ...]]:
     """What must be the same in two runs: all but times and memory."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(one["step"], one["loss"], one["learning_rate"], one.get("validation_loss")) for one in lines]
+    return [
+        (line["step"], line["loss"], line["learning_rate"], line.get("validation_loss")) for line in lines
+    ]
 
 
 def resume(run: Path, view: Silent | None = None) -> Trainer:
@@ -132,6 +139,7 @@ def test_a_configuration_that_is_not_there_is_named(tmp_path: Path) -> None:
 # The loop
 
 
+@pytest.mark.slow("-1")
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_run_learns_and_writes_its_folder(tmp_path: Path, config: Config, number: int) -> None:
     ps.use(ps.devices()[number])
@@ -204,7 +212,7 @@ def test_a_stop_at_any_step_resumes_to_the_same_bits(tmp_path: Path, config: Con
     assert signal.getsignal(signal.SIGINT) is before
     assert "stopping after this step" in view.notes[-1]
     assert trainer.step == 7
-    assert checkpoints.found(stopped)[-1].name == "step-00000007.safetensors"
+    assert checkpoints.checkpoint_files(stopped)[-1].name == "step-00000007.safetensors"
     assert resume(stopped).train()
     assert measured(stopped) == measured(whole)
 
@@ -229,11 +237,11 @@ def test_accumulated_batches_are_like_one_large_batch(tmp_path: Path, config: Co
     parts = config.changed({"data": {"batch": 2}, "optimizer": {"accumulate": 3}})
     Trainer(parts, tmp_path / "parts", Silent()).train()
     large, small = measured(tmp_path / "large"), measured(tmp_path / "parts")
-    np.testing.assert_allclose([one[1] for one in small], [one[1] for one in large], rtol=1e-4)
+    np.testing.assert_allclose([item[1] for item in small], [item[1] for item in large], rtol=1e-4)
 
 
 @pytest.mark.usefixtures("default_device")
-@pytest.mark.slow("bfloat16")
+@pytest.mark.slow("bfloat16", "float16")
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_half_precision_trains_and_resumes(tmp_path: Path, config: Config, precision: str) -> None:
     config = config.changed({"model": {"precision": precision}, "run": {"steps": 20}})
@@ -241,7 +249,7 @@ def test_half_precision_trains_and_resumes(tmp_path: Path, config: Config, preci
     Trainer(config, tmp_path / "run", view).train()
     assert np.mean(view.losses[-3:]) < np.mean(view.losses[:3])
     before = measured(tmp_path / "run")
-    checkpoints.found(tmp_path / "run")[-1].unlink()
+    checkpoints.checkpoint_files(tmp_path / "run")[-1].unlink()
     trainer = resume(tmp_path / "run")
     assert trainer.step == 15
     assert str(trainer.model.tokens.weight.dtype) == precision
@@ -265,7 +273,7 @@ def test_an_infinite_loss_stops_and_keeps_the_last_good_checkpoint(tmp_path: Pat
         TrainingError, match=r"loss is nan at step 10.*step-00000005.*learning_rate \(now 0.01\)"
     ):
         trainer.train()
-    assert [one[0] for one in measured(run)] == list(range(1, 10))
+    assert [case[0] for case in measured(run)] == list(range(1, 10))
     assert load_last(run)[0].step == 5
     assert resume(run).train()
 
@@ -276,7 +284,7 @@ def test_weights_that_are_no_numbers_are_never_saved(tmp_path: Path, config: Con
         trainer.model.norm.bias.__imul__(math.inf)
     with pytest.raises(TrainingError, match=r"norm\.bias.*There is no checkpoint yet"):
         trainer._save(None)
-    assert checkpoints.found(tmp_path / "run") == []
+    assert checkpoints.checkpoint_files(tmp_path / "run") == []
 
 
 def test_another_text_is_told_and_another_model_refused(tmp_path: Path, config: Config) -> None:
@@ -298,7 +306,7 @@ def test_a_text_too_short_for_validation_is_told(tmp_path: Path, config: Config)
     view = Silent()
     assert Trainer(config.changed({"run": {"steps": 5}}), tmp_path / "run", view).train()
     assert any("too short for validation" in note for note in view.notes)
-    assert [one[3] for one in measured(tmp_path / "run")] == [None] * 5
+    assert [case[3] for case in measured(tmp_path / "run")] == [None] * 5
 
 
 # Checkpoints
@@ -320,10 +328,10 @@ def checkpoint(config: Config) -> Checkpoint:
 
 
 def test_a_checkpoint_is_read_back_as_it_was_written(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    found = load(checkpoints.save(tmp_path, checkpoint))
-    same = replace(checkpoint, model=found.model, optimizer=found.optimizer)
-    assert found == same
-    for mine, other in ((checkpoint.model, found.model), (checkpoint.optimizer, found.optimizer)):
+    result = load(checkpoints.save(tmp_path, checkpoint))
+    same = replace(checkpoint, model=result.model, optimizer=result.optimizer)
+    assert result == same
+    for mine, other in ((checkpoint.model, result.model), (checkpoint.optimizer, result.optimizer)):
         assert set(mine) == set(other)
         assert all(mine[name].shape == other[name].shape for name in mine)
         assert all((mine[name] == other[name]).all() for name in mine)
@@ -333,7 +341,7 @@ def test_a_checkpoint_is_read_back_as_it_was_written(tmp_path: Path, checkpoint:
 def test_the_last_three_and_the_best_are_kept(tmp_path: Path, checkpoint: Checkpoint) -> None:
     for step, loss in [(1, 5.0), (2, 3.0), (3, 4.0), (4, 4.0), (5, None), (6, 3.5), (7, 9.0)]:
         checkpoints.save(tmp_path, replace(checkpoint, step=step, validation_loss=loss))
-    assert [load(path).step for path in checkpoints.found(tmp_path)] == [2, 5, 6, 7]
+    assert [load(path).step for path in checkpoints.checkpoint_files(tmp_path)] == [2, 5, 6, 7]
 
 
 def test_every_damaged_byte_is_noticed(tmp_path: Path, checkpoint: Checkpoint) -> None:
@@ -350,25 +358,25 @@ def test_every_damaged_byte_is_noticed(tmp_path: Path, checkpoint: Checkpoint) -
         changed[at] ^= 1 << int(rng.integers(8))
         path.write_bytes(changed)
         try:
-            found = load(path)
+            result = load(path)
         except CheckpointError:
             continue
         # What changed was white space, or the order of keys: nothing that is read.
-        assert replace(found, model={}, optimizer={}) == replace(checkpoint, model={}, optimizer={})
-        assert (found.model["a.weight"] == checkpoint.model["a.weight"]).all()
+        assert replace(result, model={}, optimizer={}) == replace(checkpoint, model={}, optimizer={})
+        assert (result.model["a.weight"] == checkpoint.model["a.weight"]).all()
 
 
 def test_damaged_and_foreign_checkpoints_are_passed_over(tmp_path: Path, checkpoint: Checkpoint) -> None:
     checkpoints.save(tmp_path, checkpoint)
     folder = tmp_path / "checkpoints"
-    sound = checkpoints.found(tmp_path)[0].read_bytes()
+    sound = checkpoints.checkpoint_files(tmp_path)[0].read_bytes()
     (folder / "step-00000011.safetensors").write_bytes(sound[:-5])
     save_file({"x": np.zeros(3)}, folder / "step-00000012.safetensors")
     (folder / "step-00000013.safetensors").mkdir()
     (folder / "step-00000014.safetensors").write_bytes(b"")
     (folder / "step-00000015.safetensors.1-2.part").write_bytes(sound[:100])
-    found, problems = load_last(tmp_path)
-    assert found.step == 10
+    result, problems = load_last(tmp_path)
+    assert result.step == 10
     assert len(problems) == 4
     assert "its format is None" in problems[2]
     (folder / "step-00000010.safetensors").unlink()
@@ -491,7 +499,7 @@ def test_views_show_what_was_measured(view: type[PlainView] | type[LiveView]) ->
     assert "waits 1% for data, 90% for the device" in text
     assert "a [note]" in text
     if view is PlainView:
-        assert text.count("step") == 21  # the first, and every second one
+        assert text.count("step") == 21  # the first, and every second step
         assert "0:15 left" in text
     else:
         assert "40/40" in text

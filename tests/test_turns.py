@@ -1,4 +1,4 @@
-"""Steps that run side by side, and the order of those that replace values, as pure functions."""
+"""Independent steps, and the order of steps that overwrite values, as pure functions."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_partial_sums_of_many_values_take_two_turns() -> None:
         at = 3 * number
         steps += [Work((), (at,)), Work((at,), (at + 1,)), Work((at + 1,), (at + 2,))]
     steps.append(Work(tuple(range(2, 3 * parts, 3)), (3 * parts,)))
-    found = together(steps, ["product", "row", "row"] * parts + ["map"])
-    assert [len(bundle) for bundle in found] == [parts, parts, parts, 1]
+    result = together(steps, ["product", "row", "row"] * parts + ["map"])
+    assert [len(bundle) for bundle in result] == [parts, parts, parts, 1]
 
 
 def updates(parts: int) -> list[Work]:
@@ -49,9 +49,9 @@ def test_what_waits_for_others_takes_little_more_memory(monkeypatch: pytest.Monk
     alike: list[str | None] = [None, "map"] * parts
     assert together(updates(parts), alike, outputs)[-1] == list(range(1, 2 * parts, 2)), "all at the end"
     monkeypatch.setattr(turns, "_LITTLE", 3 * SIZE)
-    found = together(updates(parts), alike, outputs)
-    assert max(map(len, found)) == 4, "one gradient is live anyway, and three more may be"
-    assert len(found) == parts + parts // 4
+    result = together(updates(parts), alike, outputs)
+    assert max(map(len, result)) == 4, "one gradient is live anyway, and three more may be"
+    assert len(result) == parts + parts // 4
 
 
 def test_where_there_is_room_beside_activations_more_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,8 +64,8 @@ def test_where_there_is_room_beside_activations_more_waits(monkeypatch: pytest.M
         for at, work in enumerate(updates(parts))
     ]
     alike: list[str | None] = [*[None] * (2 * parts), *[None, "map"] * parts]
-    found = together(forward + backward, alike, set(range(parts, 2 * parts)))
-    assert len(found[-1]) == parts, "a gradient takes the place of two activations"
+    result = together(forward + backward, alike, set(range(parts, 2 * parts)))
+    assert len(result[-1]) == parts, "a gradient takes the place of two activations"
 
 
 def test_what_is_large_does_not_wait_until_it_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +102,10 @@ def test_random_programs_stay_right_and_within_their_memory(
         steps.append(Work(reads, writes, replaces))
         alike.append(choice.choice((None, "map", "row")))
     kept = frozenset(range(given)) | set(choice.sample(range(len(nbytes)), len(nbytes) // 5))
-    found = in_turns(steps, alike, nbytes, kept, 7)
-    assert sorted(step for bundle in found for step in bundle) == list(range(len(steps)))
-    turn = {step: number for number, bundle in enumerate(found) for step in bundle}
-    for bundle in found:
+    result = in_turns(steps, alike, nbytes, kept, 7)
+    assert sorted(step for bundle in result for step in bundle) == list(range(len(steps)))
+    turn = {step: number for number, bundle in enumerate(result) for step in bundle}
+    for bundle in result:
         assert len(bundle) <= 7
         assert len({alike[step] for step in bundle}) == 1
         assert alike[bundle[0]] is not None or len(bundle) == 1
@@ -119,11 +119,11 @@ def test_random_programs_stay_right_and_within_their_memory(
                     "read after it is gone"
                 )
     before = peak([[number] for number in range(len(steps))], steps, nbytes, kept)
-    assert peak(found, steps, nbytes, kept) <= before + max(before // 16, turns._LITTLE)
+    assert peak(result, steps, nbytes, kept) <= before + max(before // 16, turns._LITTLE)
 
 
 def peak(turns: list[list[int]], steps: list[Work], nbytes: list[int], kept: frozenset[int]) -> int:
-    """The most bytes that are live in one turn."""
+    """The peak of live bytes in a turn."""
     live: dict[int, tuple[int, int]] = {}
     for turn, numbers in enumerate(turns):
         for number in numbers:
@@ -144,8 +144,8 @@ def peak(turns: list[list[int]], steps: list[Work], nbytes: list[int], kept: fro
 def test_a_value_is_replaced_after_it_was_read() -> None:
     # A weight (0), its gradient (2) and its update (3), which could come before the weight is read once more.
     steps = [Work((1,), (2,)), Work((0, 2), (3,), (0,)), Work((0, 1), (4,)), Work((4,), (5,))]
-    found = ordered(steps, [500, 10, 10, 500, 10, 10], frozenset({0, 1, 3, 5}))
-    assert found.index(2) < found.index(1)
+    result = ordered(steps, [500, 10, 10, 500, 10, 10], frozenset({0, 1, 3, 5}))
+    assert result.index(2) < result.index(1)
 
 
 def test_two_that_replace_what_the_other_reads_still_run() -> None:

@@ -45,7 +45,7 @@ def device() -> Iterator[Device]:
 
 @pytest.fixture(params=[True, False], ids=["immediates", "uniform buffer"])
 def either(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """A device whose scalars travel in one of the two ways."""
+    """A device that passes scalars in one of the two ways."""
     made = opened(request.param)
     yield made
     made.close()
@@ -102,14 +102,14 @@ def test_a_text_holds_kernels_among_ordinary_wgsl() -> None:
         fn helper(x: u32) -> u32 { return x; }
         kernel second(b: array<vec2<u32>>, c: array< f32 , 4 >, k: u64,) { b[0].x = helper(1u); }
     """
-    found = parse(source)
-    assert list(found) == ["first", "second"]
-    assert [(one.name, one.type) for one in found["second"].parameters] == [
+    result = parse(source)
+    assert list(result) == ["first", "second"]
+    assert [(parameter.name, parameter.type) for parameter in result["second"].parameters] == [
         ("b", "array<vec2<u32>>"),
         ("c", "array<f32,4>"),
         ("k", "u64"),
     ]
-    text = module_text(found["first"], (8, 2), (0,), False, False)
+    text = module_text(result["first"], (8, 2), (0,), False, False)
     assert "@workgroup_size(8, 2, 1)" in text
     assert "THREADS = 16i" in text
     assert "fn helper" in text
@@ -387,7 +387,7 @@ def test_an_interrupt_while_the_device_is_waited_for_is_raised_and_nothing_is_lo
 def test_an_interrupt_inside_a_callback_is_kept_until_the_call_is_over(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However early it comes in the callback, and in one of an error, too."""
+    """However early it comes in the callback, also in the callback of an error."""
     real, times = native._key, iter([True, False] * 10)
 
     def interrupted(user: Any) -> int:
@@ -438,7 +438,7 @@ def test_a_lost_device_tells_so_at_every_call_and_can_be_closed() -> None:
 
 def test_what_is_larger_than_a_buffer_may_be_is_out_of_memory(device: Device) -> None:
     largest = device.capabilities.max_allocation_bytes
-    with pytest.raises(OutOfDeviceMemory, match=f"one allocation may have {largest} bytes"):
+    with pytest.raises(OutOfDeviceMemory, match=f"an allocation may have at most {largest} bytes"):
         device.empty(largest + 1)
 
 
@@ -606,8 +606,8 @@ def settled_counts(device: Device) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.slow("1000", "10000")
-@pytest.mark.parametrize("steps", [100, 1_000, 10_000])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [100, 10_000])
 def test_steps_of_training_with_changing_shapes_leave_the_native_counts_flat(steps: int) -> None:
     device = opened()
     model = nn.Sequential(nn.Linear(3, 8, device=device), nn.Tanh(), nn.Linear(8, 1, device=device))
@@ -631,11 +631,12 @@ def test_steps_of_training_with_changing_shapes_leave_the_native_counts_flat(ste
     # Which block is taken again depends on how far the device is, so a few more or less may be there; what
     # is lost once in a hundred steps would be two more in each count, or ten.
     spread = {name: [count[name] for count in counts[1:]] for name in counts[0]}
-    assert all(max(found) - min(found) <= 12 for found in spread.values()), spread
+    assert all(max(result) - min(result) <= 12 for result in spread.values()), spread
     assert drift(samples) < 4 << 20, samples
     device.close()
 
 
+@pytest.mark.slow
 def test_a_hundred_devices_come_and_go_without_a_native_object_left() -> None:
     def use() -> None:
         device = opened()

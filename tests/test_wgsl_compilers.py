@@ -1,4 +1,4 @@
-"""What compilers of shaders may do to WGSL, or do wrong, and results must not show."""
+"""Freedoms and errors of shader compilers, which results must not depend on."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_sums_and_differences_are_not_folded(real: Device, dtype: str) -> None:
         lambda x, y: (x + y) < x,
     ]
     for number, formula in enumerate(formulas):
-        found = formula(x, y).numpy().astype(np.float32)
+        result = formula(x, y).numpy().astype(np.float32)
         with np.errstate(all="ignore"):
             # In a kernel, values of 16 bits are rounded where they are stored.
             expected = formula(*(t.numpy().astype(np.float32) for t in (x, y)))
             if expected.dtype == np.float32:
                 expected = expected.astype(x.numpy().dtype)
-        np.testing.assert_array_equal(found, expected.astype(np.float32), f"formula {number}")
+        np.testing.assert_array_equal(result, expected.astype(np.float32), f"formula {number}")
 
 
 @pytest.mark.parametrize("name", [*UNARY.split(), "abs", "sign", "negative", "copysign"])

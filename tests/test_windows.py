@@ -1,4 +1,4 @@
-"""Memories larger than one binding of WebGPU: as several windows of a small size, and at their true size."""
+"""Allocations larger than a WebGPU binding: with small artificial windows, and at their true size."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Watched(WebGpuDriver):
     """A driver that looks at what is bound together: WebGPU permits no byte twice where it may be written."""
 
     def _group(self, parts: Any, buffers: Any) -> Any:
-        for (one, start, size), (other, begin, length) in combinations(parts, 2):
-            assert one != other or start + size <= begin or begin + length <= start
+        for (value, start, size), (other, begin, length) in combinations(parts, 2):
+            assert value != other or start + size <= begin or begin + length <= start
         assert all(size <= self.capabilities.binding_bytes for _, _, size in parts)
         return super()._group(parts, buffers)
 
 
 def opened(binding: int, buffers: int = 32, kind: type[WebGpuDriver] = Watched) -> Device:
-    """A device with small bindings. WebGPU itself refuses larger ones, as it knows no other limit."""
+    """A device with small bindings; WebGPU itself refuses larger bindings."""
     limits = {"maxStorageBufferBindingSize": binding, "maxStorageBuffersPerShaderStage": buffers}
     return Device.over(kind(replace(ADAPTER, limits=ADAPTER.limits | limits), "webgpu"), SMALL)
 
@@ -98,8 +98,8 @@ def device() -> Iterator[Device]:
     assert not made.driver._native.errors
 
 
-def close(found: ps.Tensor, expected: Any, rtol: float = 1e-5, atol: float = 1e-5) -> None:
-    np.testing.assert_allclose(found.numpy(), expected, rtol=rtol, atol=atol)
+def close(result: ps.Tensor, expected: Any, rtol: float = 1e-5, atol: float = 1e-5) -> None:
+    np.testing.assert_allclose(result.numpy(), expected, rtol=rtol, atol=atol)
 
 
 # Texts
@@ -182,7 +182,7 @@ def test_kernels_of_ones_own_use_items_of_all_windows(device: Device) -> None:
     kernel = one_kernel(device, USES, "float32*", "uint32*", "int32*", "int32*", "int32")
     n = 700
     x, z = np.random.default_rng(0).uniform(-9, 9, n).astype(np.float32), np.arange(2 * n, dtype=np.int32)
-    buffers = [device.upload(one) for one in (x, np.zeros(n, np.uint32), z, np.arange(n, dtype=np.int32))]
+    buffers = [device.upload(array) for array in (x, np.zeros(n, np.uint32), z, np.arange(n, dtype=np.int32))]
     device.stream.launch(kernel, (11,), (64,), (*buffers, n))
     expected = (2 * x + np.arange(n, dtype=np.float32) / 2) * np.float32(0.5)
     expected = np.where((expected <= 10) & (expected != 7), expected + 1, expected)
@@ -197,7 +197,7 @@ def test_kernels_of_ones_own_use_items_of_all_windows(device: Device) -> None:
 def test_a_kernel_that_cannot_have_windows_is_told_the_limit(device: Device) -> None:
     source = "kernel bad(x: array<f32>) { x[i32(arrayLength(&x)) - 1] = 1.0; }"
     kernel = one_kernel(device, source, "float32*")
-    with pytest.raises(DeviceError, match=r"'bad'.*1500-byte.*one binding has at most 1024 bytes.*'x'"):
+    with pytest.raises(DeviceError, match=r"'bad'.*1500-byte.*a binding has at most 1024 bytes.*'x'"):
         device.stream.launch(kernel, (1,), (1,), (device.empty(1500),))
     device.stream.launch(kernel, (1,), (1,), (device.empty(1024),))
     device.sync()
@@ -240,9 +240,10 @@ def test_parts_of_a_large_memory_take_as_many_windows_as_they_have(data: st.Data
     inside = [data.draw(st.integers(0, min(start, 3))) for start in starts]  # beside the buffer's own offset
     if abs(starts[0] - starts[1]) < 9 or abs(starts[0] - starts[2]) < 9:
         starts[1:] = starts[:1] * 2  # not over a part of what others still read
-    inside = [min(one, start) for one, start in zip(inside, starts, strict=True)]
+    inside = [min(value, start) for value, start in zip(inside, starts, strict=True)]
     parts = [
-        whole.view(256 * (start - one), 256 * one + 4 * n) for start, one in zip(starts, inside, strict=True)
+        whole.view(256 * (start - value), 256 * value + 4 * n)
+        for start, value in zip(starts, inside, strict=True)
     ]
     device.stream.launch(kernel, (9,), (64,), (*parts, *inside, n))
     a, b = (model[64 * start :][:n].copy() for start in starts[1:])
@@ -259,8 +260,8 @@ def test_a_small_part_of_a_large_memory_is_one_binding(device: Device) -> None:
     assert [(offset, size) for _, offset, size in bound] == [(256 * start, 256) for start in (90, 3, 41)]
     (made_for,) = kernel.native.pipelines
     assert made_for[-1] == (), "no window has to be chosen"
-    found = device.download(parts[0], np.uint32).wait()
-    assert np.array_equal(found, np.arange(64) * 2 + 64 * (3 + 41))
+    result = device.download(parts[0], np.uint32).wait()
+    assert np.array_equal(result, np.arange(64) * 2 + 64 * (3 + 41))
 
 
 # Copies
@@ -362,7 +363,7 @@ def compare(device: Device, compute: Computed, dtype: str, shape: tuple[int, int
     else:
         x, y = (rng.integers(0, 100, shape).astype(dtype) for _ in range(2))
     i = rng.integers(0, shape[0], 2 * shape[0] + 1)
-    given = [ps.asarray(one, device=device) for one in (x, y, i)]
+    given = [ps.asarray(array, device=device) for array in (x, y, i)]
     close(compute(ps, *given), compute(Plain(), x, y, i), rtol=1e-4, atol=1e-4)
 
 
@@ -378,6 +379,7 @@ def few_windows() -> Iterator[Device]:
     made.close()
 
 
+@pytest.mark.slow("float16", "int64", "int8")
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_kernels_compute_what_is_larger_than_a_binding(
     few_windows: Device, by_kernels: list[str], name: str, dtype: str
@@ -420,11 +422,12 @@ def test_random_numbers_are_those_of_any_device(by_kernels: list[str]) -> None:
     for device in (shared(4096), shared(1 << 20)):
         generator = ps.random.Generator(7, device)
         drawn.append([generator.uniform((50, 70)).numpy(), generator.normal((3000,)).numpy()])
-    for one, other in zip(*drawn, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for value, other in zip(*drawn, strict=True):
+        np.testing.assert_array_equal(value, other)
     assert not by_kernels
 
 
+@pytest.mark.slow("512", "2048")
 @pytest.mark.parametrize("binding", [256, 512, 2048])
 @pytest.mark.parametrize("buffers", [8, 32])
 def test_random_graphs(monkeypatch: pytest.MonkeyPatch, binding: int, buffers: int) -> None:
@@ -493,15 +496,15 @@ def trained(device: Device, steps: int = 3) -> list[np.ndarray]:
     for _ in range(steps):
         tokens, targets = (ps.asarray(rng.integers(0, 300, 64), device=device) for _ in range(2))
         losses.append(step(tokens, targets).numpy())
-    return [np.stack(losses), *(one.numpy() for one in parameters)]
+    return [np.stack(losses), *(parameter.numpy() for parameter in parameters)]
 
 
-@pytest.mark.slow("4096", "8192")
+@pytest.mark.slow("4096", "8192", "1024")
 @pytest.mark.parametrize(("binding", "buffers"), [(4096, 32), (8192, 10), (1024, 8)])
 def test_a_table_larger_than_a_binding_is_trained(binding: int, buffers: int) -> None:
     device, plain = opened(binding, buffers), opened(1 << 27)
-    for one, other in zip(trained(device), trained(plain), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+    for value, other in zip(trained(device), trained(plain), strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-3, atol=1e-5)
     device.close()
     plain.close()
 
@@ -517,7 +520,7 @@ def test_a_gpt_is_trained_with_windows() -> None:
 
 
 def test_a_program_takes_no_more_of_an_arena_than_it_has_planned(by_kernels: list[str]) -> None:
-    """Programs share arenas, and one that is larger than a binding would cost the others a choice."""
+    """Programs share arenas; an arena larger than a binding would slow the other programs down."""
     device = opened(4096)
 
     def twice(x: ps.Tensor) -> ps.Tensor:
@@ -527,7 +530,7 @@ def test_a_program_takes_no_more_of_an_arena_than_it_has_planned(by_kernels: lis
     jitted = ps.jit(twice)
     for value in (small, large, small, large):
         close(jitted(ps.asarray(value, device=device)), np.cumsum(np.cumsum(value, axis=0), axis=0))
-    assert any(one.nbytes > 4096 for one in device.layers().scratch)
+    assert any(arena.nbytes > 4096 for arena in device.layers().scratch)
     assert not by_kernels
     device.close()
 
@@ -575,8 +578,8 @@ def test_a_group_of_outputs_beyond_the_bound_is_in_parts(by_kernels: Sequence[st
     x = np.arange(700, dtype=np.float32)
     given = ps.asarray(x, device=device)
     outputs = [given + k for k in range(4)]
-    realize.realize([one._node for one in outputs], device)
-    for k, one in enumerate(outputs):
-        close(one, x + k)
+    realize.realize([output._node for output in outputs], device)
+    for k, output in enumerate(outputs):
+        close(output, x + k)
     assert not by_kernels
     device.close()

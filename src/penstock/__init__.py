@@ -3,40 +3,28 @@
 The namespace follows the Python array API standard, version 2024.12.
 """
 
+import typing as _typing
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
 from math import e, inf, nan, pi
 
-from penstock import data, errors, memory, nn, optim, testing
+from penstock import data, errors, functions, memory, names, nn, optim, testing
 from penstock.advising import Advice, advise
+from penstock.drivers.rates import StepRates as _StepRates
+from penstock.execution.memory_plan import provide_rates as _provide_rates
+from penstock.functions import *  # noqa: F403 - what the table of names gives
 from penstock.memory.buffer import Buffer
+from penstock.nn.saving import load, save
 from penstock.profiling import profile
 from penstock.registry import cleanup, commit, default_device, devices, sync, use
 from penstock.registry import provide_auto as _provide_auto
 from penstock.runtime import Device
+from penstock.runtime import measure_link_with as _measure_link_with
 from penstock.stream.future import Future, FutureState
-from penstock.tensor import arithmetic as _arithmetic
-from penstock.tensor import random
-from penstock.tensor.arithmetic import *  # noqa: F403 - its __all__ is that of the package
+from penstock.tensor import fft, linalg, random
 from penstock.tensor.autograd import checkpoint, grad, value_and_grad
 from penstock.tensor.core import Tensor, explain
-from penstock.tensor.creation import (
-    arange,
-    asarray,
-    empty,
-    empty_like,
-    eye,
-    from_dlpack,
-    full,
-    full_like,
-    linspace,
-    meshgrid,
-    ones,
-    ones_like,
-    tril,
-    triu,
-    zeros,
-    zeros_like,
-)
+from penstock.tensor.creation import asarray, from_dlpack, meshgrid
 from penstock.tensor.dtypes import (
     bfloat16,
     complex64,
@@ -58,52 +46,13 @@ from penstock.tensor.dtypes import (
 )
 from penstock.tensor.info import __array_namespace_info__, can_cast, finfo, iinfo, isdtype, result_type
 from penstock.tensor.jit import jit
-from penstock.tensor.linear import matmul, matmul_batch, tensordot, vecdot
-from penstock.tensor.manipulation import (
-    astype,
-    broadcast_arrays,
-    broadcast_to,
-    concat,
-    expand_dims,
-    flip,
-    matrix_transpose,
-    moveaxis,
-    permute_dims,
-    repeat,
-    reshape,
-    roll,
-    squeeze,
-    stack,
-    take,
-    take_along_axis,
-    tile,
-    unstack,
-)
+from penstock.tensor.linear import matmul_batch
+from penstock.tensor.manipulation import broadcast_arrays, expand_dims, matrix_transpose
 from penstock.tensor.own_kernels import kernel
 from penstock.tensor.raw_kernels import raw_kernel
 from penstock.tensor.recording import no_grad
-from penstock.tensor.reduction import (
-    all,
-    any,
-    argmax,
-    argmin,
-    count_nonzero,
-    cumulative_prod,
-    cumulative_sum,
-    diff,
-    max,
-    mean,
-    min,
-    prod,
-    std,
-    sum,
-    var,
-)
 from penstock.tensor.searching import (
-    argsort,
-    nonzero,
     searchsorted,
-    sort,
     unique_all,
     unique_counts,
     unique_inverse,
@@ -113,15 +62,48 @@ from penstock.tensor.searching import (
 __version__ = _version("penstock")
 __array_api_version__ = "2024.12"
 newaxis = None
+double, half, long, short = float64, float16, int64, int16
+float, int = float32, int32  # PyTorch's names of dtypes; they shadow Python's here
 
 
 def _auto_device() -> Device:
-    from penstock.dispatch import auto_device  # imported late: few programs use it, and it takes its time
+    from penstock.dispatch import auto_device  # imported late: it takes time, and few programs use it
 
     return auto_device()
 
 
 _provide_auto(_auto_device)
+
+
+def _link_cost(device: Device) -> _typing.Any:
+    from penstock.measuring.link import link_cost  # imported late, for the same reasons
+
+    return link_cost(device)
+
+
+_measure_link_with(_link_cost)
+
+
+def _step_rates(device: Device, dtypes: _typing.Iterable[str]) -> _StepRates | None:
+    from penstock.measuring.step_rates import step_rates  # imported late, for the same reasons
+
+    return step_rates(device, dtypes)
+
+
+_provide_rates(_step_rates)
+
+
+if _typing.TYPE_CHECKING:
+    from penstock import onnx
+else:  # type checkers report missing names themselves
+
+    def __getattr__(name: str) -> object:
+        if name == "onnx":  # imported late: few programs use it, and it takes its time
+            return _import_module("penstock.onnx")
+        if name.startswith("_"):
+            raise AttributeError(f"penstock has no {name!r}")
+        raise names.missing(name, __all__)
+
 
 __all__ = [
     "Advice",
@@ -132,50 +114,36 @@ __all__ = [
     "Tensor",
     "__array_namespace_info__",
     "advise",
-    "all",
-    "any",
-    "arange",
-    "argmax",
-    "argmin",
-    "argsort",
     "asarray",
-    "astype",
     "bfloat16",
     "bool",
     "broadcast_arrays",
-    "broadcast_to",
     "can_cast",
     "checkpoint",
     "cleanup",
     "commit",
     "complex64",
     "complex128",
-    "concat",
-    "count_nonzero",
-    "cumulative_prod",
-    "cumulative_sum",
     "data",
     "default_device",
     "devices",
-    "diff",
+    "double",
     "e",
-    "empty",
-    "empty_like",
     "errors",
     "expand_dims",
     "explain",
-    "eye",
+    "fft",
     "finfo",
-    "flip",
+    "float",
     "float16",
     "float32",
     "float64",
     "from_dlpack",
-    "full",
-    "full_like",
     "grad",
+    "half",
     "iinfo",
     "inf",
+    "int",
     "int8",
     "int16",
     "int32",
@@ -183,48 +151,29 @@ __all__ = [
     "isdtype",
     "jit",
     "kernel",
-    "linspace",
-    "matmul",
+    "linalg",
+    "load",
+    "long",
     "matmul_batch",
     "matrix_transpose",
-    "max",
-    "mean",
     "memory",
     "meshgrid",
-    "min",
-    "moveaxis",
     "nan",
     "newaxis",
     "nn",
     "no_grad",
-    "nonzero",
-    "ones",
-    "ones_like",
+    "onnx",
     "optim",
-    "permute_dims",
     "pi",
-    "prod",
     "profile",
     "random",
     "raw_kernel",
-    "repeat",
-    "reshape",
     "result_type",
-    "roll",
+    "save",
     "searchsorted",
-    "sort",
-    "squeeze",
-    "stack",
-    "std",
-    "sum",
+    "short",
     "sync",
-    "take",
-    "take_along_axis",
-    "tensordot",
     "testing",
-    "tile",
-    "tril",
-    "triu",
     "uint8",
     "uint16",
     "uint32",
@@ -233,12 +182,12 @@ __all__ = [
     "unique_counts",
     "unique_inverse",
     "unique_values",
-    "unstack",
     "use",
     "value_and_grad",
-    "var",
-    "vecdot",
-    "zeros",
-    "zeros_like",
 ]
-__all__ += _arithmetic.__all__
+__all__ += functions.__all__
+
+
+def __dir__() -> list[str]:
+    """The names for users: those of the parts that they are made of are left out."""
+    return [*__all__, "__array_api_version__", "__version__"]

@@ -1,7 +1,7 @@
-"""The cache on disk: folders that belong to the user alone, and that nothing depends on.
+"""The cache on disk: folders that only the user can write, with files that can be recreated.
 
-What is in them can be made again. So a folder that cannot be written, or that somebody else could have
-written to, is not used, and one warning says so.
+A folder that cannot be written, or that other users could have written to, is not used, and a single warning
+says so.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _cleaned: set[str] = set()
 
 
 class CacheFolder:
-    """A folder of the cache. What is not the user's own is never read."""
+    """A folder of the cache. Files of other users are never read."""
 
     def __init__(self, root: Path, part: str = "", private: bool = True) -> None:
-        """`part`: a folder inside the root, or the root itself. One that is not private is used as it is."""
+        """`part`: a folder inside the root, or the root itself. An existing folder may be shared."""
         self._root = root
         self._private = private
         self.path = root / part
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for reading; an OSError where it is missing, or not the user's own."""
+        """Open a file for reading; an OSError if it is missing, or belongs to another user."""
         self._check()
         self._clean()
         file = open_regular(self.path / name, follow=not self._private)
@@ -44,7 +44,7 @@ class CacheFolder:
         return file
 
     def read(self, name: str) -> bytes | None:
-        """What a file holds; None where it cannot be used."""
+        """The content of a file; None if it cannot be used."""
         try:
             with self.open(name) as file:
                 return file.read()
@@ -53,7 +53,7 @@ class CacheFolder:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """A file to write, as `atomic_file` gives one; raises OSError where it cannot be written."""
+        """A file to write, as by `atomic_file`; raises OSError if it cannot be written."""
         for folder in (self._root, self.path):
             folder.mkdir(_PRIVATE, parents=True, exist_ok=True)
         self._check()
@@ -62,7 +62,7 @@ class CacheFolder:
             yield file
 
     def write(self, name: str, content: bytes) -> bool:
-        """Keep a file; whether that was possible. The first time that it is not, a warning says why."""
+        """Write a file; whether that succeeded. The first failure is reported by a warning."""
         try:
             with self.writing(name) as file:
                 file.write(content)
@@ -72,7 +72,7 @@ class CacheFolder:
         return True
 
     def warn(self, error: OSError) -> None:
-        """Say that the folder cannot be written, once in a process."""
+        """Warn that the folder cannot be written, once in a process."""
         reason = error.strerror or str(error)
         if (str(self._root), reason) not in _warned:
             _warned.add((str(self._root), reason))
@@ -83,7 +83,7 @@ class CacheFolder:
             )
 
     def _check(self) -> None:
-        """See that the folders are the user's, and no one else's from here on; raises OSError if not."""
+        """Check that the folders belong to the user, and make them private; raises OSError if they do not."""
         for folder in dict.fromkeys((self._root, self.path)) if self._private else ():
             about = os.stat(folder)
             reason = "" if _owned(about) else "it belongs to another user"

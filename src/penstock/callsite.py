@@ -1,7 +1,7 @@
-"""Where the user's code stands: the innermost line that is not Penstock's own.
+"""The call site in the user's code: the innermost line that is not in Penstock.
 
-The trainer and the command line are users of the library themselves, and their lines count as such: whoever
-called them wrote nothing that waits or asks for memory.
+The trainer and the command line count as users of the library: their callers wrote nothing that waits or
+allocates.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _USERS = (f"{_PACKAGE}train{os.sep}", f"{_PACKAGE}cli.py")
 
 
 def user_line() -> str:
-    """`file:line` of the caller outside the package; the name of the thread if that is one of Penstock's."""
+    """`file:line` of the caller outside the package; the name of the thread if it is Penstock's."""
     return user_call()[0]
 
 
 def user_call() -> tuple[str, str]:
-    """The same, and what that line called: a function of the package, such as `tensor/core.py:item`."""
+    """The call site, and the function of the package that it called, such as `tensor/core.py:item`."""
     frame, inside = sys._getframe(1), None
     while frame is not None:
         name = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Whether a device computes what NumPy computes: a few of everything, each compared."""
+"""Checks that a device computes the same as NumPy, for a few operations of every kind."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found."""
+    """The result of a check."""
 
     what: str
-    seconds: float  # with the compilation of what it ran
-    problem: str = ""  # empty: all is right
+    seconds: float  # including compilation
+    problem: str = ""  # empty if all is right
 
 
 def check(device: Device) -> Iterator[Finding]:
-    """Try everything in turn. A check that raises has found a problem like one whose numbers are wrong."""
+    """Run all checks in turn. A check that raises is a problem, like wrong values."""
     for what, attempt in _CHECKS.items():
         start = perf_counter()
         try:
             attempt(device)
             problem = ""
-        except Exception as error:  # whatever a driver may throw is what was to be found
+        except Exception as error:  # a driver may raise anything
             problem = f"{type(error).__name__}: {error}" if not isinstance(error, _Wrong) else str(error)
         yield Finding(what, perf_counter() - start, problem)
 
 
 class _Wrong(Exception):
-    """Numbers that differ."""
+    """Values that differ."""
 
 
-def _same(what: str, found: Any, expected: Any, tolerance: float = 0.0) -> None:
-    """Raise unless both are equal, within a share of the largest number expected."""
-    got, wanted = np.asarray(found), np.asarray(expected)
+def _same(what: str, result: Any, expected: Any, tolerance: float = 0.0) -> None:
+    """Raise unless both are equal, up to a share of the largest expected value."""
+    got, wanted = np.asarray(result), np.asarray(expected)
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         raise _Wrong(
             f"{what} is {got.dtype} of shape {got.shape}, not {wanted.dtype} of shape {wanted.shape}"
@@ -55,13 +55,13 @@ def _same(what: str, found: Any, expected: Any, tolerance: float = 0.0) -> None:
     off = np.abs(got.astype(np.float64) - wanted.astype(np.float64))
     worst = float(np.max(np.where(np.isnan(off), np.inf, off)))
     if worst > tolerance * max(float(np.max(np.abs(wanted.astype(np.float64)))), 1e-30):
-        place = np.unravel_index(int(np.argmax(off)), got.shape)
-        at = tuple(map(int, place))
-        raise _Wrong(f"{what} is off by {worst:.3g}: {got[place]} at {at}, where {wanted[place]} is right")
+        index = np.unravel_index(int(np.argmax(off)), got.shape)
+        at = tuple(map(int, index))
+        raise _Wrong(f"{what} is off by {worst:.3g}: {got[index]} at {at}, where {wanted[index]} is right")
 
 
 def _run(device: Device, function: Callable[..., Any], *arrays: Array) -> Any:
-    """What a function of tensors gives as one program of the device; replayed once, as training would."""
+    """The result of a function of tensors as a program of the device, after a replay, as in training."""
     step = ps.jit(function)
     for _ in range(2):
         results = step(*(ps.asarray(array, device=device) for array in arrays))
@@ -87,19 +87,19 @@ def _copies(device: Device) -> None:
 
 def _elementwise(device: Device) -> None:
     x, y = _floats(10_007), _floats(10_007, seed=1)
-    found = _run(device, lambda x, y: ps.tanh(x) * y + ps.exp(-x * x) / (1 + abs(y)), x, y)
-    _same("an expression", found, np.tanh(x) * y + np.exp(-x * x) / (1 + np.abs(y)), 1e-5)
-    whole = np.random.default_rng(2).integers(-(2**31), 2**31, 1003).astype(np.int32)
-    found = _run(device, lambda n: ps.where(n > 0, n * 7 + 3, n // 5), whole)
-    _same("integers", found, np.where(whole > 0, whole * np.int32(7) + np.int32(3), whole // 5))
+    result = _run(device, lambda x, y: ps.tanh(x) * y + ps.exp(-x * x) / (1 + abs(y)), x, y)
+    _same("an expression", result, np.tanh(x) * y + np.exp(-x * x) / (1 + np.abs(y)), 1e-5)
+    integers = np.random.default_rng(2).integers(-(2**31), 2**31, 1003).astype(np.int32)
+    result = _run(device, lambda n: ps.where(n > 0, n * 7 + 3, n // 5), integers)
+    _same("integers", result, np.where(integers > 0, integers * np.int32(7) + np.int32(3), integers // 5))
 
 
 def _reductions(device: Device) -> None:
     x = _floats(37, 1001)
-    found = _run(device, lambda x: (ps.sum(x, axis=1), ps.max(x, axis=0), ps.mean(x)), x)
-    _same("sums of rows", found[0], x.sum(1), 1e-5)
-    _same("largest of columns", found[1], x.max(0))
-    _same("a mean", found[2], x.mean(dtype=np.float64).astype(np.float32), 1e-3)
+    result = _run(device, lambda x: (ps.sum(x, axis=1), ps.max(x, axis=0), ps.mean(x)), x)
+    _same("sums of rows", result[0], x.sum(1), 1e-5)
+    _same("largest of columns", result[1], x.max(0))
+    _same("a mean", result[2], x.mean(dtype=np.float64).astype(np.float32), 1e-3)
     many = _floats(300_000, seed=1)
     _same("a long sum", _run(device, lambda x: ps.sum(x * x), many), np.sum(many * many), 1e-5)
 
@@ -108,17 +108,17 @@ def _products(device: Device) -> None:
     a, b = _floats(65, 130), _floats(130, 70, seed=1)
     _same("a product", _run(device, lambda a, b: a @ b, a, b), a @ b, 1e-5)
     a, b = _floats(3, 128, 64), _floats(3, 128, 64, seed=1)
-    found = _run(device, lambda a, b: nn.functional.gelu(ps.matmul(a, b.mT)), a, b)
+    result = _run(device, lambda a, b: nn.functional.gelu(ps.matmul(a, b.mT), "tanh"), a, b)
     x = a.astype(np.float64) @ b.swapaxes(1, 2)
     gelu = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    _same("products with what follows them", found, gelu.astype(np.float32), 1e-5)
+    _same("products with what follows them", result, gelu.astype(np.float32), 1e-5)
 
 
 def _softmax(device: Device) -> None:
     x = 10 * _floats(64, 501)
     exact = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
-    found = _run(device, lambda x: nn.functional.softmax(x, axis=-1), x)
-    _same("a softmax", found, (exact / exact.sum(1, keepdims=True)).astype(np.float32), 1e-5)
+    result = _run(device, lambda x: nn.functional.softmax(x, axis=-1), x)
+    _same("a softmax", result, (exact / exact.sum(1, keepdims=True)).astype(np.float32), 1e-5)
 
 
 def _indices(device: Device) -> None:
@@ -140,15 +140,15 @@ def _indices(device: Device) -> None:
 
 def _sorting(device: Device) -> None:
     x = _floats(5, 1000)
-    found = _run(device, lambda x: (ps.sort(x), ps.argmax(x, axis=1), ps.cumulative_sum(x, axis=1)), x)
-    _same("a sort", found[0], np.sort(x))
-    _same("places of the largest", found[1], np.argmax(x, axis=1))
-    _same("running sums", found[2], np.cumsum(x, axis=1), 1e-5)
+    result = _run(device, lambda x: (ps.sort(x), ps.argmax(x, axis=1), ps.cumulative_sum(x, axis=1)), x)
+    _same("a sort", result[0], np.sort(x))
+    _same("indices of the largest", result[1], np.argmax(x, axis=1))
+    _same("running sums", result[2], np.cumsum(x, axis=1), 1e-5)
 
 
 def _random(device: Device) -> None:
     host = Device.over(HostDriver())
-    many = (200_003,)  # so many that they are computed by the device at once
+    many = (200_003,)  # so many that the device computes them, even the first time
     ours, theirs = ps.random.Generator(7, device), ps.random.Generator(7, host)
     _same("random bits", ours.integers(0, 1 << 20, many).numpy(), theirs.integers(0, 1 << 20, many).numpy())
     _same("random numbers", ours.uniform(many).numpy(), theirs.uniform(many).numpy())

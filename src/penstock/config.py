@@ -1,4 +1,4 @@
-"""Settings: what the environment says, checked once, and sizes in bytes as people write them."""
+"""Settings from the environment, checked once, and sizes in bytes such as `64KiB`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import SettingError
 
@@ -30,7 +31,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def cache_folder() -> Path:
-    """Where the system wants files that can be made again."""
+    """The system's folder for files that can be recreated."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     elif sys.platform == "darwin":
@@ -40,35 +41,45 @@ def cache_folder() -> Path:
     return Path(base).expanduser() / "penstock"
 
 
+def setting(default: Any, explained: str) -> Any:
+    """A field of a dataclass of settings, which `penstock config` explains."""
+    return field(default=default, metadata={"explanation": explained})
+
+
+def explanation(item: Field[Any]) -> str:
+    """What a field that `setting` made is for."""
+    return str(item.metadata["explanation"])
+
+
 @dataclass(frozen=True)
 class Settings:
-    """What can be set for a device; `PENSTOCK_` and the field's name in capitals sets it from outside."""
+    """The settings of a device. `PENSTOCK_` and a field's name in capitals is its environment variable."""
 
-    device: str = ""  # the default device's name, or auto; empty: the best one found
-    max_commands: int = 100  # commands gathered before they are submitted
-    max_bytes: int = 1 << 30  # bytes of memory that gathered commands may hold before they are submitted
-    max_in_flight: int = 8  # submissions that the device may be behind the host
-    staging_bytes: int = 64 << 20  # the rings through which devices with memory of their own exchange data
-    memory_limit: int | None = None  # bytes that may be taken from the driver; None: what the driver gives
-    pool_capacity: int = 512  # idle buffers kept per size class
-    pool_bytes: int | None = None  # idle bytes kept in all; None: a quarter of the device's memory
-    pool_seconds: float = 60.0  # an idle buffer older than this goes back to the driver
-    trace_memory: bool = False  # remember which line of the user's code allocated what
-    force_kernels: bool = False  # kernels for everything, however small: for tests of kernels
-    reuse_graphs: bool = True  # call gradients, updates and functions that were recorded before
-    compile_ahead: bool = True  # on a CPU, a thread compiles, and what is new does not wait for it
-    check_indices: bool = True  # whether indices, ids and class targets that are out of range are refused
-    tf32: bool = False  # products of float32 on tensor cores, of factors rounded to 10 bits of fraction
+    device: str = setting("", "the name of the default device, or auto; unset: the best")
+    max_commands: int = setting(100, "commands gathered before they are submitted")
+    max_bytes: int = setting(1 << 30, "bytes that gathered commands may touch before they are submitted")
+    max_in_flight: int = setting(8, "submissions that may be pending")
+    staging_bytes: int = setting(64 << 20, "bytes for transfers, on devices with memory of their own")
+    memory_limit: int | None = setting(None, "a budget for the memory of a device; unset: no limit")
+    pool_capacity: int = setting(512, "idle buffers that are kept of each size")
+    pool_bytes: int | None = setting(None, "idle bytes that are kept; unset: a quarter of the memory")
+    pool_seconds: float = setting(60.0, "after which an idle buffer is returned to the driver")
+    trace_memory: bool = setting(False, "record which line of the program allocated what")
+    force_kernels: bool = setting(False, "kernels for everything, however small: for tests of kernels")
+    reuse_graphs: bool = setting(True, "replay gradients and updates that repeat, without jit as well")
+    compile_ahead: bool = setting(True, "on a CPU, compile in a thread and compute without fusion meanwhile")
+    check_indices: bool = setting(True, "refuse indices, ids and class targets that are out of range")
+    tf32: bool = setting(False, "float32 products on tensor cores, factors rounded to 10 bits")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """The settings in force, from `PENSTOCK_…` variables over the defaults."""
+        """The settings from `PENSTOCK_…` variables, with defaults for the others."""
         environment = os.environ if environment is None else environment
         given: dict[str, object] = {}
-        for field in fields(cls):
-            variable = "PENSTOCK_" + field.name.upper()
+        for each in fields(cls):
+            variable = variable_of(each.name)
             if text := environment.get(variable, "").strip():
-                given[field.name] = _parse(variable, field.name, text)
+                given[each.name] = _parse(variable, each.name, text)
         return cls(**given)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
@@ -78,6 +89,11 @@ class Settings:
                 raise SettingError(f"{name} must be at least {least}, and {getattr(self, name)} was given")
         if self.pool_seconds < 0:
             raise SettingError(f"pool_seconds cannot be negative, and {self.pool_seconds} was given")
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a field of `Settings`."""
+    return "PENSTOCK_" + name.upper()
 
 
 _FLAGS = ("trace_memory", "force_kernels", "reuse_graphs", "compile_ahead", "check_indices", "tf32")

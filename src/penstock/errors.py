@@ -1,4 +1,4 @@
-"""Every exception that Penstock raises on purpose. Each names what was given and what would work."""
+"""The exceptions of Penstock. Each message says what was given and what would work."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 
 class PenstockError(Exception):
-    """The base of all the others."""
+    """The base class of all others."""
 
 
 class SettingError(PenstockError, ValueError):
-    """A setting, from the environment or from code, has a value that cannot be used."""
+    """A setting, from the environment or from code, has an invalid value."""
 
 
 class DeviceNotFound(PenstockError, LookupError, ValueError):
-    """No device has the name that was asked for."""
+    """No device has the requested name."""
 
 
 class DeviceUnavailable(PenstockError, RuntimeError):
@@ -22,11 +22,11 @@ class DeviceUnavailable(PenstockError, RuntimeError):
 
 
 class CompileError(PenstockError, RuntimeError):
-    """A kernel's source was refused by the device's compiler. The message holds the compiler's log."""
+    """A kernel's source was refused by the device's compiler. The message contains the compiler's log."""
 
 
 class KernelError(PenstockError, ValueError):
-    """A kernel of the user's own cannot be one: its formula, its function or its declaration is refused."""
+    """A user's kernel is refused: its formula, its function or its declaration is not valid."""
 
 
 class DeviceError(PenstockError, RuntimeError):
@@ -41,7 +41,7 @@ class DeviceError(PenstockError, RuntimeError):
 class BadIndex(PenstockError, IndexError):
     """An index is out of range; `where` is the user's line that recorded the operation.
 
-    Kernels go on with an index that is in range, and the error is raised when the host next reads anything.
+    Kernels continue with an index that is in range, and the error is raised when the host next reads a value.
     """
 
     def __init__(self, reason: str, *, index: int, length: int, where: str) -> None:
@@ -52,11 +52,11 @@ class BadIndex(PenstockError, IndexError):
 
 
 class BufferInUse(PenstockError, RuntimeError):
-    """A buffer was given to the device while the host holds a view of it, or the other way round."""
+    """A buffer was passed to the device while the host holds a view of it, or vice versa."""
 
 
 class OutOfDeviceMemory(PenstockError, MemoryError):
-    """A request did not fit, even after pending work was finished and the pool given back.
+    """An allocation did not fit, even after pending work was finished and the pool was freed.
 
     Everything else stays usable: nothing that was live or pending is lost.
     """
@@ -70,6 +70,7 @@ class OutOfDeviceMemory(PenstockError, MemoryError):
         pooled: int = 0,
         free: int | None = None,
         owners: Sequence[tuple[str, int]] = (),
+        smallest: int | None = None,
     ) -> None:
         super().__init__(reason)
         self.asked = asked
@@ -77,18 +78,31 @@ class OutOfDeviceMemory(PenstockError, MemoryError):
         self.pooled = pooled
         self.free = free
         self.owners = tuple(owners)
+        self.smallest = smallest  # the smallest budget that would suffice, if that is known
 
 
 class CaptureError(PenstockError):
-    """A function that `jit` captures does what cannot be replayed, such as reading a value."""
+    """A function that `jit` captures does something that cannot be replayed, such as reading a value."""
 
 
 class DamagedTensor(PenstockError, RuntimeError):
-    """A step failed while it was writing over this tensor, so that nobody knows what is in it."""
+    """A step failed while it was overwriting this tensor, so its values are undefined."""
 
 
 class CheckpointError(PenstockError):
     """A saved model or run cannot be read, is damaged, or does not fit."""
+
+
+class OnnxError(PenstockError, ValueError):
+    """A model in ONNX's format cannot be read, or is not valid."""
+
+
+class UnsupportedModel(OnnxError, NotImplementedError):
+    """A valid ONNX model has something that Penstock does not compute; `reason` says in few words what."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ReportError(PenstockError):
@@ -96,8 +110,8 @@ class ReportError(PenstockError):
 
 
 class NoEvidence(PenstockError, ValueError):
-    """A file is no trace of a profile, or one of a version that kept less than advice is given by."""
+    """A file is no trace of a profile, or of a version whose traces have too little for advice."""
 
 
 class PenstockWarning(UserWarning):
-    """Something is not as it should be, and nothing is lost by going on."""
+    """Something is wrong, but nothing is lost by continuing."""

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and read only where they are plain files of a bearable size."""
+"""Files: written atomically, and read only if they are regular files of a reasonable size."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-UNFINISHED = ".part"  # how the names of files end while they are written
-_MOST_BYTES = 256 << 20  # of a file that is read as one
+UNFINISHED = ".part"  # the suffix of files while they are written
+_MOST_BYTES = 256 << 20  # of a file that is read as a whole
 MOST_OF_A_TRACE = 4 << 30
 _LEFTOVER = re.compile(
     r".+\.(\d+)-[0-9a-f]{8}\.part|tmp[a-z0-9_]{8}\.json"
@@ -28,9 +28,9 @@ _OLD_SECONDS = 24 * 3600  # after which any unfinished file is: its process may 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write. It gets its name when the block ends well, and is removed when it does not.
+    """A file to write. It gets its name at the end of the block, and is removed if the block raises.
 
-    Raises OSError where it cannot be written. What had the name before stays until then.
+    Raises OSError if it cannot be written. A file of that name stays until the end of the block.
     """
     unfinished = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}{UNFINISHED}")
     try:
@@ -45,7 +45,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def open_regular(path: Path, follow: bool = True) -> BinaryIO:
-    """Open a file for reading; an OSError where it is no regular file, without waiting for a writer.
+    """Open a file for reading; an OSError if it is no regular file, without waiting for a writer.
 
     With `follow=False`, a symbolic link is refused too.
     """
@@ -66,12 +66,12 @@ def open_regular(path: Path, follow: bool = True) -> BinaryIO:
 
 
 def require_regular(path: Path) -> None:
-    """Raise what `open_regular` would, for files that a library opens."""
+    """Raise what `open_regular` would raise, for files that a library opens."""
     open_regular(path).close()
 
 
 def read_bytes(path: Path, most: int = _MOST_BYTES, follow: bool = True) -> bytes:
-    """The content of a regular file; an OSError where it is none, or has more than `most` bytes."""
+    """The content of a regular file; an OSError if it is not regular, or has more than `most` bytes."""
     with open_regular(path, follow) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -80,12 +80,12 @@ def read_bytes(path: Path, most: int = _MOST_BYTES, follow: bool = True) -> byte
 
 
 def read_text(path: Path, most: int = _MOST_BYTES) -> str:
-    """The same as text; a ValueError where it is not UTF-8."""
+    """The content of a regular file as text; a ValueError if it is not UTF-8."""
     return read_bytes(path, most).decode("utf-8")
 
 
 def parse_json(text: str) -> Any:
-    """What JSON says; a ValueError where it is none, or is nested too deeply."""
+    """The value of a JSON text; a ValueError if it is not valid, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -93,7 +93,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """What TOML says; a ValueError where it is none, or is nested too deeply."""
+    """The value of a TOML text; a ValueError if it is not valid, or nested too deeply."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -101,13 +101,13 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left unfinished in a folder; what may still be written stays."""
+    """Remove the unfinished files of dead processes from a folder, but not those of running processes."""
     with suppress(OSError):
         for entry in os.scandir(folder):
             match = _LEFTOVER.fullmatch(entry.name)
             if match is None:
                 continue
-            with suppress(OSError):  # another process may have been faster
+            with suppress(OSError):  # another process may have removed it
                 age = time.time() - entry.stat(follow_symlinks=False).st_mtime
                 owner = int(match[1]) if match[1] else None
                 dead = owner is not None and age > _DEAD_SECONDS and not _alive(owner)
@@ -117,11 +117,11 @@ def remove_leftovers(folder: Path) -> None:
 
 def _alive(process: int) -> bool:
     if sys.platform == "win32":
-        return True  # os.kill would end it; what is left goes after a day
+        return True  # os.kill would end the process; the file is removed after a day
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        return True  # somebody else's
+        return True  # a process of another user
     return True

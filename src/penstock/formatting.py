@@ -1,4 +1,4 @@
-"""Bytes, times, rates and other numbers for people, the same wherever Penstock shows them."""
+"""Formats of bytes, times, rates and other values for display."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def format_bytes(nbytes: float) -> str:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The unit in which a time is told: its seconds, and its name."""
+    """The unit for a time: its seconds and its name."""
     return next((unit for unit in _TIME_UNITS if seconds >= unit[0]), _TIME_UNITS[-1])
 
 
 def format_seconds(seconds: float | None) -> str:
-    """`1.25 s`, `312 ms`, `4.1 µs`; nothing where the time is not known."""
+    """`1.25 s`, `312 ms`, `4.1 µs`; empty if the time is unknown."""
     if seconds is None:
         return ""
     length, unit = time_unit(seconds)
@@ -63,12 +63,12 @@ def format_flops(operations_per_second: float) -> str:
 
 
 def format_rate(giga_per_second: float | None) -> str:
-    """The number of a column of GFLOP/s or GB/s; nothing where there is none."""
+    """A value in a column of GFLOP/s or GB/s; empty if it is unknown."""
     return _short(giga_per_second) if giga_per_second else ""
 
 
 def format_share(share: float) -> str:
-    """A part of the whole in percent; a small one with a digit more."""
+    """A share in percent; a small share with another digit."""
     if abs(share) < 5e-4:
         return "0%"
     return f"{share:.1%}" if abs(share) < 0.1 else f"{share:.0%}"
@@ -83,7 +83,7 @@ def format_number(value: float) -> str:
 
 
 def format_digits(value: float) -> str:
-    """Three digits, also where they are zeros, so that numbers of a column look alike: `1.50`, `12.0`."""
+    """Three digits, even if they are zeros, so that the values of a column look alike: `1.50`, `12.0`."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"

@@ -1,13 +1,13 @@
-"""Ctrl-C waits for the end of what must not be left half done.
+"""Delays Ctrl-C until the end of blocks that must not be interrupted.
 
-Python raises KeyboardInterrupt between any two operations of the main thread, so also between the launches of
-a step that writes over its own parameters. The handler here raises it as Python's own does, except inside
+Python raises KeyboardInterrupt between any two operations of the main thread, also between the launches of a
+step that overwrites its own parameters. The handler here raises it as Python's own does, except inside
 `held_back`: there it is raised at the end. A second Ctrl-C is raised at once.
 """
 
 from __future__ import annotations
 
-# `signal` itself makes enumerations of everything, which costs microseconds.
+# Not `signal`, which converts everything to enumerations and takes microseconds for that.
 import _signal  # type: ignore[import-not-found]
 import signal
 import threading
@@ -26,7 +26,7 @@ class _HeldBack:
 
     def __enter__(self) -> None:
         if threading.get_ident() == _MAIN:
-            # A program that handles Ctrl-C in its own way goes on to do so.
+            # A handler that the program has installed is kept.
             if _signal.getsignal(_SIGINT) is signal.default_int_handler:
                 signal.signal(_SIGINT, self._handle)
             self._inside = True

@@ -1,4 +1,4 @@
-"""The devices of this machine by name, the default one, and what happens to them at a fork and at exit."""
+"""The devices of this machine by name, the default device, and their handling at a fork and at exit."""
 
 from __future__ import annotations
 
@@ -10,37 +10,42 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from penstock.config import Settings
-from penstock.drivers.driver import Capabilities, Driver
+from penstock.drivers.driver import Capabilities, Driver, at_end
 from penstock.drivers.host import HostDriver, host_capabilities
 from penstock.errors import DeviceError, DeviceNotFound, DeviceUnavailable, PenstockWarning
-from penstock.runtime import Device, forked, in_use, refuse, unpickle_with
+from penstock.opened import forked, refuse
+from penstock.runtime import Device, in_use, unpickle_with
 
 _registry_lock = threading.RLock()
-_devices: list[Device] | None = None
+_by_driver: dict[str, list[Device]] = {}  # of drivers that were loaded
 _default: Device | None = None
-_auto: Device | None = None  # the one that stands for several, once somebody asked for it
+_auto: Device | None = None  # the device `auto`, once it was requested
 _open_auto: Callable[[], Device]
-_missing: list[str] = []  # why a driver is not there
-_unusable: dict[str, str] = {}  # by driver, why a device of it that is there cannot be used
+_missing: list[str] = []  # why drivers are not available
+_unusable: dict[str, str] = {}  # by driver, why an existing device cannot be used
 
 
 def devices() -> list[Device]:
     """Every device of this machine, the best first. Nothing is opened."""
-    global _devices
+    return [*_in_order(_of("cuda"), _of("opencl"), _of("webgpu")), *_of("host")]
+
+
+def _of(driver: str) -> list[Device]:
+    """The devices of a driver, which is loaded at the first request."""
     with _registry_lock:
-        if _devices is None:
-            host = Device("host", host_capabilities(), HostDriver)
-            _devices = [*_in_order(_cuda_devices(), _opencl_devices(), _webgpu_devices()), host]
-        return list(_devices)
+        if driver not in _by_driver:
+            _by_driver[driver] = _FINDERS[driver]()
+        return _by_driver[driver]
 
 
 def _in_order(cuda: list[Device], opencl: list[Device], webgpu: list[Device]) -> list[Device]:
-    """The best first: GPUs, then CPUs; PoCL before software Vulkan.
+    """Devices, the best first: GPUs, then CPUs; PoCL before software Vulkan.
 
-    A GPU that both reach is faster through OpenCL, but on a Mac, where that is kept for old programs only.
+    A GPU that both drivers reach is faster through OpenCL, except on a Mac, where OpenCL is deprecated.
     """
     both = (*webgpu, *opencl) if sys.platform == "darwin" else (*opencl, *webgpu)
     gpus = [device for device in both if device.capabilities.kind == "gpu"]
@@ -49,7 +54,7 @@ def _in_order(cuda: list[Device], opencl: list[Device], webgpu: list[Device]) ->
 
 
 def default_device() -> Device:
-    """The device of `use` or of `PENSTOCK_DEVICE`, or else the best one found."""
+    """The device of `use` or of `PENSTOCK_DEVICE`, or else the best device."""
     global _default
     with _registry_lock:
         if _default is None:
@@ -59,6 +64,9 @@ def default_device() -> Device:
 
 
 def _best() -> Device:
+    before = [] if sys.platform == "darwin" else _in_order(_of("cuda"), _of("opencl"), [])
+    if before and before[0].capabilities.kind == "gpu":
+        return before[0]  # without loading WebGPU, which takes a second and ranks below
     best = devices()[0]
     if best.capabilities.kind != "gpu":
         for why in _unusable.values():
@@ -67,7 +75,10 @@ def _best() -> Device:
 
 
 def use(device: str | Device) -> Device:
-    """Make a device the default, by object or by name: `cuda`, `webgpu`, `opencl:1`, `host`, `auto`."""
+    """Make a device the default, by object or by name: `cuda`, `opencl:1`, `gpu`, `cpu`, `host`, `auto`.
+
+    `card.toml` is the device that this file describes, for memory plans; it cannot compute.
+    """
     global _default
     with _registry_lock:
         _default = device if isinstance(device, Device) else find(device)
@@ -75,22 +86,41 @@ def use(device: str | Device) -> Device:
 
 
 def find(name: str) -> Device:
-    """The device of a name, or the first of a driver's; DeviceNotFound lists what is there."""
+    """The device of a name, or the first of a driver or a kind; DeviceNotFound lists the devices.
+
+    The path of a `.toml` file is the device that it describes, which this machine need not have.
+    """
     wanted = name.strip().lower()
     if wanted == "auto":
         return _auto_device()
-    for device in devices():
-        if device.name == wanted or device.name.split(":")[0] == wanted:
+    if wanted.endswith(".toml"):
+        return _described(Path(name.strip()))
+    driver = wanted.split(":")[0]
+    for device in _of(driver) if driver in _FINDERS else ():
+        if wanted in (device.name, driver):
             return device
-    if why := _unusable.get(wanted.split(":")[0]):
+    if wanted in ("cpu", "gpu"):
+        kinds = ("gpu",) if wanted == "gpu" else ("cpu", "host")
+        for device in devices():
+            if device.capabilities.kind in kinds:
+                return device
+    if why := _unusable.get(driver):
         raise DeviceUnavailable(f"{name} cannot be used here: {why}")
-    there = ", ".join(f"{device.name} ({device.capabilities.description})" for device in devices())
-    why = f"; not there: {'; '.join(_missing)}" if _missing else ""
-    raise DeviceNotFound(f"there is no device {name!r}; there are {there}, and auto{why}")
+    known = ", ".join(f"{device.name} ({device.capabilities.description})" for device in devices())
+    why = f"; not available: {'; '.join(_missing)}" if _missing else ""
+    raise DeviceNotFound(f"there is no device {name!r}; there are {known}, and auto{why}")
+
+
+def _described(path: Path) -> Device:
+    """The device that a file describes, for memory plans only."""
+    from penstock.drivers.absent import AbsentDriver
+    from penstock.drivers.description import read_description
+
+    return Device.over(AbsentDriver(str(path), *read_description(path)))
 
 
 def provide_auto(open_auto: Callable[[], Device]) -> None:
-    """Say how the device `auto` is made, which is built on much that is built on this module."""
+    """Set the function that makes the device `auto`, which depends on modules that import this one."""
     global _open_auto
     _open_auto = open_auto
 
@@ -104,22 +134,22 @@ def _auto_device() -> Device:
 
 
 def sync() -> None:
-    """Wait until nothing is pending on any device. Raises the first failure of the work that was."""
+    """Wait until nothing is pending on any device. Raises the first failure of the pending work."""
     _on_all(lambda device: device.sync())
 
 
 def commit() -> None:
-    """Submit what was recorded for any device, without waiting."""
+    """Submit recorded commands of all devices, without waiting."""
     _on_all(lambda device: device.stream.commit())
 
 
 def cleanup() -> None:
-    """Wait for what is pending on any device, and give back everything idle. All devices stay usable."""
+    """Wait for pending work on all devices, and give idle memory back. All devices stay usable."""
     _on_all(lambda device: device.cleanup())
 
 
 def _on_all(action: Callable[[Device], None]) -> None:
-    """Do something with every open device; the first failure is raised once all had their turn."""
+    """Apply an action to every open device, and then raise the first failure."""
     failures: list[Exception] = []
     for device in list(in_use):
         if not device.stream.unavailable:
@@ -137,7 +167,7 @@ def _numbered(
     capabilities: Callable[[Any], Capabilities],
     driver: Callable[[Any, str], Driver],
 ) -> list[Device]:
-    """Devices of one driver, none of them opened."""
+    """The devices of a driver, named by index; none is opened."""
     names = [f"{kind}:{index}" for index in range(len(natives))]
     return [
         Device(name, capabilities(native), partial(driver, native, name))
@@ -152,17 +182,17 @@ def _cuda_devices() -> list[Device]:
         _missing.append(f"cuda, which could not be loaded ({error}); pip install 'penstock[cuda]' brings it")
         return []
     try:
-        numbers = cuda.find_devices()
+        indices = cuda.find_devices()
     except DeviceError as error:
         _missing.append(f"cuda, which found no device ({error})")
         return []
-    return _numbered("cuda", numbers, cuda.cuda_capabilities, cuda.CudaDriver)
+    return _numbered("cuda", indices, cuda.cuda_capabilities, cuda.CudaDriver)
 
 
 def _opencl_devices() -> list[Device]:
     try:
-        from penstock.drivers import opencl  # imported late: a quarter of the time that the package takes
-    except (ImportError, OSError) as error:  # no PyOpenCL, or no library that finds OpenCL's devices
+        from penstock.drivers import opencl  # imported late: a quarter of the package's import time
+    except (ImportError, OSError) as error:  # no PyOpenCL, or no OpenCL loader
         _missing.append(f"opencl, which could not be loaded ({error})")
         return []
     usable = []
@@ -171,39 +201,53 @@ def _opencl_devices() -> list[Device]:
             _unusable["opencl"] = why
         else:
             usable.append(native)
-    found = _numbered("opencl", usable, opencl.opencl_capabilities, opencl.OpenCLDriver)
-    if not found and "opencl" not in _unusable:
+    result = _numbered("opencl", usable, opencl.opencl_capabilities, opencl.OpenCLDriver)
+    if not result and "opencl" not in _unusable:
         _missing.append("opencl, which found no device")
-    return found
+    return result
 
 
 def _webgpu_devices() -> list[Device]:
     try:
         from penstock.drivers import webgpu  # imported late: it reads a header of two thousand lines
-    except (ImportError, OSError, RuntimeError) as error:  # the last where its library is not there
+    except (ImportError, OSError, RuntimeError) as error:  # a RuntimeError: its native library is missing
         _missing.append(f"webgpu, which could not be loaded ({error})")
         return []
-    found = _numbered("webgpu", webgpu.find_devices(), webgpu.webgpu_capabilities, webgpu.WebGpuDriver)
-    if not found:
+    result = _numbered("webgpu", webgpu.find_devices(), webgpu.webgpu_capabilities, webgpu.WebGpuDriver)
+    if not result:
         _missing.append("webgpu, which found no device")
-    return found
+    return result
+
+
+def _host_devices() -> list[Device]:
+    return [Device("host", host_capabilities(), HostDriver)]
+
+
+_FINDERS: dict[str, Callable[[], list[Device]]] = {
+    "cuda": _cuda_devices,
+    "opencl": _opencl_devices,
+    "webgpu": _webgpu_devices,
+    "host": _host_devices,
+}
 
 
 def _close_all() -> None:
     for device in list(in_use):
         try:
             device.close()
-        except BaseException as error:  # nothing may keep the interpreter from ending, an interrupt neither
+        except BaseException as error:  # nothing may keep the interpreter from exiting, not even an interrupt
             print(f"penstock: at exit, {device.name}: {error}", file=sys.stderr)
     if threading.active_count() > 1:
-        # Python ends daemon threads wherever they are, and inside a device's C++ that aborts the process.
-        # Those that use a device meet its refusal within this time.
+        # Python stops daemon threads wherever they are, and inside a device's C++ code that aborts the
+        # process. Within this time, threads that use a device get its exception instead.
         time.sleep(0.02)
+    for action in at_end:
+        action()
 
 
 def _after_fork() -> None:
-    """In the child: threads of OpenCL and of this module did not come along."""
-    global _registry_lock, _devices, _default, _auto
+    """In the child, which has no threads of OpenCL or of this module."""
+    global _registry_lock, _default, _auto
     _registry_lock = threading.RLock()
     for device in list(in_use):
         device.abandon()
@@ -211,8 +255,8 @@ def _after_fork() -> None:
     if _auto is not None:
         _auto.abandon()
     _default = _auto = None
-    if _devices is not None:
-        _devices = [_after_fork_device(device) for device in _devices]
+    for driver, known in _by_driver.items():
+        _by_driver[driver] = [_after_fork_device(device) for device in known]
 
 
 def _after_fork_device(device: Device) -> Device:

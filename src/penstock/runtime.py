@@ -1,4 +1,4 @@
-"""A device as users see it: a driver, its memory and its stream in one object."""
+"""The device: a driver, its memory and its stream in one object."""
 
 from __future__ import annotations
 
@@ -17,65 +17,26 @@ import numpy.typing as npt
 
 from penstock.config import Settings, parse_bytes
 from penstock.drivers.driver import Capabilities, Driver, Kernel, Source
-from penstock.errors import DeviceUnavailable, OutOfDeviceMemory
-from penstock.formatting import format_bytes
+from penstock.errors import OutOfDeviceMemory
 from penstock.lru import LRU
 from penstock.memory.buffer import Buffer
 from penstock.memory.ledger import DeviceMemory, register, unregister
+from penstock.memory.messages import out_of_memory, with_owners
 from penstock.memory.pool import BufferPool
-from penstock.memory.resource import Limit, Raw
-from penstock.memory.trace import Block, Log, Trace
+from penstock.memory.trace import Block, Log
+from penstock.opened import Layers, StateOwner, forked, refuse
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
-from penstock.stream.queue import FlushPolicy
 from penstock.stream.stream import Stream
-from penstock.stream.transfer import Transfers
 from penstock.stream.watching import Watched
 
 _MOST_SUBGRAPHS = 512
-_MUCH_IDLE = 64 << 20  # bytes, worth waiting to give back
+_MUCH_IDLE = 64 << 20  # bytes that are worth a wait to give back
 
 T = TypeVar("T")
 W = TypeVar("W")
-in_use: weakref.WeakSet[Device] = weakref.WeakSet()  # opened, for the exit and for forks
-when_opened: list[Callable[[Device], None]] = []  # called with every device that is opened from then on
-
-
-class Layers:
-    """What a device consists of once it is in use, wired together."""
-
-    def __init__(self, driver: Driver, settings: Settings) -> None:
-        self.driver = driver
-        self.limit = Limit(Raw(driver), settings.memory_limit)
-        bounds = {
-            "capacity": settings.pool_capacity,
-            "max_bytes": settings.pool_bytes or driver.capabilities.total_bytes // 4,
-            "idle_seconds": settings.pool_seconds,
-        }
-        pace = {"is_done": driver.is_done, "wait": driver.wait}
-        self.pool = BufferPool(self.limit, **bounds, **pace)  # type: ignore[arg-type]
-        self.pinned = BufferPool(Raw(driver, pinned=True), **bounds)  # type: ignore[arg-type]
-        # Memory of the host that kernels reach, for a few bytes that the host looks at often.
-        self.visible = BufferPool(Raw(driver, pinned=True), **bounds, **pace)  # type: ignore[arg-type]
-        self.trace = Trace(self.pool)
-        self.traced = settings.trace_memory  # whether the user asked for it
-        self.source: Trace | BufferPool = self.pool  # where memory comes from
-        self.choose_source()
-        policy = FlushPolicy(settings.max_commands, settings.max_bytes, settings.max_in_flight)
-        self.stream = Stream(driver, self.pool, policy)
-        self.transfers = Transfers(driver, self.stream, self.pinned, settings.staging_bytes)
-        self.scratch: list[Buffer] = []
-        self.checks_indices = settings.check_indices
-        self.closed = False
-
-    def choose_source(self) -> None:
-        """Take memory through the trace only where tracing is on or somebody listens."""
-        self.source = self.trace if self.traced or self.trace.logs else self.pool
-
-    def tell_of_memory(self, logs: tuple[Log, ...]) -> None:
-        """Set who is told of every block."""
-        self.trace.logs = logs
-        self.choose_source()
+in_use: weakref.WeakSet[Device] = weakref.WeakSet()  # opened devices, for exit and forks
+when_opened: list[Callable[[Device], None]] = []  # called with every device when it is opened
 
 
 class Device:
@@ -95,19 +56,21 @@ class Device:
         self.capabilities = capabilities
         self._open_driver = open_driver
         self._settings = settings
-        self.running = threading.RLock()  # held while something is computed, or a program recorded
-        self.executables: Any = None  # what `penstock.execution.realize` keeps for this device
-        self.subgraphs = LRU[Hashable, Any](_MOST_SUBGRAPHS)  # what was recorded for it, and is called again
-        # Pending nodes of parameters that were changed in place, which are computed with the next value.
+        self.running = threading.RLock()  # held while values are computed, or a program is recorded
+        self.executables: Any = None  # the cache of `penstock.execution.realize`
+        self.subgraphs = LRU[Hashable, Any](_MOST_SUBGRAPHS)  # recorded graphs that are reused
+        # Pending nodes of parameters that were changed in place; the next run computes them too.
         self.updated: dict[int, weakref.ref[Any]] = {}
-        self.dispatcher: Any = None  # what places programs, where this one stands for several devices
+        self.dispatcher: Any = None  # of `auto`: places programs on several devices
+        self.state_owners: weakref.WeakSet[StateOwner] = weakref.WeakSet()  # whose state may move to the host
+        self.replaying = False  # whether a program is about to use state where it lies
         self._lock = threading.RLock()
         self._opened: Layers | None = None
-        self._background: ThreadPoolExecutor | None = None  # builds what nobody waits for yet
+        self._background: ThreadPoolExecutor | None = None  # compiles ahead
 
     @classmethod
     def over(cls, driver: Driver, settings: Settings | None = None) -> Device:
-        """A device on a driver that was opened by hand."""
+        """A device with a given driver."""
         return cls(driver.name, driver.capabilities, lambda: driver, settings)
 
     def __repr__(self) -> str:
@@ -121,27 +84,27 @@ class Device:
 
     @property
     def settings(self) -> Settings:
-        """Those that it was made with, else what the environment says."""
+        """The settings that it was created with, or those of the environment."""
         return self._settings or Settings.from_environment()
 
     @cached_property
     def reuses_graphs(self) -> bool:
-        """Whether gradients, updates and functions that were recorded before are called."""
+        """Whether recorded gradients, updates and functions are reused."""
         return self.settings.reuse_graphs
 
     def another_driver(self) -> Driver:
-        """Open the device once more; where the driver was given by hand, that driver."""
+        """Open another driver of the device; the same driver if it was given."""
         return self._open_driver()
 
-    # Its parts
+    # Parts
 
     @property
     def members(self) -> tuple[Device, ...]:
-        """The devices that compute: itself, or those that it stands for."""
+        """The devices that compute: itself, or for `auto` several."""
         return (self,)
 
     def holds(self, buffer: Buffer) -> bool:
-        """Whether a buffer is of this device."""
+        """Whether a buffer belongs to this device."""
         return self._opened is not None and buffer.driver is self._opened.driver
 
     @property
@@ -151,48 +114,52 @@ class Device:
 
     @property
     def stream(self) -> Stream:
-        """Its commands: `launch`, `commit`, `sync`, `pending`, and the ledger of waits."""
+        """Its stream of commands: `launch`, `commit`, `sync`, `pending`, and the ledger of waits."""
         return self.layers().stream
 
     @property
     def runs_programs(self) -> bool:
-        """Whether what is computed here is a program of this device, which no profile wants to be told of."""
-        return self.dispatcher is None and not self.layers().stream.recorders
+        """Whether runs are programs of this device itself, and no profile records them."""
+        opened = self._opened or self.layers()
+        return self.dispatcher is None and not opened.stream.recorders
 
     @property
     def driver(self) -> Driver:
-        """The driver below."""
+        """The driver."""
         return self.layers().driver
 
     @property
     def checks_indices(self) -> bool:
-        """Whether indices that are out of range are refused."""
+        """Whether indices out of range raise."""
         return self.layers().checks_indices
 
     @property
     def watches(self) -> bool:
-        """Whether there is something to judge when the host next reads."""
+        """Whether there are results to check when the host next reads a value."""
         return self._opened is not None and bool(self._opened.transfers.watching)
 
     def watch(self, watched: Watched) -> None:
-        """Judge a small result, which a command has just been recorded for, when the host next reads."""
+        """Check a small result of a recorded command when the host next reads a value."""
         self.layers().transfers.watching.add(watched)
 
     # Memory
 
     def empty(self, nbytes: int) -> Buffer:
-        """A buffer of `nbytes` bytes with any content. Raises OutOfDeviceMemory, after trying everything."""
+        """A buffer of `nbytes` bytes with any content. Raises OutOfDeviceMemory if freeing does not help."""
         if nbytes < 0:
             raise ValueError(f"a buffer cannot have {nbytes} bytes")
         return self._new(nbytes)
 
-    def _new(self, nbytes: int, unused: bool = False) -> Buffer:
-        """A buffer for a kernel to write; `unused`: for the host, which should wait for no command there."""
+    def _new(self, nbytes: int, unused: bool = False, spills: bool = False) -> Buffer:
+        """A buffer for a kernel to write; `unused`: for the host, without a wait for earlier commands.
+
+        `spills`: if there is no other way, state moves to the host for it, or it is made there.
+        """
         opened = self._opened or self.layers()
         if opened.stream.unavailable:
             opened.stream.check_available()
         source = opened.source
-        buffer = Buffer(opened.driver, nbytes, source)  # first, so that an interrupt loses no memory
+        buffer = Buffer(opened.driver, nbytes, source)  # first, so that an interrupt leaks no memory
         try:
             source.give(buffer, nbytes, unused)
         except OutOfDeviceMemory:
@@ -200,83 +167,113 @@ class Device:
             try:
                 source.give(buffer, nbytes, unused)
             except OutOfDeviceMemory as error:
+                if spills and self.capabilities.offloads:
+                    return self._new(nbytes, unused, spills) if self.spill() else opened.hosted(nbytes)
                 raise self._out_of_memory(opened, nbytes, error) from None
         return buffer.attach()
 
+    def spill(self) -> bool:
+        """Have state move to the host, unless a program is about to use it; whether there was any to move."""
+        with self.running:
+            moved = [not self.replaying and owner.move_to_host() for owner in list(self.state_owners)]
+        return any(moved)
+
     def visible(self, nbytes: int) -> Buffer:
-        """A small buffer that the host can look into without a command, where the device has such memory."""
+        """A small buffer that the host can read without a command, if the device has such memory."""
         opened = self.layers()
         if not opened.driver.reaches_pinned:
-            return self.empty(nbytes)
+            return self._new(nbytes, spills=True)
         opened.stream.check_available()
         buffer = Buffer(opened.driver, nbytes, opened.visible)
         opened.visible.give(buffer, nbytes)
         return buffer.attach()
 
-    def scratch(self, sizes: Sequence[int]) -> list[Buffer]:
-        """Arenas for the temporaries of programs, which share them because they run one after another."""
+    def scratch(self, sizes: Sequence[int], beside: int = 0) -> list[Buffer]:
+        """Arenas for temporaries; programs share them because they run in sequence.
+
+        Under a limit, larger arenas of another program are freed if `beside` more bytes would not fit.
+        """
         opened = self.layers()
-        there = opened.scratch
-        if len(there) < len(sizes) or any(arena.nbytes < nbytes for arena, nbytes in zip(there, sizes)):  # noqa: B905
-            had = [arena.nbytes for arena in there]
-            there.clear()  # first, so that a limit need not hold both
+        arenas = opened.scratch
+        limit = opened.limit.limit_bytes
+        larger = limit is not None and sum(arena.nbytes for arena in arenas) > sum(sizes)
+        if limit is not None and larger and opened.pool.balance()[0] + beside > limit:
+            arenas.clear()
+        if len(arenas) < len(sizes) or any(arena.nbytes < nbytes for arena, nbytes in zip(arenas, sizes)):  # noqa: B905
+            earlier = [arena.nbytes for arena in arenas]
+            arenas.clear()  # first, so that both need not fit into a limit
             for at, nbytes in enumerate(sizes):
-                there.append(self.empty(max([nbytes, *had[at : at + 1]])))
-        return there[: len(sizes)]
+                arenas.append(self.empty(max([nbytes, *earlier[at : at + 1]])))
+        return arenas[: len(sizes)]
+
+    @cached_property
+    def link_cost(self) -> float | None:
+        """The bytes that kernels could move while a byte is copied to the host or back, measured once.
+
+        None if moving values to the host saves no memory.
+        """
+        return _measure_link(self) if self.capabilities.offloads else None
 
     @property
     def limit_bytes(self) -> int | None:
-        """The most that may be taken from the driver, live and idle together; None: what the driver gives.
+        """The maximum of live and idle bytes from the driver; None is no limit.
 
-        A request that fits always succeeds and one that does not always fails. A limit under what is live
-        takes effect on the next requests.
+        A request that fits always succeeds, and a request that does not fit always fails. A limit below the
+        live bytes takes effect on the next requests.
         """
         return self.layers().limit.limit_bytes
 
     @limit_bytes.setter
     def limit_bytes(self, limit: int | str | None) -> None:
-        opened = self.layers()
-        opened.limit.limit_bytes = limit_bytes = None if limit is None else parse_bytes(limit)
+        limit_bytes = None if limit is None else parse_bytes(limit)
+        self.layers().limit.limit_bytes = limit_bytes
         if limit_bytes is not None:
-            opened.pool.shrink_to_fit(max(limit_bytes - opened.pool.stats().live_bytes, 0))
+            self.keep_within(limit_bytes)
+
+    def keep_within(self, limit_bytes: int) -> None:
+        """Give idle memory back while more than `limit_bytes` are taken."""
+        opened = self.layers()
+        live, idle = opened.pool.balance()
+        if live + idle > limit_bytes and not opened.stream.unavailable:
+            opened.scratch = []
+            opened.pool.shrink_to_fit(max(limit_bytes - opened.pool.balance()[0], 0))
+
+    def held_bytes(self) -> int:
+        """The live bytes without the arenas, whose size depends on the program."""
+        opened = self.layers()
+        arenas = sum(arena.memory.nbytes for arena in list(opened.scratch))
+        return opened.pool.balance()[0] - arenas
+
+    def make_room(self) -> None:
+        """Finish pending work, and free arenas, staging and unreachable buffers."""
+        self._make_room(self.layers())
 
     def memory_stats(self) -> DeviceMemory:
-        """Its memory now, in bytes."""
-        opened = self.layers()
-        pool = opened.pool.stats()
-        return DeviceMemory(
-            live_bytes=pool.live_bytes,
-            planned_bytes=sum(arena.nbytes for arena in list(opened.scratch)),
-            pooled_bytes=pool.pooled_bytes,
-            staging_bytes=opened.pinned.stats().total_memory + opened.visible.stats().total_memory,
-            peak_bytes=pool.peak_bytes,
-            driver_bytes=opened.driver.allocated_bytes,
-            limit_bytes=opened.limit.limit_bytes,
-            pool=pool,
-        )
+        """Its present memory, in bytes."""
+        return self.layers().memory_stats()
 
     def host_bytes(self) -> int:
-        """How much of its memory lies in the machine's own: all where it is shared, else the staging."""
+        """The bytes of its memory in the machine's memory: all if that is shared, else the staging."""
         stats = self.memory_stats()
         return stats.driver_bytes if self.capabilities.shared_memory else stats.staging_bytes
 
     def trim(self) -> int:
-        """Give idle memory back to the driver; how many bytes."""
+        """Give idle memory back to the driver; returns the bytes."""
         opened = self.layers()
         if opened.stream.unavailable:
             return 0  # a closed device keeps nothing idle, and an inherited one must not be touched
-        opened.scratch = []
+        opened.scratch, opened.host_scratch = [], None
         return opened.pool.clear() + opened.pinned.clear() + opened.visible.clear()
 
     def release_idle(self) -> None:
-        """Wait for pending commands, and give idle memory back where there is much."""
+        """If much memory is idle, wait for pending commands and give it back."""
         opened = self.layers()
         if opened.pool.stats().pooled_bytes > _MUCH_IDLE:
             opened.stream.drain("idle memory given back")
             self.trim()
 
     def trace_memory(self, on: bool = True) -> None:
-        """Remember, from now on, which line of the user's code holds which memory; or stop it."""
+        """Start, or stop, to record which line of the user's code allocates which memory."""
         opened = self.layers()
         opened.traced = on
         opened.choose_source()
@@ -287,18 +284,18 @@ class Device:
         return opened.trace.owners(most) if opened.source is opened.trace else []
 
     def memory_blocks(self) -> tuple[list[Block], list[tuple[int, int]]]:
-        """What was traced and is live, and what is idle: which allocation each block is, and its bytes."""
+        """Live blocks that were traced, and idle blocks as (serial of the allocation, bytes)."""
         opened = self.layers()
         return opened.trace.blocks(), opened.pool.idle()
 
     def log_memory(self, log: Log) -> None:
-        """Tell `log`, from now on, of every block that is handed out or comes back."""
+        """Notify `log` of every allocation and release from now on."""
         opened = self.layers()
         with self._lock:
             opened.tell_of_memory((*opened.trace.logs, log))
 
     def unlog_memory(self, log: Log) -> None:
-        """End what `log_memory` began."""
+        """Stop to notify `log`."""
         opened = self.layers()
         with self._lock:
             opened.tell_of_memory(tuple(other for other in opened.trace.logs if other is not log))
@@ -306,7 +303,7 @@ class Device:
     # Kernels and copies
 
     def compile(self, source: Source, signatures: Mapping[str, Sequence[str]]) -> dict[str, Kernel]:
-        """Kernels by name, from one source in the device's language. Raises CompileError with the log.
+        """Kernels by name, from a source in the device's language. Raises CompileError with the log.
 
         A signature lists the parameters: `"float32*"` for a buffer, `"int32"` for a scalar.
         """
@@ -315,10 +312,14 @@ class Device:
         return opened.driver.compile(source, signatures)
 
     def upload(self, array: npt.ArrayLike, into: Buffer | None = None, offset: int = 0) -> Buffer:
-        """Copy `array` to the device without waiting for it: into a new buffer, or into a given one."""
-        array = np.asarray(array)
-        buffer = self._new(array.nbytes, unused=True) if into is None else self._own(into)
-        self.layers().transfers.upload(buffer, array, offset)
+        """Copy `array` to the device without waiting for it: into a new buffer, or into a given buffer."""
+        array, transfers = np.asarray(array), self.layers().transfers
+        if into is not None:
+            transfers.upload(self._own(into), array, offset)
+            return into
+        buffer = self._new(array.nbytes, unused=True, spills=True)
+        if offset or not transfers.filled(buffer, array):
+            transfers.upload(buffer, array, offset)
         return buffer
 
     def download(
@@ -328,7 +329,7 @@ class Device:
         shape: Sequence[int] | None = None,
         offset: int = 0,
     ) -> Future[npt.NDArray[Any]]:
-        """What `buffer` holds after the commands recorded so far, as a future array."""
+        """The content of `buffer` after the commands recorded so far, as a future array."""
         shape = self._shape(buffer, dtype, shape, offset)
         return self.layers().transfers.download(self._own(buffer), dtype, shape, offset)
 
@@ -362,13 +363,13 @@ class Device:
     # Life cycle
 
     def sync(self) -> None:
-        """Wait until nothing is pending. Raises the first failure of the work that was."""
+        """Wait until nothing is pending. Raises the first failure of the pending work."""
         if self._opened:
             self._opened.stream.sync()
             self._opened.transfers.watching.look()
 
     def cleanup(self) -> None:
-        """Wait for what is pending and give back everything idle. The device stays usable."""
+        """Wait for pending work, and give idle memory back. The device stays usable."""
         opened = self._opened
         if opened is None or opened.stream.unavailable:
             return
@@ -376,7 +377,7 @@ class Device:
         opened.stream.release_graphs()
         opened.transfers.release_staging()
         self.trim()
-        self.sync()  # raises what failed, once all is clean
+        self.sync()  # raises a failure, after the cleanup
 
     def close(self) -> None:
         """Clean up and never use the device again. Safe to call twice."""
@@ -390,29 +391,29 @@ class Device:
             return
         opened.stream.close(why)
         if self._background is not None:
-            self._background.shutdown()  # what it builds, it ends; what comes after that is refused
+            self._background.shutdown()  # it finishes its present work, and later work is refused
         opened.transfers.watching.clear()
         opened.stream.release_graphs()
         opened.transfers.release_staging()
-        opened.scratch = []
+        opened.scratch, opened.host_scratch = [], None
         for pool in (opened.pool, opened.pinned, opened.visible):
-            pool.capacity = 0  # what still comes back goes on to the driver
+            pool.capacity = 0  # buffers that are released later go to the driver
             pool.clear()
         opened.driver.close()
-        opened.closed = True  # not before: a call that was interrupted is made again, at exit too
+        opened.closed = True  # last: an interrupted call is repeated, at exit too
         opened.stream.raise_error()
 
     def layers(self) -> Layers:
-        """What the device consists of; it is opened where it was not."""
+        """The parts of the device, which is opened if necessary."""
         if self._opened is None:
             with self._lock:
                 opens = self._opened is None
                 if self._opened is None:
                     opened = Layers(self._open_driver(), self.settings)
-                    in_use.add(self)  # first: exit must know every device that is open
+                    in_use.add(self)  # first, so that exit knows every open device
                     register(self)
                     self._opened = opened
-            for tell in list(when_opened) if opens else ():  # without the lock, which they may want
+            for tell in list(when_opened) if opens else ():  # without the lock, which they may need
                 tell(self)
         return self._opened
 
@@ -424,11 +425,11 @@ class Device:
     def _shape(
         self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int] | None, offset: int
     ) -> tuple[int, ...]:
-        """The shape asked for; by default all the items that the buffer holds from `offset` on."""
+        """The given shape; by default all items of the buffer from `offset` on."""
         return ((buffer.nbytes - offset) // np.dtype(dtype).itemsize,) if shape is None else tuple(shape)
 
     def _make_room(self, opened: Layers) -> None:
-        gc.collect()  # buffers in reference cycles that nobody can reach
+        gc.collect()  # buffers in unreachable reference cycles
         opened.stream.drain("out of memory")
         opened.transfers.release_staging()
         opened.scratch = []
@@ -437,35 +438,22 @@ class Device:
     def _out_of_memory(self, opened: Layers, nbytes: int, cause: OutOfDeviceMemory) -> OutOfDeviceMemory:
         stats = self.memory_stats()
         total = self.capabilities.total_bytes if stats.limit_bytes is None else stats.limit_bytes
-        free = max(total - stats.live_bytes, 0)
-        owners = self.memory_owners()
-        lines = [
-            f"{self.name} cannot give {nbytes} bytes ({format_bytes(nbytes)}): "
-            f"{format_bytes(stats.live_bytes)} live, {format_bytes(stats.pooled_bytes)} pooled, "
-            f"{format_bytes(free)} free of {format_bytes(total)}"
-            f"{'' if stats.limit_bytes is None else ', the limit set for it'}. {cause}."
-        ]
-        if opened.source is not opened.trace:
-            lines.append(f"Set PENSTOCK_TRACE_MEMORY=1 to see which lines hold what is live on {self.name}.")
-        lines += [f"{format_bytes(held):>12}  {site}" for site, held in owners]
-        return OutOfDeviceMemory(
-            "\n".join(lines),
-            asked=nbytes,
-            live=stats.live_bytes,
-            pooled=stats.pooled_bytes,
-            free=free,
-            owners=owners,
-        )
+        traced = opened.source is opened.trace
+        return out_of_memory(self.name, stats, total, nbytes, cause, self.memory_owners() if traced else None)
+
+    def with_owners(self, error: OutOfDeviceMemory) -> OutOfDeviceMemory:
+        """The error with the lines of the user's code that hold the most memory, if tracing is on."""
+        return with_owners(error, self.memory_owners())
 
     def in_background(self, work: Callable[[], Future[T]]) -> Future[T]:
-        """Run `work` on the device's background thread; a future of what its own future gives."""
+        """Run `work` on the device's background thread; a future of the value of its future."""
         self.stream.check_available()
         return Future.of_work(work, self.submit)
 
     def submit(self, work: Callable[[], W]) -> Result[W]:
         """Run `work` on the device's background thread, in order.
 
-        The thread ends what it was given before the interpreter closes the devices.
+        The thread finishes its work before the interpreter closes the devices.
         """
         with self._lock:
             if self._background is None:
@@ -474,7 +462,7 @@ class Device:
 
     def abandon(self) -> None:
         """In a forked child: refuse everything, and touch neither native objects nor inherited locks."""
-        self._background = None  # whose thread is the parent's
+        self._background = None  # its thread exists only in the parent
         assert self._opened is not None
         unregister(self)
         self._lock, self.running = threading.RLock(), threading.RLock()
@@ -487,28 +475,20 @@ class Device:
         self._opened.driver.abandon()
 
 
-def forked(name: str) -> str:
-    """Why a device cannot be used in a forked child."""
-    return (
-        f"{name} was found before this process was forked and cannot be used in it; start processes with "
-        f"multiprocessing's 'spawn' method, look for devices only in the child, or use the device 'host'"
-    )
+_measure_link: Callable[[Device], float | None]
 
 
-def refuse(why: str) -> Callable[[], Driver]:
-    """A function in place of one that opens a driver: it raises DeviceUnavailable."""
-
-    def open_driver() -> Driver:
-        raise DeviceUnavailable(why)
-
-    return open_driver
+def measure_link_with(measure: Callable[[Device], float | None]) -> None:
+    """Set the function that measures `link_cost`, which needs tensors, which import this module."""
+    global _measure_link
+    _measure_link = measure
 
 
 _find: Callable[[str], Device]
 
 
 def unpickle_with(find: Callable[[str], Device]) -> None:
-    """Say how `pickle` finds the device of a name: in the registry, which is built on this module."""
+    """Set the function by which `pickle` finds a device: the registry imports this module."""
     global _find
     _find = find
 

@@ -1,4 +1,4 @@
-"""What tests of programs on Penstock need: the fused form of a function against the unfused one."""
+"""For tests of programs on Penstock: compares the fused form of a function with the unfused form."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from penstock.tensor.jit import jit
 from penstock.tensor.manipulation import astype
 from penstock.tensor.reduction import sum as sum_
 
-# How much sums in another order, and functions to their last digits, may differ; whole numbers may not.
+# Tolerances for sums in another order, and for the last digits of functions; integers must be equal.
 # float16 and bfloat16 are rounded after every node of the unfused form, but only at the end of a kernel.
 _TOLERANCES = {"bfloat16": 5e-2, "float16": 1e-2, "float32": 1e-5, "float64": 1e-11}
 _TOLERANCES |= {"complex64": 1e-5, "complex128": 1e-11}
-_NOISE = 0.1  # of the tolerance: what may be left where a value should be 0
+_NOISE = 0.1  # of the tolerance: the error that is allowed if a value should be 0
 
 
 def assert_fused_equal(
@@ -35,15 +35,15 @@ def assert_fused_equal(
     gradients: bool = True,
     reference: Callable[..., Any] | None = None,
 ) -> None:
-    """Raise AssertionError if a function of tensors has another value fused than node by node.
+    """Raise AssertionError if the fused form of a function of tensors differs from the unfused form.
 
-    Arrays and tensors are its tensors, other arguments stay what they are. The fused form is that of `ps.jit`
-    on the device of the first tensor; in the unfused one, NumPy computes every node by itself, and the device
-    raw kernels. With `gradients`, those of all results by all tensors of fractions are compared too. The
-    function must give the same whenever it is called: it cannot draw random numbers.
+    Arrays are passed as tensors, other arguments unchanged. The fused form is that of `ps.jit` on the device
+    of the first tensor; in the unfused form, NumPy computes every node separately, and the device computes
+    raw kernels. With `gradients`, the gradients of all results with respect to all floating-point tensors are
+    compared too. The function must be deterministic: it cannot draw random values.
 
-    A raw kernel is the same text in both forms, so what it computes is not judged. With `reference`, a
-    function of NumPy arrays that gives what the results should be, both forms are compared with that too.
+    A raw kernel is the same in both forms, so it is not checked. With `reference`, a function of NumPy arrays
+    that gives the expected results, both forms are compared with these too.
 
     The tolerances are by dtype; `atol` is relative to the largest value of a result by default.
     """
@@ -59,27 +59,30 @@ def assert_fused_equal(
         results = [*_tensors(function(*inputs))]
         if not results:
             raise TypeError("assert_fused_equal needs a function that gives a tensor")
-        smooth = gradients and positions and any(one.dtype.kind == "f" for one in results)
+        smooth = gradients and positions and any(result.dtype.kind == "f" for result in results)
         return results, [*grad(_weighted(function), tuple(positions))(*inputs)] if smooth else []
 
     fused, recorded = jit(run)(*given), run(*given)
-    names = [f"result {number}" for number in range(len(recorded[0]))]
+    names = [f"result {position}" for position in range(len(recorded[0]))]
     names += [f"the gradient by argument {position}" for position in positions][: len(recorded[1])]
     wanted = [*recorded[0], *recorded[1]]
-    unfused = _one_by_one([tensor._node for tensor in wanted], device)
-    found = [tensor.numpy() for tensor in (*fused[0], *fused[1])]
-    for name, tensor, one, other in zip(names, wanted, found, unfused, strict=True):
-        _compare(name, one, other, _tolerance(tensor.dtype, rtol), atol)
+    unfused = _node_by_node([tensor._node for tensor in wanted], device)
+    computed_fused = [tensor.numpy() for tensor in (*fused[0], *fused[1])]
+    for name, tensor, value, other in zip(names, wanted, computed_fused, unfused, strict=True):
+        _compare(name, value, other, _tolerance(tensor.dtype, rtol), atol)
     if reference is not None:
         results = recorded[0]
         expected = _expected(reference, given, [tensor.dtype for tensor in results])
-        for form, values in (("fused", found), ("unfused", unfused)):
-            for name, one, other in zip(names[: len(results)], values[: len(results)], expected, strict=True):
-                _compare(name, one, other, _tolerance(checked(one.dtype), rtol), atol, (form, "reference"))
+        for form, values in (("fused", computed_fused), ("unfused", unfused)):
+            compared = values[: len(results)]
+            for name, value, other in zip(names[: len(results)], compared, expected, strict=True):
+                _compare(
+                    name, value, other, _tolerance(checked(value.dtype), rtol), atol, (form, "reference")
+                )
 
 
 def _expected(reference: Callable[..., Any], given: list[Any], kinds: list[DType]) -> list[Array]:
-    """What a function of NumPy arrays gives, in the dtypes of the results."""
+    """The results of a function of NumPy arrays, in the dtypes of the tensors."""
     arrays = [arg.numpy() if isinstance(arg, Tensor) else arg for arg in given]
     results = [*_flat(reference(*arrays))]
     if len(results) != len(kinds):
@@ -93,7 +96,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """All that is in tuples, lists and dicts."""
+    """The values in tuples, lists and dicts."""
     if isinstance(value, (tuple, list)):
         for item in value:
             yield from _flat(item)
@@ -104,22 +107,22 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _weighted(function: Callable[..., Any]) -> Callable[..., Tensor]:
-    """One number of all results, in which each item has a weight of its own: none can hide another."""
+    """A weighted sum of all results, with a different weight for each item, so that errors do not cancel."""
 
     def loss(*inputs: Any) -> Tensor:
         total: Any = 0
-        for number, result in enumerate(_tensors(function(*inputs))):
+        for position, result in enumerate(_tensors(function(*inputs))):
             if result.dtype.kind == "f":
                 wide = astype(result, float32) if result.dtype.itemsize == 2 else result
-                weights = np.random.default_rng(number).uniform(0.5, 1.5, result.shape)
+                weights = np.random.default_rng(position).uniform(0.5, 1.5, result.shape)
                 total = total + sum_(wide * asarray(weights.astype(wide.dtype), device=result.device))
         return total  # type: ignore[no-any-return]
 
     return loss
 
 
-def _one_by_one(wanted: Sequence[Node], device: Device) -> list[Array]:
-    """The values of nodes, each computed by itself."""
+def _node_by_node(wanted: Sequence[Node], device: Device) -> list[Array]:
+    """The values of nodes, each computed separately."""
     values: dict[Node, Array] = {}
     wanted = inline(wanted)
     for node in topological(wanted):
@@ -128,15 +131,15 @@ def _one_by_one(wanted: Sequence[Node], device: Device) -> list[Array]:
             continue
         inputs = [values[parent] for parent in node.inputs]
         if node.primitive.kind is Kind.OPAQUE:
-            own = tuple(
+            leaves = tuple(
                 leaf(device.upload(x), parent.shape, parent.dtype)
                 for parent, x in zip(node.inputs, inputs, strict=True)
             )
-            alone = Node(node.primitive, own, node.attributes)
-            realize([alone], device)
-            values[node] = device.download(alone.value, node.dtype, node.shape).wait()
+            separate = Node(node.primitive, leaves, node.attributes)
+            realize([separate], device)
+            values[node] = device.download(separate.value, node.dtype, node.shape).wait()
         else:
-            values[node] = np.ascontiguousarray(computed(node, inputs))
+            values[node] = np.asarray(computed(node, inputs), order="C")
     return [values[node] for node in wanted]
 
 
@@ -159,12 +162,12 @@ def _compare(
     if not fused.size:
         return
     wide = np.complex128 if fused.dtype.kind == "c" else object if fused.dtype.kind in "iu" else np.float64
-    one, other = fused.astype(wide), unfused.astype(wide)
+    first, second = fused.astype(wide), unfused.astype(wide)
     with np.errstate(all="ignore"):
-        same = (one == other) | ((one != one) & (other != other))
-        difference = np.where(same, 0, np.abs(one - other)).astype(np.float64)
+        same = (first == second) | ((first != first) & (second != second))
+        difference = np.where(same, 0, np.abs(first - second)).astype(np.float64)
         difference = np.where(np.isnan(difference), np.inf, difference)
-        size = np.abs(other).astype(np.float64)
+        size = np.abs(second).astype(np.float64)
     if atol is None:
         largest = np.max(size, initial=0, where=np.isfinite(size))
         atol = rtol * max(float(largest), _NOISE)
@@ -172,11 +175,11 @@ def _compare(
     wrong = difference > allowed
     if not wrong.any():
         return
-    # Of those that are wrong: another item may differ by more, and be allowed to.
-    place = np.unravel_index(np.argmax(np.where(wrong, difference, -1)), fused.shape)
+    # The largest difference of the wrong items: larger differences may be within the tolerance.
+    index = np.unravel_index(np.argmax(np.where(wrong, difference, -1)), fused.shape)
     raise AssertionError(
-        f"{differ}, {kind}: by {difference[place]:.6g} at {tuple(int(at) for at in place)}, where the "
-        f"{forms[0]} form has {fused[place]} and the {forms[1]} one {unfused[place]}. "
+        f"{differ}, {kind}: by {difference[index]:.6g} at {tuple(int(at) for at in index)}, where the "
+        f"{forms[0]} form has {fused[index]} and the {forms[1]} form has {unfused[index]}. "
         f"That is the largest difference of {int(wrong.sum())} of {fused.size} items that "
         f"differ by more than rtol={rtol:g} and atol={atol:g} allow"
     )

@@ -1,4 +1,4 @@
-"""The tuning cache: what was found by measuring, in a file for each device and version of a library."""
+"""The tuning cache: results of measurements, in a file for each device and version of a library."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from penstock.cache import CacheFolder
 from penstock.config import cache_folder
 from penstock.files import parse_json
 
-_MAX_ENTRIES = 2048  # in a file; of more, the oldest go
-_VERSION = 1  # of what is measured and how: what an older Penstock chose is not looked at
+_MAX_ENTRIES = 2048  # in a file; beyond that, the oldest are removed
+_VERSION = 1  # of what is measured and how: files of other versions are ignored
 
 
 def forget_everything() -> None:
-    """Remove all that was kept, of every device: it is measured again when it is needed."""
+    """Remove the files of all devices: measurements are repeated when they are needed."""
     with suppress(OSError):
         for path in cache_folder().glob("choices-*.json"):
             path.unlink()
@@ -34,16 +34,16 @@ class TuningCache:
         self._lock = threading.Lock()
 
     def get(self, problem: str) -> str | None:
-        """What was chosen before."""
+        """The choice for a problem, if there is one."""
         with self._lock:
             if self._known is None:
                 self._known = self._read()
             return self._known.get(problem)
 
     def put(self, problem: str, choice: str) -> None:
-        """Keep a choice."""
+        """Write a choice."""
         with self._lock:
-            known = self._read() | (self._known or {})  # another process may have added some
+            known = self._read() | (self._known or {})  # another process may have added entries
             known.pop(problem, None)
             known[problem] = choice
             self._known = dict(list(known.items())[-_MAX_ENTRIES:])
@@ -51,13 +51,13 @@ class TuningCache:
 
     def _read(self) -> dict[str, str]:
         try:
-            found = parse_json((self._folder.read(self._name) or b"{}").decode())
+            entries = parse_json((self._folder.read(self._name) or b"{}").decode())
         except ValueError:
             return {}
-        if not isinstance(found, dict):
+        if not isinstance(entries, dict):
             return {}
-        return {key: value for key, value in found.items() if isinstance(value, str)}
+        return {key: value for key, value in entries.items() if isinstance(value, str)}
 
     def _write(self, known: dict[str, str]) -> None:
-        """Whole or not at all: a process that reads meanwhile finds the old file."""
+        """Write the file atomically: another process reads the old file or the new."""
         self._folder.write(self._name, json.dumps(known, indent=0).encode())

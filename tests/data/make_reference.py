@@ -23,20 +23,20 @@ def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
 def case(name: str, function: Callable[..., torch.Tensor], *arrays: np.ndarray) -> None:
     """Store the inputs, the output, the gradient given to the output, and those of the fractions."""
     inputs = [torch.tensor(array) for array in arrays]
-    for one in inputs:
-        one.requires_grad_(one.is_floating_point())
+    for tensor in inputs:
+        tensor.requires_grad_(tensor.is_floating_point())
     out = function(*inputs)
     up = torch.tensor(normal(*out.shape)) if out.ndim else torch.tensor(1.0)
     out.backward(up)
     store[f"{name}.out"], store[f"{name}.up"] = out.detach().numpy(), up.numpy()
-    for at, one in enumerate(inputs):
+    for at, tensor in enumerate(inputs):
         store[f"{name}.in{at}"] = arrays[at]
-        if one.grad is not None:
-            store[f"{name}.grad{at}"] = one.grad.numpy()
+        if tensor.grad is not None:
+            store[f"{name}.grad{at}"] = tensor.grad.numpy()
 
 
 def attention(offset: int | None) -> Callable[..., torch.Tensor]:
-    """Attention by its definition; a causal one has its first query at the key `offset`."""
+    """Attention by its definition; if causal, the first query is at the key `offset`."""
 
     def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         scores = query @ key.mT / query.shape[-1] ** 0.5
@@ -162,24 +162,24 @@ def training() -> None:
 
     letters = sorted(set(TEXT))
     assert len(letters) <= vocabulary
-    text = np.array([letters.index(one) for one in TEXT * 2])
+    text = np.array([letters.index(letter) for letter in TEXT * 2])
     places = draw.integers(0, len(TEXT), (50, 4))
     batches = np.stack([[text[at : at + context + 1] for at in row] for row in places]).astype(np.int64)
     store["gpt.batches"] = batches.astype(np.uint8)
 
     state = {name: torch.tensor(array).requires_grad_() for name, array in start.items()}
     optimizer = torch.optim.AdamW(state.values(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    found = []
+    result = []
     for batch in torch.tensor(batches):
         logits = gpt(state, batch[:, :-1], layers, heads)
         loss = F.cross_entropy(logits.reshape(-1, vocabulary), batch[:, 1:].reshape(-1))
-        if not found:
+        if not result:
             store["gpt.logits"] = logits.detach().numpy()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    store["gpt.losses"] = np.array(found)
+        result.append(loss.item())
+    store["gpt.losses"] = np.array(result)
 
 
 # Optimizers
@@ -226,7 +226,7 @@ def trajectories() -> None:
             optimizer.step()
             if schedule is not None:
                 schedule.step()
-            rows.append(np.concatenate([one.detach().numpy().reshape(-1) for one in tensors]))
+            rows.append(np.concatenate([tensor.detach().numpy().reshape(-1) for tensor in tensors]))
         store[f"optim.{name}"] = np.stack(rows)
         if clip is not None:
             assert min(norms) < clip < max(norms), (min(norms), max(norms))
@@ -242,12 +242,12 @@ def warm_cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LR
 def rates() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.05)
     schedule = warm_cosine(optimizer)
-    found = []
+    result = []
     for _ in range(11):
-        found.append(optimizer.param_groups[0]["lr"])
+        result.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    store["optim.rates"] = np.array(found)
+    store["optim.rates"] = np.array(result)
 
 
 if __name__ == "__main__":

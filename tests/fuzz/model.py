@@ -1,4 +1,4 @@
-"""What users' actions mean, in NumPy: every tensor has its own array, and its derivatives by every leaf.
+"""A NumPy model of users' actions: every tensor has its own array, and its derivatives by every leaf.
 
 The derivatives are carried forward (a matrix for each leaf), where Penstock goes backward through a graph;
 `jit` gives the function as it is. Nothing is shared with the library but the names of the functions.
@@ -21,7 +21,7 @@ class MustRefuse(Exception):
 
 
 class Leaf:
-    """A value in which gradients end: that of one tensor, until the tensor is changed."""
+    """A leaf: the value of a tensor until the tensor is changed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = weakref.ref(tensor)
@@ -310,11 +310,11 @@ class Namespace:
             before = [tensor.array for tensor in given]
             _depth.append(function)
             try:
-                found = function(*args)
+                actual = function(*args)
             finally:
                 _depth.pop()
-            result = Tensor(found.array, found.slopes, found.device)  # a fresh one, even of an argument
-            result.requires_grad = found.requires_grad
+            result = Tensor(actual.array, actual.slopes, actual.device)  # a new tensor, even for an argument
+            result.requires_grad = actual.requires_grad
             for tensor, array in zip(given, before, strict=True):
                 if tensor.array is not array:
                     raise Stale  # given away, and changed: either may be

@@ -1,4 +1,4 @@
-"""What the functions of the namespace mean, by NumPy, and how far a device may be off.
+"""NumPy references of the namespace's functions, with the error that a device may have.
 
 One text can be evaluated with tensors and with values. A `Value` knows its array and how far each item may
 be off; None: not at all, zeros with their signs. A function that rounds takes exact values, so that no error
@@ -91,16 +91,16 @@ def known(value: Value) -> Array:
     return value.array
 
 
-def compared(value: Value, found: Array) -> str | None:
+def compared(value: Value, result: Array) -> str | None:
     """What is wrong with a device's result, in words; None: nothing."""
     expected = value.array
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return f"{found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return f"{result.dtype}{list(result.shape)} instead of {expected.dtype}{list(expected.shape)}"
     wide = np.complex128 if expected.dtype.kind == "c" else np.float64
     if expected.dtype.kind in "biu":
-        right = found == expected
+        right = result == expected
     else:
-        a, b = found.astype(wide), expected.astype(wide)
+        a, b = result.astype(wide), expected.astype(wide)
         with np.errstate(all="ignore"):
             right = (a == b) | (np.isnan(a) & np.isnan(b))
             if value.slack is not None:
@@ -118,7 +118,7 @@ def compared(value: Value, found: Array) -> str | None:
     at = tuple(int(place) for place in np.argwhere(~right)[0])
     slack = "" if value.slack is None else f" within {np.broadcast_to(value.slack, right.shape)[at]:.3g}"
     count = f"{(~right).sum()} of {right.size} in all"
-    return f"{found[at]!r} instead of {expected[at]!r}{slack} at {at}, and {count}"
+    return f"{result[at]!r} instead of {expected[at]!r}{slack} at {at}, and {count}"
 
 
 def spacing(array: Array, dtype: np.dtype[Any]) -> Array:
@@ -187,11 +187,11 @@ class Reference:
                 a = wide(known(x))
                 with np.errstate(all="ignore"):
                     exact = a / (1 + np.exp(-a))
-                    found = off(exact, x.array.dtype, 12)
+                    result = off(exact, x.array.dtype, 12)
                     # An exponential below all normal numbers may be 0.
                     lost = (a < 0) & (np.exp(a) < 2.0 ** LEAST[x.array.dtype.name])
-                    found.slack = np.where(lost, found.slack + np.abs(exact), found.slack)
-                    return found
+                    result.slack = np.where(lost, result.slack + np.abs(exact), result.slack)
+                    return result
 
     def erf(self, x: Value) -> Value:
         a = wide(known(x)).astype(np.float64)
@@ -201,15 +201,15 @@ class Reference:
         if x.array.dtype == dtype:
             return x
         with np.errstate(all="ignore"):
-            found = known(x).astype(dtype)
+            result = known(x).astype(dtype)
             if x.array.dtype.kind in "fV" and dtype.kind in "iu":  # what is out of range becomes anything
                 a = x.array.astype(np.float64)
                 low, high = float(np.iinfo(dtype).min), float(np.iinfo(dtype).max)
-                return Value(found, free=~((a > low - 1) & (a < high)))
+                return Value(result, free=~((a > low - 1) & (a < high)))
             if x.array.dtype.kind == "f" and dtype == BFLOAT16:
-                found = x.array.astype(np.float32).astype(dtype)
-                return Value(found, spacing(found, dtype) if x.array.dtype == np.float64 else None)
-            return Value(found)
+                result = x.array.astype(np.float32).astype(dtype)
+                return Value(result, spacing(result, dtype) if x.array.dtype == np.float64 else None)
+            return Value(result)
 
     def where(self, condition: Value, x: Any, y: Any) -> Value:
         dtype = result_dtype(x, y)
@@ -335,10 +335,10 @@ def finite(array: Array) -> Array:
 
 def floor_divided(x: Array, y: Array) -> Array:
     """The quotient rounded down; of infinities, and by them, as the array API standard says."""
-    found = np.floor_divide(x, y)
+    result = np.floor_divide(x, y)
     if x.dtype.kind != "f":
-        return found
-    return np.where(np.isfinite(x) & np.isfinite(y), found, np.floor(x / y))
+        return result
+    return np.where(np.isfinite(x) & np.isfinite(y), result, np.floor(x / y))
 
 
 def exactly(name: str, *given: Any) -> Value:
@@ -353,15 +353,15 @@ def exactly(name: str, *given: Any) -> Value:
             return Value(arrays[0])
         dtype = arrays[0].dtype
         if dtype in NARROW and name != "nextafter":
-            found = np.asarray(function(*(array.astype(np.float32) for array in arrays)))
-            found = found.astype(dtype) if found.dtype == np.float32 else found
+            result = np.asarray(function(*(array.astype(np.float32) for array in arrays)))
+            result = result.astype(dtype) if result.dtype == np.float32 else result
         else:
-            found = np.asarray(function(*arrays))
+            result = np.asarray(function(*arrays))
         if dtype.kind == "c" and name in ("multiply", "square", "abs", "sign"):
-            return off(np.asarray(function(*map(wide, arrays))), found.dtype, 4)
+            return off(np.asarray(function(*map(wide, arrays))), result.dtype, 4)
     # A product and the sum that takes it may be one operation.
-    stored = found.dtype not in NARROW and not (found.dtype.kind == "f" and name in ("multiply", "square"))
-    return Value(found, signs=name not in NO_SIGN, stored=stored)
+    stored = result.dtype not in NARROW and not (result.dtype.kind == "f" and name in ("multiply", "square"))
+    return Value(result, signs=name not in NO_SIGN, stored=stored)
 
 
 def function(name: str, *given: Any) -> Value:
@@ -379,7 +379,7 @@ def function(name: str, *given: Any) -> Value:
 
 
 def _arrays(name: str, given: tuple[Any, ...]) -> list[Any]:
-    """The operands in one dtype; integers that are compared with a Python integer stay as they are."""
+    """The operands in a common dtype; integers that are compared with a Python integer stay unchanged."""
     values = [v for v in given if isinstance(v, Value)]
     dtype = result_dtype(*values) if len(values) > 1 else values[0].array.dtype
     if name in COMPARISONS and dtype.kind in "iu" and len(values) < len(given):

@@ -1,4 +1,4 @@
-"""Random programs one after another, and the shortest form of one that fails."""
+"""Runs random programs, and shortens a program that fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Invalid(Exception):
 
 @dataclass
 class Outcome:
-    """What became of one program: its lines, and what was wrong in the last of them, if anything was."""
+    """The outcome of a program: its lines, and the error in the last of them, if any."""
 
     lines: Lines
     wrong: str | None = None
@@ -99,13 +99,13 @@ def shortest(fuzzer: Fuzzer, lines: Lines, wrong: str, most_seconds: float = 120
         while at < len(lines) and time.monotonic() < end:
             fewer = lines[:at] + lines[at + size :]
             try:
-                found = fuzzer.run(fewer)
+                result = fuzzer.run(fewer)
             except Invalid:
-                found = None
-            if found is None:
+                result = None
+            if result is None:
                 at += size
             else:
-                lines, wrong, shorter = fewer, found, True
+                lines, wrong, shorter = fewer, result, True
         size = size if shorter else size // 2
     return lines, wrong
 

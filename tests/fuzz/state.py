@@ -35,7 +35,7 @@ REFUSALS = [
     (CaptureError, "inside a jitted function"),
     (TypeError, "inside a jitted function would have to go on"),
     (TypeError, "changed a tensor in place to a value that has a gradient"),
-    (TypeError, "the gradient of what the jitted function .* gives cannot be had"),
+    (TypeError, "the result of the jitted function .* has no gradient"),
 ]
 FIXED = {"w0": (3,), "w1": (2, 3), "w2": ()}  # used by jitted functions, and so never another tensor
 
@@ -70,7 +70,7 @@ class StateFuzzer:
 
 
 class Wrong(Exception):
-    """A line that did something else in Penstock than in the model."""
+    """A line whose effect in Penstock differs from the model."""
 
 
 class Run:
@@ -87,7 +87,7 @@ class Run:
         self.refused = 0
 
     def line(self, line: str) -> str | None:
-        """Do a line in both worlds; what was wrong. Invalid: what the model has no meaning for."""
+        """Run a line in Penstock and in the model; the difference. Invalid: not defined in the model."""
         before = self._saved()
         must_refuse = False
         if line.startswith("read("):
@@ -109,7 +109,7 @@ class Run:
         except Exception as error:
             if not documented(error):
                 return f"{line}: {type(error).__name__}: {error}"
-            if "ps.grad(" in line and "cannot be had" in str(error):  # after the function has run
+            if "ps.grad(" in line and "has no gradient, as it" in str(error):  # after the function has run
                 for name in set(self.model) - set(before[0]):
                     del self.model[name]
                 self.model.update(before[0])
@@ -130,8 +130,8 @@ class Run:
         except Exception:
             raise Invalid from None
         try:
-            found = eval(text, self.real)
-            values = None if found is None else found.numpy()
+            result = eval(text, self.real)
+            values = None if result is None else result.numpy()
         except Exception as error:
             if array is model.Gone and documented(error):
                 return None
@@ -150,10 +150,10 @@ class Run:
     def _flags(self, line: str) -> str | None:
         """Whether the same tensors require gradients."""
         for name, expected in self.model.items():
-            found = self.real.get(name)
-            both = isinstance(expected, model.Tensor) and isinstance(found, ps.Tensor)
-            if both and not expected.donated and found.requires_grad != expected.requires_grad:
-                return f"{line}: {name}.requires_grad is {found.requires_grad}"
+            result = self.real.get(name)
+            both = isinstance(expected, model.Tensor) and isinstance(result, ps.Tensor)
+            if both and not expected.donated and result.requires_grad != expected.requires_grad:
+                return f"{line}: {name}.requires_grad is {result.requires_grad}"
         return None
 
     def _check_sizes(self) -> None:

@@ -25,7 +25,7 @@ INTEGERS += ((1 << 31) - 1, 1 << 31, 1 << 32, (1 << 53) + 1, (1 << 63) - 1, 1 <<
 NUMBERS = (0.0, 1.0, 0.5, 1.5, 2.0, 3.0, 20.0, 88.7, 104.0, 1e-8, 1e-40, 1e-45, 5e-324, 1e30, 3.4e38, 1e300)
 NUMBERS += (2.0**23, 2.0**24 + 1, 2.0**31, 2.0**53 + 1, 65504.0, 1e5, np.pi / 2, np.inf, np.nan)
 
-# Functions of one tensor, by the kinds of dtype that they take.
+# Functions of a tensor, by the kinds of dtype that they take.
 ONE = {
     "biufc": "",
     "biu": "bitwise_invert",
@@ -72,7 +72,7 @@ def leaf(dtype: str, shape: tuple[int, ...], seed: int) -> Any:
 
 
 class Wrong(Exception):
-    """Something that a line computed is not what NumPy has."""
+    """A result of a line differs from NumPy's."""
 
 
 class ValueFuzzer:
@@ -106,7 +106,7 @@ class ValueFuzzer:
 
 
 class Run:
-    """One program: its tensors, and beside them what NumPy has."""
+    """A program: its tensors, and NumPy's arrays beside them."""
 
     def __init__(self, fuzzer: ValueFuzzer) -> None:
         self.fuzzer = fuzzer
@@ -114,7 +114,7 @@ class Run:
         self.values: dict[str, Value] = {}
 
     def line(self, line: str) -> str | None:
-        """Do a line, `name = expression` or `read(name)`; what was wrong."""
+        """Run a line, `name = expression` or `read(name)`; the difference, if any."""
         if line.startswith("read("):
             names = line.removeprefix("read(").removesuffix(")").split(", ")
             names = [name for name in names if name in self.values]  # of which some were taken away
@@ -138,13 +138,13 @@ class Run:
         return None
 
     def _read(self, names: Sequence[str]) -> str | None:
-        """Compute these as one expression, and compare them; from then on both have the same."""
+        """Compute these in one run, and compare them; then the model takes the computed values."""
         try:
             realize_together([self.tensors[name] for name in names])
-            found = [self.tensors[name].numpy() for name in names]
+            result = [self.tensors[name].numpy() for name in names]
         except Exception as error:
             return f"read({', '.join(names)}): {type(error).__name__}: {error}"
-        for name, array in zip(names, found, strict=True):
+        for name, array in zip(names, result, strict=True):
             wrong = compared(self.values[name], array)
             if wrong is not None:
                 return f"{name}: {wrong}"
@@ -189,7 +189,7 @@ class Writer:
     def step(self) -> None:
         """One more line, with those that have to be before it."""
         steps: list[Callable[[], None]] = [
-            *[self.one] * 6,
+            *[self.unary] * 6,
             *[self.two] * 6,
             *[self.with_number] * 3,
             *[self.cast] * 3,
@@ -208,7 +208,7 @@ class Writer:
     # Operands
 
     def some(self, kinds: str, *, exact: bool = True) -> str:
-        """A value of some kind of dtype, of which the writer makes one where there is none."""
+        """A value of some kind of dtype; if there is none, a line that makes it is added."""
         values = self.run.values
         names = [n for n, v in values.items() if kind(v) in kinds and 0 < v.array.size < 5000]
         if not names:
@@ -220,7 +220,7 @@ class Writer:
         return name
 
     def beside(self, name: str) -> str:
-        """An operand for another value: of its dtype mostly, of its shape or one that is repeated over it."""
+        """An operand for another value: usually of its dtype, in a shape that broadcasts to its shape."""
         value = self.run.values[name]
         dtype, shape = value.array.dtype.name, value.array.shape
         fitting = [
@@ -238,7 +238,7 @@ class Writer:
         return self.leaf(dtype, shape)
 
     def number(self, value: Value, comparing: bool) -> str:
-        """A Python number beside a value; one that its dtype does not have only where they are compared."""
+        """A Python number for a value; outside the range of its dtype only in comparisons."""
         which = kind(value)
         if which == "b":
             return str(self.choice.random() < 0.5)
@@ -252,7 +252,7 @@ class Writer:
 
     # Lines
 
-    def one(self) -> None:
+    def unary(self) -> None:
         kinds, names = self.choice.choice([pair for pair in ONE.items() if pair[1]])
         x = self.some(kinds)
         self.make(f"ps.{self.choice.choice(names.split())}({x})")
@@ -362,9 +362,9 @@ def kind_of(dtype: str) -> str:
     return "f" if dtype == "bfloat16" else np.dtype(dtype).kind
 
 
-def promotes(one: str, other: str) -> bool:
+def promotes(first: str, second: str) -> bool:
     try:
-        ps.result_type(getattr(ps, one), getattr(ps, other))
+        ps.result_type(getattr(ps, first), getattr(ps, second))
     except TypeError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""What a profile says that could be better: each flaw with its evidence, the line of code and the gain."""
+"""Advice from a profile: each flaw with its evidence, the line of code and the gain."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Advice", "advise"]
 
 
 def advise(source: Profile | str | os.PathLike[str]) -> list[Advice]:
-    """What could be faster or smaller, by a profile that is over or a trace that one saved.
+    """Advice on what could be faster or smaller, from a finished profile or a saved trace.
 
-    The greatest gain comes first; a list without items means that nothing would be worth the change.
+    The greatest gain comes first; an empty list means that no change would be worthwhile.
     """
     from penstock.advising.judging import judged  # imported late: few programs need it
 

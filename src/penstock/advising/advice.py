@@ -1,4 +1,4 @@
-"""One piece of advice, as plain data."""
+"""A piece of advice, as plain data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Advice:
     flaw: str  # a short name that stays the same, such as "small-batches"
     title: str
     evidence: str  # what was counted or measured
-    where: str  # file:line of the user's code, or "" where no line is to blame
+    where: str  # file:line of the user's code, or "" if no line is responsible
     change: str
-    gain: str  # what to expect of the change, in words
-    seconds: float | None  # the same over the whole profile, where it is time
-    nbytes: int | None  # the same, where it is memory
+    gain: str  # the expected effect of the change
+    seconds: float | None  # the gain over the whole profile, if it is time
+    nbytes: int | None  # the gain, if it is memory

@@ -1,4 +1,4 @@
-"""Rules about what is computed: too little at a time, again and again, in the wrong dtype or place."""
+"""Rules about computing: too little at a time, repeatedly, in the wrong dtype or on the wrong side."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from penstock.advising.measures import (
 from penstock.formatting import format_bytes, format_seconds
 from penstock.profiling.evidence import Evidence
 from penstock.profiling.lines import WIDE, Runs
-from penstock.profiling.words import short_place
+from penstock.profiling.words import short_location
 
 _FEW_SHAPES = 4  # lengths to which inputs may be padded, for less than 20% more work on average
 _CHANGING = 0.3  # of the runs; in a loop over a few lengths, nearly all are known after the first round
 _LONGER = 1.5  # times as many operations; other shapes of the same expression have as many
-_STEP = 16  # recorded operations from which on an expression is a step, and less than that an operation
-_IN_STEPS = ("nn/module.py", "optim/")  # what a step calls, and may compute what is pending
-_LOOP = 2000  # recorded operations in all: nobody writes so many, so it is a loop that repeats them
-_CHUNKS = 5  # runs: of what nobody asks for, many operations are computed together
+_STEP = 16  # recorded operations of an expression from which on it is a step, not a single operation
+_IN_STEPS = ("nn/module.py", "optim/")  # functions that a step calls, and that may compute what is pending
+_LOOP = 2000  # recorded operations in total: nobody writes so many by hand, so they come from a loop
+_CHUNKS = 5  # runs: operations whose results are not read are computed many at a time
 _STEPS = 40  # runs that make a loop of a step
 _MANY = 100  # runs that make a loop of an operation
-_PARTS = ("nn/", "optim/")  # send rates and tokens of their own, which are no batches
-_SMALL = 0.1  # of what a launch costs: work below it is nearly free, so ten times as much would be too
+_PARTS = ("nn/", "optim/")  # they send learning rates and tokens of their own, which are no batches
+_SMALL = 0.1  # of the cost of a launch: work below it is nearly free, so ten times as much would be too
 _LARGER = 8  # times a batch, of which the device would hardly notice
-_FASTER = 1.5  # times, by measurement, from which on half precision is worth its lost digits
+_FASTER = 1.5  # the measured speed-up from which on half precision is worth its lower accuracy
 
 
 def changing_shapes(evidence: Evidence) -> Iterator[Finding]:
@@ -41,7 +41,7 @@ def changing_shapes(evidence: Evidence) -> Iterator[Finding]:
         if fresh < OFTEN or fresh < _CHANGING * count:
             continue
         if any(run.most > _LONGER * run.fewest for run in runs):
-            continue  # what is recorded is longer each time: no shape's doing
+            continue  # each recording is longer than the last, so shapes are not the reason
         spent = sum(run.costly_seconds for run in runs)
         saved = spent * (1 - _FEW_SHAPES / fresh)
         if saved >= LEAST_TIME * evidence.seconds:
@@ -111,7 +111,7 @@ def host_operations(evidence: Evidence) -> Iterator[Finding]:
 
 
 def computed_twice(evidence: Evidence) -> Iterator[Finding]:
-    """A value that is read computes what it needs, and keeps only itself: the rest is done again later."""
+    """Reading a value computes and keeps only that value: intermediate results are recomputed later."""
     whole = sum(run.operations for run in evidence.runs)
     for run in evidence.runs:
         saved = (evidence.busy_seconds or 0.0) * run.again / whole if whole else 0.0
@@ -119,19 +119,19 @@ def computed_twice(evidence: Evidence) -> Iterator[Finding]:
             yield finding(
                 "computed-twice",
                 "The same is computed for two values, one after the other",
-                f"{run.again / max(run.operations, 1):.0%} of the operations at {short_place(run.where)} had "
-                f"been done before, for what was read here, and were not kept",
+                f"{run.again / max(run.operations, 1):.0%} of the operations at "
+                f"{short_location(run.where)} had been done before, for the value read here, and not kept",
                 run.again_for,
-                "ask for both at once: read the value after the other, or compute both in one @ps.jit",
+                "compute both together: read the value after the other, or compute both in a @ps.jit",
                 of_time(saved, evidence.working_seconds),
                 saved,
             )
 
 
 def forced_realization(evidence: Evidence) -> Iterator[Finding]:
-    """`realize()` in a chain ends a kernel there: what it stores is read again by the next one."""
+    """`realize()` in a chain prevents fusion there: its result is stored, and read by the next kernel."""
     bandwidth, launches = evidence.rate("bytes"), evidence.rate("launches")
-    fuses = evidence.kind != "host"  # where NumPy computes, every operation stores its result
+    fuses = evidence.kind != "host"  # with NumPy, every operation stores its result
     for handover in evidence.handovers if fuses and bandwidth and launches else ():
         assert bandwidth
         assert launches
@@ -141,7 +141,7 @@ def forced_realization(evidence: Evidence) -> Iterator[Finding]:
                 "forced-realization",
                 "A chain of operations is cut by realize()",
                 f"{handover.count} times, {format_bytes(handover.nbytes)} in all were stored because this "
-                f"line asked for them, and read again at {short_place(handover.into)}",
+                f"line requested them, and read at {short_location(handover.into)}",
                 handover.where,
                 "leave realize() out: what follows joins the same kernel, and nothing is stored in between",
                 of_time(saved, evidence.working_seconds),
@@ -150,7 +150,7 @@ def forced_realization(evidence: Evidence) -> Iterator[Finding]:
 
 
 def raw_kernels(evidence: Evidence) -> Iterator[Finding]:
-    """A text of the user's own is a kernel by itself, whatever stands around it."""
+    """A user's raw kernel is not fused with the operations around it."""
     bandwidth = evidence.rate("bytes")
     for run in evidence.runs if bandwidth else ():
         assert bandwidth
@@ -164,7 +164,7 @@ def raw_kernels(evidence: Evidence) -> Iterator[Finding]:
         if run.runs >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
             yield finding(
                 "raw-kernel",
-                "A raw kernel stands between operations that it could be one kernel with",
+                "A raw kernel stands between operations that it could be fused with",
                 f"{run.raw_names}: {format_seconds(own)}, and {format_bytes(run.raw_bytes)} in {run.runs} "
                 f"runs were stored for it or by it, for elementwise operations beside it",
                 run.where,
@@ -175,7 +175,7 @@ def raw_kernels(evidence: Evidence) -> Iterator[Finding]:
 
 
 def small_operations(evidence: Evidence) -> Iterator[Finding]:
-    """Starting an operation costs the same for one item as for ten thousand."""
+    """Launching an operation costs the same for a single item as for ten thousand."""
     bandwidth = evidence.rate("bytes")
     for run in evidence.runs:
         known = run.runs - run.fresh
@@ -199,8 +199,8 @@ def small_operations(evidence: Evidence) -> Iterator[Finding]:
                 f"{run.runs} times, {run.items // run.runs} items each, computed {how}: "
                 f"{format_seconds(cost)} for {format_seconds(work)} of work",
                 run.where,
-                "compute all of them at once, with one more axis instead of a loop (ps.matmul_batch for "
-                "products of several shapes), or the whole loop in one @ps.jit",
+                "compute all of them at once, with another axis instead of a loop (ps.matmul_batch for "
+                "products of several shapes), or the whole loop in a @ps.jit",
                 of_time(saved, evidence.working_seconds),
                 saved,
             )
@@ -222,14 +222,14 @@ def unjitted_steps(evidence: Evidence) -> Iterator[Finding]:
         longest = max(steps, key=lambda run: run.nodes)
         yield finding(
             "unjitted-step",
-            "The same step is recorded again at every run",
+            "The same step is recorded at every run",
             f"{count} runs of {nodes // count} operations each were recorded one by one, at "
             f"{format_seconds(1 / recorded)} for each; most of them were computed at this line",
             longest.where,
             "put the step (forward, backward and the optimizer's) into a function under @ps.jit",
             of_time(saved, evidence.working_seconds),
             saved,
-            # What is pending holds what it will be computed from, so memory grows with it.
+            # Pending operations keep their inputs alive, so memory grows with them.
             also=(*(run.where for run in steps), *(transfer.where for transfer in evidence.transfers)),
         )
 
@@ -253,7 +253,7 @@ def small_batches(evidence: Evidence) -> Iterator[Finding]:
     for run in evidence.runs if launches else ():
         assert launches
         known = run.runs - run.fresh
-        # What is never fed has all of its data already, and a batch of all cannot grow.
+        # A step that is sent no data has all of them already, so its batch cannot grow.
         if run.how != "jit" or known < _STEPS or fed < run.runs / 2 or run.called.startswith(_PARTS):
             continue
         work = least_seconds(run, evidence)
@@ -262,7 +262,7 @@ def small_batches(evidence: Evidence) -> Iterator[Finding]:
             cost = max(cost, run.launches * least)
         if work is None or work > _SMALL * cost:
             continue
-        # What a step costs however small it is: its launches, and the sending of what it is fed.
+        # The fixed cost of a step: its launches, and sending its data.
         spent = max(cost, run.seconds - run.costly_seconds) + sum(
             transfer.seconds for transfer in evidence.transfers
         )
@@ -283,7 +283,7 @@ def small_batches(evidence: Evidence) -> Iterator[Finding]:
 
 
 def half_precision(evidence: Evidence) -> Iterator[Finding]:
-    """Products of float16 or bfloat16 are measured to be faster, on a device that has units for them."""
+    """Products of float16 or bfloat16 are measured to be faster, on a device that has tensor cores."""
     single, half = evidence.rate("float32"), evidence.rate("bfloat16")
     if not evidence.fast_float16 or not single or not half or half < _FASTER * single:
         return
@@ -306,13 +306,13 @@ def half_precision(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _waited(run: Runs, evidence: Evidence) -> float:
-    """What NumPy's steps cost: a run with such a step waits for it, where other runs only launch."""
+    """The cost of NumPy's steps: a run with such a step waits for it, while other runs only launch."""
     launches = evidence.rate("launches")
     return max(run.seconds - run.costly_seconds - (run.runs / launches if launches else 0.0), 0.0)
 
 
 def _cost(run: Runs, evidence: Evidence) -> float | None:
-    """What the runs of a line cost the host: by the clock for NumPy, by what each run costs for programs."""
+    """The host's time for the runs of a line: measured for NumPy, estimated per run for programs."""
     recorded, launches = evidence.rate("recorded operations"), evidence.rate("launches")
     if not recorded or not launches:
         return None

@@ -8,12 +8,12 @@ from penstock.advising.measures import LEAST_MEMORY, LEAST_TIME, Finding, findin
 from penstock.formatting import format_bytes, format_seconds
 from penstock.profiling.evidence import Evidence
 
-_HITS = 0.6  # of the requests; a loop that uses the same sizes again has nearly all
-_REQUESTS = 100  # that went to the driver: what is allocated once cannot be found in the pool
-_KEPT = 40  # blocks that one line holds, from which on it is a loop that keeps them
-_EVEN = 0.1  # of them, in each quarter of the runs: what is made at the beginning and held is no growth
-_MUCH = 64 << 20  # bytes, worth a change of the program
-_IDLE = 0.25  # of all that was taken
+_HITS = 0.6  # of the requests; a loop with constant sizes has nearly all
+_REQUESTS = 100  # that went to the driver: the first allocation of a size is never in the pool
+_KEPT = 40  # blocks that a line holds, from which on it is a loop that keeps them
+_EVEN = 0.1  # of them, in each quarter of the runs: blocks from the start that are held are no growth
+_MUCH = 64 << 20  # bytes that are worth a change of the program
+_IDLE = 0.25  # of the memory that was taken
 _TIGHT = 0.9  # of the limit
 _FORWARD = 1 / 3  # of a training step's kernels: the backward pass has two products for each of the forward
 
@@ -35,7 +35,7 @@ def pool_misses(evidence: Evidence) -> Iterator[Finding]:
         cause = "nothing of it was let go"
         change = "let go of what is not needed any more: the pool then serves the next request"
     elif 2 * evidence.given_back_bytes < sum(miss.nbytes for miss in evidence.misses):
-        return  # so much is in use at once, by steps on their way to the device for example
+        return  # so much is in use at the same time, for example by pending steps
     else:
         cause = "what came back to the pool was given back to the driver"
         change = (
@@ -44,7 +44,7 @@ def pool_misses(evidence: Evidence) -> Iterator[Finding]:
         )
     yield finding(
         "pool-misses",
-        "Memory is taken from the driver again and again",
+        "Memory is repeatedly taken from the driver",
         f"{evidence.pool_hits / requests:.0%} of {requests} requests were served from the pool; this line's "
         f"{worst.count} others took {format_seconds(worst.seconds)}, as {cause}",
         worst.where,
@@ -60,7 +60,7 @@ def growing_memory(evidence: Evidence) -> Iterator[Finding]:
     called |= {run.where: run.called for run in evidence.runs}
     for kept in evidence.keeping:
         if not users_own(kept.where, called.get(kept.where, "")):
-            continue  # the parameters of a model are made to be kept
+            continue  # the parameters of a model are kept on purpose
         saved = kept.nbytes - kept.nbytes // max(kept.blocks, 1)
         even = min(kept.quarters, default=0) >= _EVEN * kept.blocks
         if kept.blocks >= _KEPT and even and saved >= LEAST_MEMORY * evidence.peak_bytes:
@@ -78,7 +78,7 @@ def growing_memory(evidence: Evidence) -> Iterator[Finding]:
 
 
 def idle_memory(evidence: Evidence) -> Iterator[Finding]:
-    """What is idle in the pool is memory that other programs could have."""
+    """Memory that is idle in the pool could be used by other programs."""
     saved = evidence.taken_bytes - evidence.peak_bytes
     if saved < _MUCH or saved < _IDLE * evidence.taken_bytes:
         return
@@ -102,7 +102,7 @@ def idle_memory(evidence: Evidence) -> Iterator[Finding]:
 
 
 def tight_memory(evidence: Evidence) -> Iterator[Finding]:
-    """Near the limit, what waits for its gradient can be computed again instead of kept."""
+    """Near the limit, values that are kept for the gradient can be recomputed instead."""
     limit = evidence.limit_bytes or evidence.total_bytes
     run = max(evidence.runs, key=lambda run: run.kept_bytes, default=None)
     if run is None or evidence.peak_bytes < _TIGHT * limit:
@@ -110,15 +110,15 @@ def tight_memory(evidence: Evidence) -> Iterator[Finding]:
     saved = run.kept_bytes
     if saved < LEAST_MEMORY * evidence.peak_bytes:
         return
-    again = (evidence.busy_seconds or 0.0) * _FORWARD
-    cost = f", for about {format_seconds(again)} more of kernels" if again else ""
+    recomputing = (evidence.busy_seconds or 0.0) * _FORWARD
+    cost = f", for about {format_seconds(recomputing)} more of kernels" if recomputing else ""
     yield finding(
         "tight-memory",
         "The memory is nearly used up by what waits for its gradient",
         f"{format_bytes(evidence.peak_bytes)} of {format_bytes(limit)} were in use; "
         f"{format_bytes(saved)} of it are results of the forward pass that this step keeps",
         run.where,
-        "ps.checkpoint around the parts of the model computes them again in the backward pass; a smaller "
+        "ps.checkpoint around the parts of the model recomputes them in the backward pass; a smaller "
         "batch, or dtype=ps.bfloat16, needs less too",
         f"up to {format_bytes(saved)} of {format_bytes(evidence.peak_bytes)}{cost}",
         nbytes=saved,

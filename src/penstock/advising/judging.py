@@ -1,4 +1,4 @@
-"""All rules over one source of evidence: a profile, or the trace that one has saved."""
+"""Applies all rules to a source of evidence: a profile or a saved trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.files import MOST_OF_A_TRACE, parse_json, read_text
 from penstock.profiling.evidence import Evidence, measured, restored
 from penstock.profiling.profiles import Profile
 
-# Causes stand before what follows from them: a line that one rule has named is left alone by the others.
+# Causes come before their consequences: a line that a rule has named is ignored by later rules.
 RULES: tuple[Rule, ...] = (
     computing.changing_shapes,
     computing.wide_dtypes,
@@ -45,34 +45,34 @@ def judged(source: Profile | str | os.PathLike[str]) -> list[Advice]:
 
 
 def advice(devices: list[Evidence]) -> list[Advice]:
-    """What all rules say about some devices; what saves the greatest share comes first."""
+    """The advice of all rules about devices; the greatest share of time or memory comes first."""
     several = len(devices) > 1
     ranked: list[tuple[float, Advice]] = []
     for evidence in devices:
         for finding in findings(evidence):
-            said = finding.advice
-            named = replace(said, evidence=f"{evidence.device}: {said.evidence}") if several else said
-            ranked.append((_share(said, evidence), named))
-    return [said for _, said in sorted(ranked, key=lambda pair: -pair[0])]
+            piece = finding.advice
+            named = replace(piece, evidence=f"{evidence.device}: {piece.evidence}") if several else piece
+            ranked.append((_share(piece, evidence), named))
+    return [piece for _, piece in sorted(ranked, key=lambda pair: -pair[0])]
 
 
 def findings(evidence: Evidence) -> list[Finding]:
-    """What the rules say about one device, each line at most once."""
-    found: list[Finding] = []
+    """The findings of the rules about a device, each line at most once."""
+    result: list[Finding] = []
     blamed: set[str] = set()
     for rule in RULES:
         for finding in rule(evidence):
             if finding.advice.where not in blamed:
-                found.append(finding)
-        blamed.update(line for finding in found for line in finding.lines)
-    return found
+                result.append(finding)
+        blamed.update(line for finding in result for line in finding.lines)
+    return result
 
 
-def _share(said: Advice, evidence: Evidence) -> float:
-    """The part of the time, or of the memory, that an advice would save."""
-    if said.seconds is not None:
-        return said.seconds / (evidence.seconds or 1.0)
-    return (said.nbytes or 0) / (evidence.taken_bytes or 1)
+def _share(advice: Advice, evidence: Evidence) -> float:
+    """The share of the time, or of the memory, that a piece of advice would save."""
+    if advice.seconds is not None:
+        return advice.seconds / (evidence.seconds or 1.0)
+    return (advice.nbytes or 0) / (evidence.taken_bytes or 1)
 
 
 def _of_trace(path: Path) -> list[Evidence]:

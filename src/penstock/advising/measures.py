@@ -1,4 +1,4 @@
-"""What all rules share: from when on a gain is worth telling, and how it is told."""
+"""What all rules share: thresholds of gains, and how gains are described."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from penstock.formatting import format_seconds
 from penstock.profiling.evidence import Evidence
 from penstock.profiling.lines import Runs
 
-LEAST_TIME = 0.05  # of the time: less is within what two runs of the same program differ by
+LEAST_TIME = 0.05  # of the time: two runs of the same program may differ by that much
 LEAST_MEMORY = 0.10  # of the memory: the pool rounds sizes by nearly as much
-OFTEN = 10  # what happens less often is a beginning or an end, and no loop
-# Parts of the package that decide for themselves when to read, send and compute: no line of the user's
-# code is to blame for it.
+OFTEN = 10  # what happens less often belongs to the start or the end, not to a loop
+# Parts of the package that decide when to read, send and compute, for which no line of the user's code is
+# responsible.
 _INNER = ("nn/", "optim/", "data/", "bench/", "checking.py", "testing.py")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A piece of advice, and all lines that the flaw explains: other rules leave those alone."""
+    """A piece of advice, and all lines that the flaw explains, which other rules ignore."""
 
     advice: Advice
     lines: frozenset[str]
@@ -41,24 +41,24 @@ def finding(
     nbytes: int | None = None,
     also: tuple[str, ...] = (),
 ) -> Finding:
-    """A finding about a line; `also` names others that it explains."""
+    """A finding about a line; `also` lists other lines that it explains."""
     line = "" if where.startswith("(") else where  # a thread, or many lines
     advice = Advice(flaw, title, evidence, line, change, gain, seconds, nbytes)
-    return Finding(advice, frozenset(place for place in (where, *also) if place))
+    return Finding(advice, frozenset(filter(None, (where, *also))))
 
 
 def users_own(where: str, called: str) -> bool:
-    """Whether a line of the user's code asked for something itself, and not a part of this package."""
+    """Whether a line of the user's code caused something, and not a part of this package."""
     return not in_package(where) and not called.startswith(_INNER)
 
 
 def of_time(seconds: float, whole: float) -> str:
-    """A saving in words."""
+    """A description of a saving."""
     return f"about {format_seconds(seconds)} of {format_seconds(whole)}"
 
 
 def least_seconds(run: Runs, evidence: Evidence) -> float | None:
-    """How long all runs of a line take at the device's best; None where its rates are not known."""
+    """How long all runs of a line take at the device's best rates; None if these are unknown."""
     rate, bandwidth = evidence.rate("float32"), evidence.rate("bytes")
     if not rate or not bandwidth:
         return None

@@ -1,4 +1,4 @@
-"""Rules about waiting and copying: what the host and the device do one after the other, or in vain."""
+"""Rules about waiting and copying: work of host and device that does not overlap, or is needless."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from penstock.advising.measures import LEAST_TIME, OFTEN, Finding, finding, of_time, users_own
 from penstock.formatting import format_bytes, format_seconds
 from penstock.profiling.evidence import Evidence
-from penstock.profiling.words import short_place
+from penstock.profiling.words import short_location
 
-_READS = ("download", "view", "sync")  # waits that a line asks for; the others are the device's own pace
-_WORTH_A_THREAD = 1e-3  # seconds for a batch: threads of Python take turns, and less is lost in handing over
+_READS = ("download", "view", "sync")  # waits that a line causes; the others come from back-pressure
+_WORTH_A_THREAD = 1e-3  # seconds for a batch: less is lost in switching between Python's threads
 
 
 def round_trips(evidence: Evidence) -> Iterator[Finding]:
-    """Values that come to the host only to go back keep the device waiting all the while."""
+    """The device waits while values go to the host and back."""
     for transfer in evidence.transfers:
         saved = transfer.returned_seconds
         if transfer.returned >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
@@ -22,8 +22,8 @@ def round_trips(evidence: Evidence) -> Iterator[Finding]:
             yield finding(
                 "round-trip",
                 "Values go to the host and come back",
-                f"{transfer.returned} times, values that were read here became a tensor again at "
-                f"{short_place(transfer.where)}, {format_bytes(nbytes)} in all; the device waited "
+                f"{transfer.returned} times, values that were read here were made a tensor at "
+                f"{short_location(transfer.where)}, {format_bytes(nbytes)} in all; the device waited "
                 f"{format_seconds(saved)}",
                 transfer.source,
                 "do on the device what NumPy does in between (ps.clip, ps.where, ps.sort ... have its names)",
@@ -34,14 +34,14 @@ def round_trips(evidence: Evidence) -> Iterator[Finding]:
 
 
 def repeated_uploads(evidence: Evidence) -> Iterator[Finding]:
-    """What does not change need be sent only once."""
+    """An array that does not change need be sent only once."""
     for transfer in evidence.transfers:
         saved = transfer.seconds * transfer.repeated / transfer.calls if transfer.calls else 0.0
         if transfer.repeated >= OFTEN and saved >= LEAST_TIME * evidence.working_seconds:
             nbytes = transfer.nbytes * transfer.repeated // transfer.calls
             yield finding(
                 "repeated-upload",
-                "The same array is sent again and again",
+                "The same array is sent repeatedly",
                 f"{transfer.repeated} of {transfer.calls} times this line sent what it had sent before, "
                 f"{format_bytes(nbytes)} in all",
                 transfer.where,
@@ -52,10 +52,10 @@ def repeated_uploads(evidence: Evidence) -> Iterator[Finding]:
 
 
 def hidden_waits(evidence: Evidence) -> Iterator[Finding]:
-    """A value that is read waits for the device, and then the device waits for the host."""
+    """Reading a value waits for the device, and then the device waits for the host."""
     for wait in evidence.waits:
-        # Without the wait, one would work while the other does: the lesser of the two times is saved. Where
-        # both are done by the same cores, the host's work is spread over them, and not hidden.
+        # Without the wait, both would work at the same time, which saves the shorter of the two times. If the
+        # same cores do both, the host's work is spread over them instead.
         shared = 1 / evidence.units if evidence.kind == "cpu" else 0.0
         saved = min(wait.idle_seconds * (1 - shared), wait.seconds)
         if wait.why not in _READS or wait.count < OFTEN or not users_own(wait.where, wait.called):
@@ -79,9 +79,9 @@ def hidden_waits(evidence: Evidence) -> Iterator[Finding]:
 
 
 def late_data(evidence: Evidence) -> Iterator[Finding]:
-    """Batches that a thread of their own makes are there when the thread that runs the steps wants them.
+    """Batches that another thread makes are ready when the thread that runs the steps needs them.
 
-    Kernels run beside the host anyway, so what is saved is hidden behind what else that thread does.
+    Kernels overlap with the host anyway, so the saving is limited to the other work of that thread.
     """
     whole, busy = evidence.working_seconds, evidence.busy_seconds
     for transfer in evidence.transfers if busy is not None else ():

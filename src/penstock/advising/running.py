@@ -1,4 +1,4 @@
-"""A script or a module of the user's own, run under a profile in this process."""
+"""Runs a script or a module of the user under a profile in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def profiled(command: Sequence[str]) -> tuple[Profile, int]:
     folder = os.getcwd() if module else str(Path(name).resolve().parent)
     profile = Profile()
     with _as_main([name, *arguments], folder), profile:
-        status, _held = _run(name, module)  # what it held is held until the profile ends
+        status, _held = _run(name, module)  # its variables are kept until the profile ends
     return profile, status
 
 
@@ -51,7 +51,7 @@ def _run(name: str, module: bool) -> tuple[int, dict[str, Any]]:
 
 @contextmanager
 def _as_main(arguments: list[str], folder: str) -> Iterator[None]:
-    """What a program sees that Python runs itself."""
+    """The environment of a program that Python runs as a script."""
     before = sys.argv, sys.path
     sys.argv, sys.path = arguments, [folder, *sys.path]
     try:

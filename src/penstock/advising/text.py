@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.advising.advice import Advice
-from penstock.profiling.words import short_place
+from penstock.profiling.words import short_location
 from penstock.terminal import as_text, cell, table
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def rendered(advice: Sequence[Advice], width: int | None = None) -> str:
         parts.append(cell(f"{number}. {item.title} [{item.flaw}]"))
         rows = table(padding=(0, 1, 0, 3))
         for label, words in (
-            ("where", short_place(item.where)),
+            ("where", short_location(item.where)),
             ("evidence", item.evidence),
             ("change", item.change),
             ("gain", item.gain),

@@ -1,4 +1,4 @@
-"""Benchmarks for users: operations and whole steps with their share of what the device can reach at best."""
+"""Benchmarks for users: operations and whole steps, with their share of the device's best rates."""
 
 from penstock.bench.case import Case
 from penstock.bench.ceilings import Ceilings, measure_ceilings

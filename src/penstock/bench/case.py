@@ -1,4 +1,4 @@
-"""What is measured: a case, its sizes, and the two sides that can run it."""
+"""Cases of benchmarks: their sizes, and the two sides that can run them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from penstock.tensor.jit import jit
 
 Call = Callable[[], object]  # records the work once; it need not wait
 Array = npt.NDArray[Any]
-Way = Literal["device", "upload", "download"]  # which ceilings hold: the device's own, or those of a copy
+Way = Literal["device", "upload", "download"]  # which ceilings apply: the device's, or those of copies
 
-_GPU_BYTES = 4 << 30  # memory that the sizes for GPUs take, with room to spare
+_GPU_BYTES = 4 << 30  # memory for the sizes of GPUs, with a margin
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure.
+    """A thing to measure.
 
-    Operations are additions, multiplications and functions such as exp, each counted as one. Bytes are the
-    least that has to move: inputs read once, outputs written once. So neither depends on how it is done.
+    Operations are additions, multiplications and functions such as exp, each counted once. Bytes are the
+    minimum that has to move: inputs read once, outputs written once. Neither depends on the implementation.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The name and the size: no two cases have the same."""
+        """The name and the size, which are unique."""
         return f"{self.name} {self.size}"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the operations are: large enough that launches do not matter, where they should not."""
+    """The sizes of operations: large enough that launches do not matter, except where they should."""
 
     items: int  # of a vector
     rows: int  # of matrices that are worked on row by row
@@ -95,7 +95,7 @@ def operation(
     ours: Callable[..., Any],
     theirs: Callable[..., Any],
 ) -> Case:
-    """A case that is one function of tensors; that of PyTorch is given its module first."""
+    """A case of a function of tensors; PyTorch's function takes its module first."""
 
     def penstock(device: Device) -> Call:
         tensors = [asarray(array, device=device) for array in inputs()]
@@ -110,10 +110,10 @@ def operation(
 
 
 def drawn(*shape: int) -> Array:
-    """Numbers from 0 to 1, the same every time."""
+    """Numbers from 0 to 1, the same in every run."""
     return np.random.default_rng(0).random(shape, np.float32)
 
 
 def drawn_ids(count: int, shape: tuple[int, ...]) -> Array:
-    """Integers below a count, the same every time."""
+    """Integers below a count, the same in every run."""
     return np.random.default_rng(1).integers(0, count, shape)

@@ -1,7 +1,7 @@
-"""What a device can reach at best: measured, since no data sheet says it for the machine at hand.
+"""The ceilings of a device: measured, since no data sheet has them for this machine.
 
-A ceiling is the best of several tries, where the time of a case is the median: others on the machine can only
-lower it.
+A ceiling is the best of several tries, while the time of a case is the median: other load of the machine can
+only lower a rate.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class Ceilings:
     """Rates per second."""
 
     moved: float  # bytes read and written in the device's memory
-    flops: float  # operations of a large product of float32, or of whatever had more
+    flops: float  # operations of a large float32 product, or of a faster case
     uploaded: float  # bytes copied to the device
     downloaded: float  # bytes copied from it
 
     def least_seconds(self, flops: float, nbytes: float, way: Way) -> float:
-        """How long work takes that reaches the ceiling: the one that it meets first."""
+        """The time of work at the lowest ceiling that applies to it."""
         rate = {"device": self.moved, "upload": self.uploaded, "download": self.downloaded}[way]
         return max(flops / self.flops, nbytes / rate)
 
     def bound(self, flops: float, nbytes: float, way: Way) -> str:
-        """Which ceiling that is."""
+        """Which ceiling applies."""
         if way != "device":
             return "copy"
         return "matmul" if flops / self.flops > nbytes / self.moved else "memory"
@@ -39,6 +39,6 @@ def measure_ceilings(device: Device, seconds: float) -> Ceilings:
     moved = workloads.bandwidth(device, seconds / 3)
     flops = workloads.product_operations(device, "float32", seconds)
     if device.capabilities.shared_memory:
-        # A copy reads and writes the one memory that there is.
+        # A copy reads and writes the same memory.
         return Ceilings(moved, flops, moved / 2, moved / 2)
     return Ceilings(moved, flops, *workloads.transfers(device, seconds))

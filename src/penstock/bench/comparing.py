@@ -1,4 +1,4 @@
-"""Two runs against each other: what got slower beyond noise, what faster, and what only one of them has."""
+"""Comparison of two runs: what got slower or faster beyond noise, and what only one of them has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All cases of two runs on one device."""
+    """All cases of two runs on a device."""
 
     changes: list[Change]
     only_before: list[str]  # labels of cases
@@ -29,12 +29,12 @@ class Comparison:
 
     @property
     def slower(self) -> list[Change]:
-        """Those that got slower beyond noise."""
+        """The cases that got slower beyond noise."""
         return [change for change in self.changes if change.verdict == "slower"]
 
 
 def compare(before: list[Measured], now: list[Measured]) -> Comparison:
-    """The cases of one device in two runs, matched by name and size."""
+    """The cases of a device in two runs, matched by name and size."""
     old, new = ({case.label: case for case in measured} for measured in (before, now))
     changes = []
     for label in new:

@@ -6,4 +6,4 @@ from penstock.errors import PenstockError
 
 
 class BenchmarkError(PenstockError, ValueError):
-    """A benchmark cannot be run or compared as it was asked for."""
+    """A benchmark cannot be run or compared as requested."""

@@ -1,14 +1,14 @@
-"""The operations that are measured, with what each computes and moves."""
+"""The measured operations, with their operation counts and bytes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import penstock.tensor.arithmetic as ops
 from penstock.bench.case import Call, Case, Sizes, drawn, drawn_ids, operation
 from penstock.bench.peer import Torch
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.runtime import Device
+from penstock.tensor import arithmetic as ops
 from penstock.tensor.autograd import grad
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import asarray
@@ -17,7 +17,7 @@ from penstock.tensor.reduction import sum as sum_
 
 _FLOAT = 4  # bytes
 _ID = 8
-_SEPARATE, _SMALL = 64, 32  # products of tensors of their own, and their length
+_SEPARATE, _SMALL = 64, 32  # products of separate tensors, and their length
 
 
 def operations(sizes: Sizes) -> list[Case]:
@@ -101,7 +101,7 @@ def _layer_norm(sizes: Sizes) -> Case:
         flops=7 * rows * columns,  # sum, difference, square, sum, scale, weight, bias
         nbytes=(2 * rows + 2) * columns * _FLOAT,
         inputs=lambda: [drawn(rows, columns), drawn(columns), drawn(columns)],
-        ours=F.layer_norm,
+        ours=lambda x, weight, bias: F.layer_norm(x, (columns,), weight, bias),
         theirs=lambda torch, x, weight, bias: torch.layer_norm(x, (columns,), weight, bias),
     )
 
@@ -144,7 +144,7 @@ def _batched_matmul(count: int, n: int) -> Case:
 
 
 def _separate_matmuls() -> Case:
-    """Small products of tensors that do not lie together."""
+    """Small products of separate tensors."""
     count, n = _SEPARATE, _SMALL
     return operation(
         "matmul-batch",
@@ -162,7 +162,7 @@ def _attention(batch: int, heads: int, length: int, width: int) -> Case:
     return operation(
         "attention",
         "x".join(map(str, shape)),
-        # Two products, of which a causal one needs the half; the softmax between them is not counted.
+        # Two products, half of each if causal; the softmax between them is not counted.
         flops=2 * batch * heads * length**2 * width,
         nbytes=4 * batch * heads * length * width * _FLOAT,  # queries, keys, values and the result
         inputs=lambda: [drawn(*shape) for _ in range(3)],
@@ -204,7 +204,7 @@ def _embedding(words: int, width: int, count: int) -> list[Case]:
 
 
 def _copies(nbytes: int) -> list[Case]:
-    """Between the host's memory and the device's; the bytes are those that are copied, counted once."""
+    """Copies between host and device memory; each byte is counted once."""
     size = f"{nbytes >> 20}MiB"
     count = nbytes // _FLOAT
 

@@ -1,4 +1,4 @@
-"""PyTorch as the other side, where it is installed."""
+"""PyTorch as the other side, if it is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.runtime import Device
 
 
 class Torch:
-    """PyTorch on the hardware of one of Penstock's devices."""
+    """PyTorch on the hardware of a Penstock device."""
 
     def __init__(self, device: Device) -> None:
         try:
@@ -42,7 +42,7 @@ class Torch:
         )
 
     def tensor(self, array: npt.NDArray[Any]) -> Any:
-        """A tensor of its own with the values of an array."""
+        """A new tensor with the values of an array."""
         return self.module.from_numpy(array).to(self.where, copy=True)
 
     def sync(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run measured, and the file that keeps it."""
+"""The results of a run, and their file."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from penstock.data.files import written_whole
 from penstock.files import parse_json, read_text
 from penstock.runtime import Device
 
-FORMAT = 1  # of the file; another number for whatever an older Penstock could not read
+FORMAT = 1  # of the file format, for files that an older Penstock could not read
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One case on one device."""
+    """A case on a device."""
 
     name: str
     size: str
@@ -35,7 +35,7 @@ class Measured:
     nbytes: float
     way: Way
     seconds: list[float]  # of a call, in each round
-    torch_seconds: list[float]  # in the same rounds; empty where PyTorch was not asked for
+    torch_seconds: list[float]  # in the same rounds; empty without PyTorch
 
     @property
     def label(self) -> str:
@@ -48,14 +48,14 @@ class Measured:
         return median_interval(self.seconds)
 
     def with_more(self, other: Measured) -> Measured:
-        """With the samples of more rounds."""
+        """The case with the samples of more rounds."""
         seconds, peers = self.seconds + other.seconds, self.torch_seconds + other.torch_seconds
         return replace(self, seconds=seconds, torch_seconds=peers)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device as it is told from others."""
+    """The identity of a device."""
 
     name: str
     description: str
@@ -66,7 +66,7 @@ class Hardware:
 
     @classmethod
     def of(cls, device: Device) -> Hardware:
-        """That of a device."""
+        """The identity of a given device."""
         can = device.capabilities
         return cls(device.name, can.description, can.api, can.kind, can.compute_units, can.tf32)
 
@@ -83,7 +83,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class DeviceResults:
-    """All cases on one device."""
+    """All cases on a device."""
 
     hardware: Hardware
     ceilings: Ceilings
@@ -93,14 +93,14 @@ class DeviceResults:
 
 @dataclass(frozen=True)
 class Results:
-    """One run."""
+    """A run."""
 
     versions: dict[str, str]
-    only: list[str]  # the cases that were asked for; empty: all
+    only: list[str]  # the requested cases; empty: all
     devices: list[DeviceResults]
 
     def of(self, hardware: Hardware, source: str) -> DeviceResults:
-        """What was measured on a device; a BenchmarkError says on what it was, if not on this one."""
+        """The results of a device; a BenchmarkError names the devices of the run if it is not among them."""
         for device in self.devices:
             if device.hardware.is_same(hardware):
                 return device
@@ -115,14 +115,14 @@ class Results:
 
 
 def versions(peer: Torch | None = None) -> dict[str, str]:
-    """Of what the times depend on, besides the device."""
-    found = {
+    """The software versions that times depend on, besides the device."""
+    known = {
         "penstock": version("penstock"),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "system": platform.platform(),
     }
-    return found if peer is None else {**found, "torch": peer.version}
+    return known if peer is None else {**known, "torch": peer.version}
 
 
 def load(path: str | Path) -> Results:
@@ -178,7 +178,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _record(kind: type[_Record], tree: Any) -> _Record:
-    """A dataclass from its values by name, each of the kind that its annotation says."""
+    """A dataclass from its values by name, each checked against its annotation."""
     values = {}
     for item in fields(kind):
         values[item.name] = value = tree[item.name]

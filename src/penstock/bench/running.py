@@ -1,4 +1,4 @@
-"""One run: which cases on which devices, measured, shown, kept and compared."""
+"""A run: cases on devices are measured, shown, saved and compared."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(
         tell("measuring the ceilings")
         ceilings = measure_ceilings(device, effort.ceiling_seconds)
         measured, left_out = measure(cases, device, peer, effort, tell)
-    # A case that was faster than the large product shows that others were in its way.
+    # A case faster than the large product shows that other load slowed the product down.
     most = max([ceilings.flops, *(case.flops / min(case.seconds) for case in measured)])
     return DeviceResults(Hardware.of(device), replace(ceilings, flops=most), measured, left_out)
 
@@ -54,16 +54,16 @@ def bench(
     against: str | None = None,
     quick: bool = False,
 ) -> bool:
-    """The command `penstock bench`. Whether nothing got slower than it is in the file `base`.
+    """The command `penstock bench`; whether nothing got slower than in the file `base`.
 
-    That file also says which devices and cases are meant, if nothing else does.
+    That file also selects devices and cases, unless they are given.
     """
     if against not in (None, "torch"):
         raise BenchmarkError(f"--against knows torch, and {against!r} was given")
     before = None if base is None else load(base)
     chosen = _devices(devices, before, str(base))
     peers = [Torch(device) if against else None for device in chosen]
-    for device in chosen:  # first of all, so that nobody waits for an error
+    for device in chosen:  # first, so that an error comes early
         _chosen(cases_for(device), only)
         if before is not None:
             before.of(Hardware.of(device), str(base))
@@ -77,15 +77,15 @@ def bench(
     slower = 0
     for device, peer in zip(chosen, peers, strict=True):
         with progress(console) as tell:
-            found = run(device, wanted, peer, effort, tell)
+            measured = run(device, wanted, peer, effort, tell)
             if before is not None:
-                known = before.of(found.hardware, str(base)).measured
+                known = before.of(measured.hardware, str(base)).measured
                 asked = [case for case in known if not only or case.name in only or case.label in only]
-                found = _looked_twice(found, asked, device, peer, effort, tell)
-        results.devices.append(found)
-        show_results(console, found)
+                measured = _looked_twice(measured, asked, device, peer, effort, tell)
+        results.devices.append(measured)
+        show_results(console, measured)
         if before is not None:
-            comparison = compare(asked, found.measured)
+            comparison = compare(asked, measured.measured)
             show_comparison(console, comparison, str(base))
             slower += len(comparison.slower)
     if save is not None:
@@ -95,7 +95,7 @@ def bench(
 
 
 def _looked_twice(
-    found: DeviceResults,
+    first: DeviceResults,
     before: list[Measured],
     device: Device,
     peer: Torch | None,
@@ -104,20 +104,20 @@ def _looked_twice(
 ) -> DeviceResults:
     """The results, with more samples of the cases that seem to be slower.
 
-    The machine may have been busy with something else all the time. Where the second look finds other times,
-    the interval of all of them is wide, and no longer says that anything got slower.
+    The machine may have been busy during all samples. If the second look has other times, the interval of all
+    samples is wide, and no longer says that the case got slower.
     """
-    slower = {change.label for change in compare(before, found.measured).slower}
+    slower = {change.label for change in compare(before, first.measured).slower}
     cases = [case for case in cases_for(device) if case.label in slower]
     if not cases:
-        return found
+        return first
     with _as_default(device):
         again, _ = measure(cases, device, peer, effort, tell)
     more = {case.label: case for case in again}
     return replace(
-        found,
+        first,
         measured=[
-            case.with_more(more[case.label]) if case.label in more else case for case in found.measured
+            case.with_more(more[case.label]) if case.label in more else case for case in first.measured
         ],
     )
 
@@ -136,7 +136,7 @@ def _still_there(only: Sequence[str], devices: Sequence[Device], source: str) ->
 
 
 def _devices(names: Sequence[str], base: Results | None, source: str) -> list[Device]:
-    """The devices that are named, else those of the file, else the default one."""
+    """The given devices, or those of the file, or the default device."""
     if names:
         return list(dict.fromkeys(find(name) for name in names))
     if base is None:
@@ -149,7 +149,7 @@ def _devices(names: Sequence[str], base: Results | None, source: str) -> list[De
 
 
 def _chosen(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
-    """The cases that are asked for by name, or by name and size; all, if none is."""
+    """The cases given by name, or by name and size; all, if none is given."""
     for name in only:
         if not any(name in (case.name, case.label) for case in cases):
             names = ", ".join(dict.fromkeys(case.name for case in cases))
@@ -159,7 +159,7 @@ def _chosen(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
 
 @contextmanager
 def _as_default(device: Device) -> Iterator[None]:
-    """Random numbers for parameters come from the default device, which another need not be."""
+    """Make a device the default: random values of parameters are drawn on the default device."""
     before = default_device()
     use(device)
     try:

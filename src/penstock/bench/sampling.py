@@ -15,19 +15,19 @@ from penstock.bench.results import Measured
 from penstock.errors import OutOfDeviceMemory
 from penstock.runtime import Device
 
-_PAUSE = 0.02  # seconds, in which the threads of the side before stop waiting for more
-_LEAST_ROUNDS = 9  # of a case, with which a ratio of runs has an interval
-_MOST_SECONDS = 15.0  # after which a case that takes long gets no more than those
-_WARM_CALLS = 3  # the first captures, the second may make a graph of it, and both compile
+_PAUSE = 0.02  # seconds, in which the threads of the previous side stop spinning
+_LEAST_ROUNDS = 9  # of a case, the minimum for an interval of a ratio
+_MOST_SECONDS = 15.0  # after which a long case gets no more than that minimum
+_WARM_CALLS = 3  # the first captures, the second may record a device graph, and both compile
 _MOST_CALLS = 10_000  # in a sample
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured."""
+    """The effort of a measurement."""
 
     rounds: int
-    sample_seconds: float  # that a sample takes, of as many calls as fit; at least one
+    sample_seconds: float  # of a sample, with as many calls as fit, at least one
     ceiling_seconds: float
 
 
@@ -36,7 +36,7 @@ QUICK = Effort(rounds=_LEAST_ROUNDS, sample_seconds=0.005, ceiling_seconds=0.1)
 
 
 class Side:
-    """A case on one library: calls, and the wait for them."""
+    """A case in a library: calls, and the wait for them."""
 
     def __init__(self, call: Call, sync: Callable[[], None], most_calls: int, sample_seconds: float) -> None:
         self._call = call
@@ -51,9 +51,9 @@ class Side:
         self._short = taken < sample_seconds
 
     def sample(self) -> float:
-        """Seconds of a call, the mean of the calls of one sample."""
+        """The seconds of a call: the mean over the calls of a sample."""
         if self._short:
-            self._call()  # wakes the side's threads, and brings its data into the caches
+            self._call()  # wakes the side's threads, and warms the caches
             self._sync()
         return self._timed() / self._calls
 
@@ -78,12 +78,12 @@ class _Running:
 
     def take(self) -> None:
         start = time.perf_counter()
-        found = []
+        times = []
         for side in self.sides:
             if len(self.sides) > 1:
                 time.sleep(_PAUSE)
-            found.append(side.sample())
-        self.samples.append(found)
+            times.append(side.sample())
+        self.samples.append(times)
         self.spent += time.perf_counter() - start
 
     def measured(self) -> Measured:
@@ -101,7 +101,7 @@ def measure(
     effort: Effort,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> tuple[list[Measured], list[str]]:
-    """Times of the cases that the device has memory for; and which it has none for, with the reasons.
+    """The times of the cases that fit into the device's memory; and the others, with the reasons.
 
     `tell` is called before each case is prepared and before each round.
     """
@@ -122,7 +122,7 @@ def measure(
 
 
 def _sides(case: Case, device: Device, peer: Torch | None, seconds: float) -> list[Side]:
-    # Results of calls that were not waited for take memory; so the more a call moves, the fewer there are.
+    # Results of pending calls take memory, so the more a call moves, the fewer are pending.
     room = device.capabilities.total_bytes // 8
     most = max(1, min(_MOST_CALLS, math.floor(room / max(case.nbytes, 1))))
     sides = [Side(case.penstock(device), device.sync, most, seconds)]

@@ -2,10 +2,10 @@
 
 Times on a machine that others use have a long tail: now and then a sample takes twice as long. A mean and its
 standard error follow the tail; the median does not. The interval is that of order statistics: whatever the
-distribution, each sample lies below the true median with a chance of one half, so the count of those that do
-is binomial, and two of the sorted samples enclose the median with a chance that is known exactly. Nothing is
+distribution, each sample lies below the true median with probability one half, so the count of those that do
+is binomial, and two of the sorted samples enclose the median with a known probability. Nothing is
 drawn at random, so the same samples always give the same answer, and few samples give a wide interval where
-a bootstrap of them would give one that is too narrow.
+a bootstrap of them would give an interval that is too narrow.
 
 What this cannot see are phases in which everything is slower. Samples of a case are therefore taken in rounds
 over all cases, spread over the whole run; those of two libraries are taken in turn, and their ratio is formed
@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 CONFIDENCE = 0.95
-MARGIN = 0.05  # a change of the ratio that nobody acts on, though it may be certain
+MARGIN = 0.05  # a change of the ratio that is too small to matter, even if it is certain
 
 Verdict = Literal["slower", "faster", "same"]
 
 
 class Interval(NamedTuple):
-    """A median, and the interval that holds the true one."""
+    """A median, and the confidence interval of the true median."""
 
     low: float
     middle: float
@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 
 
 def median(samples: Sequence[float]) -> float:
-    """The middle one of the sorted samples, or the mean of the two in the middle."""
+    """The middle sample, or the mean of the two in the middle."""
     if not samples:
         raise ValueError("a median needs a sample")
     ordered = sorted(samples)
@@ -54,14 +54,14 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 
 def ratio_in_turn(samples: Sequence[float], others: Sequence[float]) -> Interval:
-    """How many times as long the samples took as the others that were taken in the same rounds."""
+    """The ratio of samples to others of the same rounds."""
     return median_interval([sample / other for sample, other in zip(samples, others, strict=True)])
 
 
 def ratio_of_runs(samples: Sequence[float], others: Sequence[float]) -> Interval:
-    """How many times as long the samples took as others that were taken in another run.
+    """The ratio of samples to others of another run.
 
-    Each side gets an interval that misses its median with half the chance; both hold with that of the whole.
+    Each side's interval misses its median with half the probability; both hold with the given confidence.
     """
     each = 1 - (1 - CONFIDENCE) / 2
     now, before = median_interval(samples, each), median_interval(others, each)
@@ -70,14 +70,14 @@ def ratio_of_runs(samples: Sequence[float], others: Sequence[float]) -> Interval
 
 
 def verdict(ratio: Interval) -> Verdict:
-    """What a ratio of times says: beyond the margin with all of its interval, or nothing."""
+    """The verdict of a ratio of times: slower or faster only if the whole interval is beyond the margin."""
     if ratio.low > 1 + MARGIN:
         return "slower"
     return "faster" if ratio.high < 1 / (1 + MARGIN) else "same"
 
 
 def _left_out(count: int, confidence: float) -> int | None:
-    """How many sorted samples at either end the interval may leave out; None if it needs more than all."""
+    """How many sorted samples the interval may leave out at each end; None if there are too few samples."""
     # The interval misses when at most that many samples lie on one side of the median.
     missed, result = 0, None
     for below in range(count // 2):

@@ -1,7 +1,7 @@
-"""Whole training steps: forward, backward and the update of all parameters, as one jitted function.
+"""Whole training steps: forward, backward and the update of all parameters in a jitted function.
 
-Operations are those of the matrix products, forward and twice that backward: what a network cannot do
-without, however it is computed. Bytes are those of the update, which reads and writes each parameter and its
+Operations are those of the matrix products, forward and twice that backward: the minimum of a network,
+however it is computed. Bytes are those of the update, which reads and writes each parameter and its
 two moments, and of the batch.
 """
 
@@ -24,7 +24,7 @@ from penstock.tensor.core import Tensor
 from penstock.tensor.creation import asarray
 from penstock.tensor.jit import jit
 
-_PARAMETER = 6 * 4  # bytes that the update of one moves
+_PARAMETER = 6 * 4  # bytes that the update of a parameter moves
 _RATE = 1e-3
 
 
@@ -70,10 +70,10 @@ def _network(
         loss_of = getattr(F, loss)
 
         def step(x: Tensor, y: Tensor) -> Tensor:
-            found: Tensor = loss_of(model(x), y)
-            found.backward()
+            value: Tensor = loss_of(model(x), y)
+            value.backward()
             optimizer.step()
-            return found
+            return value
 
         jitted = jit(step)
         x, y = (asarray(array, device=device) for array in data())
@@ -118,9 +118,9 @@ class Gpt:
 
 def _gpt(sizes: Gpt) -> Case:
     width, context, tokens = sizes.width, sizes.context, sizes.batch * sizes.context
-    # Of a layer: queries, keys, values and the way out, and a network four times as wide.
+    # Of a layer: the projections of queries, keys, values and the output, and a network four times as wide.
     weights = 12 * width**2 * sizes.layers + sizes.vocab * width
-    # Two products over all pairs of positions, of which a causal one needs the half.
+    # Two products over all pairs of positions, half of each as they are causal.
     attention = 2 * sizes.batch * context**2 * width * sizes.layers
     parameters = weights + context * width + 13 * width * sizes.layers + 2 * width
 
@@ -161,7 +161,7 @@ def _gpt(sizes: Gpt) -> Case:
 
 
 def torch_gpt(torch: Any, sizes: Gpt) -> Any:
-    """The same GPT of the parts of PyTorch, which is given."""
+    """The same GPT in PyTorch, whose module is given."""
     nn, functional = torch.nn, torch.nn.functional
 
     class Block(nn.Module):  # type: ignore[name-defined, misc]

@@ -1,4 +1,4 @@
-"""What a run shows: progress in a terminal, and tables there and in a pipe."""
+"""The output of a run: progress in a terminal, and tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.formatting import format_bandwidth, format_digits, format_flops, t
 from penstock.printable import printable
 from penstock.terminal import cell, say, table
 
-_PIPED_WIDTH = 200  # columns, so that no line of a table is cut or broken
+_PIPED_WIDTH = 200  # columns, so that no line of a table is cut or wrapped
 _SURE = f"{CONFIDENCE:.0%}"
 _STYLES = {"slower": "red", "faster": "green", "same": ""}
 
@@ -30,11 +30,11 @@ def open_console() -> Console:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Shows what is being done, where somebody is looking."""
+    """Shows the progress, if the output is a terminal."""
     if not console.is_terminal:
         yield lambda doing: None
         return
-    # No thread draws it again and again, which would disturb what is measured.
+    # No refreshing thread, which would disturb the measurement.
     with Live(console=console, auto_refresh=False, transient=True) as live:
         yield lambda doing: live.update(Text(printable(doing), style="dim"), refresh=True)
 
@@ -78,7 +78,7 @@ def _show_peer(console: Console, results: DeviceResults) -> None:
 
 
 def show_comparison(console: Console, comparison: Comparison, source: str) -> None:
-    """The same cases before and now."""
+    """The cases before and now."""
     say(console, f"\nagainst {source}")
     rows = _table(">before", ">now", ">ratio", f">{_SURE}", "")
     for change in comparison.changes:

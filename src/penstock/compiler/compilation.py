@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from penstock.compiler.schedule import InputUse, OutputWrite, Schedule
+from penstock.compiler.schedule import InputUse, OutputWrite, Schedule, may_alias
 from penstock.fusion.groups import Group
 from penstock.graph.node import Node
 from penstock.graph.reference import Constant
 from penstock.kernels.lower import Lowering
-from penstock.plan.arena import Value
+from penstock.plan.arena import Plan, Value
 from penstock.plan.arenas import ArenaPlan
 
 
@@ -23,8 +24,33 @@ class Layout:
     temporaries: Mapping[Node, int]  # numbers in `lifetimes`
     scratch: Sequence[tuple[int, ...]]  # for each group, its scratch: numbers in `lifetimes`
     lifetimes: Sequence[Value]
+    hosted: Mapping[Node, int]  # what the host has for a while: numbers in `host_lifetimes`
+    host_lifetimes: Sequence[Value]
     input_uses: Mapping[int, InputUse]
     output_writes: Mapping[int, OutputWrite]
+
+    def may_alias(self, output: int, given: int) -> bool:
+        """Whether an output buffer may be an input buffer: nothing reads the input once it is written."""
+        return may_alias(self.output_writes.get(output), self.input_uses.get(given), given)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A copy of a value to the memory of the host or back, or the mark until which what is sent stays."""
+
+    kind: Literal["out", "in", "hold"]
+    value: Node  # on the device
+    hosted: Node  # the same at the host; where it is an input or a result, it stays there between runs
+
+    @property
+    def reads(self) -> Node:
+        """Where it comes from."""
+        return self.hosted if self.kind == "in" else self.value
+
+    @property
+    def writes(self) -> tuple[Node, ...]:
+        """Where it goes."""
+        return () if self.kind == "hold" else (self.value if self.kind == "in" else self.hosted,)
 
 
 @dataclass(frozen=True)
@@ -37,7 +63,17 @@ class Compilation:
     aliases: Mapping[int, int] = field(default_factory=dict)  # wanted values that should replace inputs
     groups: Sequence[Group] = ()
     lowered: Sequence[Lowering | None] = ()  # for each group
-    turns: Sequence[Sequence[int]] = ()  # numbers of groups, in the order in which they run
+    again: frozenset[int] = frozenset()  # groups that compute once more what was dropped
+    moves: Sequence[Move] = ()
+    extra: float = 0.0  # what it adds to the work that values are computed again, or moved
+    turns: Sequence[Sequence[int]] = ()  # numbers of groups, then of moves, in the order in which they run
     layout: Layout | None = None
     plan: ArenaPlan | None = None
+    host_plan: Plan | None = None  # of what the host has
     schedule: Schedule | None = None
+
+    @property
+    def hosted_state(self) -> list[int]:
+        """The inputs that lie at the host between runs, by number."""
+        moved = {move.hosted for move in self.moves}
+        return [at for at, node in enumerate(self.inputs) if node in moved]

@@ -6,13 +6,14 @@ from collections import Counter
 from dataclasses import replace
 from typing import Literal
 
+from penstock.compiler.budget import described, result_bytes
 from penstock.compiler.compilation import Compilation
-from penstock.compiler.schedule import BufferSpec, Location, Schedule, Step
+from penstock.compiler.schedule import BufferSpec, Copy, Location, Schedule, Step
 from penstock.compiler.target import Target
 from penstock.fusion.groups import Group
 from penstock.fusion.views import base
 from penstock.graph.node import Kind, Node
-from penstock.graph.reference import number_key
+from penstock.graph.reference import constant_key
 from penstock.kernels.concatenation import Call
 from penstock.kernels.costing import costs
 from penstock.kernels.hazards import Range, Touched
@@ -30,19 +31,25 @@ def emit(state: Compilation, target: Target) -> Compilation:
     wanted = [base(node) for node in state.wanted]
     counts = Counter(wanted)
     arenas = [BufferSpec("arena", max(arena.arena_bytes, 1)) for arena in plan.plans]
-    inputs = [BufferSpec("input", node.nbytes) for node in state.inputs]
-    outputs = [BufferSpec("output", node.nbytes) for node in layout.outputs]
+    moved = {move.hosted for move in state.moves}
+    inputs = [BufferSpec("input", node.nbytes, node in moved) for node in state.inputs]
+    outputs = [BufferSpec("output", node.nbytes, node in moved) for node in layout.outputs]
+    host = [BufferSpec("host", state.host_plan.arena_bytes)] if layout.hosted and state.host_plan else []
     schedule = Schedule(
         steps=tuple(
-            steps.step(number, turn) for turn, numbers in enumerate(state.turns) for number in numbers
+            step
+            for turn, numbers in enumerate(state.turns)
+            for number in numbers
+            if (step := steps.step(number, turn)) is not None
         ),
-        buffers=(*arenas[:1], *inputs, *outputs, *arenas[1:]),
+        buffers=(*arenas[:1], *inputs, *outputs, *arenas[1:], *host),
         results=tuple(layout.buffers[node] for node in wanted),
         shared=tuple(node not in layout.outputs or counts[node] > 1 for node in wanted),
         lifetimes=tuple(layout.lifetimes),
         plan=plan,
         input_uses=layout.input_uses,
         output_writes=layout.output_writes,
+        result_bytes=result_bytes(state),
     )
     return replace(state, schedule=schedule)
 
@@ -56,15 +63,33 @@ class _Steps:
         self._state, self._layout, self._plan = state, state.layout, state.plan
         self._first_of_more = 1 + len(state.inputs) + len(state.layout.outputs)  # arenas after the first
 
-    def step(self, number: int, turn: int) -> Step:
-        """The step of a group."""
+    def step(self, number: int, turn: int) -> Step | Copy | None:
+        """The step of a group or a move; None of a mark."""
+        if number < len(self._state.groups):
+            return self._group(number, turn)
+        move = self._state.moves[number - len(self._state.groups)]
+        if move.kind == "hold":
+            return None
+        there = self._at_the_host(move.hosted)
+        here, node = self._location(move.value), move.value
+        target, source = (there, here) if move.kind == "out" else (here, there)
+        return Copy(turn, target, source, node.nbytes, move.kind, described(node))
+
+    def _at_the_host(self, node: Node) -> Location:
+        if node in self._layout.buffers:
+            return self._layout.buffers[node], 0
+        assert self._state.host_plan is not None
+        host = self._first_of_more + len(self._plan.plans) - 1
+        return host, self._state.host_plan.offsets[self._layout.hosted[node]] // ALIGNMENT
+
+    def _group(self, number: int, turn: int) -> Step:
         group, written = self._state.groups[number], self._state.lowered[number]
         scratch = self._layout.scratch[number]
         places = [self._location(base(node)) for node in (*group.outputs, *group.inputs)]
         places += [self._temporary(value) for value in scratch]
         reads = tuple(self._range(node) for node in dict.fromkeys(map(base, group.inputs)))
         writes = tuple(self._range(node) for node in group.outputs)
-        numbers = tuple(self._state.constants[number_key(node, name)] for node, name in constants(group))
+        numbers = tuple(self._state.constants[constant_key(node, name)] for node, name in constants(group))
         calls: tuple[Call, ...] = ()
         if written is not None:
             calls = tuple(
@@ -89,6 +114,7 @@ class _Steps:
             constants=numbers,
             calls=calls,
             structure=group.structure,
+            again=number in self._state.again,
             group=group,
             lowering=written,
         )

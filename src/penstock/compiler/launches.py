@@ -12,8 +12,9 @@ from itertools import groupby
 from typing import Any
 
 from penstock.compiler.schedule import Copy, Schedule, Step
-from penstock.drivers.driver import Capabilities
+from penstock.drivers.driver import Capabilities, Cost
 from penstock.kernels.concatenation import Call, concatenated
+from penstock.kernels.costing import merged
 from penstock.kernels.hazards import Range, Touched, orderings
 from penstock.kernels.horizontal_fusion import fuse_horizontally, joins, kind
 from penstock.kernels.sizes import Sizes
@@ -21,8 +22,9 @@ from penstock.kernels.sizes import Sizes
 # For each buffer of a horizontally fused launch: the number of its allocation, and its offset there in
 # multiples of the alignment.
 Arrangement = tuple[tuple[int, int], ...]
-# Calls in order, and lists of calls that are fused horizontally; between them copies and host steps.
-Part = list[Call | list[Call]] | Step | Copy
+# Calls in order, lists of calls that are fused horizontally, and copies that run beside calls; between such
+# parts, other copies and host steps.
+Part = list[Call | list[Call] | Copy] | Step | Copy
 # Bytes. A launch that touches more fills a GPU by itself, and beside others would only drive them out of the
 # cache. So all of these follow one another: each is said to write to a range that is no memory's.
 _LARGE = 24 << 20
@@ -35,16 +37,31 @@ def launch_parts(schedule: Schedule, capabilities: Capabilities) -> list[Part]:
     for _, turn in groupby(schedule.steps, lambda step: step.turn):
         steps = list(turn)
         kernels = [step for step in steps if isinstance(step, Step) and step.calls]
-        parts += [step for step in steps if isinstance(step, Copy) or not step.calls]
+        beside = [step for step in steps if isinstance(step, Copy) and step.way != "inside"]
+        parts += [
+            step for step in steps if (step.way == "inside" if isinstance(step, Copy) else not step.calls)
+        ]
         calls = [call for step in kernels for call in step.calls]
-        if not calls:
+        if not calls and not beside:
             continue
         if not parts or not isinstance(parts[-1], list):
             parts.append([])
         run = parts[-1]
         assert isinstance(run, list)
-        run += [calls] if _fuses(kernels[0], capabilities) and joins(calls) else calls
+        run += beside
+        if calls:
+            run += [calls] if _fuses(kernels[0], capabilities) and joins(calls) else calls
     return parts
+
+
+def launch_costs(schedule: Schedule, capabilities: Capabilities) -> tuple[Cost, ...]:
+    """The costs of the launches, as far as they are known; kernels that are fused are a single launch."""
+    runs = [part for part in launch_parts(schedule, capabilities) if isinstance(part, list)]
+    known: list[Cost | None] = []
+    for item in (item for run in runs for item in run if not isinstance(item, Copy)):
+        calls = [item] if isinstance(item, Call) else item
+        known.append(merged([call.source.name for call in calls], [call.cost for call in calls]))
+    return tuple(cost for cost in known if cost is not None)
 
 
 def _fuses(step: Step, capabilities: Capabilities) -> bool:
@@ -65,7 +82,7 @@ def arranged(
     capabilities: Capabilities,
     arrangement: Arrangement | None,
     sizes: Sizes,
-) -> list[list[Call] | Step | Copy]:
+) -> list[list[Call | Copy] | Step | Copy]:
     """Calls as they are launched; the allocations that fused ones take are numbered after the buffers.
 
     Without an arrangement, every buffer is an argument of its own.
@@ -78,16 +95,30 @@ def arranged(
             buffer: (first + allocation, offset)
             for buffer, (allocation, offset) in zip(buffers, arrangement, strict=True)
         }
-    result: list[list[Call] | Step | Copy] = []
+    result: list[list[Call | Copy] | Step | Copy] = []
     for part in parts:
         if not isinstance(part, list):
             result.append(part)
             continue
-        calls: list[Call] = []
+        items: list[Call | Copy] = []
         for item in part:
-            calls += [item] if isinstance(item, Call) else _fused(item, within, capabilities, sizes)
+            items += _fused(item, within, capabilities, sizes) if isinstance(item, list) else [item]
         gpu = capabilities.vector_width == 1
-        result.append(calls if gpu else concatenated(calls, schedule.arenas, capabilities))
+        result.append(items if gpu else _concatenated(items, schedule, capabilities))
+    return result
+
+
+def _concatenated(
+    items: Sequence[Call | Copy], schedule: Schedule, capabilities: Capabilities
+) -> list[Call | Copy]:
+    """Small calls between copies as one."""
+    result: list[Call | Copy] = []
+    for copies, together in groupby(items, lambda item: isinstance(item, Copy)):
+        if copies:
+            result += together
+        else:
+            calls = [item for item in together if isinstance(item, Call)]
+            result += concatenated(calls, schedule.arenas, capabilities)
     return result
 
 
@@ -100,8 +131,10 @@ def _fused(
     return [launch if launch in calls else sizes.launch(launch, varied=True) for launch in launches]
 
 
-def dependencies(schedule: Schedule, calls: Sequence[Call], functions: Mapping[str, Any]) -> list[list[int]]:
-    """For each call the earlier ones that must have ended before it starts.
+def dependencies(
+    schedule: Schedule, calls: Sequence[Call | Copy], functions: Mapping[str, Any]
+) -> list[list[int]]:
+    """For each call or copy the earlier ones that must have ended before it starts.
 
     `functions`: what computes instead of a kernel's text, by name, once it is compiled.
     """
@@ -111,6 +144,9 @@ def dependencies(schedule: Schedule, calls: Sequence[Call], functions: Mapping[s
     }
     touched = []
     for call in calls:
+        if isinstance(call, Copy):
+            touched.append(call.touched)
+            continue
         # Only a library call that is compiled tells whether it writes to its workspace.
         workspace = getattr(functions.get(call.source.name), "workspace", 1)
         reads, writes = call.touched.reads, call.touched.writes

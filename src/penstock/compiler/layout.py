@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.compiler.compilation import Compilation, Layout
+from penstock.compiler.compilation import Compilation, Layout, Move
 from penstock.compiler.schedule import InputUse, OutputWrite
 from penstock.compiler.target import Target
 from penstock.errors import OutOfDeviceMemory
@@ -17,21 +17,23 @@ from penstock.graph.node import Node
 from penstock.kernels.lower import Lowering
 from penstock.kernels.source import ALIGNMENT
 from penstock.plan.arena import Value
+from penstock.plan.arena import plan as plan_arena
 from penstock.plan.arenas import plan_arenas
 
 
 def lay_out(state: Compilation, target: Target) -> Compilation:
     """Number the buffers of a run, and find the lifetime of every temporary, in turns."""
     wanted = [base(node) for node in state.wanted]
-    own = [
-        node
-        for group, written in zip(state.groups, state.lowered, strict=True)
-        for node in _in_own_buffers(group, written)
-    ]
-    outputs = [node for node in dict.fromkeys([*wanted, *own]) if node.value is None]
+    outputs = [node for node in dict.fromkeys([*wanted, *own_buffers(state)]) if node.value is None]
     buffers = {node: 1 + at for at, node in enumerate(state.inputs)}
     buffers |= {node: 1 + len(state.inputs) + at for at, node in enumerate(outputs)}
     return replace(state, layout=_Lifetimes(state, buffers, wanted).layout(outputs))
+
+
+def own_buffers(state: Compilation) -> list[Node]:
+    """Values on the way that have buffers of their own, like results."""
+    pairs = zip(state.groups, state.lowered, strict=True)
+    return [node for group, written in pairs for node in _in_own_buffers(group, written)]
 
 
 def _in_own_buffers(group: Group, written: Lowering | None) -> list[Node]:
@@ -45,10 +47,7 @@ class _Lifetimes:
 
     def __init__(self, state: Compilation, buffers: dict[Node, int], wanted: Sequence[Node]) -> None:
         self._state, self._buffers = state, buffers
-        self._reads = [
-            [base(node) for number in turn for node in dict.fromkeys(state.groups[number].inputs)]
-            for turn in state.turns
-        ]
+        self._reads = [[node for number in turn for node in self._read(number)] for turn in state.turns]
         self._last_turn = {node: turn for turn, nodes in enumerate(self._reads) for node in nodes}
         kept = set(wanted)
         self._input_uses = {
@@ -60,19 +59,33 @@ class _Lifetimes:
         self._temporaries: dict[Node, int] = {}
         self._values: list[Value] = []
         self._scratch: list[tuple[int, ...]] = [()] * len(state.groups)
+        self._hosted: dict[Node, int] = {}
+        self._host_values: list[Value] = []
+
+    def _read(self, number: int) -> list[Node]:
+        """What a group or a move reads."""
+        groups = self._state.groups
+        if number >= len(groups):
+            return [self._state.moves[number - len(groups)].reads]
+        return [base(node) for node in dict.fromkeys(groups[number].inputs)]
 
     def layout(self, outputs: Sequence[Node]) -> Layout:
         """Go through all turns."""
         for turn, numbers in enumerate(self._state.turns):
             readers = Counter(self._reads[turn])
             for number in numbers:
-                self._write(turn, number, readers if len(numbers) > 1 else Counter())
+                if number < len(self._state.groups):
+                    self._write(turn, number, readers if len(numbers) > 1 else Counter())
+                else:
+                    self._move(turn, self._state.moves[number - len(self._state.groups)])
         return Layout(
             self._buffers,
             outputs,
             self._temporaries,
             self._scratch,
             self._values,
+            self._hosted,
+            self._host_values,
             self._input_uses,
             self._output_writes,
         )
@@ -101,6 +114,19 @@ class _Lifetimes:
         self._values += [Value(nbytes, turn, turn) for nbytes in scratch]
         self._scratch[number] = tuple(range(first, first + len(scratch)))
 
+    def _move(self, turn: int, move: Move) -> None:
+        """What a move writes, here or at the host."""
+        for node in move.writes:
+            if node in self._buffers:  # the next value of state that lies at the host
+                self._output_writes[self._buffers[node]] = OutputWrite(node.nbytes, turn, frozenset())
+                continue
+            value = Value(node.nbytes, turn, self._last_turn.get(node, turn))
+            numbers, values = self._temporaries, self._values
+            if move.kind == "out":
+                numbers, values = self._hosted, self._host_values
+            numbers[node] = len(values)
+            values.append(value)
+
 
 def plan(state: Compilation, target: Target) -> Compilation:
     """Give every temporary its offset in an arena, or refuse what no device memory can hold."""
@@ -116,10 +142,4 @@ def plan(state: Compilation, target: Target) -> Compilation:
             asked=largest.nbytes,
         )
     planned = plan_arenas(layout.lifetimes, ALIGNMENT, can.max_arena_bytes, most)
-    if target.budget is not None and planned.arena_bytes > target.budget:
-        raise OutOfDeviceMemory(
-            f"the temporaries of this graph take {format_bytes(planned.arena_bytes)} on {target.name}, and "
-            f"the budget for them is {format_bytes(target.budget)}",
-            asked=planned.arena_bytes,
-        )
-    return replace(state, plan=planned)
+    return replace(state, plan=planned, host_plan=plan_arena(layout.host_lifetimes, ALIGNMENT))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
 
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.target import Target
@@ -16,16 +18,25 @@ from penstock.fusion.splitting import split
 from penstock.fusion.views import base
 from penstock.graph.node import Node
 from penstock.graph.separate import separate
+from penstock.graph.sums import join_sums
 from penstock.graph.unstack import unstack
+from penstock.graph.vectors import vectors_as_sums
 from penstock.kernels.horizontal_fusion import MOST_CALLS, kind
 from penstock.kernels.lower import fusible
 from penstock.plan.order import Work, ordered
 from penstock.plan.turns import in_turns
 
 
-def unstack_products(state: Compilation, target: Target) -> Compilation:
-    """On a CPU, where small products are one launch in any case: no copies of their matrices into stacks."""
-    return state if target.gpu else replace(state, wanted=unstack(state.wanted))
+def rewrite_products(state: Compilation, target: Target) -> Compilation:
+    """On a CPU, where small products are one launch in any case: no copies of their matrices into stacks,
+    and terms of sums joined.
+
+    On a GPU, products with vectors as sums.
+    """
+    if not target.capabilities.compiles:
+        return state
+    wanted = vectors_as_sums(state.wanted) if target.gpu else join_sums(unstack(state.wanted))
+    return replace(state, wanted=wanted)
 
 
 def split_long(state: Compilation, target: Target) -> Compilation:
@@ -48,7 +59,7 @@ def fused(wanted: Sequence[Node], capabilities: Capabilities, column_units: int 
     """The groups of a graph on a device; `column_units`: see `partition`."""
     return partition(
         wanted,
-        lambda node: fusible(node, capabilities),
+        cache(lambda node: fusible(node, capabilities)),
         lambda product: by_library(product, capabilities),
         column_units,
     )
@@ -69,10 +80,29 @@ def lower(state: Compilation, target: Target) -> Compilation:
 
 def order(state: Compilation, target: Target) -> Compilation:
     """Order the groups so that little memory is live; on a GPU, run kernels of one kind in one turn."""
+    works = works_of(state)
+    sequence = ordered(works.steps, works.nbytes, works.kept)
+    return replace(state, turns=turns_of(state, target, works, sequence))
+
+
+class Works(NamedTuple):
+    """The groups as steps that read and write values by number, as the planner sees them."""
+
+    steps: Sequence[Work]
+    nbytes: Sequence[int]
+    kept: frozenset[int]  # what the caller gives and gets is there whatever the order
+    nodes: Sequence[Node]  # by number
+
+
+def works_of(state: Compilation) -> Works:
+    """The groups of a compilation for the planner."""
     numbers: dict[Node, int] = {}
     for group in state.groups:
         for node in (*map(base, group.inputs), *group.outputs):
             numbers.setdefault(node, len(numbers))
+    for move in state.moves:
+        numbers.setdefault(move.value, len(numbers))
+        numbers.setdefault(move.hosted, len(numbers))
     replaces = {base(state.wanted[at]): state.inputs[given] for at, given in state.aliases.items()}
     steps = [
         Work(
@@ -82,14 +112,25 @@ def order(state: Compilation, target: Target) -> Compilation:
         )
         for group in state.groups
     ]
-    # What the caller gives and gets is there whatever the order.
+    steps += [
+        Work((numbers[move.reads],), tuple(numbers[node] for node in move.writes)) for move in state.moves
+    ]
     kept = frozenset(numbers[node] for node in numbers if node.value is not None)
+    kept |= {numbers[move.hosted] for move in state.moves}  # which takes no memory of the device
     kept |= {numbers[base(node)] for node in state.wanted if base(node) in numbers}
-    nbytes = [node.nbytes for node in numbers]
-    sequence = ordered(steps, nbytes, kept)
+    return Works(steps, [node.nbytes for node in numbers], kept, list(numbers))
+
+
+def turns_of(
+    state: Compilation, target: Target, works: Works, sequence: Sequence[int], spare: bool = True
+) -> list[list[int]]:
+    """The groups of a sequence in turns; `spare`: where that saves launches, a little more may be live."""
     kinds = [
-        kind(state.groups[number], state.lowered[number], target.capabilities) if target.gpu else None
+        kind(state.groups[number], state.lowered[number], target.capabilities)
+        if target.gpu and number < len(state.groups)
+        else None
         for number in sequence
     ]
-    turns = in_turns([steps[number] for number in sequence], kinds, nbytes, kept, MOST_CALLS)
-    return replace(state, turns=[[sequence[at] for at in turn] for turn in turns])
+    steps = [works.steps[number] for number in sequence]
+    turns = in_turns(steps, kinds, works.nbytes, works.kept, MOST_CALLS, spare)
+    return [[sequence[at] for at in turn] for turn in turns]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
+from penstock.compiler.budget import Level, fit, frontier, level
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.emit import emit
+from penstock.compiler.launches import launch_costs
 from penstock.compiler.layout import lay_out, plan
 from penstock.compiler.passes import (
     fuse,
@@ -13,8 +18,8 @@ from penstock.compiler.passes import (
     limit_buffers,
     lower,
     order,
+    rewrite_products,
     split_long,
-    unstack_products,
 )
 from penstock.compiler.schedule import Schedule
 from penstock.compiler.target import Target
@@ -22,6 +27,8 @@ from penstock.graph.node import Node, placeholder
 from penstock.graph.reference import Constant
 from penstock.graph.simplify import simplify
 
+P = ParamSpec("P")
+R = TypeVar("R")
 GraphPass = Callable[[Sequence[Node], Mapping[Node, Node]], list[Node]]
 Pass = Callable[[Compilation, Target], Compilation]
 
@@ -29,20 +36,41 @@ Pass = Callable[[Compilation, Target], Compilation]
 GRAPH_PASSES: tuple[GraphPass, ...] = (simplify,)
 
 TARGET_PASSES: tuple[Pass, ...] = (
-    unstack_products,
+    rewrite_products,
     split_long,
     keep_apart,
-    # Sharding, rematerialisation and offloading belong here, where a value is still a node.
+    # Sharding belongs here, where a value is still a node.
     fuse,
     limit_buffers,
     lower,  # before `order`, which runs kernels of one kind together, and `plan`, which needs their scratch
     order,
     lay_out,
     plan,
+    fit,  # once kernels are known, so that what runs again gives the same bits; it orders and plans anew
     emit,
 )
 
 
+def _without_collector(function: Callable[P, R]) -> Callable[P, R]:
+    """Pause Python's garbage collector in a function whose many objects live until its end.
+
+    It would walk all of them again and again, for a quarter of the time that a large graph takes.
+    """
+
+    @wraps(function)
+    def paused(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not gc.isenabled():
+            return function(*args, **kwargs)
+        try:
+            gc.disable()
+            return function(*args, **kwargs)
+        finally:
+            gc.enable()
+
+    return paused
+
+
+@_without_collector
 def prepare(wanted: Sequence[Node], inputs: Sequence[Node]) -> tuple[list[Node], list[Node]]:
     """The graph after the passes that need no target, and placeholders that stand for the inputs in it."""
     leaves = {node: placeholder(node.shape, node.dtype) for node in inputs}
@@ -52,6 +80,7 @@ def prepare(wanted: Sequence[Node], inputs: Sequence[Node]) -> tuple[list[Node],
     return nodes, list(leaves)
 
 
+@_without_collector
 def compile_graph(
     wanted: Sequence[Node],
     inputs: Sequence[Node],
@@ -69,3 +98,22 @@ def compile_graph(
         state = transform(state, target)
     assert state.schedule is not None
     return state.schedule
+
+
+def budget_levels(
+    wanted: Sequence[Node],
+    inputs: Sequence[Node],
+    constants: Mapping[Constant, int],
+    target: Target,
+    aliases: Mapping[int, int] | None = None,
+) -> list[Level]:
+    """What the same graph takes under budgets from none to the smallest; see `compile_graph`."""
+    state = Compilation(wanted, inputs, constants, aliases or {})
+    for transform in TARGET_PASSES[: TARGET_PASSES.index(fit)]:
+        state = transform(state, target)
+    levels = []
+    for planned in frontier(state, target):
+        schedule = emit(planned, target).schedule
+        assert schedule is not None
+        levels.append(level(planned, target, launch_costs(schedule, target.capabilities)))
+    return levels

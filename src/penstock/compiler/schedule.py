@@ -10,8 +10,10 @@ from typing import Literal, NamedTuple
 from penstock.formatting import format_bytes
 from penstock.fusion.groups import Group
 from penstock.kernels.concatenation import Call
-from penstock.kernels.hazards import Range
+from penstock.kernels.hazards import Range, Touched
 from penstock.kernels.lower import Lowering
+from penstock.kernels.source import ALIGNMENT
+from penstock.memory.pool import size_class
 from penstock.plan.arena import Value
 from penstock.plan.arenas import ArenaPlan
 
@@ -21,10 +23,11 @@ Location = tuple[int, int]
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """A buffer that a run takes: an arena for temporaries, an input, or an output."""
+    """A buffer that a run takes: an arena for temporaries, an input, an output, or memory of the host."""
 
-    role: Literal["arena", "input", "output"]
+    role: Literal["arena", "input", "output", "host"]
     nbytes: int
+    hosted: bool = False  # an input or output in memory of the host
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Step:
     constants: tuple[int, ...]  # numbers of the run's constants, in the order of the group's
     calls: tuple[Call, ...]
     structure: Hashable  # of the group: what it computes, apart from values
+    again: bool  # it computes once more what was dropped to save memory
     group: Group = field(compare=False)
     lowering: Lowering | None = field(compare=False)
 
@@ -54,6 +58,18 @@ class Copy:
     target: Location
     source: Location
     nbytes: int
+    # Beside the kernels: to the host what nothing reads for long, and from there before it is read again.
+    way: Literal["inside", "out", "in"] = "inside"
+    what: str = field(default="", compare=False)  # for people
+
+    @property
+    def touched(self) -> Touched:
+        """The bytes that it reads and writes."""
+        return Touched((self._range(self.source),), (self._range(self.target),))
+
+    def _range(self, location: Location) -> Range:
+        buffer, start = location[0], location[1] * ALIGNMENT
+        return buffer, start, start + self.nbytes
 
 
 class InputUse(NamedTuple):
@@ -71,18 +87,26 @@ class OutputWrite(NamedTuple):
     in_place: frozenset[int]
 
 
+def may_alias(write: OutputWrite | None, use: InputUse | None, given: int) -> bool:
+    """Whether an output may be written over the input buffer `given`."""
+    if write is None or use is None or write.nbytes != use.nbytes:
+        return False
+    return use.last_turn < write.turn or (use.last_turn == write.turn and given in write.in_place)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The steps in order, the buffers of a run, and the memory plan with its certificate."""
 
     steps: tuple[Step | Copy, ...]
-    buffers: tuple[BufferSpec, ...]  # the first arena, the inputs, the outputs, more arenas
+    buffers: tuple[BufferSpec, ...]  # the first arena, inputs, outputs, more arenas, memory of the host
     results: tuple[int, ...]  # for each wanted value: the buffer that holds it
     shared: tuple[bool, ...]  # for each wanted value: whether its buffer holds another one, or is an input
     lifetimes: tuple[Value, ...]  # of the temporaries, in turns
     plan: ArenaPlan
     input_uses: Mapping[int, InputUse]  # by buffer: inputs that an output may be written over
     output_writes: Mapping[int, OutputWrite]  # by buffer
+    result_bytes: int  # that a run takes from the device for results that take over no input
 
     @cached_property
     def inputs(self) -> range:
@@ -98,12 +122,42 @@ class Schedule:
     @cached_property
     def arenas(self) -> tuple[int, ...]:
         """The numbers of the arenas."""
-        return 0, *range(self.outputs.stop, len(self.buffers))
+        return tuple(at for at, buffer in enumerate(self.buffers) if buffer.role == "arena")
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """What a run takes of the host's memory, for values that are moved there."""
+        return sum(buffer.nbytes for buffer in self.buffers if buffer.role == "host")
+
+    @cached_property
+    def hosted(self) -> frozenset[int]:
+        """The inputs that lie in the memory of the host, by their numbers among the inputs."""
+        return frozenset(at for at, buffer in enumerate(self.inputs) if self.buffers[buffer].hosted)
 
     @property
     def groups(self) -> list[Step]:
         """The steps that compute something."""
         return [step for step in self.steps if isinstance(step, Step)]
+
+    @cached_property
+    def recomputed(self) -> list[Step]:
+        """The steps that compute once more what was dropped to save memory."""
+        return [step for step in self.groups if step.again]
+
+    @cached_property
+    def moved(self) -> list[Copy]:
+        """The copies to the host of what was moved there to save memory."""
+        return [step for step in self.steps if isinstance(step, Copy) and step.way == "out"]
+
+    @cached_property
+    def arena_bytes(self) -> tuple[int, ...]:
+        """The bytes of each arena."""
+        return tuple(self.buffers[arena].nbytes for arena in self.arenas)
+
+    @property
+    def taken_bytes(self) -> int:
+        """What a run takes from the device beside its inputs."""
+        return self.result_bytes + sum(map(size_class, self.arena_bytes))
 
     @property
     def turns(self) -> int:
@@ -112,11 +166,7 @@ class Schedule:
 
     def may_alias(self, output: int, given: int) -> bool:
         """Whether an output buffer may be an input buffer: nothing reads the input once it is written."""
-        if output not in self.output_writes or given not in self.input_uses:
-            return False
-        nbytes, turn, in_place = self.output_writes[output]
-        available, last_turn = self.input_uses[given]
-        return nbytes == available and (last_turn < turn or (last_turn == turn and given in in_place))
+        return may_alias(self.output_writes.get(output), self.input_uses.get(given), given)
 
     def kept_bytes(self) -> int:
         """The most bytes, at any turn, of temporaries that live for more than half of all turns.
@@ -153,8 +203,10 @@ def _traffic(step: Step | Copy) -> tuple[int, int]:
 def _line(step: Step | Copy) -> str:
     read, written = map(format_bytes, _traffic(step))
     if isinstance(step, Copy):
-        return f"copy of {read}"
+        ways = {"inside": "", "out": " to the host, to save memory", "in": " back from the host"}
+        return f"copy of {f'{step.what}: ' if step.what else ''}{read}{ways[step.way]}"
     names = " ".join(node.primitive.name for node in step.group.nodes)
     outputs = ", ".join(f"{node.dtype}{list(node.shape)}" for node in step.group.outputs)
     where = "host" if step.kind == "host" else step.group.kind
-    return f"{where} [{names}] -> {outputs}: {read} read, {written} written"
+    again = ", once more to save memory" if step.again else ""
+    return f"{where} [{names}] -> {outputs}: {read} read, {written} written{again}"

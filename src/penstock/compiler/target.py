@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
@@ -12,23 +12,39 @@ from penstock.kernels.source import digest
 
 
 @dataclass(frozen=True)
+class Budget:
+    """The memory of a device, in bytes."""
+
+    limit: int  # for everything
+    held: int = 0  # by what is there before a run, with its inputs
+    results: int = 1  # how often: whoever calls again may still have those of the last call
+    state: frozenset[int] = frozenset()  # inputs that may lie in the memory of the host between runs
+    freed: Callable[[Collection[int]], int] = lambda hosted: 0  # how much of `held` is free if some do
+
+
+@dataclass(frozen=True)
 class Target:
     """A device as the passes see it: what it can do, how its kernels are written, and a memory budget."""
 
     name: str  # for messages
     capabilities: Capabilities
     lower: Callable[[Group], Lowering | None]  # the kernels of a group; None where NumPy has to compute it
-    budget: int | None = None  # bytes that temporaries may take; None: as many as they need
+    budget: Budget | None = None  # None: as much as a run needs
     fuses: bool = True  # False: each operation has a kernel of its own, which many programs share
+    # How many bytes kernels could move while one byte crosses to the host or back; asked for where a plan is
+    # too large. None: the device's memory is the host's, or copies do not run beside its kernels.
+    link_cost: Callable[[], float | None] = lambda: None
 
     @classmethod
-    def of(cls, capabilities: Capabilities, budget: int | None = None) -> Target:
+    def of(
+        cls, capabilities: Capabilities, budget: Budget | None = None, link_cost: float | None = None
+    ) -> Target:
         """A target without a device."""
 
         def lower(group: Group) -> Lowering | None:
             return write(group, capabilities, digest(repr(group.structure)))
 
-        return cls(capabilities.description, capabilities, lower, budget)
+        return cls(capabilities.description, capabilities, lower, budget, link_cost=lambda: link_cost)
 
     @property
     def gpu(self) -> bool:

@@ -1,7 +1,7 @@
-"""Batches in a shuffled order that is computed, not stored: sample number n is the same one always.
+"""Batches in a shuffled order that is computed, not stored: sample number n is always the same.
 
-Every epoch has an order of its own, and each item has one place in it. So a stream is resumed by the number
-of its next sample alone, in any process, and the order costs no memory however long the data is.
+Every epoch has a permutation of its own. So a stream can be resumed from the number of its next sample in any
+process, and the order takes no memory however long the data is.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Ints = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
 _ROUNDS = 6  # half-steps of the permutation
-_BLOCK = 1024  # samples whose order is computed at once
-_PHASE = _ROUNDS  # the number of the hash that shifts an epoch's windows; those before it permute
+_BLOCK = 1024  # samples whose order is computed together
+_PHASE = _ROUNDS  # the index of the hash that shifts an epoch's windows; those before it permute
 
 
 class TextBatches:
     """Batches of windows of a text, without end: arrays (batch, context + 1) of int32 ids.
 
-    Inputs are `ids[:, :-1]` and targets are `ids[:, 1:]`, so both are views of one upload. The windows of an
-    epoch lie side by side, and each is seen once in it; where the first one begins differs between epochs. A
-    batch may reach over the end of an epoch.
+    Inputs are `ids[:, :-1]` and targets are `ids[:, 1:]`, so both are views of a single upload. The windows
+    of an epoch are adjacent, and each is seen once; the start of the first differs between epochs. A batch
+    may contain windows of two epochs.
     """
 
     def __init__(self, tokens: Array, batch: int, context: int, seed: int, start: int = 0) -> None:
@@ -47,7 +47,7 @@ class TextBatches:
             )
         self.batch, self.context, self.seed = batch, context, seed
         steps = len(self._tokens) - 1
-        self.epoch_samples = max(steps // context - 1, 1)  # windows; one less than fit, so that all can shift
+        self.epoch_samples = max(steps // context - 1, 1)  # windows; 1 less than fit, so that all can shift
         self._shifts = min(steps - self.epoch_samples * context, context - 1) + 1
         self._starts = _InBlocks(self._window_starts)
         self._offsets = np.arange(context + 1)
@@ -74,8 +74,8 @@ class TextBatches:
 class ArrayBatches:
     """Batches of the rows of arrays that have the same first axis, without end: tuples of arrays.
 
-    Every row is seen once an epoch. A batch ends with its epoch: the rows that do not fill a last one are
-    left out, others in each epoch, unless `keep_last` asks for a shorter batch.
+    Every row is seen at most once per epoch. Rows that do not fill a last batch are left out, others in each
+    epoch, unless `keep_last` is set: then the last batch is shorter.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class ArrayBatches:
 def shuffled(samples: Ints, count: int, seed: int) -> tuple[Ints, Ints]:
     """The epoch of each sample, and which of `count` items it is: a permutation of them in every epoch.
 
-    An item is a pair of digits, and each digit in turn is shifted by a hash of the other one. Each of these
-    steps can be undone, so all of them are a permutation, of a few more than `count` pairs; what leads out of
-    the items is permuted again until it comes back.
+    It is a Feistel network: an item is a pair of digits, and each digit in turn is shifted by a hash of the
+    other. This is a permutation of slightly more than `count` pairs; results beyond the items are permuted
+    until they are among them (cycle walking).
     """
     epochs, items = np.divmod(samples, count)
     high = isqrt(count - 1) + 1
@@ -140,7 +140,7 @@ def shuffled(samples: Ints, count: int, seed: int) -> tuple[Ints, Ints]:
 
 
 class _InBlocks:
-    """A function of sample numbers, computed for many of them at once."""
+    """A function of sample numbers, computed for many of them together."""
 
     def __init__(self, function: Callable[[Ints], Ints]) -> None:
         self._function = function
@@ -155,14 +155,14 @@ class _InBlocks:
 
 
 def _hash(seed: int, epochs: Ints, number: int) -> _Words:
-    """64 bits for each epoch, that differ with the seed and the number."""
+    """64 bits for each epoch, which depend on the seed and the number."""
     key = _mixed(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
     key = _mixed(key ^ np.uint64(number))
     return _mixed(key ^ epochs.astype(np.uint64))
 
 
 def _mixed(words: _Words) -> _Words:
-    """Every bit of the result depends on every bit given: the finishing steps of SplitMix64."""
+    """Every bit of the result depends on every bit of the input: the finalizer of SplitMix64."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

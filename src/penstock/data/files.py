@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written atomically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.formatting import format_bytes
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, as `atomic_file` gives one, with the folders above it; a DataError says why not."""
+    """A file to write, as by `atomic_file`, with its parent folders; a DataError says why it fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
@@ -26,7 +26,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def reason(error: OSError, path: Path) -> str:
-    """Why a file could not be written, for people."""
+    """A message that says why a file could not be written."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error.strerror or str(error)
     with suppress(OSError):

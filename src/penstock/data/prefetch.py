@@ -1,7 +1,7 @@
-"""Batches made and uploaded ahead of their use, by a thread.
+"""Batches that a thread makes and uploads ahead of their use.
 
-Consumer and thread share a `_Line`, and the thread knows nothing else. So a `Prefetch` that nobody holds any
-more is finalised, which stops its thread.
+Consumer and thread share a `_Line`, and the thread has no reference to the `Prefetch`. So a `Prefetch` that
+nothing refers to is finalized, which stops its thread.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, overload
 
+import numpy as np
+
 from penstock.data.batches import Array
 from penstock.data.errors import DataError
 from penstock.runtime import Device
@@ -25,14 +27,15 @@ from penstock.tensor.creation import asarray
 
 T_co = TypeVar("T_co", covariant=True)
 
-_PATIENCE = 10.0  # seconds for a batch that is being made when its thread is asked to stop
+DEPTH = 3  # batches that wait on the device, by default
+_PATIENCE = 10.0  # seconds to wait for a batch that is being made when its thread is stopped
 
 
 class Batches(Protocol[T_co]):
     """What can be prefetched: TextBatches, ArrayBatches, or anything else with these two."""
 
     def __next__(self) -> T_co:
-        """The next batch: an array or a tuple of arrays. StopIteration ends it."""
+        """The next batch: an array, or a tuple or dict of arrays. StopIteration ends it."""
 
     def state(self) -> int:
         """The number of the next sample."""
@@ -41,27 +44,30 @@ class Batches(Protocol[T_co]):
 class Prefetch(Generic[T_co]):
     """Batches as tensors on a device, up to `depth` of them made ahead by a thread.
 
-    Each array goes up in one copy that nothing waits for. Use it in a `with` block, or `close` it; it also
-    ends with the program, and when nobody holds it any more. `batches` belongs to the thread from here on: to
-    go on later, make new ones that start at `state()`.
+    Each array is uploaded in a single copy, without waiting. Use it in a `with` block, or `close` it; it also
+    ends with the program, and with its last reference. `batches` belongs to the thread from then on: to
+    resume later, make new batches that start at `state()`.
     """
 
     @overload
     def __init__(
-        self: Prefetch[Tensor], batches: Batches[Array], device: Device | str | None = None, depth: int = 3
+        self: Prefetch[Tensor],
+        batches: Batches[Array],
+        device: Device | str | None = None,
+        depth: int = DEPTH,
     ) -> None: ...
     @overload
     def __init__(
         self: Prefetch[tuple[Tensor, ...]],
         batches: Batches[tuple[Array, ...]],
         device: Device | str | None = None,
-        depth: int = 3,
+        depth: int = DEPTH,
     ) -> None: ...
-    def __init__(self, batches: Batches[Any], device: Device | str | None = None, depth: int = 3) -> None:
+    def __init__(self, batches: Batches[Any], device: Device | str | None = None, depth: int = DEPTH) -> None:
         if depth < 1:
             raise DataError(f"a depth of 1 or more batches is needed, and {depth} was given")
         where = resolve(device)
-        self.waited_seconds = 0.0  # how long `next` has waited for batches in all
+        self.waited_seconds = 0.0  # how long `next` has waited for batches in total
         self._state = batches.state()
         self._line = _Line(lambda: _uploaded(next(batches), where), batches.state, depth)
         weakref.finalize(self, self._line.stop).atexit = False  # `_stop_all` comes before devices are closed
@@ -75,12 +81,12 @@ class Prefetch(Generic[T_co]):
             self._line.take()
         finally:
             self.waited_seconds += time.perf_counter() - start
-        # An interrupt may come before this step, and then the same batch is next again, or after it.
+        # Atomic: an interrupt comes before it, and then the next call returns the same batch, or after it.
         (batch, self._state), self._line.taken = self._line.taken, None
         return batch  # type: ignore[no-any-return]
 
     def state(self) -> int:
-        """The state of the batches after the last one that was taken from here, not the last one made."""
+        """The state of the batches after the last batch that was taken, not the last that was made."""
         return self._state
 
     def close(self) -> None:
@@ -98,20 +104,20 @@ class Prefetch(Generic[T_co]):
 
 
 class _Line:
-    """What stands between the thread and its consumer: the batches that are ready, at most `depth`."""
+    """The queue between the thread and its consumer: at most `depth` batches that are ready."""
 
     def __init__(self, make: Callable[[], Any], state: Callable[[], int], depth: int) -> None:
         self._make, self._batches_state = make, state
         self._depth = depth
         self._ready: deque[tuple[Any, int]] = deque()
         self.taken: Any = None  # the batch that the consumer takes, and the state after it
-        # Not a Condition, whose `with` is no single step: an interrupt in it would leave a lock behind. A
-        # token in one of these queues says that something changed, for which the other side may wait.
+        # Not a Condition, whose `with` is not atomic: an interrupt in it could leave a lock locked. A token
+        # in either of these queues signals a change that the other side may wait for.
         self._lock = threading.Lock()
         self._for_consumer: SimpleQueue[None] = SimpleQueue()
         self._for_thread: SimpleQueue[None] = SimpleQueue()
         self._stopped = False
-        self._error: BaseException | None = None  # why no more will come; StopIteration at the end
+        self._error: BaseException | None = None  # why there are no more batches; StopIteration at the end
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="penstock prefetch", daemon=True)
         _lines.add(self)
@@ -136,10 +142,10 @@ class _Line:
             self._for_consumer.get()
 
     def stop(self) -> None:
-        """Tell the thread to end, without waiting: a finaliser may call this inside any other call."""
+        """Tell the thread to end, without waiting: a finalizer may call this inside any other call."""
         if self._process != os.getpid():
-            return  # the thread is the parent's
-        self._stopped = True  # without the lock, which the call that this one came into may hold
+            return  # the thread belongs to the parent process
+        self._stopped = True  # without the lock, which an interrupted call of this thread may hold
         self._ready.clear()
         self.taken = None
         _wake(self._for_thread)
@@ -158,15 +164,15 @@ class _Line:
                     if not self._stopped:
                         self._ready.append(item)
                 _wake(self._for_consumer)
-                del item  # the consumer's alone
+                del item  # only the consumer keeps a reference
         except BaseException as error:
             self._error = error
             _wake(self._for_consumer)
         finally:
-            del self._make, self._batches_state  # they hold the data
+            del self._make, self._batches_state  # they reference the data
 
     def _has_room(self) -> bool:
-        """Wait until another batch may be made; False when there is to be none."""
+        """Wait until another batch may be made; False if the thread is to end."""
         while not self._stopped and len(self._ready) >= self._depth:
             self._for_thread.get()
         return not self._stopped
@@ -177,10 +183,13 @@ def _wake(queue: SimpleQueue[None]) -> None:
         queue.put(None)
 
 
-def _uploaded(batch: Array | tuple[Array, ...], device: Device) -> Tensor | tuple[Tensor, ...]:
+def _uploaded(batch: Any, device: Device) -> Any:
+    """A batch with tensors for its arrays, in tuples and dicts too; texts stay as they are."""
     if isinstance(batch, tuple):
-        return tuple(asarray(array, device=device) for array in batch)
-    return asarray(batch, device=device)
+        return tuple(_uploaded(part, device) for part in batch)
+    if isinstance(batch, dict):
+        return {key: _uploaded(part, device) for key, part in batch.items()}
+    return asarray(batch, device=device) if isinstance(batch, np.ndarray) else batch
 
 
 _lines: weakref.WeakSet[_Line] = weakref.WeakSet()

@@ -1,7 +1,7 @@
-"""Where text comes from: files and folders of the user, or the sources of the running Python.
+"""Sources of text: files and folders of the user, or the sources of the running Python.
 
-A `Text` is read in pieces of about a MiB, as often as wanted. Whatever happens to its files meanwhile is
-noted in `skipped` and never ends the reading.
+A `Text` is read in pieces of about a MiB, any number of times. Errors of its files are noted in `skipped`,
+and do not end the reading.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
@@ -28,12 +29,22 @@ _SUFFIXES = re.compile(
 )
 _NOT_SOURCES = frozenset(["site-packages", "dist-packages", "test", "tests", "__pycache__"])
 _PIECE = 1 << 20  # bytes read at once
-_SNIFFED = 8 << 10  # bytes in which a binary file shows itself by a zero
-# No tokenizer here joins what stands before white space with what follows, so a cut there changes no token.
+_SNIFFED = 8 << 10  # bytes that are searched for a zero, the sign of a binary file
+# No tokenizer here merges across the start of white space, so a cut there changes no token.
 _CUT = re.compile(rb"[!-~](?=[ \n])")
-_CUT_SEARCHED = 4 << 10  # bytes at a piece's end in which such a place is looked for
+_CUT_SEARCHED = 4 << 10  # bytes at the end of a piece in which white space is searched
 _MARK = "\N{BYTE ORDER MARK}"  # some editors begin files with it; it is no text
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+# Shows a pass over a text while its context lasts: with a name and the bytes of the text, it gives a function
+# that is called with the bytes of each piece that is done.
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+def silent(name: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+    """A Progress that shows nothing."""
+    return nullcontext(lambda nbytes: None)
 
 
 class Text:
@@ -41,8 +52,8 @@ class Text:
 
     def __init__(self, files: Mapping[Path, int], skipped: Mapping[Path, str] | None = None) -> None:
         self._sizes = dict(files)
-        self.skipped = dict(skipped or {})  # why a file is not, or not wholly, used
-        self.replaced: dict[Path, int] = {}  # how many undecodable places of a file became U+FFFD
+        self.skipped = dict(skipped or {})  # why a file is not, or not completely, used
+        self.replaced: dict[Path, int] = {}  # how many undecodable sequences of a file became U+FFFD
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -51,7 +62,7 @@ class Text:
 
     @property
     def nbytes(self) -> int:
-        """Their size when they were found."""
+        """Their total size when they were listed."""
         return sum(self._sizes.values())
 
     def __iter__(self) -> Iterator[str]:
@@ -64,11 +75,11 @@ class Text:
                 between = ""
 
     def read(self) -> str:
-        """All of it in memory."""
+        """The whole text."""
         return "".join(self)
 
     def summary(self) -> str:
-        """What is used, what is not and why, for people."""
+        """A description of what is used, what is not and why."""
         lines = [f"{len(self._sizes)} files, {format_bytes(self.nbytes)}"]
         if self.replaced:
             number = sum(self.replaced.values())
@@ -104,16 +115,16 @@ class Text:
 def find_text(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Text:
     """The text of a file, of a folder and the folders in it, or of a list of both.
 
-    From a folder come files with the suffixes of text and of source code, in a fixed order that mixes them:
-    the end of the text is like the rest of it. Hidden files are left out. Empty, binary and unreadable files
-    are skipped, and `Text.skipped` says so. Raises DataError where a path does not exist or nothing is left.
+    Of a folder, files with the suffixes of text and of source code are used, in a fixed mixed order, so that
+    the end of the text is like the rest. Hidden files are left out. Empty, binary and unreadable files are
+    skipped, and listed in `Text.skipped`. Raises DataError if a path does not exist or nothing is left.
     """
     given = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
     skipped: dict[Path, str] = {}
     candidates: dict[Path, None] = {}
     for path in given:
         if os.path.isdir(path):
-            inside = [found for found in _walk(path, skipped) if _SUFFIXES.fullmatch(found.suffix)]
+            inside = [file for file in _walk(path, skipped) if _SUFFIXES.fullmatch(file.suffix)]
             candidates |= dict.fromkeys(_mixed(inside, path))
         elif os.path.lexists(path):
             candidates[path] = None
@@ -135,14 +146,14 @@ def find_text(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) 
 def python_sources(limit: int | str = "8MiB") -> Text:
     """Text that every machine has: the sources of Python's standard library, without its tests.
 
-    Whole files in a fixed, mixed order, until the next one would pass `limit` bytes.
+    Whole files in a fixed, mixed order, until the next file would exceed `limit` bytes.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     skipped: dict[Path, str] = {}
-    found = [path for path in _walk(folder, skipped, _NOT_SOURCES) if path.suffix == ".py"]
+    sources = [path for path in _walk(folder, skipped, _NOT_SOURCES) if path.suffix == ".py"]
     sizes: dict[Path, int] = {}
     left = parse_bytes(limit)
-    for path in _mixed(found, folder):
+    for path in _mixed(sources, folder):
         size, why = _examine(path)
         if why:
             continue  # an empty __init__.py is nothing to report
@@ -165,8 +176,13 @@ def pieces(text: str | Text) -> Iterator[str]:
             yield piece.decode()
 
 
+def size_of(text: str | Text) -> int:
+    """About how many bytes a text has."""
+    return text.nbytes if isinstance(text, Text) else len(text)
+
+
 def no_text(text: str | Text, where: str = "") -> DataError:
-    """The error for text that has nothing in it; it names the files and why each was of no use."""
+    """The error for empty text; it names the files and why each was not used."""
     if isinstance(text, str):
         return DataError("the text is empty")
     reasons = _some(f"{path} ({why})" for path, why in text.skipped.items())
@@ -178,13 +194,13 @@ def _walk(folder: Path, skipped: dict[Path, str], left_out: frozenset[str] = fro
     def unreadable(error: OSError) -> None:
         skipped[Path(error.filename or folder)] = _reason(error)
 
-    for place, folders, names in os.walk(folder, onerror=unreadable):
+    for parent, folders, names in os.walk(folder, onerror=unreadable):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
-        yield from (Path(place, name) for name in names if not name.startswith("."))
+        yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
 def _mixed(paths: Iterable[Path], folder: Path) -> list[Path]:
-    """An order that depends on the names only, and that keeps no neighbours together."""
+    """A mixed order that depends on the names only."""
 
     def key(path: Path) -> bytes:
         return blake2b(path.relative_to(folder).as_posix().encode(errors="surrogateescape")).digest()
@@ -193,7 +209,7 @@ def _mixed(paths: Iterable[Path], folder: Path) -> list[Path]:
 
 
 def _examine(path: Path) -> tuple[int, str]:
-    """A file's size, and why it is of no use if it is not."""
+    """A file's size, and why it cannot be used, if so."""
     try:
         info = os.stat(path)
         if not stat.S_ISREG(info.st_mode):
@@ -207,7 +223,7 @@ def _examine(path: Path) -> tuple[int, str]:
 
 
 def _pieces_of(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """The first `size` bytes, cut where it changes nothing; fewer where the file ends before."""
+    """The first `size` bytes, cut where that changes no token; fewer if the file ends before."""
     left, rest = size, b""
     while left and (block := file.read(min(_PIECE, left))):
         left = size - file.tell()
@@ -223,9 +239,9 @@ def _pieces_of(file: BinaryIO, size: int) -> Iterator[bytes]:
 def _cut(data: bytes) -> int:
     """Where to end a piece: before white space, or at least between two characters."""
     start = max(len(data) - _CUT_SEARCHED, 0)
-    places = [match.end() for match in _CUT.finditer(data, start)]
-    if places:
-        return places[-1]
+    cuts = [match.end() for match in _CUT.finditer(data, start)]
+    if cuts:
+        return cuts[-1]
     cut = len(data) - 1
     while cut > 0 and len(data) - cut < 4 and 0x80 <= data[cut] < 0xC0:
         cut -= 1
@@ -233,7 +249,7 @@ def _cut(data: bytes) -> int:
 
 
 def _decoded(data: bytes) -> tuple[str, int]:
-    """The characters, and how many of them stand for what is not UTF-8."""
+    """The characters, and how many of them replace what is not UTF-8."""
     try:
         return data.decode(), 0
     except UnicodeDecodeError:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from penstock.data.errors import DataError
 from penstock.data.files import written_whole
-from penstock.data.text import Text, no_text, pieces
+from penstock.data.text import Progress, Text, no_text, pieces, silent, size_of
 from penstock.files import parse_json, read_text
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Tokenizer(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are: from 0 to one less than this."""
+        """How many ids there are: from 0 to this, exclusive."""
         return len(self._tokens)
 
     def encode(self, text: str) -> Ids:
@@ -52,32 +52,32 @@ class Tokenizer(ABC):
         return StreamDecoder(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as one JSON file, for `load_tokenizer`."""
+        """Write it as a JSON file, for `load_tokenizer`."""
         with written_whole(Path(path)) as file:
             file.write(self.to_json().encode())
 
     @abstractmethod
     def to_json(self) -> str:
-        """All that it consists of; the same for tokenizers that give the same ids."""
+        """Its content as JSON; the same for tokenizers that give the same ids."""
 
     @abstractmethod
     def _encode(self, text: str) -> Ids:
         """`encode`; raises UnicodeEncodeError for surrogates."""
 
     def _bytes(self, ids: npt.ArrayLike) -> bytes:
-        numbers = np.asarray(ids).ravel()
-        if not numbers.size:
+        values = np.asarray(ids).ravel()
+        if not values.size:
             return b""
-        for number in (numbers.min(), numbers.max()):
+        for number in (values.min(), values.max()):
             if not 0 <= number < len(self._tokens):
                 raise DataError(f"there is no token {number}; this tokenizer has 0 to {self.vocab_size - 1}")
-        return b"".join([self._tokens[number] for number in numbers.tolist()])
+        return b"".join([self._tokens[number] for number in values.tolist()])
 
 
 class StreamDecoder:
-    """Gives the text of ids as soon as it is complete: half a character waits for its other half.
+    """Decodes ids incrementally: an incomplete character waits for its other bytes.
 
-    All that it gave, put together, is what `decode` makes of all the ids.
+    The concatenation of all its results is what `decode` gives for all the ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -85,11 +85,11 @@ class StreamDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: npt.ArrayLike) -> str:
-        """The text that one more id, or several, complete."""
+        """The text that further ids complete."""
         return self._decoder.decode(self._tokenizer._bytes(ids))
 
     def finish(self) -> str:
-        """What was held back and will not become complete any more."""
+        """The rest that was held back."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -118,7 +118,7 @@ class CharTokenizer(Tokenizer):
             raise no_text(text)
         self._characters = "".join(sorted(characters))
         super().__init__([character.encode() for character in self._characters])
-        self._ids = np.full(ord(self._characters[-1]) + 2, -1, np.int32)  # the last one: beyond
+        self._ids = np.full(ord(self._characters[-1]) + 2, -1, np.int32)  # the last: for characters beyond
         self._ids[_code_points(self._characters)] = np.arange(len(self._characters), dtype=np.int32)
 
     def to_json(self) -> str:
@@ -143,7 +143,7 @@ class BPETokenizer(Tokenizer):
         self._model = model
         self._cuts = _may_be_cut(json.loads(model.to_str()))
         self._added = [token.content for token in model.get_added_tokens_decoder().values()]
-        self._known: dict[str, bytes] = {}  # the ids of words met so far; the library takes longer
+        self._known: dict[str, bytes] = {}  # a cache of the ids of words, which is faster than the library
 
     def to_json(self) -> str:
         """See `Tokenizer.to_json`. The format is the library's: the `tokenizer.json` of Hugging Face."""
@@ -157,10 +157,10 @@ class BPETokenizer(Tokenizer):
             words.pop()
         known = self._known
         if len(known) > _WORDS_KNOWN:
-            self._known = known = {}  # a new one: another thread may be reading the old one
+            self._known = known = {}  # a new dict: another thread may be reading the old
         new = [word for word in dict.fromkeys(words) if word not in known]
-        found = self._model.encode_batch_fast(new, add_special_tokens=False)
-        for word, encoding in zip(new, found, strict=True):
+        encodings = self._model.encode_batch_fast(new, add_special_tokens=False)
+        for word, encoding in zip(new, encodings, strict=True):
             known[word] = np.array(encoding.ids, np.int32).tobytes()
         return np.frombuffer(b"".join([known[word] for word in words]), np.int32)
 
@@ -173,8 +173,8 @@ _WORD = re.compile(rf"[^!-~]*(?:{_RUN}(?:[^!-~ \n][^!-~]*(?:{_RUN}|\Z))*|\Z)")
 _WORDS_KNOWN = 1 << 17
 
 
-def train_bpe(text: str | Text, vocab_size: int) -> BPETokenizer:
-    """A byte-level BPE tokenizer made from `text`: `vocab_size` ids, or fewer where the text is short."""
+def train_bpe(text: str | Text, vocab_size: int, progress: Progress = silent) -> BPETokenizer:
+    """A byte-level BPE tokenizer trained on `text`: `vocab_size` ids, or fewer if the text is short."""
     if vocab_size < 256:
         raise DataError(f"byte-level BPE needs a vocabulary of 256 or more, and {vocab_size} was asked for")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -184,7 +184,8 @@ def train_bpe(text: str | Text, vocab_size: int) -> BPETokenizer:
     model.decoder = decoders.ByteLevel()
     alphabet = sorted(_BYTES)
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-    model.train_from_iterator(_not_empty(text), trainer)
+    with progress("training the tokenizer", size_of(text)) as advance:
+        model.train_from_iterator(_not_empty(text, advance), trainer)
     return BPETokenizer(model)
 
 
@@ -205,15 +206,16 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise DataError(f"{path} holds no usable tokenizer: {error}") from None
     except OSError as error:
         raise DataError(f"the tokenizer {path} could not be read: {error.strerror}") from error
-    except Exception as error:  # also what the library raises, which is Exception itself
+    except Exception as error:  # the library raises plain Exception
         raise DataError(f"{path} holds no usable tokenizer: {error}") from error
     raise DataError(f"{path} holds no tokenizer of a kind that is known: bytes, characters, byte-level BPE")
 
 
-def _not_empty(text: str | Text) -> Iterable[str]:
+def _not_empty(text: str | Text, advance: Callable[[int], None]) -> Iterable[str]:
     piece = ""
     for piece in pieces(text):
         yield piece
+        advance(len(piece.encode(errors="replace")))
     if not piece:
         raise no_text(text)
 
@@ -223,7 +225,7 @@ def _code_points(text: str) -> npt.NDArray[np.uint32]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The characters that stand for bytes in a byte-level vocabulary: visible ones for themselves."""
+    """The characters that stand for bytes in a byte-level vocabulary; visible ASCII stands for itself."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -248,7 +250,7 @@ def _bpe_tokens(model: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def _may_be_cut(state: dict[str, Any]) -> bool:
-    """Whether the ids of a text are those of its words one after another."""
+    """Whether the ids of a text are the concatenated ids of its words."""
     split = state["pre_tokenizer"] or {}
     if split.get("type") != "ByteLevel" or not split.get("use_regex", True) or split["add_prefix_space"]:
         return False

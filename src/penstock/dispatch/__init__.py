@@ -1,8 +1,8 @@
-"""Automatic dispatch: one device that stands for several, each program on the one that is done with it first.
+"""Automatic dispatch: a logical device for several, which runs each program on the device that is fastest.
 
-`pricing` tells from measured rates how long a graph takes on each device, `cutting` where a graph is best cut
-in two, `placing` chooses and remembers, `moving` brings values to where they are needed, and `device` is what
-users see of all of it.
+`pricing` estimates from measured rates how long a graph takes on each device, `cutting` where to cut a graph
+in two, `placing` chooses and remembers, `moving` moves values between devices, and `device` is the interface
+for users.
 """
 
 from penstock.dispatch.device import AutoDevice, auto_device

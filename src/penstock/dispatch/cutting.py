@@ -1,4 +1,4 @@
-"""Where a graph is best cut in two: the first part on one device, the rest on another."""
+"""Cuts a graph in two, the first part for a device and the rest for another."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from penstock.graph.node import Node, placeholder, topological
 
 @dataclass(frozen=True)
 class Parts:
-    """A graph in two: `heads` are computed first, and of them `crossing` are leaves of the second part."""
+    """A graph in two parts: `heads` are computed first, and `crossing` are passed to the second part."""
 
-    heads: list[Node]  # what the first part gives
-    crossing: list[Node]  # those of the heads that the second part needs
-    leaves: list[Node]  # what stands for them there
-    tails: list[Node]  # what the second part gives: nodes of its own
+    heads: list[Node]  # the outputs of the first part
+    crossing: list[Node]  # the heads that the second part needs
+    leaves: list[Node]  # their placeholders in the second part
+    tails: list[Node]  # the outputs of the second part
 
 
 def operations(nodes: Sequence[Node]) -> list[Node]:
-    """What a graph computes, each node after its inputs."""
+    """The pending nodes of a graph in topological order."""
     return [node for node in topological(nodes) if node.value is None]
 
 
-def cut(nodes: Sequence[Node], place: int) -> Parts | None:
-    """The graph of `nodes` with its first `place` operations apart; None where one part would be empty."""
+def cut(nodes: Sequence[Node], count: int) -> Parts | None:
+    """The graph of `nodes`, cut after its first `count` operations; None if a part would be empty."""
     order = operations(nodes)
-    first, second = set(order[:place]), order[place:]
+    first, second = set(order[:count]), order[count:]
     crossing: dict[Node, None] = {}
     stack = [parent for node in second for parent in node.inputs]
     seen: set[Node] = set()
@@ -36,7 +36,7 @@ def cut(nodes: Sequence[Node], place: int) -> Parts | None:
         node = stack.pop()
         if node in first and node not in seen:
             seen.add(node)
-            if node.primitive.is_free:  # costs less to recompute than to move
+            if node.primitive.is_free:  # recomputing it costs less than moving it
                 stack += node.inputs
             else:
                 crossing[node] = None
@@ -52,21 +52,19 @@ def _rebuilt(outputs: Sequence[Node], leaves: Mapping[Node, Node]) -> list[Node]
     """The same graph with leaves in place of some nodes."""
     new = dict(leaves)
     for node in topological(outputs, until=leaves):
-        if node in new:
-            continue
-        inputs = () if node.value is not None else tuple(new[parent] for parent in node.inputs)
-        same = node.value is not None or inputs == node.inputs
-        new[node] = node if same else Node(node.primitive, inputs, node.attributes)
+        if node not in new:
+            pending = node.value is None
+            new[node] = node.on(tuple(new[parent] for parent in node.inputs)) if pending else node
     return [new[node] for node in outputs]
 
 
-def best_place(
+def best_cut(
     nodes: Sequence[Node], first: Price, second: Price, move_seconds: Callable[[int], float]
 ) -> tuple[int, float]:
     """After how many operations to cut, and about how long both parts take.
 
-    The prices are those of the whole graph on each of the two devices; `move_seconds` tells what it takes to
-    bring so many bytes from the one to the other.
+    The prices are those of the whole graph on each of the two devices; `move_seconds` gives the time to move
+    so many bytes from the first device to the second.
     """
     order = operations(nodes)
     number = {node: at for at, node in enumerate(order)}
@@ -76,29 +74,29 @@ def best_place(
     ends: dict[int, int] = {}
     live, best = 0, (0, float("inf"))
     programs = first.seconds - before[-1] + second.seconds - after[-1]
-    for place in range(1, len(order)):
-        node = order[place - 1]
-        if not node.primitive.is_free and last.get(node, -1) >= place:
+    for count in range(1, len(order)):
+        node = order[count - 1]
+        if not node.primitive.is_free and last.get(node, -1) >= count:
             live += node.nbytes
             ends[last[node]] = ends.get(last[node], 0) + node.nbytes
-        live -= ends.pop(place - 1, 0)
-        seconds = programs + before[place] + after[-1] - after[place] + move_seconds(live)
+        live -= ends.pop(count - 1, 0)
+        seconds = programs + before[count] + after[-1] - after[count] + move_seconds(live)
         if seconds < best[1]:
-            best = place, seconds
+            best = count, seconds
     return best
 
 
 def _by_operation(price: Price, number: Mapping[Node, int]) -> list[float]:
-    """What each operation takes: a group's time is that of its last one."""
+    """The time of each operation; that of a group is attributed to its last operation."""
     times = [0.0] * len(number)
     for group, seconds in price.groups:
-        places = [number[node] for node in group.nodes if node in number]
-        times[max(places, default=0)] += seconds
+        positions = [number[node] for node in group.nodes if node in number]
+        times[max(positions, default=0)] += seconds
     return times
 
 
 def _last_uses(order: Sequence[Node], number: Mapping[Node, int]) -> dict[Node, int]:
-    """The last operation that needs each value, itself or a view of it."""
+    """The last operation that reads each value, directly or through views."""
     last: dict[Node, int] = {}
     for node in reversed(order):
         use = last.get(node, -1) if node.primitive.is_free else number[node]

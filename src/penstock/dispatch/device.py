@@ -1,4 +1,4 @@
-"""The device `auto`: it has no memory of its own, and stands for others."""
+"""The device `auto`, a logical device for several others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from penstock.dispatch.placing import Dispatcher
 from penstock.errors import PenstockError
 from penstock.memory.buffer import Buffer
 from penstock.memory.ledger import DeviceMemory
+from penstock.opened import Layers, refuse
 from penstock.registry import devices
-from penstock.runtime import Device, Layers, refuse
+from penstock.runtime import Device
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
 from penstock.stream.watching import Watched
 
-_SMALL = 256 << 10  # bytes, up to which values stay with the host until a device wants them
+_SMALL = 256 << 10  # bytes up to which values stay on the host until a device needs them
 
 
 def auto_device() -> AutoDevice:
@@ -29,16 +30,16 @@ def auto_device() -> AutoDevice:
     return AutoDevice(_usable(devices()))
 
 
-def _usable(found: Sequence[Device]) -> list[Device]:
-    """At most one of each kind. One that cannot be opened, as in a forked child, is left out."""
+def _usable(devices: Sequence[Device]) -> list[Device]:
+    """At most one device of each kind, leaving out those that cannot be opened, as in a forked child."""
     kinds = (
-        [device for device in found if device.capabilities.kind in ("gpu", "accelerator")],
+        [device for device in devices if device.capabilities.kind in ("gpu", "accelerator")],
         [
             device
-            for device in found
+            for device in devices
             if device.capabilities.kind == "cpu" and device.capabilities.vector_width > 1
         ],
-        [device for device in found if device.capabilities.kind == "host"],
+        [device for device in devices if device.capabilities.kind == "host"],
     )
     return [first for kind in kinds if (first := next(filter(_opens, kind), None)) is not None]
 
@@ -51,13 +52,13 @@ def _opens(device: Device) -> bool:
 
 
 class AutoDevice(Device):
-    """Several devices as one: each program runs on the device that finishes it first, and values move there.
+    """A logical device: each program runs on the member that is fastest for it, and values move there.
 
     `pool`, `stream` and `driver` are those of the first member.
     """
 
     def __init__(self, members: Sequence[Device]) -> None:
-        """`members`: the best for large programs first."""
+        """`members`: the device that is best for large programs first."""
         first = members[0]
         names = " or ".join(f"{member.name} ({member.capabilities.description})" for member in members)
         limits = replace(
@@ -75,12 +76,12 @@ class AutoDevice(Device):
 
     @property
     def members(self) -> tuple[Device, ...]:
-        """The devices that it stands for."""
+        """The devices that it consists of."""
         return self._members
 
     def holder(self, buffer: Buffer) -> Device:
         """The member that a buffer is on."""
-        return self.dispatcher.places.holder(buffer)
+        return self.dispatcher.locations.holder(buffer)
 
     def layers(self) -> Layers:
         """Those of the first member."""
@@ -91,7 +92,7 @@ class AutoDevice(Device):
         self.holder(watched.buffer).watch(watched)
 
     def _home(self, nbytes: int) -> Device:
-        """The member for new values: the first for large ones, for which it is the best, else the host."""
+        """The member for new values: the first for large values, else the host."""
         return self._members[0] if self._shared or nbytes > _SMALL else self._members[-1]
 
     # Memory
@@ -106,7 +107,7 @@ class AutoDevice(Device):
 
     @property
     def limit_bytes(self) -> int | None:
-        """The most that may be taken from each member."""
+        """The most memory that may be taken from each member."""
         return self._members[0].limit_bytes
 
     @limit_bytes.setter
@@ -115,14 +116,14 @@ class AutoDevice(Device):
             member.limit_bytes = limit
 
     def memory_stats(self) -> DeviceMemory:
-        """That of all members together; `pool` is the first one's."""
-        found = [member.memory_stats() for member in self._members]
+        """The statistics of all members together; `pool` is that of the first."""
+        members = [member.memory_stats() for member in self._members]
         sums = {
-            name: sum(getattr(stats, name) for stats in found)
+            name: sum(getattr(stats, name) for stats in members)
             for name in DeviceMemory.__dataclass_fields__
             if name not in ("limit_bytes", "pool")
         }
-        return DeviceMemory(**sums, limit_bytes=self.limit_bytes, pool=found[0].pool)
+        return DeviceMemory(**sums, limit_bytes=self.limit_bytes, pool=members[0].pool)
 
     def host_bytes(self) -> int:
         """See Device."""
@@ -150,11 +151,11 @@ class AutoDevice(Device):
     # Copies
 
     def upload(self, array: npt.ArrayLike, into: Buffer | None = None, offset: int = 0) -> Buffer:
-        """See Device. A new buffer is on the host, or on the first member where the values are many."""
+        """See Device. A new buffer is on the host, or on the first member if it is large."""
         array = np.asarray(array)
         if into is None:
             return self._home(array.nbytes).upload(array)
-        self.dispatcher.places.forget([into])
+        self.dispatcher.locations.forget([into])
         return self.holder(into).upload(array, into, offset)
 
     def download(
@@ -179,10 +180,10 @@ class AutoDevice(Device):
         """See Device; a copy from one member to another waits for the source."""
         nbytes = source.nbytes - source_offset if nbytes is None else nbytes
         holder = self.holder(source)
-        self.dispatcher.places.forget([target])
+        self.dispatcher.locations.forget([target])
         if holder.holds(target):
-            places = {"target_offset": target_offset, "source_offset": source_offset}
-            holder.copy(target, source, nbytes, **places)
+            offsets = {"target_offset": target_offset, "source_offset": source_offset}
+            holder.copy(target, source, nbytes, **offsets)
         elif nbytes:
             array = holder.download(source, np.uint8, (nbytes,), source_offset).wait()
             self.holder(target).upload(array, target, target_offset)
@@ -198,7 +199,7 @@ class AutoDevice(Device):
     ) -> HostView:
         """See Device."""
         if writable:
-            self.dispatcher.places.forget([buffer])
+            self.dispatcher.locations.forget([buffer])
         return self.holder(buffer).view(buffer, dtype, shape, offset, writable=writable)
 
     # Life cycle
@@ -211,13 +212,13 @@ class AutoDevice(Device):
 
     def cleanup(self) -> None:
         """See Device; all members."""
-        self.dispatcher.places.clear()
+        self.dispatcher.locations.clear()
         for member in self._members:
             member.cleanup()
 
     def close(self) -> None:
         """See Device; all members."""
-        self.dispatcher.places.clear()
+        self.dispatcher.locations.clear()
         for member in self._members:
             member.close()
 

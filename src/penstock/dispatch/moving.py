@@ -1,7 +1,7 @@
-"""Moves values between devices. A value lives on one device; copies stay where it was, within bounds.
+"""Moves values between devices. A value is on a single device; copies are kept where it was, up to a limit.
 
-A move to a device does not wait for that device. A move from one waits until the value is computed, since
-the host passes it on.
+Moving a value to a device does not wait for that device. Moving it from a device waits until the value is
+computed, since it goes through the host.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from penstock.measuring.rates import Rates, at
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 
-_KEPT_BYTES = 256 << 20  # of values at places that they were moved from
-_KEPT = 1024  # such values
-_ADOPTED_SECONDS = 3e-6  # to let NumPy see memory that it shares with a device
+_KEPT_BYTES = 256 << 20  # of copies on devices that values were moved from
+_KEPT = 1024  # values with such copies
+_ADOPTED_SECONDS = 3e-6  # to pass memory that the host shares with a device to NumPy
 
 
-class Places:
+class Locations:
     """Knows on which device each value is, and moves values."""
 
     def __init__(self, members: Sequence[Device]) -> None:
         self._members = members
         self._step = math.lcm(ALIGNMENT, *(member.capabilities.offset_alignment for member in members))
-        # Copies at places that values were moved from, by the buffers that they are in now.
+        # Copies on devices that values were moved from, by the `id` of the value's buffer.
         self.kept = LRU[int, _Kept](_KEPT)
-        # How often a value would have been of use elsewhere: one that is used again and again is moved.
+        # How often a value was missing on another device: a value that is used there often is moved.
         self._missed: weakref.WeakKeyDictionary[Node, int] = weakref.WeakKeyDictionary()
 
     def holder(self, buffer: Buffer) -> Device:
@@ -42,19 +42,19 @@ class Places:
         raise ValueError(f"{buffer!r} cannot be used on auto")
 
     def seconds(self, node: Node, target: Device, rates: Mapping[Device, Rates]) -> float:
-        """How long it takes to move a value to a device; 0 where it is there already."""
+        """How long it takes to move a value to a device; 0 if it is there already."""
         buffer = node.value
         source = self.holder(buffer)
-        if source is target or self._found(buffer, target) is not None:
+        if source is target or self._copy_on(buffer, target) is not None:
             return 0.0
         return move_seconds(source, target, rates, node.nbytes)
 
     def share(self, node: Node) -> int:
-        """Over how many uses the cost of a move is spread: as many more are expected as there were."""
+        """How many uses share the cost of moving a value: as many more are expected as there were."""
         return 1 + self._missed.get(node, 0)
 
     def missed(self, node: Node) -> None:
-        """Note that a program would have run elsewhere if a value had been there."""
+        """Note that a program would have run on another device if a value had been there."""
         self._missed[node] = self._missed.get(node, 0) + 1
 
     def bring(self, nodes: Sequence[Node], target: Device) -> list[Buffer]:
@@ -78,7 +78,7 @@ class Places:
         with source.view(buffer) as array:
             if not _looks_on(target):
                 return target.upload(array)
-        # NumPy takes the memory as it is. Nobody may write there, since both have the value now.
+        # NumPy uses the memory directly. It must not be written any more, since both devices have the value.
         buffer.shared = True
         memory = Memory(buffer.memory.host[buffer.offset :][: buffer.nbytes], buffer.nbytes, None)
         memory.host = memory.native
@@ -88,15 +88,15 @@ class Places:
         return adopted
 
     def forget(self, buffers: Sequence[Buffer]) -> None:
-        """Let go of the copies of values that are about to be written over."""
+        """Drop the copies of values that are about to be overwritten."""
         for buffer in buffers:
             self.kept.pop(id(buffer), None)
 
     def clear(self) -> None:
-        """Let go of all copies."""
+        """Drop all copies."""
         self.kept.clear()
 
-    def _found(self, buffer: Buffer, target: Device) -> Buffer | None:
+    def _copy_on(self, buffer: Buffer, target: Device) -> Buffer | None:
         kept = self.kept.get(id(buffer))
         return None if kept is None else next((copy for copy in kept.copies if target.holds(copy)), None)
 
@@ -105,13 +105,13 @@ class Places:
         if target.holds(old):
             return
         self._missed.pop(node, None)
-        new = self._found(old, target)
+        new = self._copy_on(old, target)
         if new is None and old.whole in wholes:
             new = wholes[old.whole].part(old.offset - old.whole.offset, old.nbytes)
         if new is None:
             new = self.copied(old, target)
         kept = self.kept.pop(id(old), None)
-        node.value = new  # the same value at another place
+        node.value = new  # the same value on another device
         others = [] if kept is None else [copy for copy in kept.copies if copy is not new]
         self._keep(new, [old, *others])
 
@@ -120,60 +120,60 @@ class Places:
         table[key] = _Kept(weakref.ref(new, lambda _: table.pop(key, None)), copies)
         sizes = [sum(copy.nbytes for copy in kept.copies) for kept in list(table.values())]
         total = sum(sizes)
-        while table and total > _KEPT_BYTES:  # finalisers take values out meanwhile
+        while table and total > _KEPT_BYTES:  # finalizers may remove entries meanwhile
             _, oldest = table.popitem(last=False)
             total -= sum(copy.nbytes for copy in oldest.copies)
 
     def _wholes(self, nodes: Sequence[Node], target: Device) -> dict[Buffer, Buffer]:
-        """Move whole allocations of which several values are wanted, so that these stay neighbours."""
+        """Copy whole allocations of which several values are needed, so that these stay contiguous."""
         if _looks_on(target):
             return {}
         parts: dict[Buffer, dict[int, Buffer]] = {}
         for node in nodes:
             parts.setdefault(node.value.whole, {})[id(node.value)] = node.value
         alignment = target.capabilities.offset_alignment
-        found = {}
+        copies = {}
         for whole, of in parts.items():
             offsets = [part.offset - whole.offset for part in of.values()]
-            # With the gaps between them, which are as wide as the members want it.
+            # Including the gaps between them, which come from the alignment of the members.
             wanted = sum(-(-part.nbytes // self._step) * self._step for part in of.values())
             fits = not any(offset % alignment for offset in offsets)
             if len(of) > 1 and fits and 2 * wanted >= whole.nbytes:
-                found[whole] = self.copied(whole, target)
-        return found
+                copies[whole] = self.copied(whole, target)
+        return copies
 
 
 def _looks_on(device: Device) -> bool:
-    """Whether a device can use other devices' memory that the host sees: only NumPy can."""
+    """Whether a device can use memory that others share with the host: only NumPy can."""
     return device.capabilities.kind == "host" and device.capabilities.shared_memory
 
 
 class _Kept:
-    """The places that a value was moved from."""
+    """The copies of a value on devices that it was moved from."""
 
     __slots__ = ("copies", "of")
 
     def __init__(self, of: weakref.ref[Buffer], copies: list[Buffer]) -> None:
-        self.of = of  # kept for what it calls when the buffer goes
+        self.of = of  # kept for its callback, which removes this entry with the buffer
         self.copies = copies
 
 
 class _Lender:
-    """The home of a host buffer that borrows a device's memory: keeps that memory alive."""
+    """The pool of a host buffer that borrows a device's memory: it keeps that memory alive."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
 
     def reserve(self, nbytes: int) -> Memory:
-        """Nothing comes from here."""
-        raise AssertionError("memory that is lent is not for others")
+        """It has no memory to give."""
+        raise AssertionError("borrowed memory cannot be allocated from")
 
     def release(self, memory: Memory) -> None:
-        """The buffer goes with this object."""
+        """Nothing to do: the buffer is released with this object."""
 
 
 def move_seconds(source: Device, target: Device, rates: Mapping[Device, Rates], nbytes: int) -> float:
-    """How long so many bytes take from one device to another."""
+    """How long it takes to move so many bytes between two devices."""
     if source is target:
         return 0.0
     shared = source.capabilities.shared_memory

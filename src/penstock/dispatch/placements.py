@@ -1,4 +1,4 @@
-"""Where a program may run, and the seconds that it takes there."""
+"""Placements of a program, and the seconds that it takes there."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from penstock.runtime import Device
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a program runs: on one device, or up to an operation on one and from there on another."""
+    """Where a program runs: on `first`, or its first `count` operations there and the rest on `second`."""
 
     first: Device
     second: Device | None = None
-    place: int = 0  # so many operations are the first device's
+    count: int = 0
 
     @property
     def name(self) -> str:
-        """The placement in words, which is also its key in the tuning cache."""
+        """A description of the placement, which is also its key in the tuning cache."""
         if self.second is None:
             return self.first.name
-        return f"{self.first.name} for {self.place} operations, then {self.second.name}"
+        return f"{self.first.name} for {self.count} operations, then {self.second.name}"
 
     @classmethod
     def parsed(cls, name: str, members: Sequence[Device]) -> Placement | None:
-        """The cut placement of a name; None where the name is none of these devices."""
+        """The placement that a name describes; None if it is no cut between these devices."""
         match = re.fullmatch(r"(.+) for (\d{1,9}) operations, then (.+)", name)
         devices = {member.name: member for member in members}
         if match is None or match[1] not in devices or match[3] not in devices:
@@ -36,11 +36,11 @@ class Placement:
 
 @dataclass
 class Candidate:
-    """A placement with the seconds that it takes, once its inputs are there."""
+    """A placement with the seconds that it takes, without moving its inputs."""
 
     placement: Placement
     estimated: float
-    moved: float = 0.0  # of a cut: the part of them in which values go from the one to the other
+    moved: float = 0.0  # of a cut: the part of `estimated` for moving values between the devices
     measured: float | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Which device runs a program: by price, and by time where prices are close. Placements are remembered."""
+"""Which device runs a program: by estimate, and by measured time if estimates are close."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any
 
 from penstock.compiler.pipeline import prepare
-from penstock.dispatch.cutting import best_place, cut
-from penstock.dispatch.moving import Places, move_seconds
+from penstock.compiler.schedule import Schedule
+from penstock.dispatch.cutting import best_cut, cut
+from penstock.dispatch.moving import Locations, move_seconds
 from penstock.dispatch.placements import Candidate, Placement
 from penstock.dispatch.predictions import Predictions
 from penstock.dispatch.pricing import price
 from penstock.dispatch.running import InTwo, OnOne, Wants, seconds_of
-from penstock.errors import DeviceError, DeviceUnavailable
+from penstock.errors import DeviceError, DeviceUnavailable, OutOfDeviceMemory
 from penstock.execution.executable import Executable
 from penstock.execution.host_program import HostProgram
 from penstock.execution.realize import (
@@ -34,38 +35,37 @@ from penstock.lru import LRU
 from penstock.measuring.quiet import measure_quietly
 from penstock.measuring.rates import Rates, machine_rates, placement_cache
 from penstock.memory.buffer import Buffer
-from penstock.plan.arenas import ArenaPlan
 from penstock.runtime import Device
 from penstock.tuning_cache import TuningCache
 
-_CLOSE = 3.0  # prices that differ by less are no reason to choose: the programs are timed
-_CUT_GAIN = 0.9  # a cut has to take less than this part of the best whole
-_MAX_PLACED = 256  # structures, of which those not used for longest are forgotten
+_CLOSE = 3.0  # if prices differ by a smaller factor, the programs are timed
+_CUT_GAIN = 0.9  # a cut has to take less than this part of the best placement without one
+_MAX_PLACED = 256  # structures whose placements are remembered
 _MAX_SEEN = 4096
 
 
 class Dispatcher:
-    """Places programs on the members of one logical device."""
+    """Places programs on the members of a logical device."""
 
     def __init__(self, device: Device, members: Sequence[Device]) -> None:
         self.device = device
         self._forced = device.settings.force_kernels
         self.members = members
-        self.places = Places(members)
-        # Tests say here where a program goes; None lets prices and times decide.
+        self.locations = Locations(members)
+        # For tests: a fixed placement; None lets prices and times decide.
         self.dictate: Callable[[Placed], Placement] | None = None
-        self.build_seconds = 0.0  # in all
+        self.build_seconds = 0.0  # in total
         self._rates: dict[Device, Rates] | None = None
         self._choices: TuningCache | None = None
         self._placed = LRU[Hashable, "Placed"](_MAX_PLACED)
         self._seen = LRU[Hashable, None](_MAX_SEEN)
-        self._everything: weakref.WeakSet[Placed] = weakref.WeakSet()  # also what jitted functions hold
+        self._everything: weakref.WeakSet[Placed] = weakref.WeakSet()  # including those of jitted functions
         self._predictions = Predictions()
         self._measured_again = False
 
     @property
     def rates(self) -> Mapping[Device, Rates]:
-        """What the members reach; measured when it is first asked for, unless a file has it."""
+        """The rates of the members, from disk or measured at the first use."""
         if self._rates is None:
             self._rates = machine_rates(self.members)
             if not self._rates:
@@ -75,15 +75,15 @@ class Dispatcher:
 
     @property
     def choices(self) -> TuningCache:
-        """The placements that were found by timing."""
+        """The placements that were chosen by timing."""
         if self._choices is None:
             self._choices = placement_cache(self.members)
         return self._choices
 
     def compare(self, timed: Sequence[Candidate]) -> None:
-        """Where programs take another time than predicted again and again, measure the rates again.
+        """Remeasure the rates if programs repeatedly take another time than predicted.
 
-        Once in a process. Programs stay where they are, in this process and in later ones.
+        This happens once in a process. Programs stay where they are, also in later processes.
         """
         for candidate in timed:
             if candidate.placement.second is None and candidate.measured is not None:
@@ -93,16 +93,16 @@ class Dispatcher:
             self._measured_again = True
             for placed in self._everything:
                 placed.keep()
-            self._rates = {**self.rates, **machine_rates(far_off, again=True)}
+            self._rates = {**self.rates, **machine_rates(far_off, remeasure=True)}
 
-    # What `penstock.execution.realize` asks for
+    # For `penstock.execution.realize`
 
     def seen(self, structure: Structure) -> bool:
-        """Whether the same was computed before, as far as it is remembered."""
+        """Whether the same structure was computed before, as far as it is remembered."""
         return structure.key in self._placed or structure.key in self._seen
 
     def builds(self, structure: Structure) -> bool:
-        """Whether computing it now would first build a program."""
+        """Whether a program has to be built to compute it."""
         member = self._staying(structure)
         if member is not None:
             return executables(member).builds(structure)
@@ -112,31 +112,31 @@ class Dispatcher:
 
     def computed(self, structure: Structure) -> tuple[list[Buffer], Executable | HostProgram]:
         """The values of nodes, and a program that computed them."""
-        numbers = structure.constants()
+        constants = structure.constants()
         member = self._staying(structure)
         if member is not None:
             there = executables(member).known(structure)
             assert isinstance(there, Executable)
-            return there.run(self.places.bring(structure.inputs, member), numbers), there
+            return there.run(self.locations.bring(structure.inputs, member), constants), there
         placed, inputs = self._known(structure), [node.value for node in structure.inputs]
         if placed is None:
             on_host = HostProgram(structure, self._sharing(structure.inputs))
-            return on_host.run(inputs, numbers, structure.bounds), on_host
-        program, inputs = placed.chosen(inputs, lambda: structure.inputs, numbers)
-        return program.run(inputs, numbers), program.programs[-1]
+            return on_host.run(inputs, constants, structure.bounds), on_host
+        program, inputs = placed.chosen(inputs, lambda: structure.inputs, constants)
+        return program.run(inputs, constants), program.programs[-1]
 
     def build(self, structure: Structure, aliases: Mapping[int, int] | None = None) -> Placed:
-        """A graph for any of the members; see `ExecutableCache.build`."""
+        """A program for any of the members; see `ExecutableCache.build`."""
         nodes, inputs = prepare(structure.wanted, structure.inputs)
         placed = Placed(self, nodes, inputs, structure, aliases or {})
         self._everything.add(placed)
         return placed
 
     def explain(self, nodes: Sequence[Node]) -> str:
-        """What each placement would take, which one is chosen and why, and its steps."""
+        """The time of each placement, which is chosen and why, and its steps."""
         wanted = to_compute(nodes)
         if not wanted:
-            holders = dict.fromkeys(self.places.holder(source(node).value).name for node in nodes)
+            holders = dict.fromkeys(self.locations.holder(source(node).value).name for node in nodes)
             return f"computed already, on {' and '.join(holders)}"
         structure = Structure(wanted, self.device.capabilities)
         member = self._staying(structure)
@@ -151,28 +151,28 @@ class Dispatcher:
         return text
 
     def _staying(self, structure: Structure) -> Device | None:
-        """The member that has most inputs of something small, and computes it; None where no rule says so.
+        """The member that holds most inputs of a small computation, which runs it; None if it is not small.
 
-        It is the rule where the host does not see all of them: no choice of a device pays for so little.
+        This holds if some inputs are not in host memory: for so little, choosing a device does not pay.
         """
         placed = self.dictate is not None or structure.key in self._placed
         if placed or not structure.far or not structure.small(seen=True):
             return None
         held: Counter[Device] = Counter()
         for node in structure.inputs:
-            holder = self.places.holder(node.value)
+            holder = self.locations.holder(node.value)
             if not holder.capabilities.shared_memory:
                 held[holder] += node.nbytes
         return held.most_common(1)[0][0]
 
     def _sharing(self, inputs: Sequence[Node]) -> Device:
-        """The member whose memory NumPy sees, where all inputs are on one such; else the device of all."""
-        first = self.places.holder(inputs[0].value) if inputs else self.members[0]
+        """The member that holds all inputs, if it shares memory with the host; else the logical device."""
+        first = self.locations.holder(inputs[0].value) if inputs else self.members[0]
         shared = first.capabilities.shared_memory and all(first.holds(node.value) for node in inputs)
         return first if shared else self.device
 
     def _known(self, structure: Structure) -> Placed | None:
-        """What is known of a structure; None as long as building a program would not pay."""
+        """The placed graph of a structure; None as long as building a program would not pay."""
         key = structure.key
         placed = self._placed.use(key)
         if placed is None:
@@ -185,7 +185,7 @@ class Dispatcher:
 
 
 class Placed:
-    """A graph without values, where it may run, and its programs where it did."""
+    """A graph without values, its possible placements, and the programs that were built for them."""
 
     def __init__(
         self,
@@ -198,37 +198,37 @@ class Placed:
         self.nodes = nodes
         self.inputs = inputs
         self._dispatcher = dispatcher
-        self._numbers = structure.numbers
+        self._constants = structure.numbers
         self._aliases = aliases
         self._key = _digest(structure, aliases)
         self._programs: dict[Placement, OnOne | InTwo] = {}
         self._candidates: list[Candidate] = []
         self._why = "which takes the least time"
-        self._best: Candidate | None = None  # once that is known
-        self._ready: OnOne | None = None  # its program, where it is on one device
+        self._best: Candidate | None = None  # once it is known
+        self._ready: OnOne | None = None  # the program of `_best`, if it is on a single device
         self._driver: Any = None  # of that device
 
     def chosen(
-        self, inputs: list[Buffer], holders: Callable[[], Sequence[Node]], numbers: Sequence[Any]
+        self, inputs: list[Buffer], holders: Callable[[], Sequence[Node]], constants: Sequence[Any]
     ) -> tuple[OnOne | InTwo, list[Buffer]]:
-        """The program to run now on these inputs and constants, and the inputs where it wants them.
+        """The program to run now on these inputs and constants, and the inputs on its devices.
 
-        `holders` gives the nodes that hold the inputs.
+        `holders` returns the nodes that hold the inputs.
         """
         dispatcher = self._dispatcher
         ready = self._ready
-        # Mostly all is where it was the last time, which is soon found out.
+        # Usually all inputs are on the same device as last time, which is quick to check.
         there = [buffer.driver for buffer in inputs].count(self._driver) == len(inputs)
         if ready is not None and there and dispatcher.dictate is None:
             return ready, inputs
         with dispatcher.device.running:
             held = holders()
-            program = self._decided(held, numbers)
+            program = self._decided(held, constants)
             return program, program.bring(held)
 
     @property
     def candidates(self) -> list[Candidate]:
-        """The placements that are thought of, with their prices."""
+        """The possible placements, with their prices."""
         if not self._candidates:
             self._candidates = self._priced()
             self._recall()
@@ -236,14 +236,15 @@ class Placed:
 
     @property
     def current(self) -> tuple[Executable, ...]:
-        """The programs of the placement that looks best so far: one, or two of a cut."""
+        """The programs of the best placement so far: a single program, or the two of a cut."""
         with self._dispatcher.device.running:
             return self._program(self._favourite().placement).programs
 
     @property
-    def plan(self) -> ArenaPlan:
-        """The memory plan of that placement, of a cut the larger one."""
-        return max((program.plan for program in self.current), key=lambda plan: plan.arena_bytes)
+    def schedule(self) -> Schedule:
+        """The schedule of that placement; of a cut, the one with the larger memory plan."""
+        schedules = [program.schedule for program in self.current]
+        return max(schedules, key=lambda schedule: schedule.plan.arena_bytes)
 
     def explained(self, held: Sequence[Node]) -> str:
         """See `Dispatcher.explain`; `held` are the nodes that hold the inputs."""
@@ -261,7 +262,7 @@ class Placed:
                 if candidate.seconds == math.inf:
                     text = f"{name}: no memory for it"
                 if candidate.moved:
-                    text += f", of them {_micro(candidate.moved)} from the one to the other"
+                    text += f", of them {_micro(candidate.moved)} for moving values between them"
                 text += f", of them {_micro(moving)} to bring inputs" if moving else ""
                 lines.append(text)
             chosen = min(
@@ -277,13 +278,13 @@ class Placed:
 
     # Choosing
 
-    def _decided(self, held: Sequence[Node], numbers: Sequence[Any]) -> OnOne | InTwo:
+    def _decided(self, held: Sequence[Node], constants: Sequence[Any]) -> OnOne | InTwo:
         dictate = self._dispatcher.dictate
         if dictate is not None:
             return self._program(dictate(self))
         candidates = self.candidates
         if self._best is None:
-            self._time(held, numbers)
+            self._time(held, constants)
             self._settle()
             self._dispatcher.compare(candidates)
         assert self._best is not None
@@ -298,7 +299,7 @@ class Placed:
             if best is not self._best:
                 for node in held:
                     if not self._best.placement.first.holds(node.value):
-                        self._dispatcher.places.missed(node)
+                        self._dispatcher.locations.missed(node)
         return self._program(best.placement)
 
     @staticmethod
@@ -306,18 +307,18 @@ class Placed:
         return 1.0 if candidate.placement.second is None else _CUT_GAIN
 
     def _moving(self, candidate: Candidate, held: Sequence[Node], shared: bool = False) -> float:
-        """Seconds to bring the inputs; `shared`: over the uses of each that are to be expected."""
-        places, rates = self._dispatcher.places, self._dispatcher.rates
+        """Seconds to move the inputs; `shared`: divided by the uses that are expected of each."""
+        locations, rates = self._dispatcher.locations, self._dispatcher.rates
         total = 0.0
-        for device, numbers in self._wants(candidate.placement):
-            for node in dict.fromkeys(held[at] for at in numbers):
-                seconds = places.seconds(node, device, rates)
-                total += seconds / places.share(node) if shared else seconds
+        for device, indices in self._wants(candidate.placement):
+            for node in dict.fromkeys(held[at] for at in indices):
+                seconds = locations.seconds(node, device, rates)
+                total += seconds / locations.share(node) if shared else seconds
         return total
 
     def _wants(self, placement: Placement) -> Wants:
-        """The inputs of each part, by number; one that both need is there twice."""
-        parts = None if placement.second is None else cut(self.nodes, placement.place)
+        """The devices of a placement, and the indices of the inputs that are needed on each."""
+        parts = None if placement.second is None else cut(self.nodes, placement.count)
         if parts is None or placement.second is None:
             return [(placement.first, list(range(len(self.inputs))))]
         wants = []
@@ -332,32 +333,44 @@ class Placed:
         )
 
     def _near(self) -> list[int]:
-        """The candidates whose prices are close to the best one's, by number."""
+        """The indices of the candidates whose prices are close to the best."""
         least = min(candidate.estimated for candidate in self._candidates)
         return [at for at, candidate in enumerate(self._candidates) if candidate.estimated <= _CLOSE * least]
 
-    def _time(self, held: Sequence[Node], numbers: Sequence[Any]) -> None:
-        """Run the candidates that are close, to see which one is the best."""
+    def _time(self, held: Sequence[Node], constants: Sequence[Any]) -> None:
+        """Run the candidates that are close, to see which is the fastest."""
         near = [self._candidates[at] for at in self._near()]
         if len(near) < 2:
             return
-        ways = [self._program(candidate.placement) for candidate in near]
-        measure = partial(seconds_of, ways, held, numbers, self._dispatcher.members)
+        ways = self._that_fit(near)
+        measure = partial(seconds_of, list(ways.values()), held, constants, self._dispatcher.members)
         times, _ = measure_quietly(measure, lambda first, second: list(map(min, first, second)))
-        for candidate, seconds in zip(near, times, strict=True):
-            candidate.measured = seconds
+        for at, seconds in zip(ways, times, strict=True):
+            near[at].measured = seconds
         self._why = "which took the least time when it was tried"
-        if math.inf not in times:  # memory may be there the next time
+        if all(candidate.measured != math.inf for candidate in near):  # memory may suffice the next time
             self._remember()
 
+    def _that_fit(self, near: Sequence[Candidate]) -> dict[int, OnOne | InTwo]:
+        """The programs of candidates by index, without those that do not fit into a device's memory."""
+        ways: dict[int, OnOne | InTwo] = {}
+        for at, candidate in enumerate(near):
+            try:
+                ways[at] = self._program(candidate.placement)
+            except OutOfDeviceMemory:
+                candidate.measured = math.inf
+                if not ways and at == len(near) - 1:
+                    raise
+        return ways
+
     def _settle(self) -> None:
-        """Keep the best placement, and its program for the quick way."""
+        """Keep the best placement, and its program for the fast path."""
         known = [
             candidate for candidate in self._candidates if candidate.measured is not None
         ] or self._candidates
         self._best = min(known, key=lambda candidate: candidate.seconds / self._gain(candidate))
         program = self._program(self._best.placement)
-        self._programs = {self._best.placement: program}  # the others were there to be timed
+        self._programs = {self._best.placement: program}  # the others were built for timing only
         if isinstance(program, OnOne):
             self._ready, self._driver = program, program.devices[0].driver
 
@@ -368,22 +381,22 @@ class Placed:
             self._dispatcher.choices.put(self._key, json.dumps(seconds))
 
     def keep(self) -> None:
-        """Remember the placement also where prices alone decided, as these are about to change."""
+        """Save the placement even if only prices decided, as these are about to change."""
         if self._best is not None and self._key is not None and self._best.measured is None:
             kept = {self._best.placement.name: self._best.estimated}
             self._dispatcher.choices.put(self._key, json.dumps(kept))
 
     def _recall(self) -> None:
-        """Take over what an earlier run measured."""
+        """Use the times that an earlier process measured."""
         text = None if self._key is None else self._dispatcher.choices.get(self._key)
         try:
             kept = {str(name): float(seconds) for name, seconds in parse_json(text or "{}").items()}
-        except (ValueError, TypeError, AttributeError):  # a file that somebody changed
+        except (ValueError, TypeError, AttributeError):  # the file is not valid
             return
         names = [candidate.placement.name for candidate in self._candidates]
-        for name in set(kept).difference(names):  # a cut that other rates suggested
+        for name in set(kept).difference(names):  # a cut that was considered with other rates
             placement = Placement.parsed(name, self._dispatcher.members)
-            if placement is not None and cut(self.nodes, placement.place) is not None:
+            if placement is not None and cut(self.nodes, placement.count) is not None:
                 self._candidates.append(Candidate(placement, kept[name]))
                 names.append(name)
         if kept and set(kept) <= set(names) and all(seconds > 0 for seconds in kept.values()):
@@ -411,9 +424,9 @@ class Placed:
             for second, after in prices.items():
                 if first is not second:
                     moving = partial(move_seconds, first, second, rates)
-                    place, seconds = best_place(self.nodes, before, after, moving)
+                    count, seconds = best_cut(self.nodes, before, after, moving)
                     if seconds < _CUT_GAIN * least:
-                        cuts.append((seconds, Placement(first, second, place)))
+                        cuts.append((seconds, Placement(first, second, count)))
         for _, placement in sorted(cuts, key=lambda priced: priced[0]):
             candidate = self._priced_cut(placement, rates, host)
             if candidate is not None and candidate.estimated < _CUT_GAIN * least:
@@ -424,7 +437,7 @@ class Placed:
         self, placement: Placement, rates: Mapping[Device, Rates], host: Rates | None
     ) -> Candidate | None:
         first, second = placement.first, placement.second
-        parts = cut(self.nodes, placement.place)
+        parts = cut(self.nodes, placement.count)
         if parts is None or second is None:
             return None
         before = price(parts.heads, first, rates[first], host or rates[first])
@@ -443,15 +456,15 @@ class Placed:
         return program
 
     def _built(self, placement: Placement) -> OnOne | InTwo:
-        places = self._dispatcher.places
-        parts = None if placement.second is None else cut(self.nodes, placement.place)
+        locations = self._dispatcher.locations
+        parts = None if placement.second is None else cut(self.nodes, placement.count)
         if parts is None or placement.second is None:
-            return OnOne(places, self._on(placement.first, self.nodes, self.inputs, self._aliases))
+            return OnOne(locations, self._on(placement.first, self.nodes, self.inputs, self._aliases))
         wants = self._wants(placement)
-        before, after = ([self.inputs[at] for at in numbers] for _, numbers in wants)
+        before, after = ([self.inputs[at] for at in indices] for _, indices in wants)
         first = self._on(placement.first, parts.heads, before)
         second = self._on(placement.second, parts.tails, [*after, *parts.leaves])
-        return InTwo(places, first, second, parts, self.nodes, wants)
+        return InTwo(locations, first, second, parts, self.nodes, wants)
 
     def _on(
         self,
@@ -463,14 +476,14 @@ class Placed:
         """A program of a part of the graph."""
         there = executables(device)
         before = there.build_seconds
-        built = there.compile(nodes, inputs, self._numbers, aliases)
+        built = there.compile(nodes, inputs, self._constants, aliases)
         self._dispatcher.build_seconds += there.build_seconds - before
         return built
 
 
 def _digest(structure: Structure, aliases: Mapping[int, int]) -> str | None:
-    """A name for what is computed that every process gives it; None where there is none."""
-    key: Any = structure.key
+    """A key of a structure that is the same in every process; None if there is none."""
+    key: Any = structure.key.parts
     # A part of the key is a primitive with its attributes, or the shape and dtype of an input.
     named = [(part[0].name, *part[1:]) if isinstance(part[0], Primitive) else part for part in key[0]]
     text = repr((named, key[1], sorted(aliases.items())))

@@ -1,4 +1,4 @@
-"""How long a graph would take on a device: the sum over its kernels, or over NumPy's steps on the host."""
+"""Estimates how long a graph takes on a device: the sum over its kernels, or over NumPy's steps."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from penstock.graph.node import Kind, Node, topological
 from penstock.measuring.rates import Rates
 from penstock.runtime import Device
 
-_SLOW_PRODUCT = 32  # times the library's time, for dtypes that it has not: NumPy's own loop
-_READS_PART = (Kind.VIEW, Kind.GATHER)  # as much of their first input as they write
+_SLOW_PRODUCT = 32  # NumPy's own loop, for dtypes that its BLAS lacks, takes so many times as long
+_READS_PART = (Kind.VIEW, Kind.GATHER)  # they read as much of their first input as they write
 
 
 @dataclass(frozen=True)
 class Price:
-    """The seconds that a graph takes on a device, in all and for each group."""
+    """The seconds that a graph takes on a device, in total and for each group."""
 
     seconds: float
     groups: tuple[tuple[Group, float], ...]
 
 
 def price(nodes: Sequence[Node], device: Device, rates: Rates, host: Rates) -> Price | None:
-    """The price of computing some nodes, without moving inputs; None where the device cannot do it.
+    """The price of computing nodes, without moving inputs; None if the device does not support them.
 
-    `host` are the rates of NumPy, which takes over what the device has no kernel for.
+    `host` are the rates of NumPy, which computes what the device has no kernel for.
     """
     limits = device.capabilities
     if any(node.primitive.kind is Kind.OPAQUE for node in topological(nodes)) and not limits.compiles:
@@ -42,7 +42,7 @@ def price(nodes: Sequence[Node], device: Device, rates: Rates, host: Rates) -> P
 def _seconds(group: Group, device: Device, rates: Rates, host: Rates) -> float:
     numpy = not device.capabilities.compiles
     if group.kind == "single" and not numpy and executables(device).kernels.lowering(group) is None:
-        # NumPy computes it: the device is waited for, and values go there and back.
+        # NumPy computes it: the host waits for the device, and values are copied in both directions.
         read = sum(node.nbytes for node in group.inputs)
         there = rates.program + rates.moving_seconds(read)
         return there + _work(group, host, numpy=True) + rates.moving_seconds(group.outputs[0].nbytes)
@@ -77,7 +77,7 @@ def _product_seconds(node: Node, rates: Rates, numpy: bool) -> float:
     if not each or not node.size:
         return 0.0
     if not numpy:
-        return rates.product_seconds(each * count)  # those of a batch run side by side
+        return rates.product_seconds(each * count)  # the products of a batch run in parallel
     dtype = node.inputs[0].dtype
     slower = 1 if dtype is float32 or dtype in HALF_PRECISION else 2 if dtype is float64 else _SLOW_PRODUCT
     return count * slower * rates.product_seconds(each)

@@ -1,1 +1,1 @@
-"""Drivers: one file or folder for each programming interface of devices, all with the same few verbs."""
+"""Drivers: a file or folder for each programming interface, all behind the interface in `driver.py`."""

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: what one process compiled, the next one loads. Bounded in bytes and in files."""
+"""Compiled kernels on disk, which later processes load. The number of bytes and of files is bounded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.errors import PenstockWarning
 
 _MAX_FILES = 4096
 _MAX_BYTES = 256 << 20
-_CHECK_BYTES = 32  # of a digest before the code, by which a damaged file is found
+_CHECK_BYTES = 32  # of the digest before the code, which detects damaged files
 
 
 class Binaries:
-    """Code by the text that it was compiled from. A file that cannot be read or written is none."""
+    """A cache of compiled code, by the text that it was compiled from. Errors of files are cache misses."""
 
     def __init__(
         self, folder: Path | None = None, max_files: int = _MAX_FILES, max_bytes: int = _MAX_BYTES
@@ -28,13 +28,13 @@ class Binaries:
         self._max_bytes = max_bytes
 
     def get(self, key: str) -> bytes | None:
-        """The code for a key, which names everything that the code depends on."""
+        """The code for a key, which contains everything that the code depends on."""
         name = _name(key)
         content = self._folder.read(name)
         if content is None:
             return None
         with suppress(OSError):
-            os.utime(self._folder.path / name)  # the oldest go first
+            os.utime(self._folder.path / name)  # the least recently used are removed first
         check, code = content[:_CHECK_BYTES], content[_CHECK_BYTES:]
         if hashlib.sha256(code).digest() == check:
             return code
@@ -48,16 +48,16 @@ class Binaries:
         return None
 
     def has(self, key: str) -> bool:
-        """Whether there is a file for a key, as far as one sees without reading it."""
+        """Whether there is a file for a key; it is not read, and may be damaged."""
         return (self._folder.path / _name(key)).is_file()
 
     def put(self, key: str, code: bytes) -> None:
-        """Keep code, whole or not at all: a process that reads meanwhile finds none."""
+        """Write code to disk, atomically: another process reads all of it or nothing."""
         if self._folder.write(_name(key), hashlib.sha256(code).digest() + code):
             self._trim()
 
     def _trim(self) -> None:
-        """Remove what was not used for longest, down to three quarters of a bound that is passed."""
+        """If a bound is exceeded, remove the least recently used files down to three quarters of it."""
         files = []
         for path in self._folder.path.iterdir():
             with suppress(OSError):  # another process may have removed it

@@ -1,12 +1,12 @@
-"""The interface that every driver fills in, and the plain records that pass through it.
+"""The interface that every driver implements, and the plain records that pass through it.
 
 The contract, on which the layers above rely:
 
 - A queue runs its commands in the order in which they were recorded. Two queues are ordered only by events.
-- Recording never waits for the device. A recorded command may start at once or at the next `flush`; it is
-  certain to run only after one, so nothing waits for an event whose queue was not flushed since.
-- A command that fails completes its event. `is_done` then says True, and `wait` and `failures` tell why.
-- Memory that a command touches must stay allocated until that command's event is done: the caller's duty.
+- Recording never waits for the device. A recorded command may start at once, but is certain to run only after
+  the next `flush`, so the queue of an event has to be flushed before anything waits for the event.
+- A command that fails completes its event: `is_done` returns True, and `failures` gives the reason.
+- The caller keeps memory that a command touches allocated until the event of the command is done.
 """
 
 from __future__ import annotations
@@ -25,40 +25,44 @@ from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 Bytes = npt.NDArray[np.uint8]
 Queue = Any  # a driver's own object
 Event = Any  # a driver's own object
-Waits = list[Event] | None  # what a command starts after, besides what comes before it on its queue
-Args = Sequence[Any]  # of a kernel, as the driver takes them
+Waits = list[Event] | None  # events that a command waits for, besides the commands before it on its queue
+Args = Sequence[Any]  # native arguments of a kernel
 # Text in the driver's language, or functions by name: of arrays on the host, library launches on CUDA.
 Source = str | Mapping[str, Callable[..., None]]
+
+at_end: list[Callable[[], None]] = []  # called when the process ends, after all devices are closed
 Grid = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a device can do. Layers above decide by these, never by a device's name."""
+    """What a device can do. The layers above decide by these, never by a device's name."""
 
-    description: str  # the device's name for people
+    description: str  # the device's name, for display
     vendor: str
     api: str  # programming interface and version, such as "OpenCL 3.0 PoCL"
     kind: Literal["gpu", "cpu", "accelerator", "host"]
     language: Literal["opencl", "cuda", "wgsl", "numpy"]  # what `compile` takes
     total_bytes: int
     max_allocation_bytes: int
-    offset_alignment: int  # bytes; where a view into a buffer may begin
-    shared_memory: bool  # host and device see the same memory: `map` costs no copy
+    offset_alignment: int  # bytes; offsets of views into a buffer are multiples of it
+    shared_memory: bool  # host and device share memory, so `map` needs no copy
     compute_units: int
     max_group_size: int
-    local_bytes: int  # memory that the threads of one group share
-    # How many float32 values a vector of one thread holds. It also tells which kernels a device gets: more
-    # than 1 means those for a CPU, where few threads do much; 1 means those for a GPU.
+    local_bytes: int  # shared memory of a workgroup
+    # How many float32 values a vector register holds. It also decides which kernels a device gets: more than
+    # 1 means those for CPUs, with few threads that each do much; 1 means those for GPUs.
     vector_width: int
     float16: bool
     float64: bool
     matmul_library: bool = False  # `compile` takes matrix products as launches of a library
-    tensor_cores: bool = False  # kernels may have CUDA's instructions for tiles of float16 and bfloat16
-    int64: bool = True  # kernels may have integers of 64 bits
-    max_buffers: int = 1 << 16  # that one kernel may take
-    binding_bytes: int = 1 << 62  # that each of them may have; a larger memory takes several
-    tf32: bool = False  # that library may round float32 to 10 bits of fraction before it multiplies
+    tensor_cores: bool = False  # kernels may use CUDA's instructions for tiles of float16 and bfloat16
+    int64: bool = True  # kernels may use 64-bit integers
+    max_buffers: int = 1 << 16  # arguments of a kernel
+    binding_bytes: int = 1 << 62  # the most of a buffer that an argument binds; larger buffers take several
+    tf32: bool = False  # the library may round float32 to 10 bits of fraction before it multiplies
+    # Its memory is not the host's, and a program may copy to pinned memory and back beside its kernels.
+    offloads: bool = False
 
     @property
     def compiles(self) -> bool:
@@ -67,33 +71,33 @@ class Capabilities:
 
     @property
     def contracts(self) -> bool:
-        """Whether a compiler may round a product and a sum after it once, as those of GPUs do."""
+        """Whether the compiler may contract a product and a sum to a fused multiply-add, as on GPUs."""
         return self.compiles and self.vector_width == 1
 
     @property
     def register_arrays(self) -> bool:
-        """Whether a thread of a GPU keeps arrays in registers, so that a kernel can add to many sums."""
+        """Whether a thread of a GPU keeps arrays in registers, so that kernels can hold many accumulators."""
         return self.vector_width == 1 and self.language in ("opencl", "cuda")
 
     @property
     def max_arena_bytes(self) -> int:
-        """The largest memory that takes one binding: in larger ones, every access chooses a binding."""
+        """The largest allocation that takes a single binding; beyond that, each access selects a binding."""
         return min(self.max_allocation_bytes, self.binding_bytes)
 
     def bindings(self, nbytes: int) -> int:
-        """How many of a kernel's buffers a memory of so many bytes takes."""
+        """How many bindings an allocation of so many bytes takes."""
         return max(1, -(-nbytes // self.binding_bytes))
 
 
 class LibraryLaunch(Protocol):
-    """Work of a library in place of a kernel: it enqueues itself, given native arguments."""
+    """A library's launch in place of a kernel: it enqueues itself, given native arguments."""
 
     def prepare(self, driver: Driver) -> None:
         """Called once, when it is compiled: it may allocate, measure and free."""
         ...
 
     def __call__(self, queue: int, *args: Any) -> None:
-        """Enqueue the work on a native queue. Nothing may wait or allocate: it may become part of a graph."""
+        """Enqueue the work on a native queue. It must not wait or allocate, since it may be captured."""
         ...
 
 
@@ -102,15 +106,15 @@ _serials = itertools.count()
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Memory:
-    """One allocation of a driver."""
+    """An allocation of a driver."""
 
-    native: Any  # what a kernel takes as argument
+    native: Any  # the argument that a kernel takes
     nbytes: int
-    host: Bytes | None  # the same bytes as an array, where the host can always see them
-    pinned: bool = False  # memory of the host that the device can reach by itself
-    serial: int = field(default_factory=_serials.__next__)  # which allocation it is, of all that there were
-    parts: Any = None  # native objects for parts of it, where a driver keeps any
-    # The pool's notes: how much was asked for, since when nobody holds it, and who used it last.
+    host: Bytes | None  # the same bytes as an array, if they are always mapped on the host
+    pinned: bool = False  # host memory that the device can access
+    serial: int = field(default_factory=_serials.__next__)  # unique among all allocations of the process
+    parts: Any = None  # native objects for parts of it, if the driver keeps any
+    # Set by the pool: the bytes that were requested, since when it is idle, and its last use.
     asked: int = field(init=False)
     idle_since: float = 0.0
     usage: Any = None
@@ -120,19 +124,19 @@ class Memory:
 
     @property
     def is_freed(self) -> bool:
-        """Whether its driver took it back."""
+        """Whether it was freed."""
         return self.native is None and self.host is None
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one launch of a kernel computes and moves, as a profile shows it."""
+    """What a launch of a kernel computes and moves, as a profile shows it."""
 
-    operations: int  # of arithmetic; a product of matrices has two for each pair of items
+    operations: int  # arithmetic operations; a matrix product has two for each pair of items
     read_bytes: int
     written_bytes: int
-    shapes: str  # of what goes in and comes out, for people
-    product: str = ""  # the dtype of the matrices that it multiplies; empty where it multiplies none
+    shapes: str  # of inputs and outputs, for display
+    product: str = ""  # the dtype of the matrices that it multiplies; empty if it multiplies none
 
     @property
     def nbytes(self) -> int:
@@ -151,14 +155,14 @@ class Kernel:
         self.native = native
         self.dtypes = parameter_dtypes(name, signature)
         self.buffer_slots = tuple(i for i, kind in enumerate(signature) if kind.endswith("*"))
-        self.cost: Cost | None = None  # of a launch, where that is known
+        self.cost: Cost | None = None  # of a launch, if it is known
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name}({', '.join(self.signature)})>"
 
 
 def parameter_dtypes(name: str, signature: Sequence[str]) -> list[np.dtype[Any]]:
-    """The NumPy dtype of each parameter, or a ValueError that names the one that has none."""
+    """The NumPy dtype of each parameter, or a ValueError that names the parameter that has none."""
     dtypes = []
     for position, kind in enumerate(signature):
         try:
@@ -172,7 +176,7 @@ def parameter_dtypes(name: str, signature: Sequence[str]) -> list[np.dtype[Any]]
 
 
 def check_parameter_count(name: str, count: int, signature: Sequence[str]) -> None:
-    """Raise CompileError where a kernel has not as many parameters as its signature."""
+    """Raise CompileError if the numbers of parameters of a kernel and its signature differ."""
     if count != len(signature):
         raise CompileError(
             f"kernel {name!r} has {count} parameters, and the signature ({', '.join(signature)}) has "
@@ -180,42 +184,43 @@ def check_parameter_count(name: str, count: int, signature: Sequence[str]) -> No
         )
 
 
-class Life:
-    """Which native objects of a driver are open, by `id`, and whether they may be touched."""
+class Handles:
+    """Which native objects of a driver are open, by `id`, and whether they may be used."""
 
     __slots__ = ("abandoned", "open")
 
     def __init__(self) -> None:
-        self.open: set[int] = set()  # every step on it is atomic: finalisers take no lock
-        self.abandoned = False  # after a fork
+        self.open: set[int] = set()  # its operations are atomic, because finalizers take no lock
+        self.abandoned = False  # in the child of a fork
 
 
 class Driver(ABC):
-    """One opened device. All calls may come from any thread; the layer above orders those on one queue."""
+    """An opened device. Any thread may call it; the layer above orders the calls for a queue."""
 
     name: str
     capabilities: Capabilities
     compute: Queue  # kernels
     incoming: Queue  # copies from the host, which need not wait for kernels
-    outgoing: Queue  # copies to the host and on the device, which mostly do
-    graphs: bool = False  # whether `capture` makes one launch of many
-    reaches_pinned: bool = False  # whether kernels take pinned memory like any other
-    times: bool = False  # whether `ran` tells when commands ran
+    outgoing: Queue  # copies to the host and on the device, which usually wait for kernels
+    graphs: bool = False  # whether `capture` is implemented
+    reaches_pinned: bool = False  # whether kernels take pinned memory as arguments
+    times: bool = False  # whether commands can be timed
+    rates: Any = None  # what a file says of a device that is not there (StepRates); others are measured
 
     def __init__(self, name: str, capabilities: Capabilities) -> None:
         self.name = name
         self.capabilities = capabilities
-        self._allocations: set[Memory] = set()  # not freed; every step on it is atomic and needs no lock
+        self._allocations: set[Memory] = set()  # not freed; its operations are atomic and need no lock
 
     # Memory
 
     @abstractmethod
     def allocate(self, nbytes: int, pinned: bool = False) -> Memory:
-        """Device memory, or host memory that the device reaches (`pinned`). Raises OutOfDeviceMemory."""
+        """Device memory, or host memory that the device can access (`pinned`). Raises OutOfDeviceMemory."""
 
     @abstractmethod
     def free(self, memory: Memory) -> None:
-        """Give `memory` back. No command may still touch it."""
+        """Free `memory`. No pending command may touch it."""
 
     @abstractmethod
     def view(self, memory: Memory, offset: int, nbytes: int) -> Any:
@@ -223,18 +228,26 @@ class Driver(ABC):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes allocated and not freed, counted apart from the layers above."""
+        """Bytes allocated and not freed, counted independently of the layers above."""
         return sum(memory.nbytes for memory in self._allocations.copy())
 
     def _no_memory(self, nbytes: int, reason: str) -> OutOfDeviceMemory:
         """The error of an allocation that the device refused."""
         largest = self.capabilities.max_allocation_bytes
-        hint = f"; one allocation may have {largest} bytes there" if nbytes > largest else ""
+        hint = f"; an allocation may have at most {largest} bytes there" if nbytes > largest else ""
         return OutOfDeviceMemory(f"{self.name} has no {nbytes} bytes ({reason}){hint}", asked=nbytes)
+
+    @staticmethod
+    def _host_bytes(nbytes: int) -> Bytes:
+        """Memory of the host. Raises OutOfDeviceMemory."""
+        try:
+            return np.empty(nbytes, np.uint8)
+        except (MemoryError, ValueError) as error:
+            raise OutOfDeviceMemory(f"the host has no {nbytes} bytes: {error}", asked=nbytes) from None
 
     @abstractmethod
     def native_handles(self) -> int:
-        """How many native objects are open, as the driver's own bookkeeping knows it."""
+        """How many native objects are open, by the driver's own count."""
 
     # Kernels
 
@@ -243,45 +256,53 @@ class Driver(ABC):
         """All kernels that `signatures` names, from one source. Raises CompileError."""
 
     def compile_ahead(self, source: str, signatures: Mapping[str, Sequence[str]]) -> None:
-        """Compile kernels that nobody needs yet, so that `has_compiled` tells of them."""
+        """Compile kernels for later use, after which `has_compiled` is True if they are kept on disk."""
         self.compile(source, signatures)
 
     @property
     def keeps_compiled(self) -> bool:
-        """Whether kernels that were compiled are kept on disk."""
+        """Whether compiled kernels are kept on disk."""
         return False
 
     def has_compiled(self, source: str) -> bool:
-        """Whether kernels of a source come from the disk, where an earlier process put them."""
+        """Whether the compiled kernels of a source are on disk."""
         return False
 
     def launch(
         self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
     ) -> Event:
-        """Record `grid` groups of `group` threads each. `args` are native."""
+        """Record a launch of `grid` workgroups of `group` threads each. `args` are native."""
         events: list[Event] = []
         self.replay(queue, (self.bind(kernel, grid, group, args),), waits, events)
         return events[0]
 
     @abstractmethod
     def bind(self, kernel: Kernel, grid: Grid, group: Grid, args: Args) -> Any:
-        """A launch with its arguments set once, to be recorded any number of times with `replay`."""
+        """A launch with its arguments, which `replay` can record any number of times."""
 
     @abstractmethod
     def rebind(self, bound: Any, position: int, dtype: np.dtype[Any], arg: Any) -> None:
-        """Change one native argument of a bound launch. What was recorded before keeps the old one."""
+        """Change a native argument of a bound launch. What was recorded before keeps the old value."""
 
     @abstractmethod
     def replay(self, queue: Queue, bound: Sequence[Any], waits: Waits, events: list[Event]) -> None:
         """Record bound launches in order, the first after `waits`, and append the event of each to `events`.
 
-        Where one is refused, the events of those before it are in the list, and the error is raised.
+        If a launch is refused, the error is raised after the events of the launches before it were appended.
         """
 
     def capture(self, bound: Sequence[Any], after: Sequence[Sequence[int]]) -> Any:
-        """A graph of bound launches, each replayed before, for `replay`. `rebind` of a launch changes it.
+        """A graph of bound launches, which `replay` takes like a launch. Each was replayed before.
 
-        `after` lists, for each launch, those that must have ended; others may run at the same time.
+        `rebind` of a launch changes the graph. `after` lists the launches that each launch depends on. Among
+        the launches may be copies, from `bind_copy`.
+        """
+        raise NotImplementedError(f"{self.name} has no graphs")
+
+    def bind_copy(self, target: Any, source: Any, nbytes: int) -> Any:
+        """A copy for `capture`, between device and pinned memory, each as a kernel takes it (`view`).
+
+        `rebind` changes the target at position 0, and the source at position 1.
         """
         raise NotImplementedError(f"{self.name} has no graphs")
 
@@ -299,48 +320,48 @@ class Driver(ABC):
     def copy(
         self, queue: Queue, target: Memory, to: int, source: Memory, start: int, nbytes: int, waits: Waits
     ) -> Event:
-        """Record a copy between two allocations, `start` to `to`, or two parts of one that do not overlap."""
+        """Record a copy from offset `start` of `source` to offset `to` of `target`; they must not overlap."""
 
     def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
-        """Shared memory only: the bytes themselves. No unfinished command may touch them."""
+        """The bytes of shared memory as an array. No pending command may touch them."""
         raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")
 
     def unmap(self, memory: Memory, mapped: Bytes) -> Event | None:
-        """End a `map`. The event, where there is one, is of a queue of the driver's own, and flushed."""
+        """End a `map`. If there is an event, it is of a queue that the driver has flushed."""
         raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")
 
     # Order and completion
 
     @abstractmethod
     def flush(self, queue: Queue) -> None:
-        """See to it that everything recorded will run without further calls."""
+        """Submit everything that was recorded, so that it runs without further calls."""
 
     @abstractmethod
     def is_done(self, event: Event) -> bool:
-        """Whether the command has finished, well or not. Never waits."""
+        """Whether the command has finished or failed. Never waits."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Return when the command has finished, well or not."""
+        """Wait until the command has finished or failed."""
 
     @abstractmethod
     def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
-        """Position and reason of each finished event whose command failed."""
+        """Position and reason of each event whose command has failed."""
 
     # Times
 
     def time_commands(self, on: bool) -> None:
-        """Start to note when commands run, or stop it. Nothing is pending.
+        """Start or stop timing commands. Nothing is pending.
 
-        The queues may be new objects afterwards. The commands of a graph have no times of their own.
+        The queues may be new objects afterwards. The commands of a graph are not timed separately.
         """
         if on:
             raise NotImplementedError(f"{self.name} does not tell when commands ran")
 
     def ran(self, event: Event) -> tuple[float, float] | None:
-        """When a finished command began and ended, in seconds of the host's `perf_counter`.
+        """Start and end of a finished command, in seconds of the host's `perf_counter`.
 
-        None of one that failed, or was recorded while nothing was noted.
+        None if it failed, or was recorded while commands were not timed.
         """
         return None
 
@@ -348,8 +369,8 @@ class Driver(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish all work. Native objects go with the last reference to them. Safe to call twice."""
+        """Finish all work. Native objects are released with their last reference. Safe to call twice."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """After a fork, in the child: never touch the native objects again, not even to release them."""
+        """In the child of a fork: never use the native objects any more, not even to release them."""

@@ -1,4 +1,4 @@
-"""Variables of the environment that native libraries read while they are loaded."""
+"""Environment variables that native libraries read while they are loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    """A variable inside the block, and what it was before for everything later, child processes too."""
+    """Set an environment variable inside the block, and restore it afterwards."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

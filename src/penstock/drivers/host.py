@@ -1,8 +1,8 @@
-"""The host driver: NumPy in this process. Oracle, last resort, and the device on which tests find hazards.
+"""The host driver: NumPy in this process. It is the oracle, the fallback, and a device for tests of hazards.
 
-Kernels are Python functions that take one array per buffer and one scalar per other parameter. Commands run
-as they are recorded, unless a `scheduler` is given: then they run as late as the contract in `driver.py`
-permits and, across queues, in an order that the scheduler draws; memory is poisoned when it comes and goes.
+Kernels are Python functions that take an array per buffer and a scalar per other parameter. Commands run when
+they are recorded, unless a `scheduler` is given: then they run as late as the contract in `driver.py` allows,
+in a random order across queues, and memory is filled with poison when it is allocated and freed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from penstock.drivers.driver import (
     Source,
     Waits,
 )
-from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
+from penstock.errors import CompileError, DeviceError
 
-_FRESH, _FREED = 0xA5, 0xDD  # what a scheduler's driver writes over memory that it allocates and frees
+_FRESH, _FREED = 0xA5, 0xDD  # poison of allocated and of freed memory
 
 
 @dataclass(slots=True, eq=False)
 class _Command:
-    """One recorded command, which is its own event."""
+    """A recorded command, which is its own event."""
 
     run: Callable[[], None] | None
     waits: Sequence[_Command]
@@ -58,11 +58,11 @@ class _Command:
                 self.error = f"a command that it waits for failed ({failed[0]})"
             else:
                 self.run()
-        except Exception as error:  # any failure of a kernel is the device's, told by its event
+        except Exception as error:  # any error of a kernel is a failure of the command, kept in its event
             self.error = f"{type(error).__name__}: {error}"
         if self.timed and not self.error:
             self.ran = start, perf_counter()
-        self.run, self.waits, self.done = None, (), True  # what the command held is free from here on
+        self.run, self.waits, self.done = None, (), True  # releases what the command references
 
 
 def _typed(arg: Any, dtype: np.dtype[Any]) -> Any:
@@ -87,15 +87,12 @@ class HostDriver(Driver):
     # Memory
 
     def allocate(self, nbytes: int, pinned: bool = False) -> Memory:
-        try:
-            array = np.empty(nbytes, np.uint8)
-        except (MemoryError, ValueError) as error:
-            raise OutOfDeviceMemory(f"the host has no {nbytes} bytes: {error}", asked=nbytes) from None
+        array = self._host_bytes(nbytes)
         if self._scheduler:
             array.fill(_FRESH)
         visible = pinned or self.capabilities.shared_memory
         memory = Memory(array, nbytes, array if visible else None, pinned)
-        self._allocations |= {memory}  # one step, after which no interrupt can come before the end
+        self._allocations |= {memory}  # unlike a call, it leaves no moment for an interrupt before the return
         return memory
 
     def free(self, memory: Memory) -> None:
@@ -170,15 +167,15 @@ class HostDriver(Driver):
         with self._lock:
             if self._scheduler and not event.done:
                 for _ in range(self._scheduler.randrange(3)):
-                    self._run_one()
+                    self._run_next()
             done: bool = event.done
             return done
 
     def wait(self, event: Event) -> None:
         with self._lock:
             while not event.done:
-                if not self._run_one():
-                    raise DeviceError("waits for a command that was never flushed, or for itself")
+                if not self._run_next():
+                    raise DeviceError("deadlock: the command, or what it waits for, was never flushed")
 
     def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
         return [(position, event.error) for position, event in enumerate(events) if event.error]
@@ -192,8 +189,8 @@ class HostDriver(Driver):
                 command.execute()
         return command
 
-    def _run_one(self) -> bool:
-        """Run one command that may run now; False if there is none."""
+    def _run_next(self) -> bool:
+        """Run a random command of those that are ready; False if there are none."""
         assert self._scheduler is not None
         ready = [
             queue
@@ -219,11 +216,11 @@ class HostDriver(Driver):
         with self._lock:
             for queue in self._queues:
                 self.flush(queue)
-            while self._scheduler and self._run_one():
+            while self._scheduler and self._run_next():
                 pass
 
     def abandon(self) -> None:
-        """NumPy survives a fork; there is nothing to leave alone."""
+        """Nothing to do: arrays can be used after a fork."""
 
 
 def host_capabilities(shared_memory: bool = True) -> Capabilities:

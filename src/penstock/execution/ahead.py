@@ -27,7 +27,7 @@ from penstock.graph.dtypes import bool_, float16, float32, int32, int64
 from penstock.graph.elementwise import PRIMITIVES, cast, like
 from penstock.graph.node import DType, Node, Shape, placeholder, topological
 from penstock.graph.reducing import argmax, expand, max_, min_, prod, sum_
-from penstock.graph.reference import number_key
+from penstock.graph.reference import constant_key
 from penstock.graph.shaping import concat, slice_
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.source import KernelSource, digest
@@ -197,7 +197,7 @@ class Ahead:
     def _sources(self, node: Node) -> list[KernelSource]:
         nodes = topological([node])
         inputs = [leaf for leaf in nodes if leaf.value is not None]
-        names = [number_key(part, name) for part in nodes for name in part.primitive.constants]
+        names = [constant_key(part, name) for part in nodes for name in part.primitive.constants]
         target = Target(
             self._device.name, self._device.capabilities, self._kernels.shared_lowering, fuses=False
         )

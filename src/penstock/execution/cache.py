@@ -9,17 +9,20 @@ time or small. Several small operations that come again and again get a kernel, 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
 
-from penstock.compiler.pipeline import compile_graph, prepare
+from penstock.compiler.pipeline import budget_levels, compile_graph, prepare
 from penstock.compiler.schedule import Schedule
-from penstock.compiler.target import Target
+from penstock.compiler.target import Budget, Target
+from penstock.errors import OutOfDeviceMemory
 from penstock.execution.ahead import Ahead
 from penstock.execution.executable import Executable, kernel_sources
 from penstock.execution.host_program import HostProgram
+from penstock.execution.hosting import Residents
+from penstock.execution.memory_plan import MemoryPlan
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
@@ -28,6 +31,9 @@ from penstock.kernels.cache import KernelCache
 from penstock.kernels.source import KernelSource
 from penstock.lru import LRU
 from penstock.runtime import Device
+
+# Inputs of a program, by number, that are state: what holds the value of each at the time.
+StateNodes = Mapping[int, Callable[[], Node]]
 
 _MAX_PROGRAMS = 256
 _MAX_HOST_PROGRAMS = 1024
@@ -106,11 +112,12 @@ class ExecutableCache:
         So all rows of a matrix, one after the other, are computed by one program. On CPUs only, where bits do
         not depend on it.
         """
-        can = self._device.capabilities
-        if self._forced or can.contracts or structure.far or structure.largest >= MIN_ITEMS:
-            return []
+        if self._forced or self._device.capabilities.contracts or self.seen(structure):
+            return []  # before anything that walks the graph: this is asked at every realisation
         times = self._sliced.use(structure.key) or 0
-        if times == _MAX_SLICED or self.seen(structure) or structure.small(seen=False):
+        if times == _MAX_SLICED or structure.far or structure.largest >= MIN_ITEMS:
+            return []
+        if structure.small(seen=False):
             return []
         self._sliced[structure.key] = times + 1
         return structure.slices
@@ -135,7 +142,7 @@ class ExecutableCache:
         """
         key = structure.key
         program = self._programs.use(key)
-        if program is not None:
+        if program is not None and self._in_budget(program.schedule):
             return program
         bridge = self._bridges.use(key)
         if not repeated:
@@ -231,13 +238,13 @@ class ExecutableCache:
     def schedule(self, structure: Structure) -> Schedule:
         """The schedule of a structure; kept until there is a program of it."""
         program = self._programs.get(structure.key)
-        if program is not None:
+        if program is not None and self._in_budget(program.schedule):
             return program.schedule
         schedule = self._schedules.use(structure.key)
-        if schedule is None:
+        if schedule is None or not self._in_budget(schedule):
             start = perf_counter()
             nodes, inputs = prepare(structure.wanted, structure.inputs)
-            schedule = compile_graph(nodes, inputs, structure.numbers, self._target())
+            schedule = self._compiled(nodes, inputs, structure.numbers)
             self._schedules[structure.key] = schedule
             self._note_built(start)
         return schedule
@@ -247,16 +254,86 @@ class ExecutableCache:
         nodes, inputs = prepare(structure.wanted, structure.inputs)
         return compile_graph(nodes, inputs, structure.numbers, self._target(fuses=False))
 
-    def _target(self, fuses: bool = True) -> Target:
+    def _target(self, fuses: bool = True, budget: Budget | None = None) -> Target:
         lower = self.kernels.lowering if fuses else self.kernels.shared_lowering
-        return Target(self._device.name, self._device.capabilities, lower, fuses=fuses)
+        device = self._device
+        return Target(device.name, device.capabilities, lower, budget, fuses, lambda: device.link_cost)
 
-    def build(self, structure: Structure, aliases: Mapping[int, int] | None = None) -> Executable:
-        """A new executable. `aliases` names wanted nodes that should be written over inputs, by numbers."""
+    def budget(self, results: int = 1, state: StateNodes | None = None) -> Budget | None:
+        """The memory of the device as a program finds it; None where it has no limit.
+
+        `state`: inputs that may lie at the host between runs.
+        """
+        limit = self._device.limit_bytes
+        return None if limit is None else self._budget(limit, results, state)
+
+    def _budget(self, limit: int, results: int, state: StateNodes | None) -> Budget:
+        held = self._device.held_bytes()
+        if not state or not self._device.capabilities.offloads:
+            return Budget(limit, held, results)
+        own = Residents({at: node() for at, node in state.items()}, self._device)
+        return Budget(limit, held + own.away_bytes, results, own.numbers, own.freed)
+
+    def _in_budget(self, schedule: Schedule) -> bool:
+        """Whether a schedule can run within the limit now, and keeps all values where there is none."""
+        budget = self.budget()
+        if budget is None:
+            return not schedule.recomputed and not schedule.moved
+        return budget.held + schedule.taken_bytes <= budget.limit
+
+    def _compiled(
+        self,
+        nodes: Sequence[Node],
+        inputs: Sequence[Node],
+        constants: Mapping[Constant, int],
+        aliases: Mapping[int, int] | None = None,
+        results: int = 1,
+        state: StateNodes | None = None,
+    ) -> Schedule:
+        """The schedule of a prepared graph within the limit of the device."""
+        budget = self.budget(results, state)
+        try:
+            return compile_graph(nodes, inputs, constants, self._target(budget=budget), aliases)
+        except OutOfDeviceMemory:
+            if budget is None:
+                raise
+        self._device.make_room()
+        budget = self.budget(results, state)
+        try:
+            return compile_graph(nodes, inputs, constants, self._target(budget=budget), aliases)
+        except OutOfDeviceMemory as error:
+            # What moves is no state of this program.
+            if state is None and self._device.capabilities.offloads and self._device.spill():
+                return self._compiled(nodes, inputs, constants, aliases, results)
+            raise self._device.with_owners(error) from None
+
+    def build(
+        self,
+        structure: Structure,
+        aliases: Mapping[int, int] | None = None,
+        state: StateNodes | None = None,
+    ) -> Executable:
+        """A new executable. `aliases` names wanted nodes that should be written over inputs, by numbers.
+
+        `state`: inputs that the caller puts where the executable expects them, at the host or on the device.
+        """
         start = perf_counter()
         nodes, inputs = prepare(structure.wanted, structure.inputs)
         self._note_built(start)
-        return self.compile(nodes, inputs, structure.numbers, aliases)
+        return self.compile(nodes, inputs, structure.numbers, aliases, state)
+
+    def memory_plan(
+        self,
+        structure: Structure,
+        aliases: Mapping[int, int] | None = None,
+        state: StateNodes | None = None,
+    ) -> MemoryPlan:
+        """What `build` would take under budgets from none to the smallest."""
+        nodes, inputs = prepare(structure.wanted, structure.inputs)
+        self._device.make_room()  # so that nothing counts that nobody needs, as where a budget is refused
+        budget = self._budget(self._device.capabilities.total_bytes, 2, state)
+        levels = budget_levels(nodes, inputs, structure.numbers, self._target(budget=budget), aliases)
+        return MemoryPlan.of(self._device, budget.held, levels)
 
     def compile(
         self,
@@ -264,10 +341,14 @@ class ExecutableCache:
         inputs: Sequence[Node],
         constants: Mapping[Constant, int],
         aliases: Mapping[int, int] | None = None,
+        state: StateNodes | None = None,
     ) -> Executable:
-        """The executable of a prepared graph; see `compile_graph`."""
+        """The executable of a prepared graph; see `compile_graph`.
+
+        Whoever has it run again may still hold the results of the last run, so there are two of each.
+        """
         start = perf_counter()
-        schedule = compile_graph(nodes, inputs, constants, self._target(), aliases)
+        schedule = self._compiled(nodes, inputs, constants, aliases, results=2, state=state)
         built = Executable(schedule, self._device, self.kernels)
         self._note_built(start)
         return built

@@ -6,9 +6,9 @@ memory: buffers of the last run are known by their allocation's number only.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +23,8 @@ from penstock.compiler.launches import (
 )
 from penstock.compiler.schedule import Copy, Location, Schedule, Step
 from penstock.drivers.driver import Kernel
+from penstock.execution.hosting import on_device
+from penstock.execution.run_buffers import RunBuffers
 from penstock.graph.node import Array, Node
 from penstock.graph.reference import computed
 from penstock.kernels.cache import KernelCache
@@ -32,9 +34,13 @@ from penstock.kernels.source import ALIGNMENT, KernelSource
 from penstock.memory.buffer import Buffer
 from penstock.plan.arenas import ArenaPlan
 from penstock.runtime import Device
-from penstock.stream.stream import Program as Launches
+from penstock.stream.program import CopyEnds
+from penstock.stream.program import Program as Launches
+from penstock.stream.queue import BufferSizes
+from penstock.stream.recorder import Launch
 from penstock.stream.stream import Stream
 
+_MAX_DIRECT = 1  # launches; more are one CUDA graph
 _MAX_ARRANGEMENTS = 4  # for which kernels are fused; in others, every buffer is an argument of its own
 
 
@@ -46,7 +52,8 @@ def kernel_sources(schedule: Schedule, device: Device, cache: KernelCache) -> li
         calls = [call for part in parts if isinstance(part, list) for call in part if isinstance(call, Call)]
     else:
         launches = arranged(parts, schedule, can, (), cache.sizes)
-        calls = [call for part in launches if isinstance(part, list) for call in part]
+        items = [item for part in launches if isinstance(part, list) for item in part]
+        calls = [item for item in items if isinstance(item, Call)]
     functions = _functions(schedule)
     return [call.source for call in calls if call.source.name not in functions]
 
@@ -71,17 +78,19 @@ class Executable:
         self._cache = cache
         self._parts = launch_parts(schedule, device.capabilities)
         self._functions = _functions(schedule)
-        self._run_buffers = _RunBuffers(schedule, fused_buffers(self._parts))
+        self._run_buffers = RunBuffers(schedule, fused_buffers(self._parts))
         self._segments: dict[Arrangement | None, list[_Segment | Step | Copy]] = {}
         self._current: list[_Segment | Step | Copy] = []  # those of the last run
         if not self._run_buffers.fused:
             self._segments[()] = self._bound(())
-        self._arena_bytes = [schedule.buffers[arena].nbytes for arena in schedule.arenas]
+        self._offloads = device.capabilities.offloads  # so that inputs may lie at the host
+        self._arena_bytes = schedule.arena_bytes
         self._output_bytes = [schedule.buffers[output].nbytes for output in schedule.outputs]
         # All launches, where they follow one another and each buffer is an argument of its own.
         parts = self._segments.get((), [])
         self._only = parts[0] if len(parts) == 1 and isinstance(parts[0], _Segment) else None
         self._has_arenas = self._only is not None and self._only.touches(schedule.arenas)
+        self._direct = None if self._only is None else self._only.direct(schedule)
         self._shared = [
             buffer for buffer, shared in zip(schedule.results, schedule.shared, strict=True) if shared
         ]
@@ -106,8 +115,12 @@ class Executable:
     ) -> list[Buffer]:
         """The values of the wanted nodes, from buffers of the inputs and the constants.
 
-        `aliases` names wanted values that are written over inputs.
+        `aliases` names wanted values that are written over inputs. Some, `schedule.hosted`, lie at the host.
         """
+        if self._offloads and not self.schedule.hosted:
+            inputs = on_device(inputs, self.device)
+        if self._direct is not None and aliases is None:
+            return self._run_direct(self._direct, inputs, numbers)
         if self._only is not None and aliases is None:
             return self._run_only(self._only, inputs, numbers)
         with self.device.running:
@@ -117,9 +130,8 @@ class Executable:
             same = aliases is not None and aliases is state.aliases
             if not same:
                 state.set_outputs(aliases)
-            empty = self.device.empty
             buffers = [arena, *inputs]
-            buffers += [empty(nbytes) if given < 0 else inputs[given] for given, nbytes in state.outputs]
+            buffers += [self._new(at) if given < 0 else inputs[given] for at, given in state.outputs]
             buffers += more_arenas
             places = [buffer.place for buffer in buffers]
             moved, regrouped = state.moved(places, same)
@@ -132,6 +144,11 @@ class Executable:
         for at in self._shared:
             buffers[at].shared = True
         return [buffers[at] for at in self.schedule.results]
+
+    def _new(self, output: int) -> Buffer:
+        """Memory for a result."""
+        spec = self.schedule.buffers[output]
+        return (self.device.layers().hosted if spec.hosted else self.device.empty)(spec.nbytes)
 
     def _run_only(self, segment: _Segment, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
         """The same for launches that follow one another, with nothing to find out before them."""
@@ -150,6 +167,30 @@ class Executable:
                 raise
             self._current = self._segments[()]
             self._run_buffers.places = []  # which are those of another run
+        for at in self._shared:
+            buffers[at].shared = True
+        return [buffers[at] for at in self.schedule.results]
+
+    def _run_direct(
+        self, launches: Sequence[_DirectLaunch], inputs: Sequence[Buffer], numbers: Sequence[Any]
+    ) -> list[Buffer]:
+        """The same for few launches, which get all of their arguments: there is nothing to compare."""
+        device = self.device
+        with device.running:
+            self.wrote = False  # nor will it be: nothing is written but new buffers
+            arena, *more_arenas = self._arenas() if self._has_arenas else [None]
+            buffers: list[Any] = [arena, *inputs]
+            for nbytes in self._output_bytes:
+                buffers.append(device.empty(nbytes))
+            buffers += more_arenas
+            for launch in launches:
+                touched = [buffers[slot] for slot in launch.slots]
+                native = [buffer.native for buffer in touched]
+                native += launch.scalars
+                for constant in launch.constants:
+                    native.append(numbers[constant])
+                device.stream.launch_native(launch.command, native, touched)
+            self._current = self._segments[()]
         for at in self._shared:
             buffers[at].shared = True
         return [buffers[at] for at in self.schedule.results]
@@ -174,11 +215,19 @@ class Executable:
             raise
 
     def _arenas(self) -> list[Buffer]:
-        """Memory for temporaries. The device's may be larger than a kernel's argument can be."""
+        """Memory for temporaries, and the host's for what is moved there.
+
+        The device's may be larger than a kernel's argument can be.
+        """
         most = self.device.capabilities.max_arena_bytes
+        arenas = self.device.scratch(self._arena_bytes, self.schedule.result_bytes)
+        host = self.schedule.host_bytes
         return [
-            arena if arena.nbytes <= most else arena.part(0, nbytes)
-            for arena, nbytes in zip(self.device.scratch(self._arena_bytes), self._arena_bytes, strict=True)
+            *(
+                arena if arena.nbytes <= most else arena.part(0, nbytes)
+                for arena, nbytes in zip(arenas, self._arena_bytes, strict=True)
+            ),
+            *([self.device.layers().host_memory(host)] if host else []),
         ]
 
     def _arranged(self, arrangement: Arrangement) -> list[_Segment | Step | Copy]:
@@ -194,7 +243,8 @@ class Executable:
         """Runs of kernels, each bound at its first use, and the steps between them."""
         capabilities = self.device.capabilities
         parts = arranged(self._parts, self.schedule, capabilities, arrangement, self._cache.sizes)
-        sources = [call.source for part in parts if isinstance(part, list) for call in part]
+        items = [item for part in parts if isinstance(part, list) for item in part]
+        sources = [item.source for item in items if isinstance(item, Call)]
         kernels = iter(self._cache.kernels(sources, self._functions))
         return [
             _Segment(part, kernels, dependencies(self.schedule, part, self._functions))
@@ -206,14 +256,8 @@ class Executable:
     # Steps without a kernel
 
     def _copy(self, step: Copy, buffers: Sequence[Buffer]) -> None:
-        (target, to), (source, start) = step.target, step.source
-        self.device.copy(
-            buffers[target],
-            buffers[source],
-            step.nbytes,
-            target_offset=to * ALIGNMENT,
-            source_offset=start * ALIGNMENT,
-        )
+        target, to, source, start = _ends(step, buffers)
+        self.device.copy(target, source, step.nbytes, target_offset=to, source_offset=start)
 
     def _on_host(self, step: Step, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
         """A node by NumPy: its inputs are read, and its result written, where they lie."""
@@ -238,88 +282,44 @@ class Executable:
         return self.device.download(buffers[buffer], node.dtype, node.shape, offset * ALIGNMENT).wait()
 
 
-class _RunBuffers:
-    """Where the buffers of the last run lay, and what differs in the next."""
+def _ends(step: Copy, buffers: Sequence[Buffer]) -> CopyEnds:
+    (target, to), (source, start) = step.target, step.source
+    return CopyEnds(buffers[target], to * ALIGNMENT, buffers[source], start * ALIGNMENT)
 
-    def __init__(self, schedule: Schedule, fused: Sequence[int]) -> None:
-        self._schedule = schedule
-        self.fused = fused  # buffers of horizontally fused kernels
-        self._fused = frozenset(fused)
-        self._numbers = schedule.outputs
-        self._inputs_end = schedule.outputs.start
-        self.aliases: Mapping[int, int] | None = None
-        self.outputs: list[tuple[int, int]] = []  # for each: the input that it takes or -1, its bytes
-        self._fresh: list[int] = []  # outputs that take none
-        self.places: list[tuple[int, int]] = []  # of each buffer: its allocation's number, and its offset
-        self.allocations: list[tuple[int, bool]] = []  # a buffer of each; False: it stands for itself only
-        self._distinct = 0  # allocations among the buffers
-        self._alone: set[int] = set()  # buffers at the start of an allocation that no other lies in
 
-    def set_outputs(self, aliases: Mapping[int, int] | None) -> None:
-        """Note which inputs the outputs are written over from now on."""
-        self.aliases = aliases
-        results = self._schedule.results
-        taken = {results[wanted]: given for wanted, given in (aliases or {}).items()}
-        self.outputs = [(taken.get(at, -1), self._schedule.buffers[at].nbytes) for at in self._numbers]
-        self._fresh = [at for at in self._numbers if at not in taken]
+@dataclass(frozen=True, slots=True)
+class _DirectLaunch:
+    """A launch that gets all of its arguments each time: where they come from, in their order."""
 
-    def moved(self, places: list[tuple[int, int]], same: bool) -> tuple[list[int] | None, bool]:
-        """The buffers that do not lie where they did in the last run; None: all may have moved.
-
-        `same`: outputs take the inputs that they took then. The second result is whether other buffers than
-        before may lie in one allocation.
-        """
-        last, end, arenas = self.places, self._inputs_end, self._numbers.stop
-        if not last:
-            return None, True
-        same = same and places[:end] == last[:end] and places[arenas:] == last[arenas:]
-        candidates = self._fresh if same else range(len(places))
-        moved = [at for at in candidates if places[at] != last[at]]
-        if self._fused.isdisjoint(moved):
-            return moved, True
-        # A buffer that had an allocation to itself, and has one again, is found there in the same way.
-        alone = all(at in self._alone and not places[at][1] for at in moved)
-        if not alone or len({serial for serial, _ in places}) != self._distinct:
-            return None, True
-        taken = [len(places) + number for number, (at, _) in enumerate(self.allocations) if at in moved]
-        return moved + taken, False
-
-    def arrange(self, buffers: Sequence[Buffer]) -> Arrangement:
-        """Find the allocations that horizontally fused kernels take, beside the buffers."""
-        allocations: list[tuple[int, bool]] = []
-        numbers: dict[Any, int] = {}
-        result = []
-        for at in self.fused:
-            buffer = buffers[at]
-            offset = buffer.offset
-            aligned = not offset % ALIGNMENT
-            key = buffer.memory.serial if aligned else buffer
-            number = numbers.get(key)
-            if number is None:
-                number = numbers[key] = len(allocations)
-                allocations.append((at, aligned))
-            result.append((number, offset // ALIGNMENT if aligned else 0))
-        self.allocations = allocations
-        counts = Counter(buffer.place[0] for buffer in buffers)
-        self._distinct = len(counts)
-        self._alone = {
-            at for at, buffer in enumerate(buffers) if counts[buffer.place[0]] == 1 and not buffer.offset
-        }
-        return tuple(result)
+    command: Launch
+    slots: list[int]
+    scalars: list[int]
+    constants: Sequence[int]
 
 
 class _Segment:
-    """Launches that follow one another, and the arguments of theirs that change from run to run."""
+    """Launches that follow one another, and the arguments of theirs that change from run to run.
+
+    Among them may be copies, which run beside them.
+    """
 
     def __init__(
-        self, calls: Sequence[Call], kernels: Iterator[Kernel], after: Sequence[Sequence[int]]
+        self, calls: Sequence[Call | Copy], kernels: Iterator[Kernel], after: Sequence[Sequence[int]]
     ) -> None:
         """`after`: the calls that each must follow."""
+        self._calls = calls
         self._after = after
         self._launches: list[tuple[Any, Any, Any, list[Any]]] = []  # kernel, grid, group, arguments
         self._slots: dict[int, list[tuple[int, int]]] = {}  # where each buffer goes: (launch, position)
         self._places: dict[int, list[tuple[int, int]]] = {}  # where each constant goes
+        self._copies: dict[int, Copy] = {}  # by their number among the calls
         for number, call in enumerate(calls):
+            if isinstance(call, Copy):
+                self._copies[number] = call
+                self._launches.append(("copy", call.nbytes, None, []))
+                self._slots.setdefault(call.target[0], [])
+                self._slots.setdefault(call.source[0], [])
+                continue
             units = [unit for _, unit in call.locations] if call.source.placed else []
             args: list[Any] = [None] * len(call.locations) + units + [*call.scalars]
             for position, (slot, _) in enumerate(call.locations):
@@ -337,7 +337,7 @@ class _Segment:
         self._held: list[int] = []  # one slot of each memory: parts of one are in use as long as any of them
         self._alone: set[int] = set()  # slots that no other shares its memory with
         self._last_numbers: Sequence[Any] = ()
-        self.launches = len(self._launches)
+        self.launches = len(self._launches) - len(self._copies)
 
     def run(
         self,
@@ -358,6 +358,21 @@ class _Segment:
         known = moved is not None and self._in_force
         slots = [slot for slot in moved or () if slot in self._slots] if known else self._slots
         self._replay(device.stream, slots, [buffers[slot] for slot in self._held], buffers, numbers)
+
+    def direct(self, schedule: Schedule) -> list[_DirectLaunch] | None:
+        """Its launches, if they are so few that setting every argument costs less than comparing them."""
+        if len(self._calls) > _MAX_DIRECT:
+            return None
+        result = []
+        for call, (kernel, grid, group, args) in zip(self._calls, self._launches, strict=True):
+            if isinstance(call, Copy):
+                return None
+            slots = [slot for slot, _ in call.locations]
+            sizes = BufferSizes(schedule.buffers[slot].nbytes for slot in slots)
+            scalars = args[len(slots) : len(args) - len(call.constants)]
+            if 0 not in grid:
+                result.append(_DirectLaunch((kernel, grid, group, sizes), slots, scalars, call.constants))
+        return result
 
     def touches(self, slots: Iterable[int]) -> bool:
         """Whether a launch takes one of these buffers."""
@@ -386,7 +401,8 @@ class _Segment:
         if stale or numbers is not last:
             changes += [(places, numbers[at]) for at, places in self._places.items()]
         self._in_force = False  # until all of them are set: an interrupt may come between any two
-        stream.replay(self._bound, tuple(touched), changes)
+        copies = {number: _ends(step, buffers) for number, step in self._copies.items()}
+        stream.replay(self._bound, tuple(touched), changes, copies)
         for slot in changed:
             memories[slot] = buffers[slot].place
         self._last_numbers = numbers

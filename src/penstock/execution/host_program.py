@@ -13,9 +13,10 @@ from penstock.execution.structure import Structure
 from penstock.graph.bounds import BOUNDED, Bound
 from penstock.graph.calls import detached
 from penstock.graph.node import Array, Node, topological
-from penstock.graph.reference import Evaluator, evaluator, number_key
+from penstock.graph.reference import Evaluator, constant_key, evaluator
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
+from penstock.stream.hostview import HostView
 
 _FEW_ITEMS = 256  # of a value that is kept for the next run
 
@@ -49,7 +50,7 @@ class HostProgram:
             (
                 node,
                 evaluator(node),
-                [(name, structure.numbers[number_key(node, name)]) for name in node.primitive.constants],
+                [(name, structure.numbers[constant_key(node, name)]) for name in node.primitive.constants],
                 ended.get(node, ()),
             )
             for node in self.nodes
@@ -60,33 +61,45 @@ class HostProgram:
     ) -> list[Buffer]:
         """The values of the wanted nodes, from buffers of the inputs, constants, and what indices are for."""
         device = self._device
-        recorders, at_hand = device.stream.recorders, device.layers().transfers.at_hand
-        start = perf_counter() if recorders else 0.0
+        at_hand = device.layers().transfers.at_hand
+        start = perf_counter()
         self.runs += 1
         if numbers is not self._numbers:
             self._numbers, self._last = numbers, {}
         values: dict[Node, Array] = {}
-        with ExitStack() as views:
-            for (node, dtype, shape), buffer in zip(self._kinds, inputs, strict=True):
-                # The device's own memory, since values never change.
-                array = at_hand(buffer, dtype, shape)
-                if array is None:
-                    array = views.enter_context(device.view(buffer, dtype, shape))
+        pending: list[tuple[Node, HostView]] = []
+        for (node, dtype, shape), buffer in zip(self._kinds, inputs, strict=True):
+            # The device's own memory, since values never change.
+            array = at_hand(buffer, dtype, shape)
+            if array is None:
+                pending.append((node, device.view(buffer, dtype, shape)))
+            else:
                 values[node] = array
-            with np.errstate(all="ignore"):
-                for node, evaluate, constants, ended in self._steps:
-                    given = [values[parent] for parent in node.inputs]
-                    if constants:
-                        values[node] = self._with_constants(node, evaluate, constants, given, numbers)
-                    elif node in self._bounds:  # an error names the line that recorded it this time
-                        values[node] = evaluate(given, {"bound": bounds[self._bounds[node]]})
-                    else:
-                        values[node] = evaluate(given, node.attributes)
-                    for parent in ended:
-                        del values[parent]
-            for recorder in recorders:
-                recorder.computed_by_host(" ".join(names(self.nodes)), start, perf_counter())
-            return [device.upload(np.ascontiguousarray(values[node])) for node in self._wanted]
+        if not pending:
+            return self._computed(values, numbers, bounds, start)
+        with ExitStack() as views:
+            for node, view in pending:
+                values[node] = views.enter_context(view)
+            return self._computed(values, numbers, bounds, start)
+
+    @np.errstate(all="ignore")
+    def _computed(
+        self, values: dict[Node, Array], numbers: Sequence[Any], bounds: Sequence[Bound], start: float
+    ) -> list[Buffer]:
+        """The same from the values of the inputs; `start` is when the run began."""
+        for node, evaluate, constants, ended in self._steps:
+            given = [values[parent] for parent in node.inputs]
+            if constants:
+                values[node] = self._with_constants(node, evaluate, constants, given, numbers)
+            elif node in self._bounds:  # an error names the line that recorded it this time
+                values[node] = evaluate(given, {"bound": bounds[self._bounds[node]]})
+            else:
+                values[node] = evaluate(given, node.attributes)
+            for parent in ended:
+                del values[parent]
+        for recorder in self._device.stream.recorders:
+            recorder.computed_by_host(" ".join(names(self.nodes)), start, perf_counter())
+        return [self._device.upload(values[node]) for node in self._wanted]
 
     def _with_constants(
         self,

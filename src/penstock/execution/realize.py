@@ -44,10 +44,10 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
             repeated = True
         alone = single(nodes[0]) if len(nodes) == 1 and device.runs_programs else None
         if alone is not None:
-            known = executables(device).singles.use(alone.key)
+            known = (device.executables or executables(device)).singles.use(alone.key)
             if known is not None:
-                (value,) = known.run(alone.inputs, alone.numbers)
-                nodes[0].settle(value)
+                (value,) = known.run(alone.inputs, alone.constants)
+                nodes[0].set_value(value)
                 return
         several = dict.fromkeys(nodes) if len(nodes) > 1 else nodes
         wanted = [node for node in several if node.value is None and not _alias(node)]
@@ -62,7 +62,7 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
         compute = _told if device.stream.recorders else _computed
         buffers, program = compute(structure, device, repeated)
         for node, buffer in zip(wanted, buffers, strict=False):
-            node.settle(buffer)
+            node.set_value(buffer)
         if alone is not None and alone.is_all_of(structure):
             executables(device).keep_single(alone.key, structure, program)
         if structure.unchecked:
@@ -124,7 +124,7 @@ def _alias(node: Node) -> bool:
     if known is None:
         return False
     known.shared = True
-    node.settle(known)
+    node.set_value(known)
     return True
 
 

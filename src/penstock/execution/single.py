@@ -10,7 +10,7 @@ from penstock.graph.bounds import BOUNDED
 from penstock.graph.calls import RESULT
 from penstock.graph.elementwise import FULL
 from penstock.graph.node import Node
-from penstock.graph.reference import Constant, number_key, numbers
+from penstock.graph.reference import Constant, constant_key, constant_values
 from penstock.graph.shaping import RESHAPE
 from penstock.memory.buffer import Buffer
 
@@ -21,28 +21,20 @@ _MOST_DEPTH = 64  # of nodes, with those of subgraphs
 class Single:
     """A small expression, and what it is computed from."""
 
-    __slots__ = ("_constants", "_nodes", "key")
+    __slots__ = ("_keys", "_nodes", "constants", "inputs", "key")
 
     def __init__(self, key: Hashable, nodes: list[Node], constants: tuple[Constant, ...]) -> None:
         self.key = key  # what it is, whatever the values are
+        self.inputs: list[Buffer] = [node.value for node in nodes]  # which its program takes, with
+        self.constants: tuple[Any, ...] = constant_values(constants) if constants else ()
         self._nodes = nodes
-        self._constants = constants
-
-    @property
-    def inputs(self) -> list[Buffer]:
-        """The buffers that its program takes."""
-        return [node.value for node in self._nodes]
-
-    @property
-    def numbers(self) -> tuple[Any, ...]:
-        """The numbers that its program takes."""
-        return numbers(self._constants) if self._constants else ()
+        self._keys = constants
 
     def is_all_of(self, structure: Structure) -> bool:
         """Whether the program of a structure takes these inputs and numbers, and tells of no index."""
         if structure.unchecked or structure.inputs != self._nodes:
             return False
-        return tuple(structure.numbers) == self._constants
+        return tuple(structure.numbers) == self._keys
 
 
 def single(node: Node) -> Single | None:
@@ -81,7 +73,7 @@ def _describe(node: Node, key: list[Any], inputs: list[Node], constants: dict[Co
             return _describe(node, key, inputs, constants)
         primitive = node.primitive
     if primitive is FULL:
-        constant = number_key(node, "number")
+        constant = constant_key(node, "number")
         key += (FULL, node.shape, node.dtype.name, constants.setdefault(constant, len(constants)))
         return True
     parents = node.inputs

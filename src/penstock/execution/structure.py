@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +12,10 @@ from penstock.graph.calls import CALL, RESULT, Subgraph, inline
 from penstock.graph.decompose import decompose
 from penstock.graph.elementwise import FULL
 from penstock.graph.node import Kind, Node, topological
-from penstock.graph.reference import number_key, numbers
+from penstock.graph.reference import constant_key, constant_values
 from penstock.graph.rounding import is_exact
 from penstock.graph.shaping import SLICE
+from penstock.lru import Key
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.watching import Watched
@@ -46,7 +47,7 @@ class Structure:
         ends: tuple[int | None, ...] = tuple([position[node] for node in wanted])
         if self.unchecked:
             ends += (None, *(position[node] for node in self.unchecked))
-        self.key: Hashable = (tuple(self._parts), ends)
+        self.key = Key((tuple(self._parts), ends))
 
     def _walk(self, wanted: Sequence[Node], target: Capabilities | None) -> bool:
         """Number the nodes, each after its inputs, and say what each is.
@@ -61,39 +62,38 @@ class Structure:
         self._parts: list[Any] = []
         self._calls = False
         position, parts, constants = self._position, self._parts, self.numbers
-        stack = list(reversed(wanted))
+        stack: list[Any] = [*reversed(wanted)]  # None: the inputs of the node before it have their numbers
         while stack:
-            node = stack[-1]
-            if node in position:
-                stack.pop()
-                continue
-            if node.value is not None:
-                stack.pop()
-                position[node] = len(parts)
-                self.inputs.append(node)
-                parts.append((node.shape, node.dtype))
-                continue
-            inputs = node.inputs
-            if inputs:
-                missing = [parent for parent in inputs if parent not in position]
-                if missing:
-                    missing.reverse()
-                    stack += missing
+            node = stack.pop()
+            if node is None:
+                node = stack.pop()
+                inputs = node.inputs
+            else:
+                if node in position:
                     continue
-            stack.pop()
+                if node.value is not None:
+                    position[node] = len(parts)
+                    self.inputs.append(node)
+                    parts.append((node.shape, node.dtype))
+                    continue
+                inputs = node.inputs
+                if inputs and not (len(inputs) == 1 and inputs[0] in position):
+                    stack += (node, None)
+                    stack += inputs[::-1]
+                    continue
             primitive = node.primitive
             rule = primitive.decompose
             if rule is not None and target is not None and rule(node, target) is not None:
                 return False
             if primitive.is_identity:
-                position[node] = position[node.inputs[0]]
+                position[node] = position[inputs[0]]
                 if primitive is BOUNDED:
                     self.bounded.append(node)
                 continue
             position[node] = len(parts)
             self._pending.append(node)
             if primitive is FULL:  # the most frequent of all
-                constant = number_key(node, "number")
+                constant = constant_key(node, "number")
                 parts.append((FULL, node.shape, node.dtype, constants.setdefault(constant, len(constants))))
                 continue
             if primitive is RESULT:
@@ -111,7 +111,7 @@ class Structure:
                 continue
             names = primitive.constants
             rest = [value for name, value in node.attributes.items() if name not in names]
-            own = [constants.setdefault(number_key(node, name), len(constants)) for name in names]
+            own = [constants.setdefault(constant_key(node, name), len(constants)) for name in names]
             parts.append((primitive, where, *rest, *own))
         return True
 
@@ -194,7 +194,7 @@ class Structure:
 
     def constants(self) -> tuple[Any, ...]:
         """The numbers, as arguments."""
-        return numbers(tuple(self.numbers))
+        return constant_values(tuple(self.numbers))
 
 
 def _seen_by_host(buffer: Any) -> bool:

@@ -1,1 +1,1 @@
-"""Fusion: which nodes become one kernel. Pure functions from a graph to groups."""
+"""Fusion: which nodes a kernel computes together. Pure functions from a graph to groups."""

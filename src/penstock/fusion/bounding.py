@@ -1,8 +1,8 @@
-"""Groups that would take more buffers than a kernel of the device may, as several that each take fewer.
+"""Splits groups that need more buffers than a kernel of the device may have.
 
-A part computes some of the outputs, and recomputes for itself what it needs for them. Where a single output
-needs too much, something on the way to it is stored. A value may count as several buffers. Where a node needs
-too many by itself, it stands alone, and the device has no kernel for it.
+Each part computes some of the outputs, and recomputes what it needs for them. If a single output still needs
+too many buffers, an intermediate value is stored. A value may count as several buffers. A node that needs too
+many by itself becomes a group of its own, for which the device has no kernel.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from penstock.graph.node import Kind, Node
 
 
 def bounded(groups: Iterable[Group], most: int, weigh: Callable[[Node], int] = lambda node: 1) -> list[Group]:
-    """The groups in order, those of more than `most` inputs and outputs in parts.
+    """The groups in order; those with more than `most` inputs and outputs are split.
 
-    `weigh` tells as how many of them a value counts.
+    `weigh` says how many buffers a value takes.
     """
     result: list[Group] = []
     stored: set[Node] = set()  # by all groups of the result
     for group in groups:
-        # What several groups compute for themselves may have been stored for one before.
+        # A value that several groups compute for themselves may have been stored by an earlier group.
         outputs = [node for node in group.outputs if node not in stored]
         if len(outputs) < len(group.outputs):
             group = _part(group, outputs, set(group.inputs))
@@ -37,7 +37,7 @@ def bounded(groups: Iterable[Group], most: int, weigh: Callable[[Node], int] = l
 
 
 def _part(group: Group, outputs: Sequence[Node], known: Container[Node]) -> Group:
-    """A group of its own for some nodes of a group, which reads what is known."""
+    """The part of a group that computes `outputs` and reads the nodes in `known` from memory."""
     inside: set[Node] = set()
     read: set[Node] = set()
     stack = list(outputs)
@@ -55,15 +55,15 @@ def _part(group: Group, outputs: Sequence[Node], known: Container[Node]) -> Grou
 
 
 class _Parts:
-    """Divides one group."""
+    """Splits a group."""
 
     def __init__(self, group: Group, most: int, weigh: Callable[[Node], int], stored: set[Node]) -> None:
-        """`stored`: what groups before have stored, and need not be stored again."""
+        """`stored`: values that earlier groups have stored."""
         self._group = group
         self._most = most
         self._weigh = weigh
         self._elsewhere = stored
-        self._stored: set[Node] = set()  # by parts that are complete, or by groups before
+        self._stored: set[Node] = set()  # by parts that are complete, or by earlier groups
         self.groups: list[Group] = []
         together: list[Node] = []
         for output in sorted(group.outputs, key=group.nodes.index):
@@ -77,7 +77,7 @@ class _Parts:
             self._complete(together)
 
     def _prepared(self, output: Node) -> bool:
-        """Store what has to be stored before an output is a part; False where it was stored by itself."""
+        """Store intermediate values until a part can compute an output; False if it became its own group."""
         while not self._fits(self._part([output])):
             if between := self._between(output):
                 self._complete([between])
@@ -93,7 +93,7 @@ class _Parts:
         return True
 
     def _alone(self, node: Node) -> None:
-        """Let a node read all its inputs as they are, with nothing computed on the way."""
+        """Make a group of a single node, which reads all its inputs from memory."""
         for parent in map(base, node.inputs):
             known = self._stored.union(map(base, self._group.inputs))
             if parent not in known and self._prepared(parent):
@@ -109,7 +109,7 @@ class _Parts:
         self._stored.update(part.outputs)
 
     def _part(self, outputs: Sequence[Node]) -> Group:
-        """A group of its own for some nodes, which may read what was stored before."""
+        """The part that computes `outputs`, and may read what was stored before."""
         return _part(self._group, outputs, self._stored.union(self._group.inputs))
 
     def _fits(self, part: Group) -> bool:
@@ -120,12 +120,12 @@ class _Parts:
         return sum(map(self._weigh, nodes))
 
     def _between(self, output: Node) -> Node | None:
-        """What to store on the way to an output: what spares most, of all that can be a part."""
-        best, spared = None, 0
+        """The intermediate value of an output whose storing saves most inputs, if a part can compute it."""
+        best, most_saved = None, 0
         for node in self._part([output]).nodes:
-            if node is not output and base(node) is node:  # what only reshapes has no memory of its own
+            if node is not output and base(node) is node:  # a reshape has no memory of its own
                 part = self._part([node])
-                spares = self._weight(part.inputs) - self._weigh(node)
-                if self._fits(part) and spares > spared:
-                    best, spared = node, spares
+                saved = self._weight(part.inputs) - self._weigh(node)
+                if self._fits(part) and saved > most_saved:
+                    best, most_saved = node, saved
         return best

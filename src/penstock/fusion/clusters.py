@@ -1,7 +1,7 @@
-"""Clusters: sets of nodes that read what is at hand, and so can be one kernel.
+"""Clusters: sets of nodes that can be fused into a kernel.
 
-A node joins the cluster of an input wherever it reads exactly the item that is at hand there, through
-whatever views, as long as no cycle of clusters arises.
+A node joins the cluster of an input if, for each of its items, it reads just the item that the loop of that
+cluster has in registers ("at hand"), through any views, and if no cycle of clusters arises.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.graph.node import Kind, Node, Shape
 from penstock.graph.reducing import EXPAND
 from penstock.graph.shaping import RESHAPE
 
-# The kinds of node that begin a group of their own.
+# The kinds of node that start a cluster of their own.
 _BEGUN_BY = {
     Kind.CONTRACTION: GroupKind.MATMUL,
     Kind.ATTENTION: GroupKind.ATTENTION,
@@ -44,26 +44,26 @@ class Cluster:
         self.kind = kind
         self.size = size  # items that its nodes have before any reduction
         self.by_library = by_library  # its first node is a product that a library computes
-        self.copies = False  # its one node is a view that is written out, so that others read it in its order
+        self.copies = False  # its only node is a view that is copied to memory, in the order of the view
         self.columns = 0  # of a row; 0 as long as no rows are reduced
         self.nodes: list[Node] = []
         self.deps: set[Cluster] = set()  # the clusters whose values it reads
         self.users: set[Cluster] = set()  # those that read its values
-        # The places of its first and last node in the order of all.
+        # The positions of its first and last node in the topological order.
         self.first, self.last = sys.maxsize, 0
-        self.latest = 0  # the last place in itself and in all that it needs, directly or not
+        self.latest = 0  # the last position in itself and in all that it needs, directly or not
 
     def may_have_rows(self, columns: int) -> bool:
-        """Whether it can reduce rows of so many items: it has no others."""
+        """Whether it can reduce rows of so many items: it reduces no rows of another length."""
         return self.kind.has_rows and not self.copies and self.columns in (0, columns)
 
     def reduce_rows(self, columns: int) -> None:
-        """Make it a group of rows."""
+        """Make it a group that reduces rows of so many items."""
         self.kind, self.columns = GroupKind.ROW, columns
 
 
 class Clustering:
-    """Every node that is computed in a cluster: that of what it reads, or a new one."""
+    """Assigns every pending node to a cluster: that of an input, or a new cluster."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class Clustering:
         self.cluster: dict[Node, Cluster] = {}
         # The latest cluster of columns in each space, and what it reads.
         self._columns: dict[tuple[Shape, tuple[int, ...]], tuple[Cluster, frozenset[Node]]] = {}
-        self._joint: dict[Any, Cluster] = {}  # by what nodes that are computed together have in common
-        self.reduced: set[Node] = set()  # nodes after a reduction, with one item for each row
+        self._joint: dict[Any, Cluster] = {}  # clusters of nodes that differ in `part` only
+        self.reduced: set[Node] = set()  # nodes after a reduction, with an item for each row
         for node in order:
             for parent in dict.fromkeys(node.inputs):
                 if parent.value is None:
                     self._consumers[parent].append(node)
-        self.required = {base(node) for node in wanted if node.value is None}  # stored whatever happens
+        self.required = {base(node) for node in wanted if node.value is None}  # stored in any case
         for node in order:
             self.required.update(read for read in self._read_whole(node) if read.value is None)
             if self._stands_alone(node):
@@ -94,17 +94,17 @@ class Clustering:
         self._copied = set(self._read_across())
         self.required |= self._copied
         for node in order:
-            # Again, now that it is known which views are written out.
+            # Once more, now that it is known which views are stored.
             if node.primitive.multiplies_matrices:
                 self.required.update(read for read in self._read_whole(node) if read.value is None)
-        self._for_columns = self._only_for_columns()
+        self.for_columns = self._only_for_columns()  # computed by the column reductions that need them
         for node in order:
-            self._place(node)
+            self._assign(node)
 
-    # Before there are clusters
+    # Which values have to be stored
 
     def _read_whole(self, node: Node) -> Iterator[Node]:
-        """What a node reads from memory by itself: a view on the way there is written out."""
+        """The values that a node needs in memory; views that it cannot read through are stored."""
         if self._stands_alone(node) or node.primitive.kind is Kind.OPAQUE:
             yield from map(base, node.inputs)
         elif node.primitive.multiplies_matrices:
@@ -114,7 +114,7 @@ class Clustering:
             yield base(node.inputs[0])
 
     def _read_across(self) -> Iterator[Node]:
-        """Views whose every item reductions need, but in an order in which memory is slow to read."""
+        """Views that reductions read completely, but in an order in which reading memory is slow."""
         reductions = (node for node in self._order if node.primitive.kind is Kind.REDUCTION)
         stack = [node.inputs[0] for node in reductions if self._fusible(node)]
         seen: set[Node] = set()
@@ -135,17 +135,13 @@ class Clustering:
         return not node.primitive.same_bytes and not self._fusible(node)
 
     def _only_for_columns(self) -> set[Node]:
-        """Elementwise nodes that only reductions to columns need, which compute them by themselves."""
+        """Nodes that only column reductions use, which recompute them."""
         result: set[Node] = set()
         for node in reversed(self._order):
             users = list(self.users(node))
             if node not in self.required and users and all(self._is_column(u) or u in result for u in users):
                 result.add(node)
         return result
-
-    def only_for_columns(self, node: Node) -> bool:
-        """Whether a node is computed by the reductions to columns that need it."""
-        return node in self._for_columns
 
     def _is_column(self, node: Node) -> bool:
         return (
@@ -155,7 +151,7 @@ class Clustering:
         )
 
     def users(self, node: Node) -> Iterator[Node]:
-        """The nodes that need a value, also through views."""
+        """The nodes that read a value, also through views."""
         for consumer in self._consumers[node]:
             if consumer.primitive.is_free and consumer not in self.required:
                 yield from self.users(consumer)
@@ -164,8 +160,8 @@ class Clustering:
 
     # Clusters
 
-    def _place(self, node: Node) -> None:
-        """Put a node into a cluster: that of what it reads, or a new one."""
+    def _assign(self, node: Node) -> None:
+        """Add a node to the cluster of an input, or to a new cluster."""
         kind = node.primitive.kind
         if self._stands_alone(node):
             self._enter(node, Cluster(GroupKind.SINGLE, node.size))
@@ -176,15 +172,15 @@ class Clustering:
                 self._enter(node, cluster)
         elif kind in _BEGUN_BY:
             cluster = Cluster(_BEGUN_BY[kind], node.size, self._is_by_library(node))
-            if "part" in node.attributes:  # of several that one kernel computes together
+            if "part" in node.attributes:  # an output of a kernel that has several
                 cluster = self._joint.setdefault(_joint_key(node), cluster)
             self._enter(node, cluster)
         elif kind is Kind.REDUCTION:
-            self._place_reduction(node)
+            self._assign_reduction(node)
         else:
-            self._place_elementwise(node)
+            self._assign_elementwise(node)
 
-    def _place_elementwise(self, node: Node) -> None:
+    def _assign_elementwise(self, node: Node) -> None:
         candidates = self._candidates(node)
         for cluster in sorted(candidates, key=lambda candidate: (-candidate.size, -candidate.last)):
             if self._may_join(node, cluster, candidates[cluster]):
@@ -205,14 +201,14 @@ class Clustering:
                 return
         self._enter(node, Cluster(GroupKind.MAP, node.size))
 
-    def _place_reduction(self, node: Node) -> None:
+    def _assign_reduction(self, node: Node) -> None:
         source, axes = node.inputs[0], node.attributes["axes"]
         self.reduced.add(node)
         if not trailing(source.shape, axes):
             space = (source.shape, axes)
             columns, known = self._columns.get(space, (None, frozenset()))
             read = self.column_sources(source)
-            # Together only where they read the same: else one would keep alive what the other needs later.
+            # Fused only if they read the same values: else a value would have to live until the last of them.
             if (
                 columns is None
                 or not read & known
@@ -231,25 +227,30 @@ class Clustering:
         self._enter(node, cluster)
 
     def column_sources(self, source: Node) -> frozenset[Node]:
-        """The large values that a reduction to columns reads, directly or through what it computes itself."""
+        """The large values that a column reduction reads, directly or through nodes that it recomputes.
+
+        It recomputes no more nodes than a kernel may have; those beyond are counted as read.
+        """
         seen: set[Node] = set()
-        stack = [source]
+        stack, recomputed = [source], self.for_columns
         while stack:
-            node = self.aligned(stack.pop())[0]
+            node = stack.pop()
+            if node.primitive.kind is Kind.VIEW:
+                node = self.aligned(node)[0]
             if node not in seen:
                 seen.add(node)
-                stack += node.inputs if node in self._for_columns else ()
-        return frozenset(node for node in seen - self._for_columns if node.size >= source.size)
+                stack += node.inputs if node in recomputed and len(seen) <= MAX_NODES else ()
+        return frozenset(node for node in seen - self.for_columns if node.size >= source.size)
 
     def _candidates(self, node: Node) -> dict[Cluster, bool]:
-        """The clusters that have an input at hand, item by item; True where it is one item for each row."""
+        """The clusters that have an input at hand, and whether it has an item for each row only."""
         candidates: dict[Cluster, bool] = {}
-        if node.primitive.reads_elsewhere or node in self._for_columns:
+        if node.primitive.reads_elsewhere or node in self.for_columns:
             return candidates
         for parent in node.inputs:
             producer, spread = self.aligned(parent)
             cluster = self.cluster.get(producer)
-            if cluster is None or not cluster.kind.fuses or cluster.copies or producer in self._for_columns:
+            if cluster is None or not cluster.kind.fuses or cluster.copies or producer in self.for_columns:
                 continue
             if cluster.by_library and not self._may_add_bias(node, cluster):
                 continue
@@ -259,10 +260,10 @@ class Clustering:
         return candidates
 
     def _may_add_bias(self, node: Node, cluster: Cluster) -> bool:
-        """Whether a library computes a node besides its product, which it does for the sum with a bias.
+        """Whether a node becomes the epilogue of a library's product: it adds a bias.
 
-        That takes less time than a kernel after it, but more than where that one has other things to do with
-        the items. So it does so only for what is stored in any case.
+        That is faster than a kernel of its own, but slower than adding the bias in a kernel that does more.
+        So it is done only for sums that are stored in any case.
         """
         product = cluster.nodes[0]
         if node.primitive is not PRIMITIVES["add"] or node not in self.required or product in self.required:
@@ -278,13 +279,13 @@ class Clustering:
         return next((v for v in stored if v.value is not None or v in self.cluster), None)
 
     def at_hand(self, producer: Node, spread: int, cluster: Cluster, reduced: bool) -> bool:
-        """Whether a node in `cluster`, after a reduction or not, reads the item of its own place."""
+        """Whether a node in `cluster`, after a reduction or not, reads just the item that the loop is at."""
         if producer in self.reduced:
             return spread == 1 if reduced else 0 < spread == cluster.columns
         return spread == 1 and not reduced and cluster.kind.keeps_items
 
     def _may_join(self, node: Node, cluster: Cluster, reduced: bool) -> bool:
-        """Whether no cycle of clusters arises, and nothing inside is read at another place than its own."""
+        """Whether no cycle of clusters arises, and what the node reads of the cluster is at hand."""
         if len(cluster.nodes) >= MAX_NODES:
             return False
         for parent in node.inputs:
@@ -294,21 +295,24 @@ class Clustering:
         return not any(reaches(other, cluster) for other in self._read(node) if other is not cluster)
 
     def aligned(self, node: Node) -> tuple[Node, int]:
-        """What a node looks at through views, and how many items in a row see one there; 0: any."""
+        """The value below views, and how many successive items of the node read each of its items.
+
+        The count is 0 if the node reads them in any other order.
+        """
         spread = 1
         while node.primitive.kind is Kind.VIEW and node.value is None and node not in self.cluster:
             source = node.inputs[0]
             if node.primitive is EXPAND:
                 spread *= repeats(source.shape, node.shape)
             elif node.primitive is BARRIER:
-                spread = 0  # to be read from memory, when what is computed from it is needed and not before
+                spread = 0  # its input is read from memory, so nothing after it is fused with what is before
             elif node.primitive is not RESHAPE and not keeps_order(node):
                 spread = 0
             node = source
         return node, spread
 
     def _read(self, node: Node) -> set[Cluster]:
-        """The clusters whose values a node needs."""
+        """The clusters whose values a node reads."""
         sources = (self.aligned(parent)[0] for parent in node.inputs)
         return {self.cluster[source] for source in sources if source in self.cluster}
 
@@ -325,7 +329,7 @@ class Clustering:
 
     @staticmethod
     def _reach(cluster: Cluster, number: int) -> None:
-        """Note the place of a node in a cluster, and in all that need it."""
+        """Update `latest` of a cluster and of all that need it, after a node was added to the cluster."""
         stack = [cluster]
         while stack:
             reached = stack.pop()
@@ -333,8 +337,8 @@ class Clustering:
                 reached.latest = number
                 stack += reached.users
 
-    def take_in(self, cluster: Cluster, other: Cluster) -> None:
-        """Make one of two clusters, of which the other may need the first."""
+    def absorb(self, cluster: Cluster, other: Cluster) -> None:
+        """Merge another cluster, which may depend on the first, into the first."""
         self._merge(cluster, other)
         cluster.deps.discard(cluster)
         cluster.users.discard(cluster)
@@ -357,20 +361,20 @@ class Clustering:
 
 
 def _joint_key(node: Node) -> Any:
-    """Equal for nodes that one kernel computes together: they differ in `part` only."""
+    """Equal for nodes that differ in `part` only, which a single kernel computes."""
     rest = tuple(value for name, value in node.attributes.items() if name != "part")
-    return node.primitive, node.inputs, repr(rest)  # in which 0 is not -0
+    return node.primitive, node.inputs, repr(rest)  # repr, because 0 == -0
 
 
 def reaches(start: Cluster, target: Cluster) -> bool:
-    """Whether one cluster needs another, directly or not."""
+    """Whether a cluster depends on another, directly or not."""
     seen = {start}
     stack = [start]
     while stack:
         for other in stack.pop().deps:
             if other is target:
                 return True
-            # Nothing that ends before the target begins, with all that it needs, can need it.
+            # A cluster cannot depend on the target if it and all that it needs end before the target begins.
             if other not in seen and other.latest > target.first:
                 seen.add(other)
                 stack.append(other)
@@ -378,7 +382,7 @@ def reaches(start: Cluster, target: Cluster) -> bool:
 
 
 def mergeable(cluster: Cluster, other: Cluster) -> bool:
-    """Whether two clusters of one space can be one: neither needs the other, and there is room."""
+    """Whether two clusters over the same items can be merged: independent, and not too large together."""
     return (
         other is not cluster
         and not (cluster.copies or other.copies)
@@ -393,7 +397,7 @@ def mergeable(cluster: Cluster, other: Cluster) -> bool:
 
 
 def in_order(clusters: Iterable[Cluster]) -> list[Cluster]:
-    """Each cluster after those that it needs."""
+    """The clusters in topological order."""
     result: dict[Cluster, None] = {}
     stack = [(cluster, False) for cluster in reversed(list(clusters))]
     while stack:

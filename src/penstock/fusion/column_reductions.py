@@ -1,8 +1,8 @@
-"""Fused column reductions: sums down the columns of values that a kernel has at hand, row by row.
+"""Fuses column reductions into kernels that compute or read the same values row by row.
 
-The gradients of biases, and of the scales of norms, are such sums, over values that another kernel has just
-computed or read. A kernel of their own would read these from memory once more. The sums are in parts already
-(see `splitting`), and each part covers a stretch of rows that one workgroup goes over.
+The gradients of biases and of the scales of norms are sums along columns of values that another kernel has in
+registers. A separate kernel would read these from memory once more. Such sums were divided into parts before
+(see `splitting`), and a workgroup adds up the rows of a part.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from penstock.graph.dtypes import HALF_PRECISION, float32
 from penstock.graph.elementwise import CAST
 from penstock.graph.node import Kind, Node
 
-ROWS = 8  # of a part, or a multiple of it
+ROWS = 8  # the rows of a part are a multiple of it
 _MAX_COLUMNS = 4096  # so that a workgroup keeps a whole row of sums in registers
-# The same where rows are reduced, too. Of so narrow ones a workgroup has the rows of a part all at a time; to
-# go over wider ones it would need more registers than there are, and takes longer than to read them again.
+# The same for kernels that also reduce rows. Up to this width, a workgroup processes all rows of a part at a
+# time. Wider rows would need more registers than there are, which is slower than a separate kernel.
 _NARROW = 512
-_GROUPS = 4  # workgroups that go over wide rows, for each compute unit of a device
-_STRETCH = 128  # rows of a part that are added up one after the other, unless it cannot be cut so
-_MAX_SUMS = 3  # of a kernel: each takes a register for every item that a thread has of a row
-_MAX_ROWS = 1 << 17  # of narrow sums; with more, there would be as many partial sums as items read elsewhere
-_NEAR = 16  # nodes behind a sum that are looked at
+_GROUPS = 4  # workgroups per compute unit, for wide rows
+_STRETCH = 128  # rows of a part that are added up sequentially, if the rows can be divided so
+_MAX_SUMS = 3  # of a kernel: each takes a register for every item of a row that a thread holds
+_MAX_ROWS = 1 << 17  # of narrow sums; with more, there would be as many partial sums as items to read
+_NEAR = 16  # how many nodes before a sum are inspected
 
 
 def column_units(capabilities: Capabilities) -> int:
-    """The compute units of a device whose row kernels can keep column sums; else 0."""
+    """The compute units of a device whose row kernels can hold column sums; 0 for other devices."""
     return capabilities.compute_units if capabilities.register_arrays else 0
 
 
 def is_column_part(node: Node) -> bool:
-    """Whether a node is a reduction in parts, as a row kernel can keep it: over the rows of each part."""
+    """Whether a node reduces the rows of each part, in a form that a row kernel can fuse."""
     if node.primitive.kind is not Kind.REDUCTION or node.dtype != float32 or node.attributes["axes"] != (1,):
         return False
     parts, rows, *columns = node.inputs[0].shape
@@ -42,7 +42,7 @@ def is_column_part(node: Node) -> bool:
 
 
 def column_parts(node: Node, capabilities: Capabilities) -> int:
-    """Into how many parts a reduction of the first axes is cut, if it may be fused; 1 if not."""
+    """Into how many parts a reduction of the first axes is divided to be fused; 1 if it cannot be."""
     source, units = node.inputs[0], column_units(capabilities)
     length = source.size // node.size
     if not units or not (node.dtype == float32 or node.dtype in HALF_PRECISION) or node.size == 1:
@@ -56,14 +56,14 @@ def column_parts(node: Node, capabilities: Capabilities) -> int:
 
 
 def _is_pending(source: Node) -> bool:
-    """Whether a value is not there yet, so that a kernel may have it at hand."""
+    """Whether a value is not computed yet, so that a kernel may have it at hand."""
     while source.value is None and (source.primitive.kind is Kind.VIEW or source.primitive is CAST):
         source = source.inputs[0]
     return source.value is None
 
 
 def _is_elementwise(source: Node) -> bool:
-    """Whether a value is computed item by item, and not from reductions of its rows."""
+    """Whether a value is computed elementwise, and not from reductions of its rows."""
     seen: dict[Node, None] = {}
     stack = [source]
     while stack and len(seen) < _NEAR:
@@ -79,14 +79,14 @@ def _is_elementwise(source: Node) -> bool:
 
 
 def fuse_column_reductions(clustering: Clustering, units: int) -> None:
-    """Move column reductions into clusters of rows that have at hand all that they read.
+    """Move column reductions into clusters of rows that have at hand all values that they read.
 
-    Each part of a sum is one workgroup, of which a device with so many compute `units` needs enough.
+    Each part of a sum is a workgroup. There have to be enough of them for so many compute `units`.
     """
     clusters = sorted(set(clustering.cluster.values()), key=lambda cluster: cluster.first)
     hosts: dict[int, list[Cluster]] = {}  # by size
     for cluster in clusters:
-        if cluster.kind.has_rows and not clustering.only_for_columns(cluster.nodes[0]):
+        if cluster.kind.has_rows and cluster.nodes[0] not in clustering.for_columns:
             hosts.setdefault(cluster.size, []).append(cluster)
     for cluster in clusters:
         if cluster.kind.has_columns and all(_keeps_busy(node, units) for node in cluster.nodes):
@@ -94,12 +94,12 @@ def fuse_column_reductions(clustering: Clustering, units: int) -> None:
             host = _host(cluster, moved, hosts.get(cluster.size, []), clustering)
             if host is not None:
                 for member in moved:
-                    clustering.take_in(host, member)
+                    clustering.absorb(host, member)
                 host.reduce_rows(_columns(cluster))
 
 
 def _keeps_busy(node: Node, units: int) -> bool:
-    """Whether the parts of a column sum are many, or as short as can be."""
+    """Whether a column sum has enough parts for all compute units, or as many as possible."""
     if not is_column_part(node):
         return False
     parts, rows = node.inputs[0].shape[:2]
@@ -111,13 +111,13 @@ def _columns(cluster: Cluster) -> int:
 
 
 def _with_own_maps(cluster: Cluster, clustering: Clustering) -> list[Cluster]:
-    """A cluster after the maps that only it needs, directly or not."""
+    """A cluster, preceded by the maps that nothing else needs, directly or not."""
     members: dict[Cluster, None] = {}
     stack = [cluster]
     while stack:
         member = stack.pop()
         members[member] = None
-        own = (other for other in member.deps if clustering.only_for_columns(other.nodes[0]))
+        own = (other for other in member.deps if other.nodes[0] in clustering.for_columns)
         stack += [other for other in own if other not in members and other.users <= members.keys()]
     return list(reversed(members))
 
@@ -125,7 +125,7 @@ def _with_own_maps(cluster: Cluster, clustering: Clustering) -> list[Cluster]:
 def _host(
     cluster: Cluster, moved: list[Cluster], hosts: list[Cluster], clustering: Clustering
 ) -> Cluster | None:
-    """The last cluster that has at hand all that another adds up, and can take in `moved` without a cycle."""
+    """The last cluster that has at hand the values that another sums up, and can absorb `moved`."""
     sources = [node.inputs[0] for node in cluster.nodes]
     needed = {other for member in moved for other in member.deps}.difference(moved)
     able = [
@@ -141,13 +141,13 @@ def _host(
 
 
 def _may_have_rows(cluster: Cluster, host: Cluster) -> bool:
-    """Whether a host can have the rows of a cluster, and they are not too wide to be added up, too."""
+    """Whether a host can process the rows of a cluster, and they are narrow enough if it reduces them."""
     reduces = any(node.primitive.kind is Kind.REDUCTION and not is_column_part(node) for node in host.nodes)
     return host.may_have_rows(_columns(cluster)) and (host.columns <= _NARROW or not reduces)
 
 
 def _has_room(cluster: Cluster, host: Cluster) -> bool:
-    """Whether there is room for the sums of a cluster, beside others over the same parts."""
+    """Whether a host has registers for the sums of a cluster, beside its sums over the same parts."""
     sums = [node for node in host.nodes if is_column_part(node)]
     same = all(node.shape == cluster.nodes[0].shape for node in sums)
     few = len(sums) + len(cluster.nodes) <= _MAX_SUMS
@@ -155,7 +155,7 @@ def _has_room(cluster: Cluster, host: Cluster) -> bool:
 
 
 def _at_hand(source: Node, host: Cluster, clustering: Clustering) -> bool:
-    """Whether a cluster computes or reads, at the item it is at, all large values behind a source."""
+    """Whether the host has at hand, computed or read, all large values that a source is computed from."""
     reads = {_unreshaped(parent, clustering) for node in host.nodes for parent in node.inputs}
     large = 0
     seen: set[Node] = set()
@@ -167,8 +167,8 @@ def _at_hand(source: Node, host: Cluster, clustering: Clustering) -> bool:
             if not clustering.at_hand(node, spread, host, False):
                 return False
             large += 1
-        elif clustering.only_for_columns(node) or (node.size >= source.size and node not in reads):
-            recomputed = clustering.only_for_columns(node) or _may_recompute(node, clustering)
+        elif node in clustering.for_columns or (node.size >= source.size and node not in reads):
+            recomputed = node in clustering.for_columns or _may_recompute(node, clustering)
             if spread != 1 or not recomputed:
                 return False
             if node not in seen:
@@ -182,7 +182,7 @@ def _at_hand(source: Node, host: Cluster, clustering: Clustering) -> bool:
 
 
 def _may_recompute(node: Node, clustering: Clustering) -> bool:
-    """Whether a value of another cluster may be recomputed from what that one reads or stores."""
+    """Whether a value of another cluster may be recomputed from what that cluster reads or stores."""
     cluster = clustering.cluster.get(node)
     own = node in clustering.required or node in clustering.reduced
     fused = cluster is not None and cluster.kind.has_rows
@@ -190,7 +190,7 @@ def _may_recompute(node: Node, clustering: Clustering) -> bool:
 
 
 def _unreshaped(value: Node, clustering: Clustering) -> Node:
-    """What is read item by item through views that leave every item at its number."""
+    """The value below reshapes, which keep the order of its items."""
     while value.primitive.same_bytes and value.value is None and value not in clustering.cluster:
         value = value.inputs[0]
     return value

@@ -1,12 +1,12 @@
-"""How much one kernel may hold, and how much is recomputed rather than stored."""
+"""Limits of fusion: how large a kernel may be, and how much is recomputed rather than stored."""
 
 from __future__ import annotations
 
-RECOMPUTED_NODES = 16  # as many are recomputed at the same size, rather than stored
-MAX_NODES = 96  # in one group; beyond that a kernel takes long to compile and runs out of registers
-CHEAP_NODES = 6  # as many are recomputed at a smaller size, rather than stored
-# Items of a value, so that an index into it, and one step beyond, fits into an int.
+RECOMPUTED_NODES = 16  # up to so many nodes of the same size are recomputed rather than stored
+MAX_NODES = 96  # of a group; a larger kernel takes long to compile and runs out of registers
+CHEAP_NODES = 6  # up to so many nodes of a smaller size are recomputed rather than stored
+# Items of a value, so that an index into it, and a step beyond the last, fits into a 32-bit integer.
 MOST_ITEMS = (1 << 31) - (1 << 20)
-# What is read across its rows by a reduction is written out in the other order first, from so many items on.
+# A transposed view with so many items or more is copied before a reduction reads it.
 CROSSED_ITEMS = 1 << 16
-CROSSED_AXIS = 16  # the length of the rows on either side, at least; shorter ones are near one another
+CROSSED_AXIS = 16  # the least length of both axes for that; with shorter rows, reads stay close together

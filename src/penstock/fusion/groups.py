@@ -1,8 +1,8 @@
-"""From a graph to groups: sets of nodes that one kernel computes, and nodes that stand alone.
+"""From a graph to groups: sets of nodes that a kernel computes together, and single nodes.
 
-The kinds of group are in `kinds`. Views and constants belong to no group: they only say where a value is
-read. Nodes join the group of what they read, wherever they read exactly the item that is at hand. Cheap maps
-that remain are recomputed where they are needed, rather than stored.
+The kinds of group are in `kinds`. Views and constants belong to no group, since they only change which item
+is read. `clusters` decides which nodes are fused, and `storing` which cheap maps are recomputed rather than
+stored.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from penstock.graph.raw import all_parts
 
 @dataclass(frozen=True)
 class Group:
-    """One kernel: the values of `outputs` from those of `inputs`, through `nodes`, which stand in order."""
+    """Nodes that a kernel computes together: `outputs` from `inputs`, by `nodes` in topological order."""
 
     kind: GroupKind
     outputs: tuple[Node, ...]
     inputs: tuple[Node, ...]
     nodes: tuple[Node, ...]
-    columns: int = 0  # of a row group: the items of one row
+    columns: int = 0  # of a row group: the items of a row
 
     @cached_property
     def structure(self) -> tuple[Any, ...]:
-        """What kernels depend on: equal for groups that differ in their values and constants only."""
+        """All that kernels depend on: equal for groups that differ in values and constants only."""
         number = {node: position for position, node in enumerate((*self.inputs, *self.nodes))}
         leaves = tuple((node.shape, str(node.dtype)) for node in self.inputs)
         inside = tuple(
@@ -57,11 +57,11 @@ def partition(
     by_library: Callable[[Node], bool] = lambda product: False,
     column_units: int = 0,
 ) -> list[Group]:
-    """The groups that compute the wanted nodes, in order; `fusible` tells what a kernel can hold.
+    """The groups that compute the wanted nodes, in order; `fusible` says which nodes a kernel may contain.
 
-    Products that are computed `by_library` read matrices only as a library can. `column_units` are the
-    compute units of a device whose row kernels keep column sums, and 0 for others.
-    A wanted node that only reshapes is not computed: its value is that of its `base`.
+    Products that are computed `by_library` read matrices only in layouts that the library takes.
+    `column_units` are the compute units of a device whose row kernels hold column sums, and 0 for others.
+    A wanted reshape is in no group: its value is that of its `base`.
     """
     order = [node for node in topological(wanted) if node.value is None]
     clustering = Clustering(order, wanted, fusible, by_library)
@@ -99,7 +99,7 @@ def _group(cluster: Cluster, clustering: Clustering, storing: Storing) -> Group:
 
 
 def _operand_views(node: Node, operand: Node, stored: Container[Node]) -> Iterator[Node]:
-    """The views through which a matrix operand is read, even where one is stored for another use."""
+    """The views through which a matrix operand is read, even if some are stored for another use."""
     last = operand_source(operand, stored, operand_reader(node))
     while operand is not last:
         yield operand

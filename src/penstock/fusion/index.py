@@ -1,8 +1,8 @@
-"""Where items lie: sums of loop variables times constants, and what views make of them.
+"""Symbolic indices: affine functions of loop variables, and what views make of them.
 
-A place in a node is one `Index` for each axis. Views turn places into places; reshapes divide. A division
-that does not come out even asks for one variable to be split in two, after which it does; where even that is
-impossible, it becomes a variable of its own, computed in the kernel.
+A place in a node is an `Index` for each axis. A view maps a place to the place in its input; for reshapes
+that means divisions. If a division is not exact, `SplitNeeded` asks for a loop variable to be split in two so
+that it is; if that is impossible, quotient and remainder become variables that the kernel computes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from penstock.graph.checkpoint import BARRIER
 from penstock.graph.node import Node, Shape
 from penstock.graph.reducing import EXPAND
 from penstock.graph.shaping import PERMUTE, RESHAPE, SLICE
+from penstock.graph.windows import WINDOWS
 
 
 @dataclass(frozen=True)
 class Index:
-    """A whole number: a constant, plus variables times their factors. Kept in order, without zeros."""
+    """A constant plus variables times their factors, sorted by name and without zero factors."""
 
     terms: tuple[tuple[str, int], ...] = ()
     constant: int = 0
@@ -34,11 +35,11 @@ class Index:
         return _index({name: old * factor for name, old in self.terms}, self.constant * factor)
 
     def factor(self, name: str) -> int:
-        """What a variable is multiplied by."""
+        """The factor of a variable."""
         return dict(self.terms).get(name, 0)
 
     def replaced(self, values: Mapping[str, Index]) -> Index:
-        """With other numbers in place of some variables."""
+        """With indices substituted for some variables."""
         total = Index((), self.constant)
         for name, factor in self.terms:
             total += values.get(name, Index(((name, 1),))) * factor
@@ -57,7 +58,7 @@ ZERO = Index()
 
 
 def variable(name: str) -> Index:
-    """The index that is one variable."""
+    """The index that is just a variable."""
     return Index(((name, 1),))
 
 
@@ -66,7 +67,7 @@ def _index(terms: dict[str, int], constant: int) -> Index:
 
 
 class SplitNeeded(Exception):
-    """A variable would have to be two, the inner one of `inner` steps, for an index to stay a plain sum."""
+    """A variable has to be split in two, the inner of length `inner`, for an index to stay affine."""
 
     def __init__(self, name: str, inner: int) -> None:
         super().__init__(name, inner)
@@ -75,16 +76,16 @@ class SplitNeeded(Exception):
 
 
 class Variables:
-    """The loop variables with their lengths, and those that a kernel computes from them."""
+    """The loop variables with their lengths, and the variables that a kernel computes from them."""
 
     def __init__(self, lengths: Mapping[str, int], splittable: bool = True) -> None:
         self._splittable = frozenset(lengths if splittable else ())
         self.lengths = dict(lengths)  # a variable runs from 0 to its length, exclusive
-        self.computed: dict[str, tuple[Index, str, int]] = {}  # name -> whole, "/" or "%", divisor
+        self.computed: dict[str, tuple[Index, str, int]] = {}  # name -> dividend, "/" or "%", divisor
         self._names: dict[tuple[Index, str, int], str] = {}
 
     def bounds(self, index: Index) -> tuple[int, int]:
-        """The least and the greatest value."""
+        """The least and the largest value of an index."""
         low = high = index.constant
         for name, factor in index.terms:
             most = factor * (self.lengths[name] - 1)
@@ -92,7 +93,7 @@ class Variables:
         return low, high
 
     def divide(self, index: Index, divisor: int) -> tuple[Index, Index]:
-        """Quotient and remainder of a number that is not negative."""
+        """Quotient and remainder of an index that is not negative."""
         if divisor == 1:
             return index, ZERO
         even = _index({n: f for n, f in index.terms if f % divisor == 0}, 0)
@@ -100,7 +101,8 @@ class Variables:
         low, high = self.bounds(rest)
         whole = low // divisor
         if high // divisor == whole:  # the rest never carries
-            return _divided(even, divisor) + Index((), whole), rest + Index((), -whole * divisor)
+            quotient = Index(tuple((n, f // divisor) for n, f in even.terms), whole)
+            return quotient, rest + Index((), -whole * divisor)
         for name, factor in rest.terms:
             inner = divisor // factor if factor > 0 and divisor % factor == 0 else 0
             length = self.lengths[name]
@@ -109,9 +111,9 @@ class Variables:
         return self._name(index, "/", divisor), self._name(index, "%", divisor)
 
     def recombined(self, index: Index) -> Index:
-        """The same number, with what was divided in place of its quotient and remainder.
+        """The same index, with the dividend in place of a quotient and remainder that add up to it.
 
-        A reshape divides the number of an item; where it lies in memory, the parts come together again.
+        A reshape divides a flat index, and flattening the result multiplies it again.
         """
         for name, factor in index.terms:
             whole, operation, divisor = self.computed.get(name, (index, "", 0))
@@ -131,12 +133,8 @@ class Variables:
         return variable(self._names[key])
 
 
-def _divided(index: Index, divisor: int) -> Index:
-    return _index({n: f // divisor for n, f in index.terms}, index.constant // divisor)
-
-
 def flat(place: Place, shape: Shape) -> Index:
-    """The number of an item in row-major order."""
+    """The flat row-major index of a place."""
     total, stride = ZERO, 1
     for index, length in zip(reversed(place), reversed(shape), strict=True):
         total += index * stride
@@ -145,7 +143,7 @@ def flat(place: Place, shape: Shape) -> Index:
 
 
 def unflatten(number: Index, shape: Shape, variables: Variables) -> Place:
-    """The place of an item by its number in row-major order."""
+    """The place of an item, given its flat row-major index."""
     result: list[Index] = []
     for axis in range(len(shape) - 1, -1, -1):
         if axis == 0 or math.prod(shape[:axis]) == 1:
@@ -158,7 +156,7 @@ def unflatten(number: Index, shape: Shape, variables: Variables) -> Place:
 
 
 def source_place(view: Node, place: Place, variables: Variables) -> Place:
-    """Where a view's item lies in the node that it looks at."""
+    """The place in a view's input of the item at a place of the view."""
     source = view.inputs[0]
     if view.primitive is BARRIER:
         return place
@@ -169,13 +167,17 @@ def source_place(view: Node, place: Place, variables: Variables) -> Place:
         return tuple(place[axes.index(axis)] for axis in range(source.ndim))
     if view.primitive is EXPAND:
         return tuple(ZERO if n == 1 else index for index, n in zip(place, source.shape, strict=True))
+    if view.primitive is WINDOWS:
+        axis, stride, dilation = (view.attributes[name] for name in ("axis", "stride", "dilation"))
+        inside = place[axis] * stride + place[axis + 1] * dilation
+        return (*place[:axis], inside, *place[axis + 2 :])
     assert view.primitive is SLICE
     parts = zip(place, view.attributes["slices"], strict=True)
     return tuple(index * step + Index((), start) for index, (start, _, step) in parts)
 
 
 def _reshaped(shape: Shape, source: Shape, place: Place, variables: Variables) -> Place:
-    """From one shape to another, run by run: axes are merged and split only as far as they must be."""
+    """The place in the input of a reshape. Only axes that the reshape changes are flattened and divided."""
     result: list[Index] = []
     i = j = 0
     while j < len(source):

@@ -1,7 +1,8 @@
-"""Matrix products by a library: which it takes, and how their operands lie in memory, in its own words.
+"""Matrix products by a BLAS library: which products it computes, and the layouts of their operands.
 
-A library has matrices whose columns lie one after another, `leading` items apart. One whose rows do is the
-transposed matrix to it, so that it computes transposed(right) @ transposed(left): the transposed product.
+The library expects matrices in column-major order, with a leading dimension. A row-major matrix is the
+transpose of a column-major matrix, so the library computes transposed(right) @ transposed(left), which is the
+transposed product.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from penstock.graph.dtypes import bfloat16, float16, float32, float64
 from penstock.graph.node import Node
 
 LIBRARY_DTYPES = (bfloat16, float16, float32, float64)
-# Multiplications up to which a generated kernel wins, by what was measured on an H200. With sides of 64, 128
-# and 256 it takes 1.9, 3.7 and 24.5 us in float32, and the library with a map after it 4.7, 6.0 and 8.5; in
-# bfloat16 2.1, 3.6 and 24.3 us, and the library 3.5, 4.0 and 4.2. Without the map it has 1.2 us less.
+# Multiplications up to which a generated kernel is faster, measured on an H200. For square matrices of 64,
+# 128 and 256 rows it takes 1.9, 3.7 and 24.5 us in float32, and the library with a map after it 4.7, 6.0 and
+# 8.5; in bfloat16 2.1, 3.6 and 24.3 us, and the library 3.5, 4.0 and 4.2. The map takes 1.2 us of these.
 _SMALL = {float32: 1 << 21, float16: 1 << 20, bfloat16: 1 << 20, float64: 0}
 
 
 def by_library(product: Node, capabilities: Capabilities) -> bool:
-    """Whether a device's library computes a product: not a small one, whose generated kernel holds more."""
+    """Whether a device's library computes a product. Small products are faster in generated kernels."""
     if not capabilities.matmul_library or product.dtype not in LIBRARY_DTYPES:
         return False
     return product.size * product.inputs[0].shape[-1] > _SMALL[product.dtype]
@@ -32,27 +33,27 @@ def by_library(product: Node, capabilities: Capabilities) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """An operand in memory: `rows` items in a row are a column, and columns are `leading` items apart."""
+    """A column-major matrix in memory: columns of `rows` contiguous items, `leading` items apart."""
 
     rows: int
     columns: int
     leading: int
-    transposed: bool  # whether the library has to transpose it for its product
-    batch_stride: int  # items from one matrix of a batch to the next; 0: they are one
+    transposed: bool  # whether the library has to transpose it for the product
+    batch_stride: int  # items between successive matrices of a batch; 0: they are the same
     offset: int  # items before the first
 
     @property
     def extent(self) -> int:
-        """The items from the first of the memory to the last of one matrix."""
+        """The items from the start of the memory to the end of the first matrix."""
         return self.offset + (self.columns - 1) * self.leading + self.rows
 
 
 def laid_out(
     rows: int, columns: int, row_stride: int, column_stride: int, batch_stride: int = 0, offset: int = 0
 ) -> Matrix | None:
-    """How an operand of `rows` x `columns` lies; None if its items are next to each other along neither axis.
+    """The layout of an operand of `rows` x `columns`; None if it is contiguous along neither axis.
 
-    The stride of an axis of length 1 says nothing.
+    The stride of an axis of length 1 is ignored.
     """
     by_rows = (column_stride == 1 or columns == 1) and (rows == 1 or row_stride >= columns)
     by_columns = (row_stride == 1 or rows == 1) and (columns == 1 or column_stride >= rows)
@@ -64,7 +65,7 @@ def laid_out(
 
 
 def batch_stride(lengths: Sequence[int], factors: Sequence[int]) -> int | None:
-    """The one stride with which all axes of a batch are walked in order; None where there is none."""
+    """The stride of all batch axes taken together as a single axis; None if there is none."""
     after = [math.prod(lengths[axis + 1 :]) for axis in range(len(lengths))]
     long = [axis for axis, length in enumerate(lengths) if length > 1]
     stride = factors[long[-1]] // after[long[-1]] if long else 0
@@ -72,9 +73,9 @@ def batch_stride(lengths: Sequence[int], factors: Sequence[int]) -> int | None:
 
 
 def library_operand(operand: Node, stored: Container[Node]) -> tuple[Node, Matrix] | None:
-    """What an operand looks at, and how it lies there; None if a library wants it written out.
+    """The value below an operand's views, and the operand's layout there; None if it has to be copied.
 
-    Views in `stored` are looked at as they are, since they are written out.
+    Views in `stored` are in memory, so they are not looked through.
     """
     in_place = operand_index(operand, stored)
     if in_place is None:
@@ -90,7 +91,7 @@ def library_operand(operand: Node, stored: Container[Node]) -> tuple[Node, Matri
 
 
 def bias_vector(operand: Node, columns: int, stored: Container[Node]) -> Node | None:
-    """The vector of `columns` items that an operand repeats along all axes but the last, if it does."""
+    """The vector of `columns` items that an operand broadcasts along all axes but the last, if it does."""
     if operand.ndim < 2 or operand.shape[-1] != columns:
         return None
     in_place = operand_index(operand, stored)

@@ -1,4 +1,5 @@
-"""Nodes in parts: reductions that would leave most of the device idle, and values joined from too many."""
+"""The pass that splits nodes: reductions that would leave most of the device idle, concatenations of too many
+values, and long sums of matrix products."""
 
 from __future__ import annotations
 
@@ -12,42 +13,37 @@ from penstock.fusion.views import trailing
 from penstock.graph.contraction import MATMUL, matmul
 from penstock.graph.dtypes import HALF_PRECISION, float32
 from penstock.graph.elementwise import CAST, add, cast
-from penstock.graph.node import Kind, Node, Shape, topological
+from penstock.graph.node import Kind, Node, rewrite
 from penstock.graph.reducing import WIDE_SUM, sum_
-from penstock.graph.shaping import CONCAT, RESHAPE, permute, reshape, slice_
+from penstock.graph.shaping import CONCAT, permute, reshape, slice_axis
 
-_MIN_PART = 64  # items of a part; smaller ones cost more than they gain
-_LARGE = 1 << 15  # items, from which on a second kernel pays
-_GROUPS = 8  # for each unit of a GPU
-_GROUP_COLUMNS = 128  # that a group of a GPU reduces
-_MANY_PARTS = 1024  # which are reduced in parts themselves
-# Products that are added up by one accumulator of a kernel, so that their sum has a small error.
+_MIN_PART = 64  # items of a part; smaller parts do not pay
+_LARGE = 1 << 15  # items from which on a second kernel pays
+_GROUPS = 8  # workgroups per compute unit of a GPU
+_GROUP_COLUMNS = 128  # that a workgroup of a GPU reduces
+_MANY_PARTS = 1024  # so many partial results are reduced in parts themselves
+# Products that a kernel adds up in a single accumulator; longer sums are split for accuracy.
 _MOST_PRODUCTS = 1 << 13
-_LONGEST_PRODUCTS = 1 << 17  # the same where parts would cost much, or a kernel adds in blocks by itself
-_FEW = 64  # rows or columns of a product, of which parts cost next to nothing
+_LONGEST_PRODUCTS = 1 << 17  # the same if splitting would cost much, or the kernel itself adds in blocks
+_FEW = 64  # with so few rows or columns, splitting a product costs almost nothing
 
 
 def split(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
     """For each output a node with the same value, up to the order of sums; computed nodes stay."""
-    new: dict[Node, Node] = {}
-    for node in topological(outputs):
-        if node.value is not None:
-            new[node] = node
-            continue
-        inputs = tuple(new[parent] for parent in node.inputs)
-        same = node if inputs == node.inputs else Node(node.primitive, inputs, node.attributes)
+
+    def rule(node: Node) -> Node:
         if node.primitive.kind is Kind.REDUCTION:
-            same = _wide_sum(same, capabilities) or _in_parts(same, capabilities)
-        elif node.primitive is MATMUL:
-            same = _product_in_parts(same, capabilities)
-        elif node.primitive is CONCAT:
-            same = _joined(same, capabilities)
-        new[node] = same
-    return [new[node] for node in outputs]
+            whole = _wide_sum(node, capabilities) or _rows_first(node, capabilities)
+            return whole or _in_parts(node, capabilities)
+        if node.primitive is MATMUL:
+            return _product_in_parts(node, capabilities)
+        return _concat_in_parts(node, capabilities) if node.primitive is CONCAT else node
+
+    return rewrite(outputs, rule)
 
 
-def _joined(node: Node, capabilities: Capabilities) -> Node:
-    """A concatenation of few values at a time, so that a kernel can take all that it reads and writes."""
+def _concat_in_parts(node: Node, capabilities: Capabilities) -> Node:
+    """A concatenation of concatenations, so that a kernel has a buffer for all that it reads and writes."""
     inputs = node.inputs
     while not _fits(inputs, capabilities):
         parts: list[list[Node]] = []
@@ -57,7 +53,7 @@ def _joined(node: Node, capabilities: Capabilities) -> Node:
             else:
                 parts.append([node_input])
         if len(parts) == len(inputs):
-            return node  # they are too large for a kernel
+            return node  # no kernel can concatenate any two of them
         inputs = tuple(
             part[0] if len(part) == 1 else Node(CONCAT, tuple(part), node.attributes) for part in parts
         )
@@ -65,13 +61,13 @@ def _joined(node: Node, capabilities: Capabilities) -> Node:
 
 
 def _fits(inputs: Sequence[Node], capabilities: Capabilities) -> bool:
-    """Whether a kernel can join values."""
+    """Whether a kernel can concatenate values."""
     sizes = [node.nbytes for node in inputs]
     return sum(map(capabilities.bindings, [sum(sizes), *sizes])) <= capabilities.max_buffers
 
 
 def _wide_sum(node: Node, capabilities: Capabilities) -> Node | None:
-    """A sum of integers as wider ones, where no kernel computes it: then the wide ones are not stored."""
+    """A sum of integers in a wider dtype by NumPy, if no kernel computes it, without a wide copy of them."""
     wide = node.inputs[0]
     if node.primitive.name != "sum" or wide.primitive is not CAST or wide.dtype.kind not in "iu":
         return None
@@ -81,6 +77,27 @@ def _wide_sum(node: Node, capabilities: Capabilities) -> Node | None:
     if wide.value is not None or by_kernel or narrow.dtype.kind not in "biu":
         return None
     return Node(WIDE_SUM, (narrow,), {"axes": node.attributes["axes"], "dtype": node.dtype})
+
+
+def _rows_first(node: Node, capabilities: Capabilities) -> Node | None:
+    """On a CPU, a reduction of the last axes and of others apart from them: first of the last, in vectors.
+
+    The sums of a batch norm are such. By columns, neighbouring results would be read from far apart.
+    """
+    source, axes = node.inputs[0], node.attributes["axes"]
+    first = source.ndim
+    while first and (first - 1 in axes or source.shape[first - 1] == 1):
+        first -= 1
+    last = tuple(axis for axis in axes if axis >= first)
+    apart = tuple(axis for axis in axes if axis < first)
+    long = (
+        math.prod(source.shape[first:]) >= _MIN_PART and math.prod(source.shape[axis] for axis in apart) > 1
+    )
+    if capabilities.vector_width == 1 or not long or node.size == 0:
+        return None
+    wide = cast(source, float32) if node.dtype in HALF_PRECISION else source
+    rows = Node(node.primitive, (wide,), {"axes": last})
+    return cast(_in_parts(Node(node.primitive, (rows,), {"axes": apart}), capabilities), node.dtype)
 
 
 def _in_parts(node: Node, capabilities: Capabilities) -> Node:
@@ -95,14 +112,14 @@ def _in_parts(node: Node, capabilities: Capabilities) -> Node:
     if parts == 1:
         return node
     wide = cast(source, float32) if node.dtype in HALF_PRECISION else source  # parts of a sum are not rounded
-    cut = _reshaped(wide, (*source.shape[:first], parts, length // parts, *source.shape[last + 1 :]))
-    part = Node(node.primitive, (cut,), {"axes": (first + 1,)})
+    divided = reshape(wide, (*source.shape[:first], parts, length // parts, *source.shape[last + 1 :]))
+    part = Node(node.primitive, (divided,), {"axes": (first + 1,)})
     whole = Node(node.primitive, (part,), {"axes": (first,)})
     return cast(_in_parts(whole, capabilities) if parts >= _MANY_PARTS else whole, node.dtype)
 
 
 def _product_in_parts(node: Node, capabilities: Capabilities) -> Node:
-    """A matrix product with a long inner axis: the sum of products of parts of it."""
+    """A matrix product with a long contracted axis as a sum of products over parts of it."""
     left, right = node.inputs
     inner, most = left.shape[-1], _most_products(node, capabilities)
     if inner <= most or node.size == 0 or node.dtype.kind != "f" or not capabilities.compiles:
@@ -114,42 +131,32 @@ def _product_in_parts(node: Node, capabilities: Capabilities) -> Node:
     parts = next((parts for parts in range(fewest, 2 * fewest) if inner % parts == 0), fewest)
     length = inner // parts
     batch, rows, columns = left.shape[:-2], left.shape[-2], right.shape[-1]
-    lefts = reshape(_between(left, -1, 0, parts * length), (*batch, rows, parts, length))
-    rights = reshape(_between(right, -2, 0, parts * length), (*batch, parts, length, columns))
+    divided = parts * length
+    lefts = reshape(slice_axis(left, -1, 0, divided), (*batch, rows, parts, length))
+    rights = reshape(slice_axis(right, -2, 0, divided), (*batch, parts, length, columns))
     axis = len(batch)
     lefts = permute(lefts, (*range(axis), axis + 1, axis, axis + 2))
     whole = sum_(matmul(lefts, rights), (axis,))
-    if parts * length == inner:
+    if divided == inner:
         return whole
-    rest = matmul(_between(left, -1, parts * length, inner), _between(right, -2, parts * length, inner))
-    return add(whole, rest)
+    left, right = (slice_axis(x, at, divided, inner - divided) for x, at in ((left, -1), (right, -2)))
+    return add(whole, matmul(left, right))
 
 
 def _most_products(node: Node, capabilities: Capabilities) -> int:
-    """How long the inner axis of a product may be."""
+    """How long the contracted axis of a product may be."""
     by_itself = capabilities.vector_width > 1 or node.dtype in HALF_PRECISION
     return _LONGEST_PRODUCTS if by_itself or min(node.shape[-2:]) > _FEW else _MOST_PRODUCTS
 
 
-def _between(node: Node, axis: int, start: int, stop: int) -> Node:
-    """The items of an axis from one to before another."""
-    slices = [(0, length, 1) for length in node.shape]
-    slices[axis] = (start, stop - start, 1)
-    return slice_(node, tuple(slices))
-
-
 def _parts(length: int, results: int, rows: bool, capabilities: Capabilities) -> int:
-    """Into how many parts a reduction of `length` items is cut, with so many results side by side."""
+    """Into how many parts a reduction of `length` items is divided, given how many results it has."""
     if capabilities.vector_width > 1:
-        # A thread of a CPU takes a row, or 16 columns at the least.
+        # A thread of a CPU takes a row, or at least 16 columns.
         busy, wanted = results if rows else results // 16, 4 * capabilities.compute_units
     else:
-        # A GPU gives a long row to a group.
+        # A workgroup of a GPU takes a row, or some columns.
         busy = results if rows else results // _GROUP_COLUMNS
         wanted = _GROUPS * capabilities.compute_units
     most = min(-(-wanted // max(busy, 1)), length // _MIN_PART)
     return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
-
-
-def _reshaped(node: Node, shape: Shape) -> Node:
-    return Node(RESHAPE, (node,), {"shape": shape})

@@ -1,7 +1,7 @@
-"""Once there are clusters: what is stored between them, and what each recomputes for itself.
+"""Decides which values clusters store in memory, and which their users recompute.
 
-A cheap map is recomputed where it is needed, rather than stored; so is whatever follows from values that are
-stored anyway, with no more to read.
+A cheap map is recomputed where it is needed. So is a value that can be computed from stored values without
+reading more bytes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from penstock.graph.node import Kind, Node
 
 
 class Storing:
-    """Which values lie in memory, and which are recomputed wherever they are needed."""
+    """Which values are stored, and which are recomputed wherever they are needed."""
 
     def __init__(self, clustering: Clustering) -> None:
         self._clustering = clustering
         self.stored = set(clustering.required)
         self.inlined: dict[Cluster, set[Node]] = {}  # nodes that a cluster computes besides its own
-        self._times: dict[Cluster, int] = {}  # how often what is inlined is computed for one item
+        self._times: dict[Cluster, int] = {}  # how often an inlined cluster is computed for an item
         for node, cluster in clustering.cluster.items():
             if any(clustering.cluster[user] is not cluster for user in clustering.users(node)):
                 self.stored.add(node)
@@ -35,7 +35,7 @@ class Storing:
         ]
 
     def _inline(self, cluster: Cluster, homes: dict[Cluster, set[Cluster]]) -> None:
-        """Compute a map where it is needed instead of storing it, if that is not more work."""
+        """Compute a map where it is needed instead of storing it, if that is no more work."""
         outputs = [node for node in cluster.nodes if node in self.stored]
         required = any(node in self._clustering.required for node in outputs)
         if not cluster.kind.is_map or not outputs or required:
@@ -50,7 +50,7 @@ class Storing:
             cheap = True  # a constant
         pays = (len(targets) == 1 and (same_size or cheap)) or (cheap and len(large) <= 1)
         times = self._times_read(outputs)
-        if times > 1:  # through clusters in a chain, it would be recomputed ever more often
+        if times > 1:  # the number of recomputations would multiply along a chain of clusters
             pays = pays and cheap and times * len(inside) <= RECOMPUTED_NODES
         fits = all(
             len(inside.union(target.nodes, self.inlined.get(target, ()))) <= 2 * MAX_NODES
@@ -66,7 +66,7 @@ class Storing:
             target.deps = (target.deps - {cluster}) | cluster.deps
 
     def _recompute(self, cluster: Cluster) -> None:
-        """Do not store what others can compute from what is stored anyway, with no more to read."""
+        """Do not store values that their users can compute from stored values without reading more."""
         if not cluster.kind.keeps_items:
             return
         for node in cluster.nodes:
@@ -80,14 +80,14 @@ class Storing:
                     self.stored.update(leaf for leaf in leaves if leaf in self._clustering.cluster)
 
     def _leaves_to_read(self, node: Node, cluster: Cluster) -> set[Node] | None:
-        """What others would read to recompute a node; None if that is more, or takes long."""
+        """What users would read to recompute a node; None if that is more to read or takes long."""
         inside, leaves = self._tree(node, cluster)
         large = [leaf for leaf in leaves if leaf.size >= node.size]
         simple = not any(part.primitive.is_slow or part.primitive.reads_elsewhere for part in inside)
         return leaves if simple and len(large) <= 1 and len(inside) <= RECOMPUTED_NODES else None
 
     def _store_instead(self, node: Node, cluster: Cluster) -> None:
-        """Store one value in place of two or more that can be computed from it."""
+        """Store a value instead of two or more that can be computed from it."""
         after = [
             user
             for user in cluster.nodes
@@ -106,7 +106,7 @@ class Storing:
         )
 
     def _tree(self, output: Node, cluster: Cluster) -> tuple[set[Node], set[Node]]:
-        """The nodes of a cluster behind one of its own, and the values that these read."""
+        """The nodes of a cluster that compute `output`, and the values that they read."""
         inside: set[Node] = set()
         leaves: set[Node] = set()
         stack = [output]
@@ -121,22 +121,22 @@ class Storing:
         return inside, {leaf for leaf in leaves if leaf.primitive.kind is not Kind.CREATION}
 
     def _times_read(self, outputs: list[Node]) -> int:
-        """At how many places a kernel that computes one item would compute these nodes."""
-        places: dict[tuple[Node, Node | None], int] = {}
+        """How often a kernel would compute these nodes for a single item."""
+        reads: dict[tuple[Node, Node | None], int] = {}
         for user in {user for node in outputs for user in self._clustering.users(node)}:
             for parent in user.inputs:
                 producer, spread = self._clustering.aligned(parent)
                 if producer in outputs:
                     seen = producer if spread == 1 else parent
                     key = (seen, user if user.primitive.reads_elsewhere else None)
-                    places[key] = max(places.get(key, 1), self._times.get(self._clustering.cluster[user], 1))
+                    reads[key] = max(reads.get(key, 1), self._times.get(self._clustering.cluster[user], 1))
         by_node: dict[Node, int] = {}
-        for (seen, _), times in places.items():
+        for (seen, _), times in reads.items():
             producer = self._clustering.aligned(seen)[0]
             by_node[producer] = by_node.get(producer, 0) + times
         return max(by_node.values(), default=1)
 
     def _sources(self, inside: set[Node]) -> set[Node]:
-        """What nodes read that is not among them."""
+        """The values that nodes read from outside their set."""
         sources = {self._clustering.aligned(parent)[0] for node in inside for parent in node.inputs}
         return {source for source in sources - inside if source.primitive.kind is not Kind.CREATION}

@@ -1,62 +1,160 @@
-"""Views: what they look at, and in which order its items are seen."""
+"""Views: the values below them, and the order in which they read items."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.fusion.costs import CROSSED_AXIS, CROSSED_ITEMS
-from penstock.fusion.index import ZERO, Index, SplitNeeded, Variables, flat, source_place, variable
+from penstock.fusion.index import ZERO, Index, Place, SplitNeeded, Variables, flat, source_place, variable
 from penstock.graph.node import Kind, Node, Shape
+from penstock.graph.reducing import EXPAND
 from penstock.graph.shaping import PERMUTE, SLICE
 
 
 def base(node: Node) -> Node:
-    """The node whose bytes are those of `node` too: reshaping moves nothing."""
+    """The node below reshapes, whose bytes are those of `node` too."""
     while node.primitive.same_bytes and node.value is None:
         node = node.inputs[0]
     return node
 
 
 def trailing(shape: Shape, axes: tuple[int, ...]) -> bool:
-    """Whether the axes are the last ones, leaving out those of length 1."""
+    """Whether the axes are trailing, ignoring axes of length 1."""
     long = [axis for axis, length in enumerate(shape) if length > 1]
     reduced = [axis for axis in long if axis in axes]
     return not reduced or long[-len(reduced) :] == reduced
 
 
 def matrix_variables(ndim: int) -> list[str]:
-    """Names of the variables along the axes of matrices: b0, b1, ... of the batch, i and j."""
+    """The loop variables along the axes of matrices: b0, b1, ... for the batch, i and j."""
     return [*(f"b{axis}" for axis in range(ndim - 2)), "i", "j"]
 
 
-def operand_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | None:
-    """What a matrix operand looks at, and where its item (b0, b1, ..., i, j) lies there, in items.
+@dataclass(frozen=True)
+class Digits:
+    """The offset of an item along an axis that consists of several axes of the memory below it.
 
-    Views in `stored` are looked at as they are, since they are written out.
-    None if the place is not a sum of these, times constants: then the operand has to be written out.
+    The index along the axis is split into digits, `index // divisor % length`, and the offset is the sum of
+    digits times strides. The parts are (divisor, length, stride), the outermost first.
     """
-    names = matrix_variables(operand.ndim)
-    variables = Variables(dict(zip(names, operand.shape, strict=True)))
-    place = tuple(ZERO if n == 1 else variable(v) for v, n in zip(names, operand.shape, strict=True))
-    node = operand
+
+    parts: tuple[tuple[int, int, int], ...]
+
+    @property
+    def stride(self) -> int:
+        """The stride between items that differ in the last digit."""
+        return self.parts[-1][2]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether offsets increase along the axis."""
+        reach = 0
+        for _, length, stride in reversed(self.parts):
+            if stride <= reach:
+                return False
+            reach += (length - 1) * stride
+        return True
+
+
+_Pieces = dict[
+    str, list[tuple[str, int]]
+]  # names and lengths of the variables that a variable was split into
+
+
+def operand_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | None:
+    """The value below the views of a matrix operand, and the index of item (b0, b1, ..., i, j) in it.
+
+    Views in `stored` are in memory, so they are not looked through. None if the index is not affine in the
+    variables: then the operand has to be copied.
+    """
     try:
-        while node.primitive.kind is Kind.VIEW and node.value is None and node not in stored:
-            source = base(node)
-            if source is not node and (not source.primitive.is_free or source in stored):
-                return source, flat(place, node.shape)
-            place = source_place(node, place, variables)
-            node = node.inputs[0]
+        return _looked_at(operand, stored, _whole(operand))
     except SplitNeeded:
         return None
+
+
+def digits_index(
+    operand: Node, stored: Container[Node]
+) -> tuple[Node, tuple[int, dict[str, int | Digits]]] | None:
+    """Like `operand_index`, as the offset of the first item and the stride or the digits of each variable.
+
+    Where there are digits, and the operand has no more different items than the value below, copying is
+    faster: None, or what a repeated matrix is repeated from, which is copied once.
+    """
+    pieces = _whole(operand)
+    while True:
+        try:
+            in_place = _looked_at(operand, stored, pieces)
+            break
+        except SplitNeeded as needed:
+            for parts in pieces.values():
+                for at, (piece, length) in enumerate(parts):
+                    if piece == needed.name:
+                        inner = (f"{piece}i", needed.inner)
+                        parts[at : at + 1] = [(f"{piece}o", length // needed.inner), inner]
+    if in_place is None:
+        return None
+    node, index = in_place
+    steps = {name: _steps(parts, index) for name, parts in pieces.items()}
+    lengths = zip(steps.values(), operand.shape, strict=True)
+    different = math.prod(length for step, length in lengths if step != 0)
+    if different > node.size or not any(isinstance(step, Digits) for step in steps.values()):
+        return node, (index.constant, steps)
+    if operand.primitive is not EXPAND or different == operand.size:
+        return None
+    repeated = base(operand.inputs[0])
+    in_place = operand_index(operand, (repeated,))
+    return None if in_place is None else (repeated, (in_place[1].constant, _strides(operand, in_place[1])))
+
+
+def _strides(operand: Node, index: Index) -> dict[str, int | Digits]:
+    return {name: index.factor(name) for name in matrix_variables(operand.ndim)}
+
+
+def _whole(operand: Node) -> _Pieces:
+    names = matrix_variables(operand.ndim)
+    return {name: [(name, length)] for name, length in zip(names, operand.shape, strict=True)}
+
+
+def _steps(parts: list[tuple[str, int]], index: Index) -> int | Digits:
+    digits: list[tuple[int, int, int]] = []
+    divisor = 1
+    for name, length in reversed(parts):
+        stride = index.factor(name)
+        if digits and stride == digits[-1][1] * digits[-1][2]:  # contiguous with the digit before
+            digits[-1] = (digits[-1][0], digits[-1][1] * length, digits[-1][2])
+        else:
+            digits.append((divisor, length, stride))
+        divisor *= length
+    return digits[0][2] if len(digits) == 1 else Digits(tuple(reversed(digits)))
+
+
+def _looked_at(operand: Node, stored: Container[Node], pieces: _Pieces) -> tuple[Node, Index] | None:
+    variables = Variables({name: length for parts in pieces.values() for name, length in parts})
+    place: Place = tuple(
+        flat(
+            tuple(ZERO if length == 1 else variable(name) for name, length in parts),
+            tuple(length for _, length in parts),
+        )
+        for parts in pieces.values()
+    )
+    node = operand
+    while node.primitive.kind is Kind.VIEW and node.value is None and node not in stored:
+        source = base(node)
+        if source is not node and (not source.primitive.is_free or source in stored):
+            return source, flat(place, node.shape)
+        place = source_place(node, place, variables)
+        node = node.inputs[0]
     if variables.computed or (node.primitive.is_free and node.value is None and node not in stored):
         return None
     return node, flat(place, node.shape)
 
 
 def rows_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | None:
-    """The same of an operand whose rows are read 16 bytes at a time; None if they do not lie so."""
+    """Like `operand_index`, for rows that are read 16 bytes at a time; None if they are not aligned so."""
     in_place = operand_index(operand, stored)
     if in_place is None:
         return None
@@ -69,18 +167,18 @@ def rows_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | N
 def operand_source(
     operand: Node, stored: Container[Node], read: Callable[[Node, Container[Node]], tuple[Node, Any] | None]
 ) -> Node:
-    """The value that a kernel reads an operand from: through views as far as `read` can, else written out."""
+    """The value that a kernel reads an operand from: that below its views if `read` can, else a copy."""
     in_place = read(operand, stored)
     return base(operand) if in_place is None else in_place[0]
 
 
-def operand_reader(node: Node) -> Callable[[Node, Container[Node]], tuple[Node, Index] | None]:
-    """How the operands of a product or of attention are read."""
-    return rows_index if node.primitive.kind is Kind.ATTENTION else operand_index
+def operand_reader(node: Node) -> Callable[[Node, Container[Node]], tuple[Node, Any] | None]:
+    """The function that finds out how the operands of a product or of attention are read."""
+    return rows_index if node.primitive.kind is Kind.ATTENTION else digits_index
 
 
 def repeats(shape: Shape, wide: Shape) -> int:
-    """How often each item is repeated in a row by an expansion; 0 if they are not repeated in a row."""
+    """How often an expansion repeats each item successively; 0 if the repetitions are not successive."""
     same = 0
     while same < len(shape) and shape[same] == wide[same]:
         same += 1
@@ -88,15 +186,17 @@ def repeats(shape: Shape, wide: Shape) -> int:
 
 
 def keeps_order(view: Node) -> bool:
-    """Whether an order of axes, or a slice, leaves every item at its number."""
+    """Whether a view keeps the row-major order of all items."""
     if view.primitive is SLICE:
         return view.shape == view.inputs[0].shape and all(part[2] == 1 for part in view.attributes["slices"])
+    if view.primitive is not PERMUTE:
+        return False
     long = [axis for axis in view.attributes["axes"] if view.inputs[0].shape[axis] > 1]
-    return view.primitive is PERMUTE and long == sorted(long)
+    return long == sorted(long)
 
 
 def crosses_rows(view: Node) -> bool:
-    """Whether neighbours in a large view lie far apart in what it looks at, and those there in the view."""
+    """Whether a large view is a transpose: items that are contiguous in it are far apart in memory."""
     if view.primitive is not PERMUTE or view.size < CROSSED_ITEMS:
         return False
     lengths = view.inputs[0].shape

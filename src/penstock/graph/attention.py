@@ -1,11 +1,11 @@
-"""Attention as a primitive, and what it is made of where a device has no kernel for it.
+"""Attention as a primitive, and its decomposition for devices without a kernel for it.
 
-Queries, keys and values have the shape (batch, length, heads, width of a head), so that what comes next sees
-the result of all heads as one row. What a kernel computes together are nodes with the same inputs that differ
-in the attribute `part` only. With fewer queries than keys, the last query goes with the last key.
+Queries, keys and values have the shape (batch, length, heads, head size), so that the results of all heads
+are adjacent. Several outputs of a kernel are nodes that differ in the attribute `part` only. If there are
+fewer queries than keys, the last query is at the position of the last key.
 
-In a kernel, scores are never a value. Without one they are, a part of the queries at a time where the context
-is long, and each part is recomputed for the gradient.
+A kernel does not store the scores. The decomposition does, for some of the queries at a time if the context
+is long, and each of these parts is recomputed for the gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from penstock.graph.reducing import expand, keep_axes, max_, restore, sum_
 from penstock.graph.shaping import concat, pad, permute, reshape, slice_axis
 
 GRADIENT_PARTS = ("query", "key", "value")
-_ROW_ITEMS = 1 << 24  # scores that are held at a time; of more, each part is computed twice in training
+_ROW_ITEMS = 1 << 24  # scores that are stored at a time; more are divided into parts, which are recomputed
 
 
 def _shape(
@@ -108,7 +108,7 @@ def _scores(query: Array, key: Array, causal: bool, scale: float) -> Array:
 
 
 def _turned(x: Array) -> Array:
-    """Lengths and heads in the other order."""
+    """With the axes of positions and heads swapped."""
     return x.swapaxes(1, 2)
 
 
@@ -119,7 +119,7 @@ def _gradients(attention: Node, result: Node, g: Node, parts: tuple[str, ...]) -
     return [Node(ATTENTION_GRADIENT, inputs, {**attention.attributes, "part": part}) for part in parts]
 
 
-# What it is made of
+# The decomposition
 
 
 def has_kernel(node: Node, capabilities: Capabilities) -> bool:
@@ -132,7 +132,7 @@ def has_kernel(node: Node, capabilities: Capabilities) -> bool:
         and width % 16 == 0
         and 16 <= width <= 128
         and query.size > 0
-        # A query that sees no key has no result.
+        # The result of a query that sees no key is undefined.
         and keys >= (queries if node.attributes["causal"] else 1)
         and node.attributes["scale"] > 0
     )
@@ -150,12 +150,8 @@ def _of_parts(node: Node) -> Node:
     return permute(result, (0, 2, 1, 3))
 
 
-def _gradient_decomposed(node: Node, capabilities: Capabilities) -> Node | None:
-    return None if has_kernel(node, capabilities) else _gradient_of_parts(node)
-
-
 def _gradient_of_parts(node: Node) -> Node:
-    """The gradient of what attention is made of."""
+    """The gradient of the decomposition."""
     attributes = {**node.attributes, "part": "result"}
     operands = node.inputs[:3]
     by_operand = gradients_of(
@@ -168,19 +164,15 @@ def _gradient_of_parts(node: Node) -> Node:
     return add(add(value, key), query)
 
 
-def _second_gradient(g: Node, n: Node) -> list[Node | None]:
-    return gradients_of(lambda *own: _gradient_of_parts(n.on(own)), n.inputs, g)
-
-
 def _placed(part: Node, side: int, shape: Shape) -> Node:
-    """A gradient as a part of that of queries, keys and values together."""
+    """The gradient of queries, keys or values as a part of the packed gradient."""
     batch, length, _, heads, width = shape
     row = reshape(part, (batch, length, 1, heads, width))
     return pad(row, ((0, batch, 1), (0, length, 1), (side, 1, 1), (0, heads, 1), (0, width, 1)), shape)
 
 
 def attend(query: Node, key: Node, value: Node, causal: bool, scale: float) -> Node:
-    """softmax(query @ key.T * scale) @ value over the last two axes; the axes before them agree."""
+    """softmax(query @ key.T * scale) @ value over the last two axes; the axes before them are equal."""
     queries, keys = query.shape[-2], key.shape[-2]
     rows = max(16, _ROW_ITEMS // max(1, math.prod(query.shape[:-2]) * keys))
     if rows >= queries:
@@ -198,9 +190,9 @@ def attend(query: Node, key: Node, value: Node, causal: bool, scale: float) -> N
 
 
 def _attended(query: Node, key: Node, value: Node, offset: int, causal: bool, scale: float) -> Node:
-    """Attention of queries of which the first goes with the key at `offset`."""
-    turned = (*range(key.ndim - 2), key.ndim - 1, key.ndim - 2)
-    scores = matmul(query, permute(key, turned))
+    """Attention of queries, the first of which is at the position of key `offset`."""
+    transposed = (*range(key.ndim - 2), key.ndim - 1, key.ndim - 2)
+    scores = matmul(query, permute(key, transposed))
     scores = multiply(scores, like(scores, scale))
     queries, keys = scores.shape[-2:]
     if causal and queries > 1:
@@ -215,7 +207,7 @@ def _attended(query: Node, key: Node, value: Node, offset: int, causal: bool, sc
 
 
 def softmax(x: Node, axis: int) -> Node:
-    """exp(x), made to sum to 1 along an axis; float16 and bfloat16 are rounded once, at the end."""
+    """exp(x), normalized to sum to 1 along an axis; float16 and bfloat16 are rounded once, at the end."""
     if not x.shape[axis]:
         return x
     wide = widened(x)
@@ -245,19 +237,20 @@ ATTENTION_GRADIENT = Primitive(
     Kind.ATTENTION,
     _gradient_shape,
     _gradient_reference,
-    _second_gradient,
-    decompose=_gradient_decomposed,
+    lambda g, n: gradients_of(lambda *own: _gradient_of_parts(n.on(own)), n.inputs, g),
+    decompose=lambda n, capabilities: None if has_kernel(n, capabilities) else _gradient_of_parts(n),
 )
 PACKED = custom_vjp("packed_attention", lambda g, n: _gradients(n.inputs[0], n, g, ("packed",)))
 
 
 def attention(query: Node, key: Node, value: Node, causal: bool, scale: float) -> Node:
-    """softmax(query @ key.T * scale) @ value of every head; a causal one looks at no later key."""
+    """softmax(query @ key.T * scale) @ value of every head; if `causal`, queries see no later keys."""
     return Node(ATTENTION, (query, key, value), {"causal": causal, "scale": scale, "part": "result"})
 
 
 def packed_attention(packed: Node, causal: bool, scale: float) -> Node:
-    """The same of one (batch, length, 3, heads, width of a head), whose gradient is one value too."""
+    """Attention of queries, keys and values packed as (batch, length, 3, heads, head size), with a packed
+    gradient."""
     batch, length, _, heads, width = packed.shape
     query, key, value = (
         reshape(slice_axis(packed, 2, side, 1), (batch, length, heads, width)) for side in range(3)

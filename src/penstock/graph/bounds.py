@@ -1,8 +1,8 @@
-"""Indices that are refused where they are out of range.
+"""Checks that indices are in range.
 
-`bounded` is an identity that says which axis an index is for. Where NumPy computes, it looks at the index at
-once. Kernels hold nothing of it: a graph with bounded indices gets small results besides, the worst index of
-each, which the host looks at when it next reads anything.
+`bounded` is an identity that says which axis an index is for. NumPy's reference checks the index at once.
+Kernels do not check: a graph with bounded indices gets additional small outputs, the index that is furthest
+out of range for each, which the host checks when it next reads any result.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape, same
 from penstock.graph.reducing import max_
 from penstock.graph.shaping import concat, pad, reshape
 
-_MOST_TOGETHER = 16  # indices whose worst are found by one kernel
+_MOST_TOGETHER = 16  # index tensors that are checked by one kernel
 
 
 @dataclass(eq=False)
 class Bound:
-    """What an index is for: an axis of a shape. It may be from 0 to before the axis's length."""
+    """The axis that an index is for. A valid index is at least 0 and less than the length of the axis."""
 
     operation: str
     shape: Shape
     axis: int
     where: str  # the user's line that recorded the operation
-    from_end: bool = False  # the length was added to negative indices, which count from the end
-    checked: bool = False  # whether the index was looked at, or will be when the host next reads
-    index: weakref.ref[Node] | None = None  # the value whose span is known once no item was refused
+    from_end: bool = False  # negative indices count from the end: the length was added to them
+    checked: bool = False  # whether the index was checked, or will be when the host next reads
+    index: weakref.ref[Node] | None = None  # the node whose span is known once the check has passed
 
     @property
     def length(self) -> int:
@@ -43,7 +43,7 @@ class Bound:
         return self.shape[self.axis]
 
     def note(self) -> None:
-        """Remember with the index that no item was refused."""
+        """Note with the index node that all items are in range."""
         node = None if self.index is None else self.index()
         if node is not None:
             least, most = -self.length if self.from_end else 0, self.length - 1
@@ -64,7 +64,7 @@ class Bound:
 
 
 def bounded(index: Node, bound: Bound) -> Node:
-    """The index itself, which is refused where an item is out of range."""
+    """The index itself; BadIndex is raised if an item is out of range."""
     return Node(BOUNDED, (index,), {"bound": bound})
 
 
@@ -87,12 +87,12 @@ BOUNDED = Primitive(
 
 
 def known_range(index: Node, spans: bool = True) -> tuple[int, int] | None:
-    """The least and the largest item of an index, where one knows; the bounds may be wider.
+    """Bounds of the items of an index, if any are known; they need not be tight.
 
-    The graph tells, and with `spans` a value that was looked at.
+    They follow from the graph, and with `spans` also from values that were checked before.
     """
     while index.value is None and index.primitive is not BOUNDED:
-        # A view holds no item that its input does not hold.
+        # Every item of a view is an item of its input.
         if index.primitive.kind is not Kind.VIEW and not index.primitive.is_identity:
             break
         index = index.inputs[0]
@@ -118,13 +118,13 @@ def known_range(index: Node, spans: bool = True) -> tuple[int, int] | None:
 
 
 def _fitting(index: Node, least: int, most: int) -> tuple[int, int] | None:
-    """The range, where the dtype holds it."""
+    """The range, if the dtype can hold it."""
     limits = np.iinfo(np.dtype(index.dtype))
     return (int(least), int(most)) if limits.min <= least and most <= limits.max else None
 
 
 def unchecked(nodes: Iterable[Node]) -> list[Node]:
-    """The bounded indices among some nodes that nobody has looked at."""
+    """The bounded indices among these nodes that were not checked yet."""
     return [
         node
         for node in nodes
@@ -133,7 +133,7 @@ def unchecked(nodes: Iterable[Node]) -> list[Node]:
 
 
 class Verdict:
-    """Judges the worst of several bounded indices. It holds no node, since it outlives the graph."""
+    """Checks the worst items of several bounded indices. It holds no node, since it outlives the graph."""
 
     def __init__(self, indices: Sequence[Node], dtype: DType) -> None:
         self.dtype = dtype
@@ -142,7 +142,7 @@ class Verdict:
         ]
 
     def judge(self, values: Array) -> BadIndex | None:
-        """The error for these values, if there is one."""
+        """The error for these values; None if all are in range."""
         for worst, (bound, signed) in zip(values.tolist(), self._bounds, strict=True):
             if worst >= bound.length:
                 negative = signed and worst > np.iinfo(np.dtype(self.dtype)).max // 2
@@ -153,7 +153,7 @@ class Verdict:
 
 
 class Worst:
-    """The worst of several bounded indices, as numbers without a sign: a negative one is the largest then."""
+    """The worst items of several bounded indices: the largest as unsigned integers (negatives wrap)."""
 
     def __init__(self, indices: Sequence[Node], dtype: DType) -> None:
         self._indices = [node.inputs[0] for node in indices]
@@ -161,13 +161,13 @@ class Worst:
 
     @cached_property
     def node(self) -> Node:
-        """What computes it."""
+        """The node that computes them."""
         longest, dtype = max(index.size for index in self._indices), self.verdict.dtype
         return max_(concat([_row(cast(index, dtype), longest) for index in self._indices], 0), (1,))
 
 
 def worst(indices: Sequence[Node]) -> list[Worst]:
-    """The worst of each bounded index, together where the dtype is as wide."""
+    """The worst items of bounded indices, several indices of the same width together."""
     result = []
     for dtype in (uint32, uint64):
         fitting = [node for node in indices if (node.dtype.itemsize > 4) == (dtype is uint64)]

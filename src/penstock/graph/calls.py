@@ -1,7 +1,7 @@
-"""Parts of a graph that were recorded before and are used again: one node stands for all of them.
+"""Calls of subgraphs that were recorded before: a single node stands for all nodes of the subgraph.
 
-A training step records the same gradients and the same update every time. A call says which of them, and with
-which inputs, so a repeated step is a few nodes. They are put back (`inline`) where a program is built.
+A training step records the same gradients and the same update every time. A call names the subgraph and its
+inputs, so a repeated step is only a few nodes. Calls are inlined when a program is built.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from penstock.graph.bounds import BOUNDED
 from penstock.graph.dtypes import bool_
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape, placeholder, topological
-from penstock.graph.reference import Constant, number_key
+from penstock.graph.reference import Constant, constant_key
 
 
 class Subgraph:
@@ -25,12 +25,8 @@ class Subgraph:
         self.depth = max((node.depth for node in outputs if node.value is None), default=0)
         pending = [node for node in topological(outputs) if node.value is None]
         self.constants: tuple[Constant, ...] = tuple(
-            dict.fromkeys(number_key(node, name) for node in pending for name in node.primitive.constants)
+            dict.fromkeys(constant_key(node, name) for node in pending for name in node.primitive.constants)
         )
-
-
-def _call_shape(*_: Node, subgraph: Subgraph) -> tuple[Shape, DType]:
-    return (), bool_  # its results have shapes of their own
 
 
 def _result_shape(call: Node, number: int) -> tuple[Shape, DType]:
@@ -48,23 +44,24 @@ def _operations(result: Node) -> int:
     return sum(node.primitive.operations_of(node) for node in nodes if node.value is None)
 
 
-CALL = Primitive("call", Kind.CALL, _call_shape, _inlined_only, stop_gradient=True)
+# Its shape is not used: its results have shapes of their own.
+CALL = Primitive("call", Kind.CALL, lambda *_, subgraph: ((), bool_), _inlined_only, stop_gradient=True)
 RESULT = Primitive(
     "result", Kind.CALL, _result_shape, _inlined_only, stop_gradient=True, operations=_operations
 )
 
 
 def call(subgraph: Subgraph, inputs: Sequence[Node]) -> list[Node]:
-    """The outputs of a subgraph for other inputs. No gradient passes."""
+    """The outputs of a subgraph for these inputs. No gradient passes."""
     node = Node(CALL, tuple(inputs), {"subgraph": subgraph})
-    node.depth += subgraph.depth  # which bounds what may be pending
+    node.depth += subgraph.depth  # the depth limits how much may be pending
     return [Node(RESULT, (node,), {"number": number}) for number in range(len(subgraph.outputs))]
 
 
 def subgraph_between(inputs: Collection[Node], outputs: Sequence[Node]) -> tuple[Subgraph, list[Node]] | None:
-    """What computes the outputs from some nodes, and those of them that it takes, in order.
+    """The subgraph that computes the outputs from the inputs, and those inputs that it needs, in order.
 
-    None where it could not be used again: it reads a value that is none of the inputs, or checks an index.
+    None if it cannot be reused: it reads a value that is not among the inputs, or checks an index.
     """
     new: dict[Node, Node] = {}
     taken: list[Node] = []
@@ -81,13 +78,13 @@ def subgraph_between(inputs: Collection[Node], outputs: Sequence[Node]) -> tuple
 
 
 def detached(inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[list[Node], list[Node]]:
-    """Placeholders for inputs, and the outputs as they are computed from these: no node has a value."""
+    """Placeholders for the inputs, and a copy of the outputs that is computed from these."""
     leaves = {node: placeholder(node.shape, node.dtype) for node in inputs}
     return list(leaves.values()), _copied(outputs, leaves)
 
 
 def inline(outputs: Sequence[Node], until: Container[Node] = ()) -> list[Node]:
-    """The same nodes with the contents of subgraphs in the place of calls; those in `until` stay."""
+    """The same outputs with every call replaced by the nodes of its subgraph; nodes in `until` stay."""
     new: dict[Node, Node] = {}
     results: dict[Node, list[Node]] = {}  # of each call
     for node in topological(outputs, until=until):
@@ -100,8 +97,7 @@ def inline(outputs: Sequence[Node], until: Container[Node] = ()) -> list[Node]:
         elif node.primitive is RESULT:
             new[node] = results[node.inputs[0]][node.attributes["number"]]
         else:
-            inputs = tuple(new[parent] for parent in node.inputs)
-            new[node] = node if inputs == node.inputs else Node(node.primitive, inputs, node.attributes)
+            new[node] = node.on(tuple(new[parent] for parent in node.inputs))
     return [new[node] for node in outputs]
 
 

@@ -1,8 +1,8 @@
-"""Values that are recomputed for the gradient rather than kept for it.
+"""Gradient checkpointing: values that are recomputed for the gradient instead of being kept for it.
 
-A checkpoint is the value of a region of the graph. Its gradient is that of a copy of the region, whose inputs
-pass through an optimization barrier: an identity that keeps equal nodes from becoming one, so that the copy
-is not taken for the original. Its second input is what it waits for.
+A checkpoint is the value of a region of the graph. Its gradient is computed through a copy of the region,
+whose inputs pass through optimization barriers: identities that keep common subexpression elimination from
+merging the copy with the original. The second input of a barrier is a value that it waits for.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ def _checkpoint_gradient(g: Node, n: Node) -> Sequence[Node | None]:
     barriers = {node: Node(BARRIER, (node, g), {}) for node in inputs}
     for node in barriers.values():
         node.tracked = True
-    copy = copied(value, barriers)
     ends = [barriers[node] for node in inputs]
-    return gradients(copy, g, ends, until=frozenset(ends))  # behind them is all that came before
+    return gradients(copied(value, barriers), g, ends, until=frozenset(ends))
 
 
-def copied(value: Node, new: dict[Node, Node]) -> Node:
-    """The region behind `value` on other inputs; what does not depend on them stays."""
-    known = dict(new)
-    for node in topological([value], through_values=True, until=new):
-        if node in known:
-            continue
-        known[node] = node.on(tuple(known[parent] for parent in node.inputs))
-    return known[value]
+def copied(value: Node, inputs: dict[Node, Node]) -> Node:
+    """A copy of the nodes that compute `value`, with inputs replaced; nodes that need none of them stay."""
+    new = dict(inputs)
+    for node in topological([value], through_values=True, until=inputs):
+        if node not in new:
+            new[node] = node.on(tuple(new[parent] for parent in node.inputs))
+    return new[value]
 
 
 def _without_barrier(node: Node, capabilities: Capabilities) -> Node | None:
-    """A barrier that is for kernels of a GPU only is left out of those of a CPU."""
+    """A CPU does without the barriers that are meant for GPUs only."""
     return node.inputs[0] if node.attributes.get("gpu_only") and capabilities.vector_width > 1 else None
 
 
@@ -53,5 +51,5 @@ BARRIER = Primitive(
 
 
 def checkpoint(value: Node, inputs: Sequence[Node]) -> Node:
-    """`value`, whose gradient by the inputs recomputes what lies between instead of keeping it."""
+    """`value`, whose gradient recomputes everything between inputs and value instead of keeping it."""
     return Node(CHECKPOINT, (value, *inputs), {})

@@ -1,4 +1,4 @@
-"""Matrix products, and look-ups by index with their opposite."""
+"""Matrix products, gather and scatter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 from penstock.graph.reducing import BLOCK
 from penstock.graph.shaping import PERMUTE, permute
 
-_PART = 4096  # products that NumPy adds up in one go
+_PART = 4096  # the longest sum that NumPy's matmul computes; longer sums are added up in parts
 
 
 def _matmul_shape(x: Node, y: Node) -> tuple[Shape, DType]:
@@ -19,14 +19,6 @@ def _matmul_shape(x: Node, y: Node) -> tuple[Shape, DType]:
     assert x.shape[:-2] == y.shape[:-2]
     assert x.shape[-1] == y.shape[-2]
     return (*x.shape[:-1], y.shape[-1]), x.dtype
-
-
-def _gather_shape(x: Node, index: Node) -> tuple[Shape, DType]:
-    return (*index.shape, *x.shape[1:]), x.dtype
-
-
-def _scatter_shape(values: Node, index: Node, *, length: int) -> tuple[Shape, DType]:
-    return (length, *values.shape[index.ndim :]), values.dtype
 
 
 def _scatter_reference(values: Array, index: Array, length: int) -> Array:
@@ -37,7 +29,7 @@ def _scatter_reference(values: Array, index: Array, length: int) -> Array:
 
 
 def _added_rows(values: Array, index: Array, length: int) -> Array:
-    """Sums of rows by index. A row that is there often is added up in levels, so that no sum is long."""
+    """Sums of rows by index. Many rows with the same index are added up in levels, for accuracy."""
     result = np.zeros((length, *values.shape[1:]), values.dtype)
     if values.dtype.kind in "fc" and index.size > BLOCK:
         counts = np.bincount(index, minlength=length)
@@ -51,12 +43,8 @@ def _added_rows(values: Array, index: Array, length: int) -> Array:
     return result
 
 
-def _gather_reference(x: Array, index: Array) -> Array:
-    return np.take(x, index, axis=0, mode="clip")
-
-
 def _matmul_reference(x: Array, y: Array) -> Array:
-    """In parts along the axis that is summed over, so that no sum is long."""
+    """In parts along the contracted axis, for accuracy."""
     length = x.shape[-1]
     if length <= _PART or x.dtype.kind not in "fc":
         return np.asarray(np.matmul(x, y))
@@ -67,19 +55,19 @@ def _matmul_reference(x: Array, y: Array) -> Array:
 
 
 def matmul(x: Node, y: Node) -> Node:
-    """Products of the matrices in the last two axes; the axes before them agree."""
+    """Products of the matrices in the last two axes; the batch axes before them are equal."""
     return Node(MATMUL, (x, y), {})
 
 
 def gather(x: Node, index: Node) -> Node:
-    """The rows `x[index]`; instead of an index that is out of range the nearest that is not. See `bounds`."""
+    """The rows `x[index]`; indices out of range are clipped. `bounds` checks them."""
     return Node(GATHER, (x, index), {})
 
 
 def scatter_add(values: Node, index: Node, length: int) -> Node:
-    """Zeros of `length` rows, to whose row `index[i]` the values `values[i]` were added, in order.
+    """`length` rows of zeros, with `values[i]` added to row `index[i]` for every i, in order.
 
-    Values whose index is out of range are left out.
+    Values whose index is out of range are dropped.
     """
     return Node(SCATTER_ADD, (values, index), {"length": length})
 
@@ -89,18 +77,19 @@ def _transposed(x: Node) -> Node:
 
 
 def _in_float32(node: Node, capabilities: Capabilities) -> Node | None:
-    """Products of bfloat16 are for libraries: generated kernels multiply in float32."""
+    """Only libraries multiply bfloat16: generated kernels multiply in float32."""
     if node.dtype is not bfloat16 or capabilities.matmul_library:
         return None
-    return cast(matmul(*(_widened(operand) for operand in node.inputs)), bfloat16)
+    return cast(matmul(*(float32_operand(operand) for operand in node.inputs)), bfloat16)
 
 
-def _widened(operand: Node) -> Node:
-    """An operand in float32. Transposes come last, so that the gradient shares what forward has widened."""
+def float32_operand(operand: Node) -> Node:
+    """A matrix operand in float32. It is cast before it is transposed, so that products with the matrix and
+    with its transpose, as in a gradient, share the cast."""
     if operand.primitive.is_identity and operand.value is None:
-        return _widened(operand.inputs[0])
+        return float32_operand(operand.inputs[0])
     if operand.primitive is PERMUTE and operand.value is None:
-        return permute(_widened(operand.inputs[0]), operand.attributes["axes"])
+        return permute(float32_operand(operand.inputs[0]), operand.attributes["axes"])
     return cast(operand, float32)
 
 
@@ -116,15 +105,15 @@ MATMUL = Primitive(
 GATHER = Primitive(
     "gather",
     Kind.GATHER,
-    _gather_shape,
-    _gather_reference,
+    lambda x, index: ((*index.shape, *x.shape[1:]), x.dtype),
+    lambda x, index: np.take(x, index, axis=0, mode="clip"),
     lambda g, n: (scatter_add(g, n.inputs[1], n.inputs[0].shape[0]), None),
     weight=1,
 )
 SCATTER_ADD = Primitive(
     "scatter_add",
     Kind.SCATTER,
-    _scatter_shape,
+    lambda values, index, length: ((length, *values.shape[index.ndim :]), values.dtype),
     _scatter_reference,
     lambda g, n: (gather(g, n.inputs[1]), None),
     weight=4,

@@ -1,4 +1,4 @@
-"""Primitives without inputs: sequences. (One number everywhere is `elementwise.full`.)"""
+"""Sequences: primitives without inputs, like `elementwise.full`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _sequence_shape(*, count: int, dtype: DType, **_: Any) -> tuple[Shape, DType
 
 
 def sequence(start: Any, step: Any, count: int, dtype: DType) -> Node:
-    """`start`, `start + step`, and so on, `count` of them."""
+    """`count` items: `start`, `start + step`, and so on."""
     if (start, step) == (0, 1) and dtype.kind in "iu":
         return Node(POSITIONS, (), {"count": count, "dtype": dtype})
     return Node(SEQUENCE, (), {"start": start, "step": step, "count": count, "dtype": dtype})
@@ -30,7 +30,7 @@ def _sequence_reference(start: Any, step: Any, count: int, dtype: DType) -> Any:
 SEQUENCE = Primitive(
     "sequence", Kind.CREATION, _sequence_shape, _sequence_reference, constants=("start", "step")
 )
-# From 0 on, one by one: a compiler that knows the numbers needs none of the arithmetic.
+# 0, 1, 2, ...: a primitive of its own, so that kernels contain no arithmetic for it.
 POSITIONS = Primitive(
     "positions", Kind.CREATION, _sequence_shape, lambda count, dtype: np.arange(count, dtype=dtype)
 )

@@ -1,11 +1,12 @@
-"""Cross-entropy, and that of a linear layer whose logits are never all there.
+"""Cross-entropy, and a fused linear cross-entropy that never holds all logits at a time.
 
-The logits of a part of the rows are computed, used for the loss and its gradient, and let go before the next
-part. How many rows a part has depends on the target, so the whole loss is recorded as one primitive.
+The logits of some rows are computed, used for the loss and its gradient, and freed before the next rows. How
+many rows are computed together depends on the target, so the whole loss is recorded as a single primitive.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,14 +35,16 @@ from penstock.graph.elementwise import (
     widened,
 )
 from penstock.graph.gradient import gradients, gradients_of
-from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape, ShapeRule, Vjp
 from penstock.graph.reducing import expand, max_, restore, sum_
 from penstock.graph.reference import by_parts
 from penstock.graph.shaping import permute, reshape, slice_axis
 
+_ALL_ROWS = 1 << 30
+
 
 def row_losses(logits: Node, labels: Node, kept: Node | None, smoothing: float) -> Node:
-    """The loss of each row, 0 where it is not kept. Nothing of such a row is in any result, not even NaN."""
+    """The loss of each row; 0 for rows that are not kept, whatever their logits are, even NaN."""
     rows, width = logits.shape
     stored = stop(logits)
     fixed = widened(stored)
@@ -49,7 +52,7 @@ def row_losses(logits: Node, labels: Node, kept: Node | None, smoothing: float) 
     shifted = subtract(fixed, restore(most, logits, (1,)))
     total = log(sum_(exp(shifted), (1,)))
     picked = widened(gather(reshape(stored, (rows * width,)), label_positions(labels, rows, width)))
-    # On a GPU looked up by itself, before the gradient takes over the memory of the logits.
+    # On a GPU a kernel of its own looks up the labels' logits, before the gradient reuses their memory.
     picked = stop(Node(BARRIER, (stop(picked),), {"gpu_only": True}))
     loss = subtract(total, subtract(picked, most))
     if smoothing:
@@ -64,7 +67,7 @@ def row_losses(logits: Node, labels: Node, kept: Node | None, smoothing: float) 
 def _row_losses_gradient(g: Node, n: Node) -> list[Node | None]:
     _, logits, labels, *kept = n.inputs
     smoothing, width = n.attributes["smoothing"], logits.shape[1]
-    # In 32 bits, of which a vector holds twice as many as of 64.
+    # In int32, since a vector register holds twice as many of them as of int64.
     classes = reshape(sequence(0, 1, width, int32), (1, width))
     chosen = equal(restore(cast(labels, int32), logits, (1,)), expand(classes, logits.shape))
     chances = softmax(widened(logits), 1)
@@ -80,13 +83,13 @@ _ROW_LOSSES = custom_vjp("row_losses", _row_losses_gradient)
 
 
 def label_positions(labels: Node, rows: int, width: int) -> Node:
-    """Where the logit of each row's label lies among all logits, in a dtype that holds the last one."""
+    """The index of the logit of each row's label in the flattened logits."""
     dtype = int32 if rows * width <= np.iinfo(np.int32).max else int64
     first = sequence(0, 1, rows, dtype)
     return add(cast(labels, dtype), multiply(first, like(first, width)))
 
 
-# Of a linear layer
+# Fused with a linear layer
 
 
 def linear_cross_entropy(
@@ -106,7 +109,7 @@ def _gradient_shape(*inputs: Node, smoothing: float, of: int) -> tuple[Shape, DT
 
 
 def _in_parts(rows: int, items: Node, weight: Node, labels: Node, *kept: Node, smoothing: float) -> Node:
-    """The same with so many rows of logits at a time."""
+    """`linear_cross_entropy` made of other primitives, with the logits of so many rows at a time."""
     total = full((), float32 if items.dtype in HALF_PRECISION else items.dtype, 0)
     for start in range(0, items.shape[0], rows):
         count = min(rows, items.shape[0] - start)
@@ -127,31 +130,23 @@ def _gradient_in_parts(rows: int, *inputs: Node, smoothing: float, of: int) -> N
 def _rows_at_once(width: int, capabilities: Capabilities) -> int:
     """How many rows of logits are computed together.
 
-    The gradient of a row's logits needs no other row's, so those of one part are let go before the next. The
-    weight's gradient is added up part by part: the fewer rows, the more it is read and written again. A part
-    has to fit into one memory, and into one buffer of a kernel.
+    The weight's gradient is accumulated over the parts, so the fewer rows a part has, the more often it is
+    read and written. The logits of a part have to fit into an allocation, and into a kernel's buffer.
     """
     cpu = capabilities.vector_width > 1
     rows = max(512, (1 << 20) // width) if cpu else max(8192, (1 << 26) // width)
     return max(1, min(rows, capabilities.max_arena_bytes // (4 * width)))
 
 
-def _decomposed(node: Node, capabilities: Capabilities) -> Node:
-    rows = _rows_at_once(node.inputs[1].shape[0], capabilities)
-    return _in_parts(rows, *node.inputs, **node.attributes)
+def _primitive(name: str, shape_rule: ShapeRule, in_parts: Callable[..., Node], vjp: Vjp) -> Primitive:
+    def reference(*arrays: Array, **attributes: Any) -> Array:
+        return by_parts(lambda *inputs: in_parts(_ALL_ROWS, *inputs, **attributes), *arrays)
 
+    def decompose(node: Node, capabilities: Capabilities) -> Node:
+        rows = _rows_at_once(node.inputs[1].shape[0], capabilities)
+        return in_parts(rows, *node.inputs, **node.attributes)
 
-def _gradient_decomposed(node: Node, capabilities: Capabilities) -> Node:
-    rows = _rows_at_once(node.inputs[1].shape[0], capabilities)
-    return _gradient_in_parts(rows, *node.inputs, **node.attributes)
-
-
-def _reference(*arrays: Array, **attributes: Any) -> Array:
-    return by_parts(lambda *inputs: _in_parts(1 << 30, *inputs, **attributes), *arrays)
-
-
-def _gradient_reference(*arrays: Array, **attributes: Any) -> Array:
-    return by_parts(lambda *inputs: _gradient_in_parts(1 << 30, *inputs, **attributes), *arrays)
+    return Primitive(name, Kind.CONTRACTION, shape_rule, reference, vjp, decompose=decompose)
 
 
 def _gradients(g: Node, n: Node) -> list[Node | None]:
@@ -161,17 +156,10 @@ def _gradients(g: Node, n: Node) -> list[Node | None]:
 
 
 def _second_gradients(g: Node, n: Node) -> list[Node | None]:
-    return gradients_of(lambda *own: _gradient_in_parts(1 << 30, *own, **n.attributes), n.inputs, g)
+    return gradients_of(lambda *own: _gradient_in_parts(_ALL_ROWS, *own, **n.attributes), n.inputs, g)
 
 
-LINEAR_CROSS_ENTROPY = Primitive(
-    "linear_cross_entropy", Kind.CONTRACTION, _shape, _reference, _gradients, decompose=_decomposed
-)
-LINEAR_CROSS_ENTROPY_GRADIENT = Primitive(
-    "linear_cross_entropy_gradient",
-    Kind.CONTRACTION,
-    _gradient_shape,
-    _gradient_reference,
-    _second_gradients,
-    decompose=_gradient_decomposed,
+LINEAR_CROSS_ENTROPY = _primitive("linear_cross_entropy", _shape, _in_parts, _gradients)
+LINEAR_CROSS_ENTROPY_GRADIENT = _primitive(
+    "linear_cross_entropy_gradient", _gradient_shape, _gradient_in_parts, _second_gradients
 )

@@ -1,18 +1,10 @@
-"""Values whose gradient is given, where a better one is known than that of the operations."""
+"""Values with a gradient of their own, where a better formula is known than that of their operations."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape, Vjp
-
-
-def _first_shape(value: Node, *_: Node, **__: Any) -> tuple[Shape, DType]:
-    return value.shape, value.dtype
-
-
-def _first(value: Array, *_: Array, **__: Any) -> Array:
-    return value
+from penstock.graph.node import DType, Kind, Node, Primitive, Shape, Vjp
 
 
 def custom_vjp(name: str, vjp: Vjp, transient: bool = False) -> Primitive:
@@ -20,29 +12,27 @@ def custom_vjp(name: str, vjp: Vjp, transient: bool = False) -> Primitive:
     return Primitive(
         name,
         Kind.IDENTITY,
-        _first_shape,
-        _first,
+        lambda value, *_, **__: (value.shape, value.dtype),
+        lambda value, *_, **__: value,
         lambda g, n: [None, *vjp(g, n)],
         is_identity=True,
         transient=transient,
     )
 
 
-def _given_shape(*_: Node, shape: Shape, dtype: DType) -> tuple[Shape, DType]:
-    return shape, dtype
-
-
 def refusing(why: str) -> Primitive:
-    """A primitive of values that are there from the start; asking for their gradient raises `why`."""
+    """A primitive of given values; asking for their gradient raises a TypeError with the text `why`."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise TypeError(why)
 
-    return Primitive("refused", Kind.LEAF, _given_shape, refuse, refuse, refuses=why)
+    return Primitive(
+        "refused", Kind.LEAF, lambda *_, shape, dtype: (shape, dtype), refuse, refuse, refuses=why
+    )
 
 
 def refused(primitive: Primitive, value: Any, shape: Shape, dtype: DType, *inputs: Node) -> Node:
-    """A value of such a primitive, which was computed from these inputs."""
+    """A value of a primitive made by `refusing`, which was computed from these inputs."""
     node = Node(primitive, inputs, {"shape": shape, "dtype": dtype}, value)
     node.tracked = True
     return node

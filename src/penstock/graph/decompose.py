@@ -1,8 +1,8 @@
-"""The pass that fits a graph to its target: what the target has no kernel for, from what it has.
+"""The pass that replaces primitives for which the target has no kernel by others.
 
-The graph that a user records is the same for every device. A primitive that can be made of others says so in
-its row (`decompose`), given what the target can do. This pass comes before all others, so that simplification
-finds what the parts have in common, and NumPy computes the same steps as kernels.
+The graph that a user records is the same for every device. A primitive that can be expressed by others has a
+rule for it (`Primitive.decompose`), which gets the capabilities of the target. This pass is the first, so
+that simplification merges what the parts have in common, and NumPy computes the same steps as kernels.
 """
 
 from __future__ import annotations
@@ -14,27 +14,20 @@ from penstock.graph.node import Node, topological
 
 
 def decompose(outputs: Sequence[Node], capabilities: Capabilities) -> list[Node]:
-    """For each output a node with the same value, of primitives that the target computes by themselves."""
-    return _Decomposition(capabilities).of(outputs)
+    """For each output a node with the same value, made of primitives for which the target has kernels."""
+    new: dict[Node, Node] = {}  # the result for each node; a node of the result maps to itself
 
+    def decomposed(nodes: Sequence[Node]) -> list[Node]:
+        for node in topological(nodes, until=new):
+            if node not in new:
+                result = node
+                if node.value is None:
+                    result = node.on(tuple(new[parent] for parent in node.inputs))
+                    rule = node.primitive.decompose
+                    parts = None if rule is None else rule(result, capabilities)
+                    if parts is not None:
+                        (result,) = decomposed([parts])  # the parts are decomposed in turn
+                new[node] = new[result] = result
+        return [new[node] for node in nodes]
 
-class _Decomposition:
-    """Goes through a graph once; what a decomposition gives is decomposed in turn."""
-
-    def __init__(self, capabilities: Capabilities) -> None:
-        self._capabilities = capabilities
-        self._new: dict[Node, Node] = {}  # nodes that are final stand for themselves
-
-    def of(self, outputs: Sequence[Node]) -> list[Node]:
-        """The nodes that take the place of the outputs."""
-        for node in topological(outputs, until=self._new):
-            if node not in self._new:
-                result = node if node.value is not None else self._final(node)
-                self._new[node] = self._new[result] = result
-        return [self._new[node] for node in outputs]
-
-    def _final(self, node: Node) -> Node:
-        same = node.on(tuple(self._new[parent] for parent in node.inputs))
-        rule = node.primitive.decompose
-        parts = None if rule is None else rule(same, self._capabilities)
-        return same if parts is None else self.of([parts])[0]
+    return decomposed(outputs)

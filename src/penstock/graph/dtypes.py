@@ -1,6 +1,6 @@
-"""Data types: one object for each, whose equality is strict. NumPy takes them wherever it takes a dtype.
+"""Data types, a single object for each. NumPy accepts them wherever it accepts a dtype.
 
-Bfloat16 is stored in 2 bytes, and is a float32 without its last 16 bits. NumPy knows it from ml_dtypes.
+bfloat16 is a float32 without its last 16 bits. NumPy knows it from ml_dtypes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 
 
 class DType:
-    """A type of items. There is one object for each type, so that `is` compares them.
+    """The type of a tensor's items. There is a single object for each type, so `is` compares them.
 
-    It is equal to NumPy's dtype and scalar type of the same name too, and to nothing else.
+    It also equals NumPy's dtype and scalar type of the same name, and nothing else.
     """
 
     __slots__ = ("_hash", "itemsize", "kind", "name", "numpy")
@@ -59,7 +59,7 @@ float32, float64 = DType(np.float32), DType(np.float64)
 complex64, complex128 = DType(np.complex64), DType(np.complex128)
 
 SIGNED, UNSIGNED = (int8, int16, int32, int64), (uint8, uint16, uint32, uint64)
-HALF_PRECISION = (bfloat16, float16)  # stored only: they are computed in float32, and rounded once at the end
+HALF_PRECISION = (bfloat16, float16)  # computed in float32, and rounded once when they are stored
 FLOATING, COMPLEX = (*HALF_PRECISION, float32, float64), (complex64, complex128)
 ALL = (bool_, *SIGNED, *UNSIGNED, *FLOATING, *COMPLEX)
 _BY_NUMPY = {dtype.numpy: dtype for dtype in ALL}
@@ -67,18 +67,18 @@ _BY_NAME = {dtype.name: dtype for dtype in ALL}
 
 
 def checked(dtype: Any) -> DType:
-    """A dtype from NumPy's, from a scalar type or from a name, or a TypeError that lists them."""
+    """The dtype for a NumPy dtype, a scalar type or a name; for others, a TypeError that lists all dtypes."""
     if isinstance(dtype, DType):
         return dtype
     try:
         if dtype is not None:
             known = np.dtype(dtype)
-            return _BY_NUMPY.get(known) or _BY_NAME[known.name]  # in another order of bytes, it has the name
+            return _BY_NUMPY.get(known) or _BY_NAME[known.name]  # by name: the byte order may be another
     except (TypeError, KeyError):
         pass
     raise TypeError(f"{dtype!r} is no dtype of Penstock; there are {', '.join(_BY_NAME)}")
 
 
 def limits(dtype: DType) -> Any:
-    """What `np.finfo` says, of bfloat16 too."""
+    """`np.finfo` of a dtype, also for bfloat16."""
     return ml_dtypes.finfo(np.dtype(dtype))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Elementwise primitives: one row each, with its gradient beside its reference."""
+"""Elementwise primitives: a row for each, with its gradient beside its reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Apply = Callable[..., Node]
 BOOL = bool_
 PRIMITIVES: dict[str, Primitive] = {}
 _EXACT, _PRODUCT, _SUM = Rounding.EXACT, Rounding.PRODUCT, Rounding.SUM
-# Traits of what takes several instructions, and of what takes longer than reading an item from memory.
+# Traits of primitives that take several instructions, or longer than reading an item from memory.
 _COSTLY: dict[str, Any] = {"costly": True}
 _SLOW: dict[str, Any] = {"costly": True, "weight": 1}
 
@@ -33,7 +33,7 @@ def _real(x: Node) -> tuple[Shape, DType]:
 
 def _floating(x: Node) -> tuple[Shape, DType]:
     if x.dtype.kind != "f":
-        raise TypeError(f"it takes floating point, and {x.dtype} was given")
+        raise TypeError(f"the input has to be floating point, and {x.dtype} was given")
     return x.shape, x.dtype
 
 
@@ -45,7 +45,7 @@ def _row(
     rounding: Rounding = Rounding.VARIES,
     **traits: Any,
 ) -> Callable[..., Node]:
-    """Enter a primitive in the table; the function that applies it."""
+    """Add a primitive to the table, and return the function that applies it."""
     primitive = PRIMITIVES[name] = Primitive(
         name, Kind.ELEMENTWISE, shape_rule, reference, vjp, rounding=rounding, **traits
     )
@@ -56,17 +56,9 @@ def _row(
     return apply
 
 
-def _over(denominator: Callable[[Node], Node]) -> Vjp:
+def _reciprocal(denominator: Callable[[Node], Node]) -> Vjp:
     """The gradient of a function whose derivative is 1 / `denominator`."""
     return lambda g, n: (divide(g, denominator(n.inputs[0])),)
-
-
-def _cast_shape(x: Node, *, dtype: DType) -> tuple[Shape, DType]:
-    return x.shape, dtype
-
-
-def _full_shape(*, shape: Shape, dtype: DType, number: Any) -> tuple[Shape, DType]:
-    return shape, dtype
 
 
 def cast(x: Node, dtype: DType) -> Node:
@@ -75,12 +67,12 @@ def cast(x: Node, dtype: DType) -> Node:
 
 
 def widened(x: Node) -> Node:
-    """`x` in the dtype in which it is computed: float16 and bfloat16 in float32."""
+    """`x` in the dtype that is used for computing: float32 for float16 and bfloat16."""
     return cast(x, float32) if x.dtype in HALF_PRECISION else x
 
 
 def full(shape: Shape, dtype: DType, number: Any) -> Node:
-    """One number everywhere; an OverflowError if it is an integer that the dtype cannot hold."""
+    """A constant of this shape; an OverflowError if it is an integer that the dtype cannot hold."""
     if type(number) is int:
         check_range(number, dtype)
     return Node(FULL, (), {"shape": shape, "dtype": dtype, "number": number})
@@ -92,20 +84,20 @@ def check_range(number: int, dtype: DType) -> None:
         bits = 8 * dtype.itemsize
         least, most = (-(1 << bits - 1), (1 << bits - 1) - 1) if dtype.kind == "i" else (0, (1 << bits) - 1)
         if not least <= number <= most:
-            raise OverflowError(f"{number} is not in {dtype}, which goes from {least} to {most}")
+            raise OverflowError(f"{number} does not fit into {dtype}, which goes from {least} to {most}")
     elif number.bit_length() > 1023 and dtype.kind in "fc":
-        raise OverflowError(f"an integer of {number.bit_length()} bits is beyond {dtype}")
+        raise OverflowError(f"an integer of {number.bit_length()} bits does not fit into {dtype}")
 
 
 def like(x: Node, number: Any) -> Node:
-    """One number in the shape and dtype of `x`."""
+    """A constant in the shape and dtype of `x`."""
     return full(x.shape, x.dtype, number)
 
 
 CAST = PRIMITIVES["cast"] = Primitive(
     "cast",
     Kind.ELEMENTWISE,
-    _cast_shape,
+    lambda x, dtype: (x.shape, dtype),
     lambda x, dtype: x.astype(dtype),
     lambda g, n: (cast(g, n.inputs[0].dtype) if n.inputs[0].dtype.kind in "fc" else None,),
     operations=lambda n: 0,
@@ -114,13 +106,13 @@ CAST = PRIMITIVES["cast"] = Primitive(
 FULL = PRIMITIVES["full"] = Primitive(
     "full",
     Kind.CREATION,
-    _full_shape,
+    lambda shape, dtype, number: (shape, dtype),
     lambda shape, dtype, number: np.broadcast_to(np.asarray(number).astype(dtype), shape),
     constants=("number",),
     rounding=_EXACT,
 )
 
-# Where NumPy's results at infinity are not the standard's
+# Functions whose results at infinity differ between NumPy and the array API standard
 
 
 def _expm1(x: Array) -> Array:
@@ -145,7 +137,7 @@ def _floor_divide(x: Array, y: Array) -> Array:
 
 
 def _power(x: Array, y: Array) -> Array:
-    """NumPy's, which gives NaN for a fractional power of -inf with some instruction sets: it is inf, or 0."""
+    """NumPy's, which gives NaN instead of inf or 0 for a fractional power of -inf on some processors."""
     result = np.power(x, y)
     if x.dtype.kind != "f":
         return result
@@ -156,7 +148,7 @@ def _power(x: Array, y: Array) -> Array:
 # One input
 
 _IDENTITY: dict[str, Any] = {"rounding": _EXACT, "is_identity": True}
-# The same value: `stop` lets no gradient pass, and `positive` is a node of its own.
+# Both give their input: `stop` lets no gradient pass, and `positive` makes a node that is distinct from it.
 stop: Apply = _row("stop", lambda x: x, lambda g, n: (None,), stop_gradient=True, **_IDENTITY)
 positive: Apply = _row("positive", lambda x: x, lambda g, n: (g,), **_IDENTITY)
 negative: Apply = _row("negative", np.negative, lambda g, n: (negative(g),), rounding=_EXACT)
@@ -168,25 +160,25 @@ trunc: Apply = _row("trunc", np.trunc, lambda g, n: (None,), rounding=_EXACT)
 round_: Apply = _row("round", np.round, lambda g, n: (None,), rounding=_EXACT)
 exp: Apply = _row("exp", np.exp, lambda g, n: (multiply(g, n),), **_SLOW)
 expm1: Apply = _row("expm1", _expm1, lambda g, n: (multiply(g, add(n, like(n, 1))),), **_SLOW)
-log: Apply = _row("log", np.log, _over(lambda x: x), **_SLOW)
-log1p: Apply = _row("log1p", np.log1p, _over(lambda x: add(x, like(x, 1))), **_SLOW)
-log2: Apply = _row("log2", np.log2, _over(lambda x: multiply(x, like(x, np.log(2)))), **_SLOW)
-log10: Apply = _row("log10", np.log10, _over(lambda x: multiply(x, like(x, np.log(10)))), **_SLOW)
+log: Apply = _row("log", np.log, _reciprocal(lambda x: x), **_SLOW)
+log1p: Apply = _row("log1p", np.log1p, _reciprocal(lambda x: add(x, like(x, 1))), **_SLOW)
+log2: Apply = _row("log2", np.log2, _reciprocal(lambda x: multiply(x, like(x, np.log(2)))), **_SLOW)
+log10: Apply = _row("log10", np.log10, _reciprocal(lambda x: multiply(x, like(x, np.log(10)))), **_SLOW)
 sqrt: Apply = _row("sqrt", np.sqrt, lambda g, n: (divide(multiply(g, like(g, 0.5)), n),), **_COSTLY)
 sin: Apply = _row("sin", np.sin, lambda g, n: (multiply(g, cos(n.inputs[0])),), **_SLOW)
 cos: Apply = _row("cos", np.cos, lambda g, n: (negative(multiply(g, sin(n.inputs[0]))),), **_SLOW)
 tan: Apply = _row("tan", np.tan, lambda g, n: (multiply(g, add(multiply(n, n), like(g, 1))),), **_SLOW)
-asin: Apply = _row("asin", np.arcsin, _over(lambda x: sqrt(_one_minus_square(x))), **_SLOW)
+asin: Apply = _row("asin", np.arcsin, _reciprocal(lambda x: sqrt(_one_minus_square(x))), **_SLOW)
 acos: Apply = _row(
     "acos", np.arccos, lambda g, n: (negative(divide(g, sqrt(_one_minus_square(n.inputs[0])))),), **_SLOW
 )
-atan: Apply = _row("atan", np.arctan, _over(lambda x: _square_plus(x, 1)), **_SLOW)
+atan: Apply = _row("atan", np.arctan, _reciprocal(lambda x: _square_plus(x, 1)), **_SLOW)
 sinh: Apply = _row("sinh", np.sinh, lambda g, n: (multiply(g, cosh(n.inputs[0])),), **_SLOW)
 cosh: Apply = _row("cosh", np.cosh, lambda g, n: (multiply(g, sinh(n.inputs[0])),), **_SLOW)
 tanh: Apply = _row("tanh", _tanh, lambda g, n: (multiply(g, _one_minus_square(n)),), **_SLOW)
-asinh: Apply = _row("asinh", np.arcsinh, _over(lambda x: sqrt(_square_plus(x, 1))), **_SLOW)
-acosh: Apply = _row("acosh", np.arccosh, _over(lambda x: sqrt(_square_plus(x, -1))), **_SLOW)
-atanh: Apply = _row("atanh", np.arctanh, _over(lambda x: _one_minus_square(x)), **_SLOW)
+asinh: Apply = _row("asinh", np.arcsinh, _reciprocal(lambda x: sqrt(_square_plus(x, 1))), **_SLOW)
+acosh: Apply = _row("acosh", np.arccosh, _reciprocal(lambda x: sqrt(_square_plus(x, -1))), **_SLOW)
+atanh: Apply = _row("atanh", np.arctanh, _reciprocal(lambda x: _one_minus_square(x)), **_SLOW)
 erf: Apply = _row(
     "erf",
     lambda x: by_parts(_erf, x.astype(np.float64) if x.dtype.kind in "biu" else x),
@@ -207,44 +199,23 @@ imag: Apply = _row("imag", np.imag, shape_rule=_real, rounding=_EXACT)
 
 # The error function, to 2 or 3 units in the last place: near 0 by its Taylor series, elsewhere by
 # erfc(z) = t exp(-z^2 + P(t)) with t = 1 / (1 + z / 2) in float32, and erfc(z) = t exp(-z^2) P(t) in float64.
-# The first P is a fit with a relative error below 1.2e-7, the other one interpolates at Chebyshev's points of
+# The first P is a fit with a relative error below 1.2e-7. The second interpolates at the Chebyshev nodes of
 # (0, 2/3), with a relative error below 1e-15.
 
 _ERF_SERIES = tuple(2 / math.sqrt(math.pi) * (-1) ** n / (math.factorial(n) * (2 * n + 1)) for n in range(21))
+# fmt: off
 _ERF_TAIL = (
-    -1.26551223,
-    1.00002368,
-    0.37409196,
-    0.09678418,
-    -0.18628806,
-    0.27886807,
-    -1.13520398,
-    1.48851587,
-    -0.82215223,
-    0.17087277,
+    -1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806,
+    0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277,
 )
 _ERF_TAIL_WIDE = (
-    0.28209479177387836,
-    0.2820947917736371,
-    0.2468329428501734,
-    0.17630924106315446,
-    0.08374704974342637,
-    -0.004411764970536322,
-    -0.056681336052144086,
-    -0.05425242812218953,
-    0.0031849038261362018,
-    0.004883872223422043,
-    0.27105758404851443,
-    -0.808071650209445,
-    2.148165565525544,
-    -4.7062610627081956,
-    7.01256073117029,
-    -6.847703039031827,
-    4.299398371930956,
-    -1.6316980397075518,
-    0.3167308842463006,
-    -0.017971551045387883,
+    0.28209479177387836, 0.2820947917736371, 0.2468329428501734, 0.17630924106315446,
+    0.08374704974342637, -0.004411764970536322, -0.056681336052144086, -0.05425242812218953,
+    0.0031849038261362018, 0.004883872223422043, 0.27105758404851443, -0.808071650209445,
+    2.148165565525544, -4.7062610627081956, 7.01256073117029, -6.847703039031827,
+    4.299398371930956, -1.6316980397075518, 0.3167308842463006, -0.017971551045387883,
 )
+# fmt: on
 
 
 def _erf(x: Node) -> Node:
@@ -355,7 +326,7 @@ def _divide_gradient(g: Node, x: Node, y: Node) -> tuple[Node, Node]:
 
 
 def _pow_gradient(g: Node, n: Node, x: Node, y: Node) -> tuple[Node, Node]:
-    # At y = 0 the first is 0 whatever x is, and at x = 0 the second is, where the logarithm is not finite.
+    # The gradient of x is 0 at y = 0 for every x; that of y is 0 at x = 0, where the logarithm is not finite.
     zero = like(g, 0)
     slope = multiply(y, pow_(x, subtract(y, like(y, 1))))
     to_x = where(equal(y, zero), zero, multiply(g, slope))
@@ -370,7 +341,7 @@ def _atan2_gradient(g: Node, y: Node, x: Node) -> tuple[Node, Node]:
 
 
 def _direction(x: Node, length: Node) -> Node:
-    """A coordinate over the length of its vector; 0 where that is 0."""
+    """A coordinate divided by the length of its vector; 0 for the zero vector."""
     return divide(x, where(equal(length, like(x, 0)), like(x, 1), length))
 
 
@@ -379,7 +350,7 @@ def _copysign_gradient(g: Node, x: Node, y: Node) -> Node:
 
 
 def _extreme_gradient(g: Node, n: Node) -> list[Node]:
-    """To the input that was taken; where both are equal, half to each."""
+    """The gradient goes to the input that was taken; half to each if both are equal."""
     x, y = n.inputs
     share = where(equal(x, y), like(g, 0.5), like(g, 1))
     return [multiply(g, where(equal(side, n), share, like(g, 0))) for side in (x, y)]

@@ -11,9 +11,9 @@ from penstock.graph.node import Node, topological
 def gradients(
     output: Node, seed: Node | None, wanted: Sequence[Node], until: Container[Node] = ()
 ) -> list[Node | None]:
-    """The gradient of `output` with respect to each wanted node; None for one that it does not depend on.
+    """The gradient of `output` with respect to each wanted node; None if it does not depend on the node.
 
-    `seed` is the gradient of the output itself, 1 by default. Nothing is looked at beyond `until`.
+    `seed` is the gradient of the output itself, 1 by default. No gradient passes beyond nodes in `until`.
     """
     order = topological([output], through_values=True, until=until)
     targets = set(wanted)
@@ -41,6 +41,6 @@ def gradients(
 def gradients_of(
     function: Callable[..., Node], inputs: Sequence[Node], seed: Node | None
 ) -> list[Node | None]:
-    """The gradients of what a function makes of nodes, with respect to each: two of them may be one node."""
+    """The gradients of a function of nodes with respect to each input; a node may be given twice."""
     own = tuple(positive(node) for node in inputs)
     return gradients(function(*own), seed, own, until=own)

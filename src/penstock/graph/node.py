@@ -1,18 +1,18 @@
 """Nodes and primitives: what a graph is made of.
 
-A primitive is one row: all that any part of the compiler knows about an operation. Passes, fusion, code
-generation and prices ask for its traits, never for its name, so a new primitive is a new row.
-Inputs of one node that must agree in shape or dtype do: broadcasting and promotion are nodes of their own,
-recorded by the tensor layer.
+A `Primitive` holds all that any part of the compiler knows about an operation. Passes, fusion, code
+generation and cost models ask for its traits, never for its name, so a new primitive is a new row of a table.
+The inputs of an elementwise node have the same shape and dtype: broadcasting and promotion are nodes of their
+own, which the tensor layer records.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -30,35 +30,35 @@ Vjp = Callable[["Node", "Node"], "Sequence[Node | None]"]
 
 
 class Kind(Enum):
-    """The class of a primitive: which items of its inputs an item of its result needs."""
+    """The class of a primitive: from which items of the inputs each item of the result is computed."""
 
-    LEAF = auto()  # none: the value is there from the start
-    IDENTITY = auto()  # its own, unchanged; simplification removes the node
-    ELEMENTWISE = auto()  # those at its own index
-    VIEW = auto()  # one item of the input, found by arithmetic on indices
-    MOVE = auto()  # one item of an input, or none: padding and concatenation
-    GATHER = auto()  # rows that another input names
+    LEAF = auto()  # none: the value is known from the start
+    IDENTITY = auto()  # the item itself, unchanged; simplification removes the node
+    ELEMENTWISE = auto()  # the items at the same index
+    VIEW = auto()  # an item of the input at an index that is computed from its own
+    MOVE = auto()  # an item of an input, or none: padding and concatenation
+    GATHER = auto()  # an item of a row whose index another input holds
     CREATION = auto()  # none: constants and sequences
-    RANDOM = auto()  # the state of a generator
-    REDUCTION = auto()  # all along axes that are dropped
-    CONTRACTION = auto()  # a row of one matrix and a column of another
-    ATTENTION = auto()  # one query and all keys and values
-    SCAN = auto()  # all up to its own along an axis
-    ARG_REDUCTION = auto()  # all along an axis; the result is an index
-    SORT = auto()  # all along an axis
-    SCATTER = auto()  # all rows that another input sends to it
-    HOST = auto()  # NumPy alone computes it
+    RANDOM = auto()  # the state of a random generator
+    REDUCTION = auto()  # all items along axes, which are dropped
+    CONTRACTION = auto()  # a row of a matrix and a column of another
+    ATTENTION = auto()  # a query and all keys and values
+    SCAN = auto()  # all items up to its index along an axis
+    ARG_REDUCTION = auto()  # all items along an axis; the result is an index
+    SORT = auto()  # all items along an axis
+    SCATTER = auto()  # all rows that another input assigns to it
+    HOST = auto()  # computed by NumPy only
     OPAQUE = auto()  # a kernel that the user wrote; nothing is known of it
-    CALL = auto()  # a part of a graph that was recorded before; it is put back before anything is compiled
+    CALL = auto()  # a subgraph that was recorded before; it is inlined before anything is compiled
 
 
 class Rounding(Enum):
-    """How far the bits of a floating-point result depend on who computes it."""
+    """How the bits of a floating-point result may differ between NumPy, kernels and devices."""
 
-    EXACT = auto()  # nothing is rounded
-    PRODUCT = auto()  # rounded to nearest, but a kernel may skip it before a sum (a fused multiply-add)
-    SUM = auto()  # rounded to nearest, but perhaps together with a product before it
-    VARIES = auto()  # the order of operations, or a function, has an error of its own
+    EXACT = auto()  # not at all: nothing is rounded
+    PRODUCT = auto()  # rounded to nearest, unless a sum after it makes it a fused multiply-add
+    SUM = auto()  # rounded to nearest, unless a product before it makes it a fused multiply-add
+    VARIES = auto()  # they depend on the order of operations, or on a library's function
 
 
 _MOVES = (Kind.IDENTITY, Kind.VIEW, Kind.MOVE, Kind.GATHER)
@@ -66,48 +66,48 @@ _MOVES = (Kind.IDENTITY, Kind.VIEW, Kind.MOVE, Kind.GATHER)
 
 @dataclass(frozen=True, eq=False)
 class Primitive:
-    """One operation with its traits; equal only to itself."""
+    """An operation with its traits; equal only to itself."""
 
-    name: str  # of elementwise primitives: their name in the tables of expressions, too
+    name: str  # dialects look up the expression of an elementwise primitive by it
     kind: Kind
     shape_rule: ShapeRule  # (inputs, **attributes) -> shape and dtype of the result
-    reference: Callable[..., Array]  # (arrays, **attributes) -> the result by NumPy: the oracle of every test
+    reference: Callable[..., Array]  # (arrays, **attributes) -> the result by NumPy, the oracle of every test
     vjp: Vjp | None = None  # (gradient of the result, node) -> gradient of each input
-    stop_gradient: bool = False  # no gradient passes, so what is behind it need not be kept
+    stop_gradient: bool = False  # no gradient passes, so its inputs need not be kept
     is_identity: bool = False  # the value is that of the first input
-    same_bytes: bool = False  # a view of all items of the first input in their order
-    constants: tuple[str, ...] = ()  # attributes that are scalar arguments of a program, not part of its text
-    dtypes: Mapping[str, DType] = field(default_factory=dict)  # of constants that do not have the node's
-    operations: Callable[[Node], int] | None = None  # None: one on each item of the largest operand
-    costly: bool = False  # takes many instructions, so that fusion does not compute it twice for nothing
-    weight: float = 0  # time for an item beyond reading and writing it, as a multiple of an exponential's
-    rounding: Rounding | None = None  # None: exact where items are only moved
+    same_bytes: bool = False  # a view of all items of the first input in the same order
+    constants: tuple[str, ...] = ()  # attributes that are scalar arguments of kernels, not part of their text
+    dtypes: Mapping[str, DType] = field(default_factory=dict)  # of constants whose dtype is not the node's
+    operations: Callable[[Node], int] | None = None  # None: as many as the largest operand has items
+    costly: bool = False  # takes many instructions, so fusion avoids computing it twice
+    weight: float = 0  # time per item beyond reading and writing it; that of an exponential is 1
+    rounding: Rounding | None = None  # None: exact if items are only moved
     as_stored: bool = False  # the reference takes float16 and bfloat16 as they are, not widened to float32
     no_kernel: tuple[DType, ...] = ()  # dtypes for which kernels, which widen them, would give other results
-    # (node, capabilities) -> the same of other primitives, for targets without a kernel of its own; else None
+    # (node, capabilities) -> the same value from other primitives; None if the target has a kernel for it
     decompose: Callable[[Node, Capabilities], Node | None] | None = None
-    combine: str = ""  # of reductions and scans: the elementwise primitive that takes in one more item
-    transient: bool = False  # made for one node, and may hold values: nothing may keep it
-    refuses: str = ""  # why nothing can be said of its gradient; `backward` raises that if one arrives here
+    combine: str = ""  # of reductions and scans: the elementwise primitive that combines two items
+    transient: bool = False  # made for a single node and may hold values, so no cache may keep it
+    refuses: str = ""  # why it has no gradient; `backward` raises this if a gradient arrives here
 
     @cached_property
     def is_free(self) -> bool:
-        """Whether it costs less to recompute than to store."""
+        """Whether recomputing it costs less than storing it."""
         return self.kind in (Kind.VIEW, Kind.CREATION)
 
     @cached_property
     def is_slow(self) -> bool:
-        """Whether computing an item takes longer than reading one from memory."""
+        """Whether computing an item takes longer than reading it from memory."""
         return self.costly and self.weight >= 1
 
     @cached_property
     def reads_elsewhere(self) -> bool:
-        """Whether an item is computed from items at other indices, and it is no view."""
+        """Whether it is no view, and an item is computed from items at other indices."""
         return self.kind in (Kind.MOVE, Kind.GATHER, Kind.RANDOM)
 
     @cached_property
     def multiplies_matrices(self) -> bool:
-        """Whether its time is that of matrix products."""
+        """Whether matrix products dominate its time."""
         return self.kind in (Kind.CONTRACTION, Kind.ATTENTION)
 
     def operations_of(self, node: Node) -> int:
@@ -132,7 +132,7 @@ class Primitive:
 
 
 class Node:
-    """One application of a primitive. It never changes what it stands for; `settle` fills in its value."""
+    """The application of a primitive to inputs. It is immutable, except for `set_value`."""
 
     __slots__ = (
         "__weakref__",
@@ -155,10 +155,12 @@ class Node:
         self.primitive = primitive
         self.inputs = inputs
         self.attributes = attributes
-        self.shape, self.dtype = primitive.shape_rule(*inputs, **attributes)
-        self.value = value  # where the result is, once it was computed
-        self.span: tuple[int, int] | None = None  # what its items are known to lie between, once one looked
-        self.owner: Any = None  # a weak reference to whatever collects the gradients that end here
+        shape, dtype = primitive.shape_rule(*inputs, **attributes)
+        self.shape: Shape = shape
+        self.dtype: DType = dtype
+        self.value = value  # the result, once it is computed
+        self.span: tuple[int, int] | None = None  # least and largest possible item, once that is known
+        self.owner: Any = None  # a weak reference to the tensor that accumulates the gradients of this node
         tracked, depth, pending = False, 0, 0
         for node in inputs:
             if node.tracked:
@@ -169,18 +171,18 @@ class Node:
                 if node.pending_bytes > pending:
                     pending = node.pending_bytes
         self.tracked: bool = tracked and not primitive.stop_gradient  # a gradient may pass
-        # Along the longest and the heaviest chain of nodes that are not computed yet.
+        # The number and the bytes of pending nodes along the longest path that ends here.
         self.depth: int = 1 + depth
-        self.pending_bytes: int = pending + math.prod(self.shape) * self.dtype.itemsize
+        self.pending_bytes: int = pending + prod(shape) * dtype.itemsize
 
-    def settle(self, value: Any) -> None:
-        """Note where the result is. What it was computed from is let go, unless a gradient may pass there."""
+    def set_value(self, value: Any) -> None:
+        """Set the value. The inputs are released, unless a gradient may pass to them."""
         self.value = value
         if not self.tracked or self.primitive.stop_gradient:
             self.inputs = ()
 
     def on(self, inputs: tuple[Node, ...]) -> Node:
-        """The same of other inputs; itself where they are its own."""
+        """The same operation on other inputs; the node itself if these are its own."""
         return self if inputs == self.inputs else Node(self.primitive, inputs, self.attributes)
 
     @property
@@ -191,7 +193,7 @@ class Node:
     @property
     def size(self) -> int:
         """The number of items."""
-        return math.prod(self.shape)
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -205,23 +207,37 @@ class Node:
 def topological(
     outputs: Iterable[Node], *, through_values: bool = False, until: Container[Node] = ()
 ) -> list[Node]:
-    """Every node that the outputs need, each after its inputs.
+    """Every node that the outputs depend on, each after its inputs.
 
-    The walk ends at computed nodes by default, and at those in `until`.
+    The walk does not go beyond nodes in `until`, nor beyond computed nodes unless `through_values` is set.
     """
     order: list[Node] = []
     seen: set[Node] = set()
-    stack = [(node, False) for node in reversed(list(outputs))]
+    stack: list[Node | None] = [*reversed([*outputs])]  # None: the inputs of the node before it are done
     while stack:
-        node, ready = stack.pop()
-        if ready:
-            order.append(node)
+        node = stack.pop()
+        if node is None:
+            order.append(stack.pop())  # type: ignore[arg-type]
         elif node not in seen:
             seen.add(node)
-            stack.append((node, True))
-            if (node.value is None or through_values) and node not in until:
-                stack += [(parent, False) for parent in reversed(node.inputs)]
+            if node.inputs and (node.value is None or through_values) and node not in until:
+                stack += (node, None)
+                stack += node.inputs[::-1]
+            else:
+                order.append(node)
     return order
+
+
+def rewrite(outputs: Iterable[Node], rule: Callable[[Node], Node]) -> list[Node]:
+    """For each output, the node that `rule` gives for it; computed nodes stay.
+
+    The rule gets every node once, with inputs that were rewritten before.
+    """
+    outputs, new = list(outputs), dict[Node, Node]()
+    for node in topological(outputs):
+        pending = node.value is None
+        new[node] = rule(node.on(tuple([new[parent] for parent in node.inputs]))) if pending else node
+    return [new[node] for node in outputs]
 
 
 def _leaf_shape(*, shape: Shape, dtype: DType) -> tuple[Shape, DType]:
@@ -229,23 +245,23 @@ def _leaf_shape(*, shape: Shape, dtype: DType) -> tuple[Shape, DType]:
 
 
 def _leaf_reference(*, shape: Shape, dtype: DType) -> Array:
-    raise AssertionError("a leaf has its value from the start")
+    raise AssertionError("the value of a leaf is given, not computed")
 
 
 LEAF = Primitive("leaf", Kind.LEAF, _leaf_shape, _leaf_reference)
 
 
 def leaf(value: Any, shape: Shape, dtype: DType) -> Node:
-    """A node whose result is there already."""
+    """A node whose value is given."""
     return Node(LEAF, (), {"shape": shape, "dtype": checked(dtype)}, value)
 
 
 class PlaceholderRead(AttributeError):
-    """A value was asked for that is only known when a recorded graph is used."""
+    """The value of a placeholder was read: it is only known when the recorded graph runs."""
 
 
 class _Placeholder:
-    """The value of a leaf that stands for the input of a program."""
+    """The value of a leaf that stands for an input of a recorded graph."""
 
     def __getattr__(self, name: str) -> Any:
         raise PlaceholderRead(name)
@@ -255,12 +271,12 @@ _PLACEHOLDER = _Placeholder()
 
 
 def placeholder(shape: Shape, dtype: DType) -> Node:
-    """A leaf that stands for an input, whatever its value is."""
+    """A leaf that stands for an input of a recorded graph."""
     return leaf(_PLACEHOLDER, shape, dtype)
 
 
 def same(*inputs: Node, **_: Any) -> tuple[Shape, DType]:
-    """The shape rule of elementwise primitives: all inputs agree, and so does the result."""
+    """The shape rule of elementwise primitives: all inputs and the result have the same shape and dtype."""
     first = inputs[0]
     for other in inputs[1:]:
         agree = other.dtype is first.dtype or other.dtype == first.dtype

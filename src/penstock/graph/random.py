@@ -1,8 +1,8 @@
-"""Random bits from a counter, by Philox4x32-10, and the numbers that are made of them.
+"""Random bits by the counter-based generator Philox4x32-10, and random values made of them.
 
-An item depends on the state and on its own index alone, so every device draws the same bits in any order.
-The numbers are elementwise functions of the bits. A bits node has a last axis beyond the shape of the
-numbers: the words of 32 bits that one number takes.
+An item depends on the state and on its own index only, so every device draws the same bits in any order.
+Random values are elementwise functions of bits. The bits have an additional last axis: the 32-bit words that
+a single value takes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.graph.shaping import reshape, slice_axis
 
 WORD, DOUBLE_WORD = uint32, uint64
 WORDS_PER_BLOCK = 4
-# How many words one number takes.
+# How many words a single value takes.
 UNIFORM_WORDS = {bfloat16: 1, float16: 1, float32: 1, float64: 2}
 NORMAL_WORDS = {bfloat16: 2, float16: 2, float32: 2, float64: 4}
 INTEGERS_WORDS = PERMUTATION_WORDS = 2
@@ -85,7 +85,7 @@ def random_bits(state: Node, shape: Shape) -> Node:
 
 
 def uniform(bits: Node, dtype: DType) -> Node:
-    """Multiples of 2**-8, 2**-11, 2**-24 or 2**-53 (by dtype) in [0, 1), all as likely, and exact."""
+    """Multiples of 2**-8, 2**-11, 2**-24 or 2**-53 (by dtype) in [0, 1) with equal probability."""
     if dtype == float64:
         return _times(_whole53(bits, 0), 2.0**-53)
     digits = limits(dtype).nmant + 1
@@ -93,15 +93,14 @@ def uniform(bits: Node, dtype: DType) -> Node:
 
 
 def normal(bits: Node, dtype: DType) -> Node:
-    """Numbers of mean 0 and deviation 1 by Box and Muller's formula, at most 6.7 in size (float64: 8.6).
+    """Values of mean 0 and deviation 1 by the Box-Muller transform, at most 6.7 in size (float64: 8.6).
 
-    The radius and the angle come from the same bits on every device. Its log, sqrt and cos may differ in
-    their last bits.
+    The bits are the same on every device; log, sqrt and cos of devices may differ in their last bits.
     """
     if dtype == float64:
         first, second, step = _whole53(bits, 0), _whole53(bits, 2), 2.0**-53
     else:
-        # Rounded to 24 digits, the small ones keep all of theirs: they make the tails.
+        # float32 rounds large words to 24 bits, but is exact for small words, which make the tails.
         first, second, step = cast(_word(bits, 0), float32), cast(_word(bits, 1), float32), 2.0**-32
     above_zero = _times(add(first, like(first, 1)), step)  # in (0, 1]
     radius = sqrt(_times(log(above_zero), -2))
@@ -111,8 +110,8 @@ def normal(bits: Node, dtype: DType) -> Node:
 def integers(bits: Node, low: int, high: int, dtype: DType) -> Node:
     """Integers in [low, high), of 64 random bits each.
 
-    Up to 2**32 different ones, x becomes floor(x * count / 2**64), beyond that x % count. The chance of a
-    number is 1 / count to a relative error under count / 2**64; it is exact where count is a power of 2.
+    For a count up to 2**32 the result is floor(x * count / 2**64), beyond that x % count. The probability of
+    each is 1 / count to a relative error below count / 2**64; exactly, if count is a power of 2.
     """
     count = high - low
     if count <= 1 << 32:
@@ -123,23 +122,23 @@ def integers(bits: Node, low: int, high: int, dtype: DType) -> Node:
         offset = _joined(bits)
         if count < 1 << 64:
             offset = remainder(offset, like(offset, count))
-    # Modulo 2**64 a negative low is added as well.
+    # Modulo 2**64, so that low may be negative.
     return cast(add(offset, like(offset, low % (1 << 64))), dtype)
 
 
 def bernoulli(bits: Node, probability: float) -> Node:
-    """True with a probability that is rounded to a multiple of 2**-32. No step rounds anything else."""
-    word = cast(_word(bits, 0), INDEX)  # 2**32, the bound of what is always true, is no uint32
+    """True with this probability, rounded to a multiple of 2**-32."""
+    word = cast(_word(bits, 0), INDEX)  # for a probability of 1, the bound is 2**32, which is no uint32
     return less(word, like(word, round(probability * 2**32)))
 
 
 def permutation(bits: Node) -> Node:
-    """The indices of the items in random order. Two of n tie, and keep their order, once in 2**65 / n**2."""
+    """The indices of the items in random order; with a probability of n**2 / 2**65, two of n keep theirs."""
     return argsort(_joined(bits), 0, False)
 
 
 def _word(bits: Node, number: int) -> Node:
-    """One of the words of each number."""
+    """Word `number` of each value."""
     *shape, words = bits.shape
     if words > 1:
         count = math.prod(shape)

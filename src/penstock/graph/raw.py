@@ -1,7 +1,6 @@
 """Primitives that are kernels written by the user: only a device's compiler knows what they compute.
 
-The outputs of one launch are nodes with the same inputs and attributes, but for `part`, the number of the
-output.
+The outputs of a launch are nodes that differ in the attribute `part` only, the index of the output.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 
 @dataclass(frozen=True)
 class RawText:
-    """A kernel's name and parameters, and in each language what comes before it, and its body."""
+    """A kernel's name and parameters, and its header and body in each language."""
 
     name: str
     inputs: tuple[str, ...]
@@ -30,41 +29,43 @@ class RawText:
 
 @dataclass(frozen=True)
 class RawLaunch:
-    """One use of a kernel: what it makes, and how many threads run it."""
+    """A use of a kernel: its outputs, and how many threads run it."""
 
     text: RawText
     shapes: tuple[Shape, ...]
     dtypes: tuple[DType, ...]
     grid: tuple[int, ...]
     group: tuple[int, ...]
-    threads: int | None  # that work each by itself; the others of the last group do nothing
-
-
-def _shape(*inputs: Node, launch: RawLaunch, part: int, **_: Any) -> tuple[Shape, DType]:
-    return launch.shapes[part], launch.dtypes[part]
+    threads: int | None  # threads that work independently; the rest of the last group is idle
 
 
 def _reference(*arrays: Array, launch: RawLaunch, **_: Any) -> Array:
-    raise AssertionError(f"NumPy does not know what {launch.text.name} means")
+    raise AssertionError(f"the user's kernel {launch.text.name} has no NumPy reference")
 
 
 def raw_primitive(text: RawText) -> Primitive:
-    """The primitive of a text."""
+    """The primitive of a user's kernel."""
 
     def no_gradient(g: Node, n: Node) -> list[None]:
         raise TypeError(
-            f"kernel {text.name!r} has no gradient; give raw_kernel one with gradient=, or use detach() or "
+            f"kernel {text.name!r} has no gradient; pass gradient= to raw_kernel, or use detach() or "
             f"no_grad() before it"
         )
 
     dtypes = {scalar_attribute(name): dtype for name, dtype in text.scalars}
     return Primitive(
-        text.name, Kind.OPAQUE, _shape, _reference, no_gradient, constants=tuple(dtypes), dtypes=dtypes
+        text.name,
+        Kind.OPAQUE,
+        lambda *_, launch, part, **__: (launch.shapes[part], launch.dtypes[part]),
+        _reference,
+        no_gradient,
+        constants=tuple(dtypes),
+        dtypes=dtypes,
     )
 
 
 def scalar_attribute(name: str) -> str:
-    """Under which name a node has a scalar: no other attribute is called so."""
+    """The attribute of a node that holds a scalar; the space keeps it distinct from all others."""
     return f"scalar {name}"
 
 
@@ -80,7 +81,7 @@ def raw(
 
 
 def all_parts(nodes: list[Node]) -> tuple[Node, ...]:
-    """All outputs of a launch, of which some are given: a kernel writes those that nobody needs too."""
+    """All outputs of a launch, given some of them: a kernel also writes outputs that nobody reads."""
     by_part = {node.attributes["part"]: node for node in nodes}
     first = nodes[0]
     return tuple(

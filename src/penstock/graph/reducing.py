@@ -1,4 +1,4 @@
-"""Primitives along axes: reductions and their opposite, scans, and orders. Reduced axes are dropped."""
+"""Primitives along axes: reductions, expansion, scans and sorting. Reduced axes are dropped."""
 
 from __future__ import annotations
 
@@ -16,23 +16,11 @@ from penstock.graph.shaping import concat, permute, reshape, slice_axis
 
 INDEX = int64
 Axes = tuple[int, ...]
-BLOCK = 128  # values that are added up one after the other, everywhere, before a sum gets another level
+BLOCK = 128  # values that are added up sequentially; longer sums are added up in levels of such blocks
 
 
 def _reduced(x: Node, *, axes: Axes) -> tuple[Shape, DType]:
     return tuple([length for axis, length in enumerate(x.shape) if axis not in axes]), x.dtype
-
-
-def _reduced_to_index(x: Node, *, axis: int) -> tuple[Shape, DType]:
-    return _reduced(x, axes=(axis,))[0], INDEX
-
-
-def _ordered_index(x: Node, *, axis: int, descending: bool) -> tuple[Shape, DType]:
-    return x.shape, INDEX
-
-
-def _expand_shape(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
-    return shape, x.dtype
 
 
 def expand(x: Node, shape: Shape) -> Node:
@@ -41,12 +29,12 @@ def expand(x: Node, shape: Shape) -> Node:
 
 
 def restore(reduced: Node, x: Node, axes: Axes) -> Node:
-    """What a reduction of `x` over `axes` gave, repeated over the shape of `x`."""
+    """The result of a reduction of `x` over `axes`, broadcast to the shape of `x`."""
     return expand(keep_axes(reduced, x, axes), x.shape)
 
 
 def keep_axes(reduced: Node, x: Node, axes: Axes) -> Node:
-    """What a reduction of `x` over `axes` gave, with these axes, of length 1."""
+    """The result of a reduction of `x` over `axes`, with these axes kept as length 1."""
     return reshape(reduced, tuple(1 if axis in axes else length for axis, length in enumerate(x.shape)))
 
 
@@ -57,7 +45,11 @@ def _expand_gradient(g: Node, n: Node) -> tuple[Node]:
 
 
 EXPAND = Primitive(
-    "expand", Kind.VIEW, _expand_shape, lambda x, shape: np.broadcast_to(x, shape), _expand_gradient
+    "expand",
+    Kind.VIEW,
+    lambda x, shape: (shape, x.dtype),
+    lambda x, shape: np.broadcast_to(x, shape),
+    _expand_gradient,
 )
 
 
@@ -76,7 +68,7 @@ def _reduction(
 
 
 def pairwise_sum(x: Array, axis: Axes) -> Array:
-    """The sum over some axes. NumPy's own has a small error only along an axis whose items are neighbours."""
+    """The sum over axes. NumPy's own sum is pairwise only along an axis that is contiguous."""
     if x.dtype.kind not in "fc":
         return np.asarray(np.sum(x, axis=axis, dtype=x.dtype))
     if x.flags.c_contiguous and min(axis) == x.ndim - len(axis):
@@ -89,21 +81,17 @@ def pairwise_sum(x: Array, axis: Axes) -> Array:
     return x
 
 
-def _wide_sum_shape(x: Node, *, axes: Axes, dtype: DType) -> tuple[Shape, DType]:
-    return _reduced(x, axes=axes)[0], dtype
-
-
-# A sum of integers in a wider dtype by NumPy, which stores no wide copy of them.
+# A sum of integers in a wider dtype by NumPy, which makes no wide copy of its input.
 WIDE_SUM = Primitive(
     "wide_sum",
     Kind.HOST,
-    _wide_sum_shape,
+    lambda x, axes, dtype: (_reduced(x, axes=axes)[0], dtype),
     lambda x, axes, dtype: np.asarray(np.sum(x, axis=axes, dtype=np.dtype(dtype))),
 )
 
 
 def _extreme_gradient(g: Node, n: Node) -> tuple[Node]:
-    """To the items that are extreme, in equal shares."""
+    """The gradient goes to the items that are extreme, in equal shares."""
     x, axes = n.inputs[0], n.attributes["axes"]
     zero, one = full(x.shape, x.dtype, 0), full(x.shape, x.dtype, 1)
     chosen = where(equal(x, restore(n, x, axes)), one, zero)
@@ -111,7 +99,7 @@ def _extreme_gradient(g: Node, n: Node) -> tuple[Node]:
 
 
 def _prod_gradient(g: Node, n: Node) -> tuple[Node]:
-    """To each item the product of all the others, without a division that a zero would spoil."""
+    """The gradient of an item is the product of all others, computed without division because of zeros."""
     x, axes = n.inputs[0], n.attributes["axes"]
     others = tuple(axis for axis in range(x.ndim) if axis not in axes)
     order = (*others, *axes)
@@ -126,7 +114,7 @@ def _prod_gradient(g: Node, n: Node) -> tuple[Node]:
 
 
 def reverse(x: Node, axis: int) -> Node:
-    """`x` from the end to the start along an axis."""
+    """`x` in reverse order along an axis."""
     return slice_axis(x, axis, x.shape[axis] - 1, x.shape[axis], -1) if x.shape[axis] else x
 
 
@@ -138,34 +126,25 @@ any_ = _reduction("any", "logical_or", np.any)
 all_ = _reduction("all", "logical_and", np.all)
 
 
-def _arg_reduction(name: str, numpy: Callable[..., Any]) -> Primitive:
+def _arg_reduction(name: str, numpy: Callable[..., Any]) -> Callable[[Node, int], Node]:
     def reference(x: Array, axis: int) -> Array:
         return np.asarray(numpy(x, axis))
 
-    return Primitive(name, Kind.ARG_REDUCTION, _reduced_to_index, reference, weight=1)
+    def shape_rule(x: Node, axis: int) -> tuple[Shape, DType]:
+        return _reduced(x, axes=(axis,))[0], INDEX
+
+    primitive = Primitive(name, Kind.ARG_REDUCTION, shape_rule, reference, weight=1)
+    return lambda x, axis: Node(primitive, (x,), {"axis": axis})
 
 
-ARGMAX = _arg_reduction("argmax", np.argmax)
-ARGMIN = _arg_reduction("argmin", np.argmin)
+# The index of the largest or smallest item along an axis; the first if several are equal.
+argmax = _arg_reduction("argmax", np.argmax)
+argmin = _arg_reduction("argmin", np.argmin)
 
 
-def argmax(x: Node, axis: int) -> Node:
-    """Where the largest item stands; the first of equal ones."""
-    return Node(ARGMAX, (x,), {"axis": axis})
-
-
-def argmin(x: Node, axis: int) -> Node:
-    """Where the smallest item stands; the first of equal ones."""
-    return Node(ARGMIN, (x,), {"axis": axis})
-
-
-def _cumulative_sum_reference(x: Array, axis: int, reverse: bool) -> Array:
-    wide = np.float64 if x.dtype == np.float32 else x.dtype  # NumPy adds one item after the other
-    return _from_end(x, axis, reverse, lambda x: np.cumsum(x, axis, dtype=wide).astype(x.dtype, copy=False))
-
-
-def _cumulative_prod_reference(x: Array, axis: int, reverse: bool) -> Array:
-    return _from_end(x, axis, reverse, lambda x: np.cumprod(x, axis, dtype=x.dtype))
+def _cumsum(x: Array, axis: int) -> Array:
+    wide = np.float64 if x.dtype == np.float32 else x.dtype  # NumPy adds up sequentially
+    return np.cumsum(x, axis, dtype=wide).astype(x.dtype, copy=False)
 
 
 def _recurrence_reference(x: Array, factor: Array, axis: int, reverse: bool) -> Array:
@@ -175,10 +154,6 @@ def _recurrence_reference(x: Array, factor: Array, axis: int, reverse: bool) -> 
     for before, index in pairwise(reversed(order) if reverse else order):
         result[index] += factors[index] * result[before]
     return np.moveaxis(result, 0, axis)
-
-
-def _from_end(x: Array, axis: int, reverse: bool, scan: Callable[[Array], Array]) -> Array:
-    return np.asarray(np.flip(scan(np.flip(x, axis)), axis) if reverse else scan(x))
 
 
 def _recurrence_shape(x: Node, factor: Node, **_: Any) -> tuple[Shape, DType]:
@@ -191,9 +166,9 @@ def _cumulative_sum_gradient(g: Node, n: Node) -> tuple[Node]:
 
 
 def _cumulative_prod_gradient(g: Node, n: Node) -> tuple[Node]:
-    """The product of what comes before an item, times what follows it: no division that a zero would spoil.
+    """The product of the items before each item, times a polynomial in the items after it.
 
-    What follows is a polynomial in the items, evaluated from the end by Horner's rule.
+    Horner's rule evaluates the polynomial from the end. There is no division, because of zeros.
     """
     x, axis, reverse = n.inputs[0], n.attributes["axis"], n.attributes["reverse"]
     following = linear_recurrence(g, _shifted(x, axis, not reverse, 1), axis, not reverse)
@@ -207,12 +182,12 @@ def _recurrence_gradient(g: Node, n: Node) -> tuple[Node, Node]:
 
 
 def _products_before(x: Node, axis: int, reverse: bool = False) -> Node:
-    """The product of the items before each one along an axis; of those after it, where reversed."""
+    """The product of the items before each item along an axis; if reversed, of those after it."""
     return cumulative_prod(_shifted(x, axis, reverse, 1), axis, reverse)
 
 
 def _shifted(x: Node, axis: int, reverse: bool, fill: int) -> Node:
-    """Each item one step later along an axis, or one earlier; `fill` where none comes from."""
+    """`x` shifted by a step along an axis, backward if reversed; the vacated item becomes `fill`."""
     length = x.shape[axis]
     if not length:
         return x
@@ -221,47 +196,54 @@ def _shifted(x: Node, axis: int, reverse: bool, fill: int) -> Node:
     return concat(parts[::-1] if reverse else parts, axis)
 
 
-def _scan(name: str, shape_rule: Any, reference: Any, vjp: Vjp, combine: str = "") -> Primitive:
-    return Primitive(name, Kind.SCAN, shape_rule, reference, vjp, weight=1, combine=combine)
+def _cumulative(
+    name: str, combine: str, numpy: Callable[[Array, int], Array], vjp: Vjp | None = None
+) -> Callable[..., Node]:
+    def reference(x: Array, axis: int, reverse: bool) -> Array:
+        return np.flip(numpy(np.flip(x, axis), axis), axis) if reverse else numpy(x, axis)
+
+    primitive = Primitive(name, Kind.SCAN, same, reference, vjp, weight=1, combine=combine)
+
+    def apply(x: Node, axis: int, reverse: bool = False) -> Node:
+        return Node(primitive, (x,), {"axis": axis, "reverse": reverse})
+
+    return apply
 
 
-CUMULATIVE_SUM = _scan(
-    "cumulative_sum", same, _cumulative_sum_reference, _cumulative_sum_gradient, combine="add"
+# Inclusive scans; if reversed, from the end to each item. The tensor layer has the gradient of the maximum.
+cumulative_sum = _cumulative("cumulative_sum", "add", _cumsum, _cumulative_sum_gradient)
+cumulative_prod = _cumulative(
+    "cumulative_prod",
+    "multiply",
+    lambda x, axis: np.cumprod(x, axis, dtype=x.dtype),
+    _cumulative_prod_gradient,
 )
-CUMULATIVE_PROD = _scan(
-    "cumulative_prod", same, _cumulative_prod_reference, _cumulative_prod_gradient, combine="multiply"
+cumulative_max = _cumulative("cumulative_max", "maximum", np.maximum.accumulate)
+LINEAR_RECURRENCE = Primitive(
+    "linear_recurrence", Kind.SCAN, _recurrence_shape, _recurrence_reference, _recurrence_gradient, weight=1
 )
-LINEAR_RECURRENCE = _scan("linear_recurrence", _recurrence_shape, _recurrence_reference, _recurrence_gradient)
-
-
-def cumulative_sum(x: Node, axis: int, reverse: bool = False) -> Node:
-    """The sums of the items up to each one; from each one to the end, where reversed."""
-    return Node(CUMULATIVE_SUM, (x,), {"axis": axis, "reverse": reverse})
-
-
-def cumulative_prod(x: Node, axis: int, reverse: bool = False) -> Node:
-    """The products of the items up to each one; from each one to the end, where reversed."""
-    return Node(CUMULATIVE_PROD, (x,), {"axis": axis, "reverse": reverse})
 
 
 def linear_recurrence(x: Node, factor: Node, axis: int, reverse: bool = False) -> Node:
-    """y[k] = x[k] + factor[k] * y[k - 1] along an axis, from y[0] = x[0]; from the end, where reversed."""
+    """y[k] = x[k] + factor[k] * y[k - 1] along an axis, from y[0] = x[0]; if reversed, from the end."""
     return Node(LINEAR_RECURRENCE, (x, factor), {"axis": axis, "reverse": reverse})
 
 
 def _argsort_reference(x: Array, axis: int, descending: bool) -> Array:
     if not descending:
         return np.argsort(x, axis, kind="stable")
-    # Stable from the other side: reversed, sorted, and reversed again, equal items keep their order.
+    # A stable ascending sort of the reversed items, reversed: so equal items keep their order.
     last = x.shape[axis] - 1
     return np.flip(last - np.argsort(np.flip(x, axis), axis, kind="stable"), axis)
 
 
-ARGSORT = Primitive("argsort", Kind.SORT, _ordered_index, _argsort_reference, weight=16)
+ARGSORT = Primitive(
+    "argsort", Kind.SORT, lambda x, axis, descending: (x.shape, INDEX), _argsort_reference, weight=16
+)
 
 
 def argsort(x: Node, axis: int, descending: bool) -> Node:
-    """The order that sorts `x`; equal items keep theirs."""
+    """The indices that sort `x`; equal items keep their order."""
     return Node(ARGSORT, (x,), {"axis": axis, "descending": descending})
 
 

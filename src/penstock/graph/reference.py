@@ -1,7 +1,8 @@
-"""The values of nodes, and of their constants, by NumPy."""
+"""The reference values of nodes by NumPy, and keys of constants."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from penstock.graph.dtypes import HALF_PRECISION, DType, checked
 from penstock.graph.node import Array, Node, leaf, topological
 
-Constant = tuple[str, Any]  # dtype, and the bits of a number
+Constant = tuple[str, Any]  # the dtype and the bits of a constant
 Evaluator = Callable[[list[Array], dict[str, Any]], Array]
 _HALVES = frozenset(dtype.numpy.type for dtype in HALF_PRECISION)
 
@@ -23,7 +24,7 @@ def computed(node: Node, inputs: list[Array], attributes: dict[str, Any] | None 
 
 
 def evaluator(node: Node) -> Evaluator:
-    """What computes a node's value from those of its inputs, with these attributes, inside `np.errstate`."""
+    """A function of inputs and attributes that computes a node's value; call it inside `np.errstate`."""
     reference, dtype = node.primitive.reference, np.dtype(node.dtype)
     widens = node.primitive.widens and any(np.dtype(x.dtype).type in _HALVES for x in node.inputs)
 
@@ -39,7 +40,7 @@ def evaluator(node: Node) -> Evaluator:
 
 
 def by_parts(parts: Callable[..., Node], *arrays: Array) -> Array:
-    """The reference of a primitive that is made of others: the value of these."""
+    """The value of a graph that `parts` makes of leaves: the reference of a primitive made of others."""
     leaves = [leaf(array, array.shape, checked(array.dtype)) for array in arrays]
     values = dict(zip(leaves, arrays, strict=True))
     result = parts(*leaves)
@@ -49,28 +50,30 @@ def by_parts(parts: Callable[..., Node], *arrays: Array) -> Array:
     return values[result]
 
 
-def number_key(node: Node, name: str) -> Constant:
+def constant_key(node: Node, name: str) -> Constant:
     """A constant by its dtype and bits, so that 0 and -0 or 1 and True differ."""
     dtype, value = node.primitive.dtypes.get(name, node.dtype), node.attributes[name]
-    # Python takes 0 and -0, also as parts of a complex number, for the same.
-    same_bits = value and type(value) is not complex
-    return _constant(dtype, value) if same_bits else _constant.__wrapped__(dtype, value)
+    if type(value) is complex:
+        return _constant.__wrapped__(dtype, value)
+    # 0 and -0 are equal in Python, and so they are in the cache.
+    return _constant(dtype, value) if value else _constant(dtype, value, math.copysign(1.0, value))
 
 
 @lru_cache(1 << 12, typed=True)
-def _constant(dtype: DType, value: Any) -> Constant:
-    with np.errstate(over="ignore"):  # a number that is too large for the dtype is infinite in it
+def _constant(dtype: DType, value: Any, sign: float = 1.0) -> Constant:
+    """`sign` distinguishes 0 from -0."""
+    with np.errstate(over="ignore"):  # a value that is too large for the dtype becomes infinity
         return str(dtype), np.asarray(value).astype(dtype).tobytes()
 
 
 @lru_cache(1 << 12)
-def number(constant: Constant) -> Any:
-    """The Python number that a constant is."""
+def constant_value(constant: Constant) -> Any:
+    """The Python value of a constant."""
     dtype, bits = constant
     return np.frombuffer(bits, dtype)[0].item()
 
 
 @lru_cache(1 << 10)
-def numbers(constants: tuple[Constant, ...]) -> tuple[Any, ...]:
-    """The numbers that constants are: mostly the same object again, and another one if any bit differs."""
-    return tuple(map(number, constants))
+def constant_values(constants: tuple[Constant, ...]) -> tuple[Any, ...]:
+    """The Python values of constants: the same tuple for the same bits, as long as it is cached."""
+    return tuple(map(constant_value, constants))

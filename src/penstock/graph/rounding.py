@@ -1,4 +1,4 @@
-"""Which graphs give the same bits however they are computed: by NumPy, in one kernel or in several."""
+"""Which graphs give the same bits whether they are computed by NumPy, by a fused kernel or by several."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from penstock.graph.node import Node, Rounding
 
 
 def is_exact(nodes: Iterable[Node], contracts: bool = True) -> bool:
-    """Whether every way of computing the nodes that have no value gives the same bits.
+    """Whether every way of computing the pending nodes gives the same bits.
 
-    A sum or a product of two numbers is rounded to the nearest everywhere. But a kernel of a device that
-    `contracts` may round a product and a sum after it once, and reductions and functions have errors of
-    their own. A fused kernel does not round float16 and bfloat16 between two operations.
+    A single addition or multiplication is rounded to nearest everywhere. But a device that `contracts` may
+    turn a product and a sum after it into a fused multiply-add, reductions add up in different orders, and
+    functions have errors of their own. A fused kernel does not round float16 and bfloat16 between operations.
     """
     pending = [node for node in nodes if node.value is None]
     if any(_is_rounded_half(parent) for node in pending for parent in node.inputs):
@@ -26,5 +26,5 @@ def is_exact(nodes: Iterable[Node], contracts: bool = True) -> bool:
 
 
 def _is_rounded_half(node: Node) -> bool:
-    """Whether a node is to be computed, in float32, and then rounded to 16 bits."""
+    """Whether a pending node is computed in float32 and then rounded to 16 bits."""
     return node.value is None and node.dtype in HALF_PRECISION and node.primitive.error is not Rounding.EXACT

@@ -1,4 +1,4 @@
-"""A graph whose operations stay apart: each reads what the others computed from memory, so none are fused."""
+"""The pass that prevents fusion: every operation reads its inputs from memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from penstock.graph.node import Kind, Node, topological
 
 
 def separate(wanted: Sequence[Node]) -> list[Node]:
-    """The wanted nodes, with an optimization barrier before every operation on what another computes.
+    """The wanted nodes, with an optimization barrier between every operation and its computed inputs.
 
-    Constants stay with the operation that takes them, and so do the views through which a product reads its
-    matrices, since the order of its sums depends on those.
+    There is none before constants, nor before the views through which a product reads its matrices, since
+    the order of its sums depends on those views.
     """
     barriers: dict[Node, Node] = {}
     new: dict[Node, Node] = {}

@@ -1,4 +1,4 @@
-"""Primitives that move items without computing: views and copies of the inputs' items."""
+"""Primitives that move items without computing: views, padding and concatenation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,6 @@ def _reshape_shape(x: Node, *, shape: Shape) -> tuple[Shape, DType]:
     return shape, x.dtype
 
 
-def _permute_shape(x: Node, *, axes: tuple[int, ...]) -> tuple[Shape, DType]:
-    return tuple([x.shape[axis] for axis in axes]), x.dtype
-
-
-def _slice_shape(x: Node, *, slices: tuple[tuple[int, int, int], ...]) -> tuple[Shape, DType]:
-    return tuple([count for _, count, _ in slices]), x.dtype
-
-
-def _pad_shape(x: Node, *, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> tuple[Shape, DType]:
-    return shape, x.dtype
-
-
 def _concat_shape(*inputs: Node, axis: int) -> tuple[Shape, DType]:
     shape = list(inputs[0].shape)
     shape[axis] = sum([node.shape[axis] for node in inputs])
@@ -33,7 +21,7 @@ def _concat_shape(*inputs: Node, axis: int) -> tuple[Shape, DType]:
 
 
 def _indices(slices: tuple[tuple[int, int, int], ...]) -> tuple[slice, ...]:
-    """(start, count, step) of each axis as NumPy's slices; a step may be negative."""
+    """(start, count, step) of each axis as NumPy slices; a step may be negative."""
     return tuple(
         slice(start, end if (end := start + count * step) >= 0 else None, step) if count else slice(0, 0)
         for start, count, step in slices
@@ -57,28 +45,25 @@ def permute(x: Node, axes: tuple[int, ...]) -> Node:
 
 
 def slice_(x: Node, slices: tuple[tuple[int, int, int], ...]) -> Node:
-    """From each axis, `count` items from `start` on at distance `step`, given as (start, count, step)."""
-    return (
-        x
-        if slices == tuple([(0, length, 1) for length in x.shape])
-        else Node(SLICE, (x,), {"slices": slices})
-    )
+    """A slice of each axis, given as (start, count, step)."""
+    whole = slices == tuple([(0, length, 1) for length in x.shape])
+    return x if whole else Node(SLICE, (x,), {"slices": slices})
 
 
 def slice_axis(x: Node, axis: int, start: int, count: int, step: int = 1) -> Node:
-    """`count` items of one axis from `start` on, and all of the others."""
+    """`count` items of an axis from `start` on, and all items of the other axes."""
     slices = [(0, length, 1) for length in x.shape]
     slices[axis] = (start, count, step)
     return slice_(x, tuple(slices))
 
 
 def pad(x: Node, slices: tuple[tuple[int, int, int], ...], shape: Shape) -> Node:
-    """Zeros in which `x` stands where `slice_` with the same slices would find it."""
+    """Zeros with `x` written to the slices: the transpose of `slice_`."""
     return Node(PAD, (x,), {"slices": slices, "shape": shape})
 
 
 def concat(inputs: list[Node], axis: int) -> Node:
-    """The inputs one behind the other along an axis."""
+    """The inputs concatenated along an axis."""
     return inputs[0] if len(inputs) == 1 else Node(CONCAT, tuple(inputs), {"axis": axis})
 
 
@@ -104,17 +89,25 @@ RESHAPE = Primitive(
     same_bytes=True,
 )
 PERMUTE = Primitive(
-    "permute", Kind.VIEW, _permute_shape, lambda x, axes: x.transpose(axes), _permute_gradient
+    "permute",
+    Kind.VIEW,
+    lambda x, axes: (tuple([x.shape[axis] for axis in axes]), x.dtype),
+    lambda x, axes: x.transpose(axes),
+    _permute_gradient,
 )
 SLICE = Primitive(
     "slice",
     Kind.VIEW,
-    _slice_shape,
+    lambda x, slices: (tuple([count for _, count, _ in slices]), x.dtype),
     lambda x, slices: x[_indices(slices)],
     lambda g, n: (pad(g, n.attributes["slices"], n.inputs[0].shape),),
 )
 PAD = Primitive(
-    "pad", Kind.MOVE, _pad_shape, _pad_reference, lambda g, n: (slice_(g, n.attributes["slices"]),)
+    "pad",
+    Kind.MOVE,
+    lambda x, slices, shape: (shape, x.dtype),
+    _pad_reference,
+    lambda g, n: (slice_(g, n.attributes["slices"]),),
 )
 CONCAT = Primitive(
     "concat", Kind.MOVE, _concat_shape, lambda *arrays, axis: np.concatenate(arrays, axis), _concat_gradient

@@ -1,10 +1,10 @@
-"""Simplification: the same values with fewer nodes. Every rule keeps results equal to the last bit.
+"""Simplification: common subexpression elimination, and removal of operations that have no effect.
 
-But one does not: the transpose of a matrix product is a product of transposes, which a CPU may add up in
-other parts along K.
+Every rule keeps results equal to the last bit, with an exception: the transpose of a matrix product becomes a
+product of transposes, for which a CPU may divide the sums along K in another way.
 
-Equal nodes become one, and what changes nothing is left out. Nodes that no output needs are never reached,
-and so are gone. No rule looks at the value of a constant: it is an argument of a program, not a part of it.
+Nodes that no output depends on are not visited, and so are dropped. No rule depends on the value of a
+constant, because constants are arguments of a program.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 from penstock.graph.checkpoint import BARRIER
 from penstock.graph.contraction import MATMUL
 from penstock.graph.elementwise import CAST, FULL, full
-from penstock.graph.node import Kind, Node, topological
+from penstock.graph.node import Kind, Node, rewrite, topological
 from penstock.graph.shaping import PERMUTE, RESHAPE
 
 
 def simplify(outputs: Sequence[Node], leaves: Mapping[Node, Node] | None = None) -> list[Node]:
-    """For each output a node with the same value. Computed nodes stay, or give way to those in `leaves`."""
+    """For each output a node with the same value. Computed nodes stay, or are replaced as `leaves` says."""
     new: dict[Node, Node] = dict(leaves or {})
     known: dict[Any, Node] = {}
     order = topological(outputs)
@@ -35,29 +35,23 @@ def simplify(outputs: Sequence[Node], leaves: Mapping[Node, Node] | None = None)
         inputs = tuple(new[parent] for parent in node.inputs)
         key = (node.primitive, inputs, _hashable(node))
         if key not in known:
-            known[key] = _transposed(node, inputs) if _turns(node, uses) else _reduced(node, inputs)
+            transposes = _transposes_product(node, uses)
+            known[key] = _transposed(node, inputs) if transposes else _simplified(node, inputs)
         new[node] = known[key]
     result = [new[node] for node in outputs]
-    return _with_barriers(result) if any(key[0] is BARRIER for key in known) else result
+    return rewrite(result, _without_wait) if any(key[0] is BARRIER for key in known) else result
 
 
-def _with_barriers(outputs: Sequence[Node]) -> list[Node]:
-    """The same with barriers that wait for nothing, now that equal nodes are one; values need none."""
-    new: dict[Node, Node] = {}
-    for node in topological(outputs):
-        if node.value is not None:
-            new[node] = node
-            continue
-        inputs = tuple(new[parent] for parent in node.inputs)
-        if node.primitive is BARRIER:
-            new[node] = inputs[0] if inputs[0].value is not None else Node(BARRIER, inputs[:1], {})
-        else:
-            new[node] = node.on(inputs)
-    return [new[node] for node in outputs]
+def _without_wait(node: Node) -> Node:
+    """A barrier without the value that it waits for, which only has to keep nodes distinct until now."""
+    if node.primitive is not BARRIER:
+        return node
+    source = node.inputs[0]
+    return source if source.value is not None else Node(BARRIER, (source,), {})
 
 
-def _turns(node: Node, uses: Counter[Node]) -> bool:
-    """Whether a node is the transpose of a matrix product that nothing else needs."""
+def _transposes_product(node: Node, uses: Counter[Node]) -> bool:
+    """Whether a node is the transpose of a matrix product that has no other user."""
     if node.primitive is not PERMUTE or node.inputs[0].primitive is not MATMUL:
         return False
     source, last = node.inputs[0], node.ndim - 1
@@ -66,15 +60,15 @@ def _turns(node: Node, uses: Counter[Node]) -> bool:
 
 
 def _transposed(node: Node, inputs: tuple[Node, ...]) -> Node:
-    """The transpose of a product: that of the transposes, in the other order."""
+    """The transpose of a product as the product of the transposes in reverse order."""
     axes = node.attributes["axes"]
-    turned = [Node(PERMUTE, (operand,), {"axes": axes}) for operand in inputs[0].inputs]
-    left, right = (_reduced(operand, operand.inputs) for operand in reversed(turned))
+    transposes = [Node(PERMUTE, (operand,), {"axes": axes}) for operand in inputs[0].inputs]
+    left, right = (_simplified(operand, operand.inputs) for operand in reversed(transposes))
     return Node(MATMUL, (left, right), {})
 
 
-def _reduced(node: Node, inputs: tuple[Node, ...]) -> Node:
-    """One node on simplified inputs, itself simplified."""
+def _simplified(node: Node, inputs: tuple[Node, ...]) -> Node:
+    """A node on simplified inputs, itself simplified."""
     primitive = node.primitive
     if primitive.is_identity or (primitive is CAST and inputs[0].dtype == node.dtype):
         return inputs[0]
@@ -83,13 +77,13 @@ def _reduced(node: Node, inputs: tuple[Node, ...]) -> Node:
     if primitive.kind is Kind.REDUCTION and node.size == inputs[0].size:
         return inputs[0] if inputs[0].shape == node.shape else Node(RESHAPE, inputs, {"shape": node.shape})
     if primitive in (RESHAPE, PERMUTE) and inputs[0].primitive is primitive and inputs[0].value is None:
-        return _joined(node, inputs[0])
-    # A node of its own: a value that the other one is given later is none of this one's.
+        return _merged(node, inputs[0])
+    # Always a new node: the recorded node may be given a value later, which must not show in this graph.
     return Node(primitive, inputs, node.attributes)
 
 
-def _joined(node: Node, before: Node) -> Node:
-    """Two reshapes, or two orders of axes, as one; none at all where they cancel."""
+def _merged(node: Node, before: Node) -> Node:
+    """Two successive reshapes or permutations as a single node, or none if they cancel."""
     source = before.inputs[0]
     if node.primitive is RESHAPE:
         return source if source.shape == node.shape else Node(RESHAPE, (source,), node.attributes)

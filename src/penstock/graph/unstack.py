@@ -1,7 +1,7 @@
-"""Products of stacks as single products, for targets that launch small products together anyway.
+"""The pass that turns products of stacked matrices into separate products, for CPUs.
 
-`matmul_batch` records one product of stacked matrices on every device. On a GPU that is one launch. On a CPU
-with vectors the single products are one launch too, and nothing has to be copied into stacks for them.
+`matmul_batch` records a single product of stacked matrices on every device. On a GPU that saves launches. A
+CPU runs separate products in a single launch too, and needs no copies into stacks for them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from penstock.graph.shaping import CONCAT, PAD, PERMUTE, RESHAPE, SLICE, permute
 
 
 def unstack(outputs: Sequence[Node]) -> list[Node]:
-    """The same values, without those products of stacks of which only single matrices are read."""
+    """The same values, with separate products in place of stacked products that are only read by index."""
     return _Unstacking(outputs).outputs
 
 
 class _Unstacking:
-    """Goes through a graph once. A stack is known by its matrices: index -> a node with one axis more."""
+    """Rewrites a graph."""
 
     def __init__(self, outputs: Sequence[Node]) -> None:
         self._new: dict[Node, Node] = {}
-        self._stacks: dict[Node, dict[int, Node]] = {}
-        self._known: dict[tuple[Node, int], Node] = {}  # matrices in the new graph
+        self._stacks: dict[Node, dict[int, Node]] = {}  # of each stack, the matrices that are known, by index
+        self._known: dict[tuple[Node, int], Node] = {}  # matrices in the new graph, by stack and index
         order = topological(outputs)
         products = self._products_read_by_index(order, outputs)
         self.outputs = list(outputs)
@@ -36,7 +36,7 @@ class _Unstacking:
             self.outputs = [self._new[node] for node in outputs]
 
     def _products_read_by_index(self, order: Sequence[Node], outputs: Sequence[Node]) -> set[Node]:
-        """The products of two stacks that are no output, and whose readers take one matrix each."""
+        """The products of two stacks that are not outputs, and whose readers take a single matrix each."""
         products = {node for node in order if node.primitive is MATMUL and self._multiplies_stacks(node)}
         if not products:
             return products
@@ -95,14 +95,14 @@ class _Unstacking:
 
 
 def _reshaped(node: Node, shape: Shape) -> Node:
-    """A node in another shape, without the one that it had before."""
+    """A node in another shape, skipping a reshape before it."""
     if node.primitive is RESHAPE and node.value is None:
         node = node.inputs[0]
     return reshape(node, shape)
 
 
 def _base(node: Node) -> Node:
-    """What casts and transposes are applied to, each matrix of a stack for itself."""
+    """The stack below casts and transposes that act on each matrix."""
     while node.value is None and (
         node.primitive is CAST or (node.primitive is PERMUTE and node.attributes["axes"][0] == 0)
     ):
@@ -111,25 +111,25 @@ def _base(node: Node) -> Node:
 
 
 def _index(node: Node) -> int | None:
-    """Which matrix of a stack a node takes; None where it does anything else."""
+    """The index of the matrix that a node takes from a stack; None for any other node."""
     return _row(node, node.inputs[0]) if node.primitive is SLICE and node.value is None else None
 
 
 def _row(node: Node, stack: Node) -> int | None:
-    """The index of the row that the slices of a node name, where they name one, and the whole of it."""
+    """The index along the first axis, if the slices of a node select the whole of a single matrix."""
     (start, count, _), *rest = node.attributes["slices"]
     whole = all(part == (0, length, 1) for part, length in zip(rest, stack.shape[1:], strict=True))
     return start if whole and count == 1 else None
 
 
 def _concatenated(node: Node) -> dict[int, Node]:
-    """The matrices of a concatenation; {} where its parts are no matrices."""
+    """The matrices of a concatenation; {} if its parts are not single matrices."""
     stacked = node.value is None and node.attributes["axis"] == 0
     return dict(enumerate(node.inputs)) if stacked and all(x.shape[0] == 1 for x in node.inputs) else {}
 
 
 def _padded(node: Node) -> dict[int, Node]:
-    """The matrices of a sum of padded ones, as gradients are; without indices that it has several of."""
+    """The matrices of a sum of padded matrices, as gradients are; without indices that occur twice."""
     matrices = defaultdict[int, list[Node]](list)
     terms = [node]
     while terms:

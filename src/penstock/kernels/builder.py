@@ -1,4 +1,4 @@
-"""Builds the kernels of templates: one body for OpenCL, CUDA and WGSL.
+"""Builds the kernels of templates: the same body for OpenCL, CUDA and WGSL.
 
     k = KernelBuilder("reverse", capabilities, outputs=["float32"], inputs=["float32"])
     x, y = k.inputs[0], k.outputs[0]
@@ -7,7 +7,7 @@
         k.store(y, i, k.load(x, length - 1 - i))
     source = k.source(grid, group)
 
-Values are expressions of `ir/`. float16 and bfloat16 become float32 when they are read.
+Values are expressions of `ir/`. float16 and bfloat16 are loaded as float32.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Memory:
-    """A buffer, memory of the workgroup, or an array of a thread."""
+    """A buffer, a local array, or a private array."""
 
     name: str
     dtype: str
 
     @property
     def type(self) -> ir.Type:
-        """What its items are when they are computed with."""
+        """The type that its items are computed in."""
         return ir.Type("float32" if self.dtype in ir.HALF_PRECISION else self.dtype)
 
 
 class KernelBuilder:
-    """One kernel while it grows. The outputs are out0, out1, ..., the inputs in0, in1, ..."""
+    """A kernel that is being built. The outputs are out0, out1, ..., the inputs in0, in1, ..."""
 
     def __init__(
         self,
@@ -60,13 +60,8 @@ class KernelBuilder:
         self.scalars = [ir.Var(f"c{k}", ir.Type(dtype)) for k, dtype in enumerate(scalars)]
         self.thread: ir.Expr = ir.THREAD
 
-    @property
-    def parameters(self) -> tuple[ir.Parameters, ir.Parameters, ir.Parameters]:
-        """The outputs, inputs and scalars, as (dtype, name)."""
-        return self._kernel.parameters
-
     def group(self, axis: int = 0) -> ir.Expr:
-        """The number of the workgroup."""
+        """The index of the workgroup."""
         return ir.WorkgroupId(axis)
 
     # Names and variables
@@ -76,74 +71,71 @@ class KernelBuilder:
         return self._define(ir.Let(name, ir.integer(value)))
 
     def variable(self, name: str, value: ir.Operand, dtype: str = "") -> ir.Var:
-        """A variable that starts with a value; `dtype` is that of a number."""
+        """A variable with an initial value; `dtype` is that of a Python number."""
         first = value if isinstance(value, ir.Expr) else ir.Const(value, ir.Type(dtype or "int32"))
         return self._define(ir.Declare(name, first))
 
     def assign(self, variable: ir.Var, value: ir.Operand) -> None:
-        """Another value for a variable."""
+        """Assign a value to a variable."""
         self._add(ir.Assign(variable.name, ir.constant(value, variable)))
 
     def fresh(self, name: str) -> str:
-        """A name that nothing else has, where a piece is built several times in one scope."""
+        """A unique name, for what is built several times in a scope."""
         self._count += 1
         return f"{name}_{self._count}"
 
     # Memory
 
     def load(self, memory: Memory, index: ir.Operand, mask: ir.Expr | None = None) -> ir.Expr:
-        """An item; 0 where the mask does not hold. A read from memory that changes should get a name."""
+        """An item; 0 where the mask is false. A load from memory that changes should get a name."""
         return ir.Load(memory.type, memory.name, memory.dtype, ir.integer(index), mask=mask)
 
     def load_index(self, memory: Memory, index: ir.Operand, length: int) -> ir.Expr:
-        """An integer of any size from 0 to before `length`; -1 if it is none of them."""
+        """An item of any integer dtype as an index below `length`; -1 if it is out of range."""
         return ir.LoadIndex(memory.name, memory.dtype, ir.integer(index), ir.Const(length))
 
     def load_vector(
         self, memory: Memory, index: ir.Operand, width: int, aligned: int = 1, mask: ir.Expr | None = None
     ) -> ir.Expr:
-        """Neighbouring items; the index is a multiple of `aligned`. On a GPU it should get a name at once."""
+        """Neighbouring items; the index is a multiple of `aligned`. On a GPU it has to get a name."""
         type_ = ir.Type(memory.type.dtype, width)
         return ir.Load(type_, memory.name, memory.dtype, ir.integer(index), 1, aligned, mask)
 
     def uniform(self, name: str, memory: Memory, index: ir.Operand = 0) -> ir.Var:
-        """An item of shared memory after a barrier, which all threads know to be the same for all."""
+        """An item of local memory, read after a barrier, so it is uniform over the workgroup."""
         self._add(ir.UniformLoad(name, memory.name, ir.integer(index)))
         return ir.Var(name)
 
     def pointer(self, name: str, memory: Memory, offset: ir.Operand) -> Memory:
-        """A buffer or shared memory from an offset on, on a CPU.
-
-        Its items overlap nothing that is reached in another way.
-        """
+        """A restrict pointer into a buffer or local memory, on a CPU."""
         self._add(ir.Pointer(name, memory.name, memory.dtype, ir.integer(offset)))
         return Memory(name, memory.dtype)
 
     def store(self, memory: Memory, index: ir.Operand, value: ir.Operand, aligned: int = 1) -> None:
-        """Write an item, or the items of a vector; an integer of 32 bits may go into memory of int64."""
+        """Write an item or a vector; an int32 may be stored as int64."""
         item = value if isinstance(value, ir.Expr) else ir.Const(value, memory.type)
         self._add(ir.Store(item, memory.name, memory.dtype, ir.integer(index), aligned))
 
     def shared(self, name: str, dtype: str, length: int, atomic: bool = False, width: int = 1) -> Memory:
-        """Memory of the workgroup; `atomic` where `atomic_add` changes it.
+        """Local memory; `atomic` where `atomic_add` changes it.
 
-        `width`: it is aligned to so many items. In WGSL they are a vector, which is read and written whole.
+        `width`: its alignment in items. In WGSL these are a vector, which is read and written whole.
         """
         self._kernel.arrays.append(ir.LocalArray(name, dtype, length, atomic, width))
         return Memory(name, dtype)
 
     def registers(self, name: str, dtype: str, length: int) -> Memory:
-        """An array of each thread."""
+        """A private array."""
         self._add(ir.RegisterArray(name, dtype, length))
         return Memory(name, dtype)
 
     def atomic_add(self, memory: Memory, index: ir.Operand, value: ir.Operand, name: str = "") -> ir.Var:
-        """Add to an item of shared memory; the value before has a name, if one is given."""
+        """Add to an item of local memory; returns the value before, if it is given a name."""
         self._add(ir.AtomicAdd(memory.name, ir.integer(index), ir.integer(value), name))
         return ir.Var(name, memory.type)
 
     def block_reduce(self, name: str, operation: str, variable: ir.Var, group: int, threads: int) -> ir.Var:
-        """The reduction of a variable's items over `threads` neighbours in a workgroup of `group` threads.
+        """Reduce a variable over its lanes and `threads` neighbours in a workgroup of `group` threads.
 
         All of them have the result. `operation` is the name of a reduction: sum, max, ...
         """
@@ -155,33 +147,33 @@ class KernelBuilder:
         return ir.Var(name, ir.Type(dtype))
 
     def barrier(self, device_memory: bool = False) -> None:
-        """All threads of the workgroup come here before any goes on."""
+        """No thread of the workgroup continues before all have arrived."""
         self._add(ir.Barrier(device_memory))
 
     # Values
 
     def call(self, operation: str, *inputs: ir.Operand, dtype: str = "") -> ir.Expr:
-        """A primitive operation by its name, as fused groups compute it."""
+        """A primitive operation by its name."""
         return ir.call(operation, *inputs, dtype=dtype)
 
     def combine(self, reduction: str, left: ir.Expr, right: ir.Expr) -> ir.Expr:
-        """One value from two, for a reduction by its name, whose order is free."""
+        """Two values combined by a reduction whose order is free."""
         return ir.Combine(left.type, reduction, left, right)
 
     def identity(self, reduction: str, dtype: str, width: int = 1) -> ir.Expr:
-        """What a reduction starts from."""
+        """The identity element of a reduction."""
         return ir.Identity(ir.Type(dtype, width), reduction)
 
     def broadcast(self, value: ir.Expr, width: int) -> ir.Expr:
-        """A vector with a value in every item."""
+        """A vector with a value in every lane."""
         return ir.Broadcast(ir.Type(value.type.dtype, width), value)
 
     def vector(self, items: Sequence[ir.Expr]) -> ir.Expr:
-        """Single values as one with a width, which should get a name; one by itself stays what it is."""
+        """A vector of scalars, which should get a name; a single scalar as it is."""
         return ir.Vector(tuple(items)) if len(items) > 1 else items[0]
 
     def lane(self, variable: ir.Var, number: int) -> ir.Expr:
-        """An item of a variable, which may be a single value."""
+        """A lane of a variable, which may be a scalar."""
         return ir.Lane(variable, number) if variable.type.width > 1 else variable
 
     def select(self, condition: ir.Expr, yes: ir.Operand, no: ir.Operand) -> ir.Expr:
@@ -192,15 +184,15 @@ class KernelBuilder:
     # Statements
 
     def accumulate(self, variable: ir.Var, reduction: str, value: ir.Expr) -> None:
-        """A variable takes in one more value of a reduction by its name, whose order is free."""
+        """Combine a variable with one more value of a reduction whose order is free."""
         self._add(ir.Accumulate(variable, reduction, value, variable.type))
 
     def multiply_add(self, variable: ir.Var, left: ir.Expr, right: ir.Expr) -> None:
-        """Add a product to a variable; of floats only. It may be rounded once or twice."""
+        """Add a floating-point product to a variable; it may be rounded once or twice."""
         self._add(ir.MultiplyAdd(variable, left, right))
 
     def splice(self, statements: Sequence[ir.Statement]) -> None:
-        """Statements that were built elsewhere."""
+        """Add statements that were built elsewhere."""
         self._bodies[-1].extend(statements)
 
     # Control
@@ -208,12 +200,11 @@ class KernelBuilder:
     def loop(
         self, name: str, start: ir.Operand, stop: ir.Operand, step: ir.Operand = 1, unrolled: int = 0
     ) -> AbstractContextManager[ir.Var]:
-        """A loop from `start` to before `stop`; `unrolled`: how often its body is laid out."""
-        bounds = ir.integer(start), ir.integer(stop), ir.integer(step)
-        return self._nested(lambda body: ir.For(name, *bounds, body, unrolled), ir.Var(name))
+        """A loop from `start` to below `stop`; `unrolled` is its unroll factor."""
+        return self._nested(lambda body: ir.loop(name, start, stop, body, step, unrolled), ir.Var(name))
 
     def repeat(self, condition: ir.Expr) -> AbstractContextManager[None]:
-        """A loop for as long as a condition holds."""
+        """A loop while a condition holds."""
         return self._nested(lambda body: ir.While(condition, body), None)
 
     def when(self, condition: ir.Expr) -> AbstractContextManager[None]:
@@ -221,7 +212,7 @@ class KernelBuilder:
         return self._nested(lambda body: ir.If(condition, body), None)
 
     def otherwise(self) -> AbstractContextManager[None]:
-        """Statements where the condition of the `when` before does not hold."""
+        """Statements where the condition of the preceding `when` is false."""
         before = self._bodies[-1].pop()
         assert isinstance(before, ir.If), "`otherwise` follows `when`"
         return self._nested(lambda body: ir.If(before.condition, before.body, body), None)
@@ -243,7 +234,7 @@ class KernelBuilder:
 
     @contextmanager
     def _nested(self, statement: Callable[[list[ir.Statement]], ir.Statement], value: T) -> Iterator[T]:
-        """What is added inside becomes the body of a statement."""
+        """Statements added inside become the body of a statement."""
         self._bodies.append([])
         try:
             yield value

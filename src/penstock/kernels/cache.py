@@ -11,7 +11,7 @@ from typing import Any
 from penstock.drivers.driver import Kernel
 from penstock.errors import CompileError
 from penstock.fusion.groups import Group
-from penstock.kernels.attention.kernels import ATTENTION_PRELUDE
+from penstock.kernels.attention.prelude import ATTENTION_PRELUDE
 from penstock.kernels.dialects import DIALECTS, dialect_of
 from penstock.kernels.lower import Lowering, without_sizes, write
 from penstock.kernels.raw_source import refused
@@ -22,11 +22,11 @@ from penstock.runtime import Device
 from penstock.tuning_cache import TuningCache
 
 _MAX_KERNELS = 512
-_LEAST_TOGETHER = 4  # kernels of one text: NVRTC takes about as long to start as for three of them
+_LEAST_TOGETHER = 4  # kernels of a text: NVRTC takes about as long to start as for three of them
 
 
 class KernelCache:
-    """The kernels of one device; bounded, it forgets what was not used for longest."""
+    """The kernels of a device: a bounded cache that drops the least recently used."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -37,7 +37,7 @@ class KernelCache:
         self._kernels = LRU[str, Kernel](_MAX_KERNELS)  # by names, which end in a digest
 
     def lowering(self, group: Group) -> Lowering | None:
-        """The source of a group; None where the device has no kernel for it."""
+        """The lowering of a group; None where the device has no kernel for it."""
         key = group.structure
         if key not in self._lowerings:
             self._lowerings[key] = self._lower(group, key)
@@ -57,14 +57,14 @@ class KernelCache:
         return replace(lowering, launches=launches)
 
     def shared_lowering(self, group: Group) -> Lowering | None:
-        """The source of a group of one operation, in kernels that programs with other shapes share."""
+        """The lowering of a group of one operation, to kernels that programs with other shapes share."""
         lowering = write(group, self._device.capabilities, digest(repr(group.structure)), varied=True)
         if lowering is None or lowering.function is not None:
             return lowering
         return replace(lowering, launches=tuple(map(self.sizes.shared, lowering.launches)))
 
     def kernels(self, sources: Sequence[KernelSource], functions: Mapping[str, Any]) -> list[Kernel]:
-        """The kernels of sources, in order; those that `functions` names are compiled from the function."""
+        """The kernels of sources, in order; those in `functions` are made from the function."""
         new = self._new(sources)
         kernels = {
             source.name: self._kernels[source.name] for source in sources if source.name in self._kernels
@@ -77,17 +77,17 @@ class KernelCache:
         return [kernels[source.name] for source in sources]
 
     def _new(self, sources: Sequence[KernelSource]) -> list[KernelSource]:
-        """Those of some sources that have no kernel yet, each once."""
+        """The sources that have no kernel yet, without duplicates."""
         return [*{source.name: source for source in sources if source.name not in self._kernels}.values()]
 
     def missing(self, sources: Sequence[KernelSource]) -> list[KernelSource]:
-        """Those of some sources that a compiler is needed for: they are neither in memory nor on disk."""
+        """The sources that need a compiler: they are neither in memory nor on disk."""
         has = self._device.driver.has_compiled
         new = [part for part in self._parts(self._new(sources)) if not has(self._text(part))]
         return [source for part in new for source in part]
 
     def compiled(self, sources: Sequence[KernelSource]) -> dict[str, Kernel]:
-        """Kernels from text, by name. They are not kept here: any thread may compile."""
+        """Compile kernels from text, by name. They are not kept here: any thread may compile."""
         parts = self._parts(sources)
         if len(parts) > 1 and dialect_of(self._device.capabilities).compiles_side_by_side:
             with ThreadPoolExecutor(len(parts)) as threads:
@@ -97,16 +97,16 @@ class KernelCache:
         return {name: kernel for part in kernels for name, kernel in part.items()}
 
     def compile_ahead(self, sources: Sequence[KernelSource]) -> None:
-        """Compile kernels that nobody needs yet, and keep them on disk only. Any thread may do that."""
+        """Compile kernels that are not needed yet, to disk only. Any thread may do that."""
         for part in self._parts(sources):
             self._device.driver.compile_ahead(self._text(part), _signatures(part))
 
     def keep(self, kernels: Mapping[str, Kernel]) -> None:
-        """Take in kernels that were compiled before they are needed."""
+        """Keep kernels that were compiled before they are needed."""
         self._kernels.update(kernels)
 
     def _parts(self, sources: Sequence[KernelSource]) -> list[list[KernelSource]]:
-        """Sources as they are compiled. A compiler takes longer to start than for a kernel."""
+        """Sources that are compiled together: a compiler takes longer to start than for a kernel."""
         alone = [[source] for source in sources if source.complete or source.alone]
         together = [source for source in sources if not (source.complete or source.alone)]
         if not together:
@@ -131,7 +131,7 @@ class KernelCache:
 
 
 def _side_by_side(sources: Sequence[KernelSource]) -> list[list[KernelSource]]:
-    """Sources in parts of about the same length, for compilers that run side by side."""
+    """Sources in parts of about the same length, for compilers that run in parallel."""
     count = min(os.cpu_count() or 1, -(-len(sources) // _LEAST_TOGETHER))
     parts: list[list[KernelSource]] = [[] for _ in range(count)]
     lengths = [0] * count
@@ -147,5 +147,5 @@ def _signatures(sources: Sequence[KernelSource]) -> dict[str, tuple[str, ...]]:
 
 
 def whole_text(sources: Sequence[KernelSource], language: str) -> str:
-    """The texts of kernels after the words that they use."""
+    """The texts of kernels after the preludes that they use."""
     return DIALECTS[language].whole_text(sources, {"attention_": ATTENTION_PRELUDE})

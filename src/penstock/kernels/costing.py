@@ -1,7 +1,7 @@
-"""What the launches of a group compute and move, so that a profile can tell how well they use the device.
+"""The arithmetic and memory traffic of launches, for profiles.
 
-Counted is what has to be done: an item that is read from memory twice counts once, and so does an operation
-that a kernel may compute for several of its threads.
+Necessary work is counted: an item that is read twice counts once, and so does an operation that several
+threads repeat.
 """
 
 from __future__ import annotations
@@ -15,11 +15,20 @@ from penstock.graph.node import Kind, Node
 from penstock.kernels.lower import Lowering
 
 _SHOWN = 4  # values of a side in the text of shapes
-_DIGEST = 13  # characters at the end of a kernel's name, which no person reads
+_DIGEST = 13  # characters of the digest at the end of a kernel's name
 
 
 def costs(group: Group, lowering: Lowering) -> list[Cost]:
-    """Of each launch of a group."""
+    """The cost of each launch of a group."""
+    holders = [base(node) for node in (*group.outputs, *group.inputs)]
+    first = {node: at for at, node in reversed([*enumerate(holders)])}
+    alike = tuple(first[node] for node in holders)
+    if alike not in lowering.known_costs:
+        lowering.known_costs[alike] = _costs(group, lowering)
+    return lowering.known_costs[alike]
+
+
+def _costs(group: Group, lowering: Lowering) -> list[Cost]:
     needed = _needed(group)
     nodes = [*group.outputs, *group.inputs]
     sizes = [node.nbytes for node in group.outputs]
@@ -31,24 +40,23 @@ def costs(group: Group, lowering: Lowering) -> list[Cost]:
         (str(node.inputs[0].dtype) for node in group.nodes if node.primitive.multiplies_matrices), ""
     )
     operations = sum(node.primitive.operations_of(node) for node in group.nodes) // len(lowering.launches)
+    inputs_at, scratch_at = len(group.outputs), len(nodes)
     result = []
     for launch in lowering.launches:
-        # One memory may hold several of the buffers: it is moved once.
-        holders = {at: base(nodes[at]) if at < len(nodes) else at for at in launch.buffers}
-        moved = dict(zip(holders.values(), holders, strict=True))
-        outputs = sum(sizes[at] for at in moved.values() if at < len(group.outputs))
-        # Scratch is lowering by one launch and read by another, so each has half of that.
-        scratch = (
-            sum(sizes[at] for at in moved.values() if at >= len(nodes)) if len(lowering.launches) > 1 else 0
-        )
-        inputs = sum(sizes[at] for at in moved.values() if len(group.outputs) <= at < len(nodes))
+        # Several buffers may be the same memory, which is moved once.
+        holders = {at: base(nodes[at]) if at < scratch_at else at for at in launch.buffers}
+        moved = [*dict(zip(holders.values(), holders, strict=True)).values()]
+        outputs = sum(sizes[at] for at in moved if at < inputs_at)
+        inputs = sum(sizes[at] for at in moved if inputs_at <= at < scratch_at)
+        # Scratch is written by a launch and read by another, so each has half of the bytes.
+        scratch = sum(sizes[at] for at in moved if at >= scratch_at and len(lowering.launches) > 1)
         own = operations if launch.operations is None else launch.operations
         result.append(Cost(own, inputs + scratch // 2, outputs + scratch - scratch // 2, shapes, product))
     return result
 
 
 def merged(names: Sequence[str], parts: Sequence[Cost | None]) -> Cost | None:
-    """Of kernels that became one, by their names."""
+    """The cost of merged kernels, given their names."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or not known:
         return None
@@ -74,7 +82,7 @@ def _needed(group: Group) -> dict[Node, int]:
             part = kind in (Kind.VIEW, Kind.ELEMENTWISE) or (kind is Kind.GATHER and not position)
             read = min(items, parent.size) if part else parent.size
             items_of[parent] = min(items_of.get(parent, 0) + read, parent.size)
-    # What a group reads through its base may be named by a view of it.
+    # A group may name what it reads by a view of the input.
     return {node: items_of.get(node, node.size) for node in (*group.inputs, *inside)}
 
 

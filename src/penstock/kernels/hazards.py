@@ -1,11 +1,13 @@
-"""Which launches must follow which: those that touch the same bytes, of which one writes them."""
+"""The order of launches: a launch must wait for those that access the same bytes, if either writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-Range = tuple[int, int, int]  # a memory by number, the first byte, and the byte after the last
+Range = tuple[int, int, int]  # the index of a memory, the first byte, and the byte after the last
 
 
 @dataclass(frozen=True)
@@ -16,27 +18,57 @@ class Touched:
     writes: tuple[Range, ...] = ()
 
 
-def orderings(touched: Sequence[Touched], over: Mapping[int, Collection[int]]) -> list[list[int]]:
-    """For each launch the earlier ones that it must wait for, without those that others of them wait for.
+class _Uses:
+    """Ranges of bytes of a memory, sorted by start, each with the launch that accesses it."""
 
-    `over`: for a memory, others that it may share bytes with; launches that write it wait for all their uses.
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int, int]] = []  # the first byte, the byte after the last, the launch
+        self._longest = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return (launch for _, _, launch in self._ranges)
+
+    def add(self, start: int, end: int, launch: int) -> None:
+        insort(self._ranges, (start, end, launch))
+        self._longest = max(self._longest, end - start)
+
+    def overlapping(self, start: int, end: int) -> Iterator[int]:
+        """The launches that access any of these bytes."""
+        first = bisect_left(self._ranges, (start - self._longest,))
+        for _, last, launch in self._ranges[first : bisect_left(self._ranges, (end,))]:
+            if start < last:
+                yield launch
+
+    def forget_inside(self, start: int, end: int) -> None:
+        """Drop the ranges inside of another range."""
+        inside = slice(bisect_left(self._ranges, (start,)), bisect_left(self._ranges, (end,)))
+        self._ranges[inside] = [use for use in self._ranges[inside] if use[1] > end]
+
+
+def orderings(touched: Sequence[Touched], aliases: Mapping[int, Collection[int]]) -> list[list[int]]:
+    """For each launch the earlier launches that it must wait for, without those that are implied.
+
+    `aliases`: for a memory, others that it may share bytes with; launches that write it wait for all their
+    uses.
     """
-    uses: dict[int, list[tuple[int, int, int, bool]]] = {}  # of each memory: first byte, end, launch, writes
-    before: list[int] = []  # for each launch, a bit for every one that it follows, however indirectly
+    read, written = defaultdict[int, _Uses](_Uses), defaultdict[int, _Uses](_Uses)  # by memory
+    before: list[int] = []  # for each launch, a bit for every launch that it follows, even indirectly
     result = []
     for number, launch in enumerate(touched):
         earlier: set[int] = set()
         for memory, start, end in launch.reads:
-            earlier |= {who for a, b, who, writes in uses.get(memory, ()) if writes and a < end and start < b}
+            earlier.update(written[memory].overlapping(start, end))
         for memory, start, end in launch.writes:
-            earlier |= {who for a, b, who, _ in uses.get(memory, ()) if a < end and start < b}
-            earlier |= {who for other in over.get(memory, ()) for _, _, who, _ in uses.get(other, ())}
+            for uses in (read, written):
+                earlier.update(uses[memory].overlapping(start, end))
+                earlier.update(who for other in aliases.get(memory, ()) for who in uses[other])
         for memory, start, end in launch.reads:
-            uses.setdefault(memory, []).append((start, end, number, False))
+            read[memory].add(start, end, number)
         for memory, start, end in launch.writes:
-            # Whoever would have to follow what lies inside has to follow this launch.
-            rest = [use for use in uses.get(memory, ()) if use[0] < start or end < use[1]]
-            uses[memory] = [*rest, (start, end, number, True)]
+            # Launches that would have to follow accesses inside of it follow this launch.
+            read[memory].forget_inside(start, end)
+            written[memory].forget_inside(start, end)
+            written[memory].add(start, end, number)
         needed: list[int] = []
         reached = 0
         for other in sorted(earlier - {number}, reverse=True):

@@ -1,4 +1,4 @@
-"""From a group to what is compiled for it: source in the device's language, and how it is launched."""
+"""From a group to its kernels, and how they are launched."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from penstock.kernels.templates.launches import one_launch
 
 
 def without_sizes(structure: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A structure with the number of axes for shapes: equal for groups that differ in their sizes only."""
+    """A structure with ranks for shapes: equal for groups that differ in their sizes only."""
     kind, leaves, inside, outputs = structure
     return (
         kind,
@@ -44,7 +44,7 @@ def without_sizes(structure: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def constants(group: Group) -> list[tuple[Node, str]]:
     """The scalar arguments of a group's kernel, in the order of its parameters: node and attribute."""
-    # The outputs of one launch of a user's kernel have the same.
+    # The outputs of a user's kernel have the same attributes.
     nodes = group.nodes[:1] if group.kind.reads_whole else group.nodes
     return [(node, name) for node in nodes for name in node.primitive.constants]
 
@@ -55,12 +55,12 @@ def constant(node: Node, name: str) -> Any:
 
 
 def fusible(node: Node, capabilities: Capabilities) -> bool:
-    """Whether a kernel on a device with these capabilities can hold the node beside others."""
+    """Whether a device has kernels in which the node can be fused with others."""
     if not capabilities.compiles:
         return False
     primitive, kind = node.primitive, node.primitive.kind
     if kind is Kind.OPAQUE:
-        return True  # for itself, with the other outputs of its kernel
+        return True  # with the other outputs of its kernel
     values = (node, *node.inputs)
     if not all(_has(str(value.dtype), capabilities) and 0 < value.size < MOST_ITEMS for value in values):
         return False
@@ -86,9 +86,9 @@ def _has(dtype: str, capabilities: Capabilities) -> bool:
 
 
 def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = False) -> Lowering | None:
-    """What computes a group, in kernels with names of this ending; None where the device has none.
+    """The kernels of a group, with an ending for their names; None where the device has none.
 
-    `varied`: there are groups of many shapes that are otherwise equal, which the kernels should serve too.
+    `varied`: the kernels should also serve groups that differ in their shapes only.
     """
     if not capabilities.compiles:
         return _host(group, _name(group, ending))
@@ -123,14 +123,14 @@ _LOWERINGS: dict[GroupKind, Callable[[Group, Capabilities, str, bool], Lowering 
 
 
 def _name(group: Group, ending: str) -> str:
-    """A name that tells people what the kernel does."""
+    """A name that says what the kernel does."""
     silent = (node.primitive.kind is Kind.VIEW or node.primitive is FULL for node in group.nodes)
     named = [node.primitive.name for node, skip in zip(group.nodes, silent, strict=True) if not skip]
     return f"{'_'.join([group.kind, *dict.fromkeys(named)])[:48]}_{ending}"
 
 
 def _host(group: Group, name: str) -> Lowering:
-    """A group as a function of NumPy arrays, for the driver that runs such."""
+    """A group as a function of NumPy arrays, for the host driver."""
     values = (*group.outputs, *group.inputs)
     dtypes = tuple(str(node.dtype) for node, _ in constants(group))
     source = KernelSource(name, "", ("uint8",) * len(values), dtypes, (1,), (1,))
@@ -153,6 +153,6 @@ def _host(group: Group, name: str) -> Lowering:
         for node, array in zip(group.outputs, arrays, strict=False):
             array[...] = known[node]
 
-    # One output is written after everything was read, and NumPy minds where a copy overlaps its source.
+    # A single output is written after everything was read, and NumPy handles overlapping copies.
     may_alias = (tuple(range(len(group.inputs))),) if len(group.outputs) == 1 else ()
     return replace(one_launch(source, may_alias), function=run)

@@ -1,9 +1,9 @@
-"""Texts of users' own kernels: what Penstock writes around a body, so that the body stays plain.
+"""Texts of users' own kernels: what Penstock adds around a body, so that the body stays plain.
 
-Around it are the parameters, with the types that the tensors have, and names that it may use in every
-language: `i`, the number of the thread, where threads work each by itself; `GROUP_0` to `GROUP_2`,
-`GROUPS_0`, `THREAD` and `THREADS`; of each array `x` the constants `x_size`, `x_shape_0` and so on, and the
-type `x_type`; `LOCAL` and `BARRIER` in C.
+These are the parameters, with the types of the tensors, and names that the body may use in every language:
+`i`, the index of the thread, where threads are independent; `GROUP_0` to `GROUP_2`, `GROUPS_0`, `THREAD` and
+`THREADS`; for each array `x` the constants `x_size`, `x_shape_0` and so on, and the type `x_type`; in C
+`LOCAL` and `BARRIER`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _WORDS = ("i", "GROUP_0", "GROUP_1", "GROUP_2", "GROUPS_0", "THREAD", "THREADS",
 
 
 def taken(arrays: Sequence[str], name: str) -> bool:
-    """Whether a text has a name already, beside the arrays themselves."""
+    """Whether a name is reserved, besides those of the arrays themselves."""
     ends = ("_size", "_type", "_place", "_shape_")
     return name in _WORDS or any(name.startswith(f"{array}{end}") for array in arrays for end in ends)
 
 
 def item_type(dtype: DType, capabilities: Capabilities) -> str | None:
-    """What the items of an array are called in the device's language; None where there are no such arrays."""
+    """The type of an array's items in the device's language; None where it lacks the dtype."""
     name = str(dtype)
     if name in ("int64", "uint64") and not capabilities.int64:
         return None
@@ -46,12 +46,12 @@ def item_type(dtype: DType, capabilities: Capabilities) -> str | None:
 
 
 def scalar_type(dtype: DType, capabilities: Capabilities) -> str | None:
-    """The same of a scalar."""
+    """The type of a scalar in the device's language; None where it lacks the dtype."""
     return item_type(dtype, capabilities) if str(dtype) in _SCALARS else None
 
 
 def raw_source(group: Group, capabilities: Capabilities, ending: str) -> KernelSource:
-    """The whole text of a raw group."""
+    """The kernel of a raw group."""
     launch: RawLaunch = group.nodes[0].attributes["launch"]
     text, dialect, nodes = launch.text, dialect_of(capabilities), (*group.outputs, *group.inputs)
     header, body = text.of(dialect.name)
@@ -85,7 +85,7 @@ def raw_source(group: Group, capabilities: Capabilities, ending: str) -> KernelS
 
 
 def refused(source: KernelSource, error: CompileError) -> CompileError:
-    """A compiler's words, after the name that the user gave the kernel."""
+    """A compiler's error, with the user's name of the kernel."""
     return CompileError(f"kernel {source.name.rpartition('_')[0]!r} does not compile. {error}")
 
 
@@ -96,7 +96,7 @@ def _type(dtype: DType, capabilities: Capabilities) -> str:
 
 
 def _sizes(arrays: Sequence[str], nodes: Sequence[Node]) -> list[tuple[str, int]]:
-    """The constants that tell the sizes of arrays."""
+    """The constants with the sizes of arrays."""
     constants = []
     for array, node in zip(arrays, nodes, strict=True):
         constants.append((f"{array}_size", node.size))

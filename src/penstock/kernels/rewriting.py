@@ -1,27 +1,27 @@
-"""Passes over the IR of a kernel: replacing expressions, and finding the integers in it."""
+"""Passes over the IR of a kernel: replacing nodes, and turning integers into arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from penstock.kernels import ir
 
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
-_LARGEST = 2**31 - 1  # what an argument can be; larger integers stay constants
-_FIELDS: dict[type, tuple[str, ...]] = {}  # of each kind of node
+_LARGEST = 2**31 - 1  # of an argument; larger integers stay constants
+_FIELDS: dict[type, tuple[str, ...]] = {}  # by type of node
 _NOT_PRINTED: dict[type, tuple[str, ...]] = {ir.For: ("trips",), ir.KernelIR: ("grid", "group", "resident")}
 
 
-def rewritten(tree: Any, change: Callable[[ir.Expr], ir.Expr | None], skipped: tuple[type, ...] = ()) -> Any:
-    """Statements or an expression, with what `change` makes of the expressions in them.
+def rewritten(tree: Any, change: Callable[[Any], Any], skipped: tuple[type, ...] = ()) -> Any:
+    """A tree of statements and expressions, with the nodes and names in it replaced by what `change` returns.
 
-    Where it makes None, the parts of the expression are rewritten. Nodes of the types `skipped` stay.
+    Where it returns None, the parts of the node are rewritten. Nodes of the types `skipped` stay.
     """
     if isinstance(tree, list | tuple):
         return type(tree)(rewritten(part, change, skipped) for part in tree)
-    if isinstance(tree, ir.Expr) and (new := change(tree)) is not None:
+    if (new := change(tree)) is not None:
         return new
     names = _fields(type(tree))
     if not names or isinstance(tree, skipped):
@@ -30,7 +30,7 @@ def rewritten(tree: Any, change: Callable[[ir.Expr], ir.Expr | None], skipped: t
 
 
 def with_plain_names(kernel: ir.KernelIR) -> ir.KernelIR:
-    """A kernel whose loops and counts are named in their order, whatever axes the shapes have."""
+    """A kernel whose loop variables and integers are numbered, so that names do not depend on axes."""
     names: dict[str, str] = {}
 
     def visit(tree: Any) -> None:
@@ -44,24 +44,15 @@ def with_plain_names(kernel: ir.KernelIR) -> ir.KernelIR:
                 visit(getattr(tree, name))
 
     visit(kernel.body)
-    return replace(kernel, body=_renamed(kernel.body, names))
-
-
-def _renamed(tree: Any, names: Mapping[str, str]) -> Any:
-    if isinstance(tree, str):
-        return names.get(tree, tree)
-    if isinstance(tree, list | tuple):
-        return type(tree)(_renamed(part, names) for part in tree)
-    if not (fields := _fields(type(tree))):
-        return tree
-    return replace(tree, **{name: _renamed(getattr(tree, name), names) for name in fields})
+    body = rewritten(kernel.body, lambda tree: names.get(tree) if isinstance(tree, str) else None)
+    return replace(kernel, body=body)
 
 
 class Integers:
     """The integers among the constants of a kernel, each of which might be an argument."""
 
     def __init__(self, kernel: ir.KernelIR, fixed: tuple[type, ...]) -> None:
-        """`fixed`: statements whose constants can be no arguments."""
+        """`fixed`: statements whose constants cannot become arguments."""
         self._kernel, self._fixed = kernel, fixed
         self._parts: list[str] = []
         self._values: list[int] = []
@@ -70,20 +61,20 @@ class Integers:
         self.key = " ".join(self._parts)  # equal for kernels that differ in these integers only
 
     def as_arguments(self, argument: Sequence[int | None], count: int) -> ir.KernelIR:
-        """The kernel with arguments for integers, by their numbers; they are its first scalars."""
+        """The kernel with arguments, by their indices, for integers; they are its first scalars."""
         arguments = iter(argument)
 
-        def change(expr: ir.Expr) -> ir.Expr | None:
-            if not _is_integer(expr):
+        def change(tree: Any) -> ir.Expr | None:
+            if not _is_integer(tree):
                 return None
             number = next(arguments)
-            return expr if number is None else ir.Var(f"size{number}").cast(expr.type.dtype)
+            return tree if number is None else ir.Var(f"size{number}").cast(tree.type.dtype)
 
         body = rewritten(self._kernel.body, change, self._fixed)
         return replace(self._kernel, body=body, sizes=count)
 
     def _visit(self, tree: Any) -> None:
-        """Note the integers in a tree, and what else there is."""
+        """Collect the integers in a tree, and everything else as the key."""
         kind = type(tree)
         if kind is str:
             self._parts.append(tree)
@@ -111,7 +102,7 @@ def _is_integer(tree: Any) -> bool:
 
 
 def _fields(kind: type) -> tuple[str, ...]:
-    """The fields of a node that its text depends on; none of what has no parts."""
+    """The fields that the text of a node depends on; none for leaves."""
     if kind not in _FIELDS:
         node: Any = kind if is_dataclass(kind) and kind is not ir.Type else None
         names = [field.name for field in fields(node)] if node is not None else []

@@ -1,13 +1,13 @@
-"""Kernels whose sizes are arguments: one compiled kernel for many shapes.
+"""Kernels whose sizes are arguments: a compiled kernel for many shapes.
 
-A kernel is made for one shape, with its sizes, strides and offsets as constants of the IR, of which a
-compiler makes the best. Kernels that differ in such integers only are a family. A group of operations gets
-kernels of its own for its first shapes. For those after them, the integers in which the kernels of a family
-differ become arguments, and no compiler is called. All operations on values keep their order, so the results
-are the same, bit for bit.
+A kernel is built for a shape, with its sizes, strides and offsets as constants of the IR, which a compiler
+can optimise. Kernels that differ in such integers only are a family. The first shapes of a group of
+operations get kernels of their own. For later shapes, the integers in which the kernels of a family differ
+become arguments, and no compiler is called. The order of operations does not change, so the results have the
+same bits.
 
-Kernels of single operations, which programs share, are kept with what their families learned: the next
-process finds their arguments on disk, and so the kernel that it compiled before.
+The families of single operations, which programs share, are kept on disk: the next process has their
+arguments from there, and so the kernels that were compiled before.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from penstock.tuning_cache import TuningCache
 
 L = TypeVar("L", bound=Launch | Call)
 
-MOST_WRITTEN_OUT = 2  # shapes of one group of operations that get kernels of their own
+MOST_WRITTEN_OUT = 2  # shapes of a group of operations that get kernels of their own
 _MOST_FAMILIES = 1024
-_MOST_KNOWN = 32  # kernels of a family that are remembered without need
+_MOST_KNOWN = 32  # kernels of a family with constants that are remembered
 
 
 @dataclass
 class _Family:
-    """Kernels that are equal but for their integers."""
+    """Kernels that differ in their integers only."""
 
-    # The integers of kernels, of those that tell more than the ones before: which integers differ, and which
-    # are equal to one another.
+    # The integers of the kernels that show which integers differ, and which are always equal.
     known: list[tuple[int, ...]] = field(default_factory=list)
-    # The names and bodies of those without arguments, by their integers.
+    # The names and bodies of kernels without arguments, by their integers.
     constant: dict[tuple[int, ...], tuple[str, DialectBody]] = field(default_factory=dict)
-    argument: tuple[int | None, ...] = ()  # for each integer, the argument that it is, if any
+    argument: tuple[int | None, ...] = ()  # for each integer, the index of its argument, if any
     name: str = ""
-    body: DialectBody | None = None  # with arguments, once there is one
+    body: DialectBody | None = None  # of the kernel with arguments
 
     def fits(self, values: tuple[int, ...]) -> bool:
         """Whether the kernel with arguments can have these integers."""
@@ -54,14 +53,14 @@ class _Family:
         )
 
     def arguments_with(self, values: tuple[int, ...]) -> tuple[int | None, ...]:
-        """Which integers have to be arguments so that the kernel can have these too."""
+        """Which integers have to be arguments so that the kernel can have these integers too."""
         columns = list(zip(*self.known, values, strict=True))
         differing = dict.fromkeys(column for column in columns if len(set(column)) > 1)
         arguments = {column: argument for argument, column in enumerate(differing)}
         return tuple(arguments.get(column) for column in columns)
 
     def take_in(self, values: tuple[int, ...], signature: Sequence[str]) -> bool:
-        """Let the kernel with arguments have these integers too; False: it would have too many parameters."""
+        """Extend the kernel with arguments to these integers; False if it would have too many parameters."""
         argument = self.arguments_with(values)
         count = len(set(argument) - {None})
         if _parameter_bytes(signature) + 4 * count > MOST_PARAMETER_BYTES:
@@ -72,16 +71,16 @@ class _Family:
 
 
 class Sizes:
-    """The families of the kernels of one device."""
+    """The families of a device's kernels."""
 
     def __init__(self, kept: TuningCache | None = None) -> None:
-        """`kept`: the families of kernels that programs share, from one process to the next."""
+        """`kept`: the families of kernels that programs share, across processes."""
         self._kept = kept
         self._families = LRU[Hashable, _Family](_MOST_FAMILIES)
         self._shapes = LRU[Hashable, list[Hashable]](_MOST_FAMILIES)
 
     def shapes_before(self, structure: Hashable, key: Hashable) -> int:
-        """How many shapes of a structure came before this one, by their keys; no more than matter."""
+        """How many shapes of a structure came before this shape; at most `MOST_WRITTEN_OUT`."""
         shapes = self._shapes.use(structure)
         if shapes is None:
             shapes = self._shapes[structure] = []
@@ -90,12 +89,12 @@ class Sizes:
         return shapes.index(key) if key in shapes else MOST_WRITTEN_OUT
 
     def launch(self, launch: L, varied: bool) -> L:
-        """A launch; if shapes are `varied`, of a kernel with sizes as arguments, where those are known."""
+        """A launch; if shapes are `varied`, of a kernel with sizes as arguments, where there is a family."""
         source, leading = self._varied(launch.source, varied)
         return replace(launch, source=source, scalars=(*leading, *launch.scalars))
 
     def shared(self, launch: L) -> L:
-        """A launch of a kernel that programs share, with sizes as arguments once two shapes are known."""
+        """A launch of a kernel that programs share, with sizes as arguments after its second shape."""
         source = launch.source
         if not isinstance(source.body, DialectBody):
             return launch
@@ -116,14 +115,14 @@ class Sizes:
         return replace(launch, source=source, scalars=(*sizes, *launch.scalars))
 
     def learn(self, source: KernelSource) -> None:
-        """Take in a kernel that nobody asked for, so that the next of its family shows what differs."""
+        """Add a kernel to its family, so that the next kernel shows what differs."""
         if isinstance(source.body, DialectBody):
             integers = _integers(source.body)
             self._family(_family_key(source, integers)).known.append(integers.values)
 
     def _varied(self, source: KernelSource, varied: bool) -> tuple[KernelSource, tuple[int, ...]]:
-        """A kernel that takes sizes as its first scalars, and those; none where all stay constants."""
-        if not isinstance(source.body, DialectBody):  # but opaque text
+        """A kernel that takes sizes as its first scalars, and the sizes; none where all stay constants."""
+        if not isinstance(source.body, DialectBody):  # opaque text
             return source, ()
         integers = _integers(source.body)
         family, values = self._family(_family_key(source, integers)), integers.values
@@ -167,7 +166,7 @@ class Sizes:
 
 
 def _name(source: KernelSource, identity: object) -> str:
-    """A name for what a kernel computes, the same in every process."""
+    """A name by what a kernel computes, the same in every process."""
     return f"{source.name.rpartition('_')[0]}_{digest(repr(identity))}"
 
 
@@ -184,7 +183,7 @@ def _parameter_bytes(signature: Sequence[str]) -> int:
 
 
 def _parsed(text: str | None, count: int) -> list[tuple[int, ...]]:
-    """The integers of kernels from a file; none where it says something else."""
+    """The integers of kernels from a file; none where the file is damaged."""
     try:
         known = [tuple(map(int, values)) for values in json.loads(text or "[]")]
     except (ValueError, TypeError):

@@ -1,7 +1,7 @@
-"""A kernel, what it takes and how many threads it wants: what all that make kernels share.
+"""A kernel with its parameters and launch dimensions.
 
-Of the parameters, buffers come first, then the place of each in its memory, then scalars. Places count in
-units of `ALIGNMENT` bytes, so that values of one arena are named by its one buffer and small numbers.
+Of the parameters, buffers come first, then the offset of each in its memory, then scalars. Offsets are in
+units of `ALIGNMENT` bytes, so that all values of an arena are addressed by its buffer and a small integer.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ C_TYPES = {
     "float32": "float",
     "float64": "double",
 }
-_STORED = {"bool": "uint8", "bfloat16": "uint16"}  # where C has no type of its own
+_STORED = {"bool": "uint8", "bfloat16": "uint16"}  # dtypes without a type in C
 
 
 def digest(text: str) -> str:
-    """A short name for a text: the same one in every process, so that compilers' caches find it."""
+    """A short digest of a text: the same in every process, so that compilers' caches have it."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -52,20 +52,20 @@ def item_size(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class KernelSource:
-    """One kernel: what it does, its parameters, and the threads that it wants."""
+    """A kernel with its parameters and launch dimensions."""
 
     name: str
-    body: DialectBody | str  # in the IR, which is printed when the kernel is compiled, or opaque text
+    body: DialectBody | str  # the IR, which is printed when the kernel is compiled, or opaque text
     buffers: tuple[str, ...]  # dtypes; outputs first
     scalars: tuple[str, ...]  # dtypes
     grid: tuple[int, ...]
     group: tuple[int, ...]
-    arrays: tuple[tuple[str, str, int], ...] = ()  # of the group's memory: dtype, name, items
-    resident: int = 1  # groups that a unit of a GPU should have room for at a time
-    complete: bool = False  # the text is whole: it needs no prelude, and is compiled by itself
-    sizes: int = 0  # of its scalars, the first, which are sizes of this launch
-    alone: bool = False  # many programs share it, so it is compiled by itself, and never merged with others
-    placed: bool = True  # it takes the places of its buffers; else each begins where its value does
+    arrays: tuple[tuple[str, str, int], ...] = ()  # local arrays: dtype, name, items
+    resident: int = 1  # workgroups that a compute unit should have room for
+    complete: bool = False  # the text needs no prelude, and is compiled by itself
+    sizes: int = 0  # the number of leading scalars that are sizes
+    alone: bool = False  # many programs share it, so it is compiled by itself and never merged
+    placed: bool = True  # it takes the offsets of its buffers; else buffers are bound at their offsets
 
     @cached_property
     def text(self) -> str:
@@ -81,7 +81,7 @@ class KernelSource:
 
 
 def kernel_of(source: KernelSource) -> KernelIR:
-    """What a kernel does that is no opaque text."""
+    """The IR of a kernel that is not opaque text."""
     assert not isinstance(source.body, str), source.name
     return source.body.kernel
 
@@ -95,10 +95,10 @@ def head(
     leading: Sequence[str] = (),
     arrays: Sequence[str] = (),
 ) -> str:
-    """The first lines of a kernel, with its parameters, (dtype, name) each, and the places of its buffers.
+    """The first lines of a kernel: its parameters, given as (dtype, name), and the offsets of its buffers.
 
-    A function of another `linkage` has `leading` parameters before. `arrays` declare local memory, which has
-    to come first.
+    A function of another `linkage` may have `leading` parameters. `arrays` are declarations of local memory,
+    which have to come first.
     """
     parameters = list(leading)
     parameters += [f"GLOBAL {C_TYPES[dtype]} *{given}" for dtype, given in outputs]

@@ -1,7 +1,7 @@
-"""The best rates of a device: measured once, since no data sheet knows this machine, and kept on disk.
+"""The best rates of a device, measured once and kept on disk.
 
-Others on the machine can only slow a measurement down, so the best of several is taken. A kernel whose data
-are still in a cache may move more than the memory does.
+Other processes can only slow a measurement down, so the best of several is taken. A kernel whose data are in
+a cache may exceed the bandwidth of memory.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from penstock.tensor.recording import no_grad
 from penstock.tuning_cache import TuningCache
 
 _TRY_SECONDS = 0.05
-_EXCEEDED = 1.25  # what computes so many times as fast as the best shows that this was measured wrongly
+_EXCEEDED = 1.25  # a kernel that is so many times as fast as the ceiling shows that the ceiling is wrong
 _BANDWIDTH = "bytes"  # beside the dtypes of products, in the file
-_LAUNCHES, _RECORDING = "launches", "recorded operations"
+_LAUNCHES, _RECORDING, _LINK = "launches", "recorded operations", "link"
 _WORKLOADS: dict[str, Callable[[Device, float], float]] = {
     _BANDWIDTH: workloads.bandwidth,
     _LAUNCHES: workloads.launches,
     _RECORDING: workloads.recorded_operations,
+    _LINK: lambda device, seconds: min(workloads.transfers(device, seconds)),
 }
 
 
 class Ceilings:
-    """The best rates of one device, per second. Each is measured when it is first asked for."""
+    """The best rates of a device, per second. Each is measured when it is first requested."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._kept = TuningCache(device_key("ceilings", device.capabilities))
-        self._found: dict[str, float | None] = {}
-        self._again: set[str] = set()  # what was seen to be too low
+        self._rates: dict[str, float | None] = {}
+        self._too_low: set[str] = set()  # rates that a kernel exceeded
 
     def bandwidth(self, measure: bool = True) -> float | None:
-        """Bytes that are read and written; None if nothing is known, and it is not to be measured."""
+        """Bytes that are read and written; None if it is unknown and not to be measured."""
         return self._rate(_BANDWIDTH, measure)
 
     def operations(self, dtype: str, measure: bool = True) -> float | None:
@@ -44,53 +45,57 @@ class Ceilings:
         return self._rate(dtype if dtype in workloads.DTYPES else "float32", measure)
 
     def launches(self, measure: bool = True) -> float | None:
-        """Replays of the smallest jitted function, one after another: the cost of a launch."""
+        """Replays of the smallest jitted function in sequence: the cost of a launch."""
         return self._rate(_LAUNCHES, measure)
 
     def recorded(self, measure: bool = True) -> float | None:
-        """Operations that are recorded without `jit`, and looked up as a known program."""
+        """Operations without `jit`, each of which is recorded and looked up as a known program."""
         return self._rate(_RECORDING, measure)
 
+    def link(self, measure: bool = True) -> float | None:
+        """Bytes between the device and pinned memory of the host, in the slower direction."""
+        return self._rate(_LINK, measure)
+
     def known(self) -> dict[str, float]:
-        """All rates that were asked for: `bytes`, and operations by the dtype of their products."""
-        return {what: rate for what, rate in self._found.items() if rate is not None}
+        """All rates that were requested: `bytes`, and operations by the dtype of their products."""
+        return {what: rate for what, rate in self._rates.items() if rate is not None}
 
     def least_seconds(
         self, operations: int, nbytes: int, dtype: str, measure: bool = True
     ) -> tuple[float, float] | None:
-        """The least time of some work, by its operations and by its bytes; the longer of the two holds."""
+        """The least time of some work: the longer of the times for its operations and for its bytes."""
         rate, bandwidth = self.operations(dtype, measure), self.bandwidth(measure)
         return (operations / rate, nbytes / bandwidth) if rate and bandwidth else None
 
     def exceeded(self, dtype: str, rate: float) -> None:
-        """Note the rate that a kernel reached; a ceiling far below it is wrong, and measured again, once.
+        """Note the rate that a kernel reached. A ceiling far below it is wrong, and is remeasured once.
 
-        Only operations tell this: bytes may come from a cache.
+        Only rates of operations are used for this, since bytes may come from a cache.
         """
         what = dtype if dtype in workloads.DTYPES else "float32"
-        if rate > _EXCEEDED * (self._found.get(what) or rate) and what not in self._again:
-            self._again.add(what)
-            del self._found[what]
+        if rate > _EXCEEDED * (self._rates.get(what) or rate) and what not in self._too_low:
+            self._too_low.add(what)
+            del self._rates[what]
             self._rate(what, measure=True)
 
     def _rate(self, what: str, measure: bool) -> float | None:
-        if what not in self._found:
+        if what not in self._rates:
             record = Record(self._kept, what)
             value, due = record.get()
             rate = _number(value)
-            if measure and (rate is None or due or what in self._again):
+            if measure and (rate is None or due or what in self._too_low):
                 new, quiet = measure_quietly(lambda: _measured(self._device, what), _larger)
                 rate = _larger(rate, new)
                 if rate is not None:
                     record.put(rate, quiet)
             if rate is None and not measure:
                 return None
-            self._found[what] = rate
-        return self._found[what]
+            self._rates[what] = rate
+        return self._rates[what]
 
 
 def _number(value: object) -> float | None:
-    """A rate; None where a file that somebody changed has something else."""
+    """A rate from a file; None if it is no valid rate."""
     return float(value) if isinstance(value, (int, float)) and 0 < value < float("inf") else None
 
 
@@ -99,7 +104,7 @@ def _larger(rate: float | None, other: float | None) -> float | None:
 
 
 def _measured(device: Device, what: str) -> float | None:
-    """A rate; None where the device cannot do it, or has no room."""
+    """A measured rate; None if the device does not support it, or has too little memory."""
     if not _room_for_it(device):
         return None
     try:

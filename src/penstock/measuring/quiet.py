@@ -1,7 +1,7 @@
-"""Measurements on a machine that other processes use: repeated while it is busy, and kept on disk.
+"""Measurements on a machine with other load: repeated while it is busy, and kept on disk.
 
-Other processes can only slow a measurement down, so the best of several counts. One that was taken on a busy
-machine all the same is used for now, and taken again by a process that starts an hour later or more.
+Other processes can only slow a measurement down, so the best of several counts. A measurement on a busy
+machine is used for now, and repeated by a process that starts an hour later or more.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 _ROUNDS = 3  # at most, while the machine is busy
 _BUSY = 0.15  # the share of all processors that others may use
-_SHORT = 0.02  # seconds; the system counts in such steps, and shorter measurements tell nothing
-_AGAIN = 3600  # seconds until what was measured on a busy machine is measured again
+_SHORT = 0.02  # seconds; the resolution of the system's counters
+_REPEAT = 3600  # seconds until a measurement on a busy machine is repeated
 
 
 class Watch:
-    """How much the processors work for other processes, from its creation on."""
+    """How much the processors have worked for other processes since its creation."""
 
     def __init__(self) -> None:
         self._start, self._others = perf_counter(), _others_seconds()
 
     def busy(self) -> bool:
-        """Whether others took a part of the machine that makes measurements wrong."""
+        """Whether other processes used so much of the machine that measurements are wrong."""
         seconds = perf_counter() - self._start
         if seconds < _SHORT:
             return False
@@ -44,7 +44,7 @@ class Watch:
 def measure_quietly(measure: Callable[[], T], best: Callable[[T, T], T]) -> tuple[T, bool]:
     """Measure up to three times, until the machine is quiet; the best result, and whether it was quiet.
 
-    `best` merges two results into one.
+    `best` combines two results.
     """
     watch = Watch()
     result = measure()
@@ -57,33 +57,33 @@ def measure_quietly(measure: Callable[[], T], best: Callable[[T, T], T]) -> tupl
 
 
 class Record:
-    """One measurement in the tuning cache, with the time of it and whether the machine was quiet then."""
+    """A measurement in the tuning cache, with its time and whether the machine was quiet."""
 
     def __init__(self, file: TuningCache, name: str) -> None:
         self._file, self._name = file, name
 
     def get(self) -> tuple[Any, bool]:
-        """The value, None if there is none; and whether it should be measured again."""
+        """The value, None if there is none; and whether it should be remeasured."""
         try:
-            found = parse_json(self._file.get(self._name) or "null")
-            return found["value"], not found["quiet"] and time() - float(found["time"]) > _AGAIN
-        except (ValueError, TypeError, KeyError):  # never measured, or a file that somebody changed
+            record = parse_json(self._file.get(self._name) or "null")
+            return record["value"], not record["quiet"] and time() - float(record["time"]) > _REPEAT
+        except (ValueError, TypeError, KeyError):  # never measured, or the file is not valid
             return None, True
 
     def put(self, value: Any, quiet: bool) -> None:
-        """Keep it."""
+        """Write a value."""
         self._file.put(self._name, json.dumps({"value": value, "quiet": quiet, "time": time()}))
 
 
 def device_key(purpose: str, capabilities: Capabilities) -> str:
-    """What measurements depend on: they are made again where any of it has changed."""
+    """What measurements depend on: if any of it changes, they are repeated."""
     about = (capabilities.description, capabilities.vendor, capabilities.api, capabilities.compute_units)
     more = (capabilities.vector_width, capabilities.matmul_library, capabilities.tf32, np.__version__)
     return f"{purpose} {about} {more} penstock {version('penstock')}"
 
 
 def _others_seconds() -> float:
-    """How long all processors together have worked for other processes."""
+    """The total time that all processors have worked for other processes."""
     total = psutil.cpu_times()
     idle = total.idle + getattr(total, "iowait", 0.0)
     # `guest` is a part of `user`.

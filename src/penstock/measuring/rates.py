@@ -1,6 +1,6 @@
-"""How long devices take for work of each size: measured once, in a few seconds, and kept on disk.
+"""How long devices take for work of each size, measured once in a few seconds and kept on disk.
 
-Others on the machine can only slow a measurement down, so the shortest of several times is taken.
+Other processes can only slow a measurement down, so the shortest of several times is taken.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from penstock.tuning_cache import TuningCache
 
 Points = tuple[tuple[float, float], ...]  # sizes, each with its seconds
 
-_SECONDS = 3.5  # for all devices of a machine; what is not measured by then is told from the rest
+_SECONDS = 3.5  # for all devices of a machine; sizes that are not measured by then are extrapolated
 _TRY_SECONDS = 0.01
-_ITEMS = (1 << 20, 1 << 16, 1 << 23, 1 << 18, 1 << 12)  # of sums of vectors, the most telling first
+_ITEMS = (1 << 20, 1 << 16, 1 << 23, 1 << 18, 1 << 12)  # of sums of vectors, the most important first
 _LENGTHS = (256, 32, 1024, 512, 64, 128)  # of the matrices of products
 _STEPS = 8
 _SMALL_COPY, _LARGE_COPY = 4 << 10, 8 << 20  # bytes
@@ -39,18 +39,18 @@ _RATES = "rates"  # the name in the file
 
 @dataclass(frozen=True)
 class Rates:
-    """How long one device takes, in seconds."""
+    """How long a device takes, in seconds."""
 
-    program: float  # to run a program of one small step, and to wait for it
-    step: float  # for each step more
-    sums: Points  # by bytes: to read and write so many in one step, beside the program's own time
-    products: Points  # by length: the product of two square matrices of float32, beside the same
-    exponential: float  # for each item, beside reading and writing it
+    program: float  # to run a program of a single small step, and to wait for it
+    step: float  # for each further step
+    sums: Points  # by bytes: to read and write so many in a step, in addition to `program`
+    products: Points  # by length: the product of two square float32 matrices, in addition to `program`
+    exponential: float  # per item, in addition to reading and writing it
     uploads: Points  # by bytes: from an array of the host into the device's memory
     downloads: Points
 
     def moving_seconds(self, nbytes: int) -> float:
-        """To read and write so many bytes in one step."""
+        """To read and write so many bytes in a step."""
         return at(self.sums, nbytes)
 
     def product_seconds(self, operations: float) -> float:
@@ -70,11 +70,11 @@ class Rates:
         )
 
     @classmethod
-    def parsed(cls, found: Any) -> Rates:
-        """From a record of the tuning cache; raises ValueError, TypeError or KeyError where it is none."""
-        numbers = {name: _time(found[name]) for name in ("program", "step", "exponential")}
-        points = {name: _points(found[name]) for name in ("sums", "products", "uploads", "downloads")}
-        return cls(**numbers, **points)  # type: ignore[arg-type]
+    def parsed(cls, record: Any) -> Rates:
+        """From a record of the tuning cache; raises ValueError, TypeError or KeyError if it is not valid."""
+        times = {name: _time(record[name]) for name in ("program", "step", "exponential")}
+        points = {name: _points(record[name]) for name in ("sums", "products", "uploads", "downloads")}
+        return cls(**times, **points)  # type: ignore[arg-type]
 
 
 def at(points: Points, size: float) -> float:
@@ -88,52 +88,52 @@ def at(points: Points, size: float) -> float:
     last, seconds = points[-1]
     if len(points) == 1:
         return seconds * size / last
-    # Sizes are lengths or bytes: the last two points tell by which power of them the time grows.
+    # Beyond the last point, the time grows by the power of the size that the last two points show.
     low, before = points[-2]
     power = math.log(max(seconds / before, 1.0)) / math.log(last / low)
     return float(seconds * (size / last) ** max(power, 1.0))
 
 
-def machine_rates(devices: Sequence[Device], again: bool = False) -> dict[Device, Rates]:
+def machine_rates(devices: Sequence[Device], remeasure: bool = False) -> dict[Device, Rates]:
     """The rates of devices, from the file or measured; a device that cannot be used is left out.
 
-    With `again`, all are measured anew.
+    With `remeasure`, all are measured anew.
     """
     kept = {
         device: Record(TuningCache(device_key("dispatch", device.capabilities)), _RATES) for device in devices
     }
-    found: dict[Device, Rates] = {}
+    rates: dict[Device, Rates] = {}
     missing = []
     for device, record in kept.items():
         value, due = record.get()
         try:
-            found[device] = Rates.parsed(value)
-        except (ValueError, TypeError, KeyError):  # never measured, or a file that somebody changed
+            rates[device] = Rates.parsed(value)
+        except (ValueError, TypeError, KeyError):  # never measured, or the file is not valid
             due = True
-        if due or again:
+        if due or remeasure:
             missing.append(device)
-    # The host first, which compiles nothing and so is soon done.
+    # The host first, which compiles nothing and so is done soon.
     missing.sort(key=lambda device: device.capabilities.kind != "host")
     end = perf_counter() + _SECONDS
     for at, device in enumerate(missing):
-        # In a context of its own: this may be asked for while a function is captured.
+        # In a context of its own, since a function may be being captured in this one.
         try:
             seconds = (end - perf_counter()) / (len(missing) - at)
             new, quiet = measure_quietly(partial(Context().run, measured, device, seconds), Rates.best)
         except PenstockError:
             continue
-        found[device] = new if again or device not in found else new.best(found[device])
-        kept[device].put(asdict(found[device]), quiet)
-    return {device: found[device] for device in devices if device in found}
+        rates[device] = new if remeasure or device not in rates else new.best(rates[device])
+        kept[device].put(asdict(rates[device]), quiet)
+    return {device: rates[device] for device in devices if device in rates}
 
 
 def placement_cache(devices: Sequence[Device]) -> TuningCache:
-    """Where placements on these devices are kept."""
+    """The file of placements on these devices."""
     return TuningCache(" and ".join(device_key("dispatch", device.capabilities) for device in devices))
 
 
 def measured(device: Device, seconds: float) -> Rates:
-    """The rates of a device, measured in about so many seconds on a driver that is opened for it alone."""
+    """The rates of a device, measured in about so many seconds on a driver that is opened only for this."""
     end = perf_counter() + seconds
     with device_for_measuring(device) as own:
         return _Measurement(own, end).rates()
@@ -142,7 +142,7 @@ def measured(device: Device, seconds: float) -> Rates:
 class _Measurement:
     def __init__(self, device: Device, end: float) -> None:
         self._device = device
-        self._end = end  # when no more sizes are begun
+        self._end = end  # the time after which no further size is measured
         self._program = 0.0
 
     def rates(self) -> Rates:
@@ -175,12 +175,12 @@ class _Measurement:
         return perf_counter() > self._end
 
     def _seconds(self, function: Callable[..., Any], shape: tuple[int, ...], operands: int = 2) -> float:
-        """The time of a jitted function, given the same tensor of ones for each operand."""
+        """The time of a jitted function; all operands are the same tensor."""
         x = asarray(np.ones(shape, np.float32), device=self._device)
         return best_seconds(self._device, partial(jit(function), *[x] * operands), _TRY_SECONDS)
 
     def _beside(self, function: Callable[..., Any], shape: tuple[int, ...], operands: int = 2) -> float:
-        """The same, less the time of the smallest program."""
+        """The time of a jitted function, less that of the smallest program."""
         return max(self._seconds(function, shape, operands) - self._program, 1e-7)
 
     def _copies(self) -> tuple[Points, Points]:
@@ -196,24 +196,24 @@ class _Measurement:
 
 
 def plausible(points: Sequence[tuple[float, float]], power: int = 0, unsure: float = 0.0) -> Points:
-    """Measured times, corrected where other processes have stretched them.
+    """Measured times, corrected for the influence of other processes.
 
-    A smaller size takes no longer than a larger one. Unless the power is 0, a larger size takes at most twice
-    what that power of the size predicts. Times below `unsure` are too short to predict from.
+    A smaller size takes no longer than a larger size. Unless the power is 0, a larger size takes at most
+    twice the time that growth by this power of the size predicts. Times below `unsure` predict nothing.
     """
-    found = sorted(points)
-    for number in range(len(found) - 1, 0, -1):
-        size, seconds = found[number - 1]
-        found[number - 1] = size, min(seconds, found[number][1])
-    for after in range(1, len(found) if power else 0):
-        (low, before_seconds), (high, seconds) = found[after - 1 : after + 1]
+    corrected = sorted(points)
+    for number in range(len(corrected) - 1, 0, -1):
+        size, seconds = corrected[number - 1]
+        corrected[number - 1] = size, min(seconds, corrected[number][1])
+    for after in range(1, len(corrected) if power else 0):
+        (low, before_seconds), (high, seconds) = corrected[after - 1 : after + 1]
         most = 2 * max(before_seconds, unsure) * (high / low) ** power
-        found[after] = high, min(seconds, most)
-    return tuple(found)
+        corrected[after] = high, min(seconds, most)
+    return tuple(corrected)
 
 
 def _shorter(points: Points, others: Points) -> Points:
-    """The shorter of two times for each size; a smaller size takes no longer than a larger one."""
+    """The shorter of two times for each size; a smaller size takes no longer than a larger size."""
     both = dict(others)
     for size, seconds in points:
         both[size] = min(seconds, both.get(size, seconds))
@@ -237,8 +237,8 @@ def _time(value: Any) -> float:
     return seconds
 
 
-def _points(found: Any) -> Points:
-    points = tuple(sorted((_time(size), _time(seconds)) for size, seconds in found))
+def _points(record: Any) -> Points:
+    points = tuple(sorted((_time(size), _time(seconds)) for size, seconds in record))
     if not points or len({size for size, _ in points}) != len(points):
-        raise ValueError("there is one time for each size")
+        raise ValueError("each size has a single time")
     return points

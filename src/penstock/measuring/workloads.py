@@ -1,6 +1,6 @@
-"""What is run to find out how fast a device is.
+"""Workloads that measure how fast a device is.
 
-Others on the machine can only slow a measurement down, so the best of several counts.
+Other processes can only slow a measurement down, so the best of several counts.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from penstock.tensor.linear import matmul
 from penstock.tensor.manipulation import astype
 from penstock.tensor.reduction import sum as sum_
 
-measuring: ContextVar[bool] = ContextVar("measuring", default=False)  # on a device opened for that alone
+measuring: ContextVar[bool] = ContextVar("measuring", default=False)  # on a device opened only for that
 
 DTYPES = {str(dtype): dtype for dtype in (float16, bfloat16, float32, float64)}
 _MOVED = {"cpu": 64 << 20, "gpu": 256 << 20}  # bytes of an array, beyond the caches
 _TRANSFERRED = 32 << 20  # bytes of a copy between host and device
 _LENGTH, _MOST_LENGTH = 1024, 8192  # of the matrices of products
-_LONG = 2e-3  # seconds, from which on a product is long enough, and a larger one would tell no more
-_LAUNCHED, _RECORDED = 100, 200  # in a row, for one time
+_LONG = 2e-3  # seconds of a product that is large enough to measure
+_LAUNCHED, _RECORDED = 100, 200  # in a row, for each measured time
 _TRIES = 3  # at least
-_AGREEING = 1.1  # the shortest times differ by less than this factor, or it is tried for longer:
-_PATIENCE = 3  # for so many times as long
+_AGREEING = 1.1  # if the shortest times differ by more than this factor, it is tried for longer:
+_PATIENCE = 3  # so many times as long
 
 
 @contextmanager
 def device_for_measuring(device: Device) -> Iterator[Device]:
-    """The same device opened once more, so that nothing of the user's is in the way; profiles ignore it.
+    """The same device opened a second time, independent of the user's work; profiles ignore it.
 
-    A device whose driver was given by hand cannot be opened again, and is used itself.
+    A device whose driver was given by the user cannot be opened a second time, and is used itself.
     """
     token = measuring.set(True)
     own = Device(f"{device.name} (measured)", device.capabilities, device.another_driver)
@@ -57,7 +57,7 @@ def device_for_measuring(device: Device) -> Iterator[Device]:
 
 
 def most_bytes(device: Device) -> int:
-    """The memory that these take at most."""
+    """The most memory that these workloads take."""
     return 4 * _MOVED[_size(device)]
 
 
@@ -66,7 +66,7 @@ def _size(device: Device) -> str:
 
 
 def bandwidth(device: Device, seconds: float) -> float:
-    """Bytes a second, by the best of a copy, of a kernel that reads and writes, and of one that only reads.
+    """Bytes per second: the best of a copy, a kernel that reads and writes, and a kernel that only reads.
 
     Each is tried for about so many seconds.
     """
@@ -82,7 +82,7 @@ def bandwidth(device: Device, seconds: float) -> float:
 
 
 def launches(device: Device, seconds: float) -> float:
-    """Replays a second of a jitted function that does next to nothing."""
+    """Replays per second of a jitted function that does almost nothing."""
     x = asarray(np.ones(64, np.float32), device=device)
     doubled: Callable[..., Any] = jit(lambda x: x * 2)
 
@@ -94,7 +94,7 @@ def launches(device: Device, seconds: float) -> float:
 
 
 def recorded_operations(device: Device, seconds: float) -> float:
-    """Operations a second that are recorded and looked up, without `jit`."""
+    """Operations per second that are recorded and looked up, without `jit`."""
     x = asarray(np.ones(64, np.float32), device=device)
 
     def record() -> None:
@@ -107,25 +107,25 @@ def recorded_operations(device: Device, seconds: float) -> float:
 
 
 def product_operations(device: Device, dtype: str, seconds: float) -> float:
-    """Operations a second of a large product of matrices."""
+    """Operations per second of a large matrix product."""
     length = _LENGTH
     taken = _product_seconds(device, length, dtype, seconds)
     if taken < _LONG:
-        while taken < _LONG and length < _MOST_LENGTH:  # about eight times as long for each
+        while taken < _LONG and length < _MOST_LENGTH:  # each takes about eight times as long
             length, taken = 2 * length, 8 * taken
         taken = _product_seconds(device, length, dtype, seconds)
     return 2 * length**3 / taken
 
 
 def _product_seconds(device: Device, length: int, dtype: str, seconds: float) -> float:
-    # Few bits change from number to number, so that a GPU takes little power, and keeps its clock.
+    # Few bits change between values, so that a GPU takes little power and does not lower its clock.
     array = np.ones((length, length), np.float32)
     x = astype(asarray(array, device=device), DTYPES[dtype])
     return best_seconds(device, partial(jit(lambda x: matmul(x, x)), x), seconds)
 
 
 def transfers(device: Device, seconds: float) -> tuple[float, float]:
-    """Bytes a second to the device and from it, between it and pinned memory, by the driver alone."""
+    """Bytes per second to the device and from it, between it and pinned memory, by the driver only."""
     driver = device.driver
     buffer = device.empty(_TRANSFERRED)
     pinned = driver.allocate(_TRANSFERRED, pinned=True)
@@ -150,22 +150,24 @@ def transfers(device: Device, seconds: float) -> tuple[float, float]:
     return _TRANSFERRED / times[0], _TRANSFERRED / times[1]
 
 
-def best_seconds(device: Device, call: Callable[[], Any], seconds: float) -> float:
-    """The shortest time of a call with the wait for it, of several that take about so many seconds.
+def best_seconds(
+    device: Device, call: Callable[[], Any], seconds: float, clock: Callable[[], float] = perf_counter
+) -> float:
+    """The shortest time of a call including the wait for it, of several that take about so many seconds.
 
-    It is tried for longer where the shortest ones do not agree.
+    It is tried for longer if the shortest times differ.
     """
     for _ in range(2):
         call()  # compiles
     device.sync()
     shortest: list[float] = []
-    end = perf_counter() + seconds
+    end = clock() + seconds
     last = end + _PATIENCE * seconds
     while True:
-        start = perf_counter()
+        start = clock()
         call()
         device.sync()
-        now = perf_counter()
+        now = clock()
         shortest = sorted([*shortest, now - start])[:_TRIES]
         if len(shortest) == _TRIES and now >= (end if shortest[-1] < _AGREEING * shortest[0] else last):
             return shortest[0]

@@ -1,4 +1,4 @@
-"""The account of all memory: the library's counters against the driver's and the process's."""
+"""The account of all memory: the library's counters beside those of drivers and the process."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Protocol
 
 import psutil
 
+from penstock.formatting import format_bytes
 from penstock.memory.pool import PoolStatistics
 from penstock.memory.trace import Block
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """One device's memory at one moment, in bytes."""
+    """A device's memory at a moment, in bytes."""
 
-    live_bytes: int  # in buffers that somebody holds or pending commands use
-    planned_bytes: int  # the part of them that is arenas, in which programs have planned their temporaries
+    live_bytes: int  # in buffers that are referenced or used by pending commands
+    planned_bytes: int  # the part of them in arenas, for the temporaries of programs
     pooled_bytes: int  # idle in the pool
-    staging_bytes: int  # pinned memory for transfers, in use or idle
+    staging_bytes: int  # pinned memory of the host, for transfers and for state, in use or idle
     peak_bytes: int  # the most that was ever live
     driver_bytes: int  # allocated from the driver, as the driver counts
     limit_bytes: int | None
@@ -27,8 +28,16 @@ class DeviceMemory:
 
     @property
     def unaccounted_bytes(self) -> int:
-        """What the driver has given out and no counter of the library knows. Anything but 0 is a leak."""
+        """Bytes that the driver has allocated and no counter of the library knows. Not 0 is a leak."""
         return self.driver_bytes - self.live_bytes - self.pooled_bytes - self.staging_bytes
+
+    def __str__(self) -> str:
+        live, planned, pooled, staging, peak = map(
+            format_bytes,
+            (self.live_bytes, self.planned_bytes, self.pooled_bytes, self.staging_bytes, self.peak_bytes),
+        )
+        limit = "" if self.limit_bytes is None else f", limit {format_bytes(self.limit_bytes)}"
+        return f"{live} live ({planned} planned), {pooled} pooled, {staging} staging, peak {peak}{limit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +45,8 @@ class MemoryStats:
     """All opened devices, by name, and the process that holds them."""
 
     devices: dict[str, DeviceMemory]
-    resident_bytes: int  # memory of the machine that this process occupies
-    host_bytes: int  # allocations that lie in the machine's own memory, resident as far as they were used
+    resident_bytes: int  # memory of the machine that this process uses
+    host_bytes: int  # device allocations in the machine's memory; resident once touched
 
     @property
     def live_bytes(self) -> int:
@@ -51,17 +60,23 @@ class MemoryStats:
 
     @property
     def unaccounted_bytes(self) -> int:
-        """Bytes that a driver has given out and no counter knows, over all devices."""
+        """Bytes that drivers have allocated and no counter knows, over all devices."""
         return sum(device.unaccounted_bytes for device in self.devices.values())
+
+    def __str__(self) -> str:
+        """A line for each device, and one for the process."""
+        lines = [f"{name}: {device}" for name, device in self.devices.items()]
+        process = f"{format_bytes(self.resident_bytes)} resident, {format_bytes(self.host_bytes)} for devices"
+        return "\n".join([*lines, f"this process: {process}"])
 
     @property
     def other_bytes(self) -> int:
-        """The least part of the resident size that is not device memory: Python, libraries, arrays."""
+        """A lower bound of the resident size without device memory: Python, libraries, arrays."""
         return max(self.resident_bytes - self.host_bytes, 0)
 
 
 class Accountable(Protocol):
-    """What an opened device shows to the ledger."""
+    """The interface of an opened device for the ledger."""
 
     name: str
 
@@ -70,15 +85,19 @@ class Accountable(Protocol):
         ...
 
     def host_bytes(self) -> int:
-        """How much of it lies in the machine's own memory."""
+        """The bytes of it in the machine's memory."""
         ...
 
     def memory_blocks(self) -> tuple[list[Block], list[tuple[int, int]]]:
-        """What was traced and is live, and what is idle: which allocation each block is, and its bytes."""
+        """Live blocks that were traced, and idle blocks as (serial of the allocation, bytes)."""
         ...
 
     def trim(self) -> int:
-        """Give idle memory back; how many bytes."""
+        """Give idle memory back; returns the bytes."""
+        ...
+
+    def keep_within(self, limit_bytes: int) -> None:
+        """Give idle memory back while more than `limit_bytes` are taken."""
         ...
 
 
@@ -86,12 +105,12 @@ _opened: weakref.WeakSet[Accountable] = weakref.WeakSet()
 
 
 def register(device: Accountable) -> None:
-    """Add an opened device to the account; it leaves by itself when it is gone."""
+    """Add an opened device to the account; it is removed when it is garbage-collected."""
     _opened.add(device)
 
 
 def unregister(device: Accountable) -> None:
-    """Take a device out of the account."""
+    """Remove a device from the account."""
     _opened.discard(device)
 
 
@@ -101,7 +120,7 @@ def opened_devices() -> list[Accountable]:
 
 
 def stats() -> MemoryStats:
-    """Where all memory is: every opened device, and the resident size of the process."""
+    """The memory of every opened device, and the resident size of the process."""
     devices = list(_opened)
     return MemoryStats(
         devices={device.name: device.memory_stats() for device in devices},
@@ -111,5 +130,5 @@ def stats() -> MemoryStats:
 
 
 def trim() -> int:
-    """Give idle memory of every device back to its driver; how many bytes."""
+    """Give idle memory of every device back to its driver; returns the bytes."""
     return sum(device.trim() for device in list(_opened))

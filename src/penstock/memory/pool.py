@@ -1,11 +1,11 @@
-"""The pool: keeps released memory for the next request of the same size class, within bounds.
+"""The pool: keeps released memory for later requests of the same size class, within bounds.
 
-A block that the pool hands out belongs to the caller until it comes back through `release`. Blocks are never
-split, so nothing fragments, and what is idle can always be given back whole.
+A block that the pool hands out belongs to the caller until `release`. Blocks are never split, so there is no
+fragmentation, and idle blocks can always be given back to the driver.
 
-A block may come back while commands still use it. Kernels run in the order in which they are recorded, so the
-next kernel may have it at once; whoever else gets it waits for its last use, which the block knows. A driver
-has it back only when the device is done with it.
+A block may be released while commands still use it. Kernels run in the order in which they are recorded, so
+the next kernel may have it immediately; other users wait for its last use, which the block knows. It is freed
+only when the device is done with it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from penstock.drivers.driver import Event, Memory
 from penstock.errors import OutOfDeviceMemory, SettingError
 from penstock.memory.resource import Resource, Statistics
 
-GRANULE = 256  # bytes; the unit of every size, and the least that a request takes
-EXACT_FROM = 1 << 20  # bytes; larger requests are rounded to the granule alone
-_AHEAD = 4  # blocks of one size that may wait for the device before one of them is taken again
+GRANULE = 256  # bytes; every size is a multiple, and the smallest block
+EXACT_FROM = 1 << 20  # bytes; larger requests are rounded to the granule only
+_AHEAD = 4  # blocks of a size that may wait for the device before the oldest is reused
 
 
 @lru_cache(maxsize=4096)
 def size_class(nbytes: int) -> int:
-    """The size that serves a request: eight classes to an octave, so less than 12.5% is wasted."""
+    """The block size for a request: eight classes per power of two, so less than 12.5% is wasted."""
     least = max(-(-nbytes // GRANULE) * GRANULE, GRANULE)
     if least >= EXACT_FROM or least <= 8 * GRANULE:
         return least
@@ -40,16 +40,16 @@ def size_class(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """What a pool did and holds. Bytes are those taken from the driver, so they include rounding."""
+    """Counters of a pool. Bytes are those taken from the driver, including rounding."""
 
-    hits: int  # requests served from what was idle
+    hits: int  # requests served by idle blocks
     misses: int  # requests that went to the driver
     allocation_count: int  # allocations that the driver made
-    size_classes: int  # sizes of which something is idle
+    size_classes: int  # sizes with idle blocks
     total_pooled: int  # idle blocks
-    pooled_bytes: int  # idle bytes, of which commands may still use some
-    live_bytes: int  # bytes in the callers' hands
-    peak_bytes: int  # the most that was ever in the callers' hands
+    pooled_bytes: int  # idle bytes, some of which commands may still use
+    live_bytes: int  # bytes that callers hold
+    peak_bytes: int  # the maximum of live_bytes
 
     @property
     def total_memory(self) -> int:
@@ -68,7 +68,7 @@ class PoolStatistics:
 
     @property
     def fragmentation(self) -> float:
-        """The share of the bytes taken from the driver that nobody uses at the moment."""
+        """The idle share of the bytes taken from the driver."""
         return self.pooled_bytes / max(self.pooled_bytes + self.live_bytes, 1)
 
 
@@ -80,13 +80,13 @@ def _at_least_0(name: str, value: float) -> float:
 
 
 class Owner:
-    """Holds memory for `BufferPool.reserve`; it does not give it back by itself."""
+    """Holds memory for `BufferPool.reserve`, without a finaliser that would release it."""
 
     memory: Memory
 
 
 class BufferPool:
-    """Idle memory by size class, bounded in blocks per class, in bytes, and in the seconds it may idle."""
+    """Idle memory by size class, bounded in blocks per class, in bytes, and in seconds of idle time."""
 
     def __init__(
         self,
@@ -109,11 +109,11 @@ class BufferPool:
         self._next_sweep = clock() + idle_seconds
         self._lock = threading.Lock()
         self._idle: dict[int, list[Memory]] = {}  # by size; the longest idle first
-        self._leaving: list[Memory] = []  # for the driver, once the device is done with them
+        self._leaving: list[Memory] = []  # to be freed once the device is done with them
         self._leaving_bytes = 0
-        self._returned: deque[Memory] = deque()  # released, and still counted as live
-        # Takes memory back. An atomic step without a lock, because finalisers call it, and those may run
-        # inside any other call; the next call does the rest.
+        self._returned: deque[Memory] = deque()  # released, but still counted as live
+        # Takes memory back. Atomic and without a lock, because finalisers call it, and they may run inside
+        # any other call; the next call of the pool does the rest.
         self.release: Callable[[Memory], None] = self._returned.append
         self._hits = 0
         self._misses = 0
@@ -122,7 +122,7 @@ class BufferPool:
 
     @property
     def capacity(self) -> int:
-        """The most idle blocks of a size class. What is over a new one is given back at once."""
+        """The maximum of idle blocks in a size class. Setting it gives blocks above it back."""
         return self._capacity
 
     @capacity.setter
@@ -142,7 +142,7 @@ class BufferPool:
 
     @property
     def max_bytes(self) -> float:
-        """The most idle bytes. What is over a new bound is given back at once, the longest idle first."""
+        """The maximum of idle bytes. Setting it gives bytes above it back, the longest idle first."""
         return self._max_bytes
 
     @max_bytes.setter
@@ -153,7 +153,7 @@ class BufferPool:
 
     @property
     def idle_seconds(self) -> float:
-        """How long a block may idle. What has idled for longer than a new bound is given back at once."""
+        """The maximum idle time of a block. Setting it gives blocks back that have idled for longer."""
         return self._idle_seconds
 
     @idle_seconds.setter
@@ -167,25 +167,26 @@ class BufferPool:
     def reserve(self, nbytes: int, unused: bool = False) -> Memory:
         """Memory of at least `nbytes` bytes, idle or new, for a kernel to write. Raises OutOfDeviceMemory.
 
-        `unused`: for the host, so avoid blocks that a pending command still uses.
+        `unused`: for the host, so blocks that pending commands still use are avoided.
         """
         owner = Owner()
         self.give(owner, nbytes, unused)
         return owner.memory
 
     def give(self, owner: Any, nbytes: int, unused: bool = False) -> None:
-        """Set `owner.memory`. An owner whose finaliser gives it back loses none to an interrupt."""
+        """Set `owner.memory`. If the owner's finaliser releases it, no interrupt can lose it."""
         with self._lock:
             returned = self._returned
             if len(returned) == 1 and returned[0].asked == nbytes and self._usable(returned[0], unused):
-                owner.memory = returned[0]  # the block that just came back is the one that is wanted
+                owner.memory = returned[0]  # the block that was just released has the requested size
                 del returned[0]
                 self._hits += 1
                 return
             if returned or self._leaving:
                 self._collect()
             allocations = self._counted.allocation_count
-            memory = self._idle_block(nbytes, unused)
+            idle = self._idle.get(size_class(nbytes))
+            memory = self._idle_block(idle, unused) if idle else None
             if memory is None:
                 memory = self._allocate(nbytes)
             owner.memory = memory
@@ -199,17 +200,17 @@ class BufferPool:
                 self._misses += 1
 
     def shrink_to_fit(self, max_bytes: int = 0) -> int:
-        """Give idle blocks back, the longest idle first, until at most `max_bytes` idle; how many bytes."""
+        """Give idle blocks back, the longest idle first, down to `max_bytes`; returns the bytes."""
         with self._lock:
             self._collect()
             return self._shrink(max_bytes)
 
     def clear(self) -> int:
-        """Give everything idle back to the driver; how many bytes."""
+        """Give all idle blocks back to the driver; returns the bytes."""
         return self.shrink_to_fit(0)
 
     def clear_size(self, nbytes: int) -> int:
-        """Give back what is idle of the class that serves requests of `nbytes`; how many bytes."""
+        """Give back the idle blocks of the size class of `nbytes`; returns the bytes."""
         with self._lock:
             self._collect()
             blocks = self._idle.get(size_class(nbytes), [])
@@ -219,7 +220,7 @@ class BufferPool:
             return freed
 
     def expire(self) -> int:
-        """Give back what has idled for too long; how many bytes. Cheap when there is nothing to do."""
+        """Give back blocks that have idled for too long; returns the bytes. Cheap if there are none."""
         now = self._clock()
         if now < self._next_sweep and not self._returned:
             return 0
@@ -228,11 +229,11 @@ class BufferPool:
             return self._expire(now)
 
     def abandon(self) -> None:
-        """Go on in a forked child, where another thread may have held the lock."""
+        """Replace the lock in a forked child, where another thread may have held it."""
         self._lock = threading.Lock()
 
     def stats(self) -> PoolStatistics:
-        """Counts and bytes at this moment."""
+        """The present counters."""
         with self._lock:
             self._collect()
             blocks = [len(idle) for idle in self._idle.values() if idle]
@@ -248,44 +249,43 @@ class BufferPool:
             )
 
     def balance(self) -> tuple[int, int]:
-        """Live and idle bytes: the same as in `stats`, but cheaper."""
+        """Live and idle bytes, as in `stats`, but cheaper."""
         with self._lock:
             self._collect()
             return self._live, self._counted.nbytes - self._live
 
     def idle(self) -> list[tuple[int, int]]:
-        """The idle blocks: which allocation of the driver each is, and its bytes."""
+        """The idle blocks, as (serial of the allocation, bytes)."""
         with self._lock:
             self._collect()
             return [(memory.serial, memory.nbytes) for idle in self._idle.values() for memory in idle]
 
     def reset_peak(self) -> None:
-        """Let `peak_bytes` start again from what is live now."""
+        """Set `peak_bytes` to the present live bytes."""
         with self._lock:
             self._collect()
             self._peak = self._live
 
-    # The lock is held from here on.
+    # The methods below need the lock.
 
     def _idle_bytes(self) -> int:
         return self._counted.nbytes - self._live - self._leaving_bytes
 
     def _usable(self, memory: Memory, unused: bool) -> bool:
-        """Whether memory can be handed out without anybody waiting for its last use."""
+        """Whether memory can be handed out without a wait for its last use."""
         usage = memory.usage
-        if usage is None or usage.event is None or (usage.in_order and not unused):
+        if usage is None or usage.event is None or (not unused and usage.in_order):
             return True
         if not self._is_done(usage.event):
             return False
         usage.forget()
         return True
 
-    def _idle_block(self, nbytes: int, unused: bool) -> Memory | None:
-        """An idle block for a request, the one that came back last; None if there is none that is usable.
+    def _idle_block(self, idle: list[Memory], unused: bool) -> Memory | None:
+        """The most recently released usable block of a class, or None.
 
-        Where many blocks wait for the device, the oldest is taken all the same; its next command waits.
+        If many blocks wait for the device, the oldest is taken anyway; its next command waits.
         """
-        idle = self._idle.get(size_class(nbytes), [])
         for position in range(len(idle) - 1, -1, -1):
             if self._usable(idle[position], unused):
                 memory = idle[position]
@@ -298,23 +298,23 @@ class BufferPool:
         return memory
 
     def _allocate(self, nbytes: int) -> Memory:
-        """New memory. Where there is none, idle blocks are given back, only as many as it takes."""
+        """New memory. If the driver has none, as few idle blocks as possible are given back first."""
         self._expire(self._clock())
-        size = much = size_class(nbytes)
+        size = freed = size_class(nbytes)
         try:
             return self._counted.reserve(size)
         except OutOfDeviceMemory:
             pass
-        if idle := self._idle.get(size):  # better to wait for a block of this size than to give others back
+        if idle := self._idle.get(size):  # waiting for a block of this size is better than freeing others
             memory = idle[0]
             del idle[0]
             return memory
-        while self._shrink(max(self._idle_bytes() - much, 0)):
+        while self._shrink(max(self._idle_bytes() - freed, 0)):
             try:
                 return self._counted.reserve(size)
             except OutOfDeviceMemory:
-                much *= 2
-        return self._counted.reserve(max(nbytes, 1))  # rounding may ask for more than there is
+                freed *= 2
+        return self._counted.reserve(max(nbytes, 1))  # without rounding, which may exceed the free memory
 
     def _collect(self) -> None:
         """Move released blocks into their size classes, and apply the bounds."""
@@ -324,7 +324,7 @@ class BufferPool:
             nbytes = memory.nbytes
             idle = classes.get(nbytes)
             if idle is None:
-                # A block made to measure would never be found again: no request is of its class.
+                # A block of an unrounded size would never be reused: no request has its class.
                 keeps = size_class(nbytes) == nbytes <= self._max_bytes
                 idle = classes.setdefault(nbytes, []) if keeps else None
             if idle is None or len(idle) >= capacity:
@@ -339,7 +339,7 @@ class BufferPool:
         self._free_leaving()
 
     def _give_back(self, blocks: list[Memory] | deque[Memory], position: int = 0) -> int:
-        """Take the oldest block off a list, to free it when the device is done with it; how many bytes."""
+        """Remove a block from a list, to free it when the device is done with it; returns the bytes."""
         memory = blocks[position]
         del blocks[position]
         self._leaving += (memory,)
@@ -347,7 +347,7 @@ class BufferPool:
         return memory.nbytes
 
     def _free_leaving(self) -> None:
-        """Give the driver what the device is done with."""
+        """Free the blocks that the device is done with."""
         for position in range(len(self._leaving) - 1, -1, -1):
             memory = self._leaving[position]
             usage = memory.usage

@@ -1,11 +1,11 @@
-"""Memory resources: layers with two verbs, `reserve` and `release`, each wrapping the one below it.
+"""Memory resources: layers with `reserve` and `release`, each wrapping the layer below it.
 
-From the driver up: `Raw` asks the driver, `Limit` refuses, `Statistics` counts, `BufferPool` keeps what was
-released for the next request, `Trace` remembers who asked. A layer may take more than it was asked for; what
-comes back says its true size in `nbytes`.
+From the driver up: `Raw` allocates, `Limit` enforces a limit, `Statistics` counts, `BufferPool` keeps
+released memory for later requests, `Trace` records the user's lines. A layer may allocate more than
+requested; `nbytes` of the memory is its true size.
 
-An interrupt (Ctrl-C) may come after any call of a C function, at the start of any Python function and at the
-end of a loop's turn, not elsewhere. So there is no such call between taking a block and noting who has it.
+An interrupt (Ctrl-C) may come after a call of a C function, at the start of a Python function and at the end
+of a loop's iteration, not elsewhere. So there is no such point between taking a block and noting its owner.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from penstock.errors import OutOfDeviceMemory
 
 
 class Resource(Protocol):
-    """Anything that hands out memory and takes it back."""
+    """An allocator of memory."""
 
     def reserve(self, nbytes: int) -> Memory:
         """At least `nbytes` bytes. Raises OutOfDeviceMemory."""
         ...
 
     def release(self, memory: Memory) -> None:
-        """Take back what `reserve` gave. Only a pool takes it before the device is done with it."""
+        """Release memory from `reserve`. Only a pool takes it before the device is done with it."""
         ...
 
 
@@ -45,7 +45,7 @@ class Raw:
 
 
 class Statistics:
-    """Counts what passes through: how often, how much is out, and the most that ever was."""
+    """Counts allocations, the bytes that are allocated, and their peak."""
 
     def __init__(self, upstream: Resource) -> None:
         self._upstream = upstream
@@ -70,24 +70,40 @@ class Statistics:
             self._upstream.release(memory)
             released = True
         finally:
-            if released or memory.is_freed:  # where not, it was interrupted before, and is tried again
+            if released or memory.is_freed:  # otherwise it was interrupted before, and will be retried
                 self.free_count += 1
                 self.nbytes -= memory.nbytes
 
 
+in_force: list[list[int]] = []  # budgets of blocks of code, each a distinct list: see `budgeting`
+
+
 class Limit:
-    """Refuses what would take more than `limit_bytes` in all; None lets everything pass."""
+    """Refuses allocations beyond a total of `limit_bytes`; None is no limit."""
 
     def __init__(self, upstream: Resource, limit_bytes: int | None = None) -> None:
         self._upstream = upstream
         self._used = 0
-        self.limit_bytes = limit_bytes
+        self._own = limit_bytes
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Its own limit, or the smallest budget of the enclosing blocks of code, if that is smaller."""
+        if not in_force:
+            return self._own
+        limits = [budget for (budget,) in list(in_force)]
+        return min(limits if self._own is None else [self._own, *limits])
+
+    @limit_bytes.setter
+    def limit_bytes(self, limit_bytes: int | None) -> None:
+        self._own = limit_bytes
 
     def reserve(self, nbytes: int) -> Memory:
         """See Resource."""
-        if self.limit_bytes is not None and self._used + nbytes > self.limit_bytes:
+        limit = self.limit_bytes
+        if limit is not None and self._used + nbytes > limit:
             raise OutOfDeviceMemory(
-                f"{nbytes} bytes over the {self._used} already taken pass the limit of {self.limit_bytes}",
+                f"{nbytes} bytes beside the {self._used} already taken exceed the limit of {limit}",
                 asked=nbytes,
             )
         memory = self._upstream.reserve(nbytes)

@@ -1,7 +1,7 @@
-"""A snapshot of device memory, in the form that PyTorch's memory viewer opens (pytorch.org/memory_viz).
+"""Snapshots of device memory in the format of PyTorch's memory viewer (pytorch.org/memory_viz).
 
-The viewer knows segments, which an allocator takes from the driver, and blocks inside them. Here the pool
-splits nothing, so each block is a segment of its own. Addresses are made up: not every driver tells them.
+The viewer shows segments, which an allocator takes from the driver, and blocks inside them. The pool here
+splits nothing, so each block is a segment. Addresses are made up, since not every driver tells them.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from penstock.files import atomic_file
 from penstock.memory.ledger import Accountable, opened_devices
 from penstock.memory.trace import Action, Block
 
-UNTRACED = "(not traced)"  # the owner of blocks that were taken while nobody wanted to know
-_ALIGNMENT = 512  # bytes; where made-up addresses begin
+UNTRACED = "(not traced)"  # the owner of blocks that were allocated before tracing started
+_ALIGNMENT = 512  # bytes; of made-up addresses
 _STREAM = 0
 _HIDDEN = "_start"
 
 
 @dataclass
 class History:
-    """What a device's blocks did, up to the moment of a snapshot."""
+    """The allocations and releases of a device up to a snapshot."""
 
     device: str
     live: Sequence[Block]  # at the end
     idle: Sequence[tuple[int, int]]  # serial and bytes
-    untraced_bytes: int  # live, and nobody knows since when
+    untraced_bytes: int  # live, allocated before tracing started
     actions: Sequence[Action] = ()  # in order
-    newer_from: int = 0  # the serial from which on allocations were made while actions were noted
-    epoch: float = 0.0  # what to add to that clock, for seconds since 1970
-    dropped: int = 0  # actions before those that are there
-    most: int = 0  # actions that are kept
+    newer_from: int = 0  # the first serial that was allocated while actions were recorded
+    epoch: float = 0.0  # added to that clock, gives seconds since 1970
+    dropped: int = 0  # earlier actions that were not kept
+    most: int = 0  # the maximum of kept actions
 
 
 def snapshot(path: str | os.PathLike[str]) -> None:
-    """Write what every opened device holds now to a file for PyTorch's memory viewer.
+    """Write the present memory of every opened device to a file for PyTorch's memory viewer.
 
-    Blocks are shown with the line of your code that took them where tracing is on (`device.trace_memory()`,
-    or PENSTOCK_TRACE_MEMORY=1). A profile's `save_memory` shows what happened before, too.
+    Blocks are shown with the line of your code that allocated them if tracing is on (`device.trace_memory()`,
+    or PENSTOCK_TRACE_MEMORY=1). A profile's `save_memory` also has the history.
     """
     write(path, [_now(device) for device in opened_devices()])
 
@@ -57,12 +57,12 @@ def _now(device: Accountable) -> History:
 def write(path: str | os.PathLike[str], histories: Sequence[History]) -> None:
     """Write the histories of devices."""
     with atomic_file(Path(path)) as file:
-        # The viewer reads few kinds of pickles: those of an early protocol, of plain values.
+        # The viewer reads only pickles of an early protocol with plain values.
         pickle.dump(described(histories), file, protocol=4)
 
 
 def described(histories: Sequence[History]) -> dict[str, Any]:
-    """Histories as the viewer takes them."""
+    """Histories in the viewer's format."""
     segments: list[dict[str, Any]] = []
     traces = []
     for number, history in enumerate(histories):
@@ -86,15 +86,15 @@ def described(histories: Sequence[History]) -> dict[str, Any]:
 class _Addresses:
     """A made-up address for every allocation."""
 
-    found: dict[int, int] = field(default_factory=dict)
+    starts: dict[int, int] = field(default_factory=dict)
     end: int = 1 << 32
 
     def of(self, serial: int, nbytes: int) -> int:
-        """Where an allocation begins."""
-        if serial not in self.found:
-            self.found[serial] = self.end
+        """The address of an allocation."""
+        if serial not in self.starts:
+            self.starts[serial] = self.end
             self.end += -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        return self.found[serial]
+        return self.starts[serial]
 
 
 def _segments(history: History, addresses: _Addresses, device: int) -> list[dict[str, Any]]:
@@ -135,8 +135,8 @@ def _segment(block: Block, addresses: _Addresses, device: int, state: str) -> di
 
 
 def _trace(history: History, addresses: _Addresses) -> list[dict[str, Any]]:
-    """The actions, with those of segments that follow from them."""
-    there = {block.serial for block in history.live} | {serial for serial, _ in history.idle}
+    """The actions of blocks, and of their segments."""
+    present = {block.serial for block in history.live} | {serial for serial, _ in history.idle}
     last = {action.block.serial: at for at, action in enumerate(history.actions)}
     seen: set[int] = set()
     entries: list[dict[str, Any]] = []
@@ -164,17 +164,17 @@ def _trace(history: History, addresses: _Addresses) -> list[dict[str, Any]]:
         else:
             add("free_requested")
             add("free_completed")
-            if last[block.serial] == at and block.serial not in there:
+            if last[block.serial] == at and block.serial not in present:
                 add("segment_free")
         seen.add(block.serial)
     return entries
 
 
 def _frames(site: str) -> list[dict[str, Any]]:
-    """A line of code as the viewer shows a stack, with what stands in that line."""
+    """A stack of one frame for the viewer, with the text of the line."""
     filename, _, line = site.rpartition(":")
     if not line.isdigit():
         return [{"filename": site, "line": 0, "name": ""}]
     text = linecache.getline(filename, int(line)).strip()
-    # The viewer leaves frames out that it takes for the system's own.
+    # The viewer hides frames with this text.
     return [{"filename": filename, "line": int(line), "name": "" if _HIDDEN in text else text}]

@@ -1,8 +1,8 @@
-"""The staging ring: pinned host memory through which data passes to and from a device with its own memory.
+"""The staging ring: pinned host memory for copies to and from a device with its own memory.
 
-Slots are taken and given back in order. A slot is busy until its command is done; a slot of a download also
-until its bytes were carried to where they belong, which the ring does by itself when it needs the room. So
-a result that nobody waits for cannot block the ring.
+Slots are reserved and released in order. A slot is busy until its copy is done; a slot of a download also
+until its bytes are copied to their destination, which the ring does itself when it needs the space. So a
+result that nobody waits for cannot block the ring.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from penstock.drivers.driver import Bytes, Driver, Event, Memory
 from penstock.memory.pool import BufferPool
 
-_ALIGNMENT = 256  # bytes; where slots begin
+_ALIGNMENT = 256  # bytes, of slots
 
 
 class Slot:
-    """A part of the ring that one copy uses."""
+    """A part of the ring, used by a copy."""
 
     __slots__ = ("array", "carry", "done", "event", "start")
 
@@ -25,7 +25,9 @@ class Slot:
         self.start = start
         self.array = array
         self.event: Event | None = None  # set when the copy is recorded
-        self.carry: Callable[[], None] | None = None  # what to do with the bytes when the copy is done
+        self.carry: Callable[[], None] | None = (
+            None  # moves the bytes to their destination when the copy is done
+        )
         self.done = False
 
 
@@ -41,11 +43,11 @@ class StagingRing:
 
     @property
     def chunk_bytes(self) -> int:
-        """The most that one slot should hold: four fit, so that copies to and from the ring overlap."""
+        """The maximum size of a slot: four fit, so that copies to and from the ring overlap."""
         return max(self.capacity // 4 // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
 
     def reserve(self, nbytes: int, wait: Callable[[Event], None]) -> Slot:
-        """A slot of `nbytes`, at most `chunk_bytes`. Where the ring is full, `wait` for the oldest copy."""
+        """A slot of `nbytes`, at most `chunk_bytes`. If the ring is full, `wait` for the oldest copy."""
         if self.memory is None:
             self._source.give(self, max(self.capacity, 4 * _ALIGNMENT))
         assert self.memory is not None
@@ -56,37 +58,37 @@ class StagingRing:
             self._slots.popleft()
         slot = Slot(start, self.memory.host[start : start + nbytes])
         self._slots += (slot,)
-        return slot  # with no call in between, after which an interrupt could leave a slot that nobody has
+        return slot  # no call in between, or an interrupt could leak the slot
 
     def cancel(self, slot: Slot) -> None:
-        """Give back the newest slot, whose copy could not be recorded."""
+        """Release the newest slot, whose copy could not be recorded."""
         assert self._slots[-1] is slot
         self._slots.pop()
 
     def finish(self, slot: Slot) -> None:
-        """Finish a slot whose copy is done: carry its bytes, unless the copy failed."""
+        """Finish a slot whose copy is done: move its bytes on, unless the copy failed."""
         if slot.done:
             return
         if slot.carry is not None and not self._driver.failures([slot.event]):
             slot.carry()
         slot.carry = None
-        slot.done = True  # not before: an interrupted call is made again
+        slot.done = True  # last: an interrupted call is repeated
 
     def retire(self) -> None:
-        """Give back, oldest first, the slots whose copies are done."""
+        """Release the slots whose copies are done, oldest first."""
         while self._slots and self._driver.is_done(self._slots[0].event):
             self.finish(self._slots[0])
             del self._slots[0]
 
     def clear(self) -> None:
-        """Give the memory back, unless a copy is still under way."""
+        """Release the memory, unless a copy is pending."""
         self.retire()
         if self.memory is not None and not self._slots:
             memory, self.memory = self.memory, None
             self._source.release(memory)
 
     def _room(self, nbytes: int) -> int | None:
-        """Where `nbytes` fit behind the newest slot or, wrapped, before the oldest; None if nowhere."""
+        """The offset for `nbytes` after the newest slot or, wrapped around, before the oldest; or None."""
         assert self.memory is not None
         if not self._slots:
             return 0

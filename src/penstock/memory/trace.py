@@ -1,4 +1,4 @@
-"""Who holds memory: a layer that remembers the user's line behind every block that is out."""
+"""Memory tracing: a layer that records the line of the user's code that allocated each live block."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.memory.pool import BufferPool, Owner
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of memory that somebody holds."""
+    """A live block of memory."""
 
-    serial: int  # which allocation of the driver it is, of all that there were
+    serial: int  # of the driver's allocation, unique
     nbytes: int  # with rounding
     asked: int
     site: str  # the user's line
@@ -25,28 +25,28 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A block that is handed out, or comes back, at a moment of `perf_counter`."""
+    """An allocation or a release of a block, at a time of `perf_counter`."""
 
     seconds: float
     out: bool
     block: Block
-    took: float = 0.0  # seconds until it was there
+    took: float = 0.0  # seconds for the allocation
 
 
 class Log(Protocol):
-    """Who is told of every block."""
+    """A listener for allocations and releases."""
 
-    note: Callable[[Action], object]  # one atomic step without a lock, because finalisers call it
+    note: Callable[[Action], object]  # atomic and without a lock, because finalisers call it
 
     def process(self) -> None:
-        """Count what was noted; never called by a finaliser."""
+        """Process noted actions; never called by a finaliser."""
         ...
 
 
 class Trace:
-    """Passes everything on to the pool, and ranks the lines of code by the bytes that they hold.
+    """Forwards to the pool, and ranks lines of code by the bytes that they hold.
 
-    Every step on the table is atomic: a finaliser may come between any two, and must not meet a lock.
+    Operations on the table are atomic, without a lock: a finaliser may run between any two of them.
     """
 
     def __init__(self, upstream: BufferPool) -> None:
@@ -80,11 +80,11 @@ class Trace:
         self._upstream.release(memory)
 
     def blocks(self) -> list[Block]:
-        """All blocks that are out and were traced."""
+        """All live blocks that were traced."""
         return list(self._blocks.values())
 
     def owners(self, most: int = 10) -> list[tuple[str, int]]:
-        """The lines that hold the most bytes, with how many, the largest first."""
+        """The lines that hold the most bytes, with the bytes, the largest first."""
         totals: Counter[str] = Counter()
         for block in self.blocks():
             totals[block.site] += block.nbytes

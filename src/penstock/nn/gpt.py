@@ -1,4 +1,4 @@
-"""A GPT: a transformer that predicts the next token, in the shape of GPT-2."""
+"""A GPT: a transformer that predicts the next token, with the architecture of GPT-2."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
-from penstock.nn.layers import Dropout, Embedding, LayerNorm, Linear, Where
+from penstock.nn.dropping import Dropout
+from penstock.nn.layers import Embedding, Linear, Where
 from penstock.nn.module import Module, evaluating
+from penstock.nn.normalization import LayerNorm
 from penstock.tensor import random
 from penstock.tensor.arithmetic import where
 from penstock.tensor.autograd import checkpoint
@@ -23,11 +25,11 @@ from penstock.tensor.linear import matmul
 from penstock.tensor.manipulation import permute_dims, reshape
 from penstock.tensor.recording import no_grad
 
-_INITIAL_SPREAD = 0.02  # standard deviation of the first weights, as in GPT-2
+_INITIAL_STD = 0.02  # standard deviation of the initial weights, as in GPT-2
 
 
 class CausalSelfAttention(Module):
-    """Every position looks at itself and those before it, with several heads."""
+    """Multi-head attention of every position to itself and earlier positions."""
 
     def __init__(
         self, width: int, heads: int, dropout: float = 0.0, bias: bool = True, device: Where = None
@@ -40,11 +42,11 @@ class CausalSelfAttention(Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """The mix of the values of all positions up to each one."""
+        """The attended values of each position."""
         return self.mixed(self.qkv(x), cache)
 
     def mixed(self, qkv: Tensor, cache: Cache | None = None) -> Tensor:
-        """The same from queries, keys and values, side by side in the last axis."""
+        """Like `forward`, from queries, keys and values that are concatenated in the last axis."""
         batch, length, wide = qkv.shape
         width = wide // 3
         parts = reshape(qkv, (batch, length, 3, self.heads, width // self.heads))
@@ -58,7 +60,7 @@ class CausalSelfAttention(Module):
 
 
 class Block(Module):
-    """Attention and a two-layer network, each beside a residual path."""
+    """Attention and a feed-forward network, each with a residual connection."""
 
     def __init__(
         self,
@@ -69,25 +71,25 @@ class Block(Module):
         eps: float = 1e-5,
         device: Where = None,
     ) -> None:
-        self.norm1 = LayerNorm(width, eps, bias, device)
+        self.norm1 = LayerNorm(width, eps, bias=bias, device=device)
         self.attention = CausalSelfAttention(width, heads, dropout, bias, device)
-        self.norm2 = LayerNorm(width, eps, bias, device)
+        self.norm2 = LayerNorm(width, eps, bias=bias, device=device)
         self.up = Linear(width, 4 * width, bias, device)
         self.down = Linear(4 * width, width, bias, device)
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """The next values of the residual path."""
-        # Norms and activations take less to compute again than memory to keep until the gradient comes.
+        """The output of the block."""
+        # Norms and activations are cheap to recompute in the backward pass, and large to keep.
         qkv = checkpoint(lambda x: self.attention.qkv(self.norm1(x)), x)
         x = x + self.attention.mixed(qkv, cache)
         wide = checkpoint(lambda x: self.up(self.norm2(x)), x)
-        result: Tensor = x + self.dropout(checkpoint(lambda wide: self.down(F.gelu(wide)), wide))
+        result: Tensor = x + self.dropout(checkpoint(lambda wide: self.down(F.gelu(wide, "tanh")), wide))
         return result
 
 
 class GPT(Module):
-    """Token ids to the logits of the token that follows each."""
+    """From token ids to the logits of the next token at each position."""
 
     def __init__(
         self,
@@ -113,15 +115,15 @@ class GPT(Module):
                 raise ValueError(f"a GPT needs a {name} of 1 or more, and {number} was given")
         self.vocab_size, self.context, self.width, self.heads = vocab_size, context, width, heads
         self.eps = eps
-        self.tokens = Embedding(vocab_size, width, device)
-        self.positions = Embedding(context, width, device)
+        self.tokens = Embedding(vocab_size, width, device=device)
+        self.positions = Embedding(context, width, device=device)
         self.dropout = Dropout(dropout)
         self.blocks = [Block(width, heads, dropout, bias, eps, device) for _ in range(layers)]
-        self.norm = LayerNorm(width, eps, bias, device)
+        self.norm = LayerNorm(width, eps, bias=bias, device=device)
         self._draw_weights()
 
     def _draw_weights(self) -> None:
-        residual = _INITIAL_SPREAD / math.sqrt(2 * len(self.blocks))
+        residual = _INITIAL_STD / math.sqrt(2 * len(self.blocks))
         generator = random.default_generator
         drawn: list[tuple[Tensor, Tensor]] = []
         for name, tensor in self.named_parameters():
@@ -130,18 +132,18 @@ class GPT(Module):
             elif "norm" in name:
                 continue
             else:
-                last = name.endswith(("out.weight", "down.weight"))
-                value = generator.normal(tensor.shape, 0.0, residual if last else _INITIAL_SPREAD)
+                is_residual = name.endswith(("out.weight", "down.weight"))
+                value = generator.normal(tensor.shape, 0.0, residual if is_residual else _INITIAL_STD)
             drawn.append((tensor, value.to_device(tensor.device)))
-        # All at once: one expression, and not many of which each is compiled for itself.
+        # In one run: otherwise each weight would be compiled separately.
         realize_together([value for _, value in drawn])
         for tensor, value in drawn:
             tensor._become(value._node)
 
-    # In training
+    # Training
 
     def features(self, token_ids: Tensor) -> Tensor:
-        """What the last norm gives for each position."""
+        """The output of the last norm, of shape (batch, length, width)."""
         if token_ids.ndim != 2 or token_ids.shape[1] > self.context:
             raise ValueError(
                 f"token ids have shape (batch, length up to {self.context}), and {token_ids.shape} was given"
@@ -158,10 +160,11 @@ class GPT(Module):
         return matmul(self.features(token_ids), self.tokens.weight.T)
 
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy; targets of -100 do not count. Not all logits are there at once."""
-        return F.linear_cross_entropy(self.features(token_ids), self.tokens.weight, targets)
+        """The mean cross-entropy; targets of -100 are ignored. The logits are never in memory as a whole."""
+        rows = reshape(self.features(token_ids), (-1, self.width))
+        return F.linear_cross_entropy(rows, self.tokens.weight, reshape(targets, (-1,)))
 
-    # In use
+    # Generation
 
     def generate(
         self,
@@ -172,12 +175,12 @@ class GPT(Module):
         top_p: float | None = None,
         seed: int | None = None,
     ) -> Iterator[int]:
-        """Tokens that follow a prompt, one after the other; a temperature of 0 takes the likeliest each time.
+        """Generate tokens after a prompt, one by one; with temperature 0 always the most likely.
 
-        Keys and values of what came before are kept. Beyond the context, the oldest half is forgotten.
+        Keys and values are cached. When the context is full, its older half is dropped.
         """
-        ids = [int(one) for one in np.asarray(prompt).reshape(-1)]
-        if not ids or not all(0 <= one < self.vocab_size for one in ids):
+        ids = [int(token) for token in np.asarray(prompt).reshape(-1)]
+        if not ids or not all(0 <= token < self.vocab_size for token in ids):
             most = self.vocab_size - 1
             raise ValueError(f"a prompt has token ids from 0 to {most}, and {ids[:8]} was given")
         sampler = Sampler(temperature, top_k, top_p, seed)
@@ -189,12 +192,12 @@ class GPT(Module):
                 pending = (window + pending)[-(self.context // 2 or 1) :]
                 window = []
                 decoder.reset()
-            for one in pending:
-                logits = decoder.step(one)
+            for token in pending:
+                logits = decoder.step(token)
             window += pending
-            found = sampler.pick(logits)
-            yield found
-            pending = [found]
+            chosen = sampler.pick(logits)
+            yield chosen
+            pending = [chosen]
 
     # Hugging Face's layout
 
@@ -206,14 +209,14 @@ class GPT(Module):
         return load(cls, Path(folder), device)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the same layout that `from_pretrained` reads."""
+        """Write the layout that `from_pretrained` reads."""
         from penstock.nn.pretrained import save
 
         save(self, Path(folder))
 
 
 class Cache:
-    """Keys and values of the positions so far, of one layer, in memory for the whole context."""
+    """The keys and values of a layer for the positions so far, allocated for the whole context."""
 
     def __init__(self, model: GPT, position: Tensor) -> None:
         shape = (1, model.heads, model.context, model.width // model.heads)
@@ -223,38 +226,38 @@ class Cache:
         self._context = model.context
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Take in one more position, and mix the values of all so far."""
-        places = arange(self._context, device=query.device)
-        here = reshape(places == self._position, (1, 1, self._context, 1))
+        """Append the key and value of a position, and attend to all positions so far."""
+        positions = arange(self._context, device=query.device)
+        here = reshape(positions == self._position, (1, 1, self._context, 1))
         self.keys._rebind(where(here, key, self.keys))
         self.values._rebind(where(here, value, self.values))
         scores = matmul(query, self.keys.mT) * query.shape[-1] ** -0.5
-        scores = where(places <= self._position, scores, -math.inf)
+        scores = where(positions <= self._position, scores, -math.inf)
         return matmul(F.softmax(scores), self.values)
 
 
 class Decoder:
-    """A model that is given one token after the other, as one program for all of them."""
+    """A model that is given tokens one by one; a single jitted program computes each step."""
 
     def __init__(self, model: GPT) -> None:
         self._model = model
         self._device = resolve(model.tokens.weight.device)
         self._position = zeros((), dtype=arange(1).dtype, device=self._device).realize()
         self._caches = [Cache(model, self._position) for _ in model.blocks]
-        self._step = jit(self._one)
+        self._step = jit(self._next_logits)
 
     def reset(self) -> None:
-        """Forget everything so far."""
+        """Drop all tokens so far."""
         self._position._rebind(zeros((), dtype=self._position.dtype, device=self._device))
 
     def step(self, token: int) -> npt.NDArray[Any]:
-        """The logits of what follows one more token."""
+        """Append a token; the logits of the next token."""
         with no_grad(), evaluating():
             logits = self._step(asarray(np.array([[token]]), device=self._device))
-        found: npt.NDArray[Any] = logits.numpy()
-        return found
+        values: npt.NDArray[Any] = logits.numpy()
+        return values
 
-    def _one(self, token: Tensor) -> Tensor:
+    def _next_logits(self, token: Tensor) -> Tensor:
         model = self._model
         x = model.tokens(token) + model.positions(reshape(self._position, (1,)))
         for block, cache in zip(model.blocks, self._caches, strict=True):
@@ -264,7 +267,7 @@ class Decoder:
 
 
 class Sampler:
-    """Picks a token by its logits."""
+    """Draws a token from its logits."""
 
     def __init__(
         self,
@@ -283,14 +286,14 @@ class Sampler:
         self._random = np.random.default_rng(seed)
 
     def pick(self, logits: npt.NDArray[Any]) -> int:
-        """One token: of the `top_k` likeliest, and of those that together have the chance `top_p`."""
+        """Draw a token among the `top_k` most likely, and the fewest with a total probability of `top_p`."""
         if self._temperature == 0:
             return int(np.argmax(logits))
         order = np.argsort(-logits, kind="stable")[: self._top_k]
         scaled = logits[order].astype(np.float64) / self._temperature
-        chances = np.exp(scaled - scaled[0])
-        chances /= chances.sum()
+        probabilities = np.exp(scaled - scaled[0])
+        probabilities /= probabilities.sum()
         if self._top_p is not None:
-            kept = int(np.searchsorted(np.cumsum(chances), self._top_p)) + 1
-            order, chances = order[:kept], chances[:kept] / chances[:kept].sum()
-        return int(self._random.choice(order, p=chances))
+            kept = int(np.searchsorted(np.cumsum(probabilities), self._top_p)) + 1
+            order, probabilities = order[:kept], probabilities[:kept] / probabilities[:kept].sum()
+        return int(self._random.choice(order, p=probabilities))

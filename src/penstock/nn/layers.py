@@ -1,164 +1,165 @@
-"""The layers that networks are made of."""
+"""Linear layers, embeddings, and layers that reshape."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
+from penstock.nn.functional.linear import padding_row
 from penstock.nn.module import Module
+from penstock.nn.parameter import Parameter
 from penstock.runtime import Device
 from penstock.tensor import random
+from penstock.tensor.arithmetic import where
+from penstock.tensor.broadcasting import axes_of
 from penstock.tensor.core import Tensor
-from penstock.tensor.creation import ones, zeros
+from penstock.tensor.creation import arange
+from penstock.tensor.manipulation import reshape
 
 Where = Device | str | None
 
 
-def _drawn(shape: tuple[int, ...], bound: float, device: Where) -> Tensor:
-    """A parameter, drawn evenly between -bound and bound; computed when it is first used."""
-    drawn = random.default_generator.uniform(shape, -bound, bound)
-    return (drawn if device is None else drawn.to_device(device)).requires_grad_()
+def drawn(shape: tuple[int, ...], bound: float, device: Where) -> Parameter:
+    """A parameter with uniform values between -bound and bound, computed at the first use."""
+    values = random.default_generator.uniform(shape, -bound, bound)
+    return Parameter(values if device is None else values.to_device(device))
+
+
+class Identity(Module):
+    """Returns its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x
 
 
 class Linear(Module):
-    """`x @ weight.T + bias`."""
+    """`x @ weight.T + bias`, with a weight of shape (out_features, in_features)."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = True, device: Where = None) -> None:
-        if inputs < 1 or outputs < 1:
-            raise ValueError(f"a linear layer needs sizes of 1 or more, and {inputs}, {outputs} were given")
-        bound = 1 / math.sqrt(inputs)
-        self.weight = _drawn((outputs, inputs), bound, device)
-        self.bias = _drawn((outputs,), bound, device) if bias else None
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, device: Where = None) -> None:
+        if in_features < 1 or out_features < 1:
+            raise ValueError(
+                f"a linear layer needs sizes of 1 or more, and {in_features}, {out_features} were given"
+            )
+        bound = 1 / math.sqrt(in_features)
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = drawn((out_features, in_features), bound, device)
+        self.bias = drawn((out_features,), bound, device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """The product with the weight."""
         return F.linear(x, self.weight, self.bias)
 
+    def extra_repr(self) -> str:
+        """Its sizes."""
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+
 
 class Embedding(Module):
-    """A row of the weight for each integer."""
+    """Rows of the weight, selected by integers; the row `padding_idx` starts as 0 and is not trained."""
 
-    def __init__(self, count: int, width: int, device: Where = None) -> None:
-        if count < 1 or width < 1:
-            raise ValueError(f"an embedding needs sizes of 1 or more, and {count}, {width} were given")
-        self.weight = random.default_generator.normal((count, width))
-        if device is not None:
-            self.weight = self.weight.to_device(device)
-        self.weight.requires_grad_()
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        device: Where = None,
+    ) -> None:
+        if num_embeddings < 1 or embedding_dim < 1:
+            raise ValueError(
+                f"an embedding needs sizes of 1 or more, and {num_embeddings}, {embedding_dim} were given"
+            )
+        values = random.default_generator.normal((num_embeddings, embedding_dim))
+        values = values if device is None else values.to_device(device)
+        if padding_idx is not None:
+            padding_idx = padding_row(padding_idx, num_embeddings)
+            rows = reshape(arange(num_embeddings, device=values.device), (num_embeddings, 1))
+            values = where(rows == padding_idx, 0.0, values)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.weight = Parameter(values)
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None
+    ) -> Embedding:
+        """An embedding with the rows of a tensor; `freeze`: they are not trained."""
+        if embeddings.ndim != 2:
+            raise ValueError(f"embeddings are rows, and the shape {embeddings.shape} was given")
+        count, width = embeddings.shape
+        embedding = cls(count, width, padding_idx, embeddings.device)
+        embedding.weight = Parameter(embeddings, not freeze)
+        return embedding
 
     def forward(self, index: Tensor) -> Tensor:
-        """The rows of an index."""
-        return F.embedding(index, self.weight)
+        """The rows at `index`, with a new last axis of length `embedding_dim`."""
+        return F.embedding(index, self.weight, self.padding_idx)
+
+    def extra_repr(self) -> str:
+        """Its sizes."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
 
 
-class LayerNorm(Module):
-    """Mean 0 and variance 1 along the last axis, then scaled and shifted."""
+class Flatten(Module):
+    """Merges the axes from `start_dim` to `end_dim`."""
 
-    def __init__(self, width: int, eps: float = 1e-5, bias: bool = True, device: Where = None) -> None:
-        self.eps = eps
-        self.weight = ones((width,), device=device).requires_grad_()
-        self.bias = zeros((width,), device=device).requires_grad_() if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The norm of each row."""
-        return F.layer_norm(x, self.weight, self.bias, self.eps)
-
-
-class RMSNorm(Module):
-    """Mean square 1 along the last axis, then scaled."""
-
-    def __init__(self, width: int, eps: float = 1e-5, device: Where = None) -> None:
-        self.eps = eps
-        self.weight = ones((width,), device=device).requires_grad_()
+    def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
+        self.start_dim, self.end_dim = start_dim, end_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm of each row."""
-        return F.rms_norm(x, self.weight, self.eps)
+        """`x` with fewer axes."""
+        (start,), (end,) = (axes_of(x, axis, "Flatten") for axis in (self.start_dim, self.end_dim))
+        if start > end:
+            raise ValueError(f"Flatten: axis {self.start_dim} of shape {x.shape} is after {self.end_dim}")
+        between = math.prod(x.shape[start : end + 1])
+        return reshape(x, (*x.shape[:start], between, *x.shape[end + 1 :]))
+
+    def extra_repr(self) -> str:
+        """Its axes."""
+        return f"start_dim={self.start_dim}, end_dim={self.end_dim}"
 
 
-class Dropout(Module):
-    """Sets some items to 0 in training."""
+class Unflatten(Module):
+    """Splits an axis into several; one length may be -1."""
 
-    def __init__(self, probability: float = 0.5) -> None:
-        if not 0 <= probability < 1:
-            raise ValueError(f"dropout needs a probability in [0, 1), and {probability} was given")
-        self.probability = probability
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` with some items gone."""
-        return F.dropout(x, self.probability, self.training)
-
-
-class Sequential(Module):
-    """Modules one after the other."""
-
-    def __init__(self, *layers: Module) -> None:
-        self.layers = list(layers)
-
-    def __getitem__(self, number: int) -> Module:
-        return self.layers[number]
-
-    def __len__(self) -> int:
-        return len(self.layers)
+    def __init__(self, dim: int, unflattened_size: Sequence[int]) -> None:
+        self.dim, self.unflattened_size = dim, tuple(unflattened_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the last module makes of what those before it made."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        """`x` with more axes."""
+        (axis,) = axes_of(x, self.dim, "Unflatten")
+        sizes = list(self.unflattened_size)
+        if sizes.count(-1) == 1:
+            sizes[sizes.index(-1)] = x.shape[axis] // max(1, math.prod(n for n in sizes if n != -1))
+        if math.prod(sizes) != x.shape[axis] or min(sizes, default=0) < 0:
+            raise ValueError(f"Unflatten: axis {self.dim} of shape {x.shape} is not {self.unflattened_size}")
+        return reshape(x, (*x.shape[:axis], *sizes, *x.shape[axis + 1 :]))
+
+    def extra_repr(self) -> str:
+        """Its axis and sizes."""
+        return f"dim={self.dim}, unflattened_size={self.unflattened_size}"
 
 
-class Activation(Module):
-    """An activation by its name, as a module."""
+class Upsample(Module):
+    """`F.interpolate` to a size, or by a factor."""
 
-    name = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The activation of each item."""
-        return F.named_activation(self.name)(x)
-
-
-class ReLU(Activation):
-    """`F.relu`."""
-
-    name = "relu"
-
-
-class GELU(Module):
-    """`F.gelu`."""
-
-    def __init__(self, approximate: str = "tanh") -> None:
-        self.approximate = approximate
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The activation of each item."""
-        return F.gelu(x, self.approximate)
-
-
-class Sigmoid(Activation):
-    """`F.sigmoid`."""
-
-    name = "sigmoid"
-
-
-class Tanh(Activation):
-    """`ps.tanh`."""
-
-    name = "tanh"
-
-
-class SiLU(Activation):
-    """`F.silu`."""
-
-    name = "silu"
-
-
-class Softmax(Module):
-    """`F.softmax` along an axis."""
-
-    def __init__(self, axis: int = -1) -> None:
-        self.axis = axis
+    def __init__(
+        self,
+        size: int | Sequence[int] | None = None,
+        scale_factor: float | Sequence[float] | None = None,
+        mode: str = "nearest",
+        align_corners: bool = False,
+    ) -> None:
+        self.size, self.scale_factor, self.mode = size, scale_factor, mode
+        self.align_corners = align_corners
 
     def forward(self, x: Tensor) -> Tensor:
-        """The softmax of each row."""
-        return F.softmax(x, self.axis)
+        """(batch, channels, ...) in another size."""
+        return F.interpolate(x, self.size, self.scale_factor, self.mode, self.align_corners)
+
+    def extra_repr(self) -> str:
+        """Its sizes and mode."""
+        what = f"scale_factor={self.scale_factor}" if self.size is None else f"size={self.size}"
+        return f"{what}, mode={self.mode!r}"

@@ -1,29 +1,44 @@
-"""The base of all layers: a plain tree of tensors and modules."""
+"""The base class of layers and networks: a tree of tensors and modules."""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import CaptureError
+from penstock.nn.hooks import Handle, Hook, Hooks
+from penstock.nn.module_text import text_of
+from penstock.nn.parameter import Parameter
+from penstock.nn.state import Differences, assign, load
+from penstock.nn.tree import Part, members, walk
 from penstock.runtime import Device
+from penstock.tensor import dtypes
 from penstock.tensor.capture import capture
-from penstock.tensor.core import Tensor, from_numpy, realize_together
+from penstock.tensor.core import Tensor, realize_together
 from penstock.tensor.recording import no_grad
 
 _evaluating: ContextVar[bool] = ContextVar("evaluating", default=False)
 
 
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+
+class _Forward(Protocol[P, R]):
+    """For type checkers: a call of a module has the signature of its `forward`."""
+
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """See `Module.forward`."""
+
+
 @contextmanager
 def evaluating() -> Iterator[None]:
-    """In this block modules behave as in use, whatever their mode. Other threads do not notice."""
+    """In this block and this thread, modules behave as after `eval()`, whatever their mode."""
     token = _evaluating.set(True)
     try:
         yield
@@ -34,15 +49,17 @@ def evaluating() -> Iterator[None]:
 class Module:
     """A layer or a network. Its parts are the tensors and modules among its attributes.
 
-    They are found in lists, tuples and dicts too, at any depth. Tensors that require a gradient are its
-    parameters.
+    Parts may also be in lists, tuples, dicts and dataclasses, at any depth. Tensors that require a gradient,
+    and each `Parameter`, are its parameters; the other tensors are its buffers.
     """
 
     _training = True
-    _computed = False  # whether no tensor of its own waits for its first value
+    _computed = False  # whether all of its tensors have been computed
+    _hooks: Hooks | None = None
+    _unsaved: frozenset[str] = frozenset()  # names of buffers that are not in its state_dict
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """A module, which a jitted function that makes it may go on to assign attributes of."""
+        """Note the capture that creates the module: it may assign attributes."""
         made = super().__new__(cls)
         capturing = capture.get()
         if capturing is not None:
@@ -65,7 +82,7 @@ class Module:
 
     @property
     def training(self) -> bool:
-        """Whether it behaves as in training. A jitted function that asks is captured for each answer."""
+        """Whether it is in training mode. A jitted function that reads this is captured for each value."""
         capturing = capture.get()
         if capturing is not None:
             capturing.assume(lambda: self._training and not _evaluating.get())
@@ -76,17 +93,26 @@ class Module:
         self._training = mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module computes; subclasses say."""
+        """Compute the result; subclasses define it."""
         raise NotImplementedError(f"{type(self).__name__} has no forward()")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `forward` gives."""
-        if not self._computed and capture.get() is None:
-            self._compute()
-        return self.forward(*args, **kwargs)
+    if TYPE_CHECKING:
+
+        def __call__(self: _Forward[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+            """Call `forward`, with hooks."""
+
+    else:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Call `forward`, with hooks."""
+            if not self._computed and capture.get() is None:
+                self._compute()
+            if self._hooks is not None:
+                return self._hooks.call(self, args, kwargs)
+            return self.forward(*args, **kwargs)
 
     def _compute(self) -> None:
-        """Compute fresh parameters, together and once: else each forward pass would draw them again."""
+        """Compute pending parameters in one run; otherwise each forward pass would recompute them."""
         fresh: dict[Device, list[Tensor]] = {}
         for _, tensor in self.named_tensors():
             if tensor._node.value is None:
@@ -96,65 +122,164 @@ class Module:
         for module in self.modules():
             module._computed = True
 
-    # Its parts
+    def __repr__(self) -> str:
+        return text_of(self)
+
+    def extra_repr(self) -> str:
+        """The text between the parentheses when printed; subclasses define it."""
+        return ""
+
+    # Parts
+
+    def _own_parts(self) -> Mapping[str, Any]:
+        """The attributes that may hold parts, by name."""
+        return vars(self)
+
+    def named_members(self) -> Iterator[tuple[str, Tensor | Module]]:
+        """Its direct tensors and modules with their names."""
+        return ((path, part) for path, part in members(self))
 
     def named_tensors(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in the tree with its path, such as `layers.0.weight`; a shared one once."""
+        """Every tensor in the tree with its path, such as `layers.0.weight`; shared tensors once."""
+        return ((path, part) for path, part, _ in self._tensors(prefix))
+
+    def _tensors(self, prefix: str = "") -> Iterator[tuple[str, Tensor, bool]]:
+        """Like `named_tensors`, with whether each is in the state_dict."""
         named: set[str] = set()
-        for name, part in _parts(self, prefix):
+        for path, part, saved in walk(self, prefix):
             if isinstance(part, Tensor):
-                if name in named:
-                    raise ValueError(f"two tensors of {type(self).__name__} have the name {name!r}")
-                named.add(name)
-                yield name, part
+                if path in named:
+                    raise ValueError(f"two tensors of {type(self).__name__} have the name {path!r}")
+                named.add(path)
+                yield path, part, saved
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that is trained, with its path."""
-        return ((name, tensor) for name, tensor in self.named_tensors() if tensor.requires_grad)
+        """Every parameter, including frozen ones, with its path."""
+        return ((name, tensor) for name, tensor in self.named_tensors() if _is_parameter(tensor))
 
     def parameters(self) -> list[Tensor]:
-        """Every tensor that is trained."""
+        """Every parameter, including frozen ones."""
         return [tensor for _, tensor in self.named_parameters()]
 
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that is no parameter, with its path."""
+        return ((name, tensor) for name, tensor in self.named_tensors() if not _is_parameter(tensor))
+
+    def buffers(self) -> list[Tensor]:
+        """Every tensor that is no parameter."""
+        return [tensor for _, tensor in self.named_buffers()]
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """This module and all modules inside it with their paths, each once."""
+        return ((path, part) for path, part, _ in walk(self, prefix) if isinstance(part, Module))
+
     def modules(self) -> Iterator[Module]:
-        """This module and all inside it, each once."""
-        return (part for _, part in _parts(self, "") if isinstance(part, Module))
+        """This module and all modules inside it, each once."""
+        return (module for _, module in self.named_modules())
 
-    # Its state
+    def named_children(self) -> Iterator[tuple[str, Module]]:
+        """Its direct modules with their names."""
+        return ((name, part) for name, part in self.named_members() if isinstance(part, Module))
 
-    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
-        """All values by their paths, as NumPy arrays of their own."""
-        futures = {name: tensor.numpy_async() for name, tensor in self.named_tensors()}
+    def children(self) -> Iterator[Module]:
+        """Its direct modules."""
+        return (module for _, module in self.named_children())
+
+    def get_submodule(self, path: str) -> Module:
+        """The module at a path, such as `layers.0`; a KeyError lists the paths."""
+        return _named(dict(self.named_modules()), path, "module")
+
+    def get_parameter(self, path: str) -> Tensor:
+        """The parameter at a path; a KeyError lists the paths."""
+        return _named(dict(self.named_parameters()), path, "parameter")
+
+    def get_buffer(self, path: str) -> Tensor:
+        """The buffer at a path; a KeyError lists the paths."""
+        return _named(dict(self.named_buffers()), path, "buffer")
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Add a tensor that moves with the module but is not trained; `persistent`: in the state_dict."""
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"a buffer is a tensor, and {type(tensor).__name__} was given")
+        setattr(self, name, tensor)
+        self._unsaved = self._unsaved - {name} if persistent else self._unsaved | {name}
+
+    def register_parameter(self, name: str, parameter: Tensor | None) -> None:
+        """Add a parameter; the same as assigning the attribute."""
+        setattr(self, name, parameter)
+
+    def add_module(self, name: str, module: Module | None) -> None:
+        """Add a module; the same as assigning the attribute."""
+        setattr(self, name, module)
+
+    def apply(self, function: Callable[[Module], Any]) -> Self:
+        """Call a function with every module inside, and with this module last. Returns the module."""
+        for module in reversed(list(self.modules())):
+            function(module)
+        return self
+
+    # Hooks
+
+    def register_forward_pre_hook(self, hook: Hook) -> Handle:
+        """Call `hook(module, args)` before `forward`; its result, unless None, replaces `args`."""
+        hooks = self._own_hooks()
+        return hooks.add(hooks.before, hook)
+
+    def register_forward_hook(self, hook: Hook) -> Handle:
+        """Call `hook(module, args, result)` after `forward`; its result, unless None, replaces the result."""
+        hooks = self._own_hooks()
+        return hooks.add(hooks.after, hook)
+
+    def register_full_backward_hook(self, hook: Hook) -> Handle:
+        """Call `hook(module, grad_input, grad_output)`, both tuples; its result replaces `grad_input`."""
+        hooks = self._own_hooks()
+        return hooks.add(hooks.backward, hook)
+
+    def _own_hooks(self) -> Hooks:
+        if self._hooks is None:
+            self._hooks = Hooks()
+        return self._hooks
+
+    # State
+
+    def state_dict(self, prefix: str = "") -> dict[str, npt.NDArray[Any]]:
+        """The values of parameters and buffers by path, as NumPy arrays."""
+        futures = {name: tensor.numpy_async() for name, tensor, saved in self._tensors(prefix) if saved}
         return {name: future.wait() for name, future in futures.items()}
 
-    def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
-        """Take over values; a KeyError or ValueError, before anything changes, names what does not fit."""
-        tensors = dict(self.named_tensors())
-        missing, unknown = sorted(set(tensors) - set(state)), sorted(set(state) - set(tensors))
-        if missing or unknown:
-            raise KeyError(f"the state lacks {missing or 'nothing'} and has {unknown or 'nothing'} beyond it")
-        arrays = {name: np.asarray(state[name]) for name in tensors}
-        for name, tensor in tensors.items():
-            if arrays[name].shape != tensor.shape:
-                raise ValueError(f"{name} has shape {tensor.shape}, and {arrays[name].shape} was given")
-        for name, tensor in tensors.items():
-            _assign(tensor, from_numpy(arrays[name].astype(tensor._node.dtype.numpy), tensor.device))
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Differences:
+        """Load values: arrays, tensors, or tensors of PyTorch.
+
+        A KeyError or ValueError names what does not fit, before anything changes. Without `strict`, names
+        that only one side has are ignored, and returned.
+        """
+        return load(self, state, strict)
 
     # Modes and moves
 
-    def train(self, mode: bool = True) -> Module:
-        """Behave as in training (dropout is on), or not; the module itself."""
+    def train(self, mode: bool = True) -> Self:
+        """Switch to training mode (dropout is active), or out of it. Returns the module."""
         for module in self.modules():
             module.training = mode
         return self
 
-    def eval(self) -> Module:
-        """Behave as in use, without dropout; the module itself."""
+    def eval(self) -> Self:
+        """Switch to evaluation mode, without dropout. Returns the module."""
         return self.train(False)
 
-    def to(self, target: Device | str | Any) -> Module:
-        """Move all tensors to a device, or those of floating point to a dtype; the module itself."""
-        from penstock.tensor.dtypes import KINDS, checked
+    def requires_grad_(self, requires: bool = True) -> Self:
+        """Train all parameters, or freeze them. Returns the module."""
+        for tensor in self.parameters():
+            tensor.requires_grad_(requires)
+        return self
+
+    def zero_grad(self) -> None:
+        """Set all gradients to None."""
+        for tensor in self.parameters():
+            tensor.grad = None
+
+    def to(self, target: Device | str | Any) -> Self:
+        """Move all tensors to a device, or convert floating-point tensors to a dtype. Returns the module."""
         from penstock.tensor.manipulation import astype
 
         is_device = isinstance(target, Device) or (isinstance(target, str) and _names_device(target))
@@ -164,58 +289,39 @@ class Module:
                     moved = tensor.to_device(target)
                     tensor.device = moved.device
                 elif tensor._node.dtype.kind == "f":
-                    dtype = checked(target)
-                    if dtype not in KINDS["real floating"]:
+                    dtype = dtypes.checked(target)
+                    if dtype not in dtypes.KINDS["real floating"]:
                         raise TypeError(
                             f"the parameters of a module are floating-point, and {target} was given"
                         )
                     moved = astype(tensor, dtype)
                 else:
                     continue
-                _assign(tensor, moved)
+                assign(tensor, moved)
         return self
+
+    def float(self) -> Self:
+        """Convert floating-point tensors to float32. Returns the module."""
+        return self.to(dtypes.float32)
+
+    def half(self) -> Self:
+        """Convert floating-point tensors to float16. Returns the module."""
+        return self.to(dtypes.float16)
+
+    def bfloat16(self) -> Self:
+        """Convert floating-point tensors to bfloat16. Returns the module."""
+        return self.to(dtypes.bfloat16)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return tensor.requires_grad or isinstance(tensor, Parameter)
+
+
+def _named(known: Mapping[str, Part], path: str, kind: str) -> Part:
+    if path not in known:
+        raise KeyError(f"there is no {kind} {path!r}; there are {', '.join(map(repr, known)) or 'none'}")
+    return known[path]
 
 
 def _names_device(target: str) -> bool:
-    from penstock.tensor.dtypes import ALL
-
-    return target not in [str(dtype) for dtype in ALL]
-
-
-def _parts(root: Module, prefix: str) -> Iterator[tuple[str, Tensor | Module]]:
-    """Every module and tensor of a tree with its path, each once, in the order of their first use."""
-    seen: set[int] = set()
-    stack: list[tuple[str, Any]] = [(prefix, root)]
-    while stack:
-        path, value = stack.pop()
-        inside = _inside(value, path)
-        if id(value) in seen or (inside is None and not isinstance(value, Tensor)):
-            continue
-        seen.add(id(value))  # also of lists and dicts: they can hold themselves
-        if isinstance(value, (Tensor, Module)):
-            yield path, value
-        below = [(f"{path}.{name}" if path else str(name), part) for name, part in inside or ()]
-        stack += reversed(below)
-
-
-def _inside(value: Any, path: str) -> list[tuple[Any, Any]] | None:
-    """What a module or a container holds, by name; None for anything else."""
-    if isinstance(value, Module):
-        return list(vars(value).items())
-    if isinstance(value, (list, tuple)):
-        return list(enumerate(value))
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, (Set, deque)) and any(isinstance(part, (Tensor, Module)) for part in value):
-        kind = type(value).__name__
-        raise TypeError(f"{path} is a {kind}, in which parts of a module have no names; use a list or a dict")
-    return None
-
-
-def _assign(tensor: Tensor, value: Tensor) -> None:
-    """Another value, of any shape and dtype, in a tensor that others may hold."""
-    value.realize()
-    from penstock.graph.node import leaf
-
-    value._node.value.shared = True
-    tensor._become(leaf(value._node.value, value.shape, value._node.dtype))
+    return target not in [str(dtype) for dtype in dtypes.ALL]

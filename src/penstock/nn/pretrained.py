@@ -38,8 +38,8 @@ _TOP = {
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 _BLOCK = re.compile(r"h\.(\d+)\.(.+)\.(weight|bias)")
 _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
-_FRACTIONS = ("resid_pdrop", "layer_norm_epsilon")
-# What the model here does not do otherwise.
+_PROPORTIONS = ("resid_pdrop", "layer_norm_epsilon")
+# Settings that the model does not support otherwise.
 _FIXED = {
     "model_type": "gpt2",
     "scale_attn_weights": True,
@@ -49,12 +49,12 @@ _FIXED = {
 
 
 def load(kind: type[GPT], folder: Path, device: Where) -> GPT:
-    """A model of the configuration in a folder, with the weights there."""
+    """The model in a folder, with its configuration and weights."""
     config = _read_config(folder)
     try:
         require_regular(folder / "model.safetensors")
         weights = load_file(folder / "model.safetensors")
-    except (OSError, SafetensorError, LookupError) as error:  # a LookupError: of a dtype that NumPy lacks
+    except (OSError, SafetensorError, LookupError) as error:  # a LookupError: NumPy lacks the dtype
         raise CheckpointError(f"{folder / 'model.safetensors'} cannot be read: {error}") from None
     if config.get("activation_function", "gelu_new") not in _ACTIVATIONS:
         given = config["activation_function"]
@@ -77,7 +77,7 @@ def load(kind: type[GPT], folder: Path, device: Where) -> GPT:
     for name, array in weights.items():
         ours = _ours(name.removeprefix("transformer."))
         if ours is not None:
-            # GPT-2 keeps the weights of linear layers with a row for each input.
+            # GPT-2 stores linear weights as (inputs, outputs).
             state[ours] = array.T if _is_linear(ours, array) else array
     try:
         model.load_state_dict(state)
@@ -99,15 +99,15 @@ def save(model: GPT, folder: Path) -> None:
         "n_head": model.heads,
         "layer_norm_epsilon": model.eps,
         "activation_function": "gelu_new",
-        "resid_pdrop": model.dropout.probability,
-        "embd_pdrop": model.dropout.probability,
+        "resid_pdrop": model.dropout.p,
+        "embd_pdrop": model.dropout.p,
         "attn_pdrop": 0.0,
         "tie_word_embeddings": True,
     }
     weights: dict[str, npt.NDArray[Any]] = {}
     for name, array in model.state_dict().items():
         if name.endswith("weight") and ("blocks" in name or "norm" in name):
-            # GPT-2 always has biases; without one here, it is 0.
+            # GPT-2 always has biases: write 0 for a missing bias.
             bias = f"transformer.{_theirs(name)}".removesuffix("weight") + "bias"
             weights.setdefault(bias, np.zeros(array.shape[0], array.dtype))
         theirs = f"transformer.{_theirs(name)}"
@@ -133,7 +133,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{folder / 'config.json'}: {name} is an integer, not {shown(config[name])}"
             )
-    for name in _FRACTIONS:
+    for name in _PROPORTIONS:
         value = config.get(name, 0.0)
         if type(value) not in (int, float) or not 0 <= value < 1:
             raise CheckpointError(
@@ -148,19 +148,19 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_sizes(folder: Path, config: dict[str, Any], weights: dict[str, npt.NDArray[Any]]) -> None:
-    """See that the configuration is that of the weights, before a model of its sizes is made."""
+    """Check the configuration against the weights, before a model of these sizes is allocated."""
     names = {name.removeprefix("transformer."): array.shape for name, array in weights.items()}
     blocks = {int(match[1]) for match in map(_BLOCK.fullmatch, names) if match and len(match[1]) < 10}
     wte, wpe = names.get("wte.weight"), names.get("wpe.weight")
     width = config["n_embd"]
-    for what, there, wanted in (
+    for what, given, wanted in (
         ("wte.weight has the shape", wte, (config["vocab_size"], width)),
         ("wpe.weight has the shape", wpe, (config["n_positions"], width)),
         ("the number of layers is", len(blocks), config["n_layer"]),
     ):
-        if there != wanted:
+        if given != wanted:
             raise CheckpointError(
-                f"{folder} does not hold a GPT-2 of its own configuration: {what} {there}, and "
+                f"{folder} does not hold a GPT-2 of its own configuration: {what} {given}, and "
                 f"{shown(wanted)} by config.json"
             )
 
@@ -170,13 +170,13 @@ def _is_linear(name: str, array: npt.NDArray[Any]) -> bool:
 
 
 def _ours(name: str) -> str | None:
-    """The name of a GPT-2 weight here; None for what is no weight, such as masks."""
+    """Penstock's name of a GPT-2 weight; None for other tensors, such as masks."""
     if name in _TOP:
         return _TOP[name]
-    found = _BLOCK.fullmatch(name)
-    if found is None or found[2] not in _LAYERS:
+    match = _BLOCK.fullmatch(name)
+    if match is None or match[2] not in _LAYERS:
         return None
-    return f"blocks.{found[1]}.{_LAYERS[found[2]]}.{found[3]}"
+    return f"blocks.{match[1]}.{_LAYERS[match[2]]}.{match[3]}"
 
 
 def _theirs(name: str) -> str:

@@ -1,20 +1,20 @@
-"""Learning rates over the steps of a training."""
+"""Learning rates as functions of the step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-Schedule = Callable[[int], float]  # from the number of a step to its rate
+Schedule = Callable[[int], float]  # from a step to its rate
 
 
 def constant(rate: float, warmup: int = 0) -> Schedule:
-    """One rate, reached in even steps at the start."""
+    """A constant rate, after a linear warm-up."""
     return lambda step: rate * min(1.0, (step + 1) / (warmup + 1))
 
 
 def cosine(rate: float, steps: int, warmup: int = 0, least: float = 0.0) -> Schedule:
-    """Up in even steps, then down to `least` along half a cosine."""
+    """A linear warm-up, then half a cosine down to `least`."""
     if not 0 <= warmup <= steps:
         raise ValueError(f"a warm-up of {warmup} does not fit into {steps} steps")
 

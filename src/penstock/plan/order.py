@@ -15,6 +15,9 @@ class Work(NamedTuple):
     replaces: tuple[int, ...] = ()  # given values whose memory its results take, if nothing reads them later
 
 
+_Place = tuple[int, ...]
+
+
 def ordered(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) -> list[int]:
     """The steps in an order that needs little memory, each after those that write what it reads.
 
@@ -25,6 +28,39 @@ def ordered(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) 
     # Sums of gradients begin with the last part, so of steps that add the same the later may be better.
     orders = [list(range(len(steps))), *(_greedy(steps, nbytes, kept, turn) for turn in (1, -1))]
     return min(orders, key=lambda order: _peak(order, steps, nbytes, kept))
+
+
+def deferred(
+    order: Sequence[int], steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]
+) -> list[int]:
+    """The same order, with steps just before what reads their results, where that keeps fewer bytes alive.
+
+    That holds for steps that read little or what lives longer anyway, such as the first ones of a region that
+    is recomputed for the gradient: nothing but the results says when these should run.
+    """
+    # Steps are taken from the last to the first, and a place is the smaller, the later it is. What stands
+    # just before another has a place that begins with the other's.
+    first: dict[int, _Place] = {}  # where a value is read first, so far
+    last: dict[int, _Place] = {}
+    replaced: dict[int, _Place] = {}
+    places: dict[int, _Place] = {}
+    for number in reversed(order):
+        step = steps[number]
+        after = [first[value] for value in step.writes if value in first]
+        after += [replaced[value] for value in step.reads if value in replaced]
+        place: _Place = (len(places),)
+        if after:
+            before = (*max(after), -len(places))
+            born = sum(nbytes[value] for value in step.writes if value not in kept)
+            longer = {value for value in step.reads if value not in kept and last.get(value, place) > before}
+            if born >= sum(nbytes[value] for value in longer):
+                place = before
+        places[number] = place
+        for value in step.reads:
+            first[value] = max(first.get(value, place), place)
+            last[value] = min(last.get(value, place), place)
+        replaced.update(dict.fromkeys(step.replaces, place))
+    return sorted(places, key=places.__getitem__, reverse=True)
 
 
 def _greedy(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int], turn: int) -> list[int]:

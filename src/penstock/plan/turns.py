@@ -29,12 +29,14 @@ def in_turns(
     nbytes: Sequence[int],
     kept: frozenset[int],
     most: int,
+    spare: bool = True,
 ) -> list[list[int]]:
     """The steps in order, in turns of at most `most` steps.
 
-    Steps of one turn are equal in `kinds`; None goes with no other. What is in `kept` is never freed.
+    Steps of one turn are equal in `kinds`; None goes with no other. What is in `kept` is never freed. Without
+    `spare`, no more bytes may be live than in the order given.
     """
-    turns = _Turns(steps, nbytes, kept)
+    turns = _Turns(steps, nbytes, kept, spare)
     for number in range(len(steps) - 1, -1, -1):
         turns.assign(number, kinds[number], most)
     return turns.result()
@@ -43,7 +45,9 @@ def in_turns(
 class _Turns:
     """Steps are assigned from the last to the first, each in a turn of its own or in a later one."""
 
-    def __init__(self, steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) -> None:
+    def __init__(
+        self, steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int], spare: bool
+    ) -> None:
         self._steps = steps
         self._nbytes = nbytes
         self._kept = kept
@@ -61,7 +65,7 @@ class _Turns:
         self._last = {value: readers[-1] for value, readers in self._readers.items()}
         self._live = self._profile()
         peak = int(self._live.max(initial=0))
-        self._limit = peak + max(int(peak * _MORE), _LITTLE)
+        self._limit = peak + (max(int(peak * _MORE), _LITTLE) if spare else 0)
 
     def _profile(self) -> npt.NDArray[np.int64]:
         """The bytes that are live at each step."""

@@ -1,4 +1,4 @@
-"""Where time and memory go: profiles, with what each kernel reaches of the device's best."""
+"""Profiles: where time and memory go, and how close each kernel comes to the device's best rates."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def profile(path: str | os.PathLike[str] | None = None, *, device: Device | str | None = None) -> Profile:
-    """Note everything that devices do inside a `with` block; written to `path` at its end, as a trace.
+    """Record everything that devices do inside a `with` block; at its end, write it to `path` as a trace.
 
-    All opened devices are noted, and those that are opened inside, unless one is named. The trace opens in
+    All devices are recorded, including those that are opened inside, unless one is named. The trace opens in
     ui.perfetto.dev. While a profile is on, programs are launched kernel by kernel, so that each is timed.
     """
     from penstock.profiling.profiles import Profile  # imported late: few programs need it

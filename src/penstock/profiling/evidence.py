@@ -1,6 +1,6 @@
-"""What a profile knows of one device, as plain records: what `ps.advise` judges by, and traces keep.
+"""What a profile knows about a device, as plain records, for `ps.advise` and for traces.
 
-Times are seconds over the whole profile unless they say otherwise.
+Times are seconds over the whole profile unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -17,74 +17,74 @@ from penstock.profiling.recorder import DeviceRecorder
 from penstock.registry import find
 from penstock.runtime import Device
 
-_QUARTERS = 4  # of all runs, in each of which memory is kept that grows
+_QUARTERS = 4  # of all runs; a leak adds memory in each of them
 
 
 @dataclass
 class KernelTime:
-    """One kernel, by what it takes and gives."""
+    """A kernel with its shapes."""
 
     name: str
     shapes: str
     where: str  # device or host
     calls: int
     seconds: float
-    least_seconds: float  # of one call
-    product: str  # the dtype of the matrices that it multiplies, if it does
+    least_seconds: float  # of a call
+    product: str  # the dtype of the matrices that it multiplies; empty if it multiplies none
 
 
 @dataclass
 class Waiting:
-    """One line that waited for the device."""
+    """A line that waited for the device."""
 
     where: str
     called: str
     why: str
     count: int
     seconds: float
-    idle_seconds: float  # of the device, after these waits: until the next kernel began
+    idle_seconds: float  # of the device, after these waits, until the next kernel started
 
 
 @dataclass
 class Missing:
-    """One line whose requests for memory went to the driver."""
+    """A line whose requests for memory went to the driver."""
 
     where: str
     count: int
     nbytes: int
     seconds: float
-    sizes: int  # that differ
+    sizes: int  # how many different sizes
 
 
 @dataclass
 class Keeping:
-    """One line that asks for memory again and again, and lets nothing go."""
+    """A line that allocates memory repeatedly and does not release it."""
 
     where: str
     blocks: int
     nbytes: int
-    quarters: tuple[int, ...]  # of them, how many each quarter of all runs added
+    quarters: tuple[int, ...]  # how many of the blocks were added in each quarter of all runs
 
 
 @dataclass
 class Evidence:
-    """One device during a profile."""
+    """A device during a profile."""
 
     device: str
     description: str
     kind: str  # gpu, cpu, accelerator or host
     units: int  # of a CPU: the cores, which the host uses too
-    fast_float16: bool  # whether it has units for products of float16 and bfloat16
+    fast_float16: bool  # whether it has tensor cores for float16 and bfloat16
     seconds: float  # from the first use of the device to the last
-    busy_seconds: float | None  # of kernels; None where no times are known
+    busy_seconds: float | None  # of kernels; None if the device does not time commands
     peak_bytes: int  # live
     taken_bytes: int  # live and idle together, at most
     total_bytes: int
     limit_bytes: int | None
     pool_hits: int
     pool_misses: int
-    given_back_bytes: int  # that the pool gave back to the driver
-    tight_misses: int  # further misses of a pool that may hold no more than `peak_bytes`
+    given_back_bytes: int  # that the pool returned to the driver
+    tight_misses: int  # further misses of a pool that is limited to `peak_bytes`
     kernels: list[KernelTime] = field(default_factory=list)
     waits: list[Waiting] = field(default_factory=list)
     runs: list[Runs] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Evidence:
     handovers: list[Handover] = field(default_factory=list)
     misses: list[Missing] = field(default_factory=list)
     keeping: list[Keeping] = field(default_factory=list)
-    rates: dict[str, float] = field(default_factory=dict)  # what the device reaches; see `Ceilings`
+    rates: dict[str, float] = field(default_factory=dict)  # the device's best rates; see `Ceilings`
 
     @property
     def build_seconds(self) -> float:
@@ -101,7 +101,7 @@ class Evidence:
 
     @property
     def working_seconds(self) -> float:
-        """The time without building programs, which happens once however long a script runs."""
+        """The time without that of building programs, which does not grow with the length of a run."""
         return max(self.seconds - self.build_seconds, 0.0)
 
     def rate(self, what: str) -> float | None:
@@ -110,7 +110,7 @@ class Evidence:
 
 
 def gathered(recorder: DeviceRecorder, measure: bool) -> Evidence:
-    """The evidence of a recorder. `measure`: whether to measure rates that are not known yet."""
+    """The evidence of a recorder. `measure`: whether to measure rates that are unknown."""
     device, log, lines = recorder.device, recorder.memory, recorder.lines
     can = device.capabilities
     hits, misses = recorder.requests()
@@ -163,8 +163,8 @@ def gathered(recorder: DeviceRecorder, measure: bool) -> Evidence:
     )
 
 
-def restored(found: Mapping[str, Any]) -> Evidence:
-    """What a trace has, as a record again."""
+def restored(record: Mapping[str, Any]) -> Evidence:
+    """The evidence in a trace."""
     kinds: dict[str, type] = {
         "kernels": KernelTime,
         "waits": Waiting,
@@ -174,19 +174,19 @@ def restored(found: Mapping[str, Any]) -> Evidence:
         "misses": Missing,
         "keeping": Keeping,
     }
-    lists = {name: [kind(**record) for record in found[name]] for name, kind in kinds.items()}
+    lists = {name: [kind(**item) for item in record[name]] for name, kind in kinds.items()}
     for kept in lists["keeping"]:
         kept.quarters = tuple(kept.quarters)
-    return Evidence(**{**found, **lists})
+    return Evidence(**{**record, **lists})
 
 
 def misses_within(actions: Iterable[Action], limit: int | None) -> int:
     """How many requests would go to the driver, if live and idle blocks together had at most `limit` bytes.
 
-    The pool is simulated: the block that was idle for longest is given back first.
+    It simulates a pool that frees the block that is idle for longest first.
     """
-    idle: dict[int, int] = {}  # serial to bytes, the longest idle first
-    by_size: dict[int, list[int]] = {}  # serials, some of which may have gone meanwhile
+    idle: dict[int, int] = {}  # serial -> bytes, the longest idle first
+    by_size: dict[int, list[int]] = {}  # serials, some of which may have been freed
     live = pooled = misses = 0
     for action in actions:
         serial, nbytes = action.block.serial, action.block.nbytes
@@ -209,17 +209,19 @@ def misses_within(actions: Iterable[Action], limit: int | None) -> int:
 
 
 def _keeping(kept: Mapping[str, list[tuple[int, int]]], runs: int) -> list[Keeping]:
-    found = []
+    keeping = []
     for where, blocks in kept.items():
         quarters = [0] * _QUARTERS
         for before, _ in blocks:
             quarters[min(_QUARTERS * before // max(runs, 1), _QUARTERS - 1)] += 1
-        found.append(Keeping(where, len(blocks), sum(nbytes for _, nbytes in blocks), tuple(quarters)))
-    return found
+        keeping.append(Keeping(where, len(blocks), sum(nbytes for _, nbytes in blocks), tuple(quarters)))
+    return keeping
 
 
 def measured(evidence: Evidence) -> Evidence:
-    """The evidence of a trace with the rates that it lacks, measured if its device is on this machine."""
+    """The evidence of a trace with missing rates added, measured if the device is on this machine."""
+    if evidence.device.endswith(".toml"):
+        return evidence  # a file describes the device, which is not there
     try:
         device = find(evidence.device)
     except DeviceNotFound:
@@ -230,7 +232,7 @@ def measured(evidence: Evidence) -> Evidence:
 
 
 def _rates(device: Device, kernels: list[KernelTime], measure: bool) -> dict[str, float]:
-    """The rates that rules ask for: operations of the dtypes in use, and of half precision where it pays."""
+    """The rates that rules need: for the dtypes in use, and for half precision if the device is fast."""
     ceilings = Ceilings(device)
     ceilings.bandwidth(measure)
     ceilings.launches(measure)

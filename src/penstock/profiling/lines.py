@@ -1,4 +1,4 @@
-"""What each line of the user's code makes a device compute, send and fetch while a profile is on.
+"""What each line of the user's code computes, sends and reads while a profile is on.
 
 The number of lines, of remembered values and of compared items is bounded.
 """
@@ -24,52 +24,52 @@ from penstock.profiling.records import OTHER
 from penstock.stream.recorder import Run
 
 _MAX_LINES = 1000
-_LARGE = 1 << 15  # items; what is computed twice, or stored in between, matters from here on
-_COMPARED = 4096  # items; smaller arrays are not looked at
-_SAMPLE = 256  # numbers of an array that are looked at
-_ALIKE = 0.95  # correlation of ranks from which on one array was made of another
-_FETCHED = 4  # arrays that are remembered, to see whether they come back
-_SENT = 64  # samples that are remembered, of one line
+_LARGE = 1 << 15  # items of a value from which on it matters that it is recomputed or stored
+_COMPARED = 4096  # items; smaller arrays are not compared
+_SAMPLE = 256  # items of an array that are compared
+_ALIKE = 0.95  # rank correlation of two arrays from which on one is taken to be made from the other
+_FETCHED = 4  # arrays that were read and are remembered, to see whether they are sent back
+_SENT = 64  # samples that are remembered per line
 _THREADS = 256
-WIDE = ("float64", "complex128")  # dtypes that take 64 bits for each number
-_JOINS = (Kind.ELEMENTWISE, Kind.REDUCTION)  # what would be one kernel with what it reads
+WIDE = ("float64", "complex128")  # dtypes with 64 bits for each component
+_JOINS = (Kind.ELEMENTWISE, Kind.REDUCTION)  # kinds that would be fused with their inputs
 Sample = npt.NDArray[np.float64]
 
 
 @dataclass
 class Runs:
-    """What one line had computed, in one way."""
+    """The computations of a line, by the way in which they ran."""
 
     where: str
-    called: str  # by the line: a function of this package
+    called: str  # the function of this package that the line called
     how: str  # jit, program or numpy
     runs: int = 0
-    fresh: int = 0  # that were the first of their structure, and would have cost less if they were not
-    built: int = 0  # for which something was built
+    fresh: int = 0  # runs that were the first of their structure, and so cost more
+    built: int = 0  # runs for which a program was built
     build_seconds: float = 0.0
-    costly_seconds: float = 0.0  # of the runs that were fresh, or for which something was built
-    seconds: float = 0.0  # of the host, in all
-    nodes: int = 0  # recorded, in all
-    fewest: int = 0  # recorded for one run
+    costly_seconds: float = 0.0  # of the runs that were fresh, or for which a program was built
+    seconds: float = 0.0  # of the host, in total
+    nodes: int = 0  # recorded, in total
+    fewest: int = 0  # recorded for a run
     most: int = 0
-    items: int = 0  # computed, in all
+    items: int = 0  # computed, in total
     launches: int = 0
     operations: int = 0
     products: dict[str, int] = field(default_factory=dict)  # operations in products, by dtype
     nbytes: int = 0  # moved
-    wide_bytes: int = 0  # of numbers of 64 bits, before and after kernels and steps of NumPy
-    host_steps: dict[str, int] = field(default_factory=dict)  # what NumPy does between kernels, how often
-    raw_bytes: int = 0  # handed over between kernels of the user's own and those that could hold them
+    wide_bytes: int = 0  # of 64-bit values that kernels and steps of NumPy read and write
+    host_steps: dict[str, int] = field(default_factory=dict)  # how often NumPy computes what between kernels
+    raw_bytes: int = 0  # passed between the user's kernels and kernels that could be fused with them
     raw_names: str = ""
     arena_bytes: int = 0  # at most
-    kept_bytes: int = 0  # at most: what waits for the gradient
-    again: int = 0  # operations that another run had done for itself
+    kept_bytes: int = 0  # at most: values kept for the gradient
+    again: int = 0  # operations that were repeated, since an earlier run did not keep their results
     again_for: str = ""  # the line of that run
 
 
 @dataclass
 class Transfers:
-    """What one line sent: arrays that became tensors."""
+    """The arrays that a line sent to a device."""
 
     where: str
     called: str
@@ -77,18 +77,18 @@ class Transfers:
     calls: int = 0
     nbytes: int = 0
     seconds: float = 0.0  # of the host
-    made_seconds: float = 0.0  # before: since the thread's last use of the device
-    least_seconds: float = 0.0  # of both, for one call
+    made_seconds: float = 0.0  # for making the arrays: since the thread's last use of the device
+    least_seconds: float = 0.0  # of both, for a call
     beside: int = 0  # calls by threads that only send
-    repeated: int = 0  # calls with what this line had sent before
-    returned: int = 0  # calls with what was made of values that had just been fetched
-    returned_seconds: float = 0.0  # from the fetching to the end of the sending
-    source: str = ""  # the line that fetched those
+    repeated: int = 0  # calls with values that this line had sent before
+    returned: int = 0  # calls with values made from values that had just been read
+    returned_seconds: float = 0.0  # from reading them to the end of sending
+    source: str = ""  # the line that read them
 
 
 @dataclass
 class Handover:
-    """Values that were stored because one line asked for them, and that kernels of another line read."""
+    """Values that were stored because a line requested them, and that kernels of another line read."""
 
     where: str
     into: str
@@ -109,7 +109,7 @@ class _Fetched:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What one run of a program does."""
+    """What a run of a program does."""
 
     operations: int
     products: dict[str, int]
@@ -123,10 +123,10 @@ class _Facts:
 
 
 class LineLog:
-    """What the lines of the user's code ask of one device. It is told from any thread."""
+    """What the lines of the user's code do with a device. Any thread may call it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finaliser of the user's own may read a tensor
+        self._lock = threading.RLock()  # reentrant, since a finalizer of the user's may read a tensor
         self._runs: dict[tuple[str, str], Runs] = {}
         self._transfers: dict[tuple[str, str], Transfers] = {}
         self._handovers: dict[tuple[str, str], Handover] = {}
@@ -136,11 +136,11 @@ class LineLog:
         self._asked: weakref.WeakKeyDictionary[Node, str] = weakref.WeakKeyDictionary()  # by realize()
         self._fetched: deque[_Fetched] = deque(maxlen=_FETCHED)
         self._samples: dict[tuple[str, str], deque[int]] = {}
-        self._threads: dict[int, tuple[float, bool]] = {}  # last use of the device; whether it had it compute
-        self.first = self.last = 0.0  # moments of `perf_counter`
+        self._threads: dict[int, tuple[float, bool]] = {}  # last use of the device; whether it computed
+        self.first = self.last = 0.0  # in seconds of `perf_counter`
         self.count = 0  # runs so far
 
-    # What is told
+    # Notifications
 
     def waited(self, where: str, end: float) -> None:
         """A line waited for the device."""
@@ -156,20 +156,20 @@ class LineLog:
         with self._lock:
             self._begin(run.start)
             self.count += 1
-            found = self._run(where, called, run.how)
-            found.runs += 1
-            # What is small is NumPy's whether it is known or not, so nothing is lost by its being new.
+            entry = self._run(where, called, run.how)
+            entry.runs += 1
+            # NumPy computes what is small in any case, so it costs no more the first time.
             fresh = run.fresh and (run.program is not None or any(n.size >= _LARGE for n in run.nodes))
-            found.fresh += fresh
-            found.built += run.build_seconds > 0
-            found.build_seconds += run.build_seconds
-            found.seconds += run.end - run.start
+            entry.fresh += fresh
+            entry.built += run.build_seconds > 0
+            entry.build_seconds += run.build_seconds
+            entry.seconds += run.end - run.start
             if fresh or run.build_seconds:
-                found.costly_seconds += run.end - run.start
+                entry.costly_seconds += run.end - run.start
             if run.nodes:
-                self._recorded(run, found, where, called)
+                self._recorded(run, entry, where, called)
             if run.program is not None:
-                self._count(found, run.program)
+                self._count(entry, run.program)
             self._used(run.end, computes=True)
 
     def sent(self, array: npt.NDArray[Any], start: float, end: float) -> None:
@@ -178,22 +178,22 @@ class LineLog:
         sample = _sampled(array)
         with self._lock:
             self._begin(start)
-            found = self._transfer(where, called, str(array.dtype))
-            found.calls += 1
-            found.nbytes += array.nbytes
-            found.seconds += end - start
+            entry = self._transfer(where, called, str(array.dtype))
+            entry.calls += 1
+            entry.nbytes += array.nbytes
+            entry.seconds += end - start
             last, computes = self._threads.get(threading.get_ident(), (0.0, False))
             if last:
-                found.made_seconds += start - last
-                found.least_seconds = min(found.least_seconds or end - last, end - last)
-            found.beside += not computes
+                entry.made_seconds += start - last
+                entry.least_seconds = min(entry.least_seconds or end - last, end - last)
+            entry.beside += not computes
             source = self._came_back(array, sample)
             if source is not None:
-                found.returned += 1
-                found.returned_seconds += end - source.seconds
-                found.source = source.where
-            elif sample is not None and self._sent_before((found.where, found.dtype), array, sample):
-                found.repeated += 1
+                entry.returned += 1
+                entry.returned_seconds += end - source.seconds
+                entry.source = source.where
+            elif sample is not None and self._sent_before((entry.where, entry.dtype), array, sample):
+                entry.repeated += 1
             self._used(end, computes=False)
 
     def fetched(self, array: npt.NDArray[Any], end: float) -> None:
@@ -205,10 +205,10 @@ class LineLog:
                 self._fetched.append(_Fetched(where, array.size, sample, weakref.ref(array), end))
             self._used(end, computes=False)
 
-    # What was found
+    # Results
 
     def runs(self) -> list[Runs]:
-        """Every line that had something computed."""
+        """Every line that computed something."""
         with self._lock:
             return deepcopy(list(self._runs.values()))
 
@@ -218,7 +218,7 @@ class LineLog:
             return deepcopy(list(self._transfers.values()))
 
     def handovers(self) -> list[Handover]:
-        """Every value that was asked for in the middle of a chain."""
+        """Every value that was requested in the middle of a chain of operations."""
         with self._lock:
             return deepcopy(list(self._handovers.values()))
 
@@ -259,20 +259,20 @@ class LineLog:
             self._transfers[key] = Transfers(where, called, dtype)
         return self._transfers[key]
 
-    def _recorded(self, run: Run, found: Runs, where: str, called: str) -> None:
+    def _recorded(self, run: Run, entry: Runs, where: str, called: str) -> None:
         """Count the operations recorded, those computed a second time, and the values stored in between."""
         wanted = set(run.wanted)
         pending = [node for node in run.nodes if node.value is None]
-        found.nodes += len(pending)
-        found.fewest = min(found.fewest or len(pending), len(pending))
-        found.most = max(found.most, len(pending))
+        entry.nodes += len(pending)
+        entry.fewest = min(entry.fewest or len(pending), len(pending))
+        entry.most = max(entry.most, len(pending))
         for node in pending:
-            found.items += node.size
+            entry.items += node.size
             if node.size < _LARGE or node.primitive.is_free:
                 continue
             if node in self._done and not node.primitive.is_identity:
-                found.again += node.primitive.operations_of(node)
-                found.again_for = self._done[node]
+                entry.again += node.primitive.operations_of(node)
+                entry.again_for = self._done[node]
             if node not in wanted:
                 self._done[node] = where
             for parent in node.inputs if node.primitive.kind in _JOINS else ():
@@ -293,22 +293,22 @@ class LineLog:
         self._handovers[key].count += 1
         self._handovers[key].nbytes += nbytes
 
-    def _count(self, found: Runs, program: Executable) -> None:
+    def _count(self, entry: Runs, program: Executable) -> None:
         facts = self._facts.get(program)
         if facts is None:
             facts = self._facts[program] = _facts(program)
-        found.launches += program.launches
-        found.operations += facts.operations
-        found.nbytes += facts.nbytes
-        found.wide_bytes += facts.wide_bytes
+        entry.launches += program.launches
+        entry.operations += facts.operations
+        entry.nbytes += facts.nbytes
+        entry.wide_bytes += facts.wide_bytes
         for dtype, operations in facts.products.items():
-            found.products[dtype] = found.products.get(dtype, 0) + operations
+            entry.products[dtype] = entry.products.get(dtype, 0) + operations
         for name, count in facts.host_steps.items():
-            found.host_steps[name] = found.host_steps.get(name, 0) + count
-        found.raw_bytes += facts.raw_bytes
-        found.raw_names = found.raw_names or facts.raw_names
-        found.arena_bytes = max(found.arena_bytes, facts.arena_bytes)
-        found.kept_bytes = max(found.kept_bytes, facts.kept_bytes)
+            entry.host_steps[name] = entry.host_steps.get(name, 0) + count
+        entry.raw_bytes += facts.raw_bytes
+        entry.raw_names = entry.raw_names or facts.raw_names
+        entry.arena_bytes = max(entry.arena_bytes, facts.arena_bytes)
+        entry.kept_bytes = max(entry.kept_bytes, facts.kept_bytes)
 
     def _came_back(self, array: npt.NDArray[Any], sample: Sample | None) -> _Fetched | None:
         """The recently fetched values that an array was made from, if there are any."""
@@ -324,7 +324,7 @@ class LineLog:
 
     def _sent_before(self, line: tuple[str, str], array: npt.NDArray[Any], sample: Sample) -> bool:
         if sample.min() == sample.max():
-            return False  # zeros look all alike
+            return False  # all arrays of zeros are equal
         key = hash((array.shape, sample.tobytes()))
         known = self._samples.setdefault(line, deque(maxlen=_SENT))
         if key in known:
@@ -381,15 +381,15 @@ def _facts(program: Executable) -> _Facts:
 
 
 def _sampled(array: npt.NDArray[Any]) -> Sample | None:
-    """A few items of an array, in order; None where the array is too small to matter, or not ordered."""
+    """A few items of an array, in order; None if the array is too small to matter, or complex."""
     if array.size < _COMPARED or array.dtype.kind == "c":
         return None
-    places = np.linspace(0, array.size - 1, _SAMPLE).astype(np.intp)
-    return np.asarray(array.flat[places]).astype(np.float64)
+    indices = np.linspace(0, array.size - 1, _SAMPLE).astype(np.intp)
+    return np.asarray(array.flat[indices]).astype(np.float64)
 
 
 def _alike(sample: Sample, other: Sample) -> bool:
-    """Whether samples are equal or equally ordered: one may be an elementwise function of the other."""
+    """Whether samples are equal or in the same order: one may be an elementwise function of the other."""
     if np.array_equal(sample, other, equal_nan=True):
         return True
     ranks = [np.unique(items, return_inverse=True)[1].astype(np.float64) for items in (sample, other)]

@@ -15,29 +15,29 @@ from penstock.profiling.records import OTHER
 
 BEFORE = "(before the profile)"  # the owner of what was live at the beginning, and not traced
 _MAX_OWNERS = 1000
-_MAX_SIZES = 256  # of one owner, told apart
+_MAX_SIZES = 256  # different sizes that are counted per owner
 
 
 @dataclass
 class Misses:
-    """Requests of one owner that went to the driver."""
+    """Requests of an owner that went to the driver."""
 
     count: int = 0
     nbytes: int = 0
     seconds: float = 0.0
-    sizes: set[int] = field(default_factory=set)  # as far as they are told apart
+    sizes: set[int] = field(default_factory=set)  # at most `_MAX_SIZES` of them
 
 
 class MemoryLog:
-    """What a profile knows of one device's blocks.
+    """What a profile knows about a device's memory blocks.
 
-    Finalisers note actions without a lock; the next request for memory processes them.
+    Finalizers note actions without a lock; the next request for memory processes them.
     """
 
     def __init__(
         self, pool: BufferPool, live: list[Block], kept: int, runs: Callable[[], int] = lambda: 0
     ) -> None:
-        """`live`: what was traced before; `kept`: so many single actions and samples; `runs`: so far."""
+        """`live`: blocks traced already; `kept`: how many actions and samples to keep; `runs`: so far."""
         self._runs = runs
         self._pool = pool
         self._lock = threading.Lock()
@@ -51,22 +51,22 @@ class MemoryLog:
         self.actions: deque[Action] = deque(maxlen=kept)
         self._seen = 0
         self.samples: deque[tuple[float, int, int]] = deque(maxlen=kept)  # seconds, live and pooled bytes
-        self._asked: dict[str, tuple[int, int]] = {}  # by owner: blocks, bytes
+        self._asked: dict[str, tuple[int, int]] = {}  # requested blocks and bytes, by owner
         self._newer_from = Memory(None, 0, None).serial
         self._idle: list[tuple[int, int]] = []
         start, idle = pool.balance()
-        self._before = max(start - self._known, 0)  # untraced bytes of the beginning that are still live
+        self._before = max(start - self._known, 0)  # untraced bytes from before the profile, still live
         self.peak_bytes = start
         self.taken_bytes = start + idle  # the most that was live and idle together
-        self._since: dict[int, int] = {}  # the runs before the live blocks were handed out, by serial
+        self._since: dict[int, int] = {}  # by serial: the number of runs when a live block was allocated
         self._last_serial = self._newer_from  # of the driver's allocations so far
         self.misses: dict[str, Misses] = {}  # requests that went to the driver, by owner
         self._before_peak = self._before  # the same, at the peak
         self._at_peak = self._owners()
-        self._rising = False  # whether the peak is now, and its owners are not noted yet
+        self._rising = False  # whether the peak is now, and its owners are not recorded yet
 
     def process(self, seconds: float | None = None) -> None:
-        """Count what was noted. With `seconds`, also sample the pool at that moment."""
+        """Process the actions that were noted. With `seconds`, also sample the pool at that time."""
         with self._lock:
             while self._noted:
                 self._sort_in(self._noted.popleft())
@@ -79,7 +79,7 @@ class MemoryLog:
                 self.samples.append((seconds, live, pooled))
 
     def finish(self) -> None:
-        """Note the end, after which nothing is told any more."""
+        """End the log."""
         self.process()
         if self._rising:
             self._at_peak, self._rising = self._owners(), False
@@ -91,7 +91,7 @@ class MemoryLog:
         return self._seen - len(self.actions)
 
     def owners(self) -> list[tuple[str, int, int, int]]:
-        """Owner, bytes at the peak, blocks and bytes asked for; the most bytes at the peak first."""
+        """Owner, bytes at the peak, requested blocks and bytes; the most bytes at the peak first."""
         with self._lock:
             at_peak = self._owners() if self._rising else self._at_peak
             names = dict.fromkeys([*at_peak, *self._asked])
@@ -99,7 +99,7 @@ class MemoryLog:
         return sorted(rows, key=lambda row: (-row[1], -row[3]))
 
     def held_before(self) -> dict[str, int]:
-        """What each owner held before the first action that is kept."""
+        """The bytes that each owner held before the first action that is kept."""
         with self._lock:
             held = Counter(self._held)
             for action in self.actions:
@@ -107,16 +107,16 @@ class MemoryLog:
         return dict(+held)
 
     def kept(self) -> dict[str, list[tuple[int, int]]]:
-        """The blocks that each owner still holds: after how many runs it asked for them, and their bytes."""
+        """The blocks that each owner still holds: the number of runs when they were requested, and bytes."""
         with self._lock:
-            found: dict[str, list[tuple[int, int]]] = {}
+            held: dict[str, list[tuple[int, int]]] = {}
             for serial, since in self._since.items():
                 block = self._live[serial]
-                found.setdefault(block.site, []).append((since, block.nbytes))
-        return found
+                held.setdefault(block.site, []).append((since, block.nbytes))
+        return held
 
     def history(self, device: str, epoch: float) -> History:
-        """What a snapshot shows. `epoch` is what to add to the clock, for seconds since 1970."""
+        """The contents of a snapshot. `epoch` is added to times to get seconds since 1970."""
         with self._lock:
             return History(
                 device=device,
@@ -154,7 +154,7 @@ class MemoryLog:
         if self._rising:
             self._at_peak, self._rising = self._owners(), False
         if self._live.pop(block.serial, None) is None:
-            return  # it was taken before the profile, by a trace that did not tell of it
+            return  # it was allocated before the profile, and not traced
         self._since.pop(block.serial, None)
         self._known -= nbytes
         self._held[block.site] -= nbytes
@@ -162,16 +162,16 @@ class MemoryLog:
             del self._held[block.site]
 
     def _note_miss(self, action: Action) -> None:
-        """Count a block that the driver has just allocated, which a new serial number tells."""
+        """Count a block if the driver has just allocated it: then its serial number is new."""
         if action.block.serial <= self._last_serial:
             return
         self._last_serial = action.block.serial
-        found = self.misses.setdefault(self._name(action.block.site), Misses())
-        found.count += 1
-        found.nbytes += action.block.nbytes
-        found.seconds += action.took
-        if len(found.sizes) < _MAX_SIZES:
-            found.sizes.add(action.block.nbytes)
+        misses = self.misses.setdefault(self._name(action.block.site), Misses())
+        misses.count += 1
+        misses.nbytes += action.block.nbytes
+        misses.seconds += action.took
+        if len(misses.sizes) < _MAX_SIZES:
+            misses.sizes.add(action.block.nbytes)
 
     def _name(self, site: str) -> str:
         return site if site in self._asked or len(self._asked) < _MAX_OWNERS else OTHER

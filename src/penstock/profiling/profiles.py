@@ -1,4 +1,4 @@
-"""`ps.profile`: everything that devices do inside a `with` block, in numbers, tables and files."""
+"""`ps.profile`: everything that devices do inside a `with` block, as records, tables and files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.profiling.records import (
     OwnerRecord,
     WaitRecord,
 )
-from penstock.profiling.table import Found, rendered
+from penstock.profiling.table import Contents, rendered
 from penstock.registry import find
 from penstock.runtime import Device, in_use, when_opened
 
@@ -32,16 +32,16 @@ AnyPath = str | os.PathLike[str]
 
 
 class Profile:
-    """What devices do between `__enter__` and `__exit__`, whichever thread asks for it. It is used once.
+    """What devices do between `__enter__` and `__exit__`, for all threads. It can be used once.
 
     Profiles may be nested, and overlap in several threads: each sees everything. Totals are exact; of single
-    events the last ones are kept.
+    events, the last are kept.
     """
 
     def __init__(
         self, path: AnyPath | None = None, *, device: Device | str | None = None, kept: int = KEPT
     ) -> None:
-        """`kept`: so many single events of each device."""
+        """`kept`: how many single events of each device to keep."""
         self._path = None if path is None else Path(path)
         self._chosen = find(device) if isinstance(device, str) else device
         self._kept = kept
@@ -54,7 +54,7 @@ class Profile:
 
     def __enter__(self) -> Profile:
         if self._state != "new":
-            raise RuntimeError("a profile is used once; make another one with ps.profile()")
+            raise RuntimeError("a profile can be used once; make another with ps.profile()")
         if self._path is not None and not self._path.absolute().parent.is_dir():
             raise FileNotFoundError(f"there is no folder for the trace {str(self._path)!r}")
         self._state, self._process = "on", os.getpid()
@@ -70,7 +70,7 @@ class Profile:
         except BaseException:
             self._stop()
             raise
-        # Only now, as devices had to finish what they were at.
+        # Only now, since devices first had to finish what was pending.
         self._start = time.perf_counter()
         self._epoch = time.time() - self._start
         return self
@@ -79,7 +79,7 @@ class Profile:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if os.getpid() != self._process:
-            self._state = "over"  # a forked child, in which no device can be used: this is its parent's
+            self._state = "over"  # in a forked child, where no device can be used
             return
         try:
             self._stop()
@@ -110,34 +110,34 @@ class Profile:
             for recorder in self._recorders:
                 try:
                     recorder.end()
-                except Exception as trouble:  # the others have to end all the same
+                except Exception as trouble:  # the others have to end nevertheless
                     errors.append(trouble)
             self._end = time.perf_counter()
         if errors:
             raise errors[0]
 
-    # What was found
+    # Results
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the end, or to now."""
+        """The length of the profile, so far if it is on."""
         return (self._end if self._end else time.perf_counter()) - self._start if self._start else 0.0
 
     def kernels(self) -> list[KernelRecord]:
-        """Every kernel, and what the host computed instead, those that took longest first.
+        """Every kernel, and what the host computed instead, the longest total time first.
 
-        The first time on a device, this measures what it reaches at best: well under a second, kept on disk.
-        Inside the block, nothing is measured, and only what has finished is known.
+        The first time on a device, this measures its best rates, in well under a second, and keeps them on
+        disk. Inside the block, nothing is measured, and only finished commands are included.
         """
-        found = [
+        records = [
             self._kernel(recorder, total)
             for recorder in self._recorders
             for total in recorder.totals("kernel")
         ]
-        return sorted(found, key=lambda kernel: (-(kernel.seconds or 0.0), -kernel.calls))
+        return sorted(records, key=lambda kernel: (-(kernel.seconds or 0.0), -kernel.calls))
 
     def copies(self) -> list[CopyRecord]:
-        """Every direction of copies, by whom they were made."""
+        """Every direction of copies, separately for device and host."""
         return [
             CopyRecord(
                 device=recorder.device.name,
@@ -152,54 +152,54 @@ class Profile:
         ]
 
     def waits(self) -> list[WaitRecord]:
-        """Every line of your code that waited for a device, those that waited longest first."""
-        found = [
+        """Every line of your code that waited for a device, the longest total time first."""
+        records = [
             WaitRecord(recorder.device.name, total.name, total.detail, total.calls, total.seconds)
             for recorder in self._recorders
             for total in recorder.totals("wait")
         ]
-        return sorted(found, key=lambda wait: -wait.seconds)
+        return sorted(records, key=lambda wait: -wait.seconds)
 
     def memory(self) -> list[OwnerRecord]:
-        """Every line of your code that held device memory at the peak, or asked for some, the most first."""
-        found = [
+        """Every line of your code that held device memory at the peak, or requested some, the most first."""
+        records = [
             OwnerRecord(recorder.device.name, *row)
             for recorder in self._recorders
             for row in recorder.memory.owners()
         ]
-        return sorted(found, key=lambda owner: (-owner.peak_bytes, -owner.allocated_bytes))
+        return sorted(records, key=lambda owner: (-owner.peak_bytes, -owner.allocated_bytes))
 
     def devices(self) -> list[DeviceRecord]:
-        """Every device that was noted."""
+        """Every device that was recorded."""
         return [self._device(recorder) for recorder in self._recorders]
 
     def ceilings(self) -> dict[str, dict[str, float]]:
-        """The rates by which `kernels` judged each device: `bytes` a second, operations by their dtype."""
+        """The best rates of each device: `bytes` per second, and operations per second by dtype."""
         return {recorder.device.name: known.known() for recorder, known in self._ceilings.items()}
 
     def memory_samples(self) -> dict[str, list[tuple[float, int, int]]]:
-        """Seconds from the beginning, live and pooled bytes, as often as a device finished something."""
+        """Seconds from the start, live and pooled bytes, each time that a device finished something."""
         return {recorder.device.name: self._samples(recorder) for recorder in self._recorders}
 
     def evidence(self, measure: bool = True) -> list[Evidence]:
-        """What `ps.advise` judges by, of every device. `measure`: whether rates may be found out."""
+        """The evidence of every device for `ps.advise`. `measure`: whether unknown rates may be measured."""
         return [gathered(recorder, measure and self._state == "over") for recorder in self._recorders]
 
     def events(self) -> list[EventRecord]:
-        """The last single events of every device, by their beginning."""
-        found = [
+        """The last single events of every device, sorted by start."""
+        records = [
             self._event(recorder, event) for recorder in self._recorders for event in recorder.kept_events()
         ]
-        return sorted(found, key=lambda event: event.start)
+        return sorted(records, key=lambda event: event.start)
 
-    # What is shown and written
+    # Output
 
     def table(self, width: int | None = None) -> str:
         """Kernels, copies, waits and memory as tables, as wide as the terminal unless a width is given."""
-        found = Found(
+        contents = Contents(
             self.seconds, self.devices(), self.kernels(), self.copies(), self.waits(), self.memory()
         )
-        return rendered(found, width)
+        return rendered(contents, width)
 
     def __str__(self) -> str:
         return self.table()
@@ -211,7 +211,7 @@ class Profile:
     def save_trace(self, path: AnyPath) -> None:
         """Write a trace that ui.perfetto.dev opens: queues, waits, and memory over time.
 
-        Beside the events, it has all totals, under `otherData`.
+        Besides the events, it has all totals, in `otherData`.
         """
         about = {
             "tool": "penstock",
@@ -247,7 +247,9 @@ class Profile:
         cost, mean = total.cost, total.seconds / total.timed if total.timed else None
         share, bound = None, ""
         if cost is not None and mean:
-            ceilings = self._ceilings.setdefault(recorder, Ceilings(recorder.device))
+            if recorder not in self._ceilings:
+                self._ceilings[recorder] = Ceilings(recorder.device)
+            ceilings = self._ceilings[recorder]
             measure = self._state == "over" if measure is None else measure
             if measure and ceilings.operations(cost.product):
                 ceilings.exceeded(cost.product, cost.operations / mean)
@@ -261,7 +263,7 @@ class Profile:
             shapes=total.detail,
             where=total.where,
             calls=total.calls,
-            # Where some calls failed, the others stand for them.
+            # If some calls failed, the mean of the others is used for them.
             seconds=mean * total.calls if mean is not None else None,
             least_seconds=total.least if total.timed else None,
             most_seconds=total.most if total.timed else None,

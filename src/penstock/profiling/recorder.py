@@ -1,4 +1,4 @@
-"""What one device does while a profile is on: exact totals, and the last single events."""
+"""What a device does while a profile is on: exact totals, and the last single events."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from penstock.runtime import Device
 from penstock.stream.recorder import Ran, Run
 from penstock.stream.stream import PROFILE
 
-KEPT = 1 << 16  # single events, and as many actions on memory: about 20 MB in all
+KEPT = 1 << 16  # single events, and as many actions on memory: about 20 MB in total
 _MAX_WAITS = 1024  # between two kernels
-_MAX_NAMES = 4096  # kernels, and lines that wait, told apart
+_MAX_NAMES = 4096  # kernels and lines that are counted separately
 
 Kind = Literal["kernel", "copy", "wait"]
 Where = Literal["device", "host"]
 
 
 class Total:
-    """All calls of one kernel, copies of one direction, or waits of one line."""
+    """All calls of a kernel, copies in a direction, or waits of a line."""
 
     __slots__ = (
         "calls",
@@ -55,12 +55,12 @@ class Total:
         self.timed = 0  # calls whose times are known
         self.nbytes = 0  # of copies
         self.seconds = 0.0
-        self.idle = 0.0  # of the device, after waits: from their ends until the next kernel begins
+        self.idle = 0.0  # of the device, after waits, until the next kernel starts
         self.least = float("inf")
         self.most = 0.0
 
     def add(self, times: tuple[float, float] | None, nbytes: int = 0) -> None:
-        """One more call."""
+        """Count a call."""
         self.calls += 1
         self.nbytes += nbytes
         if times is not None:
@@ -72,7 +72,7 @@ class Total:
 
 
 class Event(NamedTuple):
-    """One call, on a queue of the device or a thread of the host, in seconds of `perf_counter`."""
+    """A call, on a queue of the device or a thread of the host, in seconds of `perf_counter`."""
 
     track: str
     total: Total
@@ -82,14 +82,16 @@ class Event(NamedTuple):
 
 
 class DeviceRecorder:
-    """Totals and events of one device. It is told by the stream, from any thread."""
+    """Totals and events of a device. The stream calls it, from any thread."""
 
     def __init__(self, device: Device, kept: int = KEPT) -> None:
         self.device = device
         self._lock = threading.Lock()
         self._totals: dict[tuple[Any, ...], Total] = {}
         self._last_end: dict[str, float] = {}  # by queue
-        self._waits: deque[tuple[float, Total]] = deque(maxlen=_MAX_WAITS)  # ends, before the next kernel
+        self._waits: deque[tuple[float, Total]] = deque(
+            maxlen=_MAX_WAITS
+        )  # ends of waits since the last kernel
         self.events: deque[Event] = deque(maxlen=kept)
         self._seen = 0
         self._pool_before = device.pool.stats()
@@ -98,7 +100,7 @@ class DeviceRecorder:
         self.memory = MemoryLog(device.pool, device.memory_blocks()[0], kept, lines.runs_so_far)
 
     def begin(self) -> None:
-        """Start to listen: to commands that are recorded from here on."""
+        """Start to record commands."""
         self.device.log_memory(self.memory)
         try:
             self.device.stream.add_recorder(self)
@@ -107,7 +109,7 @@ class DeviceRecorder:
             raise
 
     def end(self) -> None:
-        """Wait for pending commands, and stop to listen."""
+        """Wait for pending commands, and stop recording."""
         try:
             self.device.stream.remove_recorder(self)
         finally:
@@ -115,7 +117,7 @@ class DeviceRecorder:
             self.memory.finish()
             self._pool_after = self.device.pool.stats()
 
-    # What the stream tells
+    # Notifications of the stream
 
     def finished(self, queue: str, commands: Sequence[Ran]) -> None:
         """See Recorder."""
@@ -129,8 +131,7 @@ class DeviceRecorder:
                     total, nbytes = self._total("copy", what, "device"), size
                 total.add(times, nbytes)
                 if times is not None:
-                    # A queue runs its commands one after another, and clocks that are compared again and
-                    # again may differ by a little.
+                    # A queue runs its commands sequentially, but converted times may overlap by a little.
                     start = max(times[0], latest)
                     if queue == "compute":
                         self._idled(start, latest)
@@ -167,7 +168,7 @@ class DeviceRecorder:
         """See Recorder."""
         self.lines.fetched(array, perf_counter())
 
-    # What was found
+    # Results
 
     @property
     def dropped(self) -> int:
@@ -175,18 +176,18 @@ class DeviceRecorder:
         return self._seen - len(self.events)
 
     def totals(self, kind: Kind) -> list[Total]:
-        """All of one kind, those that took longest first."""
+        """All totals of a kind, the longest time first."""
         with self._lock:
-            found = [total for total in self._totals.values() if total.kind == kind]
-        return sorted(found, key=lambda total: (-total.seconds, -total.calls))
+            totals = [total for total in self._totals.values() if total.kind == kind]
+        return sorted(totals, key=lambda total: (-total.seconds, -total.calls))
 
     def requests(self) -> tuple[int, int]:
-        """Requests for memory that the pool served from what was idle, and those that it did not."""
+        """Requests for memory that the pool served from idle blocks, and those that it did not."""
         after, before = self._pool_after or self.device.pool.stats(), self._pool_before
         return after.hits - before.hits, after.misses - before.misses
 
     def given_back(self) -> int:
-        """The bytes of blocks that went from the pool back to the driver."""
+        """The bytes of blocks that the pool returned to the driver."""
         after, before = self._pool_after or self.device.pool.stats(), self._pool_before
         made = sum(miss.nbytes for miss in self.memory.misses.values())
         return max(before.live_bytes + before.pooled_bytes + made - after.live_bytes - after.pooled_bytes, 0)
@@ -207,7 +208,7 @@ class DeviceRecorder:
     # The lock is held from here on.
 
     def _kernel(self, kernel: Kernel) -> Total:
-        detail = kernel.cost.shapes if kernel.cost else ""  # one kernel may serve several shapes
+        detail = kernel.cost.shapes if kernel.cost else ""  # a kernel may serve several shapes
         total = self._total("kernel", kernel.name, "device", detail)
         if total.calls == 0 and total.name != OTHER:
             total.cost = kernel.cost
@@ -223,7 +224,7 @@ class DeviceRecorder:
         return total
 
     def _idled(self, start: float, before: float) -> None:
-        """A kernel begins: charge the device's idle time before it to the last wait."""
+        """At the start of a kernel, attribute the device's idle time before it to the last wait."""
         last: tuple[float, Total] | None = None
         while self._waits and self._waits[0][0] <= start:
             last = self._waits.popleft()

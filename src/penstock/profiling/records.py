@@ -1,34 +1,34 @@
-"""What a profile found, as plain records. Seconds, bytes and operations; rates are per second."""
+"""The results of a profile as plain records. Seconds, bytes and operations; rates are per second."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-OTHER = "(others)"  # stands for what came after more names than are kept apart
+OTHER = "(others)"  # for names beyond the number that is counted separately
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRecord:
-    """One kernel on one device. What is not known is None, such as times of a device without timers."""
+    """A kernel on a device. Unknown values are None, such as times of a device without timers."""
 
     device: str
     name: str
-    shapes: str  # of what goes in and comes out
+    shapes: str  # of inputs and outputs
     where: Literal["device", "host"]  # the host computes what is small and seen for the first time
     calls: int
     seconds: float | None  # of all calls
     least_seconds: float | None  # of the shortest
     most_seconds: float | None  # of the longest
-    operations: int | None  # of one call
+    operations: int | None  # of a call
     read_bytes: int | None
     written_bytes: int | None
-    share: float | None  # of what the device reaches at best, in operations or in bytes
-    bound: Literal["compute", "memory", ""]  # which of the two holds it back
+    share: float | None  # of the device's best rate of operations or of bytes
+    bound: Literal["compute", "memory", ""]  # which of the two limits it
 
     @property
     def mean_seconds(self) -> float | None:
-        """Of one call."""
+        """Of a call."""
         return None if self.seconds is None else self.seconds / self.calls
 
     @property
@@ -49,11 +49,11 @@ class KernelRecord:
 
 @dataclass(frozen=True, slots=True)
 class CopyRecord:
-    """All copies of one direction."""
+    """All copies in a direction."""
 
     device: str
     direction: Literal["upload", "download", "copy"]  # the last from the device to itself
-    where: Literal["device", "host"]  # who copied: the host does it itself in memory that it shares
+    where: Literal["device", "host"]  # which of them copied; the host does it in shared memory
     calls: int
     nbytes: int
     seconds: float | None
@@ -66,7 +66,7 @@ class CopyRecord:
 
 @dataclass(frozen=True, slots=True)
 class WaitRecord:
-    """What one line of the user's code cost in waiting for a device."""
+    """The waits for a device that a line of the user's code caused."""
 
     device: str
     where: str  # file:line
@@ -77,33 +77,33 @@ class WaitRecord:
 
 @dataclass(frozen=True, slots=True)
 class OwnerRecord:
-    """The device memory that one line of the user's code held and asked for."""
+    """The device memory that a line of the user's code held and requested."""
 
     device: str
     owner: str  # file:line
-    peak_bytes: int  # held by it at the moment at which the most was live in all
-    allocations: int  # blocks that it asked for during the profile
+    peak_bytes: int  # that it held when the total of live bytes was largest
+    allocations: int  # blocks that it requested during the profile
     allocated_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """One device during a profile."""
+    """A device during a profile."""
 
     name: str
     description: str
-    timed: bool  # whether it tells when commands ran
+    timed: bool  # whether commands were timed
     busy_seconds: float | None  # of kernels
     peak_bytes: int  # the most that was live
-    pool_hits: int  # requests for memory that were served from what was idle
+    pool_hits: int  # requests for memory that were served from idle blocks
     pool_misses: int
     dropped_events: int  # single events that are not kept, because there were too many
-    dropped_actions: int  # the same of blocks of memory that came and went
+    dropped_actions: int  # allocations and frees that are not kept
 
 
 @dataclass(frozen=True, slots=True)
 class EventRecord:
-    """One thing that happened. Seconds count from the beginning of the profile."""
+    """An event. Seconds count from the start of the profile."""
 
     device: str
     track: str  # a queue of the device, or a thread of the host

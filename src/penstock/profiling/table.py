@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from penstock.formatting import format_bytes, format_rate, format_seconds
 from penstock.profiling.records import CopyRecord, DeviceRecord, KernelRecord, OwnerRecord, WaitRecord
-from penstock.profiling.words import short_kernel, short_place, short_shapes
+from penstock.profiling.words import short_kernel, short_location, short_shapes
 from penstock.terminal import as_text, cell, table
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _LEAST_WORDS = 6  # characters
 
 
 class _OfDevice(Protocol):
-    """Any record that tells its device."""
+    """Any record with a device."""
 
     @property
     def device(self) -> str:
@@ -31,7 +31,7 @@ class _OfDevice(Protocol):
 T = TypeVar("T", bound=_OfDevice)
 
 
-class Found:
+class Contents:
     """Everything that the tables show."""
 
     def __init__(
@@ -51,25 +51,25 @@ class Found:
         self.memory = memory
 
 
-def rendered(found: Found, width: int | None = None) -> str:
+def rendered(contents: Contents, width: int | None = None) -> str:
     """The tables as text, as wide as the terminal unless a width is given."""
     width = width or max(shutil.get_terminal_size().columns, _LEAST_WIDTH)
-    return as_text([*map(cell, _summaries(found)), *_tables(found, width)], width, _LEAST_WIDTH)
+    return as_text([*map(cell, _summaries(contents)), *_tables(contents, width)], width, _LEAST_WIDTH)
 
 
-def _summaries(found: Found) -> list[str]:
-    lines = [f"profile of {format_seconds(found.seconds)}"]
-    for device in found.devices:
+def _summaries(contents: Contents) -> list[str]:
+    lines = [f"profile of {format_seconds(contents.seconds)}"]
+    for device in contents.devices:
         busy = ""
-        if device.busy_seconds is not None and found.seconds:
-            share = device.busy_seconds / found.seconds
+        if device.busy_seconds is not None and contents.seconds:
+            share = device.busy_seconds / contents.seconds
             busy = f", kernels {format_seconds(device.busy_seconds)} ({share:.0%} of the time)"
         requests = device.pool_hits + device.pool_misses
         hits = f", pool hits {device.pool_hits / requests:.0%}" if requests else ""
         memory = f", memory at most {format_bytes(device.peak_bytes)}"
         lines.append(f"{device.name} ({device.description}){busy}{memory}{hits}")
         if not device.timed:
-            lines.append("  it does not tell when commands ran, so only their numbers are known")
+            lines.append("  it does not tell when commands ran, so they are counted but not timed")
         if device.dropped_events:
             lines.append(
                 f"  {device.dropped_events} single events are not kept; the totals below count them too"
@@ -77,17 +77,17 @@ def _summaries(found: Found) -> list[str]:
     return lines
 
 
-def _tables(found: Found, width: int) -> list[Table]:
-    several = len(found.devices) > 1
-    whole = sum(kernel.seconds or 0.0 for kernel in found.kernels)
+def _tables(contents: Contents, width: int) -> list[Table]:
+    several = len(contents.devices) > 1
+    whole = sum(kernel.seconds or 0.0 for kernel in contents.kernels)
     kernels = "kernel, shapes, >calls, >total, >part, >mean, >GFLOP/s, >GB/s, >of ceiling"
     copies = "direction, by, >calls, >bytes, >total, >GB/s"
     owners = "held by, >bytes, >blocks asked for, >bytes asked for"
     tables = [
-        _table("kernels", kernels, found.kernels, lambda kernel: _kernel(kernel, whole), several, width),
-        _table("copies", copies, found.copies, _copy, several, width),
-        _table("waits of the host", "line, why, >count, >total", found.waits, _wait, several, width),
-        _table("memory at the peak", owners, found.memory, _owner, several, width),
+        _table("kernels", kernels, contents.kernels, lambda kernel: _kernel(kernel, whole), several, width),
+        _table("copies", copies, contents.copies, _copy, several, width),
+        _table("waits of the host", "line, why, >count, >total", contents.waits, _wait, several, width),
+        _table("memory at the peak", owners, contents.memory, _owner, several, width),
     ]
     return [shown for shown in tables if shown is not None]
 
@@ -95,9 +95,9 @@ def _tables(found: Found, width: int) -> list[Table]:
 def _table(
     title: str, headings: str, records: Sequence[T], row: Callable[[T], list[str]], several: bool, width: int
 ) -> Table | None:
-    """A table of the first records; None where there are none. Of `several` devices, each row tells its own.
+    """A table of the first records; None if there are none. With `several` devices, rows name theirs.
 
-    Headings are separated by commas; those of numbers begin with >.
+    Headings are separated by commas; those of right-aligned columns begin with >.
     """
     if not records:
         return None
@@ -106,7 +106,7 @@ def _table(
     shown = records[:_ROWS]
     rows: list[list[str]] = [[*([record.device] if several else []), *row(record)] for record in shown]
     wide = [max(len(cells[at]) for cells in [names, *rows]) for at in range(len(names))]
-    # Where there is little room, the words are cut and not the numbers.
+    # If there is little room, words are cut and numbers are not.
     words = [at for at, name in enumerate(names) if not name.startswith(">")]
     room = width - sum(wide) - 2 * len(wide) + sum(wide[at] for at in words)
     for at in sorted(words, key=lambda at: wide[at]):
@@ -139,14 +139,14 @@ def _kernel(kernel: KernelRecord, all_seconds: float) -> list[str]:
 
 
 def _copy(copy: CopyRecord) -> list[str]:
-    numbers = (format_bytes(copy.nbytes), format_seconds(copy.seconds), format_rate(copy.gbytes))
-    return [copy.direction, copy.where, str(copy.calls), *numbers]
+    amounts = (format_bytes(copy.nbytes), format_seconds(copy.seconds), format_rate(copy.gbytes))
+    return [copy.direction, copy.where, str(copy.calls), *amounts]
 
 
 def _wait(wait: WaitRecord) -> list[str]:
-    return [short_place(wait.where), wait.why, str(wait.count), format_seconds(wait.seconds)]
+    return [short_location(wait.where), wait.why, str(wait.count), format_seconds(wait.seconds)]
 
 
 def _owner(owner: OwnerRecord) -> list[str]:
     sizes = (format_bytes(owner.peak_bytes), str(owner.allocations), format_bytes(owner.allocated_bytes))
-    return [short_place(owner.owner), *sizes]
+    return [short_location(owner.owner), *sizes]

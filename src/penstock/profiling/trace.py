@@ -1,7 +1,7 @@
-"""A profile as a trace that Perfetto (ui.perfetto.dev) and Chrome open: the JSON of Chrome's trace events.
+"""A profile as a trace for Perfetto (ui.perfetto.dev) and Chrome: the JSON of Chrome's trace events.
 
-Every device is a process with a track for each of its queues, and the host one with a track for each thread
-that waited, copied or computed. Times are in microseconds from the beginning of the profile.
+Every device is a process with a track for each of its queues, and the host is a process with a track for each
+thread that waited, copied or computed. Times are in microseconds from the start of the profile.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from penstock.memory.trace import Action
 from penstock.profiling.records import EventRecord
 
 _QUEUES = ("compute", "incoming", "outgoing")
-_HOST = 1  # the number of the host among the processes; devices follow
+_HOST = 1  # the process ID of the host; devices follow
 _OWNERS = 8  # lines with a counter of their own
 Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class DeviceTrace:
-    """One device in a trace; seconds are from the beginning of the profile."""
+    """A device in a trace; seconds are from the start of the profile."""
 
     name: str
     description: str
@@ -40,7 +40,7 @@ class DeviceTrace:
 def write(
     path: str | os.PathLike[str], devices: Sequence[DeviceTrace], start: float, about: Mapping[str, Any]
 ) -> None:
-    """Write a trace. `start` is the beginning of the profile, `about` what is told beside the events."""
+    """Write a trace. `start` is the start of the profile, `about` is written in addition to the events."""
     whole = {
         "traceEvents": sorted(entries(devices, start), key=_order),
         "displayTimeUnit": "ms",
@@ -51,7 +51,7 @@ def write(
 
 
 def plain(records: Iterable[Any]) -> list[dict[str, Any]]:
-    """Records as JSON has them."""
+    """Records as values for JSON."""
     return [asdict(record) for record in records]
 
 
@@ -80,9 +80,9 @@ def entries(devices: Sequence[DeviceTrace], start: float) -> Iterator[Entry]:
             yield _counter("memory", number, seconds, {"live": live, "pooled": pooled})
         yield from _by_owner(device, number, start)
         if device.dropped:
-            said = f"{device.dropped} earlier events of {device.name} are not kept"
+            note = f"{device.dropped} earlier events of {device.name} are not kept"
             first = min((event.start for event in device.events), default=0.0)
-            yield {"ph": "i", "s": "p", "name": said, "pid": number, "tid": 1, "ts": _microseconds(first)}
+            yield {"ph": "i", "s": "p", "name": note, "pid": number, "tid": 1, "ts": _microseconds(first)}
 
 
 def _named(process: int, name: str, place: int) -> Iterator[Entry]:
@@ -119,7 +119,7 @@ def _slice(event: EventRecord, process: int, thread: int) -> Entry:
 
 
 def _by_owner(device: DeviceTrace, process: int, start: float) -> Iterator[Entry]:
-    """The bytes that lines of code hold over time, of those that hold the most."""
+    """The bytes that lines of code hold over time, for the lines that hold the most."""
     held, most = Counter(device.held_before), Counter(device.held_before)
     for action in device.actions:
         held[action.block.site] += action.block.nbytes if action.out else -action.block.nbytes
@@ -136,7 +136,7 @@ def _by_owner(device: DeviceTrace, process: int, start: float) -> Iterator[Entry
 
 
 def _short(site: str) -> str:
-    """A line of code by the last two parts of its path, as names of counters are narrow."""
+    """A line of code with the last two parts of its path, since there is little room for counters' names."""
     return "/".join(site.split(os.sep)[-2:])
 
 
@@ -145,5 +145,5 @@ def _counter(name: str, process: int, seconds: float, values: Entry) -> Entry:
 
 
 def _microseconds(seconds: float) -> float:
-    """Microseconds since the beginning, to a nanosecond; never negative, though two clocks are compared."""
+    """Microseconds since the start, to a nanosecond; never negative, though converted times are imprecise."""
     return round(max(seconds, 0.0) * 1e6, 3)

@@ -1,4 +1,4 @@
-"""Names and places of a profile, short enough for a table."""
+"""Names, shapes and locations of a profile, shortened for tables."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _SHORT = {"bfloat": "bf", "float": "f", "int": "i", "uint": "u"}
 
 
 def short_kernel(name: str) -> str:
-    """A kernel's name without the digest that tells it from others of that name."""
+    """A kernel's name without the digest that makes it unique."""
     return _DIGEST.sub("", name)
 
 
 def short_shapes(shapes: str) -> str:
     """Shapes with dtypes of three letters."""
-    return _DTYPE.sub(lambda found: _SHORT[found[1]] + found[2], shapes)
+    return _DTYPE.sub(lambda match: _SHORT[match[1]] + match[2], shapes)
 
 
-def short_place(site: str) -> str:
-    """A line of code, by its path from here where that is shorter; Penstock's own by that in the package."""
+def short_location(site: str) -> str:
+    """A line of code, with its path relative to the current folder or to the package if that is shorter."""
     path, colon, line = site.rpartition(":")
     if not colon or not os.path.isabs(path):
         return site

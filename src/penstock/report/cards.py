@@ -1,4 +1,4 @@
-"""The small parts that sections are made of. Texts are HTML already, unless it is said."""
+"""The building blocks of sections. Texts are HTML, unless they are called plain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from penstock.formatting import format_share
-from penstock.profiling.words import short_kernel, short_place, short_shapes
+from penstock.profiling.words import short_kernel, short_location, short_shapes
 
 _MOST_COLUMNS = 6  # of facts; more are in two rows
 
@@ -17,18 +17,18 @@ def card(title: str, *content: str, kind: str = "") -> str:
     return f'<section class="{f"card {kind}".strip()}">{head}{"".join(content)}</section>'
 
 
-def text(said: str) -> str:
+def text(html: str) -> str:
     """A paragraph."""
-    return f"<p>{said}</p>"
+    return f"<p>{html}</p>"
 
 
-def aside(said: str) -> str:
-    """A paragraph that explains, or says that there is nothing."""
-    return f'<p class="dim">{said}</p>'
+def aside(html: str) -> str:
+    """A paragraph with an explanation."""
+    return f'<p class="dim">{html}</p>'
 
 
 def grid(*cards: str) -> str:
-    """Cards beside each other where there is room."""
+    """Cards side by side if there is room."""
     return f'<div class="grid">{"".join(cards)}</div>'
 
 
@@ -42,21 +42,21 @@ def fact_grid(facts: Sequence[tuple[str, str]]) -> str:
 
 
 def bar(part: float, largest: float) -> str:
-    """A share in words and as a bar, which is full where it is the largest."""
+    """A share as text and as a bar, which is full for the largest share."""
     width = min(max(part / largest, 0.0), 1.0) if largest > 0 else 0.0
     return f'<span class="bar"><i style="width: {width:.1%}"></i></span>{format_share(part)}'
 
 
 def kernel_name(name: str) -> str:
-    """A plain name of a kernel, which may break after every word of it."""
+    """A plain name of a kernel, with line breaks allowed after every word."""
     return escape(short_kernel(name)).replace("_", "_<wbr>")
 
 
 def shapes(given: str) -> str:
-    """Plain shapes of what goes into a kernel and comes out of it."""
+    """Plain shapes of the inputs and outputs of a kernel."""
     return escape(short_shapes(given).replace("->", "\N{RIGHTWARDS ARROW}"))
 
 
-def place(site: str) -> str:
-    """A plain line of code, which may break after every part of its path."""
-    return f'<span class="place">{escape(short_place(site)).replace("/", "/<wbr>")}</span>'
+def location(site: str) -> str:
+    """A plain location in code, with line breaks allowed after every part of its path."""
+    return f'<span class="place">{escape(short_location(site)).replace("/", "/<wbr>")}</span>'

@@ -1,4 +1,4 @@
-"""Lines over steps or seconds as SVG. The script shows the values under the pointer below the chart."""
+"""Line charts over steps or seconds as SVG. The script shows the values at the pointer below the chart."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from penstock.report.cards import aside, card
 Point = tuple[float, float]
 
 WIDTH, HEIGHT = 400, 210  # of a chart, in its own units; the style scales it to the room that it has
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 24  # room around the lines
-_LARGEST = 1e100  # beyond which a value is a mistake, and its chart would have no ticks
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 24  # margins
+_LARGEST = 1e100  # a larger value is a mistake, for which there would be no ticks
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart."""
+    """A line of a chart."""
 
     name: str
     points: Sequence[Point]
-    color: int = 0  # the number of one of the style's colors
+    color: int = 0  # the index of a color in the style
     dashed: bool = False
 
 
@@ -38,12 +38,12 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        """The place of a value."""
+        """The coordinate of a value."""
         return self.start + (value - self.low) / ((self.high - self.low) or 1.0) * (self.end - self.start)
 
 
 def drawable(points: Sequence[Point]) -> list[Point]:
-    """The points that can be drawn: those that are finite."""
+    """The points with finite values, which can be drawn."""
     return [(x, y) for x, y in points if abs(x) < _LARGEST and abs(y) < _LARGEST]
 
 
@@ -57,7 +57,7 @@ def line_chart(
     from_zero: bool = False,
     unit: tuple[str, float] | None = None,
 ) -> str:
-    """A card with a chart. `text` is for values, `unit` a name and a size in which the axis counts."""
+    """A card with a chart. `text` formats values; `unit` is the name and the size of the axis's unit."""
     drawn = [Line(line.name, drawable(line.points), line.color, line.dashed) for line in lines]
     drawn = [line for line in drawn if line.points]
     named = f"{title}, {unit[0]}" if unit else title
@@ -69,7 +69,7 @@ def line_chart(
     xs = [x for line in drawn for x, _ in line.points]
     x_scale = Scale(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
     y_scale = Scale(rows[0], rows[-1], HEIGHT - _BOTTOM, _TOP)
-    if min(xs) == max(xs):  # one point stands in the middle
+    if min(xs) == max(xs):  # a single point is in the middle
         x_scale = Scale(min(xs) - 1, min(xs) + 1, _LEFT, WIDTH - _RIGHT)
     parts = [*_rows(rows, y_scale), *_columns(min(xs), max(xs), x_scale, across_text)]
     parts += [_path(line, x_scale, y_scale, size, text, across_text) for line in drawn]
@@ -94,7 +94,7 @@ def bytes_unit(points: Sequence[Sequence[Point]]) -> tuple[str, float]:
 
 
 def ticks(values: Sequence[float], about: int = 4) -> list[float]:
-    """About so many round numbers around all values, at least two."""
+    """About so many round values that include all values, at least two."""
     low, high = min(values), max(values)
     span = (high - low) or abs(high) or 1.0
     size = 10.0 ** math.floor(math.log10(span / about))
@@ -114,7 +114,7 @@ def _rows(rows: Sequence[float], scale: Scale) -> list[str]:
 
 
 def _columns(low: float, high: float, scale: Scale, text: Callable[[float], str]) -> list[str]:
-    """Round numbers below, of those that lie inside."""
+    """Round values below the chart."""
     inside = [tick for tick in ticks([low, high], 3) if low <= tick <= high] if high > low else []
     shown = inside if len(inside) > 1 else sorted({low, high})
     parts = []
@@ -133,19 +133,19 @@ def _path(
     text: Callable[[float], str],
     across_text: Callable[[float], str],
 ) -> str:
-    """The line itself, with the words for each of its points."""
-    places = " ".join(f"{x_scale(x):.1f},{y_scale(y / size):.1f}" for x, y in line.points)
+    """The path of a line, with the texts of its points."""
+    path = " ".join(f"{x_scale(x):.1f},{y_scale(y / size):.1f}" for x, y in line.points)
     kind = "line" + (" dashed" if line.dashed else "") + (" single" if len(line.points) == 1 else "")
     ends = " h0.01" if len(line.points) == 1 else ""
     at = escape("|".join(across_text(x) for x, _ in line.points))
-    said = escape("|".join(text(y) for _, y in line.points))
-    return f'<path class="{kind} c{line.color}" d="M{places}{ends}" data-at="{at}" data-text="{said}"/>'
+    labels = escape("|".join(text(y) for _, y in line.points))
+    return f'<path class="{kind} c{line.color}" d="M{path}{ends}" data-at="{at}" data-text="{labels}"/>'
 
 
 def _legend(
     lines: Sequence[Line], text: Callable[[float], str], across: str, across_text: Callable[[float], str]
 ) -> str:
-    """The names with the last values, in whose place the script puts those under the pointer."""
+    """The names with the last values, which the script replaces by those at the pointer."""
     last = max(line.points[-1][0] for line in lines)
     keys = [
         f'<span class="key"><i class="swatch c{line.color}{" dashed" if line.dashed else ""}"></i>'

@@ -1,4 +1,4 @@
-"""What a profile found, as a page shows it: from a profile, from a trace, or from the file of a run."""
+"""The results of a profile as a page shows them: from a profile, a trace, or the file of a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from penstock.data.files import written_whole
 from penstock.errors import ReportError
 from penstock.files import MOST_OF_A_TRACE, parse_json, read_text
 from penstock.profiling.records import CopyRecord, DeviceRecord, KernelRecord, OwnerRecord, WaitRecord
+from penstock.report.planned_step import PlannedStep
 
 if TYPE_CHECKING:
     from penstock.plan.arenas import ArenaPlan
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 FILE = "profile.json"  # inside the folder of a run
 _FORMAT = "penstock profile 1"
 _MOST_SAMPLES = 400  # of a device's memory
-_FIRST_DEVICE = 2  # the number of the first device among a trace's processes; the host is 1
+_FIRST_DEVICE = 2  # the process ID of the first device in a trace; the host is 1
 
 Sample = tuple[float, int, int]  # seconds, live and pooled bytes
 T = TypeVar("T")
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Certificate:
-    """How much memory a step's temporaries take by their plan, and how much they take at least."""
+    """The memory of a step's temporaries by their plan, and a lower bound of it."""
 
     arena_bytes: int
     lower_bound: int
@@ -48,19 +49,20 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Findings:
-    """A profile that is over, with the advice that it gives."""
+    """A finished profile, with the advice from it."""
 
     seconds: float
     devices: list[DeviceRecord]
-    kernels: list[KernelRecord]  # those that took longest first
+    kernels: list[KernelRecord]  # the longest time first
     copies: list[CopyRecord]
     waits: list[WaitRecord]
     memory: list[OwnerRecord]
-    ceilings: dict[str, dict[str, float]]  # by device: `bytes` a second, operations by dtype
+    ceilings: dict[str, dict[str, float]]  # by device: `bytes` per second, operations by dtype
     samples: dict[str, list[Sample]]  # by device
     advice: list[Advice]
-    steps: tuple[int, int] | None = None  # the first and the last one of a run that it saw
+    steps: tuple[int, int] | None = None  # the first and the last step of a run that was profiled
     certificate: Certificate | None = None  # of the run's training step
+    planned: PlannedStep | None = None
 
     def save(self, path: Path) -> None:
         """Write them for `load`."""
@@ -70,9 +72,12 @@ class Findings:
 
 
 def of_profile(
-    profile: Profile, steps: tuple[int, int] | None = None, certificate: Certificate | None = None
+    profile: Profile,
+    steps: tuple[int, int] | None = None,
+    certificate: Certificate | None = None,
+    planned: PlannedStep | None = None,
 ) -> Findings:
-    """What a profile found; measures the device's best where that is not known yet."""
+    """The findings of a profile; measures the device's best rates if they are unknown."""
     kernels = profile.kernels()
     return Findings(
         seconds=profile.seconds,
@@ -86,22 +91,24 @@ def of_profile(
         advice=advise(profile),
         steps=steps,
         certificate=certificate,
+        planned=planned,
     )
 
 
 def load(path: Path) -> Findings:
-    """What `save` wrote; a ReportError says why a file is not that."""
+    """The findings that `save` wrote; a ReportError says why a file is not valid."""
     tree = _read(path)
     if tree.get("format") != _FORMAT:
         raise ReportError(f"{path} is no profile of a run; its format is {tree.get('format')!r}")
     try:
-        steps, certificate = tree.get("steps"), tree.get("certificate")
+        steps, certificate, planned = tree.get("steps"), tree.get("certificate"), tree.get("planned")
         return Findings(
             **_totals(tree),
             samples=_samples(tree["samples"]),
             advice=_records(Advice, tree["advice"]),
             steps=None if steps is None else (int(steps[0]), int(steps[1])),
             certificate=None if certificate is None else Certificate(**certificate),
+            planned=None if planned is None else _planned(planned),
         )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ReportError(
@@ -110,7 +117,7 @@ def load(path: Path) -> Findings:
 
 
 def of_trace(path: Path) -> Findings:
-    """What a trace that `ps.profile` saved has; a ReportError says why a file is none."""
+    """The findings in a trace that `ps.profile` saved; a ReportError says why a file is not valid."""
     tree = _read(path)
     about = tree.get("otherData")
     if not isinstance(about, dict) or about.get("tool") != "penstock":
@@ -131,7 +138,7 @@ def of_trace(path: Path) -> Findings:
         raise ReportError(
             f"{path} is damaged, or of another version of Penstock ({_reason(error)})"
         ) from None
-    thinned = {name: _thinned(found) for name, found in samples.items()}
+    thinned = {name: _thinned(own) for name, own in samples.items()}
     return Findings(**totals, samples=thinned, advice=advise(path))
 
 
@@ -166,7 +173,7 @@ def _totals(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _records(kind: type[T], rows: Sequence[Mapping[str, Any]]) -> list[T]:
-    """Records from JSON; what a later version has besides is left out."""
+    """Records from JSON; fields of later versions are ignored."""
     kinds = {item.name: str(item.type) for item in fields(kind)}  # type: ignore[arg-type]
     for row in rows:
         for name, wanted in kinds.items():
@@ -176,11 +183,22 @@ def _records(kind: type[T], rows: Sequence[Mapping[str, Any]]) -> list[T]:
 
 
 def _fits(value: object, annotation: str) -> bool:
-    """Whether a value of JSON is what a record's field is declared to be."""
+    """Whether a value of JSON has the type of a record's field."""
     if value is None:
         return annotation.endswith("None")
     allowed: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
     return isinstance(value, allowed.get(annotation.partition(" |")[0], (str,)))
+
+
+def _planned(tree: Mapping[str, Any]) -> PlannedStep:
+    moments = [(int(turn), int(live), int(gone), int(again)) for turn, live, gone, again in tree["moments"]]
+    seconds = tree["seconds"]
+    return PlannedStep(
+        moments,
+        int(tree["recomputed"]),
+        int(tree["peak_bytes"]),
+        None if seconds is None else float(seconds),
+    )
 
 
 def _samples(tree: Mapping[str, Any]) -> dict[str, list[Sample]]:
@@ -191,7 +209,7 @@ def _samples(tree: Mapping[str, Any]) -> dict[str, list[Sample]]:
 
 
 def _thinned(samples: Sequence[Sample]) -> list[Sample]:
-    """About so many that a chart has room for, of each run of neighbours the one with the most live."""
+    """As many samples as a chart has room for: of successive samples, that with the most live bytes."""
     size = -(-len(samples) // _MOST_SAMPLES) or 1
     return [max(samples[at : at + size], key=lambda pair: pair[1]) for at in range(0, len(samples), size)]
 

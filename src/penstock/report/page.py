@@ -1,4 +1,4 @@
-"""The page: sections under a row of tabs. Without its script it is one long page with the same content."""
+"""The page: sections under a row of tabs. Without its script it is a single long page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.report.charts import Line, Point, line_chart
 from penstock.report.findings import Findings
 from penstock.report.tables import settings_tables
 
-# Nothing is loaded from anywhere, whatever a run's texts hold.
+# Nothing is loaded from elsewhere, whatever the texts of a run contain.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
@@ -24,7 +24,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 class Run:
     """What a page shows of a training run."""
 
-    steps: int  # how many it is to have
+    steps: int  # how many are planned
     curves: Mapping[str, Sequence[Point]]  # by the names of the metrics, over the steps
     settings: Mapping[str, Mapping[str, object]]
     sample: str = ""
@@ -79,7 +79,7 @@ def _badge(count: int) -> str:
 
 def _sections(run: Run | None, findings: Findings | None) -> list[_Section]:
     advice = findings.advice if findings else []
-    found = [
+    parts = [
         _Section("overview", "Overview", _overview(run, findings)),
         _Section("memory", "Memory", sections.memory(run.curves if run else {}, findings)),
         _Section("kernels", "Kernels", sections.kernels(findings)),
@@ -89,9 +89,9 @@ def _sections(run: Run | None, findings: Findings | None) -> list[_Section]:
         _Section("advice", "Advice", sections.advice(findings), len(advice)),
     ]
     if run:
-        found.append(_Section("configuration", "Configuration", settings_tables(run.settings)))
-        found.append(_Section("sample", "Sample", _sample(run.sample)))
-    return found
+        parts.append(_Section("configuration", "Configuration", settings_tables(run.settings)))
+        parts.append(_Section("sample", "Sample", _sample(run.sample)))
+    return parts
 
 
 def _subtitle(run: Run | None, findings: Findings | None) -> str:
@@ -129,8 +129,8 @@ def _overview(run: Run | None, findings: Findings | None) -> str:
 
 def _run_facts(run: Run) -> list[tuple[str, str]]:
     def last(name: str) -> float:
-        found = _last(run.curves.get(name, ()))
-        return math.nan if found is None else found
+        last = _last(run.curves.get(name, ()))
+        return math.nan if last is None else last
 
     def middle(name: str) -> float:
         values = sorted(value for _, value in run.curves.get(name, ()))

@@ -21,72 +21,72 @@ BYTES = "bytes"  # the name of the bandwidth among the ceilings
 _WIDTH, _HEIGHT = 400, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 24, 36
 _LEAST_DOT, _LARGEST_DOT = 2.8, 12.0  # radii
-_SMALLEST, _LARGEST = 1e-7, 1e9  # beyond which a rate is a mistake, and an axis would have no room for it
+_SMALLEST, _LARGEST = 1e-7, 1e9  # a rate beyond these is a mistake, and not shown
 _APART = 12.0  # between two labels, at least
 _LABEL, _SHORT_LABEL = 120.0, 50.0  # room for the name of a level, and of the slope
-Place = tuple[float, float]  # in the chart's units
+Point = tuple[float, float]  # in the chart's units
 
 
 @dataclass(frozen=True)
 class Dot:
-    """A kernel that has a place, by its number in the table."""
+    """A kernel in the chart, with its number in the table."""
 
     number: int
     kernel: KernelRecord
-    intensity: float  # operations for each byte
+    intensity: float  # operations per byte
     gflops: float
     part: float  # of the time of all kernels
 
 
 def dots(kernels: Sequence[KernelRecord]) -> list[Dot]:
-    """The kernels that have a place: those that compute, move bytes, and were timed."""
+    """The kernels that can be shown: those that compute, move bytes, and were timed."""
     whole = sum(kernel.seconds or 0.0 for kernel in kernels)
-    found = []
+    result = []
     for number, kernel in enumerate(kernels):
         moved = (kernel.read_bytes or 0) + (kernel.written_bytes or 0)
         if not (kernel.operations and moved > 0 and kernel.gflops and kernel.seconds):
             continue
         intensity = kernel.operations / moved
         if all(_SMALLEST < value < _LARGEST for value in (intensity, kernel.gflops)):
-            found.append(Dot(number, kernel, intensity, kernel.gflops, kernel.seconds / whole))
-    return found
+            result.append(Dot(number, kernel, intensity, kernel.gflops, kernel.seconds / whole))
+    return result
 
 
-def roofline(title: str, found: Sequence[Dot], ceilings: Mapping[str, float]) -> str:
-    """A chart of dots below the device's roof; nothing where there are no dots."""
-    if not found:
+def roofline(title: str, shown: Sequence[Dot], ceilings: Mapping[str, float]) -> str:
+    """A chart of dots below the device's roof; nothing if there are no dots."""
+    if not shown:
         return ""
     rates = {name: rate / 1e9 for name, rate in ceilings.items() if _SMALLEST < rate / 1e9 < _LARGEST}
     bandwidth = rates.pop(BYTES, 0.0)
     roofs = rates
-    xs = [dot.intensity for dot in found]
-    ys = [dot.gflops for dot in found] + list(roofs.values())
+    xs = [dot.intensity for dot in shown]
+    ys = [dot.gflops for dot in shown] + list(roofs.values())
     if bandwidth:
         xs += [roof / bandwidth for roof in roofs.values()]
     x_scale = _decades(xs, _LEFT, _WIDTH - _RIGHT)
     y_scale = _decades(ys, _HEIGHT - _BOTTOM, _TOP)
-    places = [(x_scale(math.log10(dot.intensity)), y_scale(math.log10(dot.gflops))) for dot in found]
-    lines, labels = _roof(roofs, bandwidth, x_scale, y_scale, places)
+    points = [(x_scale(math.log10(dot.intensity)), y_scale(math.log10(dot.gflops))) for dot in shown]
+    lines, labels = _roof(roofs, bandwidth, x_scale, y_scale, points)
     parts = [*_grid(x_scale, y_scale), *lines]
-    placed = zip(found, places, strict=True)
+    placed = zip(shown, points, strict=True)
     for dot, (x, y) in sorted(placed, key=lambda pair: -pair[0].part):  # small ones lie above large ones
         radius = _LEAST_DOT + (_LARGEST_DOT - _LEAST_DOT) * math.sqrt(min(dot.part, 1.0))
-        said = escape(told(dot.kernel, dot.part))
+        label_text = escape(described(dot.kernel, dot.part))
         parts.append(
             f'<circle class="dot {escape(dot.kernel.bound or "unbound")}" '
             f'cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" data-kernel="{dot.number}" '
-            f'tabindex="0" role="button" aria-label="{said}"><title>{said}</title></circle>'
+            f'tabindex="0" role="button" aria-label="{label_text}"><title>{label_text}</title></circle>'
         )
     parts += labels  # above the dots, so that they can be read
-    label = f"Roofline of {counted(len(found), 'kernel')}: GFLOP/s by operations for each byte"
+    label = f"Roofline of {counted(len(shown), 'kernel')}: GFLOP/s by operations for each byte"
     return (
         f'<svg class="roofline" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="group" '
         f'aria-label="{escape(f"{title}. {label}" if title else label)}">{"".join(parts)}</svg>'
     )
 
 
-def told(kernel: KernelRecord, part: float) -> str:
-    """A kernel in one line."""
+def described(kernel: KernelRecord, part: float) -> str:
+    """A description of a kernel."""
     ceiling = f", {kernel.share:.0%} of the ceiling ({kernel.bound})" if kernel.share is not None else ""
     rates = f"{words.rate(kernel.gflops)} GFLOP/s, {words.rate(kernel.gbytes)} GB/s"
     calls = counted(kernel.calls, "call")
@@ -97,7 +97,7 @@ def told(kernel: KernelRecord, part: float) -> str:
 
 
 def _decades(values: Sequence[float], start: float, end: float) -> Scale:
-    """A scale of logarithms over whole decades around all values."""
+    """A logarithmic scale over whole decades that include all values."""
     logarithms = [math.log10(value) for value in values]
     low, high = math.floor(min(logarithms)), math.ceil(max(logarithms))
     return Scale(low, max(high, low + 1), start, end)
@@ -125,15 +125,15 @@ def _grid(x_scale: Scale, y_scale: Scale) -> list[str]:
 
 
 def _roof(
-    roofs: Mapping[str, float], bandwidth: float, x_scale: Scale, y_scale: Scale, taken: Sequence[Place]
+    roofs: Mapping[str, float], bandwidth: float, x_scale: Scale, y_scale: Scale, taken: Sequence[Point]
 ) -> tuple[list[str], list[str]]:
-    """Lines and their names: a slope for the bytes, up to the highest roof, and a level for each dtype.
+    """Lines and their names: a slope for the bandwidth, up to the highest roof, and a level for each dtype.
 
-    Names stand where they hide the fewest dots, whose places are `taken`.
+    Names are where they hide the fewest dots, whose points are `taken`.
     """
     lines, labels = [], []
     left, right = 10.0**x_scale.low, 10.0**x_scale.high
-    free = math.inf  # above which no name stands yet
+    free = math.inf  # there is no name above it yet
     for name, roof in sorted(roofs.items(), key=lambda item: item[1]):
         y = y_scale(math.log10(roof))
         ridge = x_scale(math.log10(max(roof / bandwidth, left))) if bandwidth else x_scale.start
@@ -163,10 +163,10 @@ def _roof(
     return lines, labels
 
 
-def _clearest(middles: Sequence[Place], taken: Sequence[Place], room: float) -> Place:
-    """Of some places for a name, the first of those that have the fewest dots around them."""
+def _clearest(middles: Sequence[Point], taken: Sequence[Point], room: float) -> Point:
+    """Of several points for a name, the first of those with the fewest dots around them."""
 
-    def hidden(middle: Place) -> int:
+    def hidden(middle: Point) -> int:
         return sum(abs(x - middle[0]) < room / 2 and abs(y - middle[1]) < _APART for x, y in taken)
 
     return min(middles, key=hidden)
@@ -181,7 +181,7 @@ def _stride(count: int, most: int) -> int:
 
 
 def _power(power: int) -> str:
-    """A power of ten as people write it."""
+    """A power of ten, formatted."""
     if -3 <= power <= 4:
         return f"{10.0**power:,g}"
     return f"1e{power}"

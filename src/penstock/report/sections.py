@@ -1,4 +1,4 @@
-"""What a page says of a profile: memory, kernels, transfers and waits, advice."""
+"""The sections of a page about a profile: memory, kernels, transfers and waits, advice."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from html import escape
 from penstock.advising import Advice
 from penstock.formatting import counted, format_number, format_seconds, format_share
 from penstock.report import words
-from penstock.report.cards import aside, card, fact_grid, grid, kernel_name, place, text
+from penstock.report.cards import aside, card, fact_grid, grid, kernel_name, location, text
 from penstock.report.charts import Line, Point, bytes_unit, line_chart
 from penstock.report.findings import Certificate, Findings
+from penstock.report.planned_step import planned_step
 from penstock.report.roofline import BYTES, Dot, dots, roofline
 from penstock.report.tables import copy_table, kernel_table, owner_table, wait_table
 
@@ -19,8 +20,8 @@ _LIVE, _POOLED, _PLANNED, _PEAK, _LEAST = 0, 1, 2, 3, 4  # colors
 _TEASERS = 3  # pieces of advice that the overview names
 
 _NO_PROFILE = (
-    "There is no profile of this run. A run profiles a few of its steps by itself after the first ones, "
-    "unless it ends before, or was made by an older version of Penstock. Going on with it makes one: "
+    "There is no profile of this run. A run profiles a few of its steps after the first steps, unless it "
+    "ends before, or was made by an older version of Penstock. Resuming it makes a profile: "
     "<code>penstock train --resume FOLDER</code>."
 )
 _OWNERS = (
@@ -31,7 +32,7 @@ _ROOFLINE = (
     "Each dot is a kernel; the larger, the more of the time it took. The lines are the best that was "
     "measured of the device. What is above them had its data in a cache."
 )
-_CHOOSE = "Choose a dot, or a row of the table: the other is marked, and its numbers stand here."
+_CHOOSE = "Choose a dot, or a row of the table: the other is marked, and its values are shown here."
 _NO_ROOF = (
     "What the device reaches at best is not known. The first profile on a device measures it, where the "
     "device's memory limit leaves room; a trace has it if <code>p.kernels()</code> was called before."
@@ -44,7 +45,7 @@ _WAITING = (
 
 
 def profile_facts(findings: Findings) -> list[tuple[str, str]]:
-    """A profile in a few numbers."""
+    """A profile in a few facts."""
     facts = [("profiled", format_seconds(findings.seconds))]
     busy = _busy(findings)
     if busy is not None:
@@ -64,33 +65,34 @@ def profile_facts(findings: Findings) -> list[tuple[str, str]]:
 
 
 def _busy(findings: Findings) -> float | None:
-    """The part of the time in which kernels ran, if a device tells it."""
+    """The part of the time in which kernels ran, if a device times commands."""
     busy = [device.busy_seconds for device in findings.devices if device.busy_seconds is not None]
     return sum(busy) / findings.seconds if busy and findings.seconds else None
 
 
 def in_short(findings: Findings | None) -> str:
-    """What the other tabs say, in a sentence each."""
+    """The other tabs in a sentence each."""
     if findings is None:
         return card("In short", text(_NO_PROFILE))
-    said = []
+    sentences = []
     busy = _busy(findings)
     if busy is not None:
-        said.append(f"Kernels ran in {format_share(busy)} of {_which(findings)}.")
+        sentences.append(f"Kernels ran in {format_share(busy)} of {_which(findings)}.")
     whole = sum(kernel.seconds or 0.0 for kernel in findings.kernels)
     if whole:
         longest = findings.kernels[0]
         part = format_share((longest.seconds or 0.0) / whole)
         name = f"<code>{kernel_name(longest.name)}</code>"
-        said.append(f'The <a href="#kernels">kernel</a> that took longest, {name}, had {part} of their time.')
+        kernel = '<a href="#kernels">kernel</a>'
+        sentences.append(f"The {kernel} that took longest, {name}, had {part} of their time.")
     if findings.certificate:
         gap = findings.certificate.gap
         over = f"{gap:.2%} over the least possible" if gap else "the least possible"
-        said.append(f'The <a href="#memory">memory plan</a> of a step is {over}.')
+        sentences.append(f'The <a href="#memory">memory plan</a> of a step is {over}.')
     titles = [escape(advice.title) for advice in findings.advice[:_TEASERS]]
     if len(findings.advice) > _TEASERS:
         titles.append(f"and {len(findings.advice) - _TEASERS} more")
-    items = "".join(f"<li>{sentence}</li>" for sentence in said)
+    items = "".join(f"<li>{sentence}</li>" for sentence in sentences)
     if not titles:
         return card("In short", f"<ul>{items}<li>{_NO_ADVICE}</li></ul>")
     better = "".join(f"<li>{title}</li>" for title in titles)
@@ -106,7 +108,7 @@ def in_short(findings: Findings | None) -> str:
 
 
 def memory(curves: Curves, findings: Findings | None) -> str:
-    """Bytes over the run, the plan with its certificate, bytes during the profile, and who held them."""
+    """Bytes over the run, the plan with its certificate, bytes during the profile, and their owners."""
     if not curves and findings is None:
         return card("", text(_NO_PROFILE))
     facts = fact_grid(_memory_facts(curves)) if curves else ""
@@ -115,9 +117,14 @@ def memory(curves: Curves, findings: Findings | None) -> str:
     if findings is None:
         return facts + grid(*charts) + plan
     charts += [_during(findings, name) for name, samples in findings.samples.items() if samples]
+    if findings.planned is not None:
+        count = 1 + findings.steps[1] - findings.steps[0] if findings.steps else 0
+        peak = curves["peak_bytes"][-1][1] if curves.get("peak_bytes") else None
+        seconds = findings.seconds / count if count else None
+        charts.append(planned_step(findings.planned, peak, seconds))
     owners = owner_table(findings.memory) if findings.memory else text("Nothing was held.")
     held = card("Who held it", aside(_OWNERS), owners)
-    if len(charts) == 1:  # beside which there is room
+    if len(charts) == 1:  # there is room beside it
         return facts + grid(*charts, held) + plan
     return facts + grid(*charts) + plan + held
 
@@ -164,19 +171,19 @@ def _plan(findings: Findings | None, curves: Curves) -> str:
         for name, size, color in rows
         if size
     ]
-    said = f'<p id="certificate">{_certified(certificate)}</p>'
-    return card("The memory plan", said, f'<div class="rows">{"".join(bars)}</div>')
+    statement = f'<p id="certificate">{_certified(certificate)}</p>'
+    return card("The memory plan", statement, f'<div class="rows">{"".join(bars)}</div>')
 
 
 def _certified(certificate: Certificate) -> str:
     """The certificate in words."""
     if not certificate.arena_bytes:
         return "The training step has no temporaries, and so needs no arena."
-    places = "one arena" if certificate.arenas == 1 else f"{certificate.arenas} arenas"
+    arenas = "an arena" if certificate.arenas == 1 else f"{certificate.arenas} arenas"
     planned, least = words.nbytes(certificate.arena_bytes), words.nbytes(certificate.lower_bound)
     verdict = f"<b>{certificate.gap:.2%}</b> more" if certificate.gap else "just that: <b>0%</b> more"
     return (
-        f"All temporaries of the training step have fixed places in {places} of <b>{planned}</b>. At the "
+        f"All temporaries of the training step have fixed offsets in {arenas} of <b>{planned}</b>. At the "
         f"moment at which the most of them are needed, they have <b>{least}</b>, so no plan can do with "
         f"less. This one takes {verdict}."
     )
@@ -200,7 +207,7 @@ def _during(findings: Findings, device: str) -> str:
 
 
 def kernels(findings: Findings | None) -> str:
-    """The roofline and the table, each of which shows what is chosen in the other."""
+    """The roofline and the table; choosing a kernel in one marks it in the other."""
     if findings is None:
         return card("", text(_NO_PROFILE))
     if not findings.kernels:
@@ -213,37 +220,37 @@ def kernels(findings: Findings | None) -> str:
     )
 
 
-def _rooflines(findings: Findings, found: Sequence[Dot]) -> str:
+def _rooflines(findings: Findings, shown: Sequence[Dot]) -> str:
     """A chart for each device."""
-    if not found:
+    if not shown:
         return card("Roofline", aside("No kernel has both a time and a number of operations."))
     charts = []
     for device in findings.devices:
-        own = [dot for dot in found if dot.kernel.device == device.name]
+        own = [dot for dot in shown if dot.kernel.device == device.name]
         name = device.name if len(findings.devices) > 1 else ""
         charts.append(f"<h4>{escape(name)}</h4>" if name and own else "")
         charts.append(roofline(name, own, findings.ceilings.get(device.name, {})))
     keys = "".join(
-        f'<span class="key"><i class="swatch dot {kind}"></i>{said}</span>'
-        for kind, said in (("compute", "held back by computing"), ("memory", "held back by memory"))
-        if any(dot.kernel.bound == kind for dot in found)
+        f'<span class="key"><i class="swatch dot {kind}"></i>{label}</span>'
+        for kind, label in (("compute", "held back by computing"), ("memory", "held back by memory"))
+        if any(dot.kernel.bound == kind for dot in shown)
     )
     picked = f'<p class="picked" role="status">{_CHOOSE}</p>'
     legend = f'<div class="legend">{keys}</div>' if keys else ""
-    return card("Roofline", aside(_ROOFLINE), *charts, legend, picked, _missing(findings, found))
+    return card("Roofline", aside(_ROOFLINE), *charts, legend, picked, _missing(findings, shown))
 
 
-def _missing(findings: Findings, found: Sequence[Dot]) -> str:
-    """What a reader would look for in the rooflines, and not find."""
-    said = []
-    left = len(findings.kernels) - len(found)
+def _missing(findings: Findings, shown: Sequence[Dot]) -> str:
+    """Notes about what the rooflines do not show."""
+    sentences = []
+    left = len(findings.kernels) - len(shown)
     if left:
         are = "is" if left == 1 else "are"
         kernels = counted(left, "kernel")
-        said.append(f"{kernels} {are} in the table only: without operations, or without a time.")
-    if any(BYTES not in findings.ceilings.get(dot.kernel.device, {}) for dot in found):
-        said.append(_NO_ROOF)
-    return "".join(map(aside, said))
+        sentences.append(f"{kernels} {are} in the table only: without operations, or without a time.")
+    if any(BYTES not in findings.ceilings.get(dot.kernel.device, {}) for dot in shown):
+        sentences.append(_NO_ROOF)
+    return "".join(map(aside, sentences))
 
 
 # Transfers and waits
@@ -281,10 +288,10 @@ def advice(findings: Findings | None) -> str:
 
 def _advice(advice: Advice) -> str:
     rows = [("Seen", advice.evidence), ("Change", advice.change), ("Gain", advice.gain)]
-    rows = [(name, escape(said)) for name, said in rows]
+    rows = [(name, escape(value)) for name, value in rows]
     if advice.where:
-        rows.insert(1, ("Where", place(advice.where)))
-    shown = "".join(f"<dt>{name}</dt><dd>{said}</dd>" for name, said in rows if said)
+        rows.insert(1, ("Where", location(advice.where)))
+    shown = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows if value)
     return card(advice.title, f"<dl>{shown}</dl>", kind="advice")
 
 
@@ -300,7 +307,7 @@ def _which(findings: Findings) -> str:
 
 
 def _source(findings: Findings) -> str:
-    """Where the numbers come from."""
+    """The sources of the values."""
     time = format_seconds(findings.seconds)
     if findings.steps is None:
         return aside(f"From a profile of {time}.")

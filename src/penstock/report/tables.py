@@ -1,4 +1,4 @@
-"""The tables of a page: kernels, which can be sorted, copies, waits, who holds memory, settings."""
+"""The tables of a page: kernels, which can be sorted, copies, waits, owners of memory, settings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from penstock.formatting import UNKNOWN, format_seconds
 from penstock.profiling.records import CopyRecord, KernelRecord, OwnerRecord, WaitRecord
 from penstock.profiling.words import short_kernel
 from penstock.report import words
-from penstock.report.cards import bar, card, grid, kernel_name, place, shapes
+from penstock.report.cards import bar, card, grid, kernel_name, location, shapes
 
-_MOST_ROWS = 100  # of a table; the page says what is left out
+_MOST_ROWS = 100  # of a table; the page says how many are left out
 
-Cell = tuple[str, float | str]  # what is shown, as HTML, and what it is sorted by
+Cell = tuple[str, float | str]  # HTML, and the value to sort by
 
 
 def kernel_table(kernels: Sequence[KernelRecord], several_devices: bool) -> str:
@@ -25,8 +25,8 @@ def kernel_table(kernels: Sequence[KernelRecord], several_devices: bool) -> str:
         _kernel(number, kernel, part, several_devices)
         for number, (kernel, part) in enumerate(zip(kernels, bars, strict=True))
     ]
-    numbers = [str(number) for number in range(len(kernels))]
-    return _table("kernels", heads, rows, sortable=True, numbers=numbers)
+    keys = [str(number) for number in range(len(kernels))]
+    return _table("kernels", heads, rows, sortable=True, keys=keys)
 
 
 def _kernel(number: int, kernel: KernelRecord, part: Cell, several: bool) -> list[Cell]:
@@ -75,7 +75,7 @@ def wait_table(waits: Sequence[WaitRecord], seconds: float) -> str:
     bars = _bars([wait.seconds for wait in waits], seconds)
     rows: list[list[Cell]] = [
         [
-            (place(wait.where), wait.where),
+            (location(wait.where), wait.where),
             (escape(wait.why), wait.why),
             (f"{wait.count:,}", float(wait.count)),
             (format_seconds(wait.seconds), wait.seconds),
@@ -92,7 +92,7 @@ def owner_table(owners: Sequence[OwnerRecord]) -> str:
     bars = _bars(sizes, sum(sizes))
     rows: list[list[Cell]] = [
         [
-            (place(owner.owner), owner.owner),
+            (location(owner.owner), owner.owner),
             (words.nbytes(owner.peak_bytes), float(owner.peak_bytes)),
             part,
             (f"{owner.allocations:,}", float(owner.allocations)),
@@ -104,7 +104,7 @@ def owner_table(owners: Sequence[OwnerRecord]) -> str:
 
 
 def _bars(values: Sequence[float], whole: float) -> list[Cell]:
-    """The parts that values are of a whole, the bar of the largest being full."""
+    """The shares of values in a whole, with bars; that of the largest is full."""
     parts = [value / whole if whole else 0.0 for value in values]
     return [(bar(part, max(parts)), part) for part in parts]
 
@@ -126,9 +126,9 @@ def _table(
     heads: Sequence[str],
     rows: Sequence[Sequence[Cell]],
     sortable: bool = False,
-    numbers: Sequence[str] = (),
+    keys: Sequence[str] = (),
 ) -> str:
-    """A table in a box of its own that scrolls. `numbers` are what the dots of a chart know the rows by."""
+    """A table in a scrolling box. `keys` connect the rows with the dots of a chart."""
     of_numbers = [all(not isinstance(row[at][1], str) for row in rows) for at in range(len(heads))]
     titles = "".join(
         f'<th scope="col"{_side(number)}>'
@@ -142,7 +142,7 @@ def _table(
             f'<td{_side(number)} data-value="{escape(str(value))}">{shown}</td>'
             for (shown, value), number in zip(row, of_numbers, strict=True)
         )
-        mark = f' data-kernel="{numbers[at]}"' if numbers else ""
+        mark = f' data-kernel="{keys[at]}"' if keys else ""
         lines.append(f"<tr{mark}>{cells}</tr>")
     left = len(rows) - _MOST_ROWS
     more = f'<p class="dim small">and {left:,} more</p>' if left > 0 else ""

@@ -1,4 +1,4 @@
-"""Numbers as a page shows them, with a dash for unknown ones."""
+"""Values as a page shows them, with a dash for unknown values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.formatting import UNKNOWN, format_bytes, format_number
 
 
 def axis(value: float) -> str:
-    """A number, as short as it can be."""
+    """A number, as short as possible."""
     for letter, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if size <= abs(value) < 1e12:
             return f"{value / size:.4g}{letter}"
@@ -17,12 +17,12 @@ def axis(value: float) -> str:
 
 
 def rate(value: float | None) -> str:
-    """A number; a dash where it is unknown or zero."""
+    """A number; a dash if it is unknown or zero."""
     return format_number(value) if value else UNKNOWN
 
 
 def loss(value: float) -> str:
-    """Four digits after the point, as losses differ by little."""
+    """Four digits after the point, since losses differ by little."""
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
@@ -32,5 +32,5 @@ def nbytes(value: float) -> str:
 
 
 def known(value: str) -> str:
-    """A text for HTML, and a dash where there is none."""
+    """A text for HTML; a dash if there is none."""
     return escape(value) if value else UNKNOWN

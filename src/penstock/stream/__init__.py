@@ -1,1 +1,1 @@
-"""Commands on their way to the device: recorded, submitted in batches, retired; copies, futures, views."""
+"""Commands of a device: recorded, submitted in batches, retired; copies, futures and host views."""

@@ -1,4 +1,4 @@
-"""Results that are on their way: pending, then ready or failed, and from then on the same for ever."""
+"""Futures: results that are pending, and then ready or failed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class FutureState(enum.Enum):
 
 
 class Future(Generic[T]):
-    """A result of the device. `wait` gives it or raises the device's error, every time it is asked."""
+    """A result of the device. Every call of `wait` returns it, or raises the device's error."""
 
     def __init__(self, poll: Callable[[], bool], block: Callable[[], None], finish: Callable[[], T]) -> None:
         self._poll = poll  # whether the device is done; never waits
-        self._block: Callable[[], None] | None = block  # waits until it is
+        self._block: Callable[[], None] | None = block  # waits until the device is done
         self._finish: Callable[[], T] | None = finish  # the result, or the error as an exception
         self._lock = threading.Lock()
         self._state = FutureState.PENDING
@@ -34,7 +34,7 @@ class Future(Generic[T]):
 
     @classmethod
     def ready(cls, result: T) -> Future[T]:
-        """A future whose result is there already."""
+        """A future that is ready."""
         future = cls(lambda: True, lambda: None, lambda: result)
         future._resolve()
         return future
@@ -43,7 +43,7 @@ class Future(Generic[T]):
     def of_work(
         cls, work: Callable[[], Future[T]], start: Callable[[Callable[[], None]], object]
     ) -> Future[T]:
-        """What the future gives that `work` makes, which `start` has called by another thread."""
+        """A future with the result of the future that `work` returns; `start` runs `work` in a thread."""
         busy = (
             threading.Lock()
         )  # until the work is done; waited for by `with`, which an interrupt leaves free
@@ -87,9 +87,9 @@ class Future(Generic[T]):
         return self._state is not FutureState.PENDING
 
     def wait(self, timeout: float | None = None) -> T:
-        """The result. Raises the device's error, or TimeoutError after `timeout` seconds without either."""
+        """The result. Raises the device's error, or TimeoutError if it is pending after `timeout` seconds."""
         if self._state is FutureState.PENDING:
-            block = self._block  # another thread may resolve it, and clear this, at any moment
+            block = self._block  # a local copy, since another thread may resolve the future at any moment
             if timeout is not None:
                 self._poll_until(time.monotonic() + timeout, timeout)
             elif block is not None:
@@ -98,7 +98,7 @@ class Future(Generic[T]):
         return self._outcome()
 
     def try_get(self) -> T | None:
-        """The result if it is there, None while it is pending. Raises the device's error."""
+        """The result; None while it is pending. Raises the device's error."""
         return self._outcome() if self.is_ready() else None
 
     def __await__(self) -> Generator[None, None, T]:
@@ -126,7 +126,7 @@ class Future(Generic[T]):
             except Exception as error:
                 self._error = error
                 self._state = FutureState.FAILED
-            self._finish = self._block = None  # what they hold is free from here on
+            self._finish = self._block = None  # releases what they reference
             self._poll = lambda: True
 
     def _outcome(self) -> T:

@@ -1,4 +1,4 @@
-"""Device memory seen from the host: claimed from the device for the length of a `with` block."""
+"""Host views of device memory: a buffer is claimed from the device for the length of a `with` block."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Mapping:
 
 
 class Claimant(Protocol):
-    """Who has a buffer for the host."""
+    """A claim of the host on a buffer."""
 
     claimed: bool
 
 
 class Transfer(Protocol):
-    """The two copies that a view of a device's own memory needs, and what is looked at whenever one reads."""
+    """What a view of a device's own memory needs: two copies, and the check of watched values at reads."""
 
     @property
     def watching(self) -> Watching:
@@ -81,9 +81,8 @@ class Transfer(Protocol):
 class HostView:
     """A buffer as a NumPy array inside a `with` block; the device leaves the buffer alone until its end.
 
-    Reading keeps the device's copy as it is. What is written through a writable view reaches the device once,
-    at the end of the block. Where host and device share memory, nothing is copied either way. The array is
-    for use inside the block.
+    Values written through a writable view are copied to the device once, at the end of the block. If host and
+    device share memory, nothing is copied. The array must be used inside the block only.
     """
 
     claimed = False
@@ -158,9 +157,9 @@ class HostView:
 
 
 class _Window:
-    """Lets NumPy see bytes, and keeps the buffer with every array made of it: no array dangles.
+    """Exposes bytes to NumPy. Every array made of it keeps the buffer alive, so no array dangles.
 
-    Those of a view for reading cannot be made writable.
+    Arrays of a read-only view cannot be made writable.
     """
 
     def __init__(self, buffer: Buffer, mapped: Bytes, writable: bool) -> None:
@@ -170,7 +169,7 @@ class _Window:
 
 
 def claim(stream: Stream, buffer: Buffer, writable: bool, claimant: Claimant) -> None:
-    """Take `buffer` from the device, once that is done with it. Many may read, or one may write."""
+    """Claim `buffer` for the host, after waiting for the device. Many views may read, or one may write."""
     usage = buffer.usage
     while True:
         with stream.lock:
@@ -194,7 +193,7 @@ def unclaim(stream: Stream, buffer: Buffer, claimant: Claimant, event: Event | N
     usage = buffer.usage
     with stream.lock:
         if event is not None:
-            if usage.event is not None:  # a download that was asked for in the meantime
+            if usage.event is not None:  # a download was started in the meantime
                 stream.wait(usage.event, "view")
             usage.batch, usage.event = None, event
         if claimant.claimed:
@@ -202,7 +201,7 @@ def unclaim(stream: Stream, buffer: Buffer, claimant: Claimant, event: Event | N
 
 
 def _let_go(buffer: Buffer, claimant: Claimant) -> None:
-    """End a claim. Finalisers call this after an interrupt kept a block from its end, so it takes no lock."""
+    """End a claim. Finalizers call it if an interrupt prevented the end of a block, so it takes no lock."""
     buffer.usage.viewers -= 1
     buffer.usage.writer = False
     claimant.claimed = False

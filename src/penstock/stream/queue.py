@@ -1,7 +1,7 @@
-"""The commands of one queue: gathered into batches, submitted, and retired when the device is done.
+"""The commands of a queue: gathered into batches, submitted, and retired when the device is done.
 
-A command holds no buffers. It is noted as the last use of the memory that it touches, and whoever touches it
-next, perhaps in another buffer, comes after it.
+A command does not keep buffers alive. It is noted as the last use of the memory that it touches, and the next
+command that touches this memory, perhaps as another buffer, is ordered after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.errors import DeviceError
 from penstock.memory.buffer import Buffer
 from penstock.stream.recorder import Command, Ran, Recorder
 
-_MARKER_BYTES = 256  # of a copy that marks a point in a queue
+_MARKER_BYTES = 256  # of the copy that `finish_unknown` waits for
 
 
 @dataclass
@@ -26,16 +26,16 @@ class FlushPolicy:
     """When gathered commands are submitted, and how far the device may fall behind."""
 
     max_commands: int
-    max_bytes: int  # of the memory that gathered commands touch, and that of all batches in flight
+    max_bytes: int  # of memory that gathered commands touch, and of memory that all batches in flight touch
     max_in_flight: int
 
 
 class BufferSize(int):
-    """A buffer among the arguments of a command that is remembered: its bytes."""
+    """Stands for a buffer among the remembered arguments of a command."""
 
 
 class BufferSizes(tuple[int, ...]):
-    """The arguments of a command that is remembered, where all are buffers: their bytes."""
+    """Stands for the remembered arguments of a command that are all buffers."""
 
 
 class Batch:
@@ -51,7 +51,7 @@ class Batch:
 
 
 class CommandQueue:
-    """One queue of the driver, and what was recorded on it. The caller holds the stream's lock."""
+    """A queue of the driver, and what was recorded on it. The caller holds the stream's lock."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class CommandQueue:
         self._open = Batch(self)
         self._in_flight: deque[Batch] = deque()
         self._error: DeviceError | None = None  # for the next commit or sync
-        self._failed: deque[tuple[Event, DeviceError]] = deque(maxlen=32)  # for futures that ask later
+        self._failed: deque[tuple[Event, DeviceError]] = deque(maxlen=32)  # for futures
 
     @property
     def pending(self) -> int:
@@ -80,7 +80,7 @@ class CommandQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether all commands are known to be done, and their failures were told."""
+        """Whether all commands are known to be done, and their failures were reported."""
         return not self._open.events and not self._in_flight and self._error is None
 
     @property
@@ -89,7 +89,7 @@ class CommandQueue:
         return self._in_flight[-1].events[-1] if self._in_flight else None
 
     def dependencies(self, buffers: Sequence[Buffer], reads_only: bool = False) -> list[Event] | None:
-        """What a new command on these buffers must wait for: their last uses on other queues."""
+        """The events that a new command on these buffers has to wait for: their last uses on other queues."""
         batch = self._open
         for buffer in buffers:
             if buffer.usage.batch is not batch:
@@ -98,7 +98,7 @@ class CommandQueue:
 
     def _admit(self, buffers: Sequence[Buffer], reads_only: bool) -> list[Event] | None:
         waits = []
-        for buffer in {id(buffer.usage): buffer for buffer in buffers}.values():  # parts of one memory once
+        for buffer in {id(buffer.usage): buffer for buffer in buffers}.values():  # each memory once
             usage = buffer.usage
             if buffer.driver is not self._driver:
                 raise ValueError(f"{buffer!r} cannot be used on {self._driver.name}; copy it there first")
@@ -108,14 +108,14 @@ class CommandQueue:
             queue = usage.batch.queue if usage.batch else None
             if queue is not self and usage.event is not None and not self._driver.is_done(usage.event):
                 if queue is not None:
-                    queue.submit()  # nothing may wait for what is not certain to run
+                    queue.submit()  # only a submitted command is certain to run, so that it can be waited for
                 waits.append(usage.event)
         return waits or None
 
     def record(self, event: Event, command: Command, buffers: Sequence[Buffer]) -> None:
-        """Take over a command that the driver has recorded, on these buffers; submit if there are enough."""
+        """Add a command that the driver has recorded, on these buffers; submit if there are enough."""
         batch = self._open
-        batch.events += (event,)  # no calls, after which an interrupt could leave the one without the other
+        batch.events += (event,)  # no call, after which an interrupt could leave the batch inconsistent
         batch.commands += (command,)
         for buffer in buffers:
             usage = buffer.usage
@@ -127,14 +127,14 @@ class CommandQueue:
     def record_all(
         self, events: Sequence[Event], commands: Sequence[Command], buffers: Sequence[Buffer]
     ) -> None:
-        """Take over several commands; the last one, which ends after all the others, stands for them."""
+        """Add several commands. The last of them, which ends after all others, is the last use of memory."""
         if events:
             self._open.events += events[:-1]
             self._open.commands += commands[:-1]
             self.record(events[-1], commands[-1], buffers)
 
     def submit(self) -> None:
-        """End the batch; wait for the oldest one if too many are in flight."""
+        """Submit the batch; wait for the oldest batch if too many are in flight."""
         if not self._open.events:
             return
         self._driver.flush(self.native)
@@ -147,9 +147,9 @@ class CommandQueue:
             self.retire()
 
     def finish_unknown(self) -> None:
-        """Wait until the queue is through: after an interrupt, a command may be there that nobody knows of.
+        """Wait for all commands of the queue, even if an interrupt left commands that are in no batch.
 
-        The queue runs in order, so it is through when a copy is done that comes after everything.
+        The queue runs in order, so a copy is recorded and waited for.
         """
         source, target = (
             self._driver.allocate(_MARKER_BYTES, pinned=True),
@@ -165,14 +165,14 @@ class CommandQueue:
             self._driver.free(target)
 
     def _too_much_in_flight(self) -> bool:
-        """Too many batches or bytes. Two batches may touch any number of bytes: the device must have work."""
+        """Whether there are too many batches or bytes. Two batches are allowed, to keep the device busy."""
         batches, policy = self._in_flight, self._policy
         if len(batches) > policy.max_in_flight:
             return True
         return len(batches) > 2 and sum(batch.nbytes for batch in batches) > policy.max_bytes
 
     def retire(self) -> None:
-        """Let go of the batches that the device has finished, and note the first failure in them."""
+        """Retire the batches that the device has finished, and note the first failure in them."""
         while self._in_flight and self._driver.is_done(self._in_flight[0].events[-1]):
             batch = self._in_flight[0]
             for position, reason in self._driver.failures(batch.events):
@@ -181,8 +181,8 @@ class CommandQueue:
                 self._error = self._error or error
             if self.recorders:
                 self._tell(batch)
-            del self._in_flight[0]  # last: an interrupted call is made again
-            batch.commands.clear()  # memories know their last batch, and may be long idle
+            del self._in_flight[0]  # last, so that an interrupted call can be repeated
+            batch.commands.clear()  # memories refer to their last batch, and may be idle for long
             batch.events.clear()
 
     def _tell(self, batch: Batch) -> None:
@@ -192,7 +192,7 @@ class CommandQueue:
             recorder.finished(self.name, ran)
 
     def explain(self, event: Event) -> DeviceError | None:
-        """The error of one command of this queue that failed, as long as it is remembered."""
+        """The error of a command of this queue that failed, as long as it is remembered."""
         for batch in (self._open, *self._in_flight):
             if event in batch.events:
                 command = batch.commands[batch.events.index(event)]
@@ -200,7 +200,7 @@ class CommandQueue:
         return next((error for failed, error in self._failed if failed is event), None)
 
     def take_error(self) -> DeviceError | None:
-        """The first failure since the last call, once."""
+        """The first failure since the last call; it is returned once."""
         error, self._error = self._error, None
         return error
 

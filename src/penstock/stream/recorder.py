@@ -1,4 +1,4 @@
-"""Who is told what a device does, while a profile is on, and in which words."""
+"""The interface of profiles to the stream: what they are notified of."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from penstock.drivers.driver import Grid, Kernel
 
-# What is remembered of a command, cheap to make: kernel or verb, grid or bytes, group, arguments. Of buffers
-# only the sizes are remembered, since a command must not keep memory from its next use.
+# A description of a command that is cheap to create: kernel or verb, grid or bytes, group, arguments. Of
+# buffers it has only the sizes, since a command must not keep memory alive.
 Launch = tuple[Kernel, Grid, Grid, Sequence[Any]]
 Command = Launch | tuple[str, int, None, Sequence[Any]]
-Ran = tuple[Command, tuple[float, float] | None]  # with its begin and end, where those are known
+Ran = tuple[Command, tuple[float, float] | None]  # with its start and end, if those are known
 
 
 class Run(NamedTuple):
-    """Something that was computed, as a recorder is told of it."""
+    """A computation, as recorders are notified of it."""
 
-    how: Literal["jit", "program", "numpy"]  # the last: by the host, node by node
-    program: Any  # what was run; None where the host computed
-    fresh: bool  # whether this device computed nothing of that structure before
+    how: Literal["jit", "program", "numpy"]  # "numpy": by the host, node by node
+    program: Any  # None if the host computed
+    fresh: bool  # whether it is the first of its structure on this device
     build_seconds: float  # the part of the time in which programs were built
     start: float
     end: float
-    nodes: Sequence[Any]  # what was recorded for it, its inputs too; empty for a jitted function
-    wanted: Sequence[Any]  # those of them that were asked for
+    nodes: Sequence[Any]  # the recorded nodes, including inputs; empty for a jitted function
+    wanted: Sequence[Any]  # the nodes whose values were requested
 
 
 class Recorder(Protocol):
-    """Who is told, while a profile is on, what was done. Seconds are those of `perf_counter`."""
+    """Is notified of everything that a device does, while a profile is on. Seconds are of `perf_counter`."""
 
     def finished(self, queue: str, commands: Sequence[Ran]) -> None:
         """Commands of a queue are done."""
@@ -39,21 +39,21 @@ class Recorder(Protocol):
         ...
 
     def copied_by_host(self, verb: str, nbytes: int, start: float, end: float) -> None:
-        """The host copied something itself, in memory that it shares with the device."""
+        """The host copied in memory that it shares with the device."""
         ...
 
     def computed_by_host(self, what: str, start: float, end: float) -> None:
-        """The host computed something itself, for which a kernel would not have paid, or there is none."""
+        """The host computed something for which there is no kernel, or a kernel would not have paid."""
         ...
 
     def computed(self, run: Run) -> None:
-        """A line of the user's code had something computed."""
+        """A line of the user's code caused a computation."""
         ...
 
     def sent(self, array: Any, start: float, end: float) -> None:
-        """A line of the user's code made a tensor of an array."""
+        """A line of the user's code made a tensor from an array."""
         ...
 
     def fetched(self, array: Any) -> None:
-        """A line of the user's code has got the values of a tensor."""
+        """A line of the user's code read the values of a tensor."""
         ...

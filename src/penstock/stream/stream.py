@@ -1,51 +1,32 @@
-"""The stream: kernels recorded in batches on one queue, copies on two others, bounded work in flight."""
+"""The stream: kernels in batches on a queue, copies on two others, and a limit on work in flight."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
-from penstock.drivers.driver import Driver, Event, Grid, Kernel
+import numpy as np
+
+from penstock.drivers.driver import Driver, Event, Grid, Kernel, Queue
 from penstock.errors import DeviceError, DeviceUnavailable
 from penstock.memory.buffer import Buffer
 from penstock.memory.pool import BufferPool
+from penstock.stream.program import CopyEnds, Program
 from penstock.stream.queue import BufferSize, BufferSizes, CommandQueue, FlushPolicy, describe
 from penstock.stream.recorder import Command, Launch, Recorder
 from penstock.stream.waits import WaitLedger
 
-PROFILE = "profile"  # why the host waits where a profile begins and ends
-_PAUSE = 1000  # replays after which a graph that could not be made is tried again
-
-
-class Program:
-    """Launches whose arguments are set once: recording them again costs little beside the driver's calls."""
-
-    __slots__ = ("__weakref__", "after", "bound", "buffers", "commands", "graph", "replays")
-
-    def __init__(
-        self,
-        commands: list[Launch],
-        buffers: tuple[Buffer, ...],
-        bound: Sequence[Any],
-        after: Sequence[Sequence[int]],
-    ) -> None:
-        self.commands = commands
-        self.after = after  # for each launch, those that must have ended
-        self.buffers = buffers  # all that the launches touch
-        self.bound = bound
-        self.graph: Any = None  # the launches as one, where the driver has such and that pays
-        self.replays = 0
-
-    def __repr__(self) -> str:
-        return f"<program of {len(self.commands)} launches, from {self.commands[0][0]!r} on>"
+PROFILE = "profile"  # the reason of waits at the start and the end of a profile
+_BYTES = np.dtype(np.uint8)  # the dtype of copies
+_PAUSE = 1000  # replays after which capturing a graph is retried if it failed
 
 
 class Stream:
-    """All commands of one device, from any thread."""
+    """All commands of a device, from any thread."""
 
     def __init__(self, driver: Driver, pool: BufferPool, policy: FlushPolicy) -> None:
         self.policy = policy
@@ -55,16 +36,16 @@ class Stream:
         self._driver = driver
         self._pool = pool
         self.compute = CommandQueue("compute", driver, driver.compute, policy, self.wait)
-        # Copies start at once, each by itself: they should run beside the kernels, and what they hold on the
-        # host be free as soon as they are done. As many may be in flight as there may be kernels.
+        # Each copy is submitted at once: it should overlap with kernels, and free its staging memory as soon
+        # as it is done. The limit on copies in flight is that on kernels.
         at_once = FlushPolicy(1, policy.max_bytes, policy.max_commands * policy.max_in_flight)
         self.incoming = CommandQueue("incoming", driver, driver.incoming, at_once, self.wait)
         self.outgoing = CommandQueue("outgoing", driver, driver.outgoing, at_once, self.wait)
         self._queues = (self.compute, self.incoming, self.outgoing)
         self.recorders: tuple[Recorder, ...] = ()  # of profiles that are on
-        self._timed = False  # whether the driver notes when commands run
-        self._graphs: weakref.WeakSet[Program] = weakref.WeakSet()  # programs that have one
-        self.replayed = 0  # launches of programs that were recorded, in all
+        self._timed = False  # whether the driver times commands
+        self._graphs: weakref.WeakSet[Program] = weakref.WeakSet()  # programs that have a graph
+        self.replayed = 0  # launches of programs so far
 
     @property
     def pending(self) -> int:
@@ -75,16 +56,21 @@ class Stream:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is pending, as far as is known, and no failure is left to tell."""
+        """Whether nothing is known to be pending, and all failures were reported."""
         return self.compute.idle and self.incoming.idle and self.outgoing.idle
 
     def launch(self, kernel: Kernel, grid: Grid, group: Grid, args: Sequence[Any]) -> None:
-        """Record `kernel` over `grid` groups of `group` threads. Buffers go where the signature says `*`."""
+        """Record a launch of `grid` workgroups of `group` threads. Parameters with `*` take buffers."""
         native, buffers, sizes = _split(kernel, args)
         if 0 in grid:
-            return  # nothing to do, which not every driver accepts
-        queue, command = self.compute, (kernel, grid, group, sizes)
-        with self.lock:  # not acquire() and try: an interrupt between the two would leave it locked
+            return  # some drivers refuse an empty grid
+        self.launch_native((kernel, grid, group, sizes), native, buffers)
+
+    def launch_native(self, command: Launch, native: Sequence[Any], buffers: Sequence[Buffer]) -> None:
+        """Record a launch with native arguments; `buffers`: all that it touches."""
+        kernel, grid, group, _ = command
+        queue = self.compute
+        with self.lock:  # not acquire() and try: an interrupt between these would leave it locked
             if self.unavailable:
                 self.check_available()
             waits = queue.dependencies(buffers)
@@ -100,17 +86,23 @@ class Stream:
                 self.interrupted(queue)
                 raise
 
-    def bind(self, launches: Sequence[Launch], after: Sequence[Sequence[int]] | None = None) -> Program:
+    def bind(self, launches: Sequence[Any], after: Sequence[Sequence[int]] | None = None) -> Program:
         """A program of launches, each `(kernel, grid, group, args)`, for `replay`. It keeps their buffers.
 
-        `after` says which launches each must follow, where that is not the one before.
+        `after` lists the launches that each launch depends on; by default, each depends on the one before.
+        `("copy", nbytes, None, ())` is a copy; `replay` is given its source and target.
         """
         self.check_available()
-        if after is not None and any(0 in grid for _, grid, _, _ in launches):
+        if after is not None and any(group and 0 in grid for _, grid, group, _ in launches):
             raise ValueError("launches of no groups cannot be waited for")
-        commands: list[Launch] = []
-        bound, held = [], {}
+        commands: list[Any] = []
+        bound: list[Any] = []
+        held = {}
         for kernel, grid, group, args in launches:
+            if not isinstance(kernel, Kernel):
+                commands.append((kernel, grid, group, args))
+                bound.append(None)  # until a graph needs it
+                continue
             native, buffers, sizes = _split(kernel, args)
             if 0 in grid:
                 continue
@@ -124,16 +116,16 @@ class Stream:
             after = [[number - 1] if number else [] for number in range(len(commands))]
         return Program(commands, tuple(held.values()), bound, after)
 
-    def rebind(self, program: Program, places: Sequence[tuple[int, int]], arg: Any) -> None:
-        """Give launches of a program another buffer or number, at (launch, position) each.
+    def rebind(self, program: Program, slots: Sequence[tuple[int, int]], arg: Any) -> None:
+        """Set an argument, a buffer or a scalar, of a program at each slot (launch, position).
 
-        From then on `replay` has to be told the buffers.
+        From then on `replay` has to be given the buffers.
         """
         with self.lock:
-            self._rebind(program, places, arg.native if isinstance(arg, Buffer) else arg)
+            self._rebind(program, slots, arg.native if isinstance(arg, Buffer) else arg)
 
-    def _rebind(self, program: Program, places: Sequence[tuple[int, int]], native: Any) -> None:
-        for launch, position in places:
+    def _rebind(self, program: Program, slots: Sequence[tuple[int, int]], native: Any) -> None:
+        for launch, position in slots:
             dtype = program.commands[launch][0].dtypes[position]
             self._driver.rebind(program.bound[launch], position, dtype, native)
 
@@ -142,34 +134,150 @@ class Stream:
         program: Program,
         buffers: tuple[Buffer, ...] | None = None,
         changes: Sequence[tuple[Sequence[tuple[int, int]], Any]] = (),
+        copies: Mapping[int, CopyEnds] | None = None,
     ) -> None:
         """Record a program's launches, in order; `buffers`: all that they touch, if not those of `bind`.
 
-        `changes`: arguments that are set before, as with `rebind`; of buffers, what is native.
+        `changes`: slots and native arguments that are set before, as by `rebind`. `copies`: the sources and
+        targets of its copies, by their index.
         """
         touched = program.buffers if buffers is None else buffers
         step = self.policy.max_commands
         with self.lock:
             if self.unavailable:
                 self.check_available()
-            for places, native in changes:
-                self._rebind(program, places, native)
+            for slots, native in changes:
+                self._rebind(program, slots, native)
             sizes = BufferSizes([buffer.nbytes for buffer in touched])
-            if len(program.bound) > 1 and self._graph(program):
-                # The command holds the program, because a graph that runs may not go.
+            if len(program.bound) > 1 and self._graph(program, copies or {}):
+                # The command keeps the program alive, because a running graph must not be destroyed.
                 self._record([program.graph], [("replay", 0, None, (program, sizes))], touched)
                 return
             commands: Sequence[Command] = program.commands
             if buffers is not None:
                 commands = [(kernel, grid, group, sizes) for kernel, grid, group, _ in program.commands]
+            if copies:
+                self._record_beside(program, commands, touched, copies)
+                return
             if len(program.bound) <= step:
                 self._record(program.bound, commands, touched)
                 return
             for start in range(0, len(program.bound), step):
                 self._record(program.bound[start : start + step], commands[start : start + step], touched)
 
-    def _record(self, bound: Sequence[Any], commands: Sequence[Command], buffers: tuple[Buffer, ...]) -> None:
+    def _record_beside(
+        self,
+        program: Program,
+        commands: Sequence[Command],
+        touched: tuple[Buffer, ...],
+        copies: Mapping[int, CopyEnds],
+    ) -> None:
+        """Record launches, and copies on their own queues, each after what it must follow."""
+        events: dict[int, Event] = {}
+        run: list[int] = []  # launches, of which only the first waits for copies
+        waits: list[Event] = []
+        # What a copy waits for that is the first to touch its memory, as the first launch does.
+        entry = self.incoming.dependencies(touched) or []
+
+        def record_run() -> None:
+            if run:
+                bound = [program.bound[number] for number in run]
+                made = self._record(bound, [commands[number] for number in run], touched, waits)
+                events.update(zip(run, made, strict=True))
+            run.clear()
+            waits.clear()
+
+        try:
+            for number, before in enumerate(program.after):
+                if number == program.tail:
+                    continue
+                if number in copies:
+                    record_run()
+                    if any(earlier not in copies for earlier in before):
+                        self.compute.submit()  # nothing may wait for what is not certain to run
+                    follows = [events[earlier] for earlier in before] or entry
+                    events[number] = self._copy_beside(commands[number], copies[number], follows)
+                    continue
+                fetched = [events[earlier] for earlier in before if earlier in copies]
+                if fetched or len(run) >= self.policy.max_commands:
+                    record_run()
+                    waits += fetched
+                run.append(number)
+            record_run()
+            if program.tail >= 0:  # the last on its queue, and after all launches: it ends when all have
+                self.compute.submit()
+                last = max(number for number in events if number not in copies)
+                follows = [events[earlier] for earlier in {*program.after[program.tail], last}]
+                self._copy_beside(commands[program.tail], copies[program.tail], follows, touched)
+        except BaseException:
+            for queue in (self.incoming, self.outgoing):  # no launch after them tells when they are done
+                self.interrupted(queue)
+            raise
+
+    def _copy_beside(
+        self, command: Command, ends: CopyEnds, waits: list[Event], last_of: Sequence[Buffer] = ()
+    ) -> Event:
+        """Record a copy to pinned memory or from there; `last_of`: buffers whose last use it is."""
+        target, to, source, start = ends
+        nbytes = command[1]
+        assert isinstance(nbytes, int)
+        sizes = BufferSizes((target.nbytes, source.nbytes))
+        if source.memory.pinned:
+            here = source.memory.host
+            assert here is not None
+            first = source.offset + start
+            return self.record_copy(
+                self.incoming,
+                ("upload", nbytes, None, sizes),
+                (),
+                lambda queue: self._driver.write(
+                    queue, target.memory, target.offset + to, here[first : first + nbytes], waits
+                ),
+            )
+        there = target.memory.host
+        assert there is not None
+        begin = target.offset + to
+        return self.record_copy(
+            self.outgoing,
+            ("download", nbytes, None, sizes),
+            last_of,
+            lambda queue: self._driver.read(
+                queue, there[begin : begin + nbytes], source.memory, source.offset + start, waits
+            ),
+        )
+
+    def record_copy(
+        self,
+        queue: CommandQueue,
+        command: Command,
+        buffers: Sequence[Buffer],
+        copy: Callable[[Queue], Event],
+    ) -> Event:
+        """Record one copy, which starts at once; `buffers`: those whose last use it is."""
+        try:
+            try:
+                event = copy(queue.native)
+            except DeviceError as error:
+                raise DeviceError(error.reason, describe(command)) from None
+            queue.record(event, command, buffers)
+        except DeviceError:
+            raise
+        except BaseException:
+            self.interrupted(queue)
+            raise
+        return event
+
+    def _record(
+        self,
+        bound: Sequence[Any],
+        commands: Sequence[Command],
+        buffers: tuple[Buffer, ...],
+        after: Sequence[Event] = (),
+    ) -> list[Event]:
+        """Record launches, the first of them after some events too; their events."""
         waits = self.compute.dependencies(buffers)
+        if after:
+            waits = [*(waits or ()), *after]
         events: list[Event] = []
         try:
             try:
@@ -184,44 +292,61 @@ class Stream:
         except BaseException:
             self.interrupted(self.compute)
             raise
+        return events
 
     def interrupted(self, queue: CommandQueue) -> None:
-        """Wait for a queue whose recording was interrupted, so that nothing unknown is under way there."""
-        with suppress(DeviceError):  # a device that failed does nothing any more
+        """Wait for all commands of a queue whose recording was interrupted, since some may be unknown."""
+        with suppress(DeviceError):  # a device that has failed runs nothing any more
             queue.finish_unknown()
 
-    def _graph(self, program: Program) -> bool:
-        """Whether a program is recorded as one graph: from the second time on, since it is costly to make."""
+    def _graph(self, program: Program, copies: Mapping[int, CopyEnds]) -> bool:
+        """Whether a program is launched as a graph: from the second time on, since capturing is costly."""
         if self.recorders:
-            return False  # in a graph, nobody knows how long each launch takes
+            return False  # the launches of a graph are not timed separately
         program.replays += 1
         if program.graph is None and self._driver.graphs and program.replays > 1:
             try:
+                self._bind_copies(program, copies)
                 program.graph = self._driver.capture(program.bound, program.after)
                 self._graphs.add(program)
-            except DeviceError:  # a graph takes memory of the device, of which there may be none now
+            except DeviceError:  # a graph takes device memory, which may be exhausted
                 program.replays = -_PAUSE
+        if program.graph is not None:
+            self._rebind_copies(program, copies)
         return program.graph is not None
 
+    def _bind_copies(self, program: Program, copies: Mapping[int, CopyEnds]) -> None:
+        for number, ends in copies.items():
+            nbytes = program.commands[number][1]
+            program.bound[number] = self._driver.bind_copy(*ends.native(nbytes), nbytes)
+            program.copied[number] = ends.places
+
+    def _rebind_copies(self, program: Program, copies: Mapping[int, CopyEnds]) -> None:
+        for number, ends in copies.items():
+            if program.copied[number] != ends.places:
+                for position, native in enumerate(ends.native(program.commands[number][1])):
+                    self._driver.rebind(program.bound[number], position, _BYTES, native)
+                program.copied[number] = ends.places
+
     def release_graphs(self) -> None:
-        """Let go of all graphs. Programs that are replayed again get new ones."""
+        """Release all graphs. Programs capture new graphs when they are replayed."""
         with self.lock:
             for program in self._graphs:
                 program.graph = None
             self._graphs.clear()
 
     def forget(self, program: Program) -> None:
-        """Let go of a program's buffers: from then on `replay` has to be told them."""
+        """Release a program's buffers: from then on `replay` has to be given the buffers."""
         program.buffers = ()
         program.commands = [(kernel, grid, group, ()) for kernel, grid, group, _ in program.commands]
 
     def commit(self) -> None:
-        """Submit what is gathered. Raises the first failure of work that has finished since the last call."""
+        """Submit gathered commands. Raises the first failure of those that finished since the last call."""
         self._submit()
         self.raise_error()
 
     def sync(self) -> None:
-        """Wait until nothing is pending. Raises the first failure of the work that was."""
+        """Wait until nothing is pending. Raises the first failure of what was pending."""
         self.drain("sync")
         self.raise_error()
 
@@ -244,16 +369,16 @@ class Stream:
         self.retire()
 
     def retire(self) -> None:
-        """Let go of everything that the device has finished."""
+        """Release everything that the device has finished."""
         with self.lock:
             for queue in self._queues:
                 queue.retire()
 
     def wait(self, event: Event, why: str) -> None:
-        """Wait for one submitted command, and enter the time in the ledger if the host really waited."""
+        """Wait for a submitted command, and enter the time in the ledger if the host had to wait."""
         if self._driver.is_done(event):
             return
-        self.check_available()  # in a forked child the device will never be done
+        self.check_available()  # in a forked child the command would never be done
         start = perf_counter()
         self._driver.wait(event)
         end = perf_counter()
@@ -262,7 +387,7 @@ class Stream:
             recorder.waited(where, why, start, end)
 
     def check(self, events: Sequence[Event | None]) -> None:
-        """Raise the error of the first of these commands that failed; those not done yet are passed over."""
+        """Raise the error of the first of these commands that failed; pending commands are ignored."""
         for event in events:
             if event is not None and self._driver.is_done(event) and self._driver.failures([event]):
                 with self.lock:
@@ -275,31 +400,31 @@ class Stream:
             raise DeviceUnavailable(self.unavailable)
 
     def abandon(self, why: str) -> None:
-        """Refuse everything from now on, in a forked child, where another thread may have held the lock."""
+        """Refuse everything from now on. In a forked child, where another thread may have held the lock."""
         self.unavailable = why
         self.lock = threading.RLock()
         self._set_recorders(())
 
     def add_recorder(self, recorder: Recorder) -> None:
-        """Tell it of every command that is recorded from here on. Waits for what is pending."""
+        """Notify a recorder of every command that is recorded from now on. Waits for what is pending."""
         with self.lock:
             self.drain(PROFILE)
             self._time_commands(self._driver.times)
             self._set_recorders((*self.recorders, recorder))
 
     def remove_recorder(self, recorder: Recorder) -> None:
-        """Tell it of what is pending, once that is done, and then of nothing more."""
+        """Wait for what is pending, notify a recorder of it, and then of nothing more."""
         with self.lock:
             others = tuple(other for other in self.recorders if other is not recorder)
             try:
-                if not self.unavailable:  # a closed device has told everything
+                if not self.unavailable:  # nothing is pending on a closed device
                     self.drain(PROFILE)
                     self._time_commands(self._driver.times and bool(others))
             finally:
                 self._set_recorders(others)
 
     def _time_commands(self, on: bool) -> None:
-        """Let the driver note when commands run, or stop it. Nothing is pending."""
+        """Start or stop timing commands. Nothing is pending."""
         if on != self._timed:
             self._driver.time_commands(on)
             self._timed = on
@@ -312,7 +437,7 @@ class Stream:
             queue.recorders = recorders
 
     def _submit(self) -> list[Event]:
-        """Submit what is gathered; the last command of each queue that has something to wait for."""
+        """Submit gathered commands; the last command of each queue that is not known to be done."""
         with self.lock:
             self.check_available()
             for queue in self._queues:
@@ -323,7 +448,7 @@ class Stream:
         return last
 
     def raise_error(self) -> None:
-        """Raise the first failure that was not told yet, once."""
+        """Raise the first failure that was not reported yet."""
         with self.lock:
             errors = [error for queue in self._queues if (error := queue.take_error()) is not None]
         if errors:
@@ -331,7 +456,7 @@ class Stream:
 
 
 def _split(kernel: Kernel, args: Sequence[Any]) -> tuple[list[Any], list[Buffer], list[Any]]:
-    """The arguments as the driver takes them, the buffers among them, and what is remembered of both."""
+    """The native arguments, the buffers among them, and a description of both to remember."""
     native, sizes = list(args), list(args)
     buffers = []
     try:

@@ -1,4 +1,4 @@
-"""Copies between host and device, without waiting: through the staging ring, or straight in shared memory."""
+"""Copies between host and device, without waiting: through a staging ring, or directly in shared memory."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from penstock.memory.pool import BufferPool
 from penstock.memory.staging import Slot, StagingRing
 from penstock.stream.future import Future
 from penstock.stream.hostview import HostView
-from penstock.stream.queue import BufferSize, BufferSizes, CommandQueue, describe
+from penstock.stream.queue import BufferSize, BufferSizes, CommandQueue
 from penstock.stream.recorder import Command
 from penstock.stream.stream import Stream
 from penstock.stream.watching import Looking, Watching
 
-# Up to this many bytes, a copy by the host costs less than a command of the device.
+# Up to this many bytes, a copy by the host is faster than a command of the device.
 _SMALL = 256 << 10
 
 
 class Transfers:
-    """Uploads, downloads, device copies and host views of one device."""
+    """Uploads, downloads, device copies and host views of a device."""
 
     def __init__(self, driver: Driver, stream: Stream, staging: BufferPool, staging_bytes: int) -> None:
         self._driver = driver
         self._stream = stream
-        # A ring for each direction: a download that waits for its kernel must not hold up the next upload.
+        # A ring for each direction: a download that waits for its kernel must not block the next upload.
         self._rings = {
             verb: StagingRing(driver, staging, staging_bytes // 2) for verb in ("upload", "download")
         }
@@ -48,6 +48,9 @@ class Transfers:
         check_range(buffer, offset, source.nbytes)
         if not source.nbytes:
             return
+        if buffer.hosted:
+            np.copyto(self._at_the_host(buffer, offset, source.nbytes, writes=True), source)
+            return
         if self._copied_in_place(buffer, offset, source, writes=True):
             return
         chunk = self._rings["upload"].chunk_bytes
@@ -58,9 +61,9 @@ class Transfers:
     def download(
         self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int], offset: int = 0
     ) -> Future[npt.NDArray[Any]]:
-        """What `buffer` holds when the commands recorded so far are done, as an array.
+        """The values of `buffer` after the commands recorded so far, as an array.
 
-        Where something that is watched turns out to be wrong, the future has that error.
+        If a watched value shows an error, the future has that error.
         """
         self._stream.check_available()
         item = np.dtype(dtype)
@@ -70,6 +73,9 @@ class Transfers:
         result = target.view(item).reshape(shape)
         if not nbytes:
             return Future.ready(result)
+        if buffer.hosted:
+            np.copyto(target, self._at_the_host(buffer, offset, nbytes, writes=False))
+            return _made(lambda: self._looked_at(result))
         if not self._shared:
             return self._download_staged(buffer, offset, target, result)
         if nbytes <= _SMALL and self._copied_in_place(buffer, offset, target, writes=False):
@@ -93,23 +99,30 @@ class Transfers:
     def copy(
         self, target: Buffer, target_offset: int, source: Buffer, source_offset: int, nbytes: int
     ) -> None:
-        """Copy `nbytes` bytes between two buffers of the device."""
+        """Copy `nbytes` bytes between two buffers of the device, of which one may lie at the host."""
         self._stream.check_available()
         check_range(target, target_offset, nbytes)
         check_range(source, source_offset, nbytes)
         to, start = target.offset + target_offset, source.offset + source_offset
         if target.memory is source.memory and abs(to - start) < nbytes:
             raise ValueError(f"the two ranges of {nbytes} bytes overlap; copy through a third buffer")
-        if nbytes:
-            with self._stream.lock:
-                self._record(
-                    self._stream.outgoing,
-                    ("copy", nbytes, None, BufferSizes((target.nbytes, source.nbytes))),
-                    (target, source),
-                    lambda queue, waits: self._driver.copy(
-                        queue, target.memory, to, source.memory, start, nbytes, waits
-                    ),
-                )
+        if not nbytes:
+            return
+        here, there = source.memory.host, target.memory.host
+        verb, queue = ("upload", self._stream.incoming) if source.hosted else ("copy", self._stream.outgoing)
+
+        def recorded(queue: Queue, waits: list[Event] | None) -> Event:
+            if source.hosted and not target.hosted:
+                assert here is not None
+                return self._driver.write(queue, target.memory, to, here[start : start + nbytes], waits)
+            if target.hosted and not source.hosted:
+                assert there is not None
+                return self._driver.read(queue, there[to : to + nbytes], source.memory, start, waits)
+            return self._driver.copy(queue, target.memory, to, source.memory, start, nbytes, waits)
+
+        with self._stream.lock:
+            sizes = BufferSizes((target.nbytes, source.nbytes))
+            self._record(queue, (verb, nbytes, None, sizes), (target, source), recorded)
 
     def view(
         self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int], offset: int, writable: bool
@@ -120,9 +133,9 @@ class Transfers:
         return HostView(self._stream, self, buffer, item, tuple(shape), offset, writable)
 
     def at_hand(self, buffer: Buffer, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
-        """The values where they lie, if the host sees them there and no command is pending; else None.
+        """The values in place, if the host shares their memory and no command is pending; else None.
 
-        For whoever keeps the buffer, and holds `Device.running`, so that nothing is written meanwhile.
+        The caller keeps the buffer alive and holds `Device.running`, so that nothing is written meanwhile.
         """
         host, usage = buffer.memory.host, buffer.usage
         if host is None or usage.writer or self._stream.unavailable:
@@ -131,17 +144,42 @@ class Transfers:
             if not self._driver.is_done(usage.event):
                 return None
             self._stream.check([usage.own_event])
-        nbytes = dtype.itemsize * math.prod(shape)
-        return host[buffer.offset : buffer.offset + nbytes].view(dtype).reshape(shape)
+        return np.ndarray(shape, dtype, host, buffer.offset)
+
+    def filled(self, buffer: Buffer, array: npt.NDArray[Any]) -> bool:
+        """Copy `array` into a buffer that nobody else has yet, where the host sees it; else False.
+
+        Profiles are to be told of copies: where there are any, this copies nothing.
+        """
+        target = None if self._stream.recorders else self.at_hand(buffer, array.dtype, array.shape)
+        if target is None:
+            return False
+        np.copyto(target, array)
+        return True
 
     def release_staging(self) -> None:
-        """Give the staging memory back, unless it is in use."""
+        """Free the staging memory, unless it is in use."""
         with self._stream.lock:
             for ring in self._rings.values():
                 ring.clear()
 
+    def _at_the_host(self, buffer: Buffer, offset: int, nbytes: int, writes: bool) -> Bytes:
+        """The bytes of a buffer that lies at the host, once the device is done with them."""
+        usage = buffer.usage
+        while True:
+            with self._stream.lock:
+                buffer.refuse_if_viewed(reads_only=not writes)
+                event = usage.event
+                if event is None or self._driver.is_done(event):
+                    self._stream.check([usage.own_event])
+                    assert buffer.memory.host is not None
+                    return buffer.memory.host[buffer.offset + offset :][:nbytes]
+                if usage.batch is not None:
+                    usage.batch.queue.submit()
+            self._stream.wait(event, "upload" if writes else "download")
+
     def _copied_in_place(self, buffer: Buffer, offset: int, array: Bytes, writes: bool) -> bool:
-        """Copy on the host itself, where it shares the memory and the device is done with it."""
+        """Copy by the host, if it shares the memory and the device is done with it."""
         usage = buffer.usage
         with self._stream.lock:
             if not self._shared or not (usage.event is None or self._driver.is_done(usage.event)):
@@ -170,23 +208,14 @@ class Transfers:
         copy: Callable[[Queue, list[Event] | None], Event],
         ordered: bool = True,
     ) -> Event:
-        """Record one copy, which starts at once; `ordered`: after what uses the buffers now.
+        """Record and submit a copy; `ordered`: after the commands that use the buffers now.
 
-        One that is not ordered does not count as their last use: what is under way ends later, perhaps.
+        A copy that is not ordered is not noted as their last use, since pending commands may end later.
         """
         waits = queue.dependencies(buffers, reads_only=command[0] == "download") if ordered else None
-        try:
-            try:
-                event = copy(queue.native, waits)
-            except DeviceError as error:
-                raise DeviceError(error.reason, describe(command)) from None
-            queue.record(event, command, buffers if ordered else ())
-        except DeviceError:
-            raise
-        except BaseException:
-            self._stream.interrupted(queue)
-            raise
-        return event
+        return self._stream.record_copy(
+            queue, command, buffers if ordered else (), lambda native: copy(native, waits)
+        )
 
     def _staged(
         self,
@@ -205,12 +234,12 @@ class Transfers:
             return slot.event
 
         try:
-            # What is not the last use of its buffer has to keep it.
+            # A copy that is not noted as the last use has to keep its buffer alive.
             args = BufferSizes((buffer.nbytes,)) if ordered else (buffer,)
             command: Command = (verb, nbytes, None, args)
             self._record(queue, command, (buffer,), copy_through, ordered)
         except BaseException as error:
-            # Otherwise the copy is under way, and so the slot in use; after an interrupt, it was waited for.
+            # Otherwise the slot is in use by the copy; after an interrupt, the copy was waited for.
             if slot.event is None or not isinstance(error, DeviceError):
                 ring.cancel(slot)
             raise
@@ -226,9 +255,9 @@ class Transfers:
     def _download_staged(
         self, buffer: Buffer, offset: int, target: Bytes, result: npt.NDArray[Any], ordered: bool = True
     ) -> Future[npt.NDArray[Any]]:
-        """In chunks. What passes the ring's size waits here until the first ones have made room.
+        """A download in chunks. If the ring is full, it waits until earlier chunks have left it.
 
-        What is watched comes along with all but a look at it, which is not `ordered`.
+        Watched values are read along with it, unless it is such a read itself, which is not `ordered`.
         """
         ring = self._rings["download"]
         chunk = ring.chunk_bytes
@@ -245,8 +274,8 @@ class Transfers:
                     start: int = start,
                     part: Bytes = part,
                 ) -> Event:
-                    place = buffer.offset + offset + start
-                    event = self._driver.read(queue, slot.array, buffer.memory, place, waits)
+                    at = buffer.offset + offset + start
+                    event = self._driver.read(queue, slot.array, buffer.memory, at, waits)
                     slot.carry = partial(np.copyto, part, slot.array)
                     return event
 
@@ -271,7 +300,7 @@ class Transfers:
         )
 
     def _peek(self, buffer: Buffer) -> Future[Bytes]:
-        """What a small buffer holds now, whatever is under way."""
+        """The present values of a small buffer, without waiting for pending commands."""
         if buffer.memory.host is not None:
             return Future.ready(buffer.memory.host[buffer.offset :][: buffer.nbytes].copy())
         target = np.empty(buffer.nbytes, np.uint8)
@@ -292,7 +321,7 @@ class Transfers:
         )
 
     def _looked_at(self, result: npt.NDArray[Any], but: Sequence[Looking] = ()) -> npt.NDArray[Any]:
-        """The result, if nothing that is watched is wrong."""
+        """The result, after a check of the watched values."""
         self.watching.look(but)
         return result
 
@@ -303,7 +332,7 @@ class Transfers:
 
 
 def check_range(buffer: Buffer, offset: int, nbytes: int) -> None:
-    """A ValueError unless the bytes lie inside the buffer."""
+    """Raise ValueError unless the bytes are inside the buffer."""
     if offset < 0 or nbytes < 0 or offset + nbytes > buffer.nbytes:
         raise ValueError(f"bytes {offset} to {offset + nbytes} are not inside {buffer!r}")
 
@@ -319,10 +348,10 @@ def _bytes_of(array: npt.NDArray[Any]) -> Bytes:
 
 
 def _new_bytes(nbytes: int, buffer: Buffer, offset: int) -> Bytes:
-    """New memory for a copy of the bytes at `offset`, at the same place in its page where that is known.
+    """New memory for a copy of the bytes at `offset`, with the same offset in its page if that is known.
 
-    The C library copies blocks beyond the cache in a way that, into memory never touched before, takes half
-    as long again unless both ends begin at the same place in their pages.
+    For blocks larger than the cache, the C library's copy into untouched memory takes 1.5 times as long
+    unless source and target have the same offset in their pages.
     """
     if nbytes <= _SMALL or buffer.memory.host is None:
         return np.empty(nbytes, np.uint8)

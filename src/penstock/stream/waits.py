@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from penstock.callsite import user_line
 
-MAX_SITES = 1000  # lines of code told apart; later ones share one entry
+MAX_SITES = 1000  # lines of code that are counted separately; later lines share an entry
 OTHER = "(other lines)"
 
 
 @dataclass(frozen=True, slots=True)
 class WaitSite:
-    """What one line of the user's code cost in waiting."""
+    """The waits that a line of the user's code caused."""
 
     where: str  # file:line
     why: str  # sync, download, view, back-pressure, staging, out of memory, profile
@@ -22,14 +22,14 @@ class WaitSite:
 
 
 class WaitLedger:
-    """Counts the waits of one device."""
+    """Counts the waits of a device."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sites: dict[tuple[str, str], tuple[int, float]] = {}
 
     def add(self, why: str, seconds: float) -> str:
-        """Note a wait that the caller's line caused, and tell which line that is."""
+        """Note a wait that the caller's line caused, and return that line."""
         key = (user_line(), why)
         with self._lock:
             if key not in self._sites and len(self._sites) >= MAX_SITES:
@@ -52,10 +52,10 @@ class WaitLedger:
 
     @property
     def seconds(self) -> float:
-        """How long the host waited in all."""
+        """How long the host waited in total."""
         return sum(site.seconds for site in self.sites())
 
     def clear(self) -> None:
-        """Start again from zero."""
+        """Reset all counts."""
         with self._lock:
             self._sites.clear()

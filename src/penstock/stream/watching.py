@@ -1,7 +1,7 @@
-"""Small results that the host judges whenever it reads something.
+"""Watched values: small results that the host checks for errors whenever it reads something.
 
-A result is looked at without waiting for anything, once it was written for the first time. Later commands may
-add to it in place, so it is looked at again until the last of them is known to be done.
+A value is checked without waiting, once it was written for the first time. Later commands may change it in
+place, so it is checked until the last of them is known to be done.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from penstock.drivers.driver import Bytes, Driver, Event
 from penstock.memory.buffer import Buffer
 from penstock.stream.future import Future
 
-_MOST = 64  # that wait to be looked at; they are what eager expressions leave until something is read
+_MOST = 64  # unchecked values; eager expressions leave them until something is read
 Judge = Callable[[npt.NDArray[Any]], Exception | None]
 
 
 class Watched:
-    """A buffer, and what finds the error in its values, if there is one."""
+    """A buffer, and a function that checks its values."""
 
     __slots__ = ("buffer", "dtype", "first", "judge", "last")
 
@@ -29,12 +29,12 @@ class Watched:
         self.buffer = buffer
         self.dtype = np.dtype(dtype)
         self.judge = judge
-        self.first: Event | None = buffer.usage.event  # until it is known to be done
-        self.last: Event | None = self.first  # of the last command that wrote here
+        self.first: Event | None = buffer.usage.event  # None once it is known to be done
+        self.last: Event | None = self.first  # of the last command that writes the buffer
 
 
 class Looking(NamedTuple):
-    """One look: which command was the last one, whether it was done, and the bytes on their way."""
+    """A check in progress: the last command then, whether it was done, and the bytes being read."""
 
     watched: Watched
     last: Event | None
@@ -43,29 +43,29 @@ class Looking(NamedTuple):
 
 
 class Watching:
-    """What is watched on one device."""
+    """The watched values of a device."""
 
     def __init__(self, driver: Driver, peek: Callable[[Buffer], Future[Bytes]]) -> None:
         self._driver = driver
-        self._peek = peek  # what a buffer holds now, whatever is under way
-        self._pending: dict[Watched, None] = {}  # not known to be right
+        self._peek = peek  # reads a buffer without waiting for pending commands
+        self._pending: dict[Watched, None] = {}  # not checked finally
 
     def __bool__(self) -> bool:
         return bool(self._pending)
 
     def add(self, watched: Watched) -> None:
-        """Look at this at the next occasion: a command has been recorded that writes it."""
+        """Check a value at the next read: a command that writes it was recorded."""
         watched.last = watched.buffer.usage.event
         self._pending[watched] = None
         if len(self._pending) > _MOST:
             self.look()
 
     def start(self, but: Sequence[Looking] = (), early: bool = True) -> list[Looking]:
-        """Begin to read what was written, in its present state; but not what was read just now.
+        """Start to read the values that were written, except those in `but`, which were just read.
 
-        `early`: there is another look later, which is soon enough for what the host sees anyway.
+        `early`: there will be another check soon, which is enough for memory that the host shares.
         """
-        found = []
+        looks = []
         seen = {looking.watched for looking in but}
         for watched in list(self._pending):
             if early and watched.buffer.memory.host is not None:
@@ -73,11 +73,11 @@ class Watching:
             if watched not in seen and self._is_done(watched.first):
                 watched.first = None
                 last = watched.last
-                found.append(Looking(watched, last, self._is_done(last), self._peek(watched.buffer)))
-        return found
+                looks.append(Looking(watched, last, self._is_done(last), self._peek(watched.buffer)))
+        return looks
 
     def finish(self, started: Sequence[Looking]) -> None:
-        """Judge what was begun to be read. All errors are told once, as notes to the first one."""
+        """Check the values that `start` reads. Raises the first error, with the others as notes."""
         errors = []
         for watched, last, final, future in started:
             error = watched.judge(future.wait().view(watched.dtype))
@@ -91,12 +91,12 @@ class Watching:
             raise errors[0]
 
     def look(self, but: Sequence[Looking] = ()) -> None:
-        """Judge what is there now; but not what was read just now."""
+        """Check the present values, except those in `but`, which were just read."""
         if self._pending:
             self.finish(self.start(but, early=False))
 
     def clear(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching all values."""
         self._pending.clear()
 
     def _is_done(self, event: Event | None) -> bool:

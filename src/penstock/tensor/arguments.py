@@ -1,4 +1,4 @@
-"""What functions of tensors are given: checked, with an error that names the function and what would work."""
+"""Checks of the arguments of tensor functions; errors name the function and what would work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 def of_tensor(
     function: Callable[Concatenate[Tensor, Rest], Result],
 ) -> Callable[Concatenate[Tensor, Rest], Result]:
-    """A function whose first argument has to be a tensor."""
+    """Decorator: raise a TypeError unless the first argument is a tensor."""
 
     @functools.wraps(function)
     def checked(x: Tensor, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
@@ -30,7 +30,7 @@ def of_tensor(
 
 
 def shape_of(shape: int | Sequence[int], name: str) -> Shape:
-    """A shape as a tuple of lengths."""
+    """A shape as a tuple; a single integer is the length of a single axis."""
     lengths = integers(shape, name, "a shape")
     if any(length < 0 for length in lengths):
         raise ValueError(f"{name}: a shape has no negative lengths, and {lengths} was given")
@@ -38,7 +38,7 @@ def shape_of(shape: int | Sequence[int], name: str) -> Shape:
 
 
 def integers(given: Any, name: str, what: str) -> tuple[int, ...]:
-    """One integer or several, as a tuple."""
+    """An integer, or a sequence of integers, as a tuple; `what` describes the argument in an error."""
     if not isinstance(given, (tuple, list)):
         try:
             return (operator.index(given),)
@@ -51,7 +51,7 @@ def integers(given: Any, name: str, what: str) -> tuple[int, ...]:
 
 
 def integer(given: Any, name: str, what: str) -> int:
-    """One integer."""
+    """An integer; `what` describes the argument in an error."""
     try:
         return operator.index(given)
     except TypeError:

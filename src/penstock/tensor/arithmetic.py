@@ -1,4 +1,4 @@
-"""The elementwise functions of the standard, and the operators."""
+"""The elementwise functions of the array API standard, and the operators of tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from penstock.graph import elementwise
 from penstock.graph.node import DType, Node
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import of_tensor
+from penstock.tensor.broadcasting import broadcast, common_shape
 from penstock.tensor.composite import composite
-from penstock.tensor.core import Tensor, broadcast, common_shape, install, record, scalar
+from penstock.tensor.core import Tensor, install, record, scalar
 from penstock.tensor.operands import OPERANDS, alike, as_number, device_of, operand, operands, plain
 from penstock.tensor.recording import recording
 
@@ -89,7 +90,7 @@ __all__ = [
 
 # The kinds of dtypes that a function takes, as NumPy's letters.
 _BOOL, _INTEGER, _REAL, _NUMBER, _ANY = "b", "iu", "iuf", "iufc", "biufc"
-_FRACTION = "fc"
+_FLOATING = "fc"
 
 
 def _check(name: str, kinds: str, *tensors: Tensor) -> None:
@@ -110,7 +111,7 @@ def _unary(name: str, apply: Callable[[Node], Node], kinds: str, doc: str) -> Ca
         node = x._node
         if node.dtype.kind in kinds:
             return record(apply(node), x)
-        if kinds == _FRACTION and x.dtype.kind in "biu":
+        if kinds == _FLOATING and x.dtype.kind in "biu":
             x = _to_floating(x)
         _check(name, kinds, x)
         return record(apply(x._node), x)
@@ -142,9 +143,9 @@ def _binary(
         return of_alike(*pair)
 
     def of_alike(a: Tensor, b: Tensor) -> Tensor:
-        if kinds == _FRACTION and a.dtype.kind in "biu":
+        if kinds == _FLOATING and a.dtype.kind in "biu":
             a, b = _to_floating(a), _to_floating(b)
-        _check(name, kinds, a)  # both have one dtype
+        _check(name, kinds, a)  # b has the same dtype
         return record(apply(a._node, b._node), a, b)
 
     function.__name__ = function.__qualname__ = name
@@ -153,19 +154,23 @@ def _binary(
 
 
 def _comparison(
-    name: str, apply: Callable[[Node, Node], Node], kinds: str, meaning: Callable[[int, int], bool], doc: str
+    name: str,
+    apply: Callable[[Node, Node], Node],
+    kinds: str,
+    compare_integers: Callable[[int, int], bool],
+    doc: str,
 ) -> Callable[[Any, Any], Tensor]:
     compare = _binary(name, apply, kinds, doc)
 
     def function(x1: Any, x2: Any, /) -> Tensor:
         try:
             return compare(x1, x2)
-        except OverflowError:  # an integer beyond the dtype: all items lie on one side of it
+        except OverflowError:  # an integer out of the dtype's range: it is above or below all items
             tensor, number = (x1, x2) if isinstance(x1, Tensor) else (x2, x1)
             if tensor.dtype.kind not in "biu":
                 raise
-            side = 1 if number > 0 else -1
-            answer = meaning(0, side) if tensor is x1 else meaning(side, 0)
+            sign = 1 if number > 0 else -1
+            answer = compare_integers(0, sign) if tensor is x1 else compare_integers(sign, 0)
             return record(elementwise.full(tensor.shape, dtypes.bool_, answer), tensor)
 
     function.__name__ = function.__qualname__ = name
@@ -188,63 +193,72 @@ def _for_complex(apply: Callable[[Node], Node]) -> Callable[[Node], Node]:
 
 
 def _never(apply: Callable[[Node], Node], answer: bool) -> Callable[[Node], Node]:
-    """Whole numbers are never infinite or undefined."""
-    return lambda x: elementwise.full(x.shape, dtypes.bool_, answer) if x.dtype.kind in "iu" else apply(x)
+    """Integers are never infinite or NaN."""
+    return lambda x: elementwise.full(x.shape, dtypes.bool_, answer) if x.dtype.kind in "biu" else apply(x)
+
+
+def _real_only(name: str, apply: Callable[[Node], Node]) -> Callable[[Node], Node]:
+    def function(x: Node) -> Node:
+        if x.dtype.kind == "c":
+            raise TypeError(f"{name} does not take {x.dtype}")
+        return apply(x)
+
+    return function
 
 
 abs = _unary("abs", elementwise.abs_, _NUMBER, "The absolute value.")
-acos = _unary("acos", elementwise.acos, _FRACTION, "The inverse of the cosine.")
-acosh = _unary("acosh", elementwise.acosh, _FRACTION, "The inverse of the hyperbolic cosine.")
-asin = _unary("asin", elementwise.asin, _FRACTION, "The inverse of the sine.")
-asinh = _unary("asinh", elementwise.asinh, _FRACTION, "The inverse of the hyperbolic sine.")
-atan = _unary("atan", elementwise.atan, _FRACTION, "The inverse of the tangent.")
-atanh = _unary("atanh", elementwise.atanh, _FRACTION, "The inverse of the hyperbolic tangent.")
-bitwise_invert = _unary("bitwise_invert", elementwise.bitwise_invert, _BOOL + _INTEGER, "Every bit inverted.")
+acos = _unary("acos", elementwise.acos, _FLOATING, "The inverse of the cosine.")
+acosh = _unary("acosh", elementwise.acosh, _FLOATING, "The inverse of the hyperbolic cosine.")
+asin = _unary("asin", elementwise.asin, _FLOATING, "The inverse of the sine.")
+asinh = _unary("asinh", elementwise.asinh, _FLOATING, "The inverse of the hyperbolic sine.")
+atan = _unary("atan", elementwise.atan, _FLOATING, "The inverse of the tangent.")
+atanh = _unary("atanh", elementwise.atanh, _FLOATING, "The inverse of the hyperbolic tangent.")
+bitwise_invert = _unary(
+    "bitwise_invert", elementwise.bitwise_invert, _BOOL + _INTEGER, "The inverse of every bit."
+)
 ceil = _unary("ceil", _for_floating(elementwise.ceil), _REAL, "Rounded up.")
 conj = _unary("conj", _for_complex(elementwise.conj), _NUMBER, "The complex conjugate.")
-cos = _unary("cos", elementwise.cos, _FRACTION, "The cosine.")
-cosh = _unary("cosh", elementwise.cosh, _FRACTION, "The hyperbolic cosine.")
-erf = _unary("erf", elementwise.erf, "f", "The error function.")
-exp = _unary("exp", elementwise.exp, _FRACTION, "The exponential.")
-expm1 = _unary("expm1", elementwise.expm1, _FRACTION, "The exponential less 1, exact near 0.")
+cos = _unary("cos", elementwise.cos, _FLOATING, "The cosine.")
+cosh = _unary("cosh", elementwise.cosh, _FLOATING, "The hyperbolic cosine.")
+erf = _unary("erf", _real_only("erf", elementwise.erf), _FLOATING, "The error function.")
+exp = _unary("exp", elementwise.exp, _FLOATING, "The exponential.")
+expm1 = _unary("expm1", elementwise.expm1, _FLOATING, "exp(x) - 1, accurate near 0.")
 floor = _unary("floor", _for_floating(elementwise.floor), _REAL, "Rounded down.")
 imag = _unary("imag", elementwise.imag, "c", "The imaginary part.")
-isfinite = _unary("isfinite", _never(elementwise.isfinite, True), _NUMBER, "Whether it is finite.")
-isinf = _unary("isinf", _never(elementwise.isinf, False), _NUMBER, "Whether it is infinite.")
-isnan = _unary("isnan", _never(elementwise.isnan, False), _NUMBER, "Whether it is undefined.")
-log = _unary("log", elementwise.log, _FRACTION, "The natural logarithm.")
-log10 = _unary("log10", elementwise.log10, _FRACTION, "The logarithm to base 10.")
-log1p = _unary("log1p", elementwise.log1p, _FRACTION, "The logarithm of 1 more, exact near 0.")
-log2 = _unary("log2", elementwise.log2, _FRACTION, "The logarithm to base 2.")
-logical_not = _unary("logical_not", elementwise.logical_not, _BOOL, "Not.")
-negative = _unary("negative", elementwise.negative, _NUMBER, "With the other sign.")
-positive = _unary("positive", _unchanged, _NUMBER, "As it is.")
+isfinite = _unary("isfinite", _never(elementwise.isfinite, True), _ANY, "Whether it is finite.")
+isinf = _unary("isinf", _never(elementwise.isinf, False), _ANY, "Whether it is infinite.")
+isnan = _unary("isnan", _never(elementwise.isnan, False), _ANY, "Whether it is NaN.")
+log = _unary("log", elementwise.log, _FLOATING, "The natural logarithm.")
+log10 = _unary("log10", elementwise.log10, _FLOATING, "The logarithm to base 10.")
+log1p = _unary("log1p", elementwise.log1p, _FLOATING, "log(1 + x), accurate near 0.")
+log2 = _unary("log2", elementwise.log2, _FLOATING, "The logarithm to base 2.")
+logical_not = _unary("logical_not", elementwise.logical_not, _BOOL, "Logical not, of dtype bool.")
+negative = _unary("negative", elementwise.negative, _NUMBER, "The negative.")
+positive = _unary("positive", _unchanged, _NUMBER, "The unchanged value.")
 real = _unary("real", _for_complex(elementwise.real), _NUMBER, "The real part.")
 reciprocal = _unary(
-    "reciprocal", lambda x: elementwise.divide(elementwise.like(x, 1), x), _FRACTION, "1 over it."
+    "reciprocal", lambda x: elementwise.divide(elementwise.like(x, 1), x), _FLOATING, "1 / x."
 )
-round = _unary("round", _for_floating(elementwise.round_), _NUMBER, "The nearest integer; halves to even.")
-sign = _unary("sign", elementwise.sign, _NUMBER, "-1, 0 or 1; of a complex number, its direction.")
+round = _unary("round", _for_floating(elementwise.round_), _NUMBER, "The nearest integer; ties to even.")
+sign = _unary("sign", elementwise.sign, _NUMBER, "-1, 0 or 1; for complex numbers x / abs(x), or 0.")
 signbit = _unary("signbit", elementwise.signbit, "f", "Whether the sign bit is set.")
-sin = _unary("sin", elementwise.sin, _FRACTION, "The sine.")
-sinh = _unary("sinh", elementwise.sinh, _FRACTION, "The hyperbolic sine.")
-sqrt = _unary("sqrt", elementwise.sqrt, _FRACTION, "The square root.")
-square = _unary("square", lambda x: elementwise.multiply(x, x), _NUMBER, "Times itself.")
-tan = _unary("tan", elementwise.tan, _FRACTION, "The tangent.")
-tanh = _unary("tanh", elementwise.tanh, _FRACTION, "The hyperbolic tangent.")
+sin = _unary("sin", elementwise.sin, _FLOATING, "The sine.")
+sinh = _unary("sinh", elementwise.sinh, _FLOATING, "The hyperbolic sine.")
+sqrt = _unary("sqrt", elementwise.sqrt, _FLOATING, "The square root.")
+square = _unary("square", lambda x: elementwise.multiply(x, x), _NUMBER, "The square.")
+tan = _unary("tan", elementwise.tan, _FLOATING, "The tangent.")
+tanh = _unary("tanh", elementwise.tanh, _FLOATING, "The hyperbolic tangent.")
 trunc = _unary("trunc", _for_floating(elementwise.trunc), _REAL, "Rounded towards 0.")
 
 add = _binary("add", elementwise.add, _ANY, "The sum.")
-atan2 = _binary("atan2", elementwise.atan2, _FRACTION, "The angle of the point (x2, x1).")
-bitwise_and = _binary("bitwise_and", elementwise.bitwise_and, _BOOL + _INTEGER, "And, bit by bit.")
-bitwise_left_shift = _binary("bitwise_left_shift", elementwise.bitwise_left_shift, _INTEGER, "Bits moved up.")
-bitwise_or = _binary("bitwise_or", elementwise.bitwise_or, _BOOL + _INTEGER, "Or, bit by bit.")
-bitwise_right_shift = _binary(
-    "bitwise_right_shift", elementwise.bitwise_right_shift, _INTEGER, "Bits moved down."
-)
-bitwise_xor = _binary("bitwise_xor", elementwise.bitwise_xor, _BOOL + _INTEGER, "Either or, bit by bit.")
-copysign = _binary("copysign", elementwise.copysign, "f", "The size of x1 with the sign of x2.")
-divide = _binary("divide", elementwise.divide, _FRACTION, "The quotient.")
+atan2 = _binary("atan2", elementwise.atan2, _FLOATING, "The angle of the point (x2, x1).")
+bitwise_and = _binary("bitwise_and", elementwise.bitwise_and, _BOOL + _INTEGER, "Bitwise and.")
+bitwise_left_shift = _binary("bitwise_left_shift", elementwise.bitwise_left_shift, _INTEGER, "x1 << x2.")
+bitwise_or = _binary("bitwise_or", elementwise.bitwise_or, _BOOL + _INTEGER, "Bitwise or.")
+bitwise_right_shift = _binary("bitwise_right_shift", elementwise.bitwise_right_shift, _INTEGER, "x1 >> x2.")
+bitwise_xor = _binary("bitwise_xor", elementwise.bitwise_xor, _BOOL + _INTEGER, "Bitwise exclusive or.")
+copysign = _binary("copysign", elementwise.copysign, "f", "The magnitude of x1 with the sign of x2.")
+divide = _binary("divide", elementwise.divide, _FLOATING, "The quotient, in floating point.")
 equal = _comparison("equal", elementwise.equal, _ANY, operator.eq, "Whether both are equal.")
 floor_divide = _binary("floor_divide", elementwise.floor_divide, _REAL, "The quotient, rounded down.")
 greater = _comparison("greater", elementwise.greater, _BOOL + _REAL, operator.gt, "Whether x1 is greater.")
@@ -257,16 +271,16 @@ less_equal = _comparison(
     "less_equal", elementwise.less_equal, _BOOL + _REAL, operator.le, "Whether x1 is not greater."
 )
 logaddexp = _binary("logaddexp", elementwise.logaddexp, "f", "The logarithm of the sum of exponentials.")
-logical_and = _binary("logical_and", elementwise.logical_and, _BOOL, "And.")
-logical_or = _binary("logical_or", elementwise.logical_or, _BOOL, "Or.")
-logical_xor = _binary("logical_xor", elementwise.logical_xor, _BOOL, "Either or.")
-maximum = _binary("maximum", elementwise.maximum, _BOOL + _REAL, "The greater one.")
-minimum = _binary("minimum", elementwise.minimum, _BOOL + _REAL, "The lesser one.")
+logical_and = _binary("logical_and", elementwise.logical_and, _BOOL, "Logical and, of dtype bool.")
+logical_or = _binary("logical_or", elementwise.logical_or, _BOOL, "Logical or, of dtype bool.")
+logical_xor = _binary("logical_xor", elementwise.logical_xor, _BOOL, "Logical exclusive or, of dtype bool.")
+maximum = _binary("maximum", elementwise.maximum, _BOOL + _REAL, "The greater item of the two.")
+minimum = _binary("minimum", elementwise.minimum, _BOOL + _REAL, "The lesser item of the two.")
 multiply = _binary("multiply", elementwise.multiply, _ANY, "The product.")
 nextafter = _binary("nextafter", elementwise.nextafter, "f", "The next number from x1 towards x2.")
 not_equal = _comparison("not_equal", elementwise.not_equal, _ANY, operator.ne, "Whether they differ.")
 pow = _binary("pow", elementwise.pow_, _NUMBER, "x1 to the power of x2.")
-remainder = _binary("remainder", elementwise.remainder, _REAL, "What the division rounded down leaves.")
+remainder = _binary("remainder", elementwise.remainder, _REAL, "x1 - x2 * floor_divide(x1, x2).")
 subtract = _binary("subtract", elementwise.subtract, _NUMBER, "The difference.")
 
 
@@ -276,9 +290,9 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Tensor:
         quick = plain(x1, x2)
         chosen = condition._actual_node
         if quick is not None and not quick[3] and chosen.shape == quick[0].shape:
-            first, second, place, _ = quick
-            if condition.device is place:
-                return Tensor(elementwise.where(chosen, first, second), place)
+            first, second, at, _ = quick
+            if condition.device is at:
+                return Tensor(elementwise.where(chosen, first, second), at)
     device = device_of("where", condition, x1, x2)
     mask, x1, x2 = (operand(value, device, "where") for value in (condition, x1, x2))
     if isinstance(mask, bool):
@@ -296,17 +310,22 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Tensor:
 
 @of_tensor
 def clip(x: Tensor, /, min: Any = None, max: Any = None) -> Tensor:
-    """Not less than `min`, and not greater than `max`; the dtype stays that of `x`."""
+    """The items limited to the range from `min` to `max`, in the dtype of `x`; NaN stays NaN.
+
+    An item that is equal to a limit passes its gradient.
+    """
     _check("clip", _REAL, x)
     result = x
-    for limit, function in ((min, maximum), (max, minimum)):
-        if limit is not None and not _is_beyond(limit, x.dtype, above=function is minimum):
-            result = function(result, limit)
+    for limit, is_inside in ((min, greater_equal), (max, less_equal)):
+        if limit is not None and not _is_beyond(limit, x.dtype, above=is_inside is less_equal):
+            # A NaN limit replaces every item; a NaN item is kept.
+            outside = logical_and(logical_not(is_inside(result, limit)), equal(result, result))
+            result = where(outside, limit, result)
     return record(elementwise.cast(result._node, x.dtype), result)
 
 
 def _is_beyond(limit: Any, dtype: DType, above: bool) -> bool:
-    """Whether a limit is an integer that no item of the dtype reaches."""
+    """Whether a limit is an integer out of the dtype's range, so that it limits no item."""
     number = as_number(limit)
     if type(number) is not int or (number > 0) != above:
         return False

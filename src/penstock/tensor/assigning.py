@@ -1,4 +1,4 @@
-"""`x[mask] = value` and `x[indices] = value`, on the device: nothing is read, so both work inside `jit`."""
+"""`x[mask] = value` and `x[indices] = value` as graph operations, so both work inside `jit`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from penstock.graph import creating, elementwise, reducing, shaping
 from penstock.graph.contraction import gather, scatter_add
 from penstock.graph.node import Node, Shape
 from penstock.tensor import dtypes
-from penstock.tensor.core import Tensor, broadcast, broadcast_node, record
+from penstock.tensor.broadcasting import broadcast, broadcast_node
+from penstock.tensor.core import Tensor, record
 
 
 def by_mask(x: Tensor, key: Any, value: Tensor) -> Tensor | None:
-    """`x` with the value where a mask is true; None where the key or the value is for other ways.
+    """`x` with `value` where a mask is true; None if the key or the value has another form.
 
-    The value may not differ from one selected item to the next: which is which, only the mask's values tell.
+    The value has to be the same for all items that the mask selects, since their order depends on its values.
     """
     parts = list(key) if isinstance(key, tuple) else [key]
     masks = [at for at, part in enumerate(parts) if isinstance(part, Tensor) and part.dtype == dtypes.bool_]
@@ -39,37 +40,36 @@ def by_mask(x: Tensor, key: Any, value: Tensor) -> Tensor | None:
     return record(node, x, given, mask)
 
 
-def by_places(x: Tensor, places: Tensor, value: Tensor, distinct: bool) -> Tensor:
-    """`x` with values at places, which are numbers of its items; of two for one place, the later.
+def by_indices(x: Tensor, indices: Tensor, value: Tensor, distinct: bool) -> Tensor:
+    """`x` with values at flat indices of its items; if an index occurs twice, the later value wins.
 
-    `distinct`: no place is there twice.
+    `distinct`: no index occurs twice.
     """
-    count = places.size
+    count = indices.size
     if not count or not x.size:
-        broadcast(value, places.shape)
+        broadcast(value, indices.shape)
         return x
-    target = shaping.reshape(places._node, (count,))
-    values = shaping.reshape(broadcast(value, places.shape)._node, (count,))
-    numbers = _positions(count)  # of the values
+    target = shaping.reshape(indices._node, (count,))
+    values = shaping.reshape(broadcast(value, indices.shape)._node, (count,))
+    sources = _positions(count)  # for each index, which value goes there
     if not distinct:
         order = elementwise.cast(reducing.argsort(target, 0, False), dtypes.int64)
         target = gather(target, order)
         last = elementwise.not_equal(_part(target, 1, count), _part(target, 0, count - 1))
         last = shaping.concat([last, elementwise.full((1,), dtypes.bool_, True)], 0)
-        target = elementwise.where(last, target, elementwise.like(target, x.size))  # which is out of range
-        numbers = order
-    one = elementwise.like(numbers, 1)
-    # For each item, the number of its value, from 1 on; 0 where it stays as it is.
-    taken = scatter_add(elementwise.add(numbers, one), target, x.size)
+        target = elementwise.where(last, target, elementwise.like(target, x.size))  # out of range: ignored
+        sources = order
+    # For each item, 1 + the position of its new value; 0 if it keeps its old value.
+    taken = scatter_add(elementwise.add(sources, elementwise.like(sources, 1)), target, x.size)
     none = elementwise.like(taken, 0)
     index = elementwise.maximum(elementwise.subtract(taken, elementwise.like(taken, 1)), none)
     stays = elementwise.equal(taken, none)
     node = elementwise.where(stays, shaping.reshape(x._node, (x.size,)), gather(values, index))
-    return record(shaping.reshape(node, x.shape), x, value, places)
+    return record(shaping.reshape(node, x.shape), x, value, indices)
 
 
-def numbered(x: Tensor) -> Tensor:
-    """The numbers of a tensor's items, in row-major order."""
+def flat_indices(x: Tensor) -> Tensor:
+    """The flat, row-major index of each item, in the shape of `x`."""
     return Tensor(shaping.reshape(_positions(x.size), x.shape), x.device)
 
 

@@ -1,4 +1,4 @@
-"""Attention of tensors."""
+"""Scaled dot-product attention."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import math
 from penstock.graph import attention as graph
 from penstock.graph import elementwise
 from penstock.tensor import dtypes
-from penstock.tensor.core import Tensor, broadcast, common_shape, record
+from penstock.tensor.broadcasting import broadcast, common_shape
+from penstock.tensor.core import Tensor, record
 from penstock.tensor.manipulation import permute_dims, reshape
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """softmax(query @ key.T * scale) @ value over the last two axes."""
+    """softmax(query @ key.mT * scale) @ value over the last two axes; causal: of earlier positions only."""
     _check(query, key, value)
     alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape
     before = query.shape[:-2]
     if not alike or before != key.shape[:-2]:
         return _of_any_shapes(query, key, value, is_causal, scale)
     heads = before[-1] if len(before) > 1 else 1
-    # The primitive has a position's heads side by side.
+    # The primitive takes (batch, length, heads, width).
     shape = (math.prod(before[:-1]), heads) if len(before) > 1 else (math.prod(before), heads)
     q, k, v = (
         permute_dims(reshape(operand, (*shape, *operand.shape[-2:])), (0, 2, 1, 3))
@@ -30,13 +31,16 @@ def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale:
 
 
 def packed_attention(packed: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """The same of (batch, length, 3, heads, width), as (batch, length, heads, width)."""
+    """Attention of queries, keys and values in one (batch, length, 3, heads, width).
+
+    The result is (batch, length, heads, width).
+    """
     _check(packed)
     return record(graph.packed_attention(packed._node, is_causal, scale), packed)
 
 
 def _of_any_shapes(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """With values of another width, dtypes that differ, or axes that broadcast: no kernel computes these."""
+    """Values of another width, different dtypes, or axes that broadcast: composed of other operations."""
     scores = dtypes.promote(query.dtype, key.dtype)
     kinds = (scores, scores, dtypes.promote(scores, value.dtype))
     batch = common_shape(query.shape[:-2], key.shape[:-2], value.shape[:-2])

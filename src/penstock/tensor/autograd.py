@@ -1,4 +1,4 @@
-"""Gradients as functions, and what is recomputed for them."""
+"""Gradients as functions, checkpoints, and custom gradients."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, Primitive, topological
 from penstock.runtime import Device
 from penstock.tensor import backward as backward  # which gives tensors the method
-from penstock.tensor.core import Tensor, leaf_of, record
+from penstock.tensor.core import Tensor, record
+from penstock.tensor.leaves import leaf_of
 
 
 def value_and_grad(
     function: Callable[..., Tensor], argnums: int | tuple[int, ...] = 0
 ) -> Callable[..., tuple[Tensor, Any]]:
-    """A function that gives the value of `function` and its gradient by the arguments at `argnums`."""
+    """A function that returns the value of `function` and its gradient by the arguments `argnums`.
+
+    `argnums` is the position of an argument, or a tuple of positions, for which the gradients are a tuple.
+    """
     positions = (argnums,) if isinstance(argnums, int) else argnums
 
     def both(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -31,22 +35,22 @@ def value_and_grad(
                 raise TypeError(
                     f"argument {position} must be a floating-point tensor, and {given!r} was given"
                 )
-            # A node of its own, so that the gradient ends here whatever else the tensor is used for.
-            own = elementwise.positive(given._node)
-            own.tracked = True
-            wanted.append(own)
-            inputs[position] = Tensor(own, given.device, requires_grad=True)
+            # A new node: only uses of the tensor inside the function contribute to its gradient.
+            leaf = elementwise.positive(given._node)
+            leaf.tracked = True
+            wanted.append(leaf)
+            inputs[position] = Tensor(leaf, given.device, requires_grad=True)
         value = function(*inputs, **kwargs)
         if not isinstance(value, Tensor) or value.size != 1:
-            raise ValueError(f"the function must give one value, and it gave {value!r}")
-        found = gradients(value._node, None, wanted)
+            raise ValueError(f"the function must return a single value, and it returned {value!r}")
+        computed = gradients(value._node, None, wanted)
         parts = [
             Tensor(
                 elementwise.like(node, 0) if part is None else part,
                 inputs[position].device,
                 value.requires_grad,
             )
-            for position, node, part in zip(positions, wanted, found, strict=True)
+            for position, node, part in zip(positions, wanted, computed, strict=True)
         ]
         return value, parts[0] if isinstance(argnums, int) else tuple(parts)
 
@@ -54,18 +58,18 @@ def value_and_grad(
 
 
 def grad(function: Callable[..., Tensor], argnums: int | tuple[int, ...] = 0) -> Callable[..., Any]:
-    """A function that gives the gradient of `function` by the arguments at `argnums`."""
+    """A function that returns the gradient of `function`; see `value_and_grad`."""
     both = value_and_grad(function, argnums)
     return lambda *args, **kwargs: both(*args, **kwargs)[1]
 
 
 def checkpoint(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """`function(*args)`, recomputed for the gradient, so that nothing inside it is kept until then."""
+    """`function(*args)`, whose intermediate values are not kept, but recomputed in the backward pass."""
     value = function(*args)
     if not value.requires_grad:
         return value
-    given = [one for one in args if isinstance(one, Tensor) and one.requires_grad]
-    nodes = {one._node: None for one in given}
+    given = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    nodes = {tensor._node: None for tensor in given}
     for node in topological([value._node], through_values=True, until=nodes):
         if leaf_of(node) is not None:
             nodes[node] = None  # a parameter that the function uses
@@ -76,16 +80,16 @@ Rule = Callable[..., Sequence[Tensor | None]]
 
 
 def custom_vjp(value: Tensor, inputs: Sequence[Tensor], vjp: Rule) -> Tensor:
-    """`value` with a gradient by its inputs that is known better than that of the operations behind it.
+    """`value` with a gradient of its own, in place of that of the operations that compute it.
 
-    `vjp` takes the gradient of the value, the value, and the inputs: those of this node, which a checkpoint
-    may have recomputed. It gives the gradient of each input.
+    `vjp` takes the gradient of the value, the value, and the inputs, and returns the gradient of each input
+    or None. It has to use the inputs that it is given, since a checkpoint may have recomputed them.
     """
     return _with_rule(value, inputs, lambda: _primitive(vjp, value.device, transient=True))
 
 
 def lasting_vjp(value: Tensor, inputs: Sequence[Tensor], vjp: Rule) -> Tensor:
-    """The same with a function that is there for good and holds no tensors: its gradients are recorded once.
+    """Like `custom_vjp`, with a function that lives for ever and holds no tensors; it is recorded once.
 
     `vjp` must be the same object in every call.
     """

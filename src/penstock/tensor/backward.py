@@ -1,7 +1,7 @@
 """The backward pass from a tensor: gradients for the tensors behind it that require one.
 
-A training loop asks for the gradients of the same graph again and again. The graph of gradients is made once
-for each graph, and called from then on (`graph/calls.py`).
+A training loop repeatedly needs the gradients of the same graph. The graph of gradients is recorded once for
+each graph, and called from then on (`graph/calls.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Sequence
 
+from penstock.execution.realize import realize
 from penstock.graph import elementwise
 from penstock.graph.bounds import BOUNDED
 from penstock.graph.calls import Subgraph, call, subgraph_between
@@ -16,16 +17,21 @@ from penstock.graph.decompose import decompose
 from penstock.graph.gradient import gradients
 from penstock.graph.node import Node, topological
 from penstock.runtime import Device
+from penstock.tensor.broadcasting import broadcast
 from penstock.tensor.capture import capture
-from penstock.tensor.core import Tensor, broadcast, changed_since, install, leaf_of
+from penstock.tensor.core import Tensor, install, much_pending
+from penstock.tensor.leaves import changed_since, leaf_of
 from penstock.tensor.recording import recorded_once
 
-# The subgraph of gradients, which nodes of the graph it takes, and for each leaf whether it has a gradient.
+# The subgraph of gradients, the positions of its inputs in the graph, and which leaves have a gradient.
 _Known = tuple[Subgraph, list[int], list[bool]]
 
 
 def backward(self: Tensor, gradient: Tensor | None = None) -> None:
-    """Add the gradient of this value to `.grad` of every tensor behind it that requires one."""
+    """Add the gradient of this value to `.grad` of every tensor behind it that requires one.
+
+    A value of several items needs `gradient`, the gradient of the loss with respect to it.
+    """
     if gradient is None and self.size != 1:
         raise ValueError(f"backward() is for one value, and the shape is {self.shape}; give its gradient")
     if not self.requires_grad:
@@ -46,16 +52,28 @@ def backward(self: Tensor, gradient: Tensor | None = None) -> None:
         parts = gradients(self._node, seed, [*nodes, *refusing])
         _refuse(refusing, parts[len(leaves) :])
         parts = _stopped(parts)
-    for (_, tensor), part in zip(leaves, parts, strict=False):
-        if part is not None:
-            before = tensor.grad
-            total = Tensor(part if before is None else elementwise.add(before._node, part), tensor.device)
-            total._source = weakref.ref(self)  # whoever computes the gradient may compute both
-            tensor.grad = total
+    arrived = [(tensor, part) for (_, tensor), part in zip(leaves, parts, strict=False) if part is not None]
+    if capture.get() is None:
+        _compute_if_much(self, arrived)
+    for tensor, part in arrived:
+        before = tensor.grad  # from earlier calls, or another node of the same tensor
+        total = Tensor(part if before is None else elementwise.add(before._node, part), tensor.device)
+        total._source = weakref.ref(self)  # so that both can be computed together
+        tensor.grad = total
+
+
+def _compute_if_much(value: Tensor, gradients: Sequence[tuple[Tensor, Node]]) -> None:
+    """Compute the value and its gradients in one run if much is pending: they share most of the work."""
+    by_device: dict[Device, list[Node]] = {value.device: [value._node]}
+    for tensor, node in gradients:
+        by_device.setdefault(tensor.device, []).append(node)
+    for device, nodes in by_device.items():
+        if any(map(much_pending, nodes)):
+            realize(nodes, device)
 
 
 def _refuse(refusing: Sequence[Node], parts: Sequence[Node | None]) -> None:
-    """Raise if a gradient has arrived where none can be."""
+    """Raise if a gradient reaches a node that does not allow it."""
     for node, part in zip(refusing, parts, strict=True):
         if part is not None and node.primitive.refuses:
             raise TypeError(node.primitive.refuses)
@@ -67,7 +85,7 @@ def _refuse(refusing: Sequence[Node], parts: Sequence[Node | None]) -> None:
 
 
 def _repeated(history: list[Node], leaves: Sequence[Node], device: Device) -> list[Node | None]:
-    """The gradients of the last node by the leaves, from those of an equal graph where there was one."""
+    """The gradients of the last node with respect to the leaves; those of an equal graph are reused."""
     key = _key(history, leaves)
     known = None if key is None else recorded_once(device, key, lambda: _recorded(history, leaves, device))
     if known is None:
@@ -78,12 +96,12 @@ def _repeated(history: list[Node], leaves: Sequence[Node], device: Device) -> li
 
 
 def _stopped(parts: Sequence[Node | None]) -> list[Node | None]:
-    """Gradients are values: no gradient of theirs passes back, as it does not through a call."""
+    """Gradients through which no gradient passes, as none passes through a call either."""
     return [None if part is None else elementwise.stop(part) for part in parts]
 
 
 def _recorded(history: list[Node], leaves: Sequence[Node], device: Device) -> _Known | None:
-    """The subgraph of the gradients; None where it could not be used again."""
+    """The subgraph of the gradients; None if it cannot be reused."""
     parts = gradients(history[-1], None, leaves)
     outputs = decompose([part for part in parts if part is not None], device.capabilities)
     made = subgraph_between(dict.fromkeys(history), outputs)
@@ -94,7 +112,7 @@ def _recorded(history: list[Node], leaves: Sequence[Node], device: Device) -> _K
 
 
 def _key(history: list[Node], leaves: Sequence[Node]) -> Hashable | None:
-    """What the graph of gradients depends on; None where that cannot be told."""
+    """The key of a graph by all that its gradients depend on; None if that is unknown."""
     position: dict[Node, int] = {}
     parts: list[Hashable] = []
     for node in history:
@@ -108,9 +126,9 @@ def _key(history: list[Node], leaves: Sequence[Node]) -> Hashable | None:
             return None
         where = tuple([position[parent] for parent in node.inputs])
         values: list[Hashable] = []
-        if attributes and primitive is not BOUNDED:  # whose attribute says where it was recorded
-            # Constants may differ: what is computed from them takes their nodes, and no rule looks inside.
-            # But a checkpoint computes a node with inputs again, constants and all.
+        if attributes and primitive is not BOUNDED:  # its attribute is the line that recorded it
+            # The values of constants may differ: they are inputs of the subgraph, and no gradient rule looks
+            # at them. But a checkpoint recomputes nodes with inputs, including their constants.
             known = () if node.inputs else primitive.constants
             values = [value for name, value in attributes.items() if name not in known]
         parts.append((primitive, where, computed, node.tracked, *values))

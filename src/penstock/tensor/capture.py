@@ -1,4 +1,4 @@
-"""The interface of a function that is being captured, and which one this thread captures: see `Tracing`."""
+"""The interface of a capture (see `Tracing`), and the current capture of this thread."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 class Capture(Protocol):
-    """A function that is being captured: what it does to tensors from outside is seen by itself only."""
+    """A function that is being captured: only the function sees its changes of tensors from outside."""
 
     def made(self, tensor: Tensor) -> None:
-        """A tensor that belongs to it."""
+        """Note a tensor that the function created."""
 
     def used(self, tensor: Tensor) -> None:
-        """A tensor that is read, or is about to change."""
+        """Note a tensor that is read, or about to change."""
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """The tensor that holds what the function sees in `tensor`: itself where the function made it."""
+        """The tensor with the state of `tensor` inside the function: itself if the function created it."""
 
     def grad_of(self, tensor: Tensor) -> Tensor | None:
         """The gradient that the function sees."""
@@ -34,13 +34,13 @@ class Capture(Protocol):
         """Whether a tensor had this node before the call, and the function has not changed it since."""
 
     def assume(self, fact: Callable[[], object]) -> None:
-        """What the function is captured for: a replay is for a fact that is still the same."""
+        """Note a fact that the capture depends on: a replay is allowed only while it has the same value."""
 
     def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` makes, once for each key: its `before_replay` is called by every replay."""
+        """The object that `make` returns, once for each key; every replay calls its `before_replay`."""
 
     def refuse_value(self, node: Node) -> None:
-        """Raise CaptureError if a value that is asked for depends on what is not known yet."""
+        """Raise CaptureError if a value that is read depends on inputs of the function."""
 
 
 capture: ContextVar[Capture | None] = ContextVar("capture", default=None)

@@ -1,4 +1,4 @@
-"""Functions of several operations, which are recorded once for each kind of arguments and then called."""
+"""Functions of several operations, recorded once for each kind of arguments and called as subgraphs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from penstock.tensor.core import Tensor
 from penstock.tensor.recording import recorded_once, recording
 
 P = ParamSpec("P")
-_Known = tuple[Subgraph, list[int]]  # and which of the tensors it takes
+_Known = tuple[Subgraph, list[int]]  # and the positions of its inputs among the tensors
 
 
 def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """A function whose nodes depend on the shapes and dtypes of tensors and on the other arguments only.
 
-    Where a gradient passes, or inside a jitted function, it is called as it is.
+    If a gradient is recorded, or inside a jitted function, the function runs directly.
     """
 
     @wraps(function)
@@ -41,14 +41,14 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
                 nodes.append(node)
                 key += (node.shape, node.dtype.name)
             else:
-                key += (type(arg), repr(arg) if type(arg) is float else arg)  # 0 is equal to -0
+                key += (type(arg), repr(arg) if type(arg) is float else arg)  # by repr, since 0.0 == -0.0
         if device is None:
             return function(*args, **kwargs)
         known = recorded_once(device, tuple(key), lambda: _recorded(function, args, kwargs, device))
         if known is None:
             return function(*args, **kwargs)
         subgraph, taken = known
-        (result,) = call(subgraph, [nodes[at] for at in taken])
+        (result,) = call(subgraph, [nodes[position] for position in taken])
         return Tensor(result, device)
 
     return composed
@@ -65,7 +65,7 @@ def _recorded(
         leaves.append(placeholder(arg.shape, arg.dtype))
         return Tensor(leaves[-1], device)
 
-    given = [stand_in(arg) for arg in args]  # before the others, as whoever calls the subgraph gives them
+    given = [stand_in(arg) for arg in args]  # positional first: the order in which `composed` passes nodes
     result = function(*given, **{name: stand_in(arg) for name, arg in kwargs.items()})
     made = subgraph_between(dict.fromkeys(leaves), decompose([result._node], device.capabilities))
     return None if made is None else (made[0], [leaves.index(leaf) for leaf in made[1]])

@@ -1,4 +1,4 @@
-"""Copies of tensors by `copy` and `pickle`: value, dtype, device, gradient and whether they are trained."""
+"""Copies of tensors by `copy` and `pickle`: value, dtype, device, gradient and `requires_grad`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import numpy.typing as npt
 
 from penstock.runtime import Device
-from penstock.tensor.core import Tensor, from_numpy, leaf_of
+from penstock.tensor.core import Tensor, from_numpy
+from penstock.tensor.leaves import leaf_of
 
 
 def copied(x: Tensor, memo: dict[int, Any] | None = None) -> Tensor:
-    """Another tensor of the same value, which no change of `x` reaches; `memo` is that of a deep copy."""
+    """A tensor of the same value, independent of later changes of `x`; `memo` is that of a deep copy."""
     _check_history(x)
     result = x.detach().requires_grad_() if x.requires_grad else x.detach()
     if memo is not None:
@@ -22,13 +23,13 @@ def copied(x: Tensor, memo: dict[int, Any] | None = None) -> Tensor:
 
 
 def reduced(x: Tensor) -> tuple[Any, ...]:
-    """What `pickle` keeps of a tensor."""
+    """The state of a tensor for `pickle`."""
     _check_history(x)
     return restored, (x.numpy(), x.device, x.requires_grad, x.grad)
 
 
 def restored(values: npt.NDArray[Any], device: Device, requires_grad: bool, grad: Tensor | None) -> Tensor:
-    """The tensor of which `reduced` told; on the device of that name."""
+    """A tensor from the state that `reduced` returns, on the device of the same name."""
     result = from_numpy(values, device)
     if requires_grad:
         result.requires_grad_()
@@ -39,6 +40,6 @@ def restored(values: npt.NDArray[Any], device: Device, requires_grad: bool, grad
 def _check_history(x: Tensor) -> None:
     if x.requires_grad and leaf_of(x._node) is not x._here():
         raise ValueError(
-            f"{x.dtype}{list(x.shape)} was computed from tensors that require a gradient, of which a copy "
-            f"would know nothing; copy x.detach() instead"
+            f"{x.dtype}{list(x.shape)} was computed from tensors that require a gradient, which a copy "
+            f"would be separated from; copy x.detach() instead"
         )

@@ -1,20 +1,20 @@
-"""The tensor: a graph node on a device. Operators record; only a value that is asked for is computed."""
+"""The tensor: a graph node on a device. Operators record nodes; values are computed when they are read."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.execution.realize import explain as explain_nodes
 from penstock.execution.realize import precompile, realize, waits_for_a_compiler
-from penstock.graph import elementwise, reducing, shaping
+from penstock.graph import elementwise, shaping
 from penstock.graph.custom_vjp import refused, refusing
 from penstock.graph.node import DType, Node, Shape, leaf
 from penstock.registry import default_device, find
@@ -23,25 +23,29 @@ from penstock.stream.future import Future
 from penstock.tensor import dtypes
 from penstock.tensor.capture import Capture, capture
 from penstock.tensor.dlpack import exported
+from penstock.tensor.leaves import ends_at, leaf_of
+from penstock.tensor.methods import Methods
+from penstock.tensor.operators import Operators
 from penstock.tensor.recording import computes, recording
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-Scalar = bool | int | float | complex
+Scalar: TypeAlias = bool | int | float | complex
 Operand: TypeAlias = "Tensor | Scalar | npt.NDArray[Any] | np.generic"
-# A chain of nodes that is longer, or whose results take more, is computed by itself: a loop stays bounded.
+# A longer chain of pending nodes, or one whose results take more bytes, is computed before its value is read,
+# so that the memory of a loop is bounded.
 MAX_DEPTH = 500
 MAX_PENDING_BYTES = 1 << 30
 
 
-_captures = 0  # functions that are being captured now, in any thread; 0 makes tensors quick
+_captures = 0  # functions that are being captured, in any thread; 0 is the fast path
 _counting = threading.Lock()
 
 
 @contextlib.contextmanager
 def captured_by(capturing: Capture) -> Iterator[None]:
-    """In this block, and this thread, tensors are seen as a function that is being captured sees them."""
+    """In this block and this thread, tensors have the state that a captured function sees."""
     global _captures
     with _counting:
         _captures += 1
@@ -56,7 +60,7 @@ def captured_by(capturing: Capture) -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_capture() -> Iterator[None]:
-    """In this block, tensors are what they are outside of the function that is being captured."""
+    """In this block, tensors have their state outside of the function that is being captured."""
     token = capture.set(None)
     try:
         yield
@@ -64,97 +68,52 @@ def outside_capture() -> Iterator[None]:
         capture.reset(token)
 
 
-class Tensor:
-    """An n-dimensional array on a device, as the array API standard has it, with PyTorch's gradients."""
+def much_pending(node: Node) -> bool:
+    """Whether a node has so much pending work that it is computed now, before its value is read."""
+    deep = node.depth > MAX_DEPTH or node.pending_bytes > MAX_PENDING_BYTES
+    return deep and node.value is None and computes()
 
-    # What it is outside of functions that are being captured, which see it through `_node`, `grad` and
-    # `requires_grad`: a capture changes nothing that another thread could see.
+
+class Size(int):
+    """The number of items of a tensor, which also answers PyTorch's `x.size()` and `x.size(0)`."""
+
+    shape: Shape
+
+    @overload
+    def __call__(self) -> Shape: ...
+    @overload
+    def __call__(self, dim: int) -> int: ...
+    def __call__(self, dim: int | None = None) -> Shape | int:
+        """The lengths of all axes, or of axis `dim`."""
+        return self.shape if dim is None else self.shape[dim]
+
+
+class Tensor(Operators, Methods):
+    """An n-dimensional array on a device, as in the array API standard, with gradients as in PyTorch."""
+
+    # The `_actual` attributes hold the state outside of captured functions. Inside, `_node`, `grad` and
+    # `requires_grad` go through the capture, so that other threads see none of its changes.
     __slots__ = (
         "__weakref__", "_actual_grad", "_actual_node", "_actual_requires_grad", "_source", "device",
     )  # fmt: skip
-    _source: weakref.ref[Tensor]  # of a gradient: what it is the gradient of
-    __array_priority__ = 1000  # before NumPy's arrays, where a library asks
+    _source: weakref.ref[Tensor]  # of a gradient: the value that `backward` was called on
+    __array_priority__ = 1000  # operators of tensors take precedence over those of NumPy's arrays
 
     def __init__(self, node: Node, device: Device, requires_grad: bool = False) -> None:
         capturing = capture.get() if _captures else None
         if capturing is not None:
             capturing.made(self)
-        elif (
-            node.value is None
-            and (node.depth > MAX_DEPTH or node.pending_bytes > MAX_PENDING_BYTES)
-            and computes()
-        ):
+        elif much_pending(node):
             realize([node], device)
         self._actual_node = node
         self.device = device
         self._actual_requires_grad = requires_grad
         self._actual_grad: Tensor | None = None
 
-    if TYPE_CHECKING:  # what the modules of functions install, for type checkers
-
-        def __add__(self, other: Operand) -> Tensor: ...
-        def __radd__(self, other: Operand) -> Tensor: ...
-        def __iadd__(self, other: Operand) -> Tensor: ...
-        def __sub__(self, other: Operand) -> Tensor: ...
-        def __rsub__(self, other: Operand) -> Tensor: ...
-        def __isub__(self, other: Operand) -> Tensor: ...
-        def __mul__(self, other: Operand) -> Tensor: ...
-        def __rmul__(self, other: Operand) -> Tensor: ...
-        def __imul__(self, other: Operand) -> Tensor: ...
-        def __truediv__(self, other: Operand) -> Tensor: ...
-        def __rtruediv__(self, other: Operand) -> Tensor: ...
-        def __itruediv__(self, other: Operand) -> Tensor: ...
-        def __floordiv__(self, other: Operand) -> Tensor: ...
-        def __rfloordiv__(self, other: Operand) -> Tensor: ...
-        def __ifloordiv__(self, other: Operand) -> Tensor: ...
-        def __mod__(self, other: Operand) -> Tensor: ...
-        def __rmod__(self, other: Operand) -> Tensor: ...
-        def __imod__(self, other: Operand) -> Tensor: ...
-        def __pow__(self, other: Operand) -> Tensor: ...
-        def __rpow__(self, other: Operand) -> Tensor: ...
-        def __ipow__(self, other: Operand) -> Tensor: ...
-        def __and__(self, other: Operand) -> Tensor: ...
-        def __rand__(self, other: Operand) -> Tensor: ...
-        def __iand__(self, other: Operand) -> Tensor: ...
-        def __or__(self, other: Operand) -> Tensor: ...
-        def __ror__(self, other: Operand) -> Tensor: ...
-        def __ior__(self, other: Operand) -> Tensor: ...
-        def __xor__(self, other: Operand) -> Tensor: ...
-        def __rxor__(self, other: Operand) -> Tensor: ...
-        def __ixor__(self, other: Operand) -> Tensor: ...
-        def __lshift__(self, other: Operand) -> Tensor: ...
-        def __rlshift__(self, other: Operand) -> Tensor: ...
-        def __ilshift__(self, other: Operand) -> Tensor: ...
-        def __rshift__(self, other: Operand) -> Tensor: ...
-        def __rrshift__(self, other: Operand) -> Tensor: ...
-        def __irshift__(self, other: Operand) -> Tensor: ...
-        def __lt__(self, other: Operand) -> Tensor: ...
-        def __le__(self, other: Operand) -> Tensor: ...
-        def __gt__(self, other: Operand) -> Tensor: ...
-        def __ge__(self, other: Operand) -> Tensor: ...
-        def __eq__(self, other: object) -> Tensor: ...  # type: ignore[override]
-        def __ne__(self, other: object) -> Tensor: ...  # type: ignore[override]
-        def __matmul__(self, other: Tensor | npt.NDArray[Any]) -> Tensor: ...
-        def __rmatmul__(self, other: npt.NDArray[Any]) -> Tensor: ...
-        def __imatmul__(self, other: Tensor | npt.NDArray[Any]) -> Tensor: ...
-        def __neg__(self) -> Tensor: ...
-        def __pos__(self) -> Tensor: ...
-        def __abs__(self) -> Tensor: ...
-        def __invert__(self) -> Tensor: ...
-        def __getitem__(self, key: Any) -> Tensor: ...
-        def __setitem__(self, key: Any, value: Any) -> None: ...
-        def reshape(self, shape: int | Sequence[int]) -> Tensor: ...  # noqa: D102
-        def astype(self, dtype: DType) -> Tensor: ...  # noqa: D102
-        def sum(self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor: ...  # noqa: D102
-        def mean(self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor: ...  # noqa: D102
-        def max(self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor: ...  # noqa: D102
-        def min(self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor: ...  # noqa: D102
-        def backward(self, gradient: Tensor | None = None) -> None: ...  # noqa: D102
-
-    # What it is
+    # Properties
 
     def _here(self) -> Tensor:
-        """Itself, or what stands for it in the function that is being captured in this thread."""
+        """The tensor itself, or its stand-in inside the function that this thread captures."""
         capturing = capture.get()
         return self if capturing is None else capturing.stand_in(self)
 
@@ -168,7 +127,7 @@ class Tensor:
 
     @property
     def dtype(self) -> DType:
-        """The type of its items."""
+        """The dtype of its items."""
         return self._node.dtype
 
     @property
@@ -182,9 +141,12 @@ class Tensor:
         return self._node.ndim
 
     @property
-    def size(self) -> int:
-        """The number of items."""
-        return self._node.size
+    def size(self) -> Size:
+        """The number of items; also PyTorch's `x.size()`, the shape, and `x.size(0)`, a length."""
+        node = self._node
+        size = Size(node.size)
+        size.shape = node.shape
+        return size
 
     @property
     def T(self) -> Tensor:  # noqa: N802 - the standard's name
@@ -212,29 +174,29 @@ class Tensor:
 
     def __array_namespace__(self, *, api_version: str | None = None) -> ModuleType:
         if api_version not in (None, "2021.12", "2022.12", "2023.12", "2024.12"):
-            raise ValueError(f"version {api_version!r} of the array API standard is not there; 2024.12 is")
+            raise ValueError(f"version {api_version!r} of the array API is not supported; use 2024.12")
         import penstock
 
         return penstock
 
-    # Its value
+    # Values
 
     def realize(self) -> Tensor:
-        """Compute the value now, without reading it; the tensor itself."""
+        """Compute the value now, without reading it. Returns the tensor itself."""
         self._realize()
         return self
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The values, as a NumPy array of their own. The device's copy stays valid."""
+        """The values as a new NumPy array."""
         values = self._download().wait()
         for recorder in self.device.stream.recorders:
             recorder.fetched(values)
         return values
 
     def numpy_async(self) -> Future[npt.NDArray[Any]]:
-        """The values, as a future NumPy array. Where a kernel has to be compiled first, a thread does it."""
+        """The values as a future of a NumPy array. Missing kernels are compiled in another thread."""
         node, device = self._node, self.device
-        profiled = bool(device.stream.recorders)  # which are told of this line only here
+        profiled = bool(device.stream.recorders)  # they need this thread's call site
         if capture.get() is not None or profiled or not waits_for_a_compiler(node, device):
             return self._download()
 
@@ -250,7 +212,7 @@ class Tensor:
         return self.device.download(self._node.value, self.dtype, self.shape)
 
     def item(self) -> Any:
-        """The only value, as a Python number."""
+        """The value of a tensor with a single item, as a Python number."""
         if self.size != 1:
             raise ValueError(f"item() is for one value, and the shape is {self.shape}")
         return self.numpy().item()
@@ -293,7 +255,7 @@ class Tensor:
         realize([self._node], self.device)
 
     def _shared_memory(self) -> npt.NDArray[Any]:
-        """The values where they are, for reading. They never change there."""
+        """The values in device memory that the host shares, read-only. They never change."""
         self._realize()
         if self._node.value.memory.host is None and self.size:
             raise BufferError(f"{self.device.name} does not share its memory; the values can only be copied")
@@ -302,7 +264,7 @@ class Tensor:
             return array
 
     def _become(self, node: Node) -> None:
-        """Take over a computed value that no other tensor has."""
+        """Point to the node of a computed value that no other tensor has."""
         tensor = self._here()
         if tensor._actual_requires_grad:
             ends_at(node, tensor)
@@ -336,16 +298,24 @@ class Tensor:
     def __repr__(self) -> str:
         shown = self.numpy()
         if self.dtype is dtypes.bfloat16:
-            shown = shown.astype(np.float32)  # which NumPy prints as fractions
+            shown = shown.astype(np.float32)  # NumPy cannot format bfloat16
         body = np.array2string(shown, separator=", ", prefix="tensor(", threshold=1000)
         return f"tensor({body}, dtype={self.dtype}, device={self.device.name})"
 
+    def __format__(self, spec: str) -> str:
+        """A single value in Python's format of numbers, such as `f"{loss:.3f}"`."""
+        if not spec:
+            return str(self)
+        if self.size != 1:
+            raise TypeError(f"{spec!r} formats one value, and the shape is {self.shape}")
+        return format(self.item(), spec)
+
     __hash__ = object.__hash__
 
-    # Where it is
+    # Devices
 
     def to_device(self, device: Device | str, /, *, stream: Any = None) -> Tensor:
-        """The same values on another device. Gradients do not pass back from there: `backward` refuses."""
+        """The same values on another device. Gradients do not pass between devices: `backward` raises."""
         if stream is not None:
             raise ValueError("a stream cannot be chosen")
         target = resolve(device)
@@ -364,7 +334,7 @@ class Tensor:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients are computed with respect to it, or to what it was computed from."""
+        """Whether gradients are computed with respect to it, or to tensors that it was computed from."""
         return self._here()._actual_requires_grad if _captures else self._actual_requires_grad
 
     @requires_grad.setter
@@ -373,7 +343,7 @@ class Tensor:
 
     @property
     def grad(self) -> Tensor | None:
-        """The sum of the gradients that `backward` found; None before."""
+        """The sum of the gradients from all calls of `backward`; None before the first."""
         capturing = capture.get()
         return self._actual_grad if capturing is None else capturing.grad_of(self)
 
@@ -386,14 +356,14 @@ class Tensor:
             capturing.set_grad(self, gradient)
 
     def requires_grad_(self, requires: bool = True) -> Tensor:
-        """Compute gradients with respect to this tensor, or not; the tensor itself."""
+        """Compute gradients with respect to this tensor, or stop doing so. Returns the tensor itself."""
         if requires and self.dtype.kind != "f":
             raise TypeError(f"gradients are for floating point, and the dtype is {self.dtype}")
         tensor = self._here()
         if requires and leaf_of(tensor._actual_node) is tensor:
             return self
         if requires or tensor._actual_requires_grad:
-            # A node of its own: here gradients end, and jitted functions see that something is different.
+            # A new node: gradients end here, and jitted functions notice the change.
             node = elementwise.stop(tensor._actual_node)
             if requires:
                 ends_at(node, tensor)
@@ -423,10 +393,10 @@ class Tensor:
 
         return reduced(self)
 
-    # Items
+    # Changes in place
 
     def _rebind(self, other: Tensor) -> None:
-        """Take over another tensor's value: what was computed from the old one keeps it."""
+        """Take another tensor's value; results that were computed from the old value keep it."""
         if other.shape != self.shape or other.dtype != self.dtype:
             raise TypeError(
                 f"in place, {self.dtype}{list(self.shape)} cannot become {other.dtype}{list(other.shape)}"
@@ -440,51 +410,18 @@ class Tensor:
             node = elementwise.stop(node)
             ends_at(node, tensor)
             if node.value is None and capture.get() is None:
-                # Else the next step would be computed with all of this one, and the one after with both.
+                # A second update before the first was computed: compute the first now, or each training
+                # step would add to the pending graph.
                 if id(self) in self.device.updated:
-                    realize((), self.device)  # the step before
+                    realize((), self.device)
                 self.device.updated[id(self)] = weakref.ref(node)
-        # Both at once: nothing sees the one without the other.
+        # Last, so that an error above changes neither.
         tensor._actual_node, tensor._actual_requires_grad = node, tensor._actual_requires_grad or history
 
 
-def ends_at(node: Node, tensor: Tensor) -> None:
-    """Let gradients end at a node, in a tensor that has it."""
-    node.tracked = True
-    node.owner = weakref.ref(tensor)
-
-
-def leaf_of(node: Node) -> Tensor | None:
-    """The tensor that collects gradients at a node, if there is one."""
-    tensor = _owner(node)
-    if tensor is None or tensor._node is node:
-        return tensor
-    capturing = capture.get()
-    return tensor if capturing is not None and capturing.still_at(tensor, node) else None
-
-
-def changed_since(node: Node) -> bool:
-    """Whether a gradient ended here in a tensor that requires one and has another value by now."""
-    return _owner(node) is not None and leaf_of(node) is None
-
-
-def _owner(node: Node) -> Tensor | None:
-    """The tensor in which gradients ended at a node, if it still requires one."""
-    if node.owner is None:
-        return None
-    tensor: Tensor | None = node.owner()
-    return tensor if tensor is not None and tensor.requires_grad else None
-
-
 def realize_together(tensors: Sequence[Tensor], repeated: bool = False) -> None:
-    """Compute several tensors of one device as one expression; `repeated`: many times, as in a loop."""
+    """Compute several tensors of one device in one run; `repeated`: the same run will come many times."""
     realize([tensor._node for tensor in tensors], tensors[0].device, repeated)
-
-
-def source_of(gradient: Tensor) -> Tensor | None:
-    """The value whose gradient this is the last part of, if it is still in use."""
-    source: weakref.ref[Tensor] | None = getattr(gradient, "_source", None)
-    return None if source is None else source()
 
 
 def explain(*tensors: Tensor) -> str:
@@ -529,7 +466,7 @@ def note_used(*tensors: Tensor) -> None:
 
 
 def resolve(device: Device | str | None) -> Device:
-    """A device by name or as it is; None is the default."""
+    """A device, a device by name, or the default device for None."""
     if isinstance(device, Device):
         return device
     return default_device() if device is None else find(device)
@@ -551,59 +488,6 @@ def scalar(value: Scalar, dtype: DType, device: Device) -> Tensor:
     return Tensor(elementwise.full((), dtype, value), device)
 
 
-def broadcast(x: Tensor, shape: Shape) -> Tensor:
-    """`x` repeated over `shape`; a ValueError that names both shapes where it cannot be."""
-    note_used(x)
-    return record(broadcast_node(x._node, shape), x)
-
-
-def broadcast_node(node: Node, shape: Shape) -> Node:
-    """See `broadcast`."""
-    if node.shape == shape:
-        return node
-    if not node.shape and node.primitive is elementwise.FULL and node.value is None:
-        return elementwise.full(shape, node.dtype, node.attributes["number"])
-    padded = (1,) * (len(shape) - len(node.shape)) + node.shape
-    fits = len(padded) == len(shape)
-    for own, wanted in zip(padded, shape):  # noqa: B905 - the lengths were compared
-        fits = fits and (own == wanted or own == 1)
-    if not fits:
-        raise ValueError(f"shape {node.shape} does not broadcast to {shape}")
-    return reducing.expand(shaping.reshape(node, padded), shape)
-
-
-def common_shape(*shapes: Shape) -> Shape:
-    """The shape to which all of them broadcast, or a ValueError that names them."""
-    if all(shape == shapes[0] for shape in shapes):
-        return shapes[0]
-    try:
-        return np.broadcast_shapes(*shapes)
-    except ValueError:
-        raise ValueError(f"shapes {' and '.join(map(str, shapes))} do not broadcast together") from None
-
-
-def axes_of(x: Tensor, axis: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
-    """Axes as sorted positive numbers; an error names one that is not there, or is there twice."""
-    count = len(x._node.shape)
-    if axis is None:
-        return tuple(range(count))
-    if type(axis) is int:
-        if -count <= axis < count:
-            return (axis % count,)
-        given: tuple[int, ...] = (axis,)
-    else:
-        from penstock.tensor.arguments import integers
-
-        given = integers(axis, name, "an axis")
-    for one in given:
-        if not -x.ndim <= one < x.ndim:
-            raise IndexError(f"{name}: axis {one} is not there in shape {x.shape}")
-    found = tuple(sorted(one % x.ndim for one in given))
-    if len(set(found)) != len(found):
-        raise ValueError(f"{name}: axes {given} name one axis twice")
-    return found
-
-
-def install(name: str, function: Callable[..., Any]) -> None:
-    """Give tensors a method; for the modules that hold the functions."""
+def install(name: str, function: Any) -> None:
+    """Add a method, or another attribute, to `Tensor`."""
     setattr(Tensor, name, function)

@@ -1,11 +1,11 @@
-"""Making tensors: from values, from nothing, from sequences."""
+"""Creation of tensors: from values, constants and sequences."""
 
 from __future__ import annotations
 
 import builtins
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,17 +15,21 @@ from penstock.graph.node import DType
 from penstock.runtime import Device
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import integer, of_tensor, shape_of
-from penstock.tensor.core import Scalar, Tensor, broadcast, from_numpy, record, resolve
+from penstock.tensor.broadcasting import broadcast
+from penstock.tensor.core import Scalar, Tensor, from_numpy, record, resolve
 from penstock.tensor.dlpack import imported
-from penstock.tensor.operands import Array, as_number, as_tensors, fitted, note_constant
+from penstock.tensor.operands import as_number, as_tensors, fitted, note_constant
 
-Where = Device | str | None
+Where: TypeAlias = Device | str | None
 
 
 def asarray(
     obj: Any, /, *, dtype: DType | None = None, device: Where = None, copy: bool | None = None
 ) -> Tensor:
-    """A tensor with the values of `obj`: a number, nested sequences, a NumPy array, a tensor, or DLPack's."""
+    """A tensor with the values of `obj`: a number, nested sequences, a NumPy array, a tensor, or DLPack's.
+
+    By default, Python numbers become bool, int64, float32 or complex64, and arrays keep their dtype.
+    """
     if isinstance(obj, Tensor):
         return _from_tensor(obj, dtype, device, copy)
     if copy is False:
@@ -45,7 +49,7 @@ def asarray(
 
 
 def _plain(obj: Any) -> Any:
-    """Nested sequences in which tensors of one value stand for their values."""
+    """Nested sequences with the values of tensors inside them."""
     if isinstance(obj, (list, tuple)):
         return [_plain(item) for item in obj]
     return obj.numpy() if isinstance(obj, Tensor) else obj
@@ -61,7 +65,7 @@ def _from_tensor(x: Tensor, dtype: DType | None, device: Where, copy: bool | Non
 
 
 def from_dlpack(x: Any, /, *, device: Where = None, copy: bool | None = None) -> Tensor:
-    """A tensor with the values of any array that speaks DLPack."""
+    """A tensor with a copy of the values of any array that supports DLPack."""
     if isinstance(x, Tensor):
         return asarray(x, device=device, copy=copy)
     if copy is False:
@@ -72,25 +76,25 @@ def from_dlpack(x: Any, /, *, device: Where = None, copy: bool | None = None) ->
 def full(
     shape: int | Sequence[int], fill_value: Scalar, *, dtype: DType | None = None, device: Where = None
 ) -> Tensor:
-    """One number everywhere."""
+    """A tensor filled with a number; by default in the dtype of the number."""
     fill_value = as_number(fill_value)
-    found = dtypes.of_scalar(fill_value, None) if dtype is None else dtypes.checked(dtype)
-    number = fitted(fill_value, found, "full")
-    return Tensor(elementwise.full(shape_of(shape, "full"), found, number), resolve(device))
+    resolved = dtypes.of_scalar(fill_value, None) if dtype is None else dtypes.checked(dtype)
+    number = fitted(fill_value, resolved, "full")
+    return Tensor(elementwise.full(shape_of(shape, "full"), resolved, number), resolve(device))
 
 
 def zeros(shape: int | Sequence[int], *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """0 everywhere."""
+    """A tensor of zeros; float32 by default."""
     return full(shape, 0, dtype=dtype or dtypes.float32, device=device)
 
 
 def ones(shape: int | Sequence[int], *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """1 everywhere."""
+    """A tensor of ones; float32 by default."""
     return full(shape, 1, dtype=dtype or dtypes.float32, device=device)
 
 
 def empty(shape: int | Sequence[int], *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """Any values; they are 0."""
+    """A tensor of unspecified values; float32 by default."""
     return zeros(shape, dtype=dtype, device=device)
 
 
@@ -98,25 +102,25 @@ def empty(shape: int | Sequence[int], *, dtype: DType | None = None, device: Whe
 def full_like(
     x: Tensor, /, fill_value: Scalar, *, dtype: DType | None = None, device: Where = None
 ) -> Tensor:
-    """One number in the shape of `x`."""
+    """A number in the shape of `x`, and in its dtype and device by default."""
     return full(x.shape, fill_value, dtype=dtype or x.dtype, device=device or x.device)
 
 
 @of_tensor
 def zeros_like(x: Tensor, /, *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """0 in the shape of `x`."""
+    """Zeros in the shape of `x`, and in its dtype and device by default."""
     return full_like(x, 0, dtype=dtype, device=device)
 
 
 @of_tensor
 def ones_like(x: Tensor, /, *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """1 in the shape of `x`."""
+    """Ones in the shape of `x`, and in its dtype and device by default."""
     return full_like(x, 1, dtype=dtype, device=device)
 
 
 @of_tensor
 def empty_like(x: Tensor, /, *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """Any values in the shape of `x`; they are 0."""
+    """Unspecified values in the shape of `x`, and in its dtype and device by default."""
     return zeros_like(x, dtype=dtype, device=device)
 
 
@@ -129,7 +133,10 @@ def arange(
     dtype: DType | None = None,
     device: Where = None,
 ) -> Tensor:
-    """The numbers from `start` (0 if only the end is given) to before `stop`, at distance `step`."""
+    """The numbers from `start` up to, but not including, `stop`, at distance `step`.
+
+    `arange(n)` counts from 0 to n - 1. By default int64 if all arguments are integers, float32 otherwise.
+    """
     start, stop, step = (as_number(number) for number in (start, stop, step))
     for number in (start, step, 0 if stop is None else stop):
         if not isinstance(number, (int, float)) or not math.isfinite(number):
@@ -137,12 +144,12 @@ def arange(
     first, end = (0, start) if stop is None else (start, stop)
     if step == 0:
         raise ValueError("the step of arange cannot be 0")
-    whole = builtins.all(isinstance(number, int) for number in (first, end, step))
-    found = (dtypes.int64 if whole else dtypes.float32) if dtype is None else dtypes.checked(dtype)
+    integral = builtins.all(isinstance(number, int) for number in (first, end, step))
+    resolved = (dtypes.int64 if integral else dtypes.float32) if dtype is None else dtypes.checked(dtype)
     count = builtins.max(math.ceil((end - first) / step), 0)
     for number in (first, first + (count - 1) * step) if count else ():
-        fitted(number, found, "arange")
-    return Tensor(sequence(first, step, count, found), resolve(device))
+        fitted(number, resolved, "arange")
+    return Tensor(sequence(first, step, count, resolved), resolve(device))
 
 
 def linspace(
@@ -155,16 +162,16 @@ def linspace(
     device: Where = None,
     endpoint: bool = True,
 ) -> Tensor:
-    """`num` numbers at equal distances from `start` to `stop`."""
+    """`num` numbers at equal distances from `start` to `stop`, which is the last if `endpoint`."""
     num = integer(num, "linspace", "num")
     start, stop = as_number(start), as_number(stop)
     if num < 0:
-        raise ValueError(f"linspace makes no {num} numbers")
+        raise ValueError(f"linspace: num cannot be negative, and {num} was given")
     complex_ends = isinstance(start, complex) or isinstance(stop, complex)
-    found = dtypes.checked(dtype or (dtypes.complex64 if complex_ends else dtypes.float32))
+    resolved = dtypes.checked(dtype or (dtypes.complex64 if complex_ends else dtypes.float32))
     for number in (start, stop) if num else ():
-        fitted(number, found, "linspace")
-    return from_numpy(np.linspace(start, stop, num, endpoint=endpoint).astype(found), resolve(device))
+        fitted(number, resolved, "linspace")
+    return from_numpy(np.linspace(start, stop, num, endpoint=endpoint).astype(resolved), resolve(device))
 
 
 def eye(
@@ -195,19 +202,22 @@ def _kept(x: Tensor, compare: Any, k: int, name: str) -> Tensor:
 
 
 @of_tensor
-def tril(x: Tensor, /, *, k: int = 0) -> Tensor:
-    """The items on and under the k-th diagonal, 0 elsewhere."""
+def tril(x: Tensor, /, k: int = 0) -> Tensor:
+    """The items on and below the k-th diagonal, 0 elsewhere."""
     return _kept(x, elementwise.less_equal, k, "tril")
 
 
 @of_tensor
-def triu(x: Tensor, /, *, k: int = 0) -> Tensor:
-    """The items on and over the k-th diagonal, 0 elsewhere."""
+def triu(x: Tensor, /, k: int = 0) -> Tensor:
+    """The items on and above the k-th diagonal, 0 elsewhere."""
     return _kept(x, elementwise.greater_equal, k, "triu")
 
 
-def meshgrid(*arrays: Array, indexing: str = "xy") -> list[Tensor]:
-    """Grids of coordinates, one for each array of them."""
+def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Tensor]:
+    """Grids of coordinates, one for each array; the arrays may be given as a list."""
+    first = arrays[0] if len(arrays) == 1 else None
+    if isinstance(first, (list, tuple)) and first and all(isinstance(part, Tensor) for part in first):
+        arrays = tuple(first)
     if indexing not in ("xy", "ij"):
         raise ValueError(f"indexing is 'xy' or 'ij', and {indexing!r} was given")
     tensors = as_tensors("meshgrid", *arrays) if arrays else []

@@ -1,6 +1,6 @@
-"""DLPack of bfloat16, which NumPy has no code for: NumPy takes and gives the same bytes as 16-bit words.
+"""DLPack for bfloat16, whose type code NumPy does not know.
 
-In a capsule, the code of a type is one byte of the struct behind it, which is changed on the way.
+NumPy exchanges the bytes as uint16, and the type code, a byte of the capsule's struct, is changed here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy.typing as npt
 from penstock.graph.dtypes import bfloat16
 
 _UNSIGNED, _BFLOAT = 1, 4  # DLDataTypeCode
-# Where the code is, by the capsule's name: behind a pointer, the device and the number of axes; the newer
-# struct has its version, two pointers and flags before them.
+# The offset of the type code in bytes, by the capsule's name: after a pointer, the device and the number of
+# axes; the versioned struct starts with a version, two pointers and flags.
 _CODE_OFFSETS = {b"dltensor": 20, b"dltensor_versioned": 52}
 
 _name_of = ctypes.pythonapi.PyCapsule_GetName
@@ -25,7 +25,7 @@ _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, 
 
 
 def exported(array: npt.NDArray[Any], max_version: tuple[int, int] | None, **options: Any) -> Any:
-    """The capsule of an array. What is only for reading goes to those who know DLPack's mark for it."""
+    """The capsule of an array; a BufferError if it is read-only and the consumer's version cannot tell."""
     if not array.flags.writeable and (max_version is None or max_version[0] < 1):
         raise BufferError(
             f"values that are not copied are read-only, which DLPack can say from version 1.0 on, and "
@@ -40,14 +40,14 @@ def exported(array: npt.NDArray[Any], max_version: tuple[int, int] | None, **opt
 
 
 def imported(x: Any) -> npt.NDArray[Any]:
-    """The array of an object that speaks DLPack."""
-    words = _Words(x)
+    """The array of an object that supports DLPack."""
+    words = _AsWords(x)
     array = np.from_dlpack(words)
     return array.view(bfloat16) if words.bfloat16 else array
 
 
-class _Words:
-    """An object whose bfloat16, if it is of such, NumPy takes for words."""
+class _AsWords:
+    """Wraps an object for NumPy; bfloat16 appears as uint16, and `bfloat16` tells so."""
 
     def __init__(self, x: Any) -> None:
         self._x = x

@@ -1,4 +1,4 @@
-"""Data types and their promotion, as the array API standard has them, and as PyTorch has them beyond it."""
+"""Data types and their promotion: as in the array API standard, and beyond it as in PyTorch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 
 
 def promote(*dtypes: DType) -> DType:
-    """The dtype that holds values of all of them. Of whole numbers and fractions, the fractions' own."""
+    """The common dtype. Of integers and floating point, the floating-point dtype, whatever the sizes."""
     result = dtypes[0]
     for other in dtypes[1:]:
         if other is not result:
@@ -88,12 +88,12 @@ def promote(*dtypes: DType) -> DType:
 
 
 @cache
-def _common(one: DType, other: DType) -> DType:
-    low, high = sorted((one, other), key=lambda dtype: (_ORDER[dtype.kind], dtype.itemsize))
+def _common(first: DType, second: DType) -> DType:
+    low, high = sorted((first, second), key=lambda dtype: (_ORDER[dtype.kind], dtype.itemsize))
     if _ORDER[low.kind] < _ORDER[high.kind]:
         return complex128 if low is float64 else high
     if high.kind in "fc":
-        # Neither float16 nor bfloat16 has the range and the digits of both.
+        # float16 and bfloat16: neither has the range and the precision of both.
         return float32 if high in HALF_PRECISION else high
     common = checked(np.promote_types(low, high))
     if common.kind == "f":
@@ -102,7 +102,7 @@ def _common(one: DType, other: DType) -> DType:
 
 
 def of_scalar(scalar: Any, beside: DType | None) -> DType:
-    """The dtype that a Python number takes beside an array of dtype `beside`, or alone."""
+    """The dtype of a Python number in an operation with a tensor of dtype `beside`, or by itself."""
     order = (
         0
         if isinstance(scalar, bool)

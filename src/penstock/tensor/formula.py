@@ -1,6 +1,6 @@
-"""Formulas as text, such as `x / (1 + exp(-x * beta))`, as functions of tensors and numbers.
+"""Compiles formulas such as `x / (1 + exp(-x * beta))` to functions of tensors and numbers.
 
-A formula is an expression of Python, of which only arithmetic, comparisons, conditions and calls of known
+A formula is a Python expression in which only arithmetic, comparisons, conditions and calls of known
 functions are allowed. Reductions such as `sum(x)` go over the last axis and keep it.
 """
 
@@ -62,29 +62,29 @@ _SIGNS: dict[type[ast.unaryop], str] = {
 }
 
 
-# What the names stand for
+# Functions
 
 
 def _of_numbers(name: str) -> Function:
-    """What a function gives for numbers alone: a number, so that it takes the dtype of what it meets."""
+    """A function of Python numbers, whose result is a number: it takes the dtype of tensors beside it."""
     extra: dict[str, Function] = {"reciprocal": lambda x: np.divide(1, x), "square": np.square, "pow": _power}
-    meaning = extra.get(name) or PRIMITIVES[name].reference
+    reference = extra.get(name) or PRIMITIVES[name].reference
 
     def function(*numbers: Any) -> Any:
         if name in _EXACT and all(type(number) is int for number in numbers) and _is_exact(name, *numbers):
             return _EXACT[name](*numbers)
         wide = [float(n) if type(n) is int and n.bit_length() > 63 else n for n in numbers]
         with np.errstate(all="ignore"):
-            return np.asarray(meaning(*map(np.asarray, wide))).item()
+            return np.asarray(reference(*map(np.asarray, wide))).item()
 
     return function
 
 
 def _power(x: Any, y: Any) -> Any:
-    return np.power(x.astype(np.float64) if y < 0 else x, y)  # NumPy refuses a fraction of whole numbers
+    return np.power(x.astype(np.float64) if y < 0 else x, y)  # NumPy refuses negative powers of integers
 
 
-# What integers give in a formula is an integer of any size, and is checked when it meets a tensor.
+# Integers in a formula have any size; their range is checked when they are combined with a tensor.
 _EXACT: dict[str, Function] = {
     "abs": abs,
     "add": op.add,
@@ -115,7 +115,7 @@ _MAX_BITS = 1024  # of an integer: no dtype holds more
 
 
 def _is_exact(name: str, x: int, y: int = 1) -> bool:
-    """Whether the result is an integer; an OverflowError if it has more bits than any number here."""
+    """Whether the result is an integer; an OverflowError if it has more than `_MAX_BITS` bits."""
     bits = x.bit_length() * y if name == "pow" else x.bit_length() + y if name == "bitwise_left_shift" else 0
     if bits > _MAX_BITS:
         raise OverflowError(f"{name} of {x} and {y} is beyond every dtype")
@@ -138,7 +138,7 @@ def _reduction(name: str) -> Function:
 
     def function(x: Any) -> Tensor:
         if not isinstance(x, Tensor) or not x.ndim:
-            given = "one without axes" if isinstance(x, Tensor) else f"the number {x!r}"
+            given = "a tensor without axes" if isinstance(x, Tensor) else f"the number {x!r}"
             raise TypeError(f"{name} goes over the last axis of a tensor, and {given} was given")
         result: Tensor = reduce(x, axis=-1, keepdims=True)
         return result
@@ -148,10 +148,10 @@ def _reduction(name: str) -> Function:
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
     if not isinstance(condition, Tensor):
-        found = next((one for one in (x, y) if isinstance(one, Tensor)), None)
-        if found is None:
+        tensor = next((value for value in (x, y) if isinstance(value, Tensor)), None)
+        if tensor is None:
             return x if condition else y
-        condition = scalar(bool(condition), bool_, found.device)
+        condition = scalar(bool(condition), bool_, tensor.device)
     return arithmetic.where(condition, x, y)
 
 
@@ -169,7 +169,7 @@ _FUNCTIONS: dict[str, Function] = {
 }
 _COUNTS = {name: len(inspect.signature(function).parameters) for name, function in _ELEMENTWISE.items()}
 _COUNTS |= dict.fromkeys(_REDUCTIONS, 1)
-# By names that no parameter can have.
+# The keys are no identifiers, so they cannot collide with parameters.
 _SCOPE = {f"{name}()": function for name, function in _FUNCTIONS.items()}
 
 
@@ -177,7 +177,7 @@ _SCOPE = {f"{name}()": function for name, function in _FUNCTIONS.items()}
 
 
 class Formula:
-    """A formula that was read: its parameters, and the function that it is."""
+    """A parsed formula: its parameters and its function."""
 
     def __init__(self, text: str, parameters: Sequence[str] | None = None) -> None:
         self.text = text
@@ -186,34 +186,34 @@ class Formula:
         self.parameters: tuple[str, ...] = tuple(reader.parameters)
         arguments = ast.arguments([], [ast.arg(name) for name in self.parameters], None, [], [], None, [])
         whole = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, body)))
-        # Every name in it was checked: parameters, and the functions in the scope.
+        # Safe to evaluate: all names are parameters or functions in the scope.
         self.function: Function = eval(compile(whole, "<formula>", "eval"), {"__builtins__": {}, **_SCOPE})
 
 
 class _Reader:
-    """Turns the syntax tree of a formula into one of calls; refuses what has no meaning, and says where."""
+    """Turns the syntax tree of a formula into calls; errors point at the part that is not allowed."""
 
     def __init__(self, text: str, parameters: Sequence[str] | None) -> None:
         self._text = text
-        self._line = text.replace("\n", " ")  # an expression may go over lines; places stay the same
+        self._line = text.replace("\n", " ")  # of the same length, so positions stay valid
         self._given = None if parameters is None else tuple(parameters)
         self.parameters: dict[str, None] = dict.fromkeys(self._given or ())
         self._used: set[str] = set()
 
     def read(self) -> ast.expr:
-        """The expression, made of calls."""
+        """The expression as a tree of calls."""
         self._check_parameters()
         start = len(self._line) - len(self._line.lstrip())
         try:
             tree = ast.parse(self._line[start:], mode="eval")
         except SyntaxError as error:
-            place = start + error.offset - 1 if error.offset else len(self._line.rstrip())
+            position = start + error.offset - 1 if error.offset else len(self._line.rstrip())
             end = start + (error.end_offset or 0) - 1
-            self._refuse_at(place, max(end, place + 1), f"this is no expression ({error.msg})")
+            self._refuse_at(position, max(end, position + 1), f"this is no expression ({error.msg})")
         except ValueError as error:  # a character that Python's source cannot have
             self._refuse_at(0, len(self._line), f"this is no expression ({error})")
         for node in ast.walk(tree):
-            if isinstance(node, ast.expr):  # places count bytes, and people count letters
+            if isinstance(node, ast.expr):  # ast's offsets count bytes; convert to characters
                 line = self._line[start:].encode()
                 node.col_offset = start + len(line[: node.col_offset].decode())
                 node.end_col_offset = start + len(line[: node.end_col_offset].decode())
@@ -230,9 +230,9 @@ class _Reader:
     def _check_parameters(self) -> None:
         for name in self._given or ():
             if not name.isidentifier() or keyword.iskeyword(name) or name in _FUNCTIONS:
-                raise KernelError(f"a parameter cannot be called {name!r}: it must be a name of its own")
+                raise KernelError(f"a parameter cannot be called {name!r}: that is no name, or a function's")
         if self._given is not None and len(set(self._given)) != len(self._given):
-            raise KernelError(f"parameters {list(self._given)} name one twice")
+            raise KernelError(f"parameters {list(self._given)} have a name twice")
 
     def _expression(self, node: ast.expr) -> ast.expr:
         match node:
@@ -253,7 +253,7 @@ class _Reader:
                 return self._call("where", test, body, orelse)
             case ast.Call():
                 return self._function(node)
-        self._refuse(node, f"{_described(node)} has no place in a formula")
+        self._refuse(node, f"{_described(node)} is not allowed in a formula")
 
     def _name(self, node: ast.Name) -> ast.expr:
         name = node.id
@@ -272,7 +272,7 @@ class _Reader:
         parts = []
         for operator, right in zip(operators, comparators, strict=True):
             if type(operator) not in _COMPARISONS:
-                self._refuse(node, f"{_described(operator)} is no comparison of items")
+                self._refuse(node, f"{_described(operator)} does not compare items")
             parts.append(self._call(_COMPARISONS[type(operator)], left, right))
             left = right
         return self._joined("logical_and", parts)
@@ -307,7 +307,7 @@ class _Reader:
         self._refuse_at(node.col_offset, node.end_col_offset or node.col_offset + 1, why)
 
     def _refuse_at(self, start: int, end: int, why: str) -> NoReturn:
-        """Raise, with the line of the formula and a mark under the place."""
+        """Raise, with the line of the formula and a mark under the given part."""
         first = self._text.rfind("\n", 0, start) + 1
         last = self._text.find("\n", start)
         line = self._text[first : last if last >= 0 else None]
@@ -316,7 +316,7 @@ class _Reader:
 
 
 def _free_names(tree: ast.AST) -> list[str]:
-    """The names that stand for neither functions nor constants, as they are read."""
+    """The names that are neither functions nor constants, from left to right."""
     called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node not in called]
     names.sort(key=lambda node: node.col_offset)
@@ -328,7 +328,7 @@ def _called(name: str, arguments: list[ast.expr]) -> ast.expr:
 
 
 def _described(node: ast.AST) -> str:
-    """A piece of syntax in words."""
+    """The name of a syntax element, for an error."""
     words = {
         ast.BinOp: "a matrix product (@)",
         ast.Attribute: "a dot",

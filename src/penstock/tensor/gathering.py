@@ -1,82 +1,108 @@
-"""Tensors side by side in one memory: few parameters for a kernel of all of them, one copy to read them.
+"""Tensors in a shared flat allocation: few arguments for a kernel over all of them, one copy to read them.
 
-They stay ordinary tensors. One that gets another value, or whose old value somebody still has when a program
-changes it, leaves the memory, which stays as long as one of them is there.
+They remain ordinary tensors. A tensor that is given another value, or whose old value is still referenced
+when a program updates it, moves out. The allocation is freed when its last tensor is gone.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.drivers.driver import Capabilities
 from penstock.errors import OutOfDeviceMemory
-from penstock.graph.node import Node, leaf
-from penstock.kernels.source import ALIGNMENT
+from penstock.execution.hosting import gather_through_host, room, side_by_side
+from penstock.graph.node import DType, Node, leaf
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.tensor.core import Tensor
 from penstock.tensor.dtypes import checked
+from penstock.tensor.manipulation import astype
 
 Arrays = Sequence[npt.NDArray[Any]]
 
 
 def gathered(arrays: Arrays, device: Device) -> list[Tensor]:
-    """New tensors with the values of arrays, side by side."""
+    """New tensors with the values of arrays, in as few allocations as possible."""
     result: list[Tensor] = []
     sizes = [array.nbytes for array in arrays]
-    for part in _parts(sizes, device.capabilities):
-        offsets, nbytes = _offsets([sizes[at] for at in part], device.capabilities)
-        whole = np.zeros(nbytes, np.uint8)
+    for part, offsets, nbytes in side_by_side(sizes, device.capabilities):
+        allocation = np.zeros(nbytes, np.uint8)
         for at, offset in zip(part, offsets, strict=True):
-            whole[offset : offset + sizes[at]] = np.ascontiguousarray(arrays[at]).reshape(-1).view(np.uint8)
-        buffer = device.upload(whole)
+            values = np.ascontiguousarray(arrays[at]).reshape(-1)
+            allocation[offset : offset + sizes[at]] = values.view(np.uint8)
+        buffer = device.upload(allocation)
         for at, offset in zip(part, offsets, strict=True):
             dtype = checked(arrays[at].dtype)
             result.append(Tensor(leaf(buffer.part(offset, sizes[at]), arrays[at].shape, dtype), device))
     return result
 
 
-def gather(tensors: Sequence[Tensor]) -> None:
-    """Move the values of tensors on one device, which have been computed, next to each other.
+def gathered_as(tensors: Sequence[Tensor], dtype: DType, device: Device) -> list[Tensor]:
+    """Copies of tensors in a dtype, in as few allocations as possible; without the host if possible."""
+    if device.dispatcher is not None:  # `auto`: values may be on different devices
+        return gathered([tensor.numpy().astype(dtype.numpy) for tensor in tensors], device)
+    result: list[Tensor] = []
+    sizes = [tensor.size * dtype.itemsize for tensor in tensors]
+    for part, offsets, nbytes in side_by_side(sizes, device.capabilities):
+        allocation = _new(nbytes, device)
+        for at, offset in zip(part, offsets, strict=True):
+            converted = astype(tensors[at].detach(), dtype)
+            converted._realize()
+            target = allocation.part(offset, sizes[at])
+            device.copy(target, converted._node.value, sizes[at])
+            result.append(Tensor(leaf(target, converted.shape, dtype), device))
+    return result
 
-    Where there is no memory for that, they stay where they are.
+
+def _new(nbytes: int, device: Device) -> Buffer:
+    """New memory: of the host where a limit leaves none on a device that has a link."""
+    try:
+        return device.empty(nbytes)
+    except OutOfDeviceMemory:
+        if not device.capabilities.offloads:
+            raise
+    return device.layers().hosted(nbytes)
+
+
+def gather(tensors: Sequence[Tensor]) -> None:
+    """Move the computed values of tensors on one device into as few allocations as possible.
+
+    If there is not enough memory for that, they go through the host, or stay where they are on a device
+    without a link. Values at the host stay there.
     """
-    nodes = list(dict.fromkeys(tensor._node for tensor in tensors))
+    nodes = [node for node in dict.fromkeys(tensor._node for tensor in tensors) if not node.value.hosted]
     if len(nodes) < 2:
         return
     device = tensors[0].device
     sizes = [node.nbytes for node in nodes]
-    with device.running:  # nobody else may be about to use the old memory
-        parts = list(_parts(sizes, device.capabilities))
+    with device.running:  # no run may be using the old buffers
+        parts = list(side_by_side(sizes, device.capabilities))
         if len({id(node.value.whole) for node in nodes}) <= len(parts):
             return
         try:
-            for part in parts:
-                _move([nodes[at] for at in part], device)
+            for numbers, offsets, nbytes in parts:
+                _move([nodes[at] for at in numbers], offsets, nbytes, device)
         except OutOfDeviceMemory:
-            return
+            if device.capabilities.offloads:
+                gather_through_host(nodes, device)
 
 
-def _move(nodes: Sequence[Node], device: Device) -> None:
-    offsets, nbytes = _offsets([node.nbytes for node in nodes], device.capabilities)
-    whole = device.empty(nbytes)
+def _move(nodes: Sequence[Node], offsets: Sequence[int], nbytes: int, device: Device) -> None:
+    allocation = device.empty(nbytes)
     for node, offset in zip(nodes, offsets, strict=True):
-        new = whole.part(offset, node.nbytes)
+        new = allocation.part(offset, node.nbytes)
         device.copy(new, node.value, node.nbytes)
-        node.value = new  # the same value at another place
+        node.value = new  # the same values in another buffer
 
 
 def reading(tensors: Sequence[Tensor]) -> Callable[[], list[npt.NDArray[Any]]]:
-    """Begin to read the values of some tensors on one device; the function waits for them.
+    """Start to read the values of tensors on one device; the returned function waits for them.
 
-    The arrays of tensors that lie in one memory are parts of one array.
+    Tensors that share an allocation are read by one copy, and their arrays are views of one array.
     """
     for tensor in tensors:
         tensor._realize()
@@ -84,9 +110,11 @@ def reading(tensors: Sequence[Tensor]) -> Callable[[], list[npt.NDArray[Any]]]:
     device = tensors[0].device
     read = Counter[Buffer]()
     for buffer in buffers:
-        read[buffer.whole] += _room(buffer.nbytes, device.capabilities)
-    # A memory of which little is wanted is not worth a copy.
-    sources = [one.whole if 2 * read[one.whole] >= one.whole.nbytes else one for one in buffers]
+        read[buffer.whole] += room(buffer.nbytes, device.capabilities)
+    # If less than half of an allocation is needed, its tensors are copied one by one.
+    sources = [
+        buffer.whole if 2 * read[buffer.whole] >= buffer.whole.nbytes else buffer for buffer in buffers
+    ]
     futures = {source: device.download(source) for source in dict.fromkeys(sources)}
 
     def wait() -> list[npt.NDArray[Any]]:
@@ -99,30 +127,3 @@ def reading(tensors: Sequence[Tensor]) -> Callable[[], list[npt.NDArray[Any]]]:
         return result
 
     return wait
-
-
-def _parts(sizes: Sequence[int], capabilities: Capabilities) -> Iterator[list[int]]:
-    """The values, by number, for each of as few memories as hold them all."""
-    part: list[int] = []
-    total = 0
-    for number, size in enumerate(sizes):
-        room = _room(size, capabilities)
-        if part and total + room > capabilities.max_arena_bytes:
-            yield part
-            part, total = [], 0
-        part.append(number)
-        total += room
-    if part:
-        yield part
-
-
-def _offsets(sizes: Sequence[int], capabilities: Capabilities) -> tuple[list[int], int]:
-    """Where values of these sizes begin, and the bytes of all."""
-    ends = list(accumulate(_room(size, capabilities) for size in sizes))
-    return [0, *ends[:-1]], ends[-1]
-
-
-def _room(size: int, capabilities: Capabilities) -> int:
-    """The bytes from one value to the next, which begins where a kernel and the device can begin."""
-    step = math.lcm(ALIGNMENT, capabilities.offset_alignment)
-    return -(-size // step) * step

@@ -1,4 +1,4 @@
-"""The worst indices of all calls of a jitted function, in tensors that every call changes in place."""
+"""Index checks of jitted functions: tensors with the worst index so far, which every call updates."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from penstock.tensor.core import Tensor, outside_capture
 
 
 class IndexWatch:
-    """The worst of some indices so far, which the host looks at when it next reads anything."""
+    """The worst index so far of some operations; the host checks it when it next reads any value."""
 
-    def __init__(self, found: Worst, device: Device) -> None:
-        self._verdict = found.verdict
+    def __init__(self, checked: Worst, device: Device) -> None:
+        self._verdict = checked.verdict
         self._device = device
-        with outside_capture():  # it outlives the capture, like any tensor from outside
-            self.tensor = Tensor(self._nothing(found.node.shape), device)
+        with outside_capture():  # it outlives the capture
+            self.tensor = Tensor(self._initial(checked.node.shape), device)
         self._watched: Watched | None = None
 
     def ran(self) -> None:
-        """Have a call looked at that was just recorded."""
+        """Have the result of a call checked that was just launched."""
         buffer = self.tensor._actual_node.value
         if self._watched is None or self._watched.buffer is not buffer:
             self._watched = Watched(buffer, self._verdict.dtype, self._judge)
@@ -36,16 +36,16 @@ class IndexWatch:
 
     def _judge(self, values: npt.NDArray[Any]) -> BadIndex | None:
         error = self._verdict.judge(values)
-        if error is not None:  # which is told once
+        if error is not None:  # it is reported once
             self.forget()
         return error
 
     def forget(self) -> None:
-        """Begin anew: no index was bad."""
-        self.tensor._actual_node = self._nothing(self.tensor._actual_node.shape)
+        """Reset to no bad index."""
+        self.tensor._actual_node = self._initial(self.tensor._actual_node.shape)
 
-    def _nothing(self, shape: Shape) -> Node:
-        """The worst of no index."""
+    def _initial(self, shape: Shape) -> Node:
+        """The value before any index was checked."""
         dtype = self._verdict.dtype
         values = np.zeros(shape, dtype)
         buffer = self._device.upload(values, into=self._device.visible(values.nbytes))
@@ -53,13 +53,13 @@ class IndexWatch:
 
 
 def watched_indices(wanted: Sequence[Node], device: Device) -> list[IndexWatch]:
-    """What watches the indices that some results are computed from.
+    """A watch for each dtype of the unchecked indices that results are computed from.
 
-    Called inside the function that is being captured, it has every call change the tensors of the watches.
+    Called during a capture, it also records the updates of the watches' tensors.
     """
     watches = []
-    for found in worst(unchecked(topological(wanted))):
-        watch = IndexWatch(found, device)
-        watch.tensor._node = maximum(watch.tensor._node, found.node)
+    for bad in worst(unchecked(topological(wanted))):
+        watch = IndexWatch(bad, device)
+        watch.tensor._node = maximum(watch.tensor._node, bad.node)
         watches.append(watch)
     return watches

@@ -1,4 +1,4 @@
-"""Items of tensors: basic slices, arrays of integers, masks; reading, and replacing."""
+"""Indexing of tensors with slices, integer arrays and masks; reading and assigning."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from penstock.graph.node import Node, Shape
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.tensor import assigning, dtypes
+from penstock.tensor.broadcasting import broadcast, broadcast_node, common_shape
 from penstock.tensor.capture import capture
-from penstock.tensor.core import Tensor, broadcast, broadcast_node, common_shape, from_numpy, install, record
+from penstock.tensor.core import Tensor, from_numpy, install, record
 from penstock.tensor.operands import as_number
 
-_FEW = 1 << 16  # items of an index: the host looks through them sooner than a kernel is launched
+_FEW = 1 << 16  # items of an index that the host checks faster than a kernel is launched
 Slices = tuple[tuple[int, int, int], ...]  # (start, count, step) of each axis
 
 
 def get(x: Tensor, key: Any, operation: str = "x[index]") -> Tensor:
-    """`x[key]`; `operation` is what the error for an index that is out of range names."""
+    """`x[key]`; an error for an index that is out of range names the `operation`."""
     node = x._node
     plain = _plain(node.shape, key)
     if plain is not None:
@@ -35,14 +36,14 @@ def get(x: Tensor, key: Any, operation: str = "x[index]") -> Tensor:
     if isinstance(key, Tensor) and node.shape and key.dtype.kind in "iu":
         return along(x, key, 0, operation)
     keys = _expanded(x, key)
-    if any(isinstance(one, Tensor) for one in keys):
+    if any(isinstance(part, Tensor) for part in keys):
         return _get_by_arrays(x, keys, operation)
     slices, shape = _basic(x, keys)
     return record(shaping.reshape(shaping.slice_(x._node, slices), shape), x)
 
 
 def along(x: Tensor, index: Tensor, axis: int, operation: str) -> Tensor:
-    """The parts of `x` along an axis that integers name; the axes of the index take its place."""
+    """The slices of `x` at integer indices along an axis; the axes of the index replace that axis."""
     picked = _index_node(index, axis, x, operation)
     node, count = x._node, picked.ndim
     if not axis:
@@ -53,8 +54,8 @@ def along(x: Tensor, index: Tensor, axis: int, operation: str) -> Tensor:
 
 
 def table_rows(x: Tensor, index: Tensor, operation: str) -> Tensor:
-    """The rows `x[index]` of an index in which no negative number counts from the end."""
-    _look(index)
+    """The rows `x[index]`; negative indices are out of range."""
+    _note_range(index)
     return looked_up(x, record(in_range(index._node, x.shape, 0, operation, x.device), index))
 
 
@@ -71,10 +72,9 @@ def in_range(
     device: Device,
     from_end: Node | None = None,
 ) -> Node:
-    """An index for an axis of a shape, which is refused where an item is out of range.
+    """An index for an axis of a shape, with a check of its range unless that is known already.
 
-    What is known to be in range is not looked at. `from_end`: the index as it was before the axis's length
-    was added to negative items, which count from its end.
+    `from_end`: the original index, if the length of the axis was added to its negative items.
     """
     known = known_range(index)
     if not math.prod(index.shape) or (known is not None and known[0] >= 0 and known[1] < shape[axis]):
@@ -90,8 +90,8 @@ def in_range(
     return bounded(index, bound)
 
 
-def _look(index: Tensor) -> None:
-    """Note what the items of an index lie between, where that is soon seen: the host has its few items."""
+def _note_range(index: Tensor) -> None:
+    """Note the range of a small index if the host can read its items without waiting."""
     node = index._node
     buffer = node.value
     if node.span is not None or not isinstance(buffer, Buffer) or capture.get() is not None:
@@ -116,7 +116,7 @@ def changed(x: Tensor, key: Any, value: Any) -> Tensor:
     if masked is not None:
         return masked
     keys = _expanded(x, key)
-    if any(isinstance(one, Tensor) for one in keys):
+    if any(isinstance(part, Tensor) for part in keys):
         return _changed_by_arrays(x, keys, value)
     slices, shape = _basic(x, keys)
     kept: Shape = tuple(count for _, count, _ in slices)
@@ -127,41 +127,41 @@ def changed(x: Tensor, key: Any, value: Any) -> Tensor:
 
 
 def _changed_by_arrays(x: Tensor, keys: list[Any], value: Tensor) -> Tensor:
-    """`x` with values at the items that arrays name; of two for one place, the later."""
+    """`x` with values at the items that index arrays select; the later of two for the same item wins."""
     operation = "x[index] = value"
     arrays = [key for key in keys if isinstance(key, Tensor)]
     if any(array.dtype == dtypes.bool_ for array in arrays):
-        places = from_numpy(_places(x, keys, operation), x.device)
+        indices = from_numpy(_flat_indices(x, keys, operation), x.device)
     else:
-        if capture.get() is None:  # a bad index is refused before anything changes
+        if capture.get() is None:  # raise for a bad index before anything changes
             _check_arrays(x, keys, operation)
-        places = _get_by_arrays(assigning.numbered(x), keys, operation)
-    return assigning.by_places(x, places, value, distinct=all(array.size == 1 for array in arrays))
+        indices = _get_by_arrays(assigning.flat_indices(x), keys, operation)
+    return assigning.by_indices(x, indices, value, distinct=all(array.size == 1 for array in arrays))
 
 
-def _places(x: Tensor, keys: list[Any], operation: str) -> npt.NDArray[Any]:
-    """The numbers of the items that a key names, in row-major order; its arrays are read for that."""
+def _flat_indices(x: Tensor, keys: list[Any], operation: str) -> npt.NDArray[Any]:
+    """The flat indices of the items that a key selects; the host reads its arrays for that."""
     key = _check_arrays(x, keys, operation)
     return np.asarray(np.arange(x.size).reshape(x.shape)[key])
 
 
 def _check_arrays(x: Tensor, keys: list[Any], operation: str) -> tuple[Any, ...]:
-    """The key with its arrays on the host, which are in range."""
-    key = tuple(one.numpy() if isinstance(one, Tensor) else one for one in keys)
+    """The key with its arrays as NumPy arrays, after a check of their range."""
+    key = tuple(part.numpy() if isinstance(part, Tensor) else part for part in keys)
     for position, part in enumerate(key):
         if isinstance(part, np.ndarray) and part.dtype.kind in "iu":
-            _check_array(part, x, sum(one is not None for one in keys[:position]), operation)
+            _check_array(part, x, sum(before is not None for before in keys[:position]), operation)
     return key
 
 
 def _expanded(x: Tensor, key: Any) -> list[Any]:
-    """The parts of a key, one for each axis and one for each new axis; masks become integers."""
+    """The parts of a key, one for each axis or new axis; masks are converted to integers."""
     parts = list(key) if isinstance(key, tuple) else [key]
     parts = [_as_array(part) for part in parts]
     taken = sum(_axes_taken(part) for part in parts)
     dots = [position for position, part in enumerate(parts) if part is Ellipsis]
     if len(dots) > 1:
-        raise IndexError("an index may have one ellipsis")
+        raise IndexError("an index may have only one ellipsis")
     if taken > x.ndim:
         raise IndexError(f"{taken} indices are too many for shape {x.shape}")
     fill = [slice(None)] * (x.ndim - taken)
@@ -171,7 +171,7 @@ def _expanded(x: Tensor, key: Any) -> list[Any]:
     for part in parts:
         axis = sum(key is not None for key in result)
         if isinstance(part, np.ndarray):
-            part = _at_hand(part, x, axis)
+            part = _from_host(part, x, axis)
         if isinstance(part, Tensor) and part.dtype == dtypes.bool_:
             result += _from_mask(x, part, axis)
         else:
@@ -184,8 +184,8 @@ def _check_array(part: npt.NDArray[Any], x: Tensor, axis: int, operation: str) -
         _checked_index(index, axis, x.shape, operation)
 
 
-def _at_hand(part: npt.NDArray[Any], x: Tensor, axis: int) -> Tensor:
-    """An array of the host as a tensor. Its values are at hand, so they are checked before anything else."""
+def _from_host(part: npt.NDArray[Any], x: Tensor, axis: int) -> Tensor:
+    """A NumPy array as an index tensor; its range is checked here."""
     if part.dtype.kind == "b":
         return from_numpy(part, x.device)
     _check_array(part, x, axis, "x[index]")
@@ -212,26 +212,26 @@ def _axes_taken(part: Any) -> int:
 
 
 def _from_mask(x: Tensor, mask: Tensor, axis: int) -> list[Tensor]:
-    """A mask as the integers where it is true; how many those are, only its values tell."""
+    """A mask as the indices at which it is true; reads the mask, since their number depends on its values."""
     if mask.shape != x.shape[axis : axis + mask.ndim]:
         raise IndexError(f"a mask of shape {mask.shape} does not fit shape {x.shape} at axis {axis}")
     if not mask.ndim:
         return [mask]
     try:
-        found = np.nonzero(mask.numpy())
+        indices = np.nonzero(mask.numpy())
     except CaptureError:
         raise CaptureError(
             f"x[mask] has as many items as the mask of shape {mask.shape} has true values, and inside a "
             f"jitted function these are not known; use where(mask, x, other) or x * mask, or x[mask] = value "
-            f"with one value for all of them"
+            f"with the same value for all of them"
         ) from None
-    return [_at_hand(numbers, x, axis + one) for one, numbers in enumerate(found)]
+    return [_from_host(index, x, axis + offset) for offset, index in enumerate(indices)]
 
 
 def _plain(shape: Shape, key: Any) -> tuple[Slices, Shape] | None:
-    """What a key of Python's integers, slices, None and an ellipsis reads, and the shape that it gives.
+    """The slices that a key of Python integers, slices, None and an ellipsis reads, and the resulting shape.
 
-    None where the key has anything else, or an index that is not there.
+    None if the key has anything else, or an index out of range.
     """
     parts = key if type(key) is tuple else (key,)
     taken = dots = 0
@@ -268,7 +268,7 @@ def _plain(shape: Shape, key: Any) -> tuple[Slices, Shape] | None:
 
 
 def _basic(x: Tensor, keys: list[Any]) -> tuple[Slices, Shape]:
-    """The same for a part of each axis, of which anything that is an integer may be one."""
+    """Like `_plain`, for a key with a part for each axis; integers may be of any type with `__index__`."""
     parts: list[Any] = []
     for key in keys:
         axis = sum(part is not None for part in parts)
@@ -291,9 +291,12 @@ def _checked_index(key: Any, axis: int, shape: Shape, operation: str = "x[index]
 
 
 def _get_by_arrays(x: Tensor, keys: list[Any], operation: str) -> Tensor:
-    """Arrays of integers, by NumPy's rules: together they make axes, in place if they are adjacent."""
+    """Indexing with integer arrays by NumPy's rules.
+
+    The arrays broadcast together; their axes come first, or stay in position if the arrays are adjacent.
+    """
     if any(isinstance(key, Tensor) and key.dtype == dtypes.bool_ for key in keys):
-        index = from_numpy(_places(x, keys, operation), x.device)
+        index = from_numpy(_flat_indices(x, keys, operation), x.device)
         return record(gather(shaping.reshape(x._node, (x.size,)), index._node), x)
     arrays = [position for position, key in enumerate(keys) if key is not None and not isinstance(key, slice)]
     plain = [slice(None) if position in arrays else key for position, key in enumerate(keys)]
@@ -303,29 +306,29 @@ def _get_by_arrays(x: Tensor, keys: list[Any], operation: str) -> Tensor:
     indices = [
         _index_node(keys[position], axis, x, operation) for position, axis in zip(arrays, axes, strict=True)
     ]
-    together = common_shape(*(index.shape for index in indices))
+    batch = common_shape(*(index.shape for index in indices))
     others = [axis for axis in range(len(shape)) if axis not in arrays]
     front = shaping.permute(base, (*arrays, *others))
     lengths = front.shape[: len(arrays)]
     rows = shaping.reshape(front, (int(np.prod(lengths)), *front.shape[len(arrays) :]))
-    picked = gather(rows, _linear(indices, lengths, together))
+    picked = gather(rows, _linear(indices, lengths, batch))
     if arrays == list(range(arrays[0], arrays[-1] + 1)):
-        count, before = len(together), arrays[0]
+        count, before = len(batch), arrays[0]
         order = (*range(count, count + before), *range(count), *range(count + before, picked.ndim))
         picked = shaping.permute(picked, order)
     return record(picked, x, *(key for key in keys if isinstance(key, Tensor)))
 
 
 def _index_node(key: Any, axis: int, x: Tensor, operation: str) -> Node:
-    """An index counted from the start."""
+    """An index without negative items, which count from the end."""
     if not isinstance(key, Tensor):
         return elementwise.full((), dtypes.int64, _checked_index(key, axis, x.shape, operation))
-    _look(key)
+    _note_range(key)
     given, length = key._node, x.shape[axis]
     known = known_range(given)
     inside = known is not None and known[0] >= -length and known[1] < length
     if not inside:
-        known = known_range(given, spans=False)  # it is refused in the words that are for any values
+        known = known_range(given, spans=False)  # the error message does not depend on the values
     if given.dtype.kind == "u" or (known is not None and known[0] >= 0):
         return elementwise.cast(in_range(given, x.shape, axis, operation, x.device), dtypes.int64)
     node = elementwise.cast(given, dtypes.int64)
@@ -337,7 +340,7 @@ def _index_node(key: Any, axis: int, x: Tensor, operation: str) -> Node:
 
 
 def _linear(indices: list[Node], lengths: Shape, shape: Shape) -> Node:
-    """One number for each place: the row among the merged axes."""
+    """The row-major index into the merged axes."""
     total = broadcast_node(indices[0], shape)
     for index, length in zip(indices[1:], lengths[1:], strict=True):
         total = elementwise.multiply(total, elementwise.like(total, length))

@@ -1,4 +1,4 @@
-"""What there is: dtypes, their limits, and the standard's inspection of the namespace."""
+"""The limits and kinds of dtypes, and the array API standard's inspection of the namespace."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from penstock.registry import default_device, devices
 from penstock.runtime import Device
 from penstock.tensor import dtypes
 from penstock.tensor.core import Tensor
+from penstock.tensor.operands import NUMBERS
 
 
 @dataclass(frozen=True)
 class FloatInfo:
-    """The limits of a floating-point type."""
+    """The limits of a floating-point dtype."""
 
     bits: int
     eps: float
@@ -28,7 +29,7 @@ class FloatInfo:
 
 @dataclass(frozen=True)
 class IntegerInfo:
-    """The limits of an integer type."""
+    """The limits of an integer dtype."""
 
     bits: int
     max: int
@@ -41,34 +42,34 @@ def _dtype(type: Any) -> DType:
 
 
 def finfo(type: Any, /) -> FloatInfo:
-    """The limits of a floating-point type, or of a tensor's."""
+    """The limits of a floating-point dtype, or of that of a tensor."""
     dtype = _dtype(type)
     if dtype.kind not in "fc":
         raise ValueError(f"finfo is for floating-point dtypes, and {dtype} was given")
-    found = dtypes.limits(dtype)
+    limits = dtypes.limits(dtype)
     return FloatInfo(
-        bits=found.bits,
-        eps=float(found.eps),
-        max=float(found.max),
-        min=float(found.min),
-        smallest_normal=float(found.smallest_normal),
-        dtype=dtypes.checked(found.dtype),
+        bits=limits.bits,
+        eps=float(limits.eps),
+        max=float(limits.max),
+        min=float(limits.min),
+        smallest_normal=float(limits.smallest_normal),
+        dtype=dtypes.checked(limits.dtype),
     )
 
 
 def iinfo(type: Any, /) -> IntegerInfo:
-    """The limits of an integer type, or of a tensor's."""
+    """The limits of an integer dtype, or of that of a tensor."""
     dtype = _dtype(type)
     if dtype.kind not in "iu":
         raise ValueError(f"iinfo is for integer dtypes, and {dtype} was given")
-    found = np.iinfo(dtype)
-    return IntegerInfo(found.bits, int(found.max), int(found.min), dtype)
+    limits = np.iinfo(dtype)
+    return IntegerInfo(limits.bits, int(limits.max), int(limits.min), dtype)
 
 
 def isdtype(dtype: DType, kind: Any) -> bool:
-    """Whether a dtype is of a kind: another dtype, a kind's name, or a tuple of such."""
+    """Whether a dtype is of a kind: a dtype, the name of a kind, or a tuple of these."""
     if isinstance(kind, tuple):
-        return any(isdtype(dtype, one) for one in kind)
+        return any(isdtype(dtype, part) for part in kind)
     if isinstance(kind, str):
         if kind not in dtypes.KINDS:
             raise ValueError(f"{kind!r} is no kind of dtype; there are {', '.join(dtypes.KINDS)}")
@@ -77,9 +78,9 @@ def isdtype(dtype: DType, kind: Any) -> bool:
 
 
 def result_type(*arrays_and_dtypes: Any) -> DType:
-    """The dtype of a result of all these tensors, dtypes and Python numbers together."""
-    numbers = [one for one in arrays_and_dtypes if isinstance(one, (bool, int, float, complex))]
-    rest = [_dtype(one) for one in arrays_and_dtypes if not isinstance(one, (bool, int, float, complex))]
+    """The dtype to which tensors, dtypes and Python numbers promote; at least one is a tensor or dtype."""
+    numbers = [item for item in arrays_and_dtypes if isinstance(item, NUMBERS)]
+    rest = [_dtype(item) for item in arrays_and_dtypes if not isinstance(item, NUMBERS)]
     if not rest:
         raise ValueError("result_type needs a tensor or a dtype")
     result = dtypes.promote(*rest)
@@ -89,23 +90,23 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
 
 
 def can_cast(from_: Any, to: DType, /) -> bool:
-    """Whether every value of one dtype is one of the other."""
+    """Whether a dtype, or that of a tensor, can be cast to another safely, as by `numpy.can_cast`."""
     return np.can_cast(_dtype(from_).numpy, dtypes.checked(to).numpy)
 
 
 class NamespaceInfo:
-    """The standard's inspection: what this namespace has and by what it goes."""
+    """The array API standard's inspection of a namespace."""
 
     def capabilities(self) -> dict[str, Any]:
-        """What is there beyond the minimum."""
+        """The optional features of the standard."""
         return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
 
     def default_device(self) -> Device:
-        """Where tensors are made if nothing else is said."""
+        """The device of new tensors by default."""
         return default_device()
 
     def default_dtypes(self, *, device: Any = None) -> dict[str, DType]:
-        """The dtypes that Python numbers take."""
+        """The default dtypes by kind."""
         return dict(dtypes.DEFAULTS)
 
     def devices(self) -> list[Device]:
@@ -113,11 +114,11 @@ class NamespaceInfo:
         return devices()
 
     def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, DType]:
-        """The standard's dtypes by name, or those of a kind. float16 and bfloat16 are there beyond it."""
+        """The standard's dtypes by name, or those of a kind; without float16 and bfloat16."""
         standard = [dtype for dtype in dtypes.ALL if dtype not in dtypes.HALF_PRECISION]
         return {str(dtype): dtype for dtype in standard if kind is None or isdtype(dtype, kind)}
 
 
 def __array_namespace_info__() -> NamespaceInfo:  # noqa: N807 - the standard's name
-    """The standard's inspection of this namespace."""
+    """The array API standard's inspection of this namespace."""
     return NamespaceInfo()

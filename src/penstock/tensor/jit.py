@@ -1,7 +1,7 @@
 """`jit`: a function of tensors is captured once and replayed as one program.
 
-Its tensors are known by shape and dtype while it is captured: no value can be read then. Tensors from outside
-that it uses, such as parameters, are inputs of the program, and those that it changes in place are outputs.
+During the capture only shapes and dtypes are known, so no value can be read. Tensors from outside that the
+function uses, such as parameters, are inputs of the program; those that it changes in place are outputs.
 """
 
 from __future__ import annotations
@@ -11,64 +11,71 @@ import dataclasses
 import functools
 import struct
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
+from penstock.config import parse_bytes
 from penstock.errors import CaptureError
 from penstock.lru import LRU
+from penstock.memory.budgeting import budget
 from penstock.tensor.capture import capture
-from penstock.tensor.core import Tensor, captured_by, leaf_of
-from penstock.tensor.jit_program import SLOT, captured_program
+from penstock.tensor.core import Tensor, captured_by
+from penstock.tensor.jit_program import SLOT, captured_program, memory_plan
+from penstock.tensor.leaves import leaf_of
 from penstock.tensor.recording import recording
 from penstock.tensor.replay import Captured, replaced
 from penstock.tensor.tracing import Tracing
 
 if TYPE_CHECKING:
-    from penstock.plan.arenas import ArenaPlan
+    from penstock.compiler.schedule import Schedule
+    from penstock.execution.memory_plan import MemoryPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
-_MAX_CAPTURES = 32  # of one function; the one that was not used for longest is forgotten
-_MAX_VARIANTS = 4  # of one capture, for gradients that are there or not, and tensors of other kinds
+_MAX_CAPTURES = 32  # of a function; the least recently used is dropped
+_MAX_VARIANTS = 4  # for a key: gradients may be None or not, and tensors from outside may differ
 
 
 @overload
 def jit(function: F) -> F: ...
 @overload
-def jit(*, donate: int | Sequence[int] = ()) -> Callable[[F], F]: ...
-def jit(function: Any = None, *, donate: int | Sequence[int] = ()) -> Any:
-    """Capture a function of tensors at its first call, and replay it as one program from then on.
+def jit(*, donate: int | Sequence[int] = (), memory: int | str | None = None) -> Callable[[F], F]: ...
+def jit(function: Any = None, *, donate: int | Sequence[int] = (), memory: int | str | None = None) -> Any:
+    """Capture a function of tensors at its first call, and replay it as one program afterwards.
 
-    A call with other shapes, dtypes or Python values captures anew. Results are fresh tensors; tensors that
-    the function changes in place are changed by every replay. The memory of arguments at the positions
-    `donate` may be used for results: these tensors cannot be used afterwards.
+    A call with other shapes, dtypes or Python values is captured separately. Results are new tensors; tensors
+    that the function changes in place are changed by every replay. The memory of arguments at the positions
+    `donate` may be reused for results: these tensors cannot be used afterwards. `memory`, such as "2GiB", is
+    the memory budget of its calls; see `ps.memory.budget`.
     """
     positions = (donate,) if isinstance(donate, int) else tuple(donate)
+    limit = None if memory is None else parse_bytes(memory)
     if function is None:
-        return lambda given: functools.wraps(given)(_Jitted(given, positions))
+        return lambda given: functools.wraps(given)(_Jitted(given, positions, limit))
     if not callable(function):
         raise TypeError(f"jit takes a function, and {type(function).__name__} was given")
-    return functools.wraps(function)(_Jitted(function, positions))
+    return functools.wraps(function)(_Jitted(function, positions, limit))
 
 
-def plans(function: Callable[..., Any]) -> list[ArenaPlan]:
-    """The memory plans of what a jitted function has captured so far, the largest first."""
+def schedules(function: Callable[..., Any]) -> list[Schedule]:
+    """The schedules of all captures of a jitted function, that with the largest arena first."""
     if not isinstance(function, _Jitted):
         raise TypeError(f"a function under @ps.jit has plans, and {function!r} was given")
-    return sorted(function.plans(), key=lambda plan: -plan.arena_bytes)
+    return sorted(function.schedules(), key=lambda schedule: -schedule.plan.arena_bytes)
 
 
 class _Jitted:
-    """A function with the programs that replay it, by the shapes and Python values of its arguments."""
+    """A function and its captured programs, by the shapes and Python values of its arguments."""
 
-    def __init__(self, function: Callable[..., Any], donate: tuple[int, ...]) -> None:
+    def __init__(self, function: Callable[..., Any], donate: tuple[int, ...], memory: int | None) -> None:
         self._function = function
         self._donate = donate
+        self._memory = memory  # the budget for calls
         self._lock = threading.Lock()  # held while the function is captured
-        # For each key the captures that differ in what they found outside, the latest first. A tuple is
-        # replaced as a whole, so that other threads can go through it meanwhile.
+        # For each key, captures that differ in the state of tensors from outside, the latest first. Tuples,
+        # so that other threads can iterate while they are replaced.
         self._captured = LRU[Hashable, tuple[Captured, ...]](_MAX_CAPTURES)
 
     def __get__(self, instance: Any, owner: Any) -> Any:
@@ -76,7 +83,13 @@ class _Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if capture.get() is not None:
-            return self._function(*args, **kwargs)  # inside another: part of that
+            return self._function(*args, **kwargs)  # inside another jitted function: recorded as a part of it
+        if self._memory is not None:
+            with budget(self._memory):
+                return self._call(args, kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
         key: tuple[Any, ...] = (
             recording(),
@@ -84,25 +97,27 @@ class _Jitted:
             _flattened(kwargs, tensors) if kwargs else (),
         )
         if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
-            numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-            key += (tuple(numbers[id(tensor)] for tensor in tensors),)  # which of them are one
-        found, start = self._known(key, tensors), 0.0  # the start of a capture
-        if found is None:
+            positions = {id(tensor): position for position, tensor in enumerate(tensors)}
+            key += (
+                tuple(positions[id(tensor)] for tensor in tensors),
+            )  # which arguments are the same tensor
+        captured, start = self._known(key, tensors), 0.0  # when a capture started
+        if captured is None:
             start = perf_counter()
             with self._lock:
-                found = self._known(key, tensors)  # another thread may have been quicker
-                if found is None:
-                    found = self._capture(args, kwargs, tensors)
-                    self._remember(key, found)
-        if found.device.stream.recorders:
-            return found.told_replay(tensors, start)
-        return found.replay(tensors)
+                captured = self._known(key, tensors)  # another thread may have captured it meanwhile
+                if captured is None:
+                    captured = self._capture(args, kwargs, tensors)
+                    self._remember(key, captured)
+        if captured.device.stream.recorders:
+            return captured.recorded_replay(tensors, start)
+        return captured.replay(tensors)
 
-    def plans(self) -> list[ArenaPlan]:
+    def schedules(self) -> list[Schedule]:
         """See the function of that name."""
         with self._lock:
-            captures = [found for kept in self._captured.values() for found in kept]
-        return [found.program.plan for found in captures if found.program is not None]
+            captures = [captured for variants in self._captured.values() for captured in variants]
+        return [captured.program.schedule for captured in captures if captured.program is not None]
 
     def _known(self, key: tuple[Any, ...], tensors: list[Tensor]) -> Captured | None:
         """The capture for a call, if there is one."""
@@ -113,17 +128,24 @@ class _Jitted:
                 f"arguments of a jitted function are tensors, and Python values that can be compared by "
                 f"value, which these cannot: {key[1:]!r}"
             ) from None
-        for found in captures:
-            if found.still_true(tensors):
+        for captured in captures:
+            if captured.still_true(tensors):
                 if len(self._captured) > 1:
-                    with contextlib.suppress(KeyError):  # another thread may just have forgotten it
+                    with contextlib.suppress(KeyError):  # another thread may have dropped it
                         self._captured.move_to_end(key)
-                return found
+                return captured
         return None
 
     def _remember(self, key: Hashable, captured: Captured) -> None:
         captured.device.release_idle()
         self._captured[key] = (captured, *self._captured.get(key, ()))[:_MAX_VARIANTS]
+
+    def memory_plan(self, *args: Any, **kwargs: Any) -> MemoryPlan:
+        """See `ps.memory.plan`."""
+        tensors: list[Tensor] = []
+        _flattened((args, kwargs), tensors)
+        with self._lock, self._traced(args, kwargs, tensors) as (tracing, _, outputs):
+            return memory_plan(self._name, tracing, outputs)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Captured:
         first: list[Tensor] = []
@@ -133,19 +155,30 @@ class _Jitted:
             _flattened(args[position], first)
         given = {id(tensor) for tensor in first}
         donated = [at for at, tensor in enumerate(tensors) if id(tensor) in given]
+        with self._traced(args, kwargs, tensors) as (tracing, result, outputs):
+            return captured_program(self._name, tracing, result, outputs, donated)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._function, "__name__", repr(self._function))
+
+    @contextlib.contextmanager
+    def _traced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Iterator[tuple[Tracing, Any, list[Tensor]]]:
+        """Call the function with stand-ins for its arguments: the tracing, the result, and its tensors."""
         tracing = Tracing(tensors)
         inside = iter(tracing.inside)
         inside_args, inside_kwargs = replaced(args, inside), replaced(kwargs, inside)
-        name = getattr(self._function, "__name__", repr(self._function))
         with captured_by(tracing):
             result = self._function(*inside_args, **inside_kwargs)
             outputs: list[Tensor] = []
             _flattened(result, outputs)
-            return captured_program(name, tracing, result, outputs, donated)
+            yield tracing, result, outputs
 
 
 def _flattened(value: Any, tensors: list[Tensor]) -> Any:
-    """What a nest of tuples, lists and dicts is apart from its tensors, which are put into the list."""
+    """A key of nested tuples, lists and dicts; their tensors are appended to the list."""
     if isinstance(value, Tensor):
         tensors.append(value)
         node, ends = value._node, False
@@ -160,7 +193,7 @@ def _flattened(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """A key of a Python value: 1, 1.0 and True differ, and so do 0.0 and -0.0; a NaN is equal to itself."""
+    """A key of a Python value: 1, 1.0 and True differ, as do 0.0 and -0.0; NaN equals itself."""
     kind = type(value)
     if kind is float:
         return (kind, value) if value == value and value else (kind, struct.pack("d", value))
@@ -174,6 +207,6 @@ def _exact(value: Any) -> Any:
         return (kind, *map(_exact, value))
     parameters = getattr(kind, "__dataclass_params__", None)
     if parameters is not None and parameters.eq and kind.__hash__ is not None:
-        fields = [one for one in dataclasses.fields(value) if one.compare]
-        return (kind, *(_exact(getattr(value, one.name)) for one in fields))
+        fields = [field for field in dataclasses.fields(value) if field.compare]
+        return (kind, *(_exact(getattr(value, field.name)) for field in fields))
     return (kind, value)

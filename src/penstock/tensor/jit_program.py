@@ -1,23 +1,28 @@
-"""From what a function did while it was captured to the program that replays it."""
+"""From the trace of a function to the program that replays it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CaptureError
-from penstock.execution.realize import executables
+from penstock.execution.realize import executables, realize
 from penstock.execution.structure import Structure
 from penstock.graph.custom_vjp import refusing
 from penstock.graph.node import Node, Primitive, leaf, topological
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
-from penstock.tensor.core import Tensor, leaf_of
+from penstock.tensor.core import Tensor
 from penstock.tensor.index_watch import watched_indices
 from penstock.tensor.jit_gradients import Differentiable
+from penstock.tensor.leaves import leaf_of
 from penstock.tensor.replay import Captured, Changes, Guards, Slot, Source, replaced
 from penstock.tensor.tracing import Origin, StandIn, Tracing
+
+if TYPE_CHECKING:
+    from penstock.execution.memory_plan import MemoryPlan
 
 SLOT = Slot()
 
@@ -25,19 +30,12 @@ SLOT = Slot()
 def captured_program(
     name: str, tracing: Tracing, result: Any, outputs: Sequence[Tensor], donated: list[int]
 ) -> Captured:
-    """What replays a function that has just been traced; `outputs` are the tensors in its result."""
-    assigned = _assigned(tracing)
-    device = _device(tracing, [*outputs, *assigned])
-    changed = [found.tensor for found in tracing.stand_ins if found.changed]
-    watches = watched_indices([tensor._node for tensor in (*outputs, *changed, *assigned)], device)
-    stand_ins = [found for found in tracing.stand_ins if found.changed]
-    changes = _changes(tracing, stand_ins, name)
-    wanted = [tensor._node for tensor in (*outputs, *(found.tensor for found in stand_ins), *assigned)]
-    pending = list(dict.fromkeys(node for node in wanted if node.value is None))
-    place = {node: at for at, node in enumerate(pending)}
-    structure = Structure(pending, device.capabilities, checked=False)
-    over = _replaced_inputs(stand_ins, place, structure.inputs)
-    program = executables(device).build(structure, over) if pending else None
+    """The replayable form of a traced function; `outputs` are the tensors in its result."""
+    traced = _Traced(name, tracing, outputs)
+    device, structure = traced.device, traced.structure
+    build = partial(executables(device).build, structure, traced.over, *traced.state)
+    program = build() if traced.pending else None
+    wanted, outputs_of, changes = traced.wanted, traced.outputs, traced.changes
     gradients, reads = _gradients(name, tracing, outputs, donated)
     return Captured(
         name=name,
@@ -45,7 +43,7 @@ def captured_program(
         program=program,
         numbers=structure.constants(),
         inputs=[_source(tracing, node) for node in structure.inputs],
-        wanted=[place[node] if node.value is None else _source(tracing, node) for node in wanted],
+        wanted=[outputs_of[node] if node.value is None else _source(tracing, node) for node in wanted],
         kinds=[(node.shape, node.dtype) for node in wanted],
         result=replaced(result, itertools.repeat(SLOT)),
         results=len(outputs),
@@ -56,16 +54,68 @@ def captured_program(
         gradients=gradients,
         differentiable=_differentiable(device, tracing, outputs, gradients),
         refused_reads=reads,
-        watches=watches,
+        watches=traced.watches,
+        limit_bytes=device.limit_bytes,
+        build=None if device.limit_bytes is None else build,
     )
 
 
+def memory_plan(name: str, tracing: Tracing, outputs: Sequence[Tensor]) -> MemoryPlan:
+    """The memory and time that the program of a traced function would take under each budget."""
+    traced = _Traced(name, tracing, outputs)
+    if traced.device.dispatcher is not None:
+        raise CaptureError("a memory plan is for one device, and auto stands for several; name a device")
+    _realize_outside(tracing, traced.device)
+    return executables(traced.device).memory_plan(traced.structure, traced.over, *traced.state)
+
+
+class _Traced:
+    """The nodes that a traced function computes, and their device."""
+
+    def __init__(self, name: str, tracing: Tracing, outputs: Sequence[Tensor]) -> None:
+        assigned = _assigned(tracing)
+        self.device = device = _device(tracing, [*outputs, *assigned])
+        changed = [stand_in.tensor for stand_in in tracing.stand_ins if stand_in.changed]
+        self.watches = watched_indices([tensor._node for tensor in (*outputs, *changed, *assigned)], device)
+        stand_ins = [stand_in for stand_in in tracing.stand_ins if stand_in.changed]
+        self.changes = _changes(tracing, stand_ins, name)
+        given = (*outputs, *(stand_in.tensor for stand_in in stand_ins), *assigned)
+        self.wanted = [tensor._node for tensor in given]
+        self.pending = list(dict.fromkeys(node for node in self.wanted if node.value is None))
+        self.outputs = {node: at for at, node in enumerate(self.pending)}
+        self.structure = Structure(self.pending, device.capabilities, checked=False)
+        self.over = _replaced_inputs(stand_ins, self.outputs, self.structure.inputs)
+        # What each replay puts where its program expects it; none if several devices may run it.
+        state: dict[int, Callable[[], Node]] = {}
+        for at, node in enumerate(self.structure.inputs):
+            known = tracing.of_node(node)
+            if known is not None and known.origin.outside is not None and known.actual.device is device:
+                state[at] = _holder(known)
+        self.state = [state] if device.dispatcher is None else []
+        if device.limit_bytes is not None:
+            _realize_outside(tracing, device)
+
+
+def _holder(stand_in: StandIn) -> Callable[[], Node]:
+    """What holds the value of a tensor from outside, when it is asked for."""
+    return lambda: stand_in.actual._actual_node
+
+
+def _realize_outside(tracing: Tracing, device: Device) -> None:
+    """Compute pending tensors from outside, as a call would: a plan counts live bytes."""
+    pending = {stand_in.actual._actual_node: stand_in.actual.device for stand_in in tracing.stand_ins}
+    for node, where in pending.items():
+        if node.value is None and where is device:
+            realize([node], device)
+
+
 def _device(tracing: Tracing, given: Sequence[Tensor]) -> Device:
-    """The device of all that the function gives and changes."""
+    """The device of all tensors that the function returns or changes."""
     devices = {tensor.device for tensor in given}
-    devices |= {found.actual.device for found in tracing.stand_ins if found.changed or found.grad_assigned}
+    changed = [stand_in for stand_in in tracing.stand_ins if stand_in.changed or stand_in.grad_assigned]
+    devices |= {stand_in.actual.device for stand_in in changed}
     if not devices:
-        raise CaptureError("a jitted function has to give or change a tensor")
+        raise CaptureError("a jitted function has to return or change a tensor")
     if len(devices) > 1:
         names = sorted(device.name for device in devices)
         raise CaptureError(f"a jitted function runs on one device, and {names} are used")
@@ -73,54 +123,54 @@ def _device(tracing: Tracing, given: Sequence[Tensor]) -> Device:
 
 
 def _new_gradients(tracing: Tracing) -> Iterator[tuple[StandIn, Tensor | None, Origin | None]]:
-    """Tensors from outside whose gradient is another one at the end; where it is from outside itself."""
-    for found in tracing.stand_ins:
-        gradient = found.tensor._actual_grad
-        if found.grad_assigned and not (found.grad_seen and gradient is found.first_grad):
-            known = None if gradient is None else tracing.of_tensor(tracing.stand_in(gradient))
-            yield found, gradient, None if known is None else known.origin
+    """Tensors from outside with a new gradient, that gradient, and its origin if it is from outside."""
+    for stand_in in tracing.stand_ins:
+        gradient = stand_in.tensor._actual_grad
+        if stand_in.grad_assigned and not (stand_in.grad_seen and gradient is stand_in.first_grad):
+            source = None if gradient is None else tracing.of_tensor(tracing.stand_in(gradient))
+            yield stand_in, gradient, None if source is None else source.origin
 
 
 def _assigned(tracing: Tracing) -> list[Tensor]:
     """The gradients that the function computes for tensors from outside."""
-    found = list(_new_gradients(tracing))
-    return [gradient for _, gradient, origin in found if gradient is not None and origin is None]
+    replaced_gradients = list(_new_gradients(tracing))
+    return [gradient for _, gradient, origin in replaced_gradients if gradient is not None and origin is None]
 
 
 def _changes(tracing: Tracing, changed: Sequence[StandIn], name: str) -> Changes:
-    """What happens to tensors from outside."""
+    """The changes of tensors from outside."""
     histories: dict[int, Primitive] = {}
-    for number, found in enumerate(changed):
-        tensor = found.tensor
+    for position, stand_in in enumerate(changed):
+        tensor = stand_in.tensor
         if tensor._actual_requires_grad and leaf_of(tensor._actual_node) is not tensor:
-            histories[number] = refusing(
+            histories[position] = refusing(
                 f"the jitted function {name} changed a tensor in place to a value that has a gradient, which "
                 f"is not kept; let the function return the value, or use detach() inside it"
             )
     grads = [
-        (found.origin, gradient is not None if origin is None else origin)
-        for found, gradient, origin in _new_gradients(tracing)
+        (stand_in.origin, gradient is not None if origin is None else origin)
+        for stand_in, gradient, origin in _new_gradients(tracing)
     ]
     flags = [
-        (found.origin, found.tensor._actual_requires_grad)
-        for found in tracing.stand_ins
-        if found.tensor._actual_requires_grad != found.requires_grad
-        and not (found in changed and changed.index(found) in histories)
+        (stand_in.origin, stand_in.tensor._actual_requires_grad)
+        for stand_in in tracing.stand_ins
+        if stand_in.tensor._actual_requires_grad != stand_in.requires_grad
+        and not (stand_in in changed and changed.index(stand_in) in histories)
     ]
-    return Changes([found.origin for found in changed], histories, grads, flags)
+    return Changes([stand_in.origin for stand_in in changed], histories, grads, flags)
 
 
 def _guards(tracing: Tracing, changes: Changes) -> Guards:
-    found = tracing.stand_ins
-    outside = [one.origin.outside for one in found if one.origin.outside is not None]
+    stand_ins = tracing.stand_ins
+    outside = [item.origin.outside for item in stand_ins if item.origin.outside is not None]
     watched = {id(tensor) for tensor in (*(outside if changes else ()), *tracing.aliases.values())}
     return Guards(
         facts=tracing.facts,
-        grads=[(one.origin, one.first_grad is None) for one in found if one.grad_seen],
+        grads=[(item.origin, item.first_grad is None) for item in stand_ins if item.grad_seen],
         kinds=[
-            (one.origin, one.first.shape, one.first.dtype, one.requires_grad, one.ends)
-            for one in found
-            if one.origin.argument < 0
+            (item.origin, item.first.shape, item.first.dtype, item.requires_grad, item.ends)
+            for item in stand_ins
+            if item.origin.argument < 0
         ],
         aliases=tracing.aliases,
         outside=frozenset(watched),
@@ -128,60 +178,60 @@ def _guards(tracing: Tracing, changes: Changes) -> Guards:
 
 
 def _replaced_inputs(
-    changed: Sequence[StandIn], place: dict[Node, int], inputs: Sequence[Node]
+    changed: Sequence[StandIn], outputs: dict[Node, int], inputs: Sequence[Node]
 ) -> dict[int, int]:
-    """Which results of the program replace which inputs: the new values of tensors from outside."""
-    number = {node: at for at, node in enumerate(inputs)}
+    """The outputs that replace inputs, by position: the new values of tensors from outside."""
+    positions = {node: at for at, node in enumerate(inputs)}
     return {
-        place[found.tensor._actual_node]: number[found.first]
-        for found in changed
-        if found.origin.outside is not None and found.tensor._actual_node in place and found.first in number
+        outputs[item.tensor._actual_node]: positions[item.first]
+        for item in changed
+        if item.origin.outside is not None and item.tensor._actual_node in outputs and item.first in positions
     }
 
 
 def _source(tracing: Tracing, node: Node) -> Source:
-    """Where a replay finds the value of a node that the program reads."""
-    found = tracing.of_node(node)
-    if found is not None:
-        return found.origin
+    """The source of an input of the program at a replay."""
+    stand_in = tracing.of_node(node)
+    if stand_in is not None:
+        return stand_in.origin
     if isinstance(node.value, Buffer):
-        node.value.shared = True  # it may be another tensor's value, which must not be written over
+        node.value.shared = True  # another tensor may have this value, so it must not be overwritten
     return leaf(node.value, node.shape, node.dtype)
 
 
 def _gradients(
     name: str, tracing: Tracing, outputs: Sequence[Tensor], donated: list[int]
 ) -> tuple[list[bool | Primitive | None], list[Origin]]:
-    """Whether each result has a gradient, or why it has none; and what refused ones depend on."""
+    """Which results have a gradient, or a primitive that refuses it; and what the refused depend on."""
     if not any(tensor.requires_grad for tensor in outputs):
         return [None] * len(outputs), []
     nodes = [tensor._node for tensor in outputs if tensor.requires_grad]
-    found = [tracing.of_node(node) for node in topological(nodes, through_values=True)]
-    reached = [one for one in found if one is not None and one.first.tracked]
+    sources = [tracing.of_node(node) for node in topological(nodes, through_values=True)]
+    reached = [item for item in sources if item is not None and item.first.tracked]
     why = ""
-    if any(one.changed and (one.origin.outside is not None or _ends_anew(one)) for one in reached):
+    if any(item.changed and (item.origin.outside is not None or _ends_anew(item)) for item in reached):
         why = "changes tensors in place that the result was computed from"
-    elif any(one.grad_assigned and one.tensor._actual_grad is not None for one in tracing.stand_ins):
+    elif any(item.grad_assigned and item.tensor._actual_grad is not None for item in tracing.stand_ins):
         why = "calls backward() itself"
     elif donated:
         why = "was given the memory of its arguments (donate)"
     if not why:
         return [tensor.requires_grad or None for tensor in outputs], []
     refused = refusing(
-        f"the gradient of what the jitted function {name} gives cannot be had, as it {why}; call backward() "
+        f"the result of the jitted function {name} has no gradient, as it {why}; call backward() "
         f"inside the function, or use detach() on the result"
     )
     reads = [
-        one.origin
-        for one in reached
-        if one.origin.argument >= 0
-        or (one.origin.outside is not None and not one.changed and not one.grad_assigned)
+        item.origin
+        for item in reached
+        if item.origin.argument >= 0
+        or (item.origin.outside is not None and not item.changed and not item.grad_assigned)
     ]
     return [refused if tensor.requires_grad else None for tensor in outputs], list(dict.fromkeys(reads))
 
 
 def _ends_anew(argument: StandIn) -> bool:
-    """Whether gradients end in the value that an argument was given, as outside of a jitted function."""
+    """Whether an argument was given a value at which gradients end."""
     return leaf_of(argument.tensor._actual_node) is argument.tensor
 
 

@@ -11,9 +11,10 @@ import numpy as np
 from penstock.graph import contraction, elementwise
 from penstock.tensor import dtypes
 from penstock.tensor.arithmetic import conj, multiply
+from penstock.tensor.broadcasting import axes_of, broadcast, common_shape
 from penstock.tensor.capture import capture
 from penstock.tensor.composite import composite
-from penstock.tensor.core import Tensor, axes_of, broadcast, common_shape, install, record
+from penstock.tensor.core import Tensor, install, record
 from penstock.tensor.manipulation import expand_dims, moveaxis, permute_dims, reshape, squeeze, stack
 from penstock.tensor.operands import Array, as_tensors
 from penstock.tensor.reduction import narrowed, widened
@@ -21,7 +22,7 @@ from penstock.tensor.reduction import sum as sum_
 
 
 def matmul(x1: Array, x2: Array, /) -> Tensor:
-    """The product of the matrices in the last two axes; a vector is a row left, a column right."""
+    """The matrix product over the last two axes; a vector is a row on the left, a column on the right."""
     if isinstance(x1, Tensor) and isinstance(x2, Tensor):
         a, b = x1._node, x2._node
         matrices = len(a.shape) == len(b.shape) == 2 and a.shape[1] == b.shape[0]
@@ -44,7 +45,7 @@ def _matmul(x1: Array, x2: Array) -> Tensor:
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(f"matmul: shapes {x1.shape} and {x2.shape} do not fit together")
     if b.ndim == 2 and a.ndim > 2:
-        # One product of more rows: no repeated matrix, and none to sum over in the gradient.
+        # A single product with more rows: b is not repeated, and its gradient needs no sum over batches.
         rows = matmul(reshape(a, (math.prod(a.shape[:-1]), a.shape[-1])), b)
         result = reshape(rows, (*a.shape[:-1], b.shape[-1]))
         return squeeze(result, -1) if x2.ndim == 1 else result
@@ -58,22 +59,22 @@ def _matmul(x1: Array, x2: Array) -> Tensor:
 
 
 def matmul_batch(lefts: Sequence[Tensor], rights: Sequence[Tensor], /) -> list[Tensor]:
-    """The products of matrices that have nothing to do with each other, `lefts[i] @ rights[i]`.
+    """The products of independent pairs of matrices, `lefts[i] @ rights[i]`.
 
-    Matrices of one shape are one product of stacks, which is one launch. A CPU in a jitted function needs no
-    copies for that. Outside of a jitted function the product is computed at once, so that reading a result
-    does not compute the others again. Matrices that lie in one tensor already need no more than `matmul`.
+    Pairs of equal shapes are stacked and computed by one launch; inside a jitted function, a CPU needs no
+    copies for that. Outside of a jitted function they are computed immediately, so that reading one result
+    does not recompute the others. For matrices in one tensor, `matmul` does the same.
     """
     if len(lefts) != len(rights):
         raise ValueError(f"matmul_batch takes pairs, and {len(lefts)} and {len(rights)} matrices were given")
     alike: dict[tuple[Any, ...], list[int]] = {}
-    for number, matrices in enumerate(zip(lefts, rights, strict=True)):
+    for position, matrices in enumerate(zip(lefts, rights, strict=True)):
         for x in matrices:
             if not isinstance(x, Tensor) or x.ndim != 2:
                 given = f"shape {x.shape}" if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(f"matmul_batch takes matrices, and {given} was given in pair {number}")
+                raise ValueError(f"matmul_batch takes matrices, and {given} was given in pair {position}")
         key = tuple((x.shape, x.dtype, x.device) for x in matrices)
-        alike.setdefault(key, []).append(number)
+        alike.setdefault(key, []).append(position)
     results: dict[int, Tensor] = {}
     for pairs in alike.values():
         left, right = [lefts[pair] for pair in pairs], [rights[pair] for pair in pairs]
@@ -87,8 +88,8 @@ def matmul_batch(lefts: Sequence[Tensor], rights: Sequence[Tensor], /) -> list[T
     return [results[pair] for pair in range(len(lefts))]
 
 
-def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Tensor:
-    """The products of the vectors along an axis, summed; the first is conjugated."""
+def vecdot(x1: Array, x2: Array, /, axis: int = -1) -> Tensor:
+    """The dot products of vectors along an axis; complex numbers of the first are conjugated."""
     x1, x2 = as_tensors("vecdot", x1, x2)
     if x1.dtype.kind not in "iufc" or x2.dtype.kind not in "iufc":
         raise TypeError(f"vecdot does not take {x1.dtype} and {x2.dtype}")
@@ -101,8 +102,8 @@ def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Tensor:
     return narrowed(sum_(product, axis=-1, dtype=product.dtype), dtypes.promote(x1.dtype, x2.dtype))
 
 
-def tensordot(x1: Array, x2: Array, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Tensor:
-    """The sum of products over axes of both: the last ones of x1 and the first ones of x2, or as given."""
+def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Tensor:
+    """The sum of products over the last `axes` axes of x1 and the first of x2, or over lists of axes."""
     x1, x2 = as_tensors("tensordot", x1, x2)
     if isinstance(axes, int):
         if not 0 <= axes <= min(x1.ndim, x2.ndim):
@@ -124,21 +125,21 @@ def tensordot(x1: Array, x2: Array, /, *, axes: int | tuple[Sequence[int], Seque
 
 
 def _matmul_operator(self: Tensor, other: Any) -> Any:
-    return matmul(self, other) if isinstance(other, _BESIDE) else NotImplemented
+    return matmul(self, other) if isinstance(other, _OPERANDS) else NotImplemented
 
 
 def _reflected_matmul(self: Tensor, other: Any) -> Any:
-    return matmul(other, self) if isinstance(other, _BESIDE) else NotImplemented
+    return matmul(other, self) if isinstance(other, _OPERANDS) else NotImplemented
 
 
 def _in_place_matmul(self: Tensor, other: Any) -> Any:
-    if not isinstance(other, _BESIDE):
+    if not isinstance(other, _OPERANDS):
         return NotImplemented
     self._rebind(matmul(self, other))
     return self
 
 
-_BESIDE = (Tensor, np.ndarray)
+_OPERANDS = (Tensor, np.ndarray)
 install("__matmul__", _matmul_operator)
 install("__rmatmul__", _reflected_matmul)
 install("__imatmul__", _in_place_matmul)

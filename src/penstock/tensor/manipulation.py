@@ -1,4 +1,4 @@
-"""Moving items: shapes, axes, joining, repeating; and other dtypes."""
+"""Shapes, axes, concatenation, repetition and conversion."""
 
 from __future__ import annotations
 
@@ -13,14 +13,8 @@ from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.node import DType
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import integers, of_tensor, shape_of
-from penstock.tensor.core import (
-    Tensor,
-    axes_of,
-    broadcast,
-    common_shape,
-    install,
-    record,
-)
+from penstock.tensor.broadcasting import axes_of, broadcast, common_shape
+from penstock.tensor.core import Tensor, install, record
 from penstock.tensor.creation import Where, arange
 from penstock.tensor.indexing import along, get
 from penstock.tensor.operands import Array, as_tensors
@@ -30,7 +24,7 @@ Axis = int | Sequence[int] | None
 
 @of_tensor
 def astype(x: Tensor, dtype: DType, /, *, copy: bool = True, device: Where = None) -> Tensor:
-    """The values in another dtype."""
+    """The values in another dtype; without `copy`, the tensor itself if it has that dtype."""
     moved = x if device is None else x.to_device(device)
     node = elementwise.cast(moved._node, dtypes.checked(dtype))
     return moved if node is moved._node and not copy else record(node, moved)
@@ -38,7 +32,7 @@ def astype(x: Tensor, dtype: DType, /, *, copy: bool = True, device: Where = Non
 
 @of_tensor
 def reshape(x: Tensor, /, shape: int | Sequence[int], *, copy: bool | None = None) -> Tensor:
-    """The items in another shape; one length may be -1, and follows from the others."""
+    """The items in another shape; one length may be -1, and is then inferred."""
     wanted = list(integers(shape, "reshape", "a shape"))
     node = x._node
     size = math.prod(node.shape)
@@ -68,61 +62,61 @@ def permute_dims(x: Tensor, /, axes: Sequence[int]) -> Tensor:
 
 @of_tensor
 def matrix_transpose(x: Tensor, /) -> Tensor:
-    """The last two axes exchanged."""
+    """The transposes of the matrices in the last two axes."""
     return x.mT
 
 
 @of_tensor
 def moveaxis(x: Tensor, source: int | Sequence[int], destination: int | Sequence[int], /) -> Tensor:
-    """Axes moved to other places; the others keep their order."""
+    """Move axes to other positions; the remaining axes keep their order."""
     from_ = list(integers(source, "moveaxis", "an axis"))
     to = list(integers(destination, "moveaxis", "an axis"))
     if len(from_) != len(to):
-        raise ValueError(f"moveaxis needs as many places {to} as axes {from_}")
+        raise ValueError(f"moveaxis needs as many positions {to} as axes {from_}")
     axes_of(x, from_, "moveaxis")
     axes_of(x, to, "moveaxis")
     from_, to = [axis % x.ndim for axis in from_], [axis % x.ndim for axis in to]
     order = [axis for axis in range(x.ndim) if axis not in from_]
-    for place, axis in sorted(zip(to, from_, strict=True)):
-        order.insert(place, axis)
+    for position, axis in sorted(zip(to, from_, strict=True)):
+        order.insert(position, axis)
     return permute_dims(x, order)
 
 
 @of_tensor
 def expand_dims(x: Tensor, /, axis: int | Sequence[int] = 0) -> Tensor:
-    """A new axis of length 1."""
+    """Insert axes of length 1 at these positions of the result."""
     axes = integers(axis, "expand_dims", "an axis")
     ndim = x.ndim + len(axes)
-    if builtins.any(not -ndim <= one < ndim for one in axes):
-        raise IndexError(f"expand_dims: axis {axis} has no place among {ndim} axes")
-    places = {one % ndim for one in axes}
-    if len(places) != len(axes):
-        raise ValueError(f"expand_dims: axes {axes} name one place twice")
+    if builtins.any(not -ndim <= position < ndim for position in axes):
+        raise IndexError(f"expand_dims: axis {axis} is out of range for {ndim} axes")
+    inserted = {position % ndim for position in axes}
+    if len(inserted) != len(axes):
+        raise ValueError(f"expand_dims: axes {axes} have a position twice")
     lengths = iter(x.shape)
-    return reshape(x, [1 if place in places else next(lengths) for place in range(ndim)])
+    return reshape(x, [1 if position in inserted else next(lengths) for position in range(ndim)])
 
 
 @of_tensor
 def squeeze(x: Tensor, /, axis: int | Sequence[int]) -> Tensor:
-    """Without axes of length 1."""
-    gone = axes_of(x, axis, "squeeze")
-    if builtins.any(x.shape[one] != 1 for one in gone):
+    """Remove these axes, which have length 1."""
+    removed = axes_of(x, axis, "squeeze")
+    if builtins.any(x.shape[position] != 1 for position in removed):
         raise ValueError(f"squeeze: axis {axis} of shape {x.shape} is not of length 1")
-    return reshape(x, [length for place, length in enumerate(x.shape) if place not in gone])
+    return reshape(x, [length for position, length in enumerate(x.shape) if position not in removed])
 
 
 @of_tensor
-def flip(x: Tensor, /, *, axis: Axis = None) -> Tensor:
-    """From the end to the start along axes, by default along all."""
+def flip(x: Tensor, /, axis: Axis = None) -> Tensor:
+    """Reverse the order of items along axes, by default along all."""
     node = x._node
-    for one in axes_of(x, axis, "flip"):
-        node = reducing.reverse(node, one)
+    for position in axes_of(x, axis, "flip"):
+        node = reducing.reverse(node, position)
     return record(node, x)
 
 
 @of_tensor
-def roll(x: Tensor, /, shift: int | Sequence[int], *, axis: Axis = None) -> Tensor:
-    """Shifted along axes; what leaves at the end comes in at the start."""
+def roll(x: Tensor, /, shift: int | Sequence[int], axis: Axis = None) -> Tensor:
+    """Shift items along axes, and wrap around; without axes, in the flattened tensor."""
     if axis is None:
         return reshape(roll(reshape(x, -1), shift, axis=0), x.shape)
     axes, shifts = integers(axis, "roll", "an axis"), integers(shift, "roll", "a shift")
@@ -130,40 +124,40 @@ def roll(x: Tensor, /, shift: int | Sequence[int], *, axis: Axis = None) -> Tens
     if len(shifts) != len(axes):
         raise ValueError(f"roll needs as many shifts {shifts} as axes {axes}")
     node = x._node
-    for one, by in zip(axes, shifts, strict=True):
-        (place,) = axes_of(x, one, "roll")
-        length = x.shape[place]
+    for given, by in zip(axes, shifts, strict=True):
+        (position,) = axes_of(x, given, "roll")
+        length = x.shape[position]
         if length and (start := -by % length):
-            whole = [(0, n, 1) for n in x.shape]
+            slices = [(0, n, 1) for n in x.shape]
             parts = []
             for first, count in ((start, length - start), (0, start)):
-                whole[place] = (first, count, 1)
-                parts.append(shaping.slice_(node, tuple(whole)))
-            node = shaping.concat(parts, place)
+                slices[position] = (first, count, 1)
+                parts.append(shaping.slice_(node, tuple(slices)))
+            node = shaping.concat(parts, position)
     return record(node, x)
 
 
-def concat(arrays: Sequence[Array], /, *, axis: int | None = 0) -> Tensor:
-    """The arrays one behind the other along an axis; with None, of all items in a row."""
+def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Tensor:
+    """Concatenate arrays along an axis; with None, all items in a single axis. Dtypes promote."""
     if not arrays:
         raise ValueError("concat needs an array")
     arrays = as_tensors("concat", *arrays)
     if axis is None:
         return concat([reshape(array, -1) for array in arrays], axis=0)
-    (place,) = axes_of(arrays[0], axis, "concat")
+    (position,) = axes_of(arrays[0], axis, "concat")
     nodes = [array._node for array in arrays]
     first = nodes[0].shape
-    beside = first[:place] + first[place + 1 :]
+    others = first[:position] + first[position + 1 :]
     for node in nodes:
         shape = node.shape
-        if len(shape) != len(first) or shape[:place] + shape[place + 1 :] != beside:
-            raise ValueError(f"concat: shapes {first} and {shape} differ beside axis {axis}")
+        if len(shape) != len(first) or shape[:position] + shape[position + 1 :] != others:
+            raise ValueError(f"concat: shapes {first} and {shape} differ outside axis {axis}")
     dtype = dtypes.promote(*[node.dtype for node in nodes])
-    return record(shaping.concat([elementwise.cast(node, dtype) for node in nodes], place), *arrays)
+    return record(shaping.concat([elementwise.cast(node, dtype) for node in nodes], position), *arrays)
 
 
-def stack(arrays: Sequence[Array], /, *, axis: int = 0) -> Tensor:
-    """The arrays side by side along a new axis."""
+def stack(arrays: Sequence[Array], /, axis: int = 0) -> Tensor:
+    """Stack arrays of the same shape along a new axis."""
     if not arrays:
         raise ValueError("stack needs an array")
     arrays = as_tensors("stack", *arrays)
@@ -171,16 +165,16 @@ def stack(arrays: Sequence[Array], /, *, axis: int = 0) -> Tensor:
 
 
 @of_tensor
-def unstack(x: Tensor, /, *, axis: int = 0) -> tuple[Tensor, ...]:
-    """The parts along an axis, without it."""
-    (place,) = axes_of(x, axis, "unstack")
-    front = moveaxis(x, place, 0)
+def unstack(x: Tensor, /, axis: int = 0) -> tuple[Tensor, ...]:
+    """The slices along an axis, without that axis."""
+    (position,) = axes_of(x, axis, "unstack")
+    front = moveaxis(x, position, 0)
     return tuple(front[i] for i in range(front.shape[0]))
 
 
 @of_tensor
 def tile(x: Tensor, repetitions: Sequence[int], /) -> Tensor:
-    """Copies of the whole side by side, so many along each axis."""
+    """Repeat the whole tensor along each axis."""
     counts = shape_of(repetitions, "tile")
     ndim = builtins.max(x.ndim, len(counts))
     counts = (1,) * (ndim - len(counts)) + counts
@@ -192,58 +186,58 @@ def tile(x: Tensor, repetitions: Sequence[int], /) -> Tensor:
 
 
 @of_tensor
-def repeat(x: Tensor, repeats: int | Array, /, *, axis: int | None = None) -> Tensor:
-    """Every item so many times in a row."""
+def repeat(x: Tensor, repeats: int | Array, /, axis: int | None = None) -> Tensor:
+    """Repeat each item along an axis, or of the flattened tensor; the counts of items may differ."""
     if axis is None:
         return repeat(reshape(x, -1), repeats, axis=0)
-    (place,) = axes_of(x, axis, "repeat")
+    (position,) = axes_of(x, axis, "repeat")
     counts = repeats.numpy() if isinstance(repeats, Tensor) else np.asarray(repeats)
-    index = np.repeat(np.arange(x.shape[place]), counts)
-    return get(x, (*[slice(None)] * place, index), "repeat")
+    index = np.repeat(np.arange(x.shape[position]), counts)
+    return get(x, (*[slice(None)] * position, index), "repeat")
 
 
 @of_tensor
 def broadcast_to(x: Tensor, /, shape: Sequence[int]) -> Tensor:
-    """Repeated over a larger shape."""
+    """Broadcast to a shape."""
     return broadcast(x, shape_of(shape, "broadcast_to"))
 
 
 def broadcast_arrays(*arrays: Array) -> list[Tensor]:
-    """All of them repeated over the shape that they have in common."""
+    """Broadcast arrays to their common shape."""
     tensors = as_tensors("broadcast_arrays", *arrays)
     shape = common_shape(*(tensor.shape for tensor in tensors))
     return [broadcast(tensor, shape) for tensor in tensors]
 
 
 @of_tensor
-def take(x: Tensor, indices: Array, /, *, axis: int | None = None) -> Tensor:
-    """The parts that `indices` name, along an axis."""
+def take(x: Tensor, indices: Array, /, axis: int | None = None) -> Tensor:
+    """The slices at `indices` along an axis."""
     if axis is None and x.ndim != 1:
         raise ValueError(f"take needs an axis for shape {x.shape}")
-    (place,) = axes_of(x, axis or 0, "take")
+    (position,) = axes_of(x, axis or 0, "take")
     if isinstance(indices, Tensor) and indices.dtype.kind in "iu":
-        return along(x, indices, place, "take")
+        return along(x, indices, position, "take")
     key: list[Any] = [slice(None)] * x.ndim
-    key[place] = indices
+    key[position] = indices
     return get(x, tuple(key), "take")
 
 
-def take_along_axis(x: Array, indices: Array, /, *, axis: int = -1) -> Tensor:
-    """Along an axis, for each place the item that `indices` names there."""
+def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Tensor:
+    """The items at `indices` along an axis; the other axes of both broadcast together."""
     x, indices = as_tensors("take_along_axis", x, indices)
-    (place,) = axes_of(x, axis, "take_along_axis")
-    beside = [(*t.shape[:place], 1, *t.shape[place + 1 :]) for t in (x, indices)]
-    shape = list(common_shape(*beside))
-    shape[place] = indices.shape[place]
+    (position,) = axes_of(x, axis, "take_along_axis")
+    others = [(*t.shape[:position], 1, *t.shape[position + 1 :]) for t in (x, indices)]
+    shape = list(common_shape(*others))
+    shape[position] = indices.shape[position]
     full_x = list(shape)
-    full_x[place] = x.shape[place]
+    full_x[position] = x.shape[position]
     wide = broadcast(x, tuple(full_x))
     key: list[Any] = []
-    for one, length in enumerate(shape):
-        if one == place:
+    for other_axis, length in enumerate(shape):
+        if other_axis == position:
             key.append(broadcast(indices, tuple(shape)))
         else:
-            lengths = [length if one == other else 1 for other in range(len(shape))]
+            lengths = [length if other_axis == at else 1 for at in range(len(shape))]
             key.append(reshape(arange(length, device=x.device), lengths))
     return get(wide, tuple(key), "take_along_axis")
 

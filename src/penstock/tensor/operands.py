@@ -1,7 +1,7 @@
-"""What stands beside a tensor in an expression: other tensors, Python numbers, NumPy's scalars and arrays.
+"""Operands of expressions: tensors, Python numbers, NumPy scalars and NumPy arrays.
 
-A NumPy scalar counts as the Python number of its kind: it does not widen a tensor. An array becomes a tensor
-of its own dtype on the tensor's device.
+A NumPy scalar counts as a Python number: it does not change a tensor's dtype to a wider one. A NumPy array
+is converted to a tensor of the same dtype on the other operand's device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,21 +19,24 @@ from penstock.graph import elementwise
 from penstock.graph.node import DType, Node, Shape
 from penstock.runtime import Device
 from penstock.tensor import core, dtypes
+from penstock.tensor.broadcasting import broadcast_node, common_shape
 from penstock.tensor.capture import capture
-from penstock.tensor.core import Tensor, broadcast_node, common_shape, from_numpy, note_used, record, scalar
+from penstock.tensor.core import Tensor, from_numpy, note_used, record, scalar
 
-Array = Tensor | npt.NDArray[Any]  # what functions of several tensors take
+Array: TypeAlias = Tensor | npt.NDArray[Any]  # the arguments of functions of several tensors
 NUMBERS = (bool, int, float, complex)
 OPERANDS = (Tensor, *NUMBERS, np.ndarray, np.generic)
 _PYTHON = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
-_FITS = {float: "fc", int: "iufc"}  # the kinds of dtype that take a number as it is
+_FITS = {float: "fc", int: "iufc"}  # by type of a number, the kinds of dtypes that it does not change
 
 
 def operands(*values: Any, name: str) -> list[Tensor]:
-    """Tensors, numbers and arrays as tensors of one shape and one dtype, on one device."""
+    """Tensors, numbers and arrays as tensors of the same shape, dtype and device."""
     if len(values) == 2 and (pair := alike(*values)) is not None:
         return pair
-    note_used(*(value for value in values if isinstance(value, Tensor)))  # first: a constant may change
+    note_used(
+        *(value for value in values if isinstance(value, Tensor))
+    )  # first: arrays may change between a capture and a replay
     device = device_of(name, *values)
     values = tuple(operand(value, device, name) for value in values)
     tensors = [value for value in values if isinstance(value, Tensor)]
@@ -42,8 +45,8 @@ def operands(*values: Any, name: str) -> list[Tensor]:
         if not isinstance(value, Tensor):
             dtype = dtypes.promote(dtype, dtypes.of_scalar(value, dtype))
     shape = common_shape(*(tensor.shape for tensor in tensors))
-    whole = [v if isinstance(v, Tensor) else scalar(v, dtype, device) for v in values]
-    return [record(broadcast_node(elementwise.cast(t._node, dtype), shape), t) for t in whole]
+    converted = [v if isinstance(v, Tensor) else scalar(v, dtype, device) for v in values]
+    return [record(broadcast_node(elementwise.cast(t._node, dtype), shape), t) for t in converted]
 
 
 def as_tensors(name: str, *values: Any) -> list[Tensor]:
@@ -56,14 +59,14 @@ def as_tensors(name: str, *values: Any) -> list[Tensor]:
 
 
 def as_number(value: Any) -> Any:
-    """A NumPy scalar as the Python number of its kind; anything else as it is."""
+    """A NumPy scalar as a Python number; other values unchanged."""
     if isinstance(value, np.generic):
         return _PYTHON[dtypes.checked(value.dtype).kind](value)
     return value
 
 
 def fitted(number: Any, dtype: DType, name: str) -> Any:
-    """A number for items of a dtype; a TypeError, ValueError or OverflowError if it cannot be one."""
+    """A number converted for a dtype; a TypeError, ValueError or OverflowError if it does not fit."""
     number = as_number(number)
     if not isinstance(number, NUMBERS):
         raise TypeError(f"{name} takes a number, and {type(number).__name__} was given")
@@ -85,7 +88,7 @@ def constant(array: npt.NDArray[Any], device: Device) -> Tensor:
 
 
 def note_constant(array: npt.NDArray[Any]) -> None:
-    """Have a function that is being captured captured anew when the array has other values."""
+    """Make a capture depend on the values of an array: a call after a change captures anew."""
     if isinstance(array, (np.ma.MaskedArray, np.matrix)):
         kind = type(array).__name__
         raise TypeError(f"a tensor does not keep what {kind} means; give np.asarray of it")
@@ -95,15 +98,15 @@ def note_constant(array: npt.NDArray[Any]) -> None:
 
 
 def _same_values(array: npt.NDArray[Any]) -> Callable[[], bool]:
-    """Whether an array has the values that it has now. One that nobody else has any more does not change."""
+    """A check whether an array still has its present values. An array that was freed cannot have changed."""
     before = array.tobytes()
-    if array.base is not None:  # a view, of memory that others may write to
+    if array.base is not None:  # a view: its memory may change through another array
         return lambda: array.tobytes() == before
     reference = weakref.ref(array)
 
     def same() -> bool:
-        there = reference()
-        return there is None or there.tobytes() == before
+        alive = reference()
+        return alive is None or alive.tobytes() == before
 
     return same
 
@@ -119,7 +122,7 @@ def device_of(name: str, *values: Any) -> Device:
 
 
 def operand(value: Any, device: Device, name: str) -> Any:
-    """What is given beside a tensor, as a tensor or as a Python number."""
+    """An operand as a tensor or a Python number."""
     if isinstance(value, Tensor) or type(value) in _PYTHON.values():
         return value
     if isinstance(value, np.ndarray):
@@ -130,9 +133,10 @@ def operand(value: Any, device: Device, name: str) -> Any:
 
 
 def plain(x: Any, y: Any) -> tuple[Node, Node, Device, bool] | None:
-    """The quick way for what is most common: the nodes of two operands that can stand in one as they are.
+    """The fast path: the nodes of two operands that need no conversion.
 
-    With their device, and whether a gradient may pass. None where anything has to be done first, or seen.
+    With their device, and whether one of them requires a gradient. None if a conversion or a capture needs
+    the general path.
     """
     if core._captures:
         return None
@@ -142,12 +146,12 @@ def plain(x: Any, y: Any) -> tuple[Node, Node, Device, bool] | None:
         node = y._actual_node
         if node.dtype.kind not in _FITS.get(type(x), ""):
             return None
-        return beside(node, x), node, y.device, y._actual_requires_grad
+        return constant_like(node, x), node, y.device, y._actual_requires_grad
     node = x._actual_node
     if not isinstance(y, Tensor):
         if node.dtype.kind not in _FITS.get(type(y), ""):
             return None
-        return node, beside(node, y), x.device, x._actual_requires_grad
+        return node, constant_like(node, y), x.device, x._actual_requires_grad
     other, gradient = y._actual_node, x._actual_requires_grad or y._actual_requires_grad
     if node.dtype is not other.dtype or x.device is not y.device:
         return None
@@ -159,25 +163,24 @@ def plain(x: Any, y: Any) -> tuple[Node, Node, Device, bool] | None:
 
 
 def _is_row(node: Node, matrix: Node) -> bool:
-    """Whether a node is a row beside a matrix, such as a bias. Without gradients it is a part of a call."""
+    """Whether a node broadcasts along the leading axes of another, such as a bias."""
     count = len(node.shape)
     return 0 < count < len(matrix.shape) and matrix.shape[-count:] == node.shape
 
 
-def beside(node: Node, number: float) -> Node:
-    """A number in the shape and dtype of a node. The same number again is the same node."""
-    if number:
-        return _filled(node.shape, node.dtype.name, number)
-    return elementwise.full(node.shape, node.dtype, number)  # 0 is equal to -0
+def constant_like(node: Node, number: float) -> Node:
+    """A constant in the shape and dtype of a node; equal constants share a node."""
+    return _filled(node.shape, node.dtype.name, number, math.copysign(1.0, number) if not number else 1.0)
 
 
 @lru_cache(1 << 10, typed=True)
-def _filled(shape: Shape, dtype: str, number: float) -> Node:
+def _filled(shape: Shape, dtype: str, number: float, sign: float) -> Node:
+    """`sign` separates the cache entries of 0.0 and -0.0, which are equal."""
     return elementwise.full(shape, dtypes.checked(dtype), number)
 
 
 def alike(x: Any, y: Any) -> list[Tensor] | None:
-    """Two tensors of one kind, or a tensor and a number that fits, as tensors that can stand in one node."""
+    """Two operands as tensors of the same shape and dtype, if that needs at most a broadcast; else None."""
     if isinstance(x, Tensor):
         node = x._node
         if isinstance(y, Tensor):
@@ -190,9 +193,9 @@ def alike(x: Any, y: Any) -> list[Tensor] | None:
                 return [x, record(broadcast_node(other, node.shape), y)]
             return None
         if node.dtype.kind in _FITS.get(type(y), ""):
-            return [x, Tensor(beside(node, y), x.device)]
+            return [x, Tensor(constant_like(node, y), x.device)]
     elif isinstance(y, Tensor):
         node = y._node
         if node.dtype.kind in _FITS.get(type(x), ""):
-            return [Tensor(beside(node, x), y.device), y]
+            return [Tensor(constant_like(node, x), y.device), y]
     return None

@@ -1,8 +1,8 @@
-"""`kernel`: operations of the user's own, elementwise or over rows, as a formula or as a function.
+"""`kernel`: user-defined operations, elementwise or over rows, as a formula or as a function.
 
-What they record are ordinary nodes, so they fuse with their neighbours and have gradients by themselves. What
-`kernel` adds is the promise that they do fuse: it refuses whatever is neither elementwise nor a reduction
-over the last axis.
+They record ordinary nodes, so they fuse with the operations around them and have gradients. `kernel` adds the
+guarantee that they can be fused: it refuses all that is neither elementwise nor a reduction over the last
+axis.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from penstock.errors import KernelError
 from penstock.graph import elementwise, reducing, shaping
 from penstock.graph.calls import inline
 from penstock.graph.node import Kind, Node, Shape, topological
+from penstock.tensor.broadcasting import common_shape
 from penstock.tensor.capture import Capture, capture
-from penstock.tensor.core import Scalar, Tensor, captured_by, common_shape, record
+from penstock.tensor.core import Scalar, Tensor, captured_by, record
 from penstock.tensor.formula import Formula
 from penstock.tensor.operands import OPERANDS, operand
 from penstock.tensor.own_gradients import GradientFunction, with_gradient
@@ -45,20 +46,20 @@ def kernel(
     parameters: Sequence[str] | None = None,
     gradient: GradientFunction | None = None,
 ) -> Any:
-    """An operation of your own that fuses with its neighbours, from a formula or from a function of tensors.
+    """A user-defined operation that fuses with others, from a formula or from a function of tensors.
 
-    `kernel("x / (1 + exp(-x * beta))")` takes its parameters in the order in which the formula names them, or
-    in that of `parameters`. It may have the operators and elementwise functions of the namespace, conditions
-    (`a if x > 0 else b`) and reductions over the last axis, which stays with length 1: sum, prod, max, min,
-    mean, var, std, all, any. Decorating a function with it takes over the function's name, the order of its
-    parameters and their defaults.
+    `kernel("x / (1 + exp(-x * beta))")` takes its parameters in the order of their first use in the formula,
+    or in that of `parameters`. A formula may have the operators and elementwise functions of the namespace,
+    conditions (`a if x > 0 else b`) and reductions over the last axis, which is kept with length 1: sum,
+    prod, max, min, mean, var, std, all, any. As a decorator of a function, such a kernel takes the function's
+    name, the order of its parameters and their defaults.
 
     `@kernel` on a function checks, whenever it is called, that it is elementwise or reduces over the last
     axis with `keepdims=True`, and reads no value.
 
     The gradient is that of the operations, unless `gradient(g, result, *arguments)` is given: from the
-    gradient of the result it makes that of each argument, or None, in the shape of the argument or in any
-    that it broadcasts to.
+    gradient of the result it computes that of each argument, or None, in the shape of the argument or in any
+    shape to which that broadcasts.
     """
     if isinstance(function, str):
         return FormulaKernel(Formula(function, parameters), name, gradient)
@@ -87,8 +88,8 @@ class FormulaKernel:
         self._formula = formula
         self._gradient = gradient
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        of_names = [inspect.Parameter(one, kind) for one in formula.parameters]
-        self.__signature__ = signature or inspect.Signature(of_names)
+        parameters = [inspect.Parameter(parameter, kind) for parameter in formula.parameters]
+        self.__signature__ = signature or inspect.Signature(parameters)
 
     def __repr__(self) -> str:
         return f"<kernel {self.__name__}{self.__signature__}: {self.formula}>"
@@ -98,7 +99,7 @@ class FormulaKernel:
     @overload
     def __call__(self, *args: Tensor | Scalar, **kwargs: Tensor | Scalar) -> Tensor: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The formula of tensors and numbers; given a function, a kernel with its name and defaults."""
+        """Apply the formula to tensors and numbers; or decorate a function, for its name and defaults."""
         if len(args) == 1 and inspect.isfunction(args[0]):
             return self._named_by(args[0])
         given = _bound(self.__name__, self.__signature__, args, kwargs)
@@ -124,7 +125,7 @@ class FormulaKernel:
                 f"{function.__name__} has the parameters {list(signature.parameters)}, and the formula "
                 f"{self.formula} has {list(self._formula.parameters)}"
             )
-        plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+        plain = [given.replace(annotation=given.empty) for given in signature.parameters.values()]
         named = FormulaKernel(self._formula, function.__name__, self._gradient, inspect.Signature(plain))
         named.__doc__ = function.__doc__ or named.__doc__
         return named
@@ -146,19 +147,19 @@ class FunctionKernel:
         return f"<kernel {self.__name__}{self._signature}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The function of these arguments."""
+        """Call the function with these arguments."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = _flat(bound.arguments, self._signature)
         tensors = _some_tensor(self.__name__, given)
-        # Tensors of its own, so that a change in place is none of the caller's.
-        own = {id(tensor): record(tensor._node, tensor) for tensor in tensors}
-        inside = [[own.get(id(one), one) for one in part] for part in (args, kwargs.values())]
-        with _guarded(self.__name__, own.values()):
+        # New tensors, so that changes in place do not reach the caller.
+        copies = {id(tensor): record(tensor._node, tensor) for tensor in tensors}
+        inside = [[copies.get(id(arg), arg) for arg in part] for part in (args, kwargs.values())]
+        with _guarded(self.__name__, copies.values()):
             result = self._function(*inside[0], **dict(zip(kwargs, inside[1], strict=True)))
         if not isinstance(result, Tensor):
             raise KernelError(
-                f"kernel {self.__name__!r} has to give one tensor, and it gave {type(result).__name__}"
+                f"kernel {self.__name__!r} has to return a tensor, and it returned {type(result).__name__}"
             )
         _Check(self.__name__, [tensor._node for tensor in tensors]).run(result._node)
         return _finished(self.__name__, result, given, self._gradient)
@@ -177,7 +178,7 @@ def _bound(
 
 
 def _flat(arguments: dict[str, Any], signature: inspect.Signature) -> list[Any]:
-    """The arguments in the order of the parameters, those of *args and **kwargs too."""
+    """The arguments in the order of the parameters, including those in *args and **kwargs."""
     flat: list[Any] = []
     for name, value in arguments.items():
         kind = signature.parameters[name].kind
@@ -203,11 +204,11 @@ def _finished(name: str, result: Tensor, given: list[Any], gradient: GradientFun
     return result if gradient is None else with_gradient(name, result, given, gradient)
 
 
-# What a function may do
+# Checks of functions
 
 
 class _Guard:
-    """Knows the tensors of a function while it runs, and refuses others, and values."""
+    """Allows a function the use of its own tensors only, and no reading of values."""
 
     def __init__(self, name: str, own: Any, outer: Capture | None) -> None:
         self._name = name
@@ -215,13 +216,13 @@ class _Guard:
         self._outer = outer
 
     def made(self, tensor: Tensor) -> None:
-        """A tensor that the function made."""
+        """Note a tensor that the function created."""
         self._own[id(tensor)] = tensor
         if self._outer is not None:
             self._outer.made(tensor)
 
     def used(self, tensor: Tensor) -> None:
-        """A tensor that is read: one of the function's arguments, or one that it made."""
+        """Raise if a tensor is neither an argument of the function nor created by it."""
         if id(tensor) not in self._own:
             raise KernelError(
                 f"kernel {self._name!r} uses {tensor.dtype}{list(tensor.shape)}, which is not among its "
@@ -231,11 +232,11 @@ class _Guard:
             self._outer.used(tensor)
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """What a function around this one sees of a tensor."""
+        """The tensor with the state that an enclosing capture sees."""
         return tensor if self._outer is None else self._outer.stand_in(tensor)
 
     def grad_of(self, tensor: Tensor) -> Tensor | None:
-        """The gradient that a function around this one sees."""
+        """The gradient that an enclosing capture sees."""
         return tensor._actual_grad if self._outer is None else self._outer.grad_of(tensor)
 
     def set_grad(self, tensor: Tensor, gradient: Tensor | None) -> None:
@@ -243,24 +244,24 @@ class _Guard:
         raise KernelError(f"kernel {self._name!r} cannot assign a gradient")
 
     def still_at(self, tensor: Tensor, node: Node) -> bool:
-        """What a function around this one says."""
+        """The answer of an enclosing capture."""
         return self._outer is not None and self._outer.still_at(tensor, node)
 
     def assume(self, fact: Callable[[], object]) -> None:
-        """Something else from outside: a function around this one wants to know of it."""
+        """Pass a fact on to an enclosing capture."""
         if self._outer is not None:
             self._outer.assume(fact)
 
     def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What replays would have to do something for."""
+        """Raise: parts that replays have to update are random generators."""
         raise KernelError(
             f"kernel {self._name!r} uses random numbers; draw them outside, and give them as an argument"
         )
 
     def refuse_value(self, node: Node) -> None:
-        """No value can be read: the same kernel computes all items."""
+        """Raise: a kernel cannot depend on values."""
         raise KernelError(
-            f"kernel {self._name!r} asks for the value of {node.dtype}{list(node.shape)}; only shapes and "
+            f"kernel {self._name!r} reads the value of {node.dtype}{list(node.shape)}; only shapes and "
             f"dtypes are known inside a kernel, so use where() instead of if"
         )
 
@@ -270,10 +271,10 @@ def _guarded(name: str, own: Any) -> AbstractContextManager[None]:
 
 
 class _Check:
-    """Whether what a function recorded is elementwise, or reduces rows.
+    """Checks that the nodes of a function are elementwise, or reductions of rows.
 
-    A row's reduction is used only with its axis kept. Until that is there again, a value is `bare`: beside
-    whole rows, broadcasting would take it for one of them.
+    The graph drops a reduced axis, and a reshape puts it back with length 1. In between a node is `bare`, and
+    must not be combined with whole rows: broadcasting would align its axes wrongly.
     """
 
     def __init__(self, name: str, inputs: Sequence[Node]) -> None:
@@ -313,8 +314,8 @@ class _Check:
             self._refuse(f"uses {primitive.name}")
 
     def _check_elementwise(self, node: Node) -> None:
-        rest = [one for one in node.inputs if one not in self._constant]
-        bare = [one for one in rest if one in self._bare]
+        rest = [parent for parent in node.inputs if parent not in self._constant]
+        bare = [parent for parent in rest if parent in self._bare]
         if not rest:
             self._constant.add(node)
         elif bare and len(bare) < len(rest) and not node.primitive.is_identity:
@@ -344,7 +345,7 @@ class _Check:
     def _refuse(self, what: str) -> None:
         raise KernelError(
             f"kernel {self._name!r} {what}. A kernel is elementwise, or reduces over the last axis with "
-            f"keepdims=True; other functions need no ps.kernel: they are fused as far as it goes"
+            f"keepdims=True; other functions need no ps.kernel: they are fused where possible"
         )
 
 

@@ -1,8 +1,8 @@
-"""Random tensors. A seed gives the same bits on every device and under jit, whatever else is drawn elsewhere.
+"""Random tensors. A seed gives the same values on every device and under jit.
 
-Equal to the last bit: integers, booleans, permutations, and `uniform` from 0 to any number. Other
-bounds of `uniform` may differ in the last bit, where a device rounds once for a product and a sum, and
-`normal` in the last bits, by the logarithm and the cosine of the device, or of NumPy, which draws few numbers
+The same to the last bit: integers, booleans, permutations, and `uniform` from 0 to any number. With other
+bounds, `uniform` may differ in the last bit where a device has fused multiply-add. `normal` may differ in the
+last bits, as the logarithm and the cosine of devices do, and those of NumPy, which computes small draws
 outside of jit.
 """
 
@@ -32,98 +32,113 @@ _64_BITS = 1 << 64
 
 
 class Generator:
-    """A sequence of random numbers from a seed; each draw goes on where the one before it ended.
+    """A stream of random numbers from a seed; each draw continues where the previous draw ended.
 
-    Without a device, numbers are drawn on the one that is the default at that time.
+    Without a device, numbers are drawn on the current default device.
     """
 
     def __init__(self, seed: int, device: Device | str | None = None) -> None:
         self._device = None if device is None else resolve(device)
         self._lock = threading.Lock()
-        # For jitted functions, a tensor of their device holds the state, and replays move it on. Before one,
-        # it is given the state after draws elsewhere, unless it holds that counter already.
+        # For jitted functions, a tensor on their device holds the state, which replays advance. Before a
+        # replay, it is set to the present state unless it holds that counter (`_held`) already.
         self._captured: dict[Device, Tensor] = {}
         self._held: dict[Device, int] = {}
         self.set_state({"seed": seed, "counter": 0})
 
     @property
     def seed(self) -> int:
-        """What its numbers depend on."""
+        """The seed."""
         return self._seed
 
     def state(self) -> dict[str, int]:
-        """Where it stands, for `set_state`: the seed, and how many blocks of four words were drawn."""
+        """The state, for `set_state`: the seed, and how many blocks of four 32-bit words were drawn."""
         with self._lock:
             return {"seed": self._seed, "counter": self._counter}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go on from where another generator, or this one, stood."""
+        """Continue from a `state()` of this or another generator."""
         if not {"seed", "counter"} <= set(state) <= {"seed", "counter", "captured"}:
             raise ValueError(f"a state has a seed and a counter, and {sorted(state)} were given")
-        seed, counter = (_whole(name, state[name], 0, _64_BITS) for name in ("seed", "counter"))
-        # Files of older versions count by itself what jitted functions drew.
-        drawn = _whole("captured", state.get("captured", 0), 0, _64_BITS)
+        seed, counter = (_integer(name, state[name], 0, _64_BITS) for name in ("seed", "counter"))
+        # Checkpoints of older versions count the draws of jitted functions separately.
+        drawn = _integer("captured", state.get("captured", 0), 0, _64_BITS)
         with self._lock:
             self._seed, self._counter = seed, (counter + drawn) % _64_BITS
             self._held.clear()
 
     def uniform(
-        self, shape: int | Sequence[int], low: float = 0.0, high: float = 1.0, dtype: DType = dtypes.float32
+        self,
+        shape: int | Sequence[int],
+        low: float = 0.0,
+        high: float = 1.0,
+        dtype: DType = dtypes.float32,
+        device: Device | str | None = None,
     ) -> Tensor:
-        """Fractions in [low, high), all as likely."""
-        found = _floating("uniform", dtype)
-        start, stop = _rounded(found, low, high)
+        """Uniformly distributed numbers in [low, high)."""
+        kind = _floating("uniform", dtype)
+        start, stop = _rounded(kind, low, high)
         with np.errstate(all="ignore"):
             span = stop - start
         if not (start < stop and np.isfinite(span)):
             raise ValueError(
-                f"uniform needs low < high in {found}, at a finite distance; {low} and {high} were given"
+                f"uniform needs low < high in {kind}, at a finite distance; {low} and {high} were given"
             )
 
         def scaled(bits: Node) -> Node:
-            drawn = graph.uniform(bits, found)
+            drawn = graph.uniform(bits, kind)
             if (start, stop) == (0, 1):
                 return drawn
-            # Rounding can reach `stop`, which is not inside.
+            # Rounding can give `stop`, which is excluded.
             last = elementwise.like(drawn, np.nextafter(stop, start))
             return elementwise.minimum(_scaled(drawn, span, start), last)
 
-        return self._draw(shape, graph.UNIFORM_WORDS[found], scaled)
+        return self._draw(shape, graph.UNIFORM_WORDS[kind], scaled, device)
 
     def normal(
-        self, shape: int | Sequence[int], mean: float = 0.0, std: float = 1.0, dtype: DType = dtypes.float32
+        self,
+        shape: int | Sequence[int],
+        mean: float = 0.0,
+        std: float = 1.0,
+        dtype: DType = dtypes.float32,
+        device: Device | str | None = None,
     ) -> Tensor:
-        """Fractions around `mean` with the standard deviation `std`."""
-        found = _floating("normal", dtype)
-        centre, spread = _rounded(found, mean, std)
+        """Normally distributed numbers with mean `mean` and standard deviation `std`."""
+        kind = _floating("normal", dtype)
+        centre, spread = _rounded(kind, mean, std)
         if not (np.isfinite(centre) and np.isfinite(spread) and spread >= 0):
             raise ValueError(
-                f"normal needs numbers that are finite in {found}, and std >= 0; {mean} and {std} were given"
+                f"normal needs numbers that are finite in {kind}, and std >= 0; {mean} and {std} were given"
             )
 
         def scaled(bits: Node) -> Node:
-            drawn = graph.normal(bits, found)
+            drawn = graph.normal(bits, kind)
             return drawn if (centre, spread) == (0, 1) else _scaled(drawn, spread, centre)
 
-        return self._draw(shape, graph.NORMAL_WORDS[found], scaled)
+        return self._draw(shape, graph.NORMAL_WORDS[kind], scaled, device)
 
     def integers(
-        self, low: int, high: int, shape: int | Sequence[int], dtype: DType = dtypes.int64
+        self,
+        low: int,
+        high: int,
+        shape: int | Sequence[int],
+        dtype: DType = dtypes.int64,
+        device: Device | str | None = None,
     ) -> Tensor:
-        """Whole numbers in [low, high), all as likely up to (high - low) / 2**64."""
-        found = dtypes.checked(dtype)
-        if found not in dtypes.KINDS["integral"]:
-            raise TypeError(f"integers does not make {found}")
-        bounds = np.iinfo(found)
-        first = _whole("low", low, int(bounds.min), int(bounds.max) + 1)
-        end = _whole("high", high, int(bounds.min), int(bounds.max) + 2)
+        """Integers in [low, high), uniform up to a bias of (high - low) / 2**64."""
+        kind = dtypes.checked(dtype)
+        if kind not in dtypes.KINDS["integral"]:
+            raise TypeError(f"integers does not make {kind}")
+        bounds = np.iinfo(kind)
+        first = _integer("low", low, int(bounds.min), int(bounds.max) + 1)
+        end = _integer("high", high, int(bounds.min), int(bounds.max) + 2)
         if end <= first:
             raise ValueError(f"integers needs low < high, and {low} and {high} were given")
-        make = partial(graph.integers, low=first, high=end, dtype=found)
-        return self._draw(shape, graph.INTEGERS_WORDS, make)
+        make = partial(graph.integers, low=first, high=end, dtype=kind)
+        return self._draw(shape, graph.INTEGERS_WORDS, make, device)
 
     def bernoulli(
-        self, probability: float, shape: int | Sequence[int], device: Device | None = None
+        self, probability: float, shape: int | Sequence[int], device: Device | str | None = None
     ) -> Tensor:
         """True with the given probability, else False."""
         chance = float(probability)
@@ -132,28 +147,28 @@ class Generator:
         make = partial(graph.bernoulli, probability=chance)
         return self._draw(shape, graph.BERNOULLI_WORDS, make, device)
 
-    def permutation(self, n: int) -> Tensor:
-        """The numbers from 0 to before `n` in random order."""
-        count = _whole("the length of a permutation", n, 0, 1 << 63)
-        return self._draw(count, graph.PERMUTATION_WORDS, graph.permutation)
+    def permutation(self, n: int, device: Device | str | None = None) -> Tensor:
+        """The integers from 0 to `n` - 1 in random order."""
+        count = _integer("the length of a permutation", n, 0, 1 << 63)
+        return self._draw(count, graph.PERMUTATION_WORDS, graph.permutation, device)
 
     def _draw(
         self,
         shape: int | Sequence[int],
         words: int,
         make: Callable[[Node], Node],
-        device: Device | None = None,
+        where: Device | str | None = None,
     ) -> Tensor:
-        """What `make` makes of that many words for each item."""
+        """The result of `make` on random bits with `words` 32-bit words for each item."""
         wanted = (*shape_of(shape, "a random draw"), words)
-        device = resolve(device or self._device)
+        device = resolve(where or self._device)
         state = self._next_state(-(-math.prod(wanted) // graph.WORDS_PER_BLOCK), device)
         return Tensor(make(graph.random_bits(state, wanted)), device)
 
     def _next_state(self, blocks: int, device: Device) -> Node:
-        """The state from which that many blocks are drawn, which are not drawn again.
+        """The state for a draw of so many blocks; the generator advances behind them.
 
-        It is a leaf, so that the graphs of like draws differ in its value only.
+        It is a leaf, so that the graphs of similar draws differ only in its value.
         """
         if (capturing := capture.get()) is not None:
             return self._next_captured_state(blocks, device, capturing)
@@ -163,20 +178,20 @@ class Generator:
         return _words(seed, counter, device)
 
     def _next_captured_state(self, blocks: int, device: Device, capturing: Capture) -> Node:
-        """The same inside a jitted function, where the state is a tensor that every replay moves on."""
+        """Like `_next_state`, inside a jitted function: the state is a tensor that every replay advances."""
         draws = capturing.part((self, device), lambda: _Draws(self, device))
         draws.blocks += blocks
-        own = self._captured[device]
-        state = record(own._node, own)
+        held = self._captured[device]
+        state = record(held._node, held)
         key, low, high = state[:2], state[2:3], state[3:]
         moved = record(elementwise.add(low._node, elementwise.like(low._node, blocks)), low)
         carry = record(elementwise.cast(elementwise.less(moved._node, low._node), graph.WORD), low)
         carried = record(elementwise.add(high._node, carry._node), high)
-        own._rebind(concat([key, moved, carried], axis=0))
+        held._rebind(concat([key, moved, carried], axis=0))
         return state._node
 
     def _before_replay(self, device: Device, blocks: int) -> None:
-        """Let the tensor of a device's jitted functions hold the state for so many blocks."""
+        """Set the state tensor of a device's jitted functions, and advance by the blocks of a replay."""
         with self._lock:
             if self._held.get(device) != self._counter:
                 words = _words(self._seed, self._counter, device)
@@ -187,27 +202,27 @@ class Generator:
             self._held[device] = self._counter = (self._counter + blocks) % _64_BITS
 
     def _after_failure(self, device: Device, blocks: int) -> None:
-        """Go back by so many blocks, unless something was drawn since."""
+        """Take back an advance by so many blocks, unless there were other draws since."""
         with self._lock:
             if self._held.pop(device, None) == self._counter:
                 self._counter = (self._counter - blocks) % _64_BITS
 
 
 class _Draws:
-    """What a jitted function draws from a generator in each of its replays."""
+    """The draws of a jitted function from a generator in each replay."""
 
     def __init__(self, generator: Generator, device: Device) -> None:
         self._generator, self._device = generator, device
         self.blocks = 0
-        with outside_capture():  # the tensor is not the function's own
+        with outside_capture():  # the state tensor belongs to the generator
             self.before_replay()
 
     def before_replay(self) -> None:
-        """Take the next numbers of the sequence."""
+        """Advance the generator for a replay."""
         self._generator._before_replay(self._device, self.blocks)
 
     def after_failure(self) -> None:
-        """Give back the numbers of a replay that has not taken effect."""
+        """Take back the advance for a replay that has not taken effect."""
         self._generator._after_failure(self._device, self.blocks)
 
 
@@ -216,7 +231,7 @@ def _words(seed: int, counter: int, device: Device) -> Node:
     return from_numpy(np.array(words, np.uint32), device)._node
 
 
-def _whole(name: str, value: Any, start: int, stop: int) -> int:
+def _integer(name: str, value: Any, start: int, stop: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
@@ -227,10 +242,10 @@ def _whole(name: str, value: Any, start: int, stop: int) -> int:
 
 
 def _floating(name: str, dtype: Any) -> DType:
-    found = dtypes.checked(dtype)
-    if found not in dtypes.KINDS["real floating"]:
-        raise TypeError(f"{name} does not make {found}")
-    return found
+    kind = dtypes.checked(dtype)
+    if kind not in dtypes.KINDS["real floating"]:
+        raise TypeError(f"{name} does not make {kind}")
+    return kind
 
 
 def _rounded(dtype: DType, *numbers: float) -> Any:
@@ -243,7 +258,7 @@ def _scaled(x: Node, factor: float, summand: float) -> Node:
     return elementwise.add(product, elementwise.like(x, summand))
 
 
-# The one that the functions of this module draw from, seeded by the operating system.
+# The generator of this module's functions, seeded by the operating system.
 default_generator = Generator(int.from_bytes(os.urandom(8), "little"))
 uniform = default_generator.uniform
 normal = default_generator.normal
@@ -255,15 +270,15 @@ set_state = default_generator.set_state
 
 
 def manual_seed(seed: int) -> None:
-    """Start the default generator anew, from a seed."""
+    """Restart the default generator from a seed."""
     default_generator.set_state({"seed": seed, "counter": 0})
 
 
 def rand(*shape: int) -> Tensor:
-    """Fractions in [0, 1) from the default generator."""
+    """Uniformly distributed numbers in [0, 1) from the default generator."""
     return uniform(shape)
 
 
 def randn(*shape: int) -> Tensor:
-    """Fractions of mean 0 and standard deviation 1 from the default generator."""
+    """Normally distributed numbers with mean 0 and standard deviation 1 from the default generator."""
     return normal(shape)

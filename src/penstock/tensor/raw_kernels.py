@@ -1,4 +1,4 @@
-"""`raw_kernel`: kernels whose text the user writes, as nodes of the graph."""
+"""`raw_kernel`: kernels whose source the user writes, as nodes of the graph."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from penstock.tensor.creation import zeros
 from penstock.tensor.dtypes import checked
 from penstock.tensor.own_gradients import GradientFunction, with_gradient
 
-# A value, or a function that makes it of the arguments.
+# A value, or a function that computes it from the arguments.
 Count = int | Callable[..., int]
 Sizes = int | Sequence[int] | Callable[..., int | Sequence[int]]
-DTypeLike = Any  # whatever NumPy or Penstock takes for a dtype
+DTypeLike = Any  # anything that NumPy or Penstock accepts as a dtype
 Output = str | tuple[Sizes, DTypeLike]
 
 
@@ -40,23 +40,24 @@ def raw_kernel(
     header: Mapping[str, str] | None = None,
     gradient: GradientFunction | None = None,
 ) -> RawKernel:
-    """An operation of your own whose kernel you write, in OpenCL C, CUDA C or WGSL.
+    """A user-defined operation with a kernel in OpenCL C, CUDA C or WGSL.
 
-    `source` has the body of the kernel in each language, by `"opencl"`, `"cuda"` and `"wgsl"`; `header` what
-    comes before the kernel, such as functions. Penstock declares the parameters: the outputs and inputs as
-    contiguous arrays under their names, with the types that the tensors have, and the scalars.
+    `source` has the body of the kernel in each language, by `"opencl"`, `"cuda"` and `"wgsl"`; `header` has
+    code that comes before the kernel, such as functions. Penstock declares the parameters: the outputs and
+    inputs as contiguous arrays under their names, with the types of the tensors, and the scalars.
 
     `inputs` names the tensors, or maps their names to the dtypes that they must have; `scalars` maps names to
-    dtypes. An output is declared as the name of an input that it is like, or as (shape, dtype), of which each
-    may be a function of the arguments. It must be written whole.
+    dtypes. An output is declared by the name of an input with the same shape and dtype, or as (shape, dtype),
+    of which each may be a function of the arguments. The kernel has to write all items of its outputs.
 
-    With `threads` (by default one for each item of the first output), every thread works by itself and has
-    its number in `i`; none is beyond the last. With `grid`, that many groups of `group` threads run, which
-    may work together: `GROUP_0`, `GROUPS_0`, `THREAD` and `THREADS` tell them apart.
+    With `threads` (by default one for each item of the first output), threads are independent, and `i` is the
+    index of a thread, always below `threads`. With `grid`, that many workgroups of `group` threads run, which
+    may share memory and synchronise: `GROUP_0`, `GROUPS_0`, `THREAD` and `THREADS` are their indices and
+    counts.
 
-    The kernel is called with the tensors and then the scalars, by position or name, and gives a tensor, or a
-    tuple of them. `gradient(g, result, *arguments)` makes the gradient of each argument, or None; where there
-    are several outputs, `g` and `result` are tuples.
+    The kernel is called with the tensors and then the scalars, by position or name, and returns a tensor, or
+    a tuple of tensors. `gradient(g, result, *arguments)` returns the gradient of each argument, or None; if
+    there are several outputs, `g` and `result` are tuples.
     """
     return RawKernel(
         _text(name, source, header or {}, tuple(inputs), tuple(outputs), scalars or {}),
@@ -70,7 +71,7 @@ def raw_kernel(
 
 
 class RawKernel:
-    """A kernel of the user's own text as a function of tensors and numbers."""
+    """A kernel with the user's source as a function of tensors and numbers."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class RawKernel:
         for output, declared in outputs.items():
             if isinstance(declared, str) and declared not in text.inputs:
                 raise KernelError(
-                    f"kernel {text.name!r}: output {output!r} is to be like {declared!r}, and the inputs are "
+                    f"kernel {text.name!r}: output {output!r} is like {declared!r}, and the inputs are "
                     f"{list(text.inputs)}"
                 )
         self.__name__ = text.name
@@ -99,14 +100,14 @@ class RawKernel:
         self._gradient = gradient
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         names = (*text.inputs, *(name for name, _ in text.scalars))
-        self.__signature__ = inspect.Signature([inspect.Parameter(one, kind) for one in names])
+        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
     def __repr__(self) -> str:
         languages = ", ".join(_source().LANGUAGES[name] for name, _, _ in self._text.languages)
         return f"<kernel {self.__name__}{self.__signature__} in {languages}>"
 
     def __call__(self, *args: Tensor | Scalar, **kwargs: Tensor | Scalar) -> Any:
-        """A tensor, or a tuple of them where the kernel has several outputs."""
+        """Run the kernel: a tensor, or a tuple of tensors if it has several outputs."""
         try:
             given = self.__signature__.bind(*args, **kwargs).arguments
         except TypeError as error:
@@ -138,10 +139,10 @@ class RawKernel:
         return value
 
     def _scalar(self, name: str, value: Any, dtype: Any) -> Any:
-        whole = dtype.kind in "iu"
-        if not isinstance(value, int if whole else (int, float)):
+        integral = dtype.kind in "iu"
+        if not isinstance(value, int if integral else (int, float)):
             raise TypeError(f"kernel {self.__name__!r} takes a number of {dtype} as {name}, not {value!r}")
-        if whole and not np.iinfo(dtype.numpy).min <= value <= np.iinfo(dtype.numpy).max:
+        if integral and not np.iinfo(dtype.numpy).min <= value <= np.iinfo(dtype.numpy).max:
             raise ValueError(f"kernel {self.__name__!r} takes {dtype} as {name}, which cannot be {value}")
         return value
 
@@ -149,16 +150,16 @@ class RawKernel:
         language, languages = device.capabilities.language, _source().LANGUAGES
         given = [name for name, _, _ in self._text.languages]
         if language not in given:
-            wants = f"takes {languages[language]}" if language in languages else "compiles no text"
+            wants = f"takes {languages[language]}" if language in languages else "compiles no kernels"
             has = " and ".join(languages[name] for name in given)
-            raise KernelError(f"kernel {self.__name__!r} is there in {has}, and {device.name} {wants}")
+            raise KernelError(f"kernel {self.__name__!r} has source in {has}, and {device.name} {wants}")
         for name, dtype in self._text.scalars:
             if _source().scalar_type(dtype, device.capabilities) is None:
                 raise TypeError(
                     f"kernel {self.__name__!r}: {device.name} has no scalars of {dtype}, which {name} is"
                 )
 
-    # What it makes, and how it is launched
+    # Outputs and launches
 
     def _launch(self, arguments: list[Any], tensors: list[Tensor], device: Device) -> RawLaunch:
         shapes, dtypes = [], []
@@ -168,29 +169,29 @@ class RawKernel:
                 shapes.append(like.shape)
                 dtypes.append(like.dtype)
             else:
-                shape = _made(declared[0], arguments)
+                shape = _resolved(declared[0], arguments)
                 shapes.append(self._lengths(f"the shape of {name}", shape, 0))
-                dtypes.append(checked(_made(declared[1], arguments)))
+                dtypes.append(checked(_resolved(declared[1], arguments)))
         names = (*self._text.inputs, *self._text.outputs)
-        for name, dtype in zip(names, [*(one.dtype for one in tensors), *dtypes], strict=True):
+        for name, dtype in zip(names, [*(tensor.dtype for tensor in tensors), *dtypes], strict=True):
             if _source().item_type(dtype, device.capabilities) is None:
                 raise TypeError(
                     f"kernel {self.__name__!r}: {device.name} has no arrays of {dtype}, which {name} is"
                 )
-        group = self._lengths("group", _made(self._group, arguments), 1)
+        group = self._lengths("group", _resolved(self._group, arguments), 1)
         limit = device.capabilities.max_group_size
         if math.prod(group) > limit:
             raise KernelError(
-                f"kernel {self.__name__!r} wants groups of {math.prod(group)} threads, and {device.name} "
-                f"has at most {limit}"
+                f"kernel {self.__name__!r} has workgroups of {math.prod(group)} threads, and {device.name} "
+                f"allows at most {limit}"
             )
         threads = None
         if self._grid is not None:
-            grid = self._lengths("grid", _made(self._grid, arguments), 1)
+            grid = self._lengths("grid", _resolved(self._grid, arguments), 1)
             most = max(len(grid), len(group))
-            grid, group = ((*one, *(1,) * (most - len(one))) for one in (grid, group))
+            grid, group = ((*lengths, *(1,) * (most - len(lengths))) for lengths in (grid, group))
         else:
-            count = math.prod(shapes[0]) if self._threads is None else _made(self._threads, arguments)
+            count = math.prod(shapes[0]) if self._threads is None else _resolved(self._threads, arguments)
             (threads,) = self._lengths("threads", count, 1 if any(map(math.prod, shapes)) else 0)
             grid, group = (-(-threads // math.prod(group)),), (math.prod(group),)
         return RawLaunch(self._text, tuple(shapes), tuple(dtypes), grid, group, threads)
@@ -213,28 +214,28 @@ class RawKernel:
         if len(results) == 1:
             return [with_gradient(self.__name__, results[0], arguments, gradient)]
 
-        def by(position: int) -> Callable[..., Any]:
-            """The gradient of one of several outputs: that of all, where the others have none."""
+        def rule_of(position: int) -> Callable[..., Any]:
+            """The gradient rule of an output: that of all outputs, with gradient 0 for the others."""
 
-            def of_one(g: Tensor, values: tuple[Tensor, ...], *args: Any) -> Any:
-                zero = [zeros(one.shape, dtype=one.dtype, device=one.device) for one in values]
+            def of_output(g: Tensor, values: tuple[Tensor, ...], *args: Any) -> Any:
+                zero = [zeros(value.shape, dtype=value.dtype, device=value.device) for value in values]
                 return gradient((*zero[:position], g, *zero[position + 1 :]), values, *args)
 
-            return of_one
+            return of_output
 
         return [
-            with_gradient(self.__name__, result, arguments, by(position), results)
+            with_gradient(self.__name__, result, arguments, rule_of(position), results)
             for position, result in enumerate(results)
         ]
 
 
-def _made(given: Any, arguments: list[Any]) -> Any:
-    """What was declared, for these arguments. (NumPy's dtypes are classes, and so callable too.)"""
+def _resolved(given: Any, arguments: list[Any]) -> Any:
+    """A declared value for these arguments. Types are not called: NumPy's dtypes are classes."""
     return given(*arguments) if callable(given) and not isinstance(given, type) else given
 
 
 def _source() -> ModuleType:
-    """What writes the texts of kernels, imported late: most programs have no kernel of their own."""
+    """The generator of kernel sources, imported late: most programs have no raw kernel."""
     from penstock.kernels import raw_source
 
     return raw_source
@@ -255,12 +256,12 @@ def _text(
     if not source or not inputs or not outputs:
         raise KernelError(f"kernel {name!r} needs a source, an input and an output")
     names = [*outputs, *inputs, *scalars]
-    for one in (name, *names):
-        if not one.isidentifier() or not one.isascii():
-            raise KernelError(f"kernel {name!r}: {one!r} is no name that a kernel could have for something")
-    for at, one in enumerate(names):
-        if one in names[:at] or _source().taken((*outputs, *inputs), one):
-            raise KernelError(f"kernel {name!r}: {one!r} would stand for two things in its text")
+    for identifier in (name, *names):
+        if not identifier.isidentifier() or not identifier.isascii():
+            raise KernelError(f"kernel {name!r}: {identifier!r} is not a valid name in a kernel")
+    for at, identifier in enumerate(names):
+        if identifier in names[:at] or _source().taken((*outputs, *inputs), identifier):
+            raise KernelError(f"kernel {name!r}: {identifier!r} would have two meanings in its source")
     return RawText(
         name,
         inputs,

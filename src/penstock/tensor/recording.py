@@ -1,4 +1,4 @@
-"""How operations are recorded: with gradients or without, computed when much is pending or only recorded."""
+"""Modes of recording: with or without gradients, and with or without computing what is pending."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from penstock.graph.node import PlaceholderRead
+from penstock.lru import Key
 from penstock.runtime import Device
 
 T = TypeVar("T")
@@ -17,18 +18,18 @@ _computes: ContextVar[bool] = ContextVar("computes", default=True)
 
 
 def recording() -> bool:
-    """Whether results require a gradient where what they are computed from does: outside of `no_grad`."""
+    """Whether results of tensors that require a gradient require it too: outside of `no_grad`."""
     return _gradients.get()
 
 
 def computes() -> bool:
-    """Whether an expression is computed once much of it is pending: outside of `only_recording`."""
+    """Whether large pending expressions are computed early: outside of `only_recording`."""
     return _computes.get()
 
 
 @contextlib.contextmanager
 def only_recording() -> Iterator[None]:
-    """In this block nothing is computed, however much is pending: what is recorded is to be called later."""
+    """In this block nothing is computed, however much is pending, as a subgraph is recorded."""
     token = _computes.set(False)
     try:
         yield
@@ -37,17 +38,18 @@ def only_recording() -> Iterator[None]:
 
 
 def recorded_once(device: Device, key: Hashable, record: Callable[[], T | None]) -> T | None:
-    """What `record` gives for a key, kept with the device; None where it cannot be used again.
+    """The result of `record` for a key, cached on the device; None if it cannot be reused.
 
-    That is so where the key has no hash, and where a value is read that a placeholder stands for.
+    That is so if the key is not hashable, or if recording reads the value of a placeholder.
     """
     if not device.reuses_graphs:
         return None
     graphs = device.subgraphs
-    with device.running:  # another thread may come here at the same time
+    with device.running:  # for other threads
         try:
+            key = Key(key)
             known: T | None = graphs.use(key)
-        except TypeError:  # an attribute or an argument has no hash
+        except TypeError:  # an attribute or an argument is not hashable
             return None
         if known is None and key not in graphs:
             with only_recording(), contextlib.suppress(PlaceholderRead):

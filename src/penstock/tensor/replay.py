@@ -1,8 +1,8 @@
-"""What a captured function is replayed by: one program, what goes into it, and what becomes of its results.
+"""Replays of captured functions: the program, its inputs, and what its outputs are used for.
 
-A replay reads what tensors hold at that time, and writes over the memory of those that the function changes
-where nobody else refers to it. It takes effect as a whole. Where it fails before anything was written,
-nothing has changed; where it fails later, whoever uses a tensor that was being written over is told so.
+A replay reads the present values of tensors, and overwrites the memory of tensors that the function changes
+if nothing else refers to it. It takes effect as a whole. If it fails before anything was written, nothing has
+changed; if it fails later, the tensors that were being overwritten are marked as damaged.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import DamagedTensor
+from penstock.errors import DamagedTensor, OutOfDeviceMemory
+from penstock.execution.hosting import settle
 from penstock.execution.realize import realize
 from penstock.graph.custom_vjp import refused
 from penstock.graph.node import LEAF, DType, Node, Primitive, Shape, leaf
@@ -30,18 +32,18 @@ from penstock.tensor.tracing import NoValue, Origin, ends_in
 if TYPE_CHECKING:
     from penstock.execution.executable import Executable
 
-Source = Origin | Node  # a tensor that is there before the call, or a constant
+Source = Origin | Node  # a tensor that exists before the call, or a constant
 
 
-_DONATED = NoValue(ValueError, "this tensor was donated to a jitted function, which may have written over it")
+_DONATED = NoValue(ValueError, "this tensor was donated to a jitted function, which may have overwritten it")
 
 
 class Slot:
-    """Stands for a tensor in a nest of tuples, lists and dicts."""
+    """A placeholder for a tensor in nested tuples, lists and dicts."""
 
 
 def replaced(value: Any, tensors: Iterator[Any]) -> Any:
-    """The nest with other tensors, in the same order."""
+    """Nested tuples, lists and dicts with their tensors replaced, in order."""
     if isinstance(value, (Tensor, Slot)):
         return next(tensors)
     if isinstance(value, (tuple, list)):
@@ -54,25 +56,26 @@ def replaced(value: Any, tensors: Iterator[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Guards:
-    """What a capture found outside, and is replayed for as long as it is so."""
+    """The state outside that a capture depends on: it is replayed only while that is unchanged."""
 
-    facts: list[tuple[Callable[[], object], object]]  # what the function asked for, and the answers
-    grads: list[tuple[Origin, bool]]  # tensors whose gradient it asked for, and whether there was none
-    # Of tensors that it used; the last: whether they require a gradient, and whether it ends in them.
+    facts: list[tuple[Callable[[], object], object]]  # functions that were called, and their results
+    grads: list[tuple[Origin, bool]]  # tensors whose gradient it read, and whether that was None
+    # Of tensors that it used: shape, dtype, whether they require a gradient, and whether they are leaves.
     kinds: list[tuple[Origin, Shape, DType, bool, bool]]
-    # Arguments that it also finds outside, by number; and what it finds there, if it changes tensors.
+    # Arguments, by position, that it also uses as tensors from outside; and the ids of tensors from outside
+    # that it matters for (all of them if the function changes tensors).
     aliases: dict[int, Tensor]
     outside: frozenset[int]
 
 
 @dataclass
 class Changes:
-    """What a function does to tensors that were there before the call."""
+    """The changes of a function to tensors that existed before the call."""
 
-    values: list[Origin]  # given another value
-    histories: dict[int, Primitive]  # those of them that have a gradient then, by number
-    grads: list[tuple[Origin, bool | Origin]]  # given a gradient (True), none (False), or a tensor
-    flags: list[tuple[Origin, bool]]  # told to require a gradient, or not to
+    values: list[Origin]  # tensors that are given another value
+    histories: dict[int, Primitive]  # by position in `values`: those with a gradient history
+    grads: list[tuple[Origin, bool | Origin]]  # a new gradient (True), None (False), or a tensor
+    flags: list[tuple[Origin, bool]]  # new values of `requires_grad`
 
     def __bool__(self) -> bool:
         return bool(self.values or self.grads or self.flags)
@@ -80,55 +83,60 @@ class Changes:
 
 @dataclass
 class Captured:
-    """One program of a function, and what goes in and out of it."""
+    """A captured program of a function, its inputs and its outputs."""
 
     name: str
     device: Device
     program: Executable | None
     numbers: Sequence[Any]
     inputs: list[Source]
-    wanted: list[int | Source]  # the results, then the values that tensors get, then their gradients
+    wanted: list[int | Source]  # results, then new values of tensors, then new gradients
     kinds: list[tuple[Shape, DType]]
     result: Any
     results: int
     changes: Changes
     guards: Guards
-    parts: list[Any]  # each replay calls their `before_replay`, and `after_failure` if it changes nothing
+    parts: list[Any]  # a replay calls `before_replay`, and `after_failure` if it changed nothing
     donated: list[int]
-    # Of each result: its gradient is known (True), refused (a primitive), or there is none (None).
+    # For each result: it has a gradient (True), refuses it (a primitive), or requires none (None).
     gradients: list[bool | Primitive | None]
     differentiable: Differentiable | None
     watches: list[IndexWatch]
-    refused_reads: list[Origin]  # what refused results were computed from, for who asks for their gradient
-    _ways: dict[Any, Ways] = field(default_factory=dict)  # for each device on which the program runs
+    limit_bytes: int | None  # the limit of the device's memory when the program was planned
+    build: Callable[[], Executable] | None  # under a limit: plan again with the present live bytes
+    refused_reads: list[Origin]  # what results that refuse a gradient were computed from
+    # By program: `auto` may choose another for each run.
+    _aliasing: dict[Any, Aliasing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Places of values that another tensor holds too: what went in, or what two of them become.
+        # Positions of wanted values that several tensors share: an input, or an output that is wanted twice.
         self._sharing = [
-            place
-            for place, source in enumerate(self.wanted)
+            position
+            for position, source in enumerate(self.wanted)
             if not isinstance(source, int) or self.wanted.count(source) > 1
         ]
-        origins = [one for one in self.inputs if isinstance(one, Origin)]
-        # Where inputs come from, if all are arguments or tensors from outside that are no gradients.
-        simple = len(origins) == len(self.inputs) and all(one.gradient_of is None for one in origins)
-        self._simple = [(one.outside, one.argument) for one in origins] if simple else []
-        # Tensors from outside, and what they held when they were last looked at, which may go meanwhile.
+        origins = [source for source in self.inputs if isinstance(source, Origin)]
+        # The origins of inputs, if all are arguments or tensors from outside that are no gradients.
+        simple = len(origins) == len(self.inputs) and all(origin.gradient_of is None for origin in origins)
+        self._simple = [(origin.outside, origin.argument) for origin in origins] if simple else []
+        # Tensors from outside, and their nodes when they were last checked, by weak references.
         watched = [origin for origin, *_ in self.guards.kinds]
-        self._watched = [one.outside for one in watched if one.outside is not None]
+        self._watched = [origin.outside for origin in watched if origin.outside is not None]
         self._quick = len(self._watched) == len(watched)
         self._seen: list[weakref.ref[Node]] = []
         self._graded = [
-            (one.outside, without) for one, without in self.guards.grads if one.outside is not None
+            (origin.outside, without) for origin, without in self.guards.grads if origin.outside is not None
         ]
-        self._given_grads = [(one, none) for one, none in self.guards.grads if one.outside is None]
+        self._given_grads = [(origin, none) for origin, none in self.guards.grads if origin.outside is None]
         self._careful = bool(self.changes or self.donated)
-        self._launched = False  # of the replay under way: whether it will take effect
+        self._launched = False  # whether the present replay will take effect
 
-    # Whether it is for a call
+    # Validity for a call
 
     def still_true(self, arguments: Sequence[Tensor]) -> bool:
-        """Whether what the capture found outside is still so."""
+        """Whether the state outside is the same as at the capture."""
+        if self.device.limit_bytes != self.limit_bytes:
+            return False
         for tensor, without in self._graded:
             if (tensor._actual_grad is None) != without:
                 return False
@@ -159,58 +167,80 @@ class Captured:
         known = self.guards.aliases
         if not known and self.guards.outside.isdisjoint(map(id, arguments)):
             return True
-        found = {at: one for at, one in enumerate(arguments) if id(one) in self.guards.outside}
-        return found.keys() == known.keys() and all(found[at] is known[at] for at in known)
+        present = {at: tensor for at, tensor in enumerate(arguments) if id(tensor) in self.guards.outside}
+        return present.keys() == known.keys() and all(present[at] is known[at] for at in known)
 
     def _seen_again(self) -> bool:
-        """Whether all tensors hold what they held, or what was written over it, when they were looked at."""
+        """Whether all watched tensors have the nodes that they had at the last check."""
         seen = self._seen
         if not seen:
             return not self._watched
-        return [one() for one in seen] == [tensor._actual_node for tensor in self._watched]
+        return [reference() for reference in seen] == [tensor._actual_node for tensor in self._watched]
 
     # Running
 
     def replay(self, arguments: list[Tensor]) -> Any:
-        """Run the program on what the arguments and the tensors from outside hold now."""
-        with self.device.running:
+        """Run the program on the present values of the arguments and of tensors from outside."""
+        with self.device.running, _replaying(self.device):
             if not self.parts:
-                return self._replay(arguments)
+                return self._replay_in_budget(arguments)
             self._launched = False
             for part in self.parts:
                 part.before_replay()
             try:
-                return self._replay(arguments)
+                return self._replay_in_budget(arguments)
             except BaseException:
                 if not self._launched:
                     for part in self.parts:
                         part.after_failure()
                 raise
 
+    def _replay_in_budget(self, arguments: list[Tensor]) -> Any:
+        """Replay; if more is live under a limit than when the program was planned, plan it again."""
+        try:
+            return self._replay(arguments)
+        except OutOfDeviceMemory:
+            program = None if self.device.dispatcher is not None else self.program
+            if self.build is None or program is None or program.wrote:
+                raise
+        self.program = self.build()
+        self._aliasing.clear()
+        return self._replay(arguments)
+
     def _replay(self, arguments: list[Tensor]) -> Any:
-        inputs = [(arguments[at] if one is None else one)._actual_node.value for one, at in self._simple]
+        inputs = [
+            (arguments[at] if outside is None else outside)._actual_node.value for outside, at in self._simple
+        ]
         if not inputs or None in inputs:
             inputs = [self._node(source, arguments).value for source in self.inputs]
         program: Any = self.program
+        if self.device.capabilities.offloads and self.device.dispatcher is None and program is not None:
+            hosted = program.schedule.hosted
+            if any(buffer.hosted != (at in hosted) for at, buffer in enumerate(inputs)):
+                inputs.clear()  # which would keep the old memory from use
+                nodes = [self._node(source, arguments) for source in self.inputs]
+                settle(nodes, hosted, self.device)
+                inputs = [node.value for node in nodes]
+                del nodes
         if self.device.dispatcher is not None and program is not None:
             program, inputs = program.chosen(
                 inputs, lambda: [self._node(source, arguments) for source in self.inputs], self.numbers
             )
-        # First, so that nothing is written over that a gradient will need.
+        # First, as these references keep values from being overwritten that a gradient will need.
         read = self._read(arguments)
-        ways = self._ways.get(program) or self._ways_of(program)
-        over, settled = self._free_memory(inputs, ways, arguments)
-        places = ways.others if settled is ways.settled else self._unsettled(settled)
+        aliasing = self._aliasing.get(program) or self._aliasing_of(program)
+        replaced_inputs, kept = self._free_memory(inputs, aliasing, arguments)
+        positions = aliasing.others if kept is aliasing.kept else self._not_kept(kept)
 
-        def finish(found: list[Buffer]) -> _Outcome:
-            return self._outcome(found, places, arguments, read)
+        def finish(outputs: list[Buffer]) -> _Outcome:
+            return self._outcome(outputs, positions, arguments, read)
 
         if self._careful:
-            return self._replay_whole(program, inputs, over, finish, arguments)
-        return finish([] if program is None else program.run(inputs, self.numbers, over)).result
+            return self._replay_whole(program, inputs, replaced_inputs, finish, arguments)
+        return finish([] if program is None else program.run(inputs, self.numbers, replaced_inputs)).result
 
     def _read(self, arguments: list[Tensor]) -> tuple[Node, ...]:
-        """What the results remember of this call, for their gradients."""
+        """The nodes that this call reads, which the results keep for their gradients."""
         if self.differentiable is not None:
             return self.differentiable.read(arguments)
         return tuple([origin.tensor(arguments)._actual_node for origin in self.refused_reads])
@@ -219,37 +249,37 @@ class Captured:
         self,
         program: Any,
         inputs: list[Buffer],
-        over: dict[int, int],
+        replaced_inputs: dict[int, int],
         finish: Callable[[list[Buffer]], _Outcome],
         arguments: list[Tensor],
     ) -> Any:
-        """Run the program, and change tensors; or nothing, or they are known to be damaged."""
-        found: list[Buffer] | None = None
+        """Run the program and change tensors; a failure changes none, or marks them as damaged."""
+        outputs: list[Buffer] | None = None
         with held_back:
             try:
-                found = [] if program is None else program.run(inputs, self.numbers, over)
+                outputs = [] if program is None else program.run(inputs, self.numbers, replaced_inputs)
                 self._launched = True
-                outcome = finish(found)
+                outcome = finish(outputs)
                 outcome.take_effect()
                 for watch in self.watches:
                     watch.ran()
                 return outcome.result
             except BaseException as error:
-                if found is not None:  # everything was launched
-                    finish(found).take_effect()
-                elif not isinstance(error, Exception) or any(one.wrote for one in _programs(program)):
-                    self._damage(over, arguments, error)
+                if outputs is not None:  # all launches succeeded
+                    finish(outputs).take_effect()
+                elif not isinstance(error, Exception) or any(part.wrote for part in _programs(program)):
+                    self._damage(replaced_inputs, arguments, error)
                 raise
 
-    def _damage(self, over: dict[int, int], arguments: list[Tensor], error: BaseException) -> None:
+    def _damage(self, replaced_inputs: dict[int, int], arguments: list[Tensor], error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}".rstrip(": ")
         lost = NoValue(
             DamagedTensor,
             f"the value of this tensor is lost, as the jitted function {self.name} failed while it was "
-            f"writing over it ({reason}); load the last checkpoint, or give it another value",
+            f"overwriting it ({reason}); load the last checkpoint, or give it another value",
         )
-        for number in over.values():
-            source = self.inputs[number]
+        for position in replaced_inputs.values():
+            source = self.inputs[position]
             if isinstance(source, Origin):
                 tensor = source.tensor(arguments)
                 node = tensor._actual_node
@@ -257,40 +287,42 @@ class Captured:
         for watch in self.watches:
             watch.forget()
 
-    def _unsettled(self, settled: set[int]) -> list[int]:
-        return [place for place in range(len(self.wanted)) if place not in settled]
+    def _not_kept(self, kept: set[int]) -> list[int]:
+        return [position for position in range(len(self.wanted)) if position not in kept]
 
     def _outcome(
-        self, found: list[Buffer], places: list[int], arguments: list[Tensor], read: tuple[Node, ...]
+        self, outputs: list[Buffer], positions: list[int], arguments: list[Tensor], read: tuple[Node, ...]
     ) -> _Outcome:
-        """What the results are, and what tensors become at these places; nothing has changed yet."""
+        """The results, and the new values of tensors at these positions of `wanted`, not applied yet."""
         buffers: dict[int, Buffer] = {}
-        for place in places:
-            source = self.wanted[place]
-            buffers[place] = found[source] if isinstance(source, int) else self._node(source, arguments).value
-        for place in self._sharing:  # which must not be written over for another
-            if place in buffers:
-                buffers[place].shared = True
+        for position in positions:
+            source = self.wanted[position]
+            buffers[position] = (
+                outputs[source] if isinstance(source, int) else self._node(source, arguments).value
+            )
+        for position in self._sharing:  # a later replay must not overwrite these
+            if position in buffers:
+                buffers[position].shared = True
         results = [self._result(at, buffers[at], read) for at in range(self.results)]
         outcome = _Outcome(replaced(self.result, iter(results)))
         if not self._careful:
             return outcome
         end = self.results + len(self.changes.values)
-        for place in places[self.results :]:
-            if place >= end:
+        for position in positions[self.results :]:
+            if position >= end:
                 break
-            tensor = self.changes.values[place - self.results].tensor(arguments)
-            history = self.changes.histories.get(place - self.results)
+            tensor = self.changes.values[position - self.results].tensor(arguments)
+            history = self.changes.histories.get(position - self.results)
             if history is None:
-                outcome.values.append((tensor, leaf(buffers[place], *self.kinds[place]), False))
+                outcome.values.append((tensor, leaf(buffers[position], *self.kinds[position]), False))
             else:
-                node = refused(history, buffers[place], *self.kinds[place])
+                node = refused(history, buffers[position], *self.kinds[position])
                 outcome.values.append((tensor, node, True))
-        for origin, there in self.changes.grads:
+        for origin, assigned in self.changes.grads:
             gradient = None
-            if isinstance(there, Origin):
-                gradient = there.tensor(arguments)
-            elif there:
+            if isinstance(assigned, Origin):
+                gradient = assigned.tensor(arguments)
+            elif assigned:
                 gradient = Tensor(leaf(buffers[end], *self.kinds[end]), self.device)
                 end += 1
             outcome.grads.append((origin.tensor(arguments), gradient))
@@ -310,7 +342,7 @@ class Captured:
 
     @staticmethod
     def _node(source: Source, arguments: Sequence[Tensor]) -> Node:
-        """What holds a value that goes in."""
+        """The node of an input, computed if it was pending."""
         if isinstance(source, Node):
             return source
         tensor = source.tensor(arguments)
@@ -319,8 +351,8 @@ class Captured:
             realize([node], tensor.device)
         return node
 
-    def told_replay(self, arguments: list[Tensor], captured: float) -> Any:
-        """The same, and profiles are told of it; `captured`: when the capture for this began, or 0."""
+    def recorded_replay(self, arguments: list[Tensor], captured: float) -> Any:
+        """Replay, and report it to profiles; `captured`: when the capture for this call started, or 0."""
         start = perf_counter()
         result = self.replay(arguments)
         spent = start - captured if captured else 0.0
@@ -332,44 +364,56 @@ class Captured:
             recorder.computed(run)
         return result
 
-    def _ways_of(self, program: Any) -> Ways:
-        found = self._ways[program] = Ways(self, None if program is None else program.may_overwrite)
-        return found
+    def _aliasing_of(self, program: Any) -> Aliasing:
+        aliasing = self._aliasing[program] = Aliasing(
+            self, None if program is None else program.may_overwrite
+        )
+        return aliasing
 
     def _free_memory(
-        self, inputs: list[Buffer], ways: Ways, arguments: list[Tensor]
+        self, inputs: list[Buffer], aliasing: Aliasing, arguments: list[Tensor]
     ) -> tuple[dict[int, int], set[int]]:
-        """Which outputs are written over which inputs, that nothing else refers to; what then stays."""
-        if not self.donated:  # mostly it is all of them, which is soon found out
-            nodes = [tensor._actual_node for tensor in ways.tensors]
-            shared = [inputs[at].shared for at in ways.numbers]
+        """Which outputs overwrite which inputs; and the positions of tensors that keep their node.
+
+        Inputs are overwritten only if nothing else refers to them.
+        """
+        if not self.donated:  # the fast path: usually all tensors can be overwritten
+            nodes = [tensor._actual_node for tensor in aliasing.tensors]
+            shared = [inputs[at].shared for at in aliasing.numbers]
             kinds = [node.primitive for node in nodes]
-            # The node is the tensor's alone: one reference, one of the list, and one of the call that counts.
+            # 3 references are those of the tensor, the list and the argument of getrefcount.
             most = max(map(sys.getrefcount, nodes), default=0)
             if most <= 3 and True not in shared and kinds.count(LEAF) == len(kinds):
-                return ways.over, ways.settled
+                return aliasing.replaced_inputs, aliasing.kept
             del nodes
-        over: dict[int, int] = {}
-        settled: set[int] = set()
-        for at, tensor, output, place in ways.in_place:
+        replaced_inputs: dict[int, int] = {}
+        kept: set[int] = set()
+        for at, tensor, output, position in aliasing.in_place:
+            # Two values lay there, and the other is gone: references of the node, the list and getrefcount.
+            if inputs[at].shared and inputs[at].whole is inputs[at] and sys.getrefcount(inputs[at]) == 3:
+                inputs[at].shared = False
             if not inputs[at].shared and sys.getrefcount(tensor._actual_node) <= 2:
-                over[output] = at
-                if tensor._actual_node.primitive is LEAF and place in ways.settled:
-                    settled.add(place)
+                replaced_inputs[output] = at
+                if tensor._actual_node.primitive is LEAF and position in aliasing.kept:
+                    kept.add(position)
         for at, source in enumerate(self.inputs) if self.donated else ():
             if isinstance(source, Origin) and source.argument in self.donated and not inputs[at].shared:
                 if source in self.wanted or sys.getrefcount(arguments[source.argument]._actual_node) > 2:
-                    continue  # it is a result as it is, or something that was recorded reads it later
-                free = [one for one in self.wanted if isinstance(one, int) and one not in over]
-                found = next((one for one in free if ways.may(one, at)), None)
-                if found is not None:
-                    over[found] = at
-        return over, settled
+                    continue  # it is itself a result, or a recorded node will read it
+                free = [
+                    output
+                    for output in self.wanted
+                    if isinstance(output, int) and output not in replaced_inputs
+                ]
+                chosen = next((output for output in free if aliasing.may(output, at)), None)
+                if chosen is not None:
+                    replaced_inputs[chosen] = at
+        return replaced_inputs, kept
 
 
 @dataclass
 class _Outcome:
-    """What a replay gives, and what tensors become by it; to let it take effect twice is the same as once."""
+    """The result of a replay, and its changes of tensors; to apply them twice is the same as once."""
 
     result: Any
     values: list[tuple[Tensor, Node, bool]] = field(default_factory=list)
@@ -392,33 +436,43 @@ class _Outcome:
             tensor.requires_grad_(flag)
 
 
-class Ways:
-    """Which results of a program on a device can be written over which inputs."""
+class Aliasing:
+    """Which outputs of a program may take the memory of which inputs."""
 
     def __init__(self, captured: Captured, may_overwrite: Callable[[int, int], bool] | None) -> None:
-        self.may = may_overwrite or (lambda output, number: False)
+        self.may = may_overwrite or (lambda output, at: False)
         changes = captured.changes
         outside = {
-            id(origin.outside): captured.results + number
-            for number, origin in enumerate(changes.values)
-            if origin.outside is not None and number not in changes.histories
+            id(origin.outside): captured.results + at
+            for at, origin in enumerate(changes.values)
+            if origin.outside is not None and at not in changes.histories
         }
-        # Tensors that can be written over themselves: input, tensor, output, place among the wanted.
+        # Tensors whose new value can overwrite the old: input, tensor, output, position in `wanted`.
         self.in_place: list[tuple[int, Tensor, int, int]] = []
-        for at, source in enumerate(captured.inputs):
+        for number, source in enumerate(captured.inputs):
             if isinstance(source, Origin) and source.outside is not None and id(source.outside) in outside:
-                place = outside[id(source.outside)]
-                output = captured.wanted[place]
-                if isinstance(output, int) and self.may(output, at):
-                    self.in_place.append((at, source.outside, output, place))
+                where = outside[id(source.outside)]
+                output = captured.wanted[where]
+                if isinstance(output, int) and self.may(output, number):
+                    self.in_place.append((number, source.outside, output, where))
         self.tensors = [tensor for _, tensor, _, _ in self.in_place]
-        self.numbers = [at for at, _, _, _ in self.in_place]
-        self.over = {output: at for at, _, output, _ in self.in_place}
-        # Those that can keep their node, too. With an index goes what is known of its items.
-        self.settled = {place for _, tensor, _, place in self.in_place if tensor.dtype.kind not in "iu"}
-        self.others = [place for place in range(len(captured.wanted)) if place not in self.settled]
+        self.numbers = [number for number, _, _, _ in self.in_place]
+        self.replaced_inputs = {output: number for number, _, output, _ in self.in_place}
+        # Those that can keep their node. Integers cannot: a node holds the known range of an index.
+        self.kept = {where for _, tensor, _, where in self.in_place if tensor.dtype.kind not in "iu"}
+        self.others = [where for where in range(len(captured.wanted)) if where not in self.kept]
+
+
+@contextmanager
+def _replaying(device: Device) -> Iterator[None]:
+    """While inputs are known by where they lie, state must not move."""
+    device.replaying = True
+    try:
+        yield
+    finally:
+        device.replaying = False
 
 
 def _programs(program: Any) -> Sequence[Any]:
-    """The programs of one, which may be placed on several devices."""
+    """The programs of which a program consists: several if it is placed on several devices."""
     return getattr(program, "programs", (program,))

@@ -1,4 +1,4 @@
-"""Orders, look-ups and sets. Results whose shape depends on values go through the host."""
+"""Sorting, searching and sets. NumPy computes results whose shape depends on values."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import numpy as np
 
 from penstock.graph import reducing
 from penstock.tensor.arguments import of_tensor
+from penstock.tensor.broadcasting import axes_of
 from penstock.tensor.composite import composite
-from penstock.tensor.core import Tensor, axes_of, from_numpy, record
+from penstock.tensor.core import Tensor, from_numpy, record
 from penstock.tensor.manipulation import take_along_axis
 from penstock.tensor.operands import Array, as_tensors
 
 
 @of_tensor
-def argsort(x: Tensor, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
-    """The order that sorts the items along an axis; equal ones keep theirs."""
+def argsort(x: Tensor, /, axis: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
+    """The indices that sort the items along an axis; equal items keep their order."""
     _check_order("argsort", x)
-    (place,) = axes_of(x, axis, "argsort")
-    return record(reducing.argsort(x._node, place, descending), x)
+    (position,) = axes_of(x, axis, "argsort")
+    return record(reducing.argsort(x._node, position, descending), x)
 
 
 @of_tensor
 @composite
-def sort(x: Tensor, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
-    """The items in order along an axis."""
+def sort(x: Tensor, /, axis: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
+    """The sorted items along an axis."""
     _check_order("sort", x)
     axes_of(x, axis, "sort")
     return take_along_axis(x, argsort(x, axis=axis, descending=descending), axis=axis)
@@ -36,26 +37,43 @@ def _check_order(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} does not take {x.dtype}")
 
 
-def searchsorted(x1: Array, x2: Array, /, *, side: str = "left", sorter: Array | None = None) -> Tensor:
-    """Where the items of `x2` would stand in the sorted `x1`."""
+def searchsorted(
+    x1: Array,
+    x2: Array,
+    /,
+    *,
+    side: str | None = None,
+    sorter: Array | None = None,
+    right: bool = False,
+    out_int32: bool = False,
+) -> Tensor:
+    """The indices at which the items of `x2` would be inserted into the sorted vector `x1`.
+
+    `right=True` is PyTorch's name of side='right'.
+    """
+    if right and side == "left":
+        raise ValueError("searchsorted: right=True and side='left' were given")
+    side = side or ("right" if right else "left")
     if side not in ("left", "right"):
         raise ValueError(f"side is 'left' or 'right', and {side!r} was given")
     x1, x2 = as_tensors("searchsorted", x1, x2)
+    if x1.ndim != 1:
+        raise ValueError(f"searchsorted takes a sorted vector, and the shape is {x1.shape}")
     order = None if sorter is None else np.asarray(sorter)
-    found = np.searchsorted(x1.numpy(), x2.numpy(), side, order)  # type: ignore[call-overload]
-    return from_numpy(np.asarray(found, np.int64), x1.device)
+    indices = np.searchsorted(x1.numpy(), x2.numpy(), side, order)  # type: ignore[call-overload]
+    return from_numpy(np.asarray(indices, np.int32 if out_int32 else np.int64), x1.device)
 
 
 @of_tensor
 def nonzero(x: Tensor, /) -> tuple[Tensor, ...]:
-    """The places of the items that are not 0, an array of numbers for each axis."""
+    """The indices of the items that are not 0, as a tensor for each axis."""
     if not x.ndim:
         raise ValueError("nonzero needs an axis")
-    return tuple(from_numpy(found.astype(np.int64), x.device) for found in np.nonzero(x.numpy()))
+    return tuple(from_numpy(indices.astype(np.int64), x.device) for indices in np.nonzero(x.numpy()))
 
 
 class UniqueAll(NamedTuple):
-    """What `unique_all` finds."""
+    """The result of `unique_all`."""
 
     values: Tensor
     indices: Tensor
@@ -64,14 +82,14 @@ class UniqueAll(NamedTuple):
 
 
 class UniqueCounts(NamedTuple):
-    """What `unique_counts` finds."""
+    """The result of `unique_counts`."""
 
     values: Tensor
     counts: Tensor
 
 
 class UniqueInverse(NamedTuple):
-    """What `unique_inverse` finds."""
+    """The result of `unique_inverse`."""
 
     values: Tensor
     inverse_indices: Tensor
@@ -79,24 +97,24 @@ class UniqueInverse(NamedTuple):
 
 @of_tensor
 def unique_all(x: Tensor, /) -> UniqueAll:
-    """The distinct values, their first places, which one each item is, and how often each is there."""
-    found: Any = np.unique_all(x.numpy())
-    parts = [from_numpy(np.asarray(part), x.device) for part in found]
+    """The distinct values, their first indices, the position of each item among them, and their counts."""
+    result: Any = np.unique_all(x.numpy())
+    parts = [from_numpy(np.asarray(part), x.device) for part in result]
     return UniqueAll(*parts)
 
 
 @of_tensor
 def unique_counts(x: Tensor, /) -> UniqueCounts:
-    """The distinct values, and how often each is there."""
-    found = unique_all(x)
-    return UniqueCounts(found.values, found.counts)
+    """The distinct values, and their counts."""
+    result = unique_all(x)
+    return UniqueCounts(result.values, result.counts)
 
 
 @of_tensor
 def unique_inverse(x: Tensor, /) -> UniqueInverse:
-    """The distinct values, and which one each item is."""
-    found = unique_all(x)
-    return UniqueInverse(found.values, found.inverse_indices)
+    """The distinct values, and the position of each item among them."""
+    result = unique_all(x)
+    return UniqueInverse(result.values, result.inverse_indices)
 
 
 @of_tensor

@@ -1,8 +1,8 @@
-"""What a function does while `jit` captures it, seen by itself only.
+"""The trace of a function that `jit` captures, which only that function sees.
 
-For every tensor from outside (an argument, one that the function finds, a gradient) there is a stand-in, by
-the tensor and not by its value: two tensors with one value are two. The stand-in has what the function sees
-and assigns; the tensor itself does not change, so no other thread notices a capture.
+Every tensor from outside (an argument, a global or closed-over tensor, a gradient) has a stand-in, even if
+two tensors have the same value. The stand-in holds the state that the function sees and assigns; the tensor
+itself does not change, so other threads do not notice a capture.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 from penstock.errors import CaptureError
 from penstock.graph.custom_vjp import custom_vjp, refusing
 from penstock.graph.node import Node, leaf, topological
-from penstock.tensor.core import Tensor, ends_at, leaf_of, outside_capture
+from penstock.tensor.core import Tensor, outside_capture
+from penstock.tensor.leaves import ends_at, leaf_of
 
 
 class NoValue:
-    """Stands for a value that is not there: whatever is asked of it, it says why."""
+    """Replaces a value that does not exist: any use of it raises an error with the reason."""
 
     def __init__(self, error: type[Exception], why: str) -> None:
         vars(self).update(error=error, why=why)
@@ -31,7 +32,7 @@ class NoValue:
         raise self.error(self.why)
 
 
-# While a function is captured.
+# The value of tensors during a capture.
 UNKNOWN = NoValue(
     CaptureError,
     "this tensor was made while a jitted function was captured, and has no value outside of it: let the "
@@ -41,7 +42,7 @@ UNKNOWN = NoValue(
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Where a replay finds a tensor: among the arguments, outside, or as the gradient of another."""
+    """Where a replay finds a tensor: among the arguments, outside, or as the gradient of another tensor."""
 
     argument: int = -1
     outside: Tensor | None = None
@@ -54,22 +55,24 @@ class Origin:
         if self.gradient_of is None:
             return arguments[self.argument]
         gradient = self.gradient_of.tensor(arguments)._actual_grad
-        assert gradient is not None, "a capture is for a gradient that is there"
+        assert gradient is not None, "the guards of a capture check that the gradient exists"
         return gradient
 
 
 @dataclass(eq=False)
 class StandIn:
-    """What a function sees of a tensor from outside, and what it was at the start."""
+    """A tensor from outside as the function sees it, and its state at the start."""
 
     tensor: Tensor
     actual: Tensor
     origin: Origin
-    first: Node  # stands for the value at the start of a call
+    first: Node  # the node of its value at the start of a call
     requires_grad: bool
-    ends: bool  # whether gradients end in it
-    first_grad: Tensor | None = None  # the gradient at the start, once the function has asked for it
-    grad_seen: bool = False  # whether it has, before it assigned one
+    ends: bool  # whether it is a leaf
+    first_grad: Tensor | None = (
+        None  # the stand-in of its gradient at the start, once the function has read that
+    )
+    grad_seen: bool = False  # whether the function read the gradient before it assigned one
     grad_assigned: bool = False
 
     @property
@@ -85,36 +88,40 @@ class Tracing:
         self.facts: list[tuple[Callable[[], object], object]] = []
         self.parts: dict[Hashable, Any] = {}
         self.stand_ins: list[StandIn] = []
-        self.aliases: dict[int, Tensor] = {}  # arguments that the function also finds outside, by number
-        self._here: dict[int, Tensor] = {}  # what stands for each tensor, by id; its own for themselves
-        self._kept: list[Tensor] = []  # so that an id stays that of one tensor
+        self.aliases: dict[
+            int, Tensor
+        ] = {}  # by position: arguments that the function also uses from outside
+        self._here: dict[
+            int, Tensor
+        ] = {}  # the stand-in of each tensor, by id; its own tensors stand for themselves
+        self._kept: list[Tensor] = []  # keeps tensors alive, so that their ids stay unique
         self._by_tensor: dict[int, StandIn] = {}  # by the stand-in's id
         self._by_node: dict[Node, StandIn] = {}
-        # Tensors that have a stand-in which the function came by in another way, by id.
+        # By id, tensors that have a stand-in as an argument (its position) or as a gradient (its owner).
         self._arguments: dict[int, int] = {}
         self._gradients: dict[int, StandIn] = {}
-        self.inside: list[Tensor] = []  # what the function is given instead of its arguments
-        for number, argument in enumerate(arguments):
-            first = self._arguments.setdefault(id(argument), number)
-            if first == number:
-                self.inside.append(self._adopted(argument, Origin(argument=number)).tensor)
+        self.inside: list[Tensor] = []  # the stand-ins that the function is given as its arguments
+        for position, argument in enumerate(arguments):
+            first = self._arguments.setdefault(id(argument), position)
+            if first == position:
+                self.inside.append(self._adopted(argument, Origin(argument=position)).tensor)
             else:
                 self.inside.append(self.inside[first])
 
-    # What tensors ask
+    # The interface for tensors
 
     def made(self, tensor: Tensor) -> None:
-        """A tensor that belongs to the function."""
+        """Note a tensor that the function created."""
         self._here[id(tensor)] = tensor
 
     def used(self, tensor: Tensor) -> None:
-        """A tensor that is read, or is about to change."""
+        """Note a tensor that is read, or about to change."""
         self.stand_in(tensor)
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """What the function sees of a tensor."""
-        found = self._here.get(id(tensor))
-        return self._found_outside(tensor) if found is None else found
+        """The stand-in of a tensor."""
+        known = self._here.get(id(tensor))
+        return self._from_outside(tensor) if known is None else known
 
     def grad_of(self, tensor: Tensor) -> Tensor | None:
         """The gradient of a tensor, as the function sees it."""
@@ -144,55 +151,55 @@ class Tracing:
         return True
 
     def assume(self, fact: Callable[[], object]) -> None:
-        """Something outside that the function asks for, and that is no tensor."""
+        """Note a fact outside that is no tensor, and its present value."""
         self.facts.append((fact, fact()))
 
     def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` makes, once for each key: something that replays call; see `Captured.parts`."""
+        """The object that `make` returns, once for each key; see `Captured.parts`."""
         if key not in self.parts:
             self.parts[key] = make()
         return self.parts[key]
 
     def refuse_value(self, node: Node) -> None:
-        """Only what depends on constants alone has a value now."""
+        """Raise unless a node depends on constants only."""
         for part in topological([node]):
             if part.value is UNKNOWN:
                 raise CaptureError(
-                    f"the value of {part.dtype}{list(part.shape)} was asked for inside a jitted function, "
+                    f"the value of {part.dtype}{list(part.shape)} was read inside a jitted function, "
                     f"where only shapes and dtypes are known; read it outside, or use where() instead of if"
                 )
 
-    # What the capture is made of
+    # For the captured program
 
     def of_node(self, node: Node) -> StandIn | None:
-        """Whose value at the start of a call a node stands for."""
+        """The stand-in whose value at the start of a call is this node."""
         return self._by_node.get(node)
 
     def of_tensor(self, tensor: Tensor) -> StandIn | None:
-        """What is known of a stand-in."""
+        """The record of a stand-in tensor."""
         return self._by_tensor.get(id(tensor))
 
-    def _found_outside(self, tensor: Tensor) -> Tensor:
-        number = self._arguments.get(id(tensor))
+    def _from_outside(self, tensor: Tensor) -> Tensor:
+        position = self._arguments.get(id(tensor))
         owner = self._gradients.get(id(tensor))
-        if number is not None:
-            self.aliases[number] = tensor
-            found = self.inside[number]
+        if position is not None:
+            self.aliases[position] = tensor
+            stand_in = self.inside[position]
         elif owner is not None:
             assert owner.first_grad is not None
             self._assume_gradient(owner, tensor)
-            found = owner.first_grad
+            stand_in = owner.first_grad
         else:
-            found = self._adopted(tensor, Origin(outside=tensor)).tensor
-        self._here[id(tensor)] = found
-        return found
+            stand_in = self._adopted(tensor, Origin(outside=tensor)).tensor
+        self._here[id(tensor)] = stand_in
+        return stand_in
 
     def _gradient(self, gradient: Tensor, owner: StandIn) -> Tensor:
-        """The stand-in of the gradient that another has."""
-        found = self._here.get(id(gradient))
-        if found is not None:
+        """The stand-in of the gradient of `owner`."""
+        known = self._here.get(id(gradient))
+        if known is not None:
             self._assume_gradient(owner, gradient)
-            return found
+            return known
         self._gradients[id(gradient)] = owner
         return self._adopted(gradient, Origin(gradient_of=owner.origin)).tensor
 
@@ -205,29 +212,29 @@ class Tracing:
         tensor = Tensor(first, actual.device, requires_grad)
         if ends:
             ends_at(first, tensor)
-        found = StandIn(tensor, actual, origin, first, requires_grad, ends)
+        stand_in = StandIn(tensor, actual, origin, first, requires_grad, ends)
         self._kept.append(actual)
-        self._by_tensor[id(tensor)] = self._by_node[first] = found
+        self._by_tensor[id(tensor)] = self._by_node[first] = stand_in
         if first.inputs:
-            self._by_node[first.inputs[0]] = found  # what a copy of the node has the value of
+            self._by_node[first.inputs[0]] = stand_in  # the value of copies of the node
         self._here[id(tensor)] = tensor
-        self.stand_ins.append(found)
-        return found
+        self.stand_ins.append(stand_in)
+        return stand_in
 
     def _with_history(self, actual: Tensor, node: Node, first: Node, origin: Origin) -> Node:
-        """What stands for a value through which gradients pass to tensors behind it."""
+        """The node of a value through which gradients pass to the tensors that it was computed from."""
         if origin.outside is None:
             what = f"argument {origin.argument}" if origin.argument >= 0 else "a gradient"
             why = refusing(
                 f"backward() inside a jitted function would have to go on through {what}, to the tensors "
                 f"that it was computed from; call backward() outside, compute it inside, or give its detach()"
             )
-            made = Node(why, (), {"shape": first.shape, "dtype": first.dtype}, UNKNOWN)
-            made.tracked = True
-            return made
+            refusal = Node(why, (), {"shape": first.shape, "dtype": first.dtype}, UNKNOWN)
+            refusal.tracked = True
+            return refusal
 
         def passed(g: Node, n: Node) -> list[Node]:
-            self._assume_node(actual, node)  # what is behind it is part of the program then
+            self._assume_node(actual, node)  # its history becomes part of the program
             return [g]
 
         return Node(custom_vjp("outside", passed, transient=True), (first, node), {}, UNKNOWN)
@@ -247,6 +254,6 @@ class Tracing:
 
 
 def ends_in(tensor: Tensor, node: Node) -> bool:
-    """Whether gradients end in a tensor, at a node that it has outside of captures."""
+    """Whether a tensor is a leaf at a node, outside of captures."""
     with outside_capture():
         return leaf_of(node) is tensor

@@ -1,4 +1,4 @@
-"""NumPy's universal functions on tensors: those that Penstock has too give tensors, the others are refused.
+"""NumPy's universal functions of tensors: computed if Penstock has the function, refused otherwise.
 
 NumPy's operators call them: `array * tensor` is `np.multiply(array, tensor)`.
 """
@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.tensor import arithmetic, linear
+from penstock.tensor import arithmetic, linear, special
 from penstock.tensor.core import Tensor
 
-# Where NumPy's name is another one than the array API standard's.
+# NumPy's names that differ from those of the array API standard.
 _OTHER_NAMES = {
     "absolute": "abs",
     "arccos": "acos",
@@ -33,7 +33,7 @@ _OTHER_NAMES = {
 
 
 def applied(ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """What a universal function gives of tensors, arrays and numbers, or a TypeError that names it."""
+    """The result of a universal function of tensors, arrays and numbers, or a TypeError that names it."""
     name = f"np.{ufunc.__name__}"
     if method == "__call__" and "out" in options:
         raise TypeError(f"{name} cannot write a tensor into {_kinds(options['out'])}; use tensor.numpy()")
@@ -49,8 +49,10 @@ def applied(ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], options: dict
 def _function(ufunc: np.ufunc) -> Callable[..., Tensor] | None:
     name = _OTHER_NAMES.get(ufunc.__name__, ufunc.__name__)
     if name in ("matmul", "vecdot"):
-        found: Callable[..., Tensor] = getattr(linear, name)
-        return found
+        product: Callable[..., Tensor] = getattr(linear, name)
+        return product
+    if name in ("exp2", "fmod"):
+        return getattr(special, name)  # type: ignore[no-any-return]
     return getattr(arithmetic, name, None) if getattr(np, ufunc.__name__, None) is ufunc else None
 
 

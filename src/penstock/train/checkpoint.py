@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on, in one safetensors file that is there whole or not at all."""
+"""Checkpoints: all that a run needs to resume, in a safetensors file that is written atomically."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from penstock.train.config import Config
 Arrays = dict[str, npt.NDArray[Any]]
 
 FOLDER = "checkpoints"  # inside the folder of a run
-_KEPT = 3  # of the last ones; the best one is kept besides
+_KEPT = 3  # of the last checkpoints; the best is kept in addition
 _FORMAT = "penstock checkpoint 1"
-_STATE: dict[str, tuple[type, ...]] = {  # beside the arrays, with the kinds of value that each may be
+_STATE: dict[str, tuple[type, ...]] = {  # besides the arrays, with the types that each value may have
     "step": (int,),
     "config": (dict,),
     "generator": (dict,),
@@ -41,13 +41,13 @@ _STATE: dict[str, tuple[type, ...]] = {  # beside the arrays, with the kinds of 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a run stood after a step."""
+    """The state of a run after a step."""
 
     step: int
     config: Config
     model: Arrays
     optimizer: Arrays
-    generator: dict[str, int]  # the state of the random numbers
+    generator: dict[str, int]  # the state of the random generator
     position: int  # the number of the next sample of the data
     text: str  # a key of the text and of its tokenizer
     seconds: float  # of training so far
@@ -55,9 +55,9 @@ class Checkpoint:
 
 
 def save(run: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint into a run's folder, then remove older ones, but not the best by validation loss.
+    """Write a checkpoint into a run's folder, then remove older ones, except the best by validation loss.
 
-    Raises CheckpointError where it cannot be written; all that were there before are there still.
+    Raises CheckpointError if it cannot be written; then all earlier checkpoints are kept.
     """
     arrays = {f"model.{name}": _storable(array) for name, array in checkpoint.model.items()}
     arrays |= {f"optimizer.{name}": _storable(array) for name, array in checkpoint.optimizer.items()}
@@ -78,7 +78,7 @@ def save(run: Path, checkpoint: Checkpoint) -> Path:
         with written_whole(path) as file:
             file.write(to_safetensors(arrays, metadata))
     except DataError as error:
-        kept = found(run)
+        kept = checkpoint_files(run)
         there = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint before it"
         raise CheckpointError(f"{error}. {there[0].upper()}{there[1:]}.") from error
     _remove_old(run)
@@ -86,14 +86,14 @@ def save(run: Path, checkpoint: Checkpoint) -> Path:
 
 
 def load(path: Path) -> Checkpoint:
-    """What `save` wrote; a CheckpointError says why a file is not that, and what to do."""
+    """The checkpoint that `save` wrote; a CheckpointError says why a file is not valid, and what to do."""
     with _reading(path) as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
         metadata = file.metadata() or {}
     if metadata.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is no checkpoint of a run; its format is {metadata.get('format')!r}")
     if _sum(metadata.get("state", ""), arrays) != metadata.get("sum"):
-        raise CheckpointError(f"{path} is damaged: its content is not what was written; use an older one")
+        raise CheckpointError(f"{path} is damaged: its checksum is wrong; use an older checkpoint")
     try:
         state = parse_json(metadata["state"])
         for name, kinds in _STATE.items():
@@ -103,7 +103,7 @@ def load(path: Path) -> Checkpoint:
             if not 0 <= state[name] < math.inf:
                 raise ValueError(f"{name} is {shown(state[name])}")
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} lacks a part of its state, or has a wrong one: {error}") from None
+        raise CheckpointError(f"{path} lacks a part of its state, or a part is wrong: {error}") from None
     try:
         config = Config().changed(state["config"], str(path))
     except SettingError as error:
@@ -117,23 +117,23 @@ def load(path: Path) -> Checkpoint:
 
 
 def older(run: Path, step: int) -> Iterator[Checkpoint]:
-    """The sound checkpoints of a run before a step, the last one first."""
-    for path in reversed(found(run)):
+    """The valid checkpoints of a run before a step, the last first."""
+    for path in reversed(checkpoint_files(run)):
         with suppress(CheckpointError):
             checkpoint = load(path)
             if checkpoint.step < step:
                 yield checkpoint
 
 
-def found(run: Path) -> list[Path]:
-    """The files of a run's checkpoints, the oldest first; whether they are sound is not known."""
+def checkpoint_files(run: Path) -> list[Path]:
+    """The files of a run's checkpoints, the oldest first; they may be damaged."""
     return sorted((run / FOLDER).glob("step-*.safetensors"))
 
 
 def load_last(run: Path) -> tuple[Checkpoint, list[str]]:
-    """The last checkpoint of a run that is sound, and why later ones are not."""
+    """The last valid checkpoint of a run, and why later checkpoints are not valid."""
     problems: list[str] = []
-    for path in reversed(found(run)):
+    for path in reversed(checkpoint_files(run)):
         try:
             return load(path), problems
         except CheckpointError as error:
@@ -144,7 +144,7 @@ def load_last(run: Path) -> tuple[Checkpoint, list[str]]:
 
 
 def _storable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same values in a type that NumPy knows: float16 and bfloat16 as float32."""
+    """The same values, float16 and bfloat16 as float32, which NumPy knows."""
     return np.asarray(array, np.float32 if array.dtype.itemsize == 2 else None, order="C")
 
 
@@ -167,12 +167,12 @@ def _reading(path: Path) -> Iterator[Any]:
             yield file
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint {path}") from None
-    except (OSError, SafetensorError, LookupError) as error:  # a LookupError: of a dtype that NumPy lacks
+    except (OSError, SafetensorError, LookupError) as error:  # LookupError: a dtype that NumPy lacks
         raise CheckpointError(f"{path} is damaged, or no checkpoint ({error}); use an older one") from None
 
 
 def _validation_loss(path: Path) -> float:
-    """What a checkpoint says of itself; infinity where it says nothing."""
+    """The validation loss of a checkpoint; infinity if it has none."""
     with suppress(CheckpointError, ValueError, TypeError, OverflowError), _reading(path) as file:
         loss = parse_json((file.metadata() or {})["state"])["validation_loss"]
         return math.inf if loss is None else float(loss)
@@ -180,7 +180,7 @@ def _validation_loss(path: Path) -> float:
 
 
 def _remove_old(run: Path) -> None:
-    paths = found(run)
+    paths = checkpoint_files(run)
     best = min(paths, key=_validation_loss)
     for path in paths[:-_KEPT]:
         if path != best:

@@ -1,4 +1,4 @@
-"""What a run is made of: one tree of settings, read from TOML and written back into the run's folder."""
+"""The configuration of a run: a tree of settings, read from TOML and written to the run's folder."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.config import parse_bytes
+from penstock.config import explanation, parse_bytes, setting
 from penstock.errors import SettingError
 from penstock.files import parse_toml, read_text
 from penstock.printable import shown
 
 PRECISIONS = ("float32", "float16", "bfloat16")
 TOKENIZERS = ("bpe", "bytes", "characters")
-_MOST_LAYERS = 10_000  # each is Python objects and kernels, however narrow it is
-_MOST_TOKENS = 1 << 22  # the library that trains a tokenizer takes memory for all of them at once
+_MOST_LAYERS = 10_000  # each takes Python objects and kernels, however narrow it is
+_WIDEST = 30  # columns of a file of settings before the explanations, but for values that are longer
+_MOST_TOKENS = 1 << 22  # the library that trains a tokenizer allocates memory for all of them
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of the GPT."""
 
-    context: int = 128  # tokens that it sees at once
-    width: int = 128  # numbers for each token
-    layers: int = 4
-    heads: int = 4
-    dropout: float = 0.0
-    precision: str = "float32"  # of what is computed; with float16 and bfloat16, float32 masters are trained
+    context: int = setting(128, "tokens that the model sees at a time")
+    width: int = setting(128, "the embedding size")
+    layers: int = setting(4, "blocks of attention and MLP")
+    heads: int = setting(4, "heads of attention; they divide the width")
+    dropout: float = setting(0.0, "the chance of each value to be left out in training")
+    precision: str = setting(
+        "float32", "dtype of the computation: float32; or float16 or bfloat16 with float32 masters"
+    )
 
     def __post_init__(self) -> None:
         for name in ("context", "width", "layers", "heads"):
@@ -44,11 +47,11 @@ class ModelConfig:
 class DataConfig:
     """The text, and how it is cut into batches."""
 
-    path: str = ""  # a file, or a folder of files; empty: the sources of the Python that runs
-    tokenizer: str = "bpe"  # byte-level pairs made from the text, or plain bytes or characters
-    vocabulary: int = 2048  # tokens of a bpe tokenizer; those of the other two come by themselves
-    validation: float = 0.1  # the part of the text that is kept for validation
-    batch: int = 16  # windows in a batch
+    path: str = setting("", "a file or a folder of text; empty: the sources of this Python")
+    tokenizer: str = setting("bpe", "how text becomes tokens: bpe, trained on the text; bytes; or characters")
+    vocabulary: int = setting(2048, "kinds of token of a bpe tokenizer; the others have as many as they need")
+    validation: float = setting(0.1, "the part of the text that is kept for validation")
+    batch: int = setting(16, "windows in a batch")
 
     def __post_init__(self) -> None:
         _check(self.tokenizer in TOKENIZERS, "data.tokenizer", self.tokenizer, " or ".join(TOKENIZERS))
@@ -66,14 +69,14 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW, and its rate: up in even steps, then down along half a cosine."""
 
-    learning_rate: float = 1e-3  # the highest one
-    final_rate: float = 1e-4
-    warmup: int = 50  # steps until the highest rate
-    weight_decay: float = 0.1  # of matrices alone
-    beta1: float = 0.9
-    beta2: float = 0.99
-    clip_norm: float = 1.0  # the length that gradients, all as one vector, are cut to
-    accumulate: int = 1  # batches whose gradients make one step
+    learning_rate: float = setting(1e-3, "the highest rate, after the warmup")
+    final_rate: float = setting(1e-4, "the rate of the last step, at the end of half a cosine")
+    warmup: int = setting(50, "steps until the highest rate")
+    weight_decay: float = setting(0.1, "decay of the matrices and embeddings, and of nothing else")
+    beta1: float = setting(0.9, "the decay of the mean of the gradients")
+    beta2: float = setting(0.99, "the decay of the mean of their squares")
+    clip_norm: float = setting(1.0, "the largest global norm of the gradients")
+    accumulate: int = setting(1, "batches whose gradients are added for a step")
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "final_rate", "warmup", "weight_decay"):
@@ -93,13 +96,13 @@ class OptimizerConfig:
 class RunConfig:
     """How long, and on what."""
 
-    steps: int = 1000
-    seed: int = 1  # the same seed gives the same losses
-    device: str = ""  # a name from `penstock devices`, or auto; empty: the default one
-    memory: str = ""  # the most that is taken from the device, such as 2GiB; empty: what it gives
-    evaluate_every: int = 100  # steps between two evaluations
-    checkpoint_every: int = 0  # steps between two checkpoints; 0: one follows each evaluation
-    evaluate_batches: int = 8
+    steps: int = setting(1000, "steps of the whole run")
+    seed: int = setting(1, "the same seed gives the same losses")
+    device: str = setting("", "a name from `penstock devices`, or auto; empty: the default device")
+    memory: str = setting("", "a budget for the memory of the device, such as 2GiB; empty: no limit")
+    evaluate_every: int = setting(100, "steps between two evaluations")
+    checkpoint_every: int = setting(0, "steps between two checkpoints; 0: after each evaluation")
+    evaluate_batches: int = setting(8, "batches of an evaluation")
 
     def __post_init__(self) -> None:
         for name in ("steps", "evaluate_every", "evaluate_batches"):
@@ -150,12 +153,18 @@ class Config:
         return asdict(self)
 
     def toml(self) -> str:
-        """The same as the text of a file, for `with_file`."""
+        """The settings as the text of a file, for `with_file`, each with its explanation."""
         sections = []
-        for name, values in self.tree().items():
-            # What JSON makes of these kinds of value is TOML too.
-            lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
-            sections.append("\n".join([f"[{name}]", *lines, ""]))
+        for section in fields(self):
+            values = getattr(self, section.name)
+            # For these types of value, JSON is valid TOML.
+            pairs = {
+                f"{key.name} = {json.dumps(getattr(values, key.name), ensure_ascii=False)}": explanation(key)
+                for key in fields(values)
+            }
+            width = min(max(map(len, pairs)), _WIDEST)
+            lines = [f"{pair:<{width}}  # {explained}" for pair, explained in pairs.items()]
+            sections.append("\n".join([f"[{section.name}]", *lines, ""]))
         return "\n".join(sections)
 
 
@@ -166,7 +175,7 @@ def _known(name: str, part: Any, unknown: str, known: str) -> None:
 
 
 def _of_kind(name: str, value: object, now: object) -> object:
-    """The value, of the kind of the one that is there now."""
+    """The value, checked to have the type of the present value."""
     kind = type(now)
     if type(value) is int and abs(value) >= 1 << 64:
         raise SettingError(f"{name} is less than 2**64, and {shown(value)} was given")

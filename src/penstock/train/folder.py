@@ -1,4 +1,4 @@
-"""The folder of a run: one run has it at a time, and the system knows which process that is."""
+"""The folder of a run, which is locked by the process that uses it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from penstock.errors import CheckpointError, PenstockError
 from penstock.files import parse_json, remove_leftovers
 
 LOCK_FILE = "run.lock"
-_AT = 1 << 30  # the byte that is locked on Windows, where others cannot read what is locked
+_AT = 1 << 30  # the byte that is locked on Windows, where locked bytes cannot be read
 _MOST_SAID = 4096  # bytes of the file
 
 
 class RunInUse(PenstockError, RuntimeError):
-    """Another process, or another trainer, has the folder of a run."""
+    """Another process, or another trainer, uses the folder of a run."""
 
 
 class RunFolder:
-    """A folder that is held until `release`, or until the process ends, however it does."""
+    """A folder that is locked until `release`, or until the process ends in any way."""
 
     def __init__(self, path: Path, numbered: bool = False) -> None:
-        """Take a folder, which is made if it is missing; RunInUse names who has it.
+        """Lock a folder, which is created if it is missing; RunInUse names the process that uses it.
 
-        With `numbered`, the folder is made anew, with a number behind its name where that is taken.
+        With `numbered`, a new folder is created, with a number after its name if that exists.
         """
         self._handle: int | None = None
         try:
@@ -45,20 +45,20 @@ class RunFolder:
             self.release()
             raise RunInUse(f"{self.path} is in use by {holder}; wait for its end, or take another folder")
         about = {"process": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        with suppress(OSError):  # a full disk: the lock holds all the same
+        with suppress(OSError):  # a full disk: the lock holds nevertheless
             os.ftruncate(self._handle, 0)
             os.write(self._handle, json.dumps(about).encode())
         for folder in (self.path, *self.path.glob("*/")):
             remove_leftovers(folder)
 
     def release(self) -> None:
-        """Let others have it. Safe to call twice."""
+        """Unlock it. Safe to call twice."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
     def remove_files(self, names: list[str]) -> None:
-        """Remove some files, and the folder if it was made for this run and nothing else is in it."""
+        """Remove files, and the folder if it was created for this run and is empty."""
         for name in [*names, LOCK_FILE]:
             with suppress(OSError):
                 (self.path / name).unlink()
@@ -71,7 +71,7 @@ class RunFolder:
 
 
 def _made(path: Path, numbered: bool) -> tuple[Path, bool]:
-    """A folder, and whether it was made just now. Making one is what makes it the maker's."""
+    """A folder, and whether it was just created. Creation is atomic, so a single process succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, candidate = 1, path
     while True:
@@ -88,7 +88,7 @@ def _made(path: Path, numbered: bool) -> tuple[Path, bool]:
 
 
 def _lock(handle: int) -> bool:
-    """Lock an open file until it is closed or the process ends; False if another has it."""
+    """Lock an open file until it is closed or the process ends; False if another process has locked it."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -112,7 +112,7 @@ def _lock(handle: int) -> bool:
 
 
 def _said(handle: int) -> str:
-    """Who has a lock, by what the file says."""
+    """The process that has a lock, according to the file."""
     try:
         os.lseek(handle, 0, os.SEEK_SET)
         about = parse_json(os.read(handle, _MOST_SAID).decode())

@@ -1,4 +1,4 @@
-"""Trained models for use: from the folder of a run, or from one in Hugging Face's layout of GPT-2."""
+"""Loads trained models from the folder of a run, or from a folder in Hugging Face's layout of GPT-2."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import penstock as ps
 from penstock.data import Tokenizer, load_tokenizer
 from penstock.errors import CheckpointError
 from penstock.nn import GPT
+from penstock.train.building import build_model
 from penstock.train.checkpoint import FOLDER, load_last
 from penstock.train.sizing import check_fits
-from penstock.train.trainer import TOKENIZER_FILE, build_model
+from penstock.train.trainer import TOKENIZER_FILE
 
 
 def load_model(folder: Path) -> tuple[GPT, Tokenizer | None]:

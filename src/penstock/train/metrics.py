@@ -1,4 +1,4 @@
-"""What is measured at each step: a line of JSON in the run's folder, and curves of bounded length."""
+"""The metrics of each step: a line of JSON in the run's folder, and curves of bounded length."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from penstock.files import open_regular, parse_json
 
 FILE = "metrics.jsonl"
 _MOST_POINTS = 500  # of a curve
-_MOST_LINE = 1 << 16  # bytes; what is longer is no line of ours
-_MOST_STEPS = 1 << 53  # which a float still tells apart
+_MOST_LINE = 1 << 16  # bytes; a longer line is not valid
+_MOST_STEPS = 1 << 53  # the largest range of integers that floats represent exactly
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """One step."""
+    """The metrics of a step."""
 
     step: int  # the first is 1
     loss: float
     learning_rate: float
     seconds: float  # of training so far
     tokens_per_second: float
-    data_wait: float  # the share of the step's time in which it waited for data
-    device_wait: float  # the same for the device: on a busy one most of it
+    data_wait: float  # the share of the step's time spent waiting for data
+    device_wait: float  # the share spent waiting for the device; most of it if the device is busy
     live_bytes: int
-    planned_bytes: int  # the part of them that is arenas, where the temporaries of programs have their places
+    planned_bytes: int  # the part of them in arenas, which hold the temporaries of programs
     pooled_bytes: int
     peak_bytes: int
     limit_bytes: int | None
@@ -40,7 +40,7 @@ class Metrics:
 
 
 class Curve:
-    """Values over steps. When there are too many points, neighbours become their mean."""
+    """Values over steps. If there are too many points, pairs of points are replaced by their mean."""
 
     def __init__(self) -> None:
         self.points: list[tuple[float, float]] = []
@@ -48,7 +48,7 @@ class Curve:
         self._gathered: list[tuple[float, float]] = []
 
     def add(self, step: float, value: float) -> None:
-        """One more value."""
+        """Add a value."""
         self._gathered.append((step, value))
         if len(self._gathered) < self._stride:
             return
@@ -59,12 +59,12 @@ class Curve:
             self._stride *= 2
 
     def shown(self) -> list[tuple[float, float]]:
-        """All points, also that of the last values, which may be fewer than those of the others."""
+        """All points, including the last, which may be the mean of fewer values."""
         return [*self.points, _mean(self._gathered)] if self._gathered else list(self.points)
 
 
 def read_curves(run: Path) -> dict[str, Curve]:
-    """The curves of a run by the metrics' names, from its file; none where there is no file."""
+    """The curves of a run by the metrics' names, from its file; empty if there is no file."""
     curves: dict[str, Curve] = {}
     for _, values in _lines(run / FILE):
         _note(curves, values)
@@ -75,7 +75,7 @@ class MetricsLog:
     """The file of a run's metrics, and its curves by the metrics' names."""
 
     def __init__(self, run: Path, last_step: int) -> None:
-        """Go on after a step: lines of later ones, which a checkpoint does not know of, are removed."""
+        """Continue after a step: lines of later steps, which the checkpoint does not include, are removed."""
         self._path = run / FILE
         self.curves: dict[str, Curve] = {}
         lines = []
@@ -98,14 +98,14 @@ class MetricsLog:
 
 
 def _note(curves: dict[str, Curve], values: dict[str, Any]) -> None:
-    """Add what a line says, as far as it is numbers: a file may have been changed by hand."""
+    """Add the numeric values of a line: a file may have been edited."""
     for name, value in values.items():
         if isinstance(value, float) or (isinstance(value, int) and abs(value) < _MOST_STEPS):
             curves.setdefault(name, Curve()).add(values["step"], value)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The whole lines of a file, as text and as values; one that a kill cut off is left out."""
+    """The complete lines of a file, as text and as values; a line that was cut off is ignored."""
     try:
         file = open_regular(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The page of a run, while it goes on and at any time after: `report.html` in its folder."""
+"""The page of a run, during it and later: `report.html` in its folder."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _MOST_SAMPLE = 16 << 20  # bytes
 
 
 def write_report(
-    run: Path, config: Config, curves: Mapping[str, Curve], found: Findings | None, sample: str
+    run: Path, config: Config, curves: Mapping[str, Curve], findings: Findings | None, sample: str
 ) -> Path:
     """Write the page of a run into its folder."""
     points = {name: curve.shown() for name, curve in curves.items()}
-    page = render(run.resolve().name, Run(config.run.steps, points, config.tree(), sample), found)
+    page = render(run.resolve().name, Run(config.run.steps, points, config.tree(), sample), findings)
     return _written(run / FILE, page)
 
 
 def report_on(path: Path) -> Path:
-    """Write the page of a run from what its folder holds, or that of a trace beside it; where it is.
+    """Write the page of a run from the contents of its folder, or that of a trace beside it; its path.
 
     A ReportError says what is missing or damaged.
     """
@@ -52,13 +52,13 @@ def _of_run(run: Path) -> Path:
 
 
 def read_findings(run: Path) -> Findings | None:
-    """What the run's own profile found; None where the run has none."""
+    """The findings of the run's own profile; None if the run has none."""
     path = run / findings.FILE
     return findings.load(path) if path.exists() else None
 
 
 def read_sample(run: Path) -> str:
-    """The text that the run wrote at its end; none where it is no file of the run's own."""
+    """The sample of text from the end of the run; empty if it is no regular file of the run."""
     try:
         return read_bytes(run / SAMPLE_FILE, _MOST_SAMPLE, follow=False).decode(errors="replace")
     except OSError:
@@ -72,7 +72,7 @@ def write_sample(run: Path, sample: str) -> None:
 
 
 def _check_inside(run: Path, name: str) -> None:
-    """See that a file is not a link to one elsewhere, whose content would become part of the page."""
+    """Check that a file is no symbolic link, since the content of its target would be part of the page."""
     if not (run / name).resolve().is_relative_to(run.resolve()):
         raise ReportError(f"{run / name} is a link to {(run / name).resolve()}, outside of the run's folder")
 

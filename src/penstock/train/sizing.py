@@ -14,10 +14,10 @@ _MOMENTS = 2 * _FLOAT32  # AdamW's for each parameter
 
 
 def check_fits(config: Config, vocab_size: int, device: Device, training: bool = True) -> None:
-    """Raise SettingError where the least that a model needs is more than the device or the host has.
+    """Raise SettingError if a lower bound of a model's memory is more than the device or the host has.
 
-    What is counted is sure to be needed: weights and, in training, moments, the tokens of a batch, and one
-    value of each layer for each token, which the gradient needs. What passes may still be too large.
+    It counts what is certainly needed: weights and, in training, moments, the tokens of a batch, and a value
+    of each layer for each token, which the gradient needs. A model that passes may still be too large.
     """
     model = config.model
     weights = parameters(model, vocab_size)
@@ -38,6 +38,6 @@ def check_fits(config: Config, vocab_size: int, device: Device, training: bool =
 
 
 def parameters(model: ModelConfig, vocab_size: int) -> int:
-    """How many numbers a GPT learns."""
+    """The number of parameters of a GPT."""
     block = 12 * model.width**2 + 13 * model.width
     return model.layers * block + (vocab_size + model.context + 2) * model.width

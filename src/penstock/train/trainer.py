@@ -1,4 +1,4 @@
-"""The training loop, and all that belongs to a run: data, model, optimizer, checkpoints, metrics, report."""
+"""The training loop of a run, with its data, model, optimizer, checkpoints, metrics and report."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 import penstock as ps
+from penstock.compiler.launches import launch_costs
 from penstock.data import (
     ByteTokenizer,
     CharTokenizer,
@@ -34,14 +35,15 @@ from penstock.data import (
 from penstock.data.files import written_whole
 from penstock.errors import CheckpointError, PenstockError
 from penstock.formatting import format_bytes
-from penstock.nn import GPT
-from penstock.optim import AdamW, cosine
-from penstock.optim.optimizers import LEAST_SCALE
+from penstock.measuring.step_rates import step_rates
+from penstock.optim import cosine
+from penstock.optim.optimizer import LEAST_SCALE
 from penstock.profiling.profiles import Profile
-from penstock.report import Certificate, Findings, findings
+from penstock.report import Certificate, Findings, PlannedStep, findings
 from penstock.stream.future import Future
-from penstock.tensor.jit import plans
+from penstock.tensor.jit import schedules
 from penstock.train import checkpoint as checkpoints
+from penstock.train.building import build_model, make_optimizer, make_steps
 from penstock.train.checkpoint import Checkpoint
 from penstock.train.config import Config
 from penstock.train.folder import RunFolder
@@ -54,17 +56,17 @@ from penstock.train.view import View
 from penstock.train.window import Window
 
 TOKENIZER_FILE = "tokenizer.json"
-_PROMPT = 16  # tokens that begin the sample
+_PROMPT = 16  # tokens of the sample's prompt
 
 
 class TrainingError(PenstockError, RuntimeError):
-    """Training cannot go on: its loss is no number any more."""
+    """Training cannot continue: its loss is not finite."""
 
 
 class Trainer:
-    """A run in its folder, new or from a checkpoint. `train` goes on until its steps are done.
+    """A run in its folder, new or from a checkpoint. `train` runs until its steps are done.
 
-    It computes on the default device, and takes its random numbers from the default generator.
+    It computes on the default device, and uses the default random generator.
     """
 
     def __init__(
@@ -75,17 +77,17 @@ class Trainer:
         resumed: Checkpoint | None = None,
         numbered: bool = False,
     ) -> None:
-        """Get everything ready. The folder is taken, and a new one made, when all else is known to be good.
+        """Prepare everything. The folder is locked, and created if it is new, after all else has succeeded.
 
-        Nobody else may have it until `train` ends; RunInUse names who has it. With `numbered`, it is a new
-        one in any case, with a number behind its name where that is taken.
+        It stays locked until `train` ends; RunInUse names the process that uses it. With `numbered`, a new
+        folder is created in any case, with a number after its name if that exists.
         """
         self.config, self.folder = config, folder
         self.step = 0
-        self.stopped_by: signal.Signals | None = None  # what ended `train` early
+        self.stopped_by: signal.Signals | None = None  # the signal that ended `train` early
         self._view = view
         self._device = ps.default_device()
-        self._is_first = False  # whether the folder had no run before this one
+        self._is_first = False  # whether the folder had no run before
         self._held = RunFolder(folder) if folder.is_dir() and not numbered else None
         try:
             self._build(resumed)
@@ -95,21 +97,21 @@ class Trainer:
             self._is_first = not (self.folder / CONFIG_FILE).exists()
             self._write_settings()
             self._log = MetricsLog(self.folder, self.step)
-            self._findings = self._found_before()
+            self._findings = self._earlier_findings()
         except BaseException:
             self._let_go()
             raise
         self._saved = self.step
         self._pending: deque[tuple[int, float, list[Future[npt.NDArray[np.float32]]]]] = deque()
-        self._train_step, self._loss_of = self._steps()
+        self._train_step, self._loss_of = make_steps(self.model, self._optimizer, config)
 
     def _build(self, resumed: Checkpoint | None) -> None:
-        """Text, model and optimizer, as they are at the beginning or in a checkpoint."""
+        """Create text, model and optimizer, new or from a checkpoint."""
         ps.random.manual_seed(self.config.run.seed)
         self._open_text(resumed)
         self.model = build_model(self.config, self.tokenizer.vocab_size)
         self.model.to(getattr(ps, self.config.model.precision))
-        self._optimizer = _make_optimizer(self.model, self.config)
+        self._optimizer = make_optimizer(self.model, self.config)
         self._position = 0
         self._seconds = 0.0
         if resumed:
@@ -118,7 +120,7 @@ class Trainer:
     # Training
 
     def train(self) -> bool:
-        """Go on until all steps are done, or until Ctrl-C or SIGTERM; whether they are done."""
+        """Run until all steps are done, or until Ctrl-C or SIGTERM; whether all are done."""
         steps, every = self.config.run.steps, self.config.run.evaluate_every
         if self._held is None:
             self._held = RunFolder(self.folder)
@@ -146,7 +148,7 @@ class Trainer:
                         self._start_clock(prefetch)
                     elif profiled:
                         self._record_all(prefetch)
-                    # The losses but the last: the device has that step to do meanwhile.
+                    # All losses except the last, since the device is still computing that step.
                     for metrics in self._finished(prefetch, leave=1):
                         self._record(metrics)
                 if self.step > self._saved:
@@ -165,14 +167,14 @@ class Trainer:
         return TextBatches(self._store.train, data.batch, model.context, self.config.run.seed, self._position)
 
     def prompt(self) -> npt.NDArray[np.int32]:
-        """Where a sample of text may begin: tokens that were not trained on, if there are any."""
+        """The prompt of the sample: tokens that were not trained on, if there are any."""
         tokens = self._store.validation if len(self._store.validation) else self._store.train
         return tokens[:_PROMPT].astype(np.int32)
 
     def report(self, sample: str = "") -> bool:
-        """Write `report.html`, with a sample of text if there is one, now or from before; whether it could.
+        """Write `report.html`, with the last sample of text if there is one; whether it succeeded.
 
-        A report that cannot be written ends nothing: a note says why.
+        If the report cannot be written, a note says why, and the run goes on.
         """
         try:
             if sample:
@@ -187,27 +189,8 @@ class Trainer:
 
     # One step
 
-    def _steps(self) -> tuple[Callable[[ps.Tensor, bool, bool], ps.Tensor], Callable[[ps.Tensor], ps.Tensor]]:
-        model, optimizer, accumulate = self.model, self._optimizer, self.config.optimizer.accumulate
-
-        @ps.jit
-        def train_step(tokens: ps.Tensor, first: bool, last: bool) -> ps.Tensor:
-            # `first` is only told apart: then there are no gradients yet, to which the new ones are added.
-            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
-            optimizer.backward(loss if accumulate == 1 else loss / accumulate)
-            if last:
-                optimizer.step()
-            return loss
-
-        @ps.jit
-        def loss_of(tokens: ps.Tensor) -> ps.Tensor:
-            with ps.no_grad():
-                return model.loss(tokens[:, :-1], tokens[:, 1:])
-
-        return train_step, loss_of
-
     def _advance(self, batches: Prefetch[ps.Tensor]) -> None:
-        """Ask for one more step. Its losses are read later."""
+        """Submit a step. Its losses are read later."""
         setting, number = self.config.optimizer, self.config.optimizer.accumulate
         warmup = min(setting.warmup, self.config.run.steps)
         schedule = cosine(setting.learning_rate, self.config.run.steps, warmup, setting.final_rate)
@@ -221,7 +204,7 @@ class Trainer:
         self._pending.append((self.step, rate, losses))
 
     def _finished(self, batches: Prefetch[ps.Tensor], leave: int) -> Iterator[Metrics]:
-        """What was measured at the steps before the last ones; waits for them."""
+        """The metrics of all steps except the last submitted; waits for them."""
         tokens = self.config.data.batch * self.config.model.context * self.config.optimizer.accumulate
         done = [self._pending.popleft() for _ in range(len(self._pending) - leave)]
         if not done:
@@ -255,11 +238,11 @@ class Trainer:
         self._clock = self._now(batches)
 
     def _now(self, batches: Prefetch[ps.Tensor]) -> tuple[float, tuple[float, float]]:
-        """The time, and how long data and the device were waited for until then."""
+        """The time, and how long it was waited for data and for the device until then."""
         return time.perf_counter(), (batches.waited_seconds, self._device.stream.waits.seconds)
 
     def _record_all(self, batches: Prefetch[ps.Tensor]) -> None:
-        """Record every step that was asked for; waits for them."""
+        """Record the metrics of every submitted step; waits for them."""
         for metrics in self._finished(batches, leave=0):
             self._record(metrics)
 
@@ -270,13 +253,11 @@ class Trainer:
     # The profile
 
     def _keep_profile(self, profile: Profile, steps: int, batches: Prefetch[ps.Tensor]) -> None:
-        """Keep what the profile of the last steps found, for the report. No step is charged for it."""
+        """Keep the findings of the profile of the last steps for the report. Its time counts for no step."""
         start, (data, device) = self._now(batches)
         try:
-            certificates = [Certificate.of(plan) for plan in plans(self._train_step)]
-            self._findings = findings.of_profile(
-                profile, (self.step - steps + 1, self.step), certificates[0] if certificates else None
-            )
+            window = (self.step - steps + 1, self.step)
+            self._findings = findings.of_profile(profile, window, *self._planned())
             self._findings.save(self.folder / findings.FILE)
         except Exception as error:  # a run is worth more than its report
             self._view.note(f"the profile of steps up to {self.step} is not in the report: {error}")
@@ -284,15 +265,27 @@ class Trainer:
         then, waited = self._clock
         self._clock = then + end - start, (waited[0] + data_end - data, waited[1] + device_end - device)
 
-    def _found_before(self) -> Findings | None:
-        """What an earlier part of the run has found."""
+    def _planned(self) -> tuple[Certificate | None, PlannedStep | None]:
+        """The plan of the training step, and what is predicted of it."""
+        known = schedules(self._train_step)
+        if not known:
+            return None, None
+        rates = step_rates(self._device, measure=False)
+        seconds = None
+        if rates is not None:
+            launches = launch_costs(known[0], self._device.capabilities)
+            seconds = self.config.optimizer.accumulate * rates.seconds(launches)
+        return Certificate.of(known[0].plan), PlannedStep.of(known[0], self._device.held_bytes(), seconds)
+
+    def _earlier_findings(self) -> Findings | None:
+        """The findings of an earlier part of the run."""
         try:
             return read_findings(self.folder)
         except PenstockError as error:
             self._view.note(f"{error}; the report goes without it")
             return None
 
-    # Every now and then
+    # Evaluations and checkpoints
 
     def _saves(self, evaluates: bool) -> bool:
         """Whether a checkpoint follows this step."""
@@ -300,7 +293,7 @@ class Trainer:
         return self.step % every == 0 or self.step == self.config.run.steps if every else evaluates
 
     def _pause(self, batches: Prefetch[ps.Tensor], evaluates: bool, saves: bool) -> None:
-        """Record every step that was asked for, and evaluate after the last one, or save, or both."""
+        """Record the metrics of every submitted step, then evaluate, or save a checkpoint, or both."""
         validation = None
         for metrics in self._finished(batches, leave=0):
             if evaluates and metrics.step == self.step:
@@ -311,7 +304,7 @@ class Trainer:
         self.report()
 
     def _evaluate(self) -> float | None:
-        """The mean loss of the validation batches, the same ones each time; None where there are none."""
+        """The mean loss of the validation batches, which are always the same; None if there are none."""
         if not self._validation:
             return None
         self.model.eval()
@@ -350,7 +343,7 @@ class Trainer:
     def _check(self, value: float, what: str, step: int) -> None:
         if math.isfinite(value):
             return
-        kept = checkpoints.found(self.folder)
+        kept = checkpoints.checkpoint_files(self.folder)
         there = f"The last good checkpoint is {kept[-1]}" if kept else "There is no checkpoint yet"
         how = f"penstock train {f'--resume {self.folder} ' if kept else ''}--config FILE"
         raise TrainingError(
@@ -359,7 +352,7 @@ class Trainer:
             f"helps: {how}"
         )
 
-    # The beginning
+    # Setup
 
     def _open_text(self, resumed: Checkpoint | None) -> None:
         setting = self.config.data
@@ -368,8 +361,8 @@ class Trainer:
         if resumed:
             self.tokenizer = load_tokenizer(self.folder / TOKENIZER_FILE)
         else:
-            self.tokenizer = _make_tokenizer(self.config, text)
-        self._store = TokenStore.open(text, self.tokenizer, setting.validation)
+            self.tokenizer = _make_tokenizer(self.config, text, self._view)
+        self._store = TokenStore.open(text, self.tokenizer, setting.validation, progress=self._view.phase)
         self._view.note(
             f"{text.summary()}\n{len(self._store):,} tokens of {self.tokenizer.vocab_size:,} kinds"
         )
@@ -386,7 +379,7 @@ class Trainer:
             self._view.note("the text is too short for validation; there is none")
 
     def _restore(self, resumed: Checkpoint) -> None:
-        """Go on from a checkpoint; from an older one, with a note, where something is missing in it."""
+        """Resume from a checkpoint; from an earlier one, with a note, if a part of it is missing."""
         problems: list[str] = []
         for checkpoint in itertools.chain([resumed], checkpoints.older(self.folder, resumed.step)):
             try:
@@ -400,15 +393,15 @@ class Trainer:
             self.step = checkpoint.step
             self._position, self._seconds = checkpoint.position, checkpoint.seconds
             for problem in problems:
-                self._view.note(f"{problem}; the one of step {self.step} is used")
+                self._view.note(f"{problem}; the checkpoint of step {self.step} is used")
             return
         raise CheckpointError(problems[0])
 
     def _let_go(self) -> None:
-        """Let others have the folder. Where no step was done in it, nothing of this run stays there."""
+        """Unlock the folder. If no step was done in it, nothing of this run is left there."""
         if self._held is None:
             return
-        if self._is_first and not checkpoints.found(self.folder) and not read_curves(self.folder):
+        if self._is_first and not checkpoints.checkpoint_files(self.folder) and not read_curves(self.folder):
             self._held.remove_files([CONFIG_FILE, TOKENIZER_FILE, METRICS_FILE, REPORT_FILE, findings.FILE])
         elif not (self.folder / CONFIG_FILE).exists():
             self._held.remove_files([])
@@ -427,36 +420,19 @@ class Trainer:
         self._view.note(f"run: {self.folder}")
 
 
-def build_model(config: Config, vocab_size: int) -> GPT:
-    """The model of a configuration, with fresh weights, on the default device."""
-    shape = config.model
-    return GPT(vocab_size, shape.context, shape.width, shape.layers, shape.heads, shape.dropout)
-
-
-def _make_optimizer(model: GPT, config: Config) -> AdamW:
-    setting = config.optimizer
-    matrices = [tensor for tensor in model.parameters() if tensor.ndim >= 2]
-    others = [tensor for tensor in model.parameters() if tensor.ndim < 2]
-    return AdamW(
-        [{"params": matrices, "weight_decay": setting.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=setting.learning_rate,
-        betas=(setting.beta1, setting.beta2),
-        clip_norm=setting.clip_norm,
-    )
-
-
-def _make_tokenizer(config: Config, text: Text) -> Tokenizer:
+def _make_tokenizer(config: Config, text: Text, view: View) -> Tokenizer:
     match config.data.tokenizer:
         case "bytes":
             return ByteTokenizer()
         case "characters":
-            return CharTokenizer(text)
-    return train_bpe(text, config.data.vocabulary)
+            with view.phase("looking for characters"):
+                return CharTokenizer(text)
+    return train_bpe(text, config.data.vocabulary, view.phase)
 
 
 @contextmanager
 def _interruptible(view: View) -> Iterator[Callable[[], signal.Signals | None]]:
-    """Which of Ctrl-C and SIGTERM has come, as a function. The next one ends the process at once, as ever."""
+    """A function that tells which of Ctrl-C and SIGTERM was received. A second ends the process at once."""
     received: signal.Signals | None = None
 
     def handler(number: int, _: FrameType | None) -> None:
@@ -467,7 +443,7 @@ def _interruptible(view: View) -> Iterator[Callable[[], signal.Signals | None]]:
         view.note("stopping after this step, with a checkpoint; Ctrl-C again stops at once")
 
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: received  # only the main thread is told of signals
+        yield lambda: received  # only the main thread receives signals
         return
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,8 +1,10 @@
-"""What a run shows while it goes on: a live view in a terminal, plain lines elsewhere."""
+"""The display of a running training: a live view in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -17,27 +19,30 @@ from rich.progress import (
 )
 
 from penstock.formatting import format_bytes, format_clock
-from penstock.terminal import say, table
+from penstock.terminal import phase, say, table
 from penstock.train.metrics import Metrics
 
 _LINES = 20  # of a whole run, besides those of evaluations
-_SMOOTHING = 0.95  # how much of the smoothed loss stays from step to step
+_SMOOTHING = 0.95  # the decay of the exponential moving average of the loss
 
 
 class View(Protocol):
-    """What a trainer tells."""
+    """The interface to a trainer."""
+
+    def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
+        """Show some work before training; the function given says how much of `total` is done."""
 
     def start(self, done: int, steps: int, seconds: float) -> None:
-        """Training begins after `done` steps of `steps`, which took some seconds."""
+        """Training starts after `done` steps of `steps`, which took some seconds."""
 
     def show(self, metrics: Metrics) -> None:
-        """One more step."""
+        """A step is done."""
 
     def note(self, text: str) -> None:
-        """Something to be read once."""
+        """Show a note."""
 
     def stop(self) -> None:
-        """Training has ended. Safe to call at any time, twice."""
+        """Training has ended. Safe to call at any time, and twice."""
 
 
 def open_view(console: Console) -> View:
@@ -46,28 +51,28 @@ def open_view(console: Console) -> View:
 
 
 class Smoothed:
-    """A mean of the values so far in which the last ones count most."""
+    """An exponential moving average."""
 
     def __init__(self) -> None:
         self._total = self._weight = 0.0
 
     def add(self, value: float) -> float:
-        """The mean after one more value."""
+        """Add a value; the new average."""
         self._total = self._total * _SMOOTHING + value * (1 - _SMOOTHING)
         self._weight = self._weight * _SMOOTHING + (1 - _SMOOTHING)
         return self._total / self._weight
 
 
 class _Recent:
-    """The metrics of the last steps, smoothed and in words."""
+    """The metrics of the last steps, smoothed and formatted."""
 
     def __init__(self) -> None:
         self._means = {name: Smoothed() for name in ("loss", "step", "data_wait", "device_wait")}
         self._first = True
-        self.step_seconds = math.nan  # before the second step; the first one compiles
+        self.step_seconds = math.nan  # until the second step, since the first compiles
 
     def add(self, metrics: Metrics, seconds: float) -> None:
-        """One more step, which took some seconds."""
+        """Add a step, which took some seconds."""
         self.loss = self._means["loss"].add(metrics.loss)
         if not self._first:
             self.step_seconds = self._means["step"].add(seconds)
@@ -90,19 +95,26 @@ class _Recent:
 
 
 class PlainView:
-    """A line now and then, and one for each evaluation."""
+    """About `_LINES` lines for the whole run, and a line for each evaluation."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._recent = _Recent()
         self._steps, self._seconds = 1, 0.0
+        self._compiling = ExitStack()  # until the first step is done
+
+    def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
+        """See `View`."""
+        return phase(self._console, name, total)
 
     def start(self, done: int, steps: int, seconds: float) -> None:
         """See `View`."""
         self._steps, self._seconds = steps, seconds
+        self._compiling.enter_context(self.phase("compiling the step"))
 
     def show(self, metrics: Metrics) -> None:
         """See `View`."""
+        self._compiling.close()
         recent = self._recent
         recent.add(metrics, metrics.seconds - self._seconds)
         self._seconds = metrics.seconds
@@ -123,10 +135,11 @@ class PlainView:
 
     def stop(self) -> None:
         """See `View`."""
+        self._compiling.close()
 
 
 class LiveView:
-    """A progress bar with the time left, and below it what the last step measured."""
+    """A progress bar with the time left, and the metrics of the last step below it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -135,7 +148,7 @@ class LiveView:
         self._validation = ""
         self._best = math.inf
         self._progress = Progress(
-            TextColumn("training"),
+            TextColumn("{task.description}"),
             BarColumn(None),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -143,8 +156,12 @@ class LiveView:
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._progress.add_task("training")
+        self._task = self._progress.add_task("compiling")
         self._live = Live(self._progress, console=console)
+
+    def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
+        """See `View`."""
+        return phase(self._console, name, total)
 
     def start(self, done: int, steps: int, seconds: float) -> None:
         """See `View`."""
@@ -165,7 +182,7 @@ class LiveView:
         rows.add_row("loss", f"{recent.loss:.4f}{self._validation}{rate}")
         rows.add_row("speed", f"{recent.speed}; {recent.waiting}")
         rows.add_row("memory", f"{recent.memory}; {metrics.hit_rate:.0%} of requests served by the pool")
-        self._progress.update(self._task, completed=metrics.step)
+        self._progress.update(self._task, completed=metrics.step, description="training")
         self._live.update(Group(self._progress, rows))
 
     def note(self, text: str) -> None:

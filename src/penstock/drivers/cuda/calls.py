@@ -1,4 +1,4 @@
-"""Calls of CUDA's driver API: their errors, and which of these end the device."""
+"""Calls of CUDA's driver API: their errors, and which of these are fatal for the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cuda.bindings import driver as cu
 
 NO_MEMORY = (
     cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY,
-    cu.CUresult.CUDA_ERROR_INVALID_VALUE,  # sizes that no device could have
+    cu.CUresult.CUDA_ERROR_INVALID_VALUE,  # for sizes that are impossible on any device
 )
 FATAL = {  # errors after which CUDA accepts nothing more from the process
     cu.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,
@@ -24,7 +24,7 @@ FATAL = {  # errors after which CUDA accepts nothing more from the process
     cu.CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED,
     cu.CUresult.CUDA_ERROR_UNKNOWN,
 }
-ELSEWHERE = {  # what CUDA says to a thread whose current device is another, or none
+ELSEWHERE = {  # errors in a thread whose current context is another or none
     cu.CUresult.CUDA_ERROR_INVALID_CONTEXT,
     cu.CUresult.CUDA_ERROR_INVALID_HANDLE,
 }
@@ -39,7 +39,7 @@ class CudaError(Exception):
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """The results of a call; raises CudaError where it failed."""
+    """The results of a call; raises CudaError if it failed."""
     if result[0]:
         raise CudaError(result[0])
     return result[1] if len(result) == 2 else result[1:]

@@ -1,4 +1,4 @@
-"""CUDA C as loaded code: compiled by NVRTC, or by an earlier process and kept on disk."""
+"""Compiles CUDA C with NVRTC, or takes the code from disk, and loads it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cuda.bindings import nvrtc
 
 from penstock.drivers.binaries import Binaries
 from penstock.drivers.cuda.calls import CudaError, checked
-from penstock.drivers.driver import Life, check_parameter_count
+from penstock.drivers.driver import Handles, check_parameter_count
 from penstock.errors import CompileError
 
-SLOT = 8  # bytes of one argument in a launch's block; no scalar has more
-# How `struct` writes a scalar, by NumPy's word for it.
+SLOT = 8  # bytes of an argument in a launch's block; no scalar has more
+# The format of a scalar for `struct`, by NumPy's type code.
 _FORMATS = {"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q"}
 _FORMATS |= {"f2": "e", "f4": "f", "f8": "d"}
 
@@ -25,9 +25,9 @@ _import_lock = threading.Lock()
 
 
 def compile_text(text: str, architecture: str) -> bytes:
-    """CUDA C as code for an architecture such as `sm_90`. Raises CompileError with the compiler's words."""
-    # Imported late: it takes a quarter of a second, and code that is on disk needs no compiler. By one thread
-    # at a time: a second one would see the module before its names are there.
+    """CUDA C compiled for an architecture such as `sm_90`. Raises CompileError with NVRTC's message."""
+    # Imported late: it takes a quarter of a second, and code on disk needs no compiler. With a lock: a second
+    # thread would see the module before it is initialized.
     with _import_lock:
         from cuda.core import Program, ProgramOptions
 
@@ -39,12 +39,12 @@ def compile_text(text: str, architecture: str) -> bytes:
 
 
 class Compiler:
-    """Loads the kernels of texts."""
+    """Compiles and loads kernels."""
 
     def __init__(self, architecture: str) -> None:
         self._architecture = architecture
         self.binaries = Binaries()
-        self.modules = Life()
+        self.modules = Handles()
 
     def functions(
         self,
@@ -52,21 +52,21 @@ class Compiler:
         signatures: Mapping[str, Sequence[str]],
         dtypes: Mapping[str, Sequence[np.dtype[Any]]],
     ) -> dict[str, Function]:
-        """The kernels of a text by name. Raises CompileError, or CudaError where CUDA refuses the code."""
+        """The kernels of a text by name. Raises CompileError, or CudaError if CUDA refuses the code."""
         module = _Module(self._code(text), self.modules)
         return {
             name: Function(module, name, signature, dtypes[name]) for name, signature in signatures.items()
         }
 
     def has(self, text: str) -> bool:
-        """Whether the code of a text is on disk."""
+        """Whether the compiled code of a text is on disk."""
         return self.binaries.has(self._key(text))
 
     def _key(self, text: str) -> str:
         return f"{nvrtc.nvrtcVersion()[1:]} {self._architecture}\n{text}"
 
     def _code(self, text: str) -> bytes:
-        """The code of a text for this device, from the disk where it was compiled before."""
+        """The compiled code of a text for this device, from disk if it is there."""
         key = self._key(text)
         code = self.binaries.get(key)
         if code is None:
@@ -76,21 +76,21 @@ class Compiler:
 
 
 class _Module:
-    """Loaded code, for as long as a kernel of it is there."""
+    """A loaded module, unloaded with its last kernel."""
 
-    def __init__(self, code: bytes, life: Life) -> None:
+    def __init__(self, code: bytes, handles: Handles) -> None:
         self.native = checked(cu.cuModuleLoadData(code))
-        self._life = life
-        life.open.add(id(self))
+        self._handles = handles
+        handles.open.add(id(self))
 
     def __del__(self) -> None:
-        if hasattr(self, "native") and not self._life.abandoned:
+        if hasattr(self, "native") and not self._handles.abandoned:
             cu.cuModuleUnload(self.native)
-            self._life.open.discard(id(self))
+            self._handles.open.discard(id(self))
 
 
 class Function:
-    """A kernel's code, and how each of its arguments is written into memory."""
+    """A loaded kernel, and the formats of its arguments."""
 
     def __init__(
         self, module: _Module, name: str, signature: Sequence[str], dtypes: Sequence[np.dtype[Any]]
@@ -105,14 +105,14 @@ class Function:
             for kind, dtype in zip(signature, dtypes, strict=True)
         ]
         self.formats = [struct.Struct(_FORMATS[kind]) for kind in kinds]
-        # All arguments at once, each in a slot of its own.
+        # All arguments together, each in its slot.
         self.format = struct.Struct(
             "=" + "".join(f"{_FORMATS[kind]}{SLOT - int(kind[1:])}x" for kind in kinds)
         )
         self.dtypes = dtypes
         sizes: list[int] = []
-        while not (told := cu.cuFuncGetParamInfo(self.native, len(sizes)))[0]:
-            sizes.append(told[2])
+        while not (answer := cu.cuFuncGetParamInfo(self.native, len(sizes)))[0]:
+            sizes.append(answer[2])
         check_parameter_count(name, len(sizes), signature)
         for position, (size, form) in enumerate(zip(sizes, self.formats, strict=True)):
             if size != form.size:

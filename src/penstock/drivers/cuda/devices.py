@@ -13,18 +13,18 @@ from penstock.drivers.driver import Capabilities
 from penstock.errors import DeviceError
 
 Attribute = cu.CUdevice_attribute
-_ALIGNMENT = 256  # bytes, as cuMemAlloc aligns; kernels count the offsets of buffers in steps of it
+_ALIGNMENT = 256  # bytes, as of cuMemAlloc; kernels get the offsets of buffers in this unit
 
-_contexts: dict[int, Any] = {}  # by device; kept for the life of the process, as other libraries do
+_contexts: dict[int, Any] = {}  # by device; kept until the process ends, as other libraries do
 _contexts_lock = threading.Lock()
 
 
 def find_devices() -> list[int]:
-    """The numbers of the CUDA devices, the largest memory first. Raises DeviceError with CUDA's reason."""
+    """The ordinals of the CUDA devices, the largest memory first. Raises DeviceError with CUDA's reason."""
     try:
         checked(cu.cuInit(0))
         count = checked(cu.cuDeviceGetCount())
-    except (CudaError, RuntimeError) as error:  # RuntimeError: the library of NVIDIA's driver is not there
+    except (CudaError, RuntimeError) as error:  # RuntimeError: NVIDIA's driver library is not installed
         raise DeviceError(str(error)) from None
     sizes = {number: checked(cu.cuDeviceTotalMem(native_device(number))) for number in range(count)}
     return sorted(sizes, key=lambda number: -sizes[number])
@@ -62,20 +62,20 @@ def native_device(number: int) -> Any:
 
 
 def attribute(device: int, which: Any) -> int:
-    """One of CUDA's numbers about a device."""
+    """An attribute of a device."""
     return int(checked(cu.cuDeviceGetAttribute(which, native_device(device))))
 
 
 def architecture_of(device: int) -> str:
-    """What code is compiled for, such as `sm_90a`."""
+    """The architecture that code is compiled for, such as `sm_90a`."""
     major = attribute(device, Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
     minor = attribute(device, Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-    # From Hopper on, "a" lets code have what only this architecture has.
+    # From Hopper on, "a" permits features that only this architecture has.
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
 def context_of(device: int) -> Any:
-    """The device's primary context, which libraries in this process share."""
+    """The device's primary context, which all libraries of this process share."""
     with _contexts_lock:
         if device not in _contexts:
             _contexts[device] = checked(cu.cuDevicePrimaryCtxRetain(native_device(device)))

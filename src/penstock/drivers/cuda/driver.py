@@ -1,11 +1,11 @@
-"""The CUDA driver, on NVIDIA's cuda.core and the driver API of its bindings: NVIDIA's GPUs.
+"""The CUDA driver for NVIDIA's GPUs, on cuda.core and the driver API of cuda.bindings.
 
-Kernels are C that NVRTC compiles for the device, or the launches of a library. A program's launches can
-become one graph, whose arguments still change one by one.
+Kernels are CUDA C that NVRTC compiles for the device, or launches of a library. The launches of a program can
+be captured in a CUDA graph, whose arguments can still be changed.
 
-An error inside a kernel, such as an address that nobody allocated, ends the device for this process: CUDA
-answers every later call with it. Commands that were not known to be done by then have all failed, and so have
-those that are recorded later; the first of them is told.
+An error inside a kernel, such as an illegal address, is fatal for the device in this process: CUDA returns it
+for every later call. All commands that were not known to be done have failed then, and all later commands
+fail; the error is reported for the first of them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from penstock.drivers.driver import (
     Driver,
     Event,
     Grid,
+    Handles,
     Kernel,
-    Life,
     Memory,
     Queue,
     Source,
@@ -45,7 +45,7 @@ _NOT_READY = cu.CUresult.CUDA_ERROR_NOT_READY
 
 
 class CudaDriver(Driver):
-    """One CUDA device."""
+    """A CUDA device."""
 
     reaches_pinned = True
     times = True
@@ -56,18 +56,18 @@ class CudaDriver(Driver):
         self._enter()
         self._allocator = Allocator(device)
         self._compiler = Compiler(architecture_of(device))
-        self._captured = Life()
+        self._captured = Handles()
         self._events = EventPool()
         made = [checked(cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)) for _ in range(4)]
         self.compute, self.incoming, self.outgoing, self._capturing = self._queues = made
-        # CUDA's own setting. Here, too, every command then waits for its end, and failures are told exactly.
+        # CUDA's own setting: every call waits for its command, so that failures are attributed exactly.
         self._blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
         self.graphs = not self._blocking
         self._at_once = self._blocking  # whether every command has an event of its own
         self._clock: Clock | None = None  # while commands are timed
-        self._open: dict[Queue, CudaEvent] = {}  # by queue, of what was recorded since the last flush
+        self._open: dict[Queue, CudaEvent] = {}  # by queue: the event of the commands since the last flush
         self._launcher = 0  # the thread that launched last
-        self._dead = ""  # why every call fails
+        self._dead = ""  # the error that ended the device
         self._abandoned = False
 
     # Memory
@@ -127,7 +127,7 @@ class CudaDriver(Driver):
         if not callable(launch) or not hasattr(launch, "prepare"):
             raise CompileError(
                 f"a CUDA device takes CUDA C as text, or launches of a library, which have a method "
-                f"`prepare`; functions were given, and {name!r} is no such launch"
+                f"`prepare`; functions were given, and {name!r} has no such method"
             )
         launch.prepare(self)
         self._enter()
@@ -137,12 +137,12 @@ class CudaDriver(Driver):
         self, queue: Queue, kernel: Kernel, grid: Grid, group: Grid, args: Args, waits: Waits
     ) -> Event:
         bound = kernel.native
-        if isinstance(bound, Launch):  # calls on one queue come one after another, so it serves them all
+        if isinstance(bound, Launch):  # reused for all launches, since calls for a queue are ordered
             bound.set(grid, group, args)
         else:
             bound = self.bind(kernel, grid, group, args)
         try:
-            # Without entering, which is a tenth of a launch: mostly the thread has launched something before.
+            # The context is not set if this thread launched last, to save a tenth of the time of a launch.
             if waits or self._launcher != get_ident() or self._clock is not None:
                 self._begin(queue, waits)
                 self._launcher = get_ident()
@@ -192,6 +192,10 @@ class CudaDriver(Driver):
             return Graph(bound, after, self._capturing, self._captured)
         except CudaError as error:
             raise DeviceError(str(error)) from None
+
+    def bind_copy(self, target: Any, source: Any, nbytes: int) -> Any:
+        # As with a library's launch, what it puts on a captured stream becomes a node of the graph.
+        return LibraryCall(_copy, (target, source, nbytes))
 
     # Copies
 
@@ -249,7 +253,7 @@ class CudaDriver(Driver):
         ]
 
     def _enter(self) -> None:
-        """Make this device current on this thread, whatever other libraries have set."""
+        """Make the device's context current in this thread; other libraries may have set another."""
         cu.cuCtxSetCurrent(self._context)
 
     def _begin(self, queue: Queue, waits: Waits) -> None:
@@ -260,21 +264,21 @@ class CudaDriver(Driver):
                     checked(cu.cuStreamWaitEvent(queue, event.native, 0))
 
     def _refuse(self, error: CudaError) -> None:
-        """Raise the error of a command that CUDA refused; one that ends the device is kept for the events."""
+        """Raise the error of a command that CUDA refused; a fatal error is kept for the events instead."""
         if error.code not in FATAL:
             raise DeviceError(str(error)) from None
         self._end(error.code)
 
     def _end(self, code: Any) -> None:
-        """From here on, every command fails."""
+        """Make every later command fail."""
         self._at_once = True
         self._dead = self._dead or (
-            f"{words(code)}. This command failed, or one soon after it, and the device cannot be used any "
-            f"more in this process; with CUDA_LAUNCH_BLOCKING=1 in the environment it is told exactly"
+            f"{words(code)}. This command or a command soon after it failed, and the device cannot be used "
+            f"any more in this process; set CUDA_LAUNCH_BLOCKING=1 in the environment to learn which it was"
         )
 
     def _event(self, queue: Queue) -> Event:
-        """The event of the last command. All commands until the next flush share one, to save time."""
+        """The event of the last command. All commands until the next flush share an event, to save time."""
         event = self._open.get(queue)
         if event is None:
             event = self._open[queue] = CudaEvent(queue, self._events.idle)
@@ -292,7 +296,7 @@ class CudaDriver(Driver):
         return event
 
     def _record(self, event: Event) -> None:
-        """Record a native event for an event."""
+        """Record the native event of an event."""
         try:
             event.native = self._events.mark(event.queue, event.idle)
         except CudaError as error:
@@ -323,7 +327,7 @@ class CudaDriver(Driver):
         try:
             start = event.base.seconds + elapsed(event.base.native, event.start)
             return start, start + elapsed(event.start, event.native)
-        except CudaError:  # of a device that has failed since
+        except CudaError:  # the device has failed since
             return None
 
     # Life cycle
@@ -334,7 +338,7 @@ class CudaDriver(Driver):
             cu.cuStreamSynchronize(queue)
 
     def abandon(self) -> None:
-        # CUDA does not survive a fork: a child may not even release what its parent made.
+        # CUDA cannot be used after a fork: a child must not even release what its parent created.
         self._abandoned = True
         self._compiler.modules.abandoned = self._captured.abandoned = True
 
@@ -345,6 +349,11 @@ class CudaDriver(Driver):
         for queue in self._queues:
             cu.cuStreamDestroy(queue)
         self._events.destroy()
+
+
+def _copy(queue: int, target: int, source: int, nbytes: int) -> None:
+    """Put a copy on a queue; CUDA tells by the addresses which end is the host's."""
+    checked(cu.cuMemcpyAsync(target, source, nbytes, cu.CUstream(queue)))
 
 
 def _address(array: Bytes) -> int:

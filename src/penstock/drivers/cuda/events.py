@@ -1,4 +1,4 @@
-"""CUDA's events, which are used again and again, and the device's clock on the host's."""
+"""A pool of CUDA events, and conversion of the device's times to the host's clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cuda.bindings import driver as cu
 from penstock.drivers.cuda.calls import CudaError, checked
 from penstock.drivers.driver import Queue
 
-_CLOCK_SECONDS = 1.0  # after which the device's clock is compared with the host's again
+_CLOCK_SECONDS = 1.0  # how long the measured offset of the device's clock is used
 _MAX_IDLE_EVENTS = 1024
 _UNTIMED = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
 _TIMED = cu.CUevent_flags.CU_EVENT_DEFAULT
@@ -20,25 +20,25 @@ _TIMED = cu.CUevent_flags.CU_EVENT_DEFAULT
 
 @dataclass(slots=True, eq=False)
 class CudaEvent:
-    """A point on a queue. Its native event goes back to the pool with this object."""
+    """A point on a queue. Its native event returns to the pool when this object is deleted."""
 
     queue: Queue
     idle: deque[Any]
-    native: Any = None  # until the queue is flushed
+    native: Any = None  # None until the queue is flushed
     done: bool = False
     error: str = ""  # why the command failed
-    start: Any = None  # a native event before the command, where that is timed
+    start: Any = None  # a native event before the command, if that is timed
     base: _Base | None = None
 
     def __del__(self) -> None:
         for native in (self.native, self.start):
             if native is not None:
-                self.idle.append(native)  # one atomic step: a finaliser may come inside any other call
+                self.idle.append(native)  # atomic, since a finalizer may run inside any other call
 
 
 @dataclass(slots=True, eq=False)
 class _Base:
-    """A native event whose time is known on the host's clock: times of others are told relative to it."""
+    """A native event whose time on the host's clock is known. Times of other events are relative to it."""
 
     native: Any
     seconds: float
@@ -49,11 +49,11 @@ class _Base:
 
 
 class EventPool:
-    """Native events for reuse, with and without times."""
+    """Native events for reuse, with and without timing."""
 
     def __init__(self) -> None:
         self.idle: deque[Any] = deque()
-        self.timed: deque[Any] = deque()  # idle events that have times
+        self.timed: deque[Any] = deque()  # idle events with timing
         self.count = 0  # of native events, idle or in use
 
     @property
@@ -62,7 +62,7 @@ class EventPool:
         return self.count - len(self.idle) - len(self.timed)
 
     def mark(self, queue: Queue, idle: deque[Any]) -> Any:
-        """Record a native event on a queue, out of `idle` where there is one."""
+        """Record a native event on a queue, reusing one of `idle` if possible."""
         while len(idle) > _MAX_IDLE_EVENTS:
             self._destroy_oldest(idle)
         try:
@@ -82,7 +82,7 @@ class EventPool:
         self.count -= 1
 
     def destroy_timed(self) -> None:
-        """Destroy the idle events that have times."""
+        """Destroy the idle events with timing."""
         while self.timed:
             self._destroy_oldest(self.timed)
 
@@ -94,38 +94,38 @@ class EventPool:
 
 
 class Clock:
-    """The device's clock on the host's, and the starts of the commands that are timed."""
+    """Converts times of the device to the host's clock, and records when commands start."""
 
     def __init__(self, events: EventPool, idle_queue: Queue) -> None:
-        """`idle_queue`: a queue without commands, on which an event is recorded at once."""
+        """`idle_queue`: a queue without commands, so that events recorded on it complete at once."""
         self._events = events
         self._queue = idle_queue
         self._base: _Base | None = None
         self._due = 0.0
-        self._starts: dict[Queue, tuple[Any, _Base]] = {}  # by queue, of the command that comes next
+        self._starts: dict[Queue, tuple[Any, _Base]] = {}  # of the next command, by queue
 
     def note_start(self, queue: Queue) -> None:
         """Record an event before the next command on a queue."""
-        if queue in self._starts:  # of a command that was refused
+        if queue in self._starts:  # its command was refused
             self._events.timed.append(self._starts.pop(queue)[0])
-        base = self._recent_base()  # which has to come first
+        base = self._recent_base()  # recorded first, because times are relative to it
         self._starts[queue] = self._events.mark(queue, self._events.timed), base
 
     def give_start(self, event: CudaEvent) -> None:
-        """Hand the event before a command over to the event of the command."""
+        """Move the start of a command to the event of the command."""
         event.start, event.base = self._starts.pop(event.queue, (None, None))
-        event.idle = self._events.timed  # for the event at its end has to know its time, too
+        event.idle = self._events.timed  # the event at its end needs timing, too
 
     def close(self) -> None:
-        """Give back the starts of commands that were refused."""
+        """Return the starts of commands that were refused to the pool."""
         self._events.timed.extend(native for native, _ in self._starts.values())
         self._starts.clear()
 
     def _recent_base(self) -> _Base:
-        """A base of the last second: the clocks drift apart, and CUDA rounds long distances."""
+        """A base of the last second, because the clocks drift, and CUDA rounds long intervals."""
         if self._base is None or perf_counter() > self._due:
             measured = []
-            for _ in range(5):  # the host may be interrupted meanwhile, but not every time
+            for _ in range(5):  # the best of 5, since the host may be interrupted in between
                 before = perf_counter()
                 native = self._events.mark(self._queue, self._events.timed)
                 checked(cu.cuEventSynchronize(native))

@@ -1,4 +1,4 @@
-"""Launches as one CUDA graph, in which single arguments can still be changed."""
+"""CUDA graphs of launches, whose arguments can be changed."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from cuda.bindings import driver as cu
 
 from penstock.drivers.cuda.calls import FATAL, CudaError, checked
 from penstock.drivers.cuda.launches import Bound
-from penstock.drivers.driver import Life, Queue
+from penstock.drivers.driver import Handles, Queue
 
 
 class Graph:
-    """A graph of launches. Changed arguments are given to their nodes before the graph runs again."""
+    """A graph of launches. Nodes with changed arguments are updated before the next launch of the graph."""
 
     def __init__(
-        self, bound: Sequence[Bound], after: Sequence[Sequence[int]], queue: Queue, life: Life
+        self, bound: Sequence[Bound], after: Sequence[Sequence[int]], queue: Queue, handles: Handles
     ) -> None:
         self._bound = bound
         self._after = after
-        self._queue = queue  # on which libraries' launches are captured
-        self._life = life
+        self._queue = queue  # for capturing the launches of libraries
+        self._handles = handles
         self._changes: list[Bound] = []
         self._build()
-        life.open.add(id(self))
+        handles.open.add(id(self))
         for launch in bound:
             launch.changes = self._changes
 
@@ -42,7 +42,7 @@ class Graph:
         self._graph, self._native, self._nodes = graph, native, nodes  # nodes live as long as their graph
 
     def record(self, queue: Queue) -> None:
-        """Launch it."""
+        """Launch the graph."""
         if self._changes:
             self._update()
         checked(cu.cuGraphLaunch(self._native, queue))
@@ -54,7 +54,7 @@ class Graph:
         except CudaError as error:
             if error.code in FATAL:
                 raise
-            # A library may launch other kernels for other arguments, which only a new graph can hold.
+            # For other arguments a library may launch other kernels, which requires a new graph.
             graph, native = self._graph, self._native
             self._build()
             cu.cuGraphExecDestroy(native)
@@ -62,18 +62,18 @@ class Graph:
         self._changes.clear()
 
     def __del__(self) -> None:
-        if not hasattr(self, "_graph") or self._life.abandoned:
+        if not hasattr(self, "_graph") or self._handles.abandoned:
             return
         cu.cuGraphExecDestroy(self._native)
         cu.cuGraphDestroy(self._graph)
-        self._life.open.discard(id(self))
+        self._handles.open.discard(id(self))
         for launch in self._bound:
             if launch.changes is self._changes:
                 launch.changes = None
 
 
 def _soonest(after: Sequence[Sequence[int]]) -> list[int]:
-    """The order in which launches become nodes: by the earliest start, the longest chain of others first.
+    """The order in which launches are added as nodes: by earliest start, then by the longest path after them.
 
     CUDA assigns nodes to its streams in the order in which they are added.
     """

@@ -1,4 +1,4 @@
-"""Kernels and calls of a library with their arguments, which can be recorded or become nodes of a graph."""
+"""Kernels and library calls with their arguments, which can be launched or added to a graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.errors import DeviceError
 
 
 class Launch:
-    """A kernel with its arguments in a block of memory, from which CUDA copies them with every launch."""
+    """A kernel with its arguments in a block of memory, from which CUDA copies them at every launch."""
 
     __slots__ = ("_block", "_node", "_params", "_pointers", "_shape", "_sizes", "changes", "function")
 
@@ -29,14 +29,14 @@ class Launch:
         start = ctypes.addressof(self._block)
         self._pointers = (ctypes.c_uint64 * count)(*range(start, start + SLOT * count, SLOT))
         self._params = ctypes.addressof(self._pointers)
-        self._node: Any = None  # the launch as a graph wants it, made when first asked for
-        self.changes: list[Bound] | None = None  # of the graph that this is part of
+        self._node: Any = None  # the parameters of its node in a graph
+        self.changes: list[Bound] | None = None  # the changed launches of the graph that this belongs to
         self._shape: tuple[Grid, Grid] | None = None
         self._sizes: tuple[int, ...] = ()
         self.set(grid, group, args)
 
     def set(self, grid: Grid, group: Grid, args: Sequence[Any]) -> None:
-        """Give it other sizes and arguments."""
+        """Set grid, workgroup size and arguments."""
         if (grid, group) != self._shape:
             self._shape = grid, group
             self._sizes = (*grid, *(1,) * (3 - len(grid)), *group, *(1,) * (3 - len(group)))
@@ -50,17 +50,17 @@ class Launch:
         form = self.function.formats[position]
         try:
             form.pack_into(self._block, SLOT * position, arg)
-        except (struct.error, OverflowError):  # a number that NumPy would round or wrap
+        except (struct.error, OverflowError):  # a value that NumPy rounds or wraps
             form.pack_into(self._block, SLOT * position, self.function.dtypes[position].type(arg))
 
     def change(self, position: int, arg: Any) -> None:
-        """Give it another argument."""
+        """Set an argument."""
         self._put(position, arg)
         if self.changes is not None:
             self.changes.append(self)
 
     def record(self, queue: Queue) -> None:
-        """Launch it."""
+        """Launch the kernel."""
         try:
             (code,) = cu.cuLaunchKernel(self.function.native, *self._sizes, 0, queue, self._params, 0)
         except OverflowError:
@@ -69,7 +69,7 @@ class Launch:
             raise CudaError(code)
 
     def add_to(self, graph: Any, after: list[Any], queue: Queue) -> Any:
-        """Add a node to a graph that does the same."""
+        """Add the launch to a graph as a node."""
         self._node = cu.CUDA_KERNEL_NODE_PARAMS()
         self._node.func = self.function.native
         self._node.gridDimX, self._node.gridDimY, self._node.gridDimZ = self._sizes[:3]
@@ -93,20 +93,20 @@ class LibraryCall:
         self.changes: list[Bound] | None = None
 
     def change(self, position: int, arg: Any) -> None:
-        """Give it another argument."""
+        """Set an argument."""
         self._args[position] = arg
         if self.changes is not None:
             self.changes.append(self)
 
     def record(self, queue: Queue) -> None:
-        """Launch it."""
+        """Call the library."""
         try:
             self._launch(int(queue), *self._args)
-        except Exception as error:  # any failure of a library is the device's
+        except Exception as error:  # any error of a library is a failure of the device
             raise DeviceError(f"{type(error).__name__}: {error}") from error
 
     def add_to(self, graph: Any, after: list[Any], queue: Queue) -> Any:
-        """Add a node to a graph that does the same."""
+        """Add what the library launches to a graph as a node."""
         inside = self._captured(queue)
         try:
             return checked(cu.cuGraphAddChildGraphNode(graph, after, len(after), inside))
@@ -123,8 +123,8 @@ class LibraryCall:
 
     def _captured(self, queue: Queue) -> Any:
         """What the library launches, as a graph."""
-        # Without CUDA's checks: another thread, or a finaliser on this one, may allocate and free meanwhile,
-        # which touches nothing that is captured.
+        # Relaxed: other threads, or a finalizer in this thread, may allocate and free meanwhile, which does
+        # not affect what is captured.
         checked(cu.cuStreamBeginCapture(queue, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
         try:
             self.record(queue)

@@ -1,4 +1,4 @@
-"""CUDA's memory: small blocks from its allocator, large ones mapped piece by piece, and pinned ones."""
+"""CUDA's memory: small blocks by cuMemAlloc, large blocks mapped from pieces, and pinned blocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from penstock.drivers.cuda.calls import checked
 from penstock.drivers.cuda.devices import Attribute, attribute
 from penstock.drivers.driver import Memory
 
-_MAPPED_FROM = 32 << 20  # bytes, from which on memory is mapped piece by piece
-_PIECE = 64 << 20  # bytes of the pieces
+_MAPPED_FROM = 32 << 20  # bytes of the smallest block that is mapped from pieces
+_PIECE = 64 << 20  # bytes of a piece
 
 
 class Allocator:
-    """Allocates memory. Calls that fail raise CudaError."""
+    """Allocates memory. Raises CudaError."""
 
     def __init__(self, device: int) -> None:
         self._maps = bool(
@@ -25,7 +25,7 @@ class Allocator:
         self._location = cu.CUmemLocation()
         self._location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._location.id = device
-        self._mapped: dict[Memory, int] = {}  # the bytes of mapped blocks; every step on it is atomic
+        self._mapped: dict[Memory, int] = {}  # the bytes of mapped blocks; its operations are atomic
 
     def allocate(self, nbytes: int, pinned: bool) -> Memory:
         """A new block."""
@@ -43,23 +43,23 @@ class Allocator:
         return memory
 
     def _map(self, nbytes: int) -> tuple[int, int]:
-        """Map pieces of memory to one range of addresses, so that no hole need be as large as the block."""
-        how = cu.CUmemAllocationProp()
-        how.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        how.location = self._location
+        """Map pieces of physical memory to a contiguous range of addresses, which avoids fragmentation."""
+        properties = cu.CUmemAllocationProp()
+        properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location = self._location
         least = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        granule = checked(cu.cuMemGetAllocationGranularity(how, least))
+        granule = checked(cu.cuMemGetAllocationGranularity(properties, least))
         total = -(-nbytes // granule) * granule
         start = int(checked(cu.cuMemAddressReserve(total, 0, 0, 0)))
         mapped = 0
         try:
             while mapped < total:
                 size = min(_PIECE, total - mapped)
-                piece = checked(cu.cuMemCreate(size, how, 0))
+                piece = checked(cu.cuMemCreate(size, properties, 0))
                 try:
                     checked(cu.cuMemMap(start + mapped, size, 0, piece, 0))
                 finally:
-                    cu.cuMemRelease(piece)  # it stays for as long as it is mapped
+                    cu.cuMemRelease(piece)  # it is freed when it is unmapped
                 mapped += size
             access = cu.CUmemAccessDesc()
             access.location = self._location
@@ -71,14 +71,14 @@ class Allocator:
         return start, total
 
     def forget(self, memory: Memory) -> tuple[int, int]:
-        """The address of a block that is given back, and its mapped bytes, 0 where it is not mapped."""
+        """Invalidate a block; its address and mapped bytes (0 if it is not mapped), for `release`."""
         mapped = self._mapped.pop(memory, 0)
         address, memory.native, memory.host = memory.native, None, None
         return address, mapped
 
 
 def release(address: int, mapped: int, pinned: bool) -> None:
-    """Give a block back. A device that has failed refuses that, and its memory goes with the process."""
+    """Free a block. A device that has failed refuses this; its memory is freed when the process ends."""
     if mapped:
         _unmap(address, mapped, mapped)
     elif pinned:

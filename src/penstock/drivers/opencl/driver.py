@@ -2,8 +2,8 @@
 
 Memory comes in one of three kinds, by what the device offers:
 
-- `svm`: fine-grained shared virtual memory. Host and device use the same pointer; mapping costs nothing.
-- `mapped`: buffers in memory that the device shares with the host; mapping costs a call but no copy.
+- `svm`: fine-grained shared virtual memory. Host and device use the same pointer, so mapping is free.
+- `mapped`: buffers in memory that the device shares with the host; mapping takes a call but no copy.
 - `device`: buffers in the device's own memory; data goes through pinned staging memory.
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal
@@ -45,19 +45,19 @@ from penstock.lru import LRU
 MemoryKind = Literal["svm", "mapped", "device"]
 
 _NOTHING = np.zeros(1, np.uint8)
-_MAX_PARTS = 256  # sub-buffers kept for one allocation
-_LARGE = 4 << 20  # bytes, from which on the size of pages matters
+_MAX_PARTS = 256  # sub-buffers kept for an allocation
+_LARGE = 4 << 20  # bytes from which on the size of pages matters
 _LEAST_VECTOR_WIDTH = 4  # of a CPU
-_BUFFER_PARAMETERS = 12  # bytes of a kernel's parameters: a pointer, and where in its memory the array begins
-_OTHER_PARAMETERS = 128  # bytes that scalars may take
-_DEFAULT_ALIGNMENT = 0  # lets OpenCL take that of its widest vector type, 128 bytes
+_BUFFER_PARAMETERS = 12  # bytes that a buffer takes of a kernel's parameters: a pointer and an offset
+_OTHER_PARAMETERS = 128  # bytes for scalars
+_DEFAULT_ALIGNMENT = 0  # means that of OpenCL's widest vector type, 128 bytes
 _RW = cl.mem_flags.READ_WRITE
 _SVM = cl.svm_mem_flags.READ_WRITE | cl.svm_mem_flags.SVM_FINE_GRAIN_BUFFER
 _PROFILE = cl.profiling_info
-_CLOCK_SECONDS = 1.0  # after which the two clocks are compared again
+_CLOCK_SECONDS = 1.0  # how long the measured offset of the device's clock is used
 _STATUS = cl.event_info.COMMAND_EXECUTION_STATUS
 _READ, _READ_WRITE = cl.map_flags.READ, cl.map_flags.READ | cl.map_flags.WRITE
-# Typed as Any: their stubs want keywords, which cost a third of a microsecond on every launch.
+# Typed as Any: their stubs require keywords, which would cost a third of a microsecond for every launch.
 _enqueue_kernel: Any = cl.enqueue_nd_range_kernel
 _enqueue_map: Any = cl.enqueue_map_buffer
 _NO_MEMORY = {
@@ -75,25 +75,23 @@ def find_devices() -> list[cl.Device]:
     with pocl.own_folder():
         try:
             platforms = cl.get_platforms()
-        except cl.Error:  # no platform at all is reported as an error
+        except cl.Error:  # OpenCL reports it as an error that there is no platform
             return []
         for platform in platforms:
-            try:
+            with suppress(cl.Error):  # a platform whose hardware is absent
                 devices += platform.get_devices()
-            except cl.Error:  # a platform whose hardware is absent
-                continue
     order = {"gpu": 0, "accelerator": 1, "cpu": 2}
     usable = [device for device in devices if device.available and device.compiler_available]
     return sorted(usable, key=lambda device: (order[_kind(device)], -device.global_mem_size))
 
 
 def problem(device: cl.Device) -> str:
-    """Why a device that is there cannot be used, in words; empty if it can."""
+    """Why a device cannot be used; empty if it can."""
     return pocl.problem() if device.platform.name == pocl.PLATFORM else ""
 
 
 class OpenCLDriver(Driver):
-    """One OpenCL device."""
+    """An OpenCL device."""
 
     times = True
 
@@ -104,14 +102,10 @@ class OpenCLDriver(Driver):
         self._maps = cl.CommandQueue(self._context)  # always idle, so that a map waits for nothing else
         self._clock: _Clock | None = None  # while commands are timed
         self._open_queues(timed=False)
-        self._options = ["-w"]  # a compiler that succeeds has nothing to say
-        if device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT:
-            self._options.append("-cl-fp32-correctly-rounded-divide-sqrt")
-        version = (device.platform.name, device.version, device.driver_version, device.name)
-        extra = os.environ.get("POCL_EXTRA_BUILD_FLAGS", "")  # which PoCL adds to the options by itself
-        self._built_for = "\n".join((*version, *self._options, extra))
+        self._rounds = bool(device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT)
+        self._version = (device.platform.name, device.version, device.driver_version, device.name)
         self._cache = pocl.cache() if device.platform.name == pocl.PLATFORM else None
-        self._copies: deque[Event] = deque()  # PyOpenCL's destructors of these wait until they are done
+        self._copies: deque[Event] = deque()  # kept until done, because PyOpenCL's destructor waits for them
 
     def _open_queues(self, timed: bool) -> None:
         self.compute, self.incoming, self.outgoing = (_queue(self._context, timed) for _ in range(3))
@@ -142,8 +136,8 @@ class OpenCLDriver(Driver):
             return Memory(buffer, nbytes, host, pinned)
         shared = cl.mem_flags.ALLOC_HOST_PTR if self._memory_kind == "mapped" else 0
         buffer = cl.Buffer(self._context, _RW | shared, nbytes)
-        # Drivers allocate at first use; a use now makes a lack of memory show here. (A migration would say
-        # just that, but NVIDIA's driver crashes when another thread records a kernel meanwhile.)
+        # Drivers allocate at first use, so the buffer is used now to detect a lack of memory here. (Migrating
+        # it would do that too, but NVIDIA's driver crashes if another thread records a kernel meanwhile.)
         cl.enqueue_fill_buffer(self._maps, buffer, _NOTHING, 0, 1).wait()
         return Memory(buffer, nbytes, None)
 
@@ -161,8 +155,8 @@ class OpenCLDriver(Driver):
         if self._memory_kind == "svm":
             assert memory.host is not None
             return cl.SVM(memory.host[offset : offset + nbytes])
-        # Sub-buffers stay with their memory: NVIDIA's driver may crash when one is released that a command
-        # has just used, and making them costs more than a launch.
+        # Sub-buffers are kept with their memory: NVIDIA's driver may crash when a sub-buffer is released just
+        # after a command used it, and creating them costs more than a launch.
         if memory.parts is None:
             memory.parts = LRU(_MAX_PARTS)
         part = memory.parts.use((offset, nbytes))
@@ -171,7 +165,7 @@ class OpenCLDriver(Driver):
         return part
 
     def native_handles(self) -> int:
-        # Buffers, shared allocations, programs and queues each hold a reference to their context.
+        # Every buffer, SVM allocation, program and queue holds a reference to the context.
         return int(self._context.reference_count)
 
     # Kernels
@@ -184,14 +178,14 @@ class OpenCLDriver(Driver):
             if self._cache is None:
                 program = self._build(cl.Program(self._context, source))
             else:
-                said = self._said(source)
+                description = self._description(source)
                 compile = partial(self._build, cl.Program(self._context, source))
-                program = self._cache.build(said, len(signatures), self._loaded, compile)
+                program = self._cache.build(description, len(signatures), self._loaded, compile)
             kernels = {}
             for name, signature in signatures.items():
                 native = cl.Kernel(program, name)
                 _set_types(native, signature, dtypes[name])
-                # With its program: some implementations do not give a kernel's program back.
+                # With its program, because some implementations do not return a kernel's program.
                 kernels[name] = Kernel(name, signature, (native, program))
         except cl.Error as error:
             raise CompileError(f"{self.name} refused the source of {sorted(signatures)}:\n{error}") from None
@@ -200,29 +194,34 @@ class OpenCLDriver(Driver):
     def compile_ahead(self, source: str, signatures: Mapping[str, Sequence[str]]) -> None:
         kernels = self.compile(source, signatures)
         if self._cache is not None:
-            self._cache.keep(self._said(source))
-        kernels.clear()  # not before: what is kept is a part of the program
+            self._cache.keep(self._description(source))
+        kernels.clear()  # not earlier: they keep the program alive, which is saved here
 
     @property
     def keeps_compiled(self) -> bool:
         return self._cache is not None
 
     def has_compiled(self, source: str) -> bool:
-        return self._cache is not None and self._cache.has(self._said(source))
+        return self._cache is not None and self._cache.has(self._description(source))
 
-    def _said(self, source: str) -> str:
-        """What the code of a source depends on."""
-        return f"{self._built_for}\n{source}"
+    def _description(self, source: str) -> str:
+        """All that the compiled code of a source depends on."""
+        return "\n".join((*self._version, *self._options, pocl.extra_flags(), source))
+
+    @property
+    def _options(self) -> list[str]:
+        """The options for the compiler: no warnings, and quotients and roots that are rounded correctly."""
+        return ["-w", *(["-cl-fp32-correctly-rounded-divide-sqrt"] if self._rounds else [])]
 
     def _build(self, program: cl.Program) -> cl.Program:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", cl.CompilerWarning)  # remarks of a compiler that succeeded
-            # Drivers have caches on disk of their own; PyOpenCL's, which is never emptied, stays out.
+            warnings.simplefilter("ignore", cl.CompilerWarning)
+            # Without PyOpenCL's cache on disk, which is never emptied: drivers have their own.
             program.build(self._options, cache_dir=False)  # type: ignore[arg-type]
             return program
 
     def _loaded(self, binary: bytes) -> cl.Program | None:
-        """A program from its binary; None where the driver refuses it, as it may do after an update."""
+        """A program from its binary; None if the driver refuses it, as it may do after an update."""
         try:
             return self._build(cl.Program(self._context, self._context.devices, [binary]))
         except cl.Error:
@@ -259,7 +258,7 @@ class OpenCLDriver(Driver):
         try:
             for native, grid, group in bound:
                 events.append(_enqueue_kernel(queue, native, grid, group, None, waits, True, False))
-                waits = None  # the queue is in order: what the first waits for, the others do
+                waits = None  # the queue is in order, so the others wait with the first
         except cl.Error as error:
             raise DeviceError(str(error)) from None
 
@@ -316,21 +315,21 @@ class OpenCLDriver(Driver):
 
     def is_done(self, event: Event) -> bool:
         status: int = event.get_info(_STATUS)
-        return status <= 0  # 0 is complete, less than that an error
+        return status <= 0  # 0 means complete, negative values are errors
 
     def wait(self, event: Event) -> None:
         try:
             event.wait()
         except cl.Error:
             if event.get_info(_STATUS) > 0:
-                raise  # the wait itself failed, not the command
+                raise  # the wait has failed, not the command
 
     def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
         try:
             if len(events) == 1:
-                events[0].wait()  # of a copy's event, this lets go of the array
+                events[0].wait()  # the event of a copy releases its array by this
             else:
-                cl.wait_for_events(list(events))  # one call for all; it fails if any of them did
+                cl.wait_for_events(list(events))  # raises if any of the commands has failed
             return []
         except cl.Error:
             statuses = [event.get_info(_STATUS) for event in events]
@@ -339,10 +338,10 @@ class OpenCLDriver(Driver):
     # Times
 
     def time_commands(self, on: bool) -> None:
-        # Only queues made for it note times, and those are slower: in all other times there are none.
+        # Queues with profiling are slower, so they are used only while commands are timed.
         for queue in self._queues:
             queue.finish()
-        self._copies.clear()  # an event keeps its queue
+        self._copies.clear()  # an event keeps its queue alive
         self._open_queues(on)
         self._clock = _Clock(self._context) if on else None
 
@@ -366,14 +365,14 @@ class OpenCLDriver(Driver):
             self._cache.save()
 
     def abandon(self) -> None:
-        # PoCL's threads did not come along, so destructors could wait for ever: they must never run.
+        # The child does not have PoCL's threads, so destructors could wait for ever: they must never run.
         natives = [part for memory in self._allocations for part in (memory.native, memory.host)]
         for native in (self._context, self._clock, *self._queues, *self._copies, *natives):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
 
 
 class _Clock:
-    """The device's clock on the host's: the moment at which a command is recorded is known on both."""
+    """Converts times of the device's clock to the host's. Both know when a command was recorded."""
 
     def __init__(self, context: cl.Context) -> None:
         self._queue = _queue(context, timed=True)  # always idle
@@ -381,14 +380,14 @@ class _Clock:
         self._set()
 
     def on_host(self, nanoseconds: int) -> float:
-        """A moment of the device in seconds of the host."""
-        if perf_counter() > self._due:  # the two drift apart
+        """A time of the device in seconds of the host's clock."""
+        if perf_counter() > self._due:  # the clocks drift
             self._set()
         return nanoseconds * 1e-9 + self._offset
 
     def _set(self) -> None:
         measured = []
-        for _ in range(5):  # the host may be interrupted meanwhile, but not every time
+        for _ in range(5):  # the best of 5, since the host may be interrupted in between
             before = perf_counter()
             event = cl.enqueue_marker(self._queue)
             after = perf_counter()
@@ -422,16 +421,17 @@ def opencl_capabilities(device: cl.Device, memory: MemoryKind | None = None) -> 
         compute_units=device.max_compute_units,
         max_group_size=device.max_work_group_size,
         local_bytes=device.local_mem_size,
-        # By the device's type: some CPUs say 1, because their compiler makes vectors by itself.
+        # By the device's type: some CPUs report 1, because their compiler vectorizes.
         vector_width=max(device.native_vector_width_float, _LEAST_VECTOR_WIDTH) if kind == "cpu" else 1,
         float16="cl_khr_fp16" in extensions,
         float64="cl_khr_fp64" in extensions,
         max_buffers=_most_buffers(device),
+        offloads=kind != "cpu" and (memory or best_memory_kind(device)) == "device",
     )
 
 
 def _most_buffers(device: cl.Device) -> int:
-    """By the bytes that a kernel's parameters may have. PoCL names the least that the standard permits."""
+    """Limited by the bytes of a kernel's parameters. PoCL reports such a limit, but has none."""
     if device.platform.name == pocl.PLATFORM:
         return 1 << 16
     return (device.max_parameter_size - _OTHER_PARAMETERS) // _BUFFER_PARAMETERS
@@ -445,21 +445,19 @@ def _kind(device: cl.Device) -> Literal["gpu", "cpu", "accelerator"]:
 
 def best_memory_kind(device: cl.Device) -> MemoryKind:
     """The kind of memory that saves the most copies on `device`."""
-    try:
+    with suppress(cl.Error):  # OpenCL 1.x does not have the query
         if device.svm_capabilities & cl.device_svm_capabilities.FINE_GRAIN_BUFFER:
             return "svm"
-    except cl.Error:  # OpenCL 1.x has no such question
-        pass
     return "mapped" if device.host_unified_memory else "device"
 
 
 def _prefer_huge_pages(array: Bytes) -> None:
-    """Ask Linux for pages of 2 MiB, as NumPy does for its own large arrays: a CPU misses fewer of them."""
+    """Ask Linux for pages of 2 MiB, as NumPy does for large arrays, so that there are fewer TLB misses."""
     if sys.platform == "linux":
         start = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = array.ctypes.data + array.nbytes - start
         advise = ctypes.CDLL(None).madvise
-        advise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)  # advice: may be refused
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)  # may be refused
 
 
 def _set_types(native: cl.Kernel, signature: Sequence[str], dtypes: Sequence[np.dtype[Any]]) -> None:

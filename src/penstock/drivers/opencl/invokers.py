@@ -1,8 +1,8 @@
-"""Keeps PyOpenCL's cache in memory and within bounds.
+"""Keeps PyOpenCL's cache of invokers in memory and bounded.
 
-For every kernel, PyOpenCL writes Python code that sets its arguments, and keeps that in a database in the
-user's cache folder. It never removes any; and where that file is damaged, or cannot be
-written, no kernel can be made.
+For every kernel, PyOpenCL generates Python code that sets its arguments, and keeps it in a database in the
+user's cache folder. It never removes any, and if that file is damaged or cannot be written, no kernel can be
+created.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_KERNELS = 1024
 
 
 class InvokerCache:
-    """The code of the kernels that were used last, instead of PyOpenCL's database."""
+    """The code of the most recently used kernels, instead of PyOpenCL's database."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,15 +36,14 @@ class InvokerCache:
             if key not in self._code:
                 self._code[key] = code
         module, name = code
-        linecache.cache.pop(
-            module.mod_globals[name].__code__.co_filename, None
-        )  # where its text stays for ever
+        # Python's linecache would keep its text for ever.
+        linecache.cache.pop(module.mod_globals[name].__code__.co_filename, None)
 
 
 def keep_in_memory() -> None:
-    """Have PyOpenCL open no database. With a version that calls these names otherwise, nothing changes."""
+    """Replace PyOpenCL's database. With versions of PyOpenCL that have other names, nothing changes."""
     module: Any = cl
-    module._PYOPENCL_NO_CACHE = True  # so that the import opens none
+    module._PYOPENCL_NO_CACHE = True  # so that the import opens no database
     from pyopencl import invoker
 
     module._PYOPENCL_NO_CACHE = False

@@ -1,14 +1,13 @@
-"""What PoCL needs around it: a linker, and a cache of compiled kernels that cannot hurt it.
+"""The environment of PoCL: a linker, and a safe cache of compiled kernels.
 
-PoCL loads whatever its cache folder holds, so a file that was cut short or altered there ends the process, or
-computes something else. Here it gets an empty folder for each process. Between processes, programs are kept
-as the binaries that PoCL makes of them, in files with a checksum. A program comes from its binary in a tenth
-of the time that PoCL takes for the source, whose headers it reads even if it knows the result.
+PoCL loads whatever its cache folder contains, so a damaged file there crashes the process, or computes wrong
+results. Here each process gives it an empty folder. Between processes, programs are kept as binaries in files
+with a checksum. Loading a binary takes a tenth of the time that PoCL needs for a source that it has cached,
+because it parses the headers of the source all the same.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import errno
 import hashlib
@@ -30,6 +29,7 @@ import pyopencl as cl
 
 from penstock.config import cache_folder
 from penstock.drivers.binaries import Binaries
+from penstock.drivers.driver import at_end
 from penstock.drivers.environment import environment
 
 try:
@@ -40,21 +40,33 @@ except ImportError:  # Windows
 PLATFORM = "Portable Computing Language"
 _LINKERS = ("ld", "x86_64-unknown-linux-gnu-ld", "aarch64-unknown-linux-gnu-ld")  # the names that PoCL tries
 _VARIABLE = "POCL_CACHE_DIR"
-# 0: a kernel is compiled once, for any size of a workgroup, and that code is what a binary has. By default
-# PoCL compiles it again for each size, and once more for the binary. It reads this at every launch.
+# 0: a kernel is compiled once for workgroups of any size, and the binary contains that code. By default PoCL
+# compiles it for each size separately, and once more for the binary. It reads the variable at every launch.
 _SPECIALIZATION = "POCL_WORK_GROUP_SPECIALIZATION"
-_NEEDED_BYTES = 32 << 20  # free on the disk: PoCL ends the process when it cannot write
+_NEEDED_BYTES = 32 << 20  # free on the disk: PoCL aborts the process when it cannot write
 _FIRST_SAVE_SECONDS = 1.0  # after a program was built; doubled each time
 _MAX_BYTES = 256 << 20  # of programs on disk
+_FORMAT = 4  # of the files; in 1, some had no code; in 2 and 3, some had been built with other flags
 _MAX_PROGRAMS = 256  # whose files stay in PoCL's folder
 
 
+_extra_flags: str | None = None
+
+
+def extra_flags() -> str:
+    """What PoCL adds to the options of builds. Like it, keeps the variable's value once it is set."""
+    global _extra_flags
+    if _extra_flags is None:
+        _extra_flags = os.environ.get("POCL_EXTRA_BUILD_FLAGS")
+    return _extra_flags or ""
+
+
 def problem() -> str:
-    """Why PoCL would end the process at the first kernel, in words; empty if it would not."""
-    path = os.environ.get("PATH", "")  # without one, PoCL looks nowhere
+    """Why PoCL would abort the process at the first kernel; empty if it would not."""
+    path = os.environ.get("PATH", "")  # if PATH is not set, PoCL searches nowhere
     if not any(shutil.which(linker, path=path) for linker in _LINKERS):
         return (
-            "PoCL compiles nothing without the linker ld, and no folder of PATH has one; "
+            "PoCL needs the linker ld to compile kernels, and no folder of PATH has it; "
             "apt install binutils brings it"
         )
     return "" if cache() is not None else "PoCL finds no folder with free space to write kernels to"
@@ -67,11 +79,11 @@ class _Program:
     key: str
     kernels: int  # how many it has
     built: weakref.ref[cl.Program]
-    saved: bool  # whether its binary is kept
+    saved: bool  # whether its binary is on disk
 
 
 class PoclCache:
-    """The folder that PoCL uses in this process, and the binaries that programs come from and go to."""
+    """The folder that PoCL uses in this process, and the binaries on disk."""
 
     def __init__(self) -> None:
         given = os.environ.get(_VARIABLE)
@@ -81,26 +93,28 @@ class PoclCache:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._programs: dict[str, _Program] = {}  # by their folders, the oldest first
+        # Folders in which PoCL writes code now: it would crash if it were asked for the binary meanwhile.
+        self._generating: set[str] = set()
         self._wait = 0.0
-        self._due = math.inf  # when programs are saved next whose kernels have not all run yet
+        self._due = math.inf  # when to try next to save programs whose kernels had not all run
         os.environ.setdefault(_SPECIALIZATION, "0")
-        atexit.register(self._end)
+        at_end.append(self._end)  # not earlier: pending kernels are compiled in the folder
 
     def build(
         self,
-        said: str,
+        description: str,
         kernels: int,
         load: Callable[[bytes], cl.Program | None],
         compile: Callable[[], cl.Program],
     ) -> cl.Program:
-        """A program from the binary of an earlier process; compiled where there is none, or none that loads.
+        """A program from the binary of an earlier process; compiled if there is none that loads.
 
-        `said` names all that the program depends on, and `kernels` says how many it has.
+        `description` contains all that the program depends on, and `kernels` says how many it has.
         """
-        key = _key(said)
+        key = _key(description)
         with self._lock:
             before = set(self._folders())
-            self._due = math.inf  # nobody who launches kernels meanwhile waits for the compiler
+            self._due = math.inf  # so that threads that launch kernels do not wait for the compiler
             try:
                 binary = self._binaries.get(key)
                 loaded = None if binary is None else load(binary)
@@ -109,56 +123,61 @@ class PoclCache:
                 self._wait = _FIRST_SAVE_SECONDS
                 self._due = perf_counter() + self._wait
             new = [folder for folder in self._folders() if folder not in before]
-            if len(new) == 1:  # none where PoCL had the program; several are not told apart
+            if len(new) == 1:  # none if PoCL has the program already; several cannot be told apart
                 self._programs[new[0]] = _Program(key, kernels, weakref.ref(program), loaded is not None)
             self._forget()
         return program
 
-    def has(self, said: str) -> bool:
-        """Whether there is a binary of a program."""
-        return self._binaries.has(_key(said))
+    def has(self, description: str) -> bool:
+        """Whether the binary of a program is on disk."""
+        return self._binaries.has(_key(description))
 
     def save_if_due(self) -> None:
-        """Keep programs whose kernels have run since they were built. Costs a comparison, mostly."""
+        """Save programs whose kernels have run since they were built. Usually it only compares two times."""
         if perf_counter() < self._due:
             return
         with self._lock:
             self._wait *= 2
             self._due = perf_counter() + self._wait
-            kept = [self._save(folder) for folder in self._programs]
-            if all(kept):
+            saved = [self._save(folder) for folder in self._programs]
+            if all(saved):
                 self._due = math.inf
 
-    def keep(self, said: str) -> None:
-        """Keep a program whose kernels have not run: PoCL compiles them now."""
-        key = _key(said)
+    def keep(self, description: str) -> None:
+        """Save a program whose kernels have not run: PoCL compiles them now."""
+        key = _key(description)
         with self._lock:
             folders = [folder for folder, program in self._programs.items() if program.key == key]
+            folders = [folder for folder in folders if folder not in self._generating]  # by another device
             programs = [self._programs[folder].built() for folder in folders]
-        for program in programs:  # without the lock, which whoever launches a kernel may want
+            self._generating.update(folders)
+        for program in programs:  # without the lock, which launches may need meanwhile
             if program is not None:
                 _generate_code(program)
         with self._lock:
+            self._generating.difference_update(folders)
             for folder in folders:
                 if folder in self._programs:
                     self._save(folder, has_run=False)
 
     def save(self) -> None:
-        """Keep every program whose kernels have run."""
+        """Save every program whose kernels have run."""
         with self._lock:
             for folder in self._programs:
                 self._save(folder)
 
     def _save(self, folder: str, has_run: bool = True) -> bool:
-        """Keep a program if all its kernels have run, or that does not matter; whether nothing is left to do.
+        """Save a program if all its kernels have run or `has_run` is False; whether nothing is left to do.
 
-        PoCL compiles those that have not run for the binary, while everybody waits.
+        For the binary, PoCL compiles kernels that have not run, and all threads wait meanwhile.
         """
         program = self._programs[folder]
         built = program.built()
         if program.saved or built is None:
             return True
-        with suppress(OSError, cl.Error):  # what cannot be kept is compiled again
+        if folder in self._generating:
+            return False
+        with suppress(OSError, cl.Error):  # the next process then compiles it
             compiled = sum(1 for _ in (self.folder / folder).glob("*/*/*.so"))
             if compiled >= program.kernels or not has_run:
                 binaries: Any = built.get_info(cl.program_info.BINARIES)  # of each device
@@ -167,20 +186,22 @@ class PoclCache:
         return program.saved
 
     def _forget(self) -> None:
-        """Remove the oldest programs from PoCL's folder: it has loaded what it needs of them."""
+        """Remove the files of the oldest programs from PoCL's folder: PoCL has loaded what it needs."""
         for folder in list(self._programs)[:-_MAX_PROGRAMS]:
+            if folder in self._generating:
+                continue
             self._save(folder)
             del self._programs[folder]
             shutil.rmtree(self.folder / folder, ignore_errors=True)
 
     def _folders(self) -> Iterator[str]:
-        """The folders of programs: the two parts of their names."""
+        """The folders of programs, relative to PoCL's folder; each name has two parts."""
         for outer in os.scandir(self.folder):
             if len(outer.name) == 2:
                 yield from (f"{outer.name}/{inner.name}" for inner in os.scandir(outer.path))
 
     def _end(self) -> None:
-        if os.getpid() != self._process:  # a fork of it
+        if os.getpid() != self._process:  # in the child of a fork
             return
         self.save()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -193,7 +214,7 @@ _cache: PoclCache | None = None
 
 
 def cache() -> PoclCache | None:
-    """The one of this process; None where no folder can be written to."""
+    """The cache of this process; None if no folder is writable."""
     global _cache
     if _cache is None:
         with suppress(OSError):
@@ -202,18 +223,18 @@ def cache() -> PoclCache | None:
 
 
 def own_folder() -> AbstractContextManager[None]:
-    """PoCL, which is loaded and reads its settings inside the block, uses the folder of this process."""
+    """Let PoCL, which is loaded and reads its settings inside the block, use the folder of this process."""
     own = cache()  # child processes have folders of their own
     return nullcontext() if own is None else environment(_VARIABLE, str(own.folder))
 
 
 def _generate_code(program: cl.Program) -> None:
-    """Have PoCL compile the kernels of a program: it does so before it tells how long the binary is.
+    """Have PoCL compile the kernels of a program, which it does when the size of the binary is queried.
 
-    PyOpenCL asks while no other thread of Python can run, for half a second; so it is asked past PyOpenCL.
-    What fails here is told by PyOpenCL, which asks again.
+    PyOpenCL would hold Python's global lock during the query, for half a second, so it is called by ctypes.
+    Errors are ignored here: PyOpenCL reports them when it queries the binary later.
     """
-    with suppress(OSError, AttributeError):  # a build of PyOpenCL whose library is linked in otherwise
+    with suppress(OSError, AttributeError):  # a build of PyOpenCL that links the library in another way
         ask = ctypes.CDLL(cl._cl.__file__).clGetProgramInfo
         ask.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
         length = ctypes.c_size_t()
@@ -221,12 +242,12 @@ def _generate_code(program: cl.Program) -> None:
         ask(program.int_ptr, what, ctypes.sizeof(length), ctypes.byref(length), None)
 
 
-def _key(said: str) -> str:
-    return hashlib.sha256(said.encode()).hexdigest()
+def _key(description: str) -> str:
+    return hashlib.sha256(f"{_FORMAT}\n{description}".encode()).hexdigest()
 
 
 def _own_folder(parent: Path) -> tuple[Path, Path | None]:
-    """An empty folder, and the file whose lock says that this process lives. Those of the dead go."""
+    """An empty folder, and a file that is locked while this process lives. Folders of dead processes go."""
     if fcntl is not None:
         with suppress(OSError):
             parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

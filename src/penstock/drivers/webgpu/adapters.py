@@ -1,4 +1,4 @@
-"""Which devices WebGPU reaches, and what they can do: nothing is opened here."""
+"""Which devices WebGPU supports, and what they can do. No device is opened here."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from penstock.drivers.driver import Capabilities
 from penstock.drivers.environment import environment
 from penstock.drivers.webgpu.wgsl import OFFSET_ALIGNMENT
 
-BUFFER_ALIGNMENT = 16  # bytes, of which every buffer is a multiple: the largest item that an array can have
-# Features of wgpu.h and backends that cffi cannot take from a header.
+BUFFER_ALIGNMENT = 16  # bytes; sizes of buffers are multiples of it, the size of the largest WGSL item
+# Features and backends of wgpu.h that cffi does not know.
 IMMEDIATES, INT64, TIMES_BETWEEN_PASSES = 0x30001, 0x30026, 0x30024
 FLOAT16 = lib.WGPUFeatureName_ShaderF16
 TIMES = lib.WGPUFeatureName_TimestampQuery
 _VULKAN, _METAL, _DX12 = 1 << 0, 1 << 2, 1 << 3
-# What WebGPU does not tell of a GPU with memory of its own: its bytes, on which only the pool's bound and the
-# words of messages depend, and how many groups it runs at once.
+# Guesses of what WebGPU does not report for a discrete GPU: its memory, on which only the pool's limit and
+# messages depend, and its compute units.
 _GPU_BYTES = 4 << 30
 _GPU_UNITS = 32
-# Words of a memory are counted in 32 bits with a sign, even one that is a step beyond the last.
+# Kernels index a buffer's words by 32-bit signed integers, even a step beyond the last.
 _MOST_BYTES = (1 << 33) - (1 << 20)
 
 _VENDORS = {
@@ -36,13 +36,13 @@ _VENDORS = {
     0x5143: "Qualcomm",
     0x8086: "Intel",
 }
-_APIS = {  # the better ones first, where several reach one GPU
+_APIS = {  # in order of preference for a GPU that several support
     lib.WGPUBackendType_Vulkan: "Vulkan",
     lib.WGPUBackendType_Metal: "Metal",
     lib.WGPUBackendType_D3D12: "DX12",
 }
 _Sort = Literal["discrete", "integrated", "other", "cpu"]
-_SORTS: dict[int, _Sort] = {  # the better ones first
+_SORTS: dict[int, _Sort] = {  # in order of preference
     lib.WGPUAdapterType_DiscreteGPU: "discrete",
     lib.WGPUAdapterType_IntegratedGPU: "integrated",
     lib.WGPUAdapterType_Unknown: "other",
@@ -52,7 +52,7 @@ _SORTS: dict[int, _Sort] = {  # the better ones first
 
 @dataclass(frozen=True)
 class Adapter:
-    """A device as WebGPU finds it."""
+    """A device as WebGPU lists it."""
 
     native: Any
     name: str
@@ -60,27 +60,27 @@ class Adapter:
     driver: str  # the driver below WebGPU, and its version
     api: str
     sort: _Sort
-    hardware: tuple[int, int]  # the vendor's number and the device's: the same in every API
+    hardware: tuple[int, int]  # vendor ID and device ID, which are the same in every API
     limits: dict[str, int]
     features: frozenset[int]
 
 
 _instance_lock = threading.Lock()
-_instance: Any = None  # one for the process, for its whole life
+_instance: Any = None  # kept until the process ends
 _adapters: list[Adapter] = []
 
 
 def find_devices() -> list[Adapter]:
-    """Every WebGPU adapter, the best first. What several APIs reach is there once."""
+    """All WebGPU adapters, the best first. A GPU that several APIs support is listed once."""
     global _instance
     with _instance_lock:
         if _instance is None:
             extras = ffi.new("WGPUInstanceExtras *")
             extras.chain.sType = lib.WGPUSType_InstanceExtras
-            extras.backends = _VULKAN | _METAL | _DX12  # not OpenGL, which takes long and lacks features
+            extras.backends = _VULKAN | _METAL | _DX12  # not OpenGL, which is slow to load and lacks features
             descriptor = ffi.new("WGPUInstanceDescriptor *")
             descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", extras)
-            # Without Mesa's layer that looks for the display's GPU, and prints where there is no display.
+            # Without Mesa's device selection layer, which prints a message if there is no display.
             with environment("NODEVICE_SELECT", "1"):
                 _instance = lib.wgpuCreateInstance(descriptor)
                 _adapters.extend(_enumerate(_instance))
@@ -95,7 +95,7 @@ def _enumerate(instance: Any) -> list[Adapter]:
 
 
 def best_adapters(adapters: Sequence[Adapter]) -> list[Adapter]:
-    """The best first, each GPU by the best API that reaches it."""
+    """The best adapters first, each GPU by the best API that supports it."""
     apis, sorts = list(_APIS.values()), list(_SORTS.values())
     usable = [adapter for adapter in adapters if adapter.api in apis]
     best: dict[tuple[int, int], str] = {}
@@ -156,12 +156,12 @@ def webgpu_capabilities(adapter: Adapter) -> Capabilities:
 
 
 def native_counts() -> dict[str, int]:
-    """How many objects of each kind wgpu holds for this process, of all devices together."""
+    """How many objects of each kind wgpu holds for all devices of this process."""
     report = ffi.new("WGPUGlobalReport *")
     lib.wgpuGenerateReport(_instance, report)
     return {name: getattr(report.hub, name).numAllocated for name in dir(report.hub)}
 
 
 def text_of(view: Any) -> str:
-    """A text that WebGPU gives."""
+    """The text of a WGPUStringView."""
     return ffi.string(view.data, view.length).decode(errors="replace").strip() if view.data else ""

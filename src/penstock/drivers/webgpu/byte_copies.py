@@ -1,7 +1,7 @@
-"""Copies that WebGPU does not do itself: of parts of words, and from one part of a buffer to another.
+"""Copies that WebGPU does not support: of parts of words, and within a buffer.
 
-A kernel does them. Bytes beside the target stay as they are, because a word that is only partly the target's
-is changed bit by bit.
+A kernel does them. A word that is only partly overwritten is changed by atomic bit operations, so that the
+other bytes stay as they are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GROUP = 64
 
 
 class ByteCopies:
-    """Makes the launches of such copies."""
+    """Creates the launches of such copies."""
 
     def __init__(self, pipelines: Pipelines, binding_bytes: int) -> None:
         self._pipelines = pipelines
@@ -53,12 +53,13 @@ class ByteCopies:
     def launches(
         self, target: Range, target_offset: int, source: Range, source_offset: int, nbytes: int
     ) -> Iterator[Launch]:
-        """The launches of a copy, one for each part of it: several where a memory exceeds a binding."""
+        """The launches of a copy; several if a buffer is larger than a binding."""
         if self._kernel is None:
             self._kernel = self._pipelines.compile(_SOURCE, {"copy_bytes": _SIGNATURE})["copy_bytes"]
         most = self._binding_bytes
         large = max(target.size, source.size) > most
-        # In parts of which any two of one memory lie in one binding, or so far apart that theirs do not meet.
+        # The parts are small enough that source and target in the same buffer either fit into a single
+        # binding, or are so far apart that their bindings do not overlap.
         step = rounded(most // 4, OFFSET_ALIGNMENT) if large else nbytes
         for done in range(0, nbytes, step):
             count = min(step, nbytes - done)
@@ -71,7 +72,7 @@ class ByteCopies:
 
 
 def _narrowed(target: Range, source: Range, to: int, start: int, count: int, most: int) -> list[Any]:
-    """The arguments of a copy, with no more of large memories than it takes."""
+    """The arguments of a copy, which bind no more of large buffers than is copied."""
     first, last = min(to, start), max(to, start) + count
     same = target.serial == source.serial
     if same and last - first // OFFSET_ALIGNMENT * OFFSET_ALIGNMENT <= most - BUFFER_ALIGNMENT:

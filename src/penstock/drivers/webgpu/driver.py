@@ -1,9 +1,9 @@
 """The WebGPU driver, on wgpu-native through wgpu-py's bindings: Metal, Vulkan and DX12.
 
-WebGPU has one queue. The three queues here each record into an encoder of their own, and what is flushed is
-submitted to that one queue, in order; so a command never has to wait on the device for one of another queue.
-Launches become dispatches of one compute pass. Buffers go with a dispatch in a bind group, which is made when
-a launch is bound, and scalars as immediates, or through a uniform buffer where there are none, or too few.
+WebGPU has a single queue. Each of the three queues here records into an encoder of its own, which a flush
+submits to that queue; so commands never have to wait for other queues on the device. Successive launches are
+dispatches of a compute pass. Buffers are passed in bind groups, which are created when a launch is bound, and
+scalars as immediates, or in a uniform buffer if the device has no or too few immediates.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from penstock.drivers.webgpu.native import NativeDevice
 from penstock.drivers.webgpu.pipelines import Pipelines
 from penstock.drivers.webgpu.recorder import Batch, CommandEvent, EncoderQueue, Read, Recorder
 from penstock.drivers.webgpu.times import Timing
-from penstock.errors import DeviceError, OutOfDeviceMemory
+from penstock.errors import DeviceError
 
-_temporary_serials = itertools.count(-1, -1)  # of buffers that are no memory
+_temporary_serials = itertools.count(-1, -1)  # of buffers that are no `Memory`
 
 
 class WebGpuDriver(Driver):
-    """One WebGPU device. Without `immediates`, all scalars go through uniform buffers."""
+    """A WebGPU device. Without `immediates`, all scalars are passed in uniform buffers."""
 
     def __init__(self, adapter: Adapter, name: str, *, immediates: bool = True) -> None:
         super().__init__(name, webgpu_capabilities(adapter))
@@ -60,11 +60,8 @@ class WebGpuDriver(Driver):
 
     def allocate(self, nbytes: int, pinned: bool = False) -> Memory:
         if pinned:
-            # WebGPU shows no memory to the host that a command uses, so this is the host's own.
-            try:
-                memory = Memory(None, nbytes, np.empty(nbytes, np.uint8), pinned)
-            except MemoryError as error:
-                raise OutOfDeviceMemory(f"the host has no {nbytes} bytes: {error}", asked=nbytes) from None
+            # WebGPU cannot map memory while commands use it, so this is ordinary memory of the host.
+            memory = Memory(None, nbytes, self._host_bytes(nbytes), pinned)
         else:
             buffer = self._native.buffer(rounded(nbytes, BUFFER_ALIGNMENT), MEMORY_USAGE)
             memory = Memory(None, nbytes, None)
@@ -77,10 +74,10 @@ class WebGpuDriver(Driver):
             self._allocations.remove(memory)
             native, memory.native, memory.host = memory.native, None, None
             if memory.pinned:
-                self._read_buffers.clear()  # nothing will be read before there is such memory again
+                self._read_buffers.clear()  # reads need pinned memory, so there will be none soon
             else:
                 self._groups.forget(memory.serial)
-                native.buffer.destroy()  # at once: a bind group that a program holds would keep it
+                native.buffer.destroy()  # explicitly, because bind groups of programs keep references to it
 
     def view(self, memory: Memory, offset: int, nbytes: int) -> Any:
         buffer = memory.native.buffer
@@ -88,7 +85,7 @@ class WebGpuDriver(Driver):
         return Range(buffer, offset, size, memory.serial)
 
     def native_handles(self) -> int:
-        return len(self._native.life.open)
+        return len(self._native.handles.open)
 
     # Kernels
 
@@ -154,7 +151,7 @@ class WebGpuDriver(Driver):
     def _copy_bytes(
         self, queue: EncoderQueue, target: Range, to: int, source: Range, start: int, nbytes: int
     ) -> CommandEvent:
-        """Record a copy that a kernel does; the event of its last launch."""
+        """Record a copy by a kernel; the event of its last launch."""
         for launch in self._byte_copies.launches(target, to, source, start, nbytes):
             event = self._recorder.launch(queue, self._binder.dispatch(launch))
         return event
@@ -168,7 +165,7 @@ class WebGpuDriver(Driver):
 
     def is_done(self, event: Event) -> bool:
         batch: Batch = event.batch
-        if not batch.done and batch.submitted and not self._native.life.abandoned:
+        if not batch.done and batch.submitted and not self._native.handles.abandoned:
             self._native.poll()
             self._end_if_finished(batch)
         return batch.done
@@ -184,12 +181,12 @@ class WebGpuDriver(Driver):
     def _end_if_finished(self, batch: Batch) -> None:
         if batch.waiting and not self._native.dead:
             return
-        with self._lock:  # which the thread holds that still tells WebGPU of its callbacks
+        with self._lock:  # a thread that is still registering callbacks holds it
             self._recorder.end(batch)
 
     def failures(self, events: Sequence[Event]) -> list[tuple[int, str]]:
-        told = [(position, event.batch.error or event.error) for position, event in enumerate(events)]
-        return [(position, reason) for position, reason in told if reason]
+        reasons = [(position, event.batch.error or event.error) for position, event in enumerate(events)]
+        return [(position, reason) for position, reason in reasons if reason]
 
     # Times
 
@@ -198,7 +195,7 @@ class WebGpuDriver(Driver):
             raise DeviceError(f"{self.name} does not tell when commands ran")
         with self._lock:
             self._recorder.timing = Timing(self._native, self._times_copies) if on else None
-        for _ in range(3) if on else ():  # to learn how far the clocks are apart
+        for _ in range(3) if on else ():  # to measure the offset of the device's clock
             with self._lock:
                 self._native.require_alive()
                 self._recorder.begin_pass(self.compute)
@@ -218,11 +215,11 @@ class WebGpuDriver(Driver):
     # Life cycle
 
     def close(self) -> None:
-        if not self._native.life.abandoned:
+        if not self._native.handles.abandoned:
             for queue in self._queues:
                 self.flush(queue)
             self._native.finish_all()
 
     def abandon(self) -> None:
-        # A lock of wgpu may have been held by a thread that did not come along: no call may be made any more.
-        self._native.life.abandoned = True
+        # A thread that does not exist in the child may have held a lock of wgpu, so no call may be made.
+        self._native.handles.abandoned = True

@@ -1,4 +1,4 @@
-"""Launches as WebGPU dispatches: which ranges are bound, as which bind group, with which scalars."""
+"""Launches as WebGPU dispatches: pipelines, bind groups and scalars."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from penstock.drivers.webgpu.wgsl import OFFSET_ALIGNMENT
 from penstock.errors import DeviceError
 from penstock.lru import LRU
 
-_MAX_GROUPS = 4096  # bind groups kept for launches to come
+_MAX_GROUPS = 4096  # bind groups kept for later launches
 
-Part = tuple[int, int, int]  # what is bound of a memory: its serial number, offset, bytes
+Part = tuple[int, int, int]  # a bound range of a memory: its serial number, offset, bytes
 Parts = tuple[Part, ...]
 # Pipeline, bind group, scalars, their bytes, whether they go through a uniform buffer, groups in each axis.
 Dispatch = tuple[Owned, Owned, Any, int, bool, int, int, int]
@@ -36,7 +36,7 @@ class Launch:
     grid: Grid
     group: Grid
     args: list[Any]
-    dispatch: Dispatch | None = None  # None: an argument has changed
+    dispatch: Dispatch | None = None  # None after an argument has changed
 
 
 class BindGroups:
@@ -49,7 +49,7 @@ class BindGroups:
         self.by_memory: dict[int, set[Parts]] = {}  # by the memory's serial number
 
     def get(self, parts: Parts, buffers: Sequence[NativeBuffer]) -> Owned:
-        """The bind group of parts of buffers, known or new."""
+        """The bind group of parts of buffers, from the cache or new."""
         with self._lock:
             group = self.known.use(parts)
             if group is None:
@@ -65,7 +65,7 @@ class BindGroups:
             return group
 
     def forget(self, serial: int) -> None:
-        """Drop the bind groups of a memory."""
+        """Remove the bind groups of a memory."""
         for parts in self.by_memory.pop(serial, ()):
             self.known.pop(parts, None)
             self._unlink(parts)
@@ -77,7 +77,7 @@ class BindGroups:
 
 
 class Binder:
-    """Makes the dispatches of launches."""
+    """Creates the dispatches of launches."""
 
     def __init__(
         self, adapter: Adapter, capabilities: Capabilities, pipelines: Pipelines, groups: BindGroups
@@ -94,7 +94,7 @@ class Binder:
         self._groups = groups
 
     def dispatch(self, launch: Launch) -> Dispatch:
-        """Make a launch's dispatch, of the arguments that it has now."""
+        """Create a launch's dispatch with its present arguments."""
         function, args = launch.function, launch.args
         sizes, folded = _sizes(launch.grid, launch.group, self._max_groups_per_axis, self._group_limits)
         scalars = [args[position] for position in function.scalar_positions]
@@ -134,13 +134,13 @@ class Binder:
     def _bound_parts(self, function: Function, args: Sequence[Any]) -> list[Part]:
         """For each buffer, what is bound for it: a range of its memory, or the whole."""
         parts: list[Part] = []
-        large: dict[tuple[int, str], list[int]] = {}  # buffers of one memory that is larger than a binding
+        large: dict[tuple[int, str], list[int]] = {}  # the buffers in each memory larger than a binding
         for number, position in enumerate(function.buffer_positions):
             given: Range = args[position]
             if function.offset_scalars[number] is None:
                 parts.append((given.serial, given.offset, given.size))
             elif given.buffer.nbytes <= self._binding_bytes:
-                # The whole memory, so that all buffers in it share one binding.
+                # The whole memory, so that all buffers in it share a binding.
                 parts.append((given.serial, 0, given.buffer.nbytes))
             else:
                 parts.append((given.serial, given.offset, given.size))
@@ -151,7 +151,7 @@ class Binder:
 
 
 def _join_overlapping(parts: list[Part], indices: Sequence[int]) -> None:
-    """Make one part of those that overlap in one memory: WebGPU permits no two bindings of the same bytes."""
+    """Merge parts of a memory that overlap, because WebGPU permits no two bindings of the same bytes."""
     together: list[int] = []
     start = end = 0
     for number in sorted(indices, key=lambda number: parts[number][1]):
@@ -168,7 +168,7 @@ def _join_overlapping(parts: list[Part], indices: Sequence[int]) -> None:
 def _sizes(
     grid: Grid, group: Grid, longest: int, limits: tuple[int, ...]
 ) -> tuple[tuple[int, int, int], bool]:
-    """The workgroups of a dispatch in each axis, and whether the grid was folded into a rectangle for it."""
+    """The workgroups of a dispatch in each axis, and whether the grid was folded into a rectangle."""
     most, *sizes = limits
     threads, groups = math.prod(group), math.prod(grid)
     fits = all(1 <= size <= limit for size, limit in zip(group, sizes, strict=False)) and threads <= most
@@ -182,11 +182,11 @@ def _sizes(
         return (x, y, z), False
     rows = -(-groups // longest)
     if rows > longest or groups >= 1 << 31:
-        raise DeviceError(f"a grid of {groups} groups; one may have {min(longest**2, (1 << 31) - 1)} here")
+        raise DeviceError(f"a grid of {groups} groups; at most {min(longest**2, (1 << 31) - 1)} are possible")
     return (-(-groups // rows), rows, 1), True
 
 
 def _folding(grid: Grid) -> tuple[int, int, int]:
-    """What a kernel has to know of a folded grid: the number of its workgroups, and its first two axes."""
+    """What a kernel needs to know about a folded grid: the number of workgroups, and its first two axes."""
     x, y, z = (*grid, 1, 1)[:3]
     return x * y * z, x, y

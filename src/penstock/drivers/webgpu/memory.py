@@ -1,4 +1,4 @@
-"""WebGPU buffers as kernel arguments, and the buffers through which the host reads results."""
+"""Ranges of WebGPU buffers as kernel arguments, and staging buffers for reading results."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from penstock.drivers.webgpu.wgsl import OFFSET_ALIGNMENT
 
 MEMORY_USAGE = STORAGE | COPY_SRC | COPY_DST
 WORD = 4  # bytes; WebGPU copies and binds whole words
-_LEAST_READ = 4096  # bytes of the smallest buffer for reading back
-_IDLE_READ_BYTES = 64 << 20  # kept for the next read
+_LEAST_READ = 4096  # bytes of the smallest staging buffer
+_IDLE_READ_BYTES = 64 << 20  # bytes of idle staging buffers that are kept
 
 
 def rounded(nbytes: int, alignment: int) -> int:
-    """The bytes, rounded up to a multiple of the alignment that is not zero."""
+    """The bytes rounded up to a positive multiple of the alignment."""
     return max(-(-nbytes // alignment), 1) * alignment
 
 
 @dataclass(slots=True, eq=False)
 class Range:
-    """A range of a buffer, as a kernel takes it."""
+    """A range of a buffer, as a kernel argument."""
 
     buffer: NativeBuffer
     offset: int
@@ -29,14 +29,14 @@ class Range:
     serial: int  # of the memory that the buffer is
 
     def part(self, start: int, end: int) -> Range:
-        """The smallest range of the same buffer that can be bound and holds bytes `start` to `end`."""
+        """The smallest range of the same buffer that can be bound and contains bytes `start` to `end`."""
         offset = start // OFFSET_ALIGNMENT * OFFSET_ALIGNMENT
         size = min(rounded(end - offset, BUFFER_ALIGNMENT), self.buffer.nbytes - offset)
         return Range(self.buffer, offset, size, self.serial)
 
 
 class ReadBuffers:
-    """Buffers that the host can map, to read what was copied into them; some idle ones are kept."""
+    """Staging buffers that the host can map for reading. Idle buffers are kept, up to a limit."""
 
     def __init__(self, native: NativeDevice) -> None:
         self._native = native
@@ -53,7 +53,7 @@ class ReadBuffers:
         return self._native.buffer(size, MAP_READ | COPY_DST)
 
     def give_back(self, buffer: NativeBuffer) -> None:
-        """Keep a buffer for the next read, or destroy it where enough are kept."""
+        """Keep a buffer for a later read, or destroy it if enough are kept."""
         if self.idle_bytes + buffer.nbytes > _IDLE_READ_BYTES:
             buffer.destroy()
         else:

@@ -1,8 +1,8 @@
-"""WebGPU's objects, through the C functions of wgpu-native: made, owned, and told when something is wrong.
+"""WebGPU's objects and their errors, through the C functions of wgpu-native.
 
-wgpu-py's own objects stay out of it: a call through them costs more than one of the library itself, and each
-of its devices has a thread. WebGPU tells an error to a callback, on the thread that made the call; from there
-it is raised, or taken by whoever can tell which command it belongs to.
+wgpu-py's own objects are not used, because calls through them are slower, and each of its devices has a
+thread. WebGPU reports an error to a callback, in the thread that made the call. After the call the error is
+raised, or taken by code that knows which command it belongs to.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from wgpu.backends.wgpu_native import ffi, lib
 
-from penstock.drivers.driver import Life
+from penstock.drivers.driver import Handles
 from penstock.drivers.webgpu.adapters import (
     FLOAT16,
     IMMEDIATES,
@@ -30,33 +30,33 @@ from penstock.drivers.webgpu.adapters import (
 )
 from penstock.errors import CompileError, DeviceError, OutOfDeviceMemory
 
-# Constants of webgpu.h and wgpu.h that cffi cannot take from a header.
+# Constants of webgpu.h and wgpu.h that cffi does not know.
 MAP_READ, COPY_SRC, COPY_DST, UNIFORM, STORAGE = 0x1, 0x4, 0x8, 0x40, 0x80  # what a buffer is used for
 _MAP_MODE_READ = 0x1
 _COMPUTE_STAGE = 0x4
-_NO_CHECKS = 0  # of indices and loops in a shader: other drivers have none either, and they cost time
-_FEATURES = (IMMEDIATES, INT64, FLOAT16, TIMES, TIMES_BETWEEN_PASSES)  # taken where there are any
+_NO_CHECKS = 0  # of indices and loops in a shader: they cost time, and other drivers have none either
+_FEATURES = (IMMEDIATES, INT64, FLOAT16, TIMES, TIMES_BETWEEN_PASSES)  # requested if available
 _ANY_TIME = lib.WGPUCallbackMode_AllowSpontaneous
 _NULL = ffi.NULL
 
-Told = Callable[[int, str], None]  # takes the number of what was expected, and what went wrong
+Told = Callable[[int, str], None]  # takes the key of a callback, and an error message or ""
 
 
 class Owned:
-    """A native object, for as long as this is there."""
+    """Owns a native object, and releases it when it is deleted."""
 
-    __slots__ = ("_life", "_release", "native")
+    __slots__ = ("_handles", "_release", "native")
 
-    def __init__(self, life: Life, native: Any, release: Callable[[Any], None]) -> None:
-        self._life = life
+    def __init__(self, handles: Handles, native: Any, release: Callable[[Any], None]) -> None:
+        self._handles = handles
         self.native = native
         self._release = release
-        life.open.add(id(self))
+        handles.open.add(id(self))
 
     def __del__(self) -> None:
-        if not self._life.abandoned and not sys.is_finalizing():
+        if not self._handles.abandoned and not sys.is_finalizing():
             self._release(self.native)
-        self._life.open.discard(id(self))
+        self._handles.open.discard(id(self))
 
 
 class NativeBuffer(Owned):
@@ -64,25 +64,25 @@ class NativeBuffer(Owned):
 
     __slots__ = ("nbytes",)
 
-    def __init__(self, life: Life, native: Any, nbytes: int) -> None:
-        super().__init__(life, native, lib.wgpuBufferRelease)
+    def __init__(self, handles: Handles, native: Any, nbytes: int) -> None:
+        super().__init__(handles, native, lib.wgpuBufferRelease)
         self.nbytes = nbytes
 
     def destroy(self) -> None:
-        """Give its memory back, whatever still refers to it."""
-        if not self._life.abandoned:
+        """Free its memory, even if there are references to it."""
+        if not self._handles.abandoned:
             lib.wgpuBufferDestroy(self.native)
 
 
 class NativeDevice:
-    """A device of WebGPU with its queue."""
+    """A WebGPU device with its queue."""
 
     def __init__(self, adapter: Adapter, name: str) -> None:
         self.name = name
         self.max_buffer_bytes = webgpu_capabilities(adapter).max_allocation_bytes
-        self.life = Life()
-        self.dead = ""  # why every call fails
-        self.errors: dict[int, list[tuple[int, str]]] = {}  # by thread: what its last calls were told
+        self.handles = Handles()
+        self.dead = ""  # why the device was lost
+        self.errors: dict[int, list[tuple[int, str]]] = {}  # by thread: the errors of its last calls
         self._layouts: dict[Hashable, Owned] = {}  # of bind groups and pipelines
         self._layouts_lock = threading.Lock()
         self.native = self._open(adapter)
@@ -103,7 +103,7 @@ class NativeDevice:
         }
         descriptor = ffi.new("WGPUDeviceDescriptor *", fields)
         request = ffi.new("WGPURequestDeviceCallbackInfo *", _call_back(_opened, key))
-        lib.wgpuAdapterRequestDevice(adapter.native, descriptor, request[0])  # answers before it returns
+        lib.wgpuAdapterRequestDevice(adapter.native, descriptor, request[0])  # calls back before it returns
         status, device, message = _answers.pop(key)
         if status != lib.WGPURequestDeviceStatus_Success:
             raise DeviceError(f"{self.name} could not be opened: {message}")
@@ -112,11 +112,11 @@ class NativeDevice:
     # Errors
 
     def take_errors(self) -> list[tuple[int, str]]:
-        """Kind and words of what WebGPU had against the last calls of this thread."""
+        """Kind and message of the errors of the last calls of this thread."""
         return self.errors.pop(get_ident(), []) if self.errors else []
 
     def raise_errors(self) -> None:
-        """Raise the first of them."""
+        """Raise the first error of the last calls of this thread."""
         for _, words in self.take_errors():
             raise DeviceError(words)
 
@@ -132,13 +132,13 @@ class NativeDevice:
         largest = self.max_buffer_bytes
         if nbytes > largest:
             raise OutOfDeviceMemory(
-                f"{self.name} has no {nbytes} bytes; one allocation may have {largest} bytes there",
+                f"{self.name} has no {nbytes} bytes; an allocation may have at most {largest} bytes there",
                 asked=nbytes,
             )
         what = f"allocation of {nbytes} bytes"
         self.require_alive(what)
         descriptor = ffi.new("WGPUBufferDescriptor *", {"size": nbytes, "usage": usage})
-        buffer = NativeBuffer(self.life, lib.wgpuDeviceCreateBuffer(self.native, descriptor), nbytes)
+        buffer = NativeBuffer(self.handles, lib.wgpuDeviceCreateBuffer(self.native, descriptor), nbytes)
         for kind, words in self.take_errors():
             if kind == lib.WGPUErrorType_OutOfMemory:
                 raise OutOfDeviceMemory(f"{self.name} has no {nbytes} bytes ({words})", asked=nbytes)
@@ -146,20 +146,20 @@ class NativeDevice:
         return buffer
 
     def module(self, name: str, text: str) -> Owned:
-        """A module of WGSL. Raises CompileError with the compiler's words."""
+        """A shader module from WGSL. Raises CompileError with the compiler's message."""
         self.require_alive()
         code = {"chain": {"sType": lib.WGPUSType_ShaderSourceWGSL}, "code": _string(text)}
         source = ffi.new("WGPUShaderSourceWGSL *", code)
         fields = {"nextInChain": ffi.cast("WGPUChainedStruct *", source), "label": _string(name)}
         descriptor = ffi.new("WGPUShaderModuleDescriptor *", fields)
         native = lib.wgpuDeviceCreateShaderModuleTrusted(self.native, descriptor, _NO_CHECKS)
-        module = Owned(self.life, native, lib.wgpuShaderModuleRelease)
+        module = Owned(self.handles, native, lib.wgpuShaderModuleRelease)
         for _, words in self.take_errors():
             raise CompileError(f"{self.name} refused the source of {name!r}:\n{words}\n{text}")
         return module
 
     def group(self, parts: Sequence[tuple[NativeBuffer, int, int]], *, uniform: bool = False) -> Owned:
-        """A bind group of buffers, each with an offset and a size: storage, or uniform ones."""
+        """A bind group of storage or uniform buffers, each with an offset and a size."""
         entries = [
             {"binding": number, "buffer": buffer.native, "offset": offset, "size": size}
             for number, (buffer, offset, size) in enumerate(parts)
@@ -169,9 +169,9 @@ class NativeDevice:
         return self.create("BindGroup", layout=layout.native, entryCount=len(parts), entries=array)
 
     def pipeline(self, name: str, module: Owned, buffers: int, immediate_bytes: int | None) -> Owned:
-        """A module's entry point, compiled for the device, with so many storage buffers.
+        """A compute pipeline of a module's entry point, with so many storage buffers.
 
-        Its scalars are immediates of so many bytes, or in a uniform buffer where None is given.
+        Scalars are immediates of so many bytes; None means that they are in a uniform buffer.
         """
         layout = self._pipeline_layout(buffers, immediate_bytes)
         entry = _string(name)
@@ -179,7 +179,7 @@ class NativeDevice:
         return self.create("ComputePipeline", label=entry, layout=layout.native, compute=compute)
 
     def _group_layout(self, count: int, uniform: bool) -> Owned:
-        """How a bind group of so many storage buffers looks, or of uniform ones whose offset can change."""
+        """The layout of a bind group of storage buffers, or of uniform buffers with dynamic offsets."""
 
         def create() -> Owned:
             kind = lib.WGPUBufferBindingType_Uniform if uniform else lib.WGPUBufferBindingType_Storage
@@ -188,7 +188,7 @@ class NativeDevice:
             array = ffi.new("WGPUBindGroupLayoutEntry[]", entries)
             return self.create("BindGroupLayout", entryCount=count, entries=array)
 
-        return self._kept(("group", count, uniform), create)
+        return self._layout(("group", count, uniform), create)
 
     def _pipeline_layout(self, buffers: int, immediate_bytes: int | None) -> Owned:
         groups = [self._group_layout(buffers, False)]
@@ -200,9 +200,9 @@ class NativeDevice:
             sizes = {"bindGroupLayoutCount": len(groups), "immediateSize": immediate_bytes or 0}
             return self.create("PipelineLayout", bindGroupLayouts=array, **sizes)
 
-        return self._kept(("pipeline", buffers, immediate_bytes), create)
+        return self._layout(("pipeline", buffers, immediate_bytes), create)
 
-    def _kept(self, key: Hashable, create: Callable[[], Owned]) -> Owned:
+    def _layout(self, key: Hashable, create: Callable[[], Owned]) -> Owned:
         with self._layouts_lock:
             if key not in self._layouts:
                 self._layouts[key] = create()
@@ -212,39 +212,39 @@ class NativeDevice:
         """A native object of a kind such as "BindGroup", from the fields of its descriptor."""
         descriptor = ffi.new(f"WGPU{kind}Descriptor *", fields)
         native = getattr(lib, f"wgpuDeviceCreate{kind}")(self.native, descriptor)
-        made = Owned(self.life, native, getattr(lib, f"wgpu{kind}Release"))
+        made = Owned(self.handles, native, getattr(lib, f"wgpu{kind}Release"))
         self.raise_errors()
         return made
 
     # Commands
 
     def encoder(self) -> Any:
-        """A command encoder, for `finish`."""
+        """A new command encoder."""
         return lib.wgpuDeviceCreateCommandEncoder(self.native, _NULL)
 
     def finish(self, encoder: Any) -> tuple[Owned, list[tuple[int, str]]]:
-        """The commands of an encoder, and what WebGPU has against them; only without that may they start."""
+        """The commands of an encoder, and its errors; they may be submitted only if there are none."""
         native = lib.wgpuCommandEncoderFinish(encoder, _NULL)
         lib.wgpuCommandEncoderRelease(encoder)
-        return Owned(self.life, native, lib.wgpuCommandBufferRelease), self.take_errors()
+        return Owned(self.handles, native, lib.wgpuCommandBufferRelease), self.take_errors()
 
     def write(self, buffer: NativeBuffer, offset: int, source: Any, nbytes: int) -> None:
-        """Take a copy of bytes, and write them to a buffer before what is submitted next."""
+        """Copy bytes at once, and write them to a buffer before the next submission."""
         lib.wgpuQueueWriteBuffer(self.queue, buffer.native, offset, source, nbytes)
 
     def submit(self, commands: Sequence[Owned]) -> int:
-        """Start commands; their index, for `poll`. The library ends the process if one of them is invalid."""
+        """Submit commands; the index for `poll`. wgpu aborts the process if a command is invalid."""
         array = ffi.new("WGPUCommandBuffer[]", [command.native for command in commands])
         return int(lib.wgpuQueueSubmitForIndex(self.queue, len(commands), array))
 
     def expect(self, told: Told) -> int:
-        """A number for `when_done` or `when_mapped`, with which `told` is called then."""
+        """Register `told` for a callback; its key, for `when_done` or `when_mapped`."""
         key = next(_keys)
         _waiting[key] = told
         return key
 
     def when_done(self, expected: int) -> None:
-        """Call back when all that was submitted is done."""
+        """Call back when everything that was submitted is done."""
         info = ffi.new("WGPUQueueWorkDoneCallbackInfo *", _call_back(_done, expected))
         lib.wgpuQueueOnSubmittedWorkDone(self.queue, info[0])
 
@@ -254,55 +254,56 @@ class NativeDevice:
         lib.wgpuBufferMapAsync(buffer.native, _MAP_MODE_READ, 0, buffer.nbytes, info[0])
 
     def read_mapped(self, buffer: NativeBuffer, start: int, target: Any, nbytes: int) -> None:
-        """Copy bytes out of a buffer that can be read, which ends that."""
+        """Copy bytes out of a mapped buffer, and unmap it."""
         mapped = lib.wgpuBufferGetConstMappedRange(buffer.native, 0, buffer.nbytes)
         ffi.memmove(ffi.from_buffer(target), ffi.cast("uint8_t *", mapped) + start, nbytes)
         lib.wgpuBufferUnmap(buffer.native)
 
     def poll(self, wait_for: int | None = None) -> None:
-        """Let WebGPU call back for all that is done, after waiting for a submission if one is given."""
+        """Run the callbacks of all that is done, after waiting for a submission if its index is given."""
         index = _NULL if wait_for is None else ffi.new("WGPUSubmissionIndex *", wait_for)
         lib.wgpuDevicePoll(self.native, wait_for is not None, index)
         if _interrupts:
             raise _interrupts.pop()
 
     def finish_all(self) -> None:
-        """Wait for all that was submitted."""
+        """Wait for everything that was submitted."""
         lib.wgpuDevicePoll(self.native, True, _NULL)
 
     def __del__(self) -> None:
-        if hasattr(self, "queue") and not self.life.abandoned and not sys.is_finalizing():
+        if hasattr(self, "queue") and not self.handles.abandoned and not sys.is_finalizing():
             self._layouts.clear()
             lib.wgpuQueueRelease(self.queue)
             lib.wgpuDeviceRelease(self.native)
 
 
 def _string(text: str) -> dict[str, Any]:
-    """A text as a field of WebGPU's structures. It has to be kept until the structure was used."""
+    """A text as a field of WebGPU's structures. It has to be kept alive while the structure is used."""
     data = text.encode()
     return {"data": ffi.new("char[]", data), "length": len(data)}
 
 
 def _call_back(callback: Any, key: int, *, mode: bool = True) -> dict[str, Any]:
-    """What WebGPU is to call, and the number that the callback gets, as fields of a structure."""
+    """The fields of a structure that registers a callback with a key."""
     fields = {"callback": callback, "userdata1": ffi.cast("void *", key)}
     return {"mode": _ANY_TIME, **fields} if mode else fields
 
 
-# Callbacks. They get a number, by which they find what they are for.
+# Callbacks. They get a key, by which they look up what they are for.
 
 _keys = itertools.count(1)
 _devices: weakref.WeakValueDictionary[int, NativeDevice] = weakref.WeakValueDictionary()
 _answers: dict[int, tuple[int, Any, str]] = {}  # to requests for a device
 _waiting: dict[int, Told] = {}
-_interrupts: list[BaseException] = []  # that came while WebGPU called back
+_interrupts: list[BaseException] = []  # exceptions that interrupted a callback, to be raised by `poll`
 
 
 def _callback(signature: str) -> Callable[[Callable[..., None]], Any]:
-    """A function for WebGPU to call, which does its work even where Ctrl-C is pressed meanwhile.
+    """A decorator for WebGPU's callbacks, which complete even if Ctrl-C interrupts them.
 
-    Python takes notice of that at the first line that it runs, which is here if WebGPU waited when it came,
-    and WebGPU cannot raise it. So the work is done again, and the interrupt kept until the call is over.
+    If Ctrl-C is pressed while WebGPU waits, Python raises KeyboardInterrupt in the first Python code that
+    runs, which is the callback, and an exception cannot pass through WebGPU. So the callback is run a second
+    time, and the interrupt is kept until the call into WebGPU returns.
     """
 
     def native(function: Callable[..., None]) -> Any:

@@ -1,7 +1,7 @@
 """Compiled WGSL kernels: their modules and pipelines.
 
-A kernel's module depends on how a launch binds its buffers, so each kernel has several pipelines, which are
-made when a launch first needs them.
+A kernel's module depends on how a launch binds its buffers, so a kernel may have several pipelines, which are
+created when a launch first needs them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from penstock.drivers.webgpu.wgsl import SCALARS, KernelText, module_text, parse
 from penstock.errors import CompileError, DeviceError
 from penstock.lru import LRU
 
-_MAX_PIPELINES = 32  # kept for one kernel: one for each workgroup size and arrangement of buffers
-MAX_SCALAR_BYTES = 4096  # of one launch, in a uniform buffer
+_MAX_PIPELINES = 32  # kept for a kernel, for different workgroup sizes and bindings of buffers
+MAX_SCALAR_BYTES = 4096  # of a launch, in a uniform buffer
 
 
 class Variant(NamedTuple):
-    """What a pipeline of a kernel is made for."""
+    """What a pipeline of a kernel is specialized for."""
 
     group: Grid  # the workgroup size
     bindings: tuple[int, ...]  # for each buffer, the number of the first buffer in the same binding
     folded: bool  # whether the grid is too long for WebGPU and was folded into a rectangle
-    windows: tuple[int, ...]  # for each buffer, how many bindings it takes; empty where all take one
+    windows: tuple[int, ...]  # for each buffer, how many bindings it takes; empty if all take 1
 
 
 class Function:
@@ -42,7 +42,7 @@ class Function:
         self.scalar_positions = [position for position, parameter in parameters if not parameter.is_buffer]
         self.buffer_types = [buffer.type for buffer in text.buffers]
         scalars = {scalar.name: number for number, scalar in enumerate(text.scalars)}
-        # For each buffer, which of the scalars is its offset, where it has one.
+        # For each buffer, the index of the scalar that is its offset, or None.
         self.offset_scalars = [scalars.get(f"{buffer.name}_place") for buffer in text.buffers]
         self.pipelines: LRU[Variant, Owned] = LRU(_MAX_PIPELINES)
         self._dtypes = [dtypes[position] for position in self.scalar_positions]
@@ -50,11 +50,11 @@ class Function:
         self.scalar_bytes = [form.size for form in self._formats]
 
     def packed(self, scalars: list[Any], folded: bool) -> bytes:
-        """Scalars as the kernel reads them."""
+        """The bytes of scalars in the layout of the kernel."""
         form = self._formats[folded]
         try:
             return form.pack(*scalars)
-        except (struct.error, OverflowError):  # a number that NumPy would round or wrap
+        except (struct.error, OverflowError):  # a value that NumPy rounds or wraps
             with np.errstate(all="ignore"):
                 for position, dtype in enumerate(self._dtypes):
                     scalars[position] = np.asarray(scalars[position]).astype(dtype).item()
@@ -62,7 +62,7 @@ class Function:
 
 
 class Pipelines:
-    """Compiles kernels: their texts at once, and their pipelines when a launch needs them."""
+    """Compiles kernels: modules at once, and pipelines when a launch needs them."""
 
     def __init__(
         self, native: NativeDevice, immediate_bytes: int, binding_bytes: int, lock: threading.RLock
@@ -85,17 +85,17 @@ class Pipelines:
                 raise CompileError(f"the source has no kernel {name!r}; there are {sorted(texts)}")
             _check_signature(texts[name], signature)
             function = Function(texts[name], dtypes[name])
-            each_its_own = tuple(range(len(function.buffer_types)))
-            self._module(function, Variant((1,), each_its_own, False, ()))  # for the compiler's messages
+            separate = tuple(range(len(function.buffer_types)))
+            self._module(function, Variant((1,), separate, False, ()))  # for the compiler's messages
             kernels[name] = Kernel(name, signature, function)
         return kernels
 
     def needs_uniform(self, scalar_bytes: int) -> bool:
-        """Whether scalars of so many bytes go through a uniform buffer, since immediates hold fewer."""
+        """Whether scalars of so many bytes are passed in a uniform buffer, since immediates hold fewer."""
         return scalar_bytes > self._immediate_bytes
 
     def pipeline(self, function: Function, variant: Variant) -> Owned:
-        """A pipeline of a kernel, known or new."""
+        """A pipeline of a kernel, from the cache or new."""
         with self._lock:
             pipeline = function.pipelines.use(variant)
         if pipeline is None:  # without the lock: it takes milliseconds
@@ -128,7 +128,7 @@ class Pipelines:
             )
         except CompileError as error:
             raise DeviceError(
-                f"one binding has at most {self._binding_bytes} bytes on {self._native.name}: {error}"
+                f"a binding has at most {self._binding_bytes} bytes on {self._native.name}: {error}"
             ) from None
         return self._native.module(function.text.name, text)
 

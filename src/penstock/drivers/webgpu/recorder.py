@@ -1,7 +1,7 @@
-"""Records commands into encoders, submits them, and takes notice of their completion.
+"""Records commands into encoders, submits them, and handles their completion.
 
-The library ends the process if it is told to submit something invalid. So what it has against an encoder when
-that is finished keeps it from being submitted, and becomes the failure of the commands that are to blame.
+wgpu aborts the process if invalid commands are submitted. So an encoder that has errors when it is finished
+is not submitted, and the commands that cause them fail.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from penstock.drivers.webgpu.pipelines import MAX_SCALAR_BYTES
 from penstock.drivers.webgpu.times import Moments, Queries, Timing
 
 _RING_BYTES = 1 << 18  # of a queue's uniform buffer, in which each launch has its own scalars
-_RING_STEP = 256  # bytes; where the scalars of a launch may begin in a uniform buffer
-_MAX_STAGED = 64 << 20  # bytes on their way to the device that a queue holds back until it is flushed
+_RING_STEP = 256  # bytes; the alignment of a launch's scalars in the uniform buffer
+_MAX_STAGED = 64 << 20  # bytes of writes that a queue holds before they are submitted
 
 _NULL = ffi.NULL
 _set_pipeline = lib.wgpuComputePassEncoderSetPipeline
@@ -33,18 +33,18 @@ _dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
 
 @dataclass(slots=True, eq=False)
 class EncoderQueue:
-    """What is recorded and not submitted, and what is submitted and not known to be done."""
+    """Commands that are recorded and not submitted, and batches that are submitted and not done."""
 
     batch: Batch | None = None
     in_flight: list[Batch] = field(default_factory=list)  # in the order of submission
     encoder: Any = None
-    native_pass: Any = None  # inside the encoder
+    native_pass: Any = None  # the open compute pass of the encoder
     pipeline: Owned | None = None  # set in the pass
     group: Owned | None = None
     staged: int = 0  # bytes that were written and not submitted
     ring: tuple[NativeBuffer, Owned] | None = None  # the uniform buffer and its bind group
     ring_used: int = 0
-    # What will be written to the ring at the next submission.
+    # Written to the ring at the next submission.
     scalars: Any = field(default_factory=lambda: ffi.new("uint8_t[]", _RING_BYTES))
     offset: Any = field(default_factory=lambda: ffi.new("uint32_t *"))
 
@@ -54,31 +54,31 @@ class Batch:
     """Commands that are submitted together."""
 
     queue: EncoderQueue
-    queries: Queries | None = None  # where its commands are timed
+    queries: Queries | None = None  # if its commands are timed
     events: list[CommandEvent] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     temporary: list[NativeBuffer] = field(default_factory=list)  # needed until the batch is done
     index: int = 0  # of its submission
     start: float = 0.0  # when it was submitted
     moments: Moments | None = None  # the results of the queries, once the batch is done
-    waiting: set[int] = field(default_factory=set)  # callbacks to come
+    waiting: set[int] = field(default_factory=set)  # the keys of callbacks that have not come yet
     submitted: bool = False
     done: bool = False
     error: str = ""
 
     def told(self, expected: int, problem: str) -> None:
-        """Take notice of a callback."""
+        """Handle a callback."""
         self.error = self.error or problem
         self.waiting.discard(expected)
 
     def fail(self, reason: str) -> None:
-        """End the batch; its commands have failed."""
+        """End the batch as failed."""
         self.error = self.error or reason
         self.submitted = True
         self.end()
 
     def end(self) -> None:
-        """Let go of everything: nothing is needed of a batch but that it is done."""
+        """Mark the batch as done, and release everything that it references."""
         for event in self.events:
             event.dispatch = None
         self.events.clear()
@@ -90,11 +90,11 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class CommandEvent:
-    """One command of a batch."""
+    """A command of a batch."""
 
     batch: Batch
     dispatch: Dispatch | None  # of a launch, until it is done
-    moment: int = -1  # the index of its start in the batch's moments; -1 where it is not timed
+    moment: int = -1  # the index of its start in the batch's moments; -1 if it is not timed
     error: str = ""
 
 
@@ -102,12 +102,12 @@ class Read(NamedTuple):
     """A buffer to be mapped, and where its bytes go."""
 
     buffer: NativeBuffer
-    skip: int  # bytes before the first that was asked for
+    skip: int  # bytes before the first that was requested
     target: Bytes
 
 
 class Recorder:
-    """Records into queues, and submits what they hold. The caller has the driver's lock."""
+    """Records into queues, and submits them. The caller holds the driver's lock."""
 
     def __init__(self, native: NativeDevice, read_buffers: ReadBuffers) -> None:
         self._native = native
@@ -138,11 +138,11 @@ class Recorder:
         event = self.event(queue, dispatch)
         if event.batch.queries is not None:
             event.moment = event.batch.queries.used - 2
-            self.end_pass(queue)  # each dispatch is a pass of its own, which knows its times
+            self.end_pass(queue)  # only passes have timestamps, so each dispatch is a pass of its own
         return event
 
     def _put_scalars(self, queue: EncoderQueue, scalars: Any, nbytes: int) -> None:
-        """Let the next dispatch find its scalars in the queue's uniform buffer."""
+        """Put the scalars of the next dispatch into the queue's uniform buffer."""
         if queue.ring is None:
             buffer = self._native.buffer(_RING_BYTES + MAX_SCALAR_BYTES, UNIFORM | COPY_DST)
             group = self._native.group([(buffer, 0, MAX_SCALAR_BYTES)], uniform=True)
@@ -156,8 +156,8 @@ class Recorder:
 
     def write(self, queue: EncoderQueue, buffer: NativeBuffer, offset: int, source: Bytes) -> None:
         """Write bytes of the host to a buffer."""
-        # WebGPU copies the bytes at once into memory of its own, which it holds until they were submitted and
-        # have arrived: the caller bounds how many are submitted, and here it is bounded how many are not.
+        # WebGPU copies the bytes at once into memory of its own, which it holds until the submission is done.
+        # The caller limits the bytes that are submitted, and this method those that are not.
         if queue.staged + source.nbytes > _MAX_STAGED:
             self.submit(queue)
         self._native.write(buffer, offset, ffi.from_buffer(source), source.nbytes)
@@ -167,7 +167,7 @@ class Recorder:
     def copy(
         self, queue: EncoderQueue, target: NativeBuffer, to: int, source: NativeBuffer, start: int, size: int
     ) -> int:
-        """Record a copy between buffers; the index of its first moment, -1 where it is not timed."""
+        """Record a copy between buffers; the index of its first moment, -1 if it is not timed."""
         queries, moment = None, -1
         if self.timing is not None and self.timing.copies:
             self._make_room(queue)
@@ -197,7 +197,7 @@ class Recorder:
         return queue.batch
 
     def begin_pass(self, queue: EncoderQueue) -> Any:
-        """Begin a compute pass, which is timed where commands are."""
+        """Begin a compute pass, which is timed if commands are."""
         queue.pipeline = queue.group = None
         queries = None if self.timing is None else self.batch(queue).queries
         how = _NULL if queries is None else queries.timed_pass()
@@ -219,7 +219,7 @@ class Recorder:
         return queue.encoder
 
     def _make_room(self, queue: EncoderQueue) -> None:
-        """Submit what is recorded where there is no room for the moments of one more command."""
+        """Submit what is recorded if there is no room for the moments of another command."""
         queries = self.batch(queue).queries
         if queries is not None and queries.full:
             self.submit(queue)
@@ -227,14 +227,14 @@ class Recorder:
     # Submission
 
     def submit(self, queue: EncoderQueue) -> None:
-        """Give what was recorded to the device."""
+        """Submit what was recorded."""
         batch, queue.batch, queue.staged = self.batch(queue), None, 0
         if batch.queries is not None and batch.queries.used:
             self._read_moments(queue, batch, batch.queries)
         commands, errors = self._finish(queue)
         if errors and not self._native.dead:
             if batch.moments is not None:
-                batch.reads.pop().buffer.destroy()  # nothing has been written there
+                batch.reads.pop().buffer.destroy()  # no moments were written to it
                 batch.moments = None
             commands = self._finish_apart(queue, batch, errors[0][1])
         if queue.ring_used and queue.ring is not None:
@@ -248,14 +248,14 @@ class Recorder:
             self._start(batch, commands)
 
     def _read_moments(self, queue: EncoderQueue, batch: Batch, queries: Queries) -> None:
-        """Read the moments back with everything else that a batch reads."""
+        """Add the moments to what a batch reads back."""
         buffer = self._read_buffers.take(queries.nbytes)
         queries.resolve(self._encoder(queue), buffer.native)
         batch.moments = np.zeros(queries.used, np.uint64)
         batch.reads.append(Read(buffer, 0, batch.moments.view(np.uint8)))
 
     def _finish(self, queue: EncoderQueue) -> tuple[list[Owned], list[tuple[int, str]]]:
-        """The commands in a queue's encoder, ready to be submitted, and what WebGPU has against them."""
+        """The commands in a queue's encoder, ready to be submitted, and their errors."""
         if queue.encoder is None:
             return [], self._native.take_errors()
         encoder, queue.encoder = self._encoder(queue), None
@@ -263,7 +263,7 @@ class Recorder:
         return [command], errors
 
     def _finish_apart(self, queue: EncoderQueue, batch: Batch, words: str) -> list[Owned]:
-        """The same, launch by launch, where WebGPU refused all together: only those to blame fail."""
+        """The commands of a refused batch, finished launch by launch, so that only invalid launches fail."""
         commands: list[Owned] = []
         events, batch.events, queue.ring_used = batch.events, [], 0
         for event in events:
@@ -290,16 +290,16 @@ class Recorder:
         native.when_done(expected[0])
         for read, number in zip(batch.reads, expected[1:], strict=True):
             native.when_mapped(read.buffer, number)
-        native.take_errors()  # a callback has told them
+        native.take_errors()  # the callbacks report them, too
         batch.submitted = True
 
     # Completion
 
     def end(self, batch: Batch) -> None:
-        """End a batch that the device has finished, and all before it: bring what they read to its target."""
+        """End a batch that the device has finished, and all before it, and deliver what they read."""
         if batch.done:
             return
-        # Whoever waits for one batch takes all before it to be done, with what they read.
+        # When a batch is done, all batches before it have to be done, including their reads.
         in_flight = batch.queue.in_flight
         ended = in_flight[: in_flight.index(batch) + 1]
         if any(earlier.waiting for earlier in ended) and not self._native.dead:

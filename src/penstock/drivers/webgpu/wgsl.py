@@ -1,15 +1,15 @@
-"""Kernels in WGSL as Penstock writes them, and the modules that WebGPU takes, made of them.
+"""Kernels in Penstock's form of WGSL, and their translation to modules of WGSL.
 
-A text is ordinary WGSL, but for its entry points, which are written as
+A text is ordinary WGSL, except for its entry points, which are declared as
 
     kernel NAME(out: array<u32>, x: array<u32>, out_place: i32, x_place: i32, c: f32) { ... }
 
-with buffers first and scalars (`i32`, `u32`, `f32`, `i64`, `u64`) after them. In the body there are
-`GROUP_0`, `GROUP_1` and `GROUP_2`, `GROUPS_0`, which is the grid's first axis, `THREAD` (in the flattened
-group) and `THREADS`, all of them `i32`. What a module is made for: the size of a group; which buffers of a
-launch are one memory (those become one binding); which memories are larger than a binding (those become
-several); whether an axis of its grid is longer than WebGPU permits (then the grid is folded into a
-rectangle); and whether scalars come as immediates or from a uniform buffer.
+with buffers first and scalars (`i32`, `u32`, `f32`, `i64`, `u64`) after them. The body may use `GROUP_0`,
+`GROUP_1`, `GROUP_2`, `GROUPS_0` (the first axis of the grid), `THREAD` (in the flattened workgroup) and
+`THREADS`, all of them `i32`. A module is specialized for: the workgroup size; which buffers of a launch are
+in the same memory (they share a binding); which memories are larger than a binding (they take several);
+whether an axis of the grid is longer than WebGPU permits (then the grid is folded into a rectangle); and
+whether scalars are immediates or in a uniform buffer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from penstock.drivers.webgpu.windows import end_of, window_name, windowed
 from penstock.errors import CompileError
 
-OFFSET_ALIGNMENT = 256  # bytes; offsets of buffers are counted in steps of it
+OFFSET_ALIGNMENT = 256  # bytes; the unit of offsets of buffers
 _KERNEL = re.compile(r"\bkernel\s+(\w+)\s*\(")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-# NumPy's word for a scalar, and how `struct` writes it.
+# The NumPy dtype of a scalar, and its format for `struct`.
 SCALARS = {
     "i32": ("int32", "i"),
     "u32": ("uint32", "I"),
@@ -32,20 +32,20 @@ SCALARS = {
     "i64": ("int64", "q"),
     "u64": ("uint64", "Q"),
 }
-# What tells a folded grid, after all other scalars: groups in a row, in all, and in the first two axes.
+# The scalars of a folded grid, after all others: workgroups in a row, in total, and in the first two axes.
 _FOLD = ("fold_width", "fold_length", "fold_0", "fold_1")
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a kernel, with its type in WGSL."""
+    """A parameter of a kernel, with its type in WGSL."""
 
     name: str
     type: str
 
     @property
     def is_buffer(self) -> bool:
-        """Whether a buffer is given for it."""
+        """Whether it is a buffer."""
         return self.type.startswith("array")
 
     @property
@@ -56,7 +56,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class KernelText:
-    """One kernel of a text: its parameters and body, and what stands around all kernels."""
+    """A kernel of a text: its parameters and body, and the text outside of all kernels."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -74,7 +74,7 @@ class KernelText:
         return tuple(parameter for parameter in self.parameters if not parameter.is_buffer)
 
     def scalar_format(self, folded: bool) -> str:
-        """All scalars as `struct` writes them, and what a folded grid adds to them."""
+        """The format of all scalars for `struct`, including those of a folded grid."""
         return "<" + "".join(SCALARS[scalar.type][1] for scalar in self.scalars) + ("4i" if folded else "")
 
 
@@ -111,7 +111,7 @@ def module_text(
 ) -> str:
     """A kernel as WGSL. `bindings`: for each buffer, the first buffer of the launch in the same binding.
 
-    `windows`: where some memories are larger than `window_bytes`, how many bindings the buffers have, each.
+    `windows`: if some memories are larger than `window_bytes`, how many bindings each buffer takes.
     """
     body, around = kernel.body, kernel.around
     declared: list[str] = []
@@ -127,7 +127,7 @@ def module_text(
             if count > 1:
                 large[buffer.name] = buffer.item_type, count
         else:
-            # Not after a dot, where it is a part of a vector.
+            # Not after a dot, where the name is a component of a vector.
             word, same = rf"(?<![\w.]){buffer.name}\b", kernel.buffers[bindings[position]].name
             body, around = re.sub(word, same, body), re.sub(word, same, around)
     if large:
@@ -142,7 +142,7 @@ def module_text(
         where = "@group(1) @binding(0) var<uniform>" if uniform else "var<immediate>"
         declared.append(f"{where} _scalars: _Scalars;")
     sizes = (*group, *(1,) * (3 - len(group)))
-    # Not unless it is needed: DX12 has no such value, and gets it with every dispatch.
+    # Only if it is used, because DX12 has no such value, and wgpu has to pass it with every dispatch.
     counted = "@builtin(num_workgroups) _groups: vec3<u32>, " if "GROUPS_0" in body and not folded else ""
     lines = [
         around,

@@ -1,8 +1,7 @@
-"""Memories larger than one binding in a kernel's text: several bindings, which are windows side by side.
+"""Buffers that are larger than a binding: they take several bindings, which are adjacent windows.
 
-WGSL has no pointer that could go to one of several bindings. So what a kernel reads and writes there becomes
-calls of functions that choose the window by the item's index. Uses that cannot become such a call are
-refused.
+WGSL has no pointers that could refer to any of several bindings. So accesses to such a buffer are replaced by
+calls of functions that select the window by the index. Uses that cannot be replaced are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.errors import CompileError
 
-# The bytes from one item to the next. Those of all windows are multiples of them.
+# The stride of items in bytes. The sizes of windows are multiples of them.
 _ITEM_BYTES = {"f32": 4, "i32": 4, "u32": 4, "i64": 8, "u64": 8}
 _ITEM_BYTES |= {f"vec{n}<{kind}>": 8 * (n // 2) for n in (2, 4) for kind in ("f32", "i32", "u32")}
 _BRACKET = re.compile(r"[][(){};]")
@@ -24,18 +23,18 @@ _COMPONENT = re.compile(r"\s*(?:\[|\.\w+\s*(?:\+\+|--|(?:<<|>>|[-+*/%&|^])?=(?!=
 
 
 def window_name(name: str, number: int) -> str:
-    """The binding of one of a buffer's windows."""
+    """The variable of a window of a buffer."""
     return f"_{name}_{number}" if number else name
 
 
 def windowed(
     texts: Sequence[str], large: Mapping[str, tuple[str, int]], window_bytes: int
 ) -> tuple[list[str], str]:
-    """Texts in which the items of large buffers are used through functions, and these functions.
+    """Texts in which accesses to large buffers are calls of functions, and these functions.
 
     `large`: for each of those buffers the type of its items, and how many windows it has.
     """
-    made: dict[tuple[str, str], None] = {}  # buffers and what is done to their items, in the order of use
+    made: dict[tuple[str, str], None] = {}  # buffers and kinds of access, in the order of use
     for name in large:
         declared = rf"\b(let|var|const)\b\s*(<[^>]*>)?\s*{name}\b|(?<![\w.]){name}\s*:"
         if any(re.search(declared, text) for text in texts):
@@ -47,7 +46,7 @@ def windowed(
 
 
 class _Rewriter:
-    """Turns uses of items into calls."""
+    """Replaces accesses by calls."""
 
     def __init__(self, large: Mapping[str, tuple[str, int]], made: dict[tuple[str, str], None]) -> None:
         self._name = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, large))})\b\s*")
@@ -97,11 +96,11 @@ class _Rewriter:
 
 
 def _cannot(name: str, why: str) -> CompileError:
-    return CompileError(f"buffer {name!r} takes several bindings, where each item is used by itself; {why}")
+    return CompileError(f"buffer {name!r} takes several bindings, so only single items can be used; {why}")
 
 
 def end_of(text: str, start: int, stop: str = "") -> int:
-    """Where what begins at `start` ends: at a bracket that was opened before it, or at a `stop`, or never."""
+    """The end of the expression at `start`: a closing bracket that it does not open, `stop`, or the end."""
     depth = 0
     for match in _BRACKET.finditer(text, start):
         if not depth and (match[0] in ")]}" or match[0] == stop):
@@ -111,7 +110,7 @@ def end_of(text: str, start: int, stop: str = "") -> int:
 
 
 def _function(name: str, verb: str, kind: str, windows: int, window_bytes: int) -> str:
-    """The function that does something to an item of any window."""
+    """The function for an access to an item of any window."""
     item = kind.removeprefix("atomic<").removesuffix(">") if kind.startswith("atomic<") else kind
     if item not in _ITEM_BYTES:
         raise _cannot(name, f"its items are {kind}, and must be one of {', '.join(_ITEM_BYTES)} there")
@@ -132,7 +131,7 @@ def _function(name: str, verb: str, kind: str, windows: int, window_bytes: int) 
 
 
 def _chosen(first: int, end: int, items: int, used: Callable[[int], str]) -> str:
-    """The statements that find the window of item `i` among some, by bisection."""
+    """The statements that select the window of item `i` by bisection."""
     if end - first == 1:
         return used(first)
     middle = (first + end) // 2

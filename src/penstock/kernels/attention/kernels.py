@@ -1,4 +1,4 @@
-"""What computes a group of attention on a CUDA device: its launches, with sizes and strides as constants."""
+"""The launches of attention on a CUDA device, with sizes and strides as constants."""
 
 from __future__ import annotations
 
@@ -10,57 +10,54 @@ from penstock.fusion.views import operand_source, rows_index
 from penstock.graph.attention import ATTENTION, GRADIENT_PARTS
 from penstock.graph.dtypes import float16
 from penstock.graph.node import Node, Shape
-from penstock.kernels.attention.source import ATTENTION_PASSES
-from penstock.kernels.attention.tensor_tiles import TENSOR_TILES
 from penstock.kernels.source import KernelSource, head
 from penstock.kernels.templates.launches import Launch, Lowering
 
-ATTENTION_PRELUDE = TENSOR_TILES + ATTENTION_PASSES
-_BLOCK_ROWS, _BLOCK_THREADS = 64, 128  # of a group: four warps with 16 rows each
+_BLOCK_ROWS, _BLOCK_THREADS = 64, 128  # of a workgroup: four warps with 16 rows each
 
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a pass goes over the other side."""
+    """How a pass tiles the other side."""
 
     tile: int  # rows at a time
-    groups: int  # that a multiprocessor should have registers for
-    stages: int  # tiles that are in shared memory: one is used while the others are copied
+    groups: int  # workgroups that a multiprocessor should have registers for
+    stages: int  # tiles in shared memory: one is used while the others are copied
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One kernel of attention or of its gradient."""
+    """A kernel of attention or of its gradient."""
 
     name: str
-    products: int  # of matrices: the gradients compute the scores again, each pass for itself
-    narrow: _Tiling  # of heads up to 64 columns wide
+    products: int  # of matrices: each pass of the gradients recomputes the scores
+    narrow: _Tiling  # for heads up to 64 columns wide
     wide: _Tiling
 
 
 _FORWARD = _Pass("forward", 2, _Tiling(64, 4, 3), _Tiling(32, 2, 3))
 _QUERY_GRADIENTS = _Pass("query_gradients", 3, _Tiling(64, 3, 3), _Tiling(32, 2, 3))
-_KEY_GRADIENTS = _Pass("key_gradients", 4, _Tiling(32, 3, 4), _Tiling(16, 2, 4))  # wants the most registers
+_KEY_GRADIENTS = _Pass("key_gradients", 4, _Tiling(32, 3, 4), _Tiling(16, 2, 4))  # needs the most registers
 
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A buffer of a kernel: its name there, and its number among those of the group."""
+    """A buffer of a kernel: its name, and its index among the buffers of the group."""
 
     name: str
     number: int
-    argument: str  # what the pass gets of it: where the rows of a head begin, and how far they are apart
+    argument: str  # of the pass: where the rows of a head begin, and their stride
     dtype: str = "uint16"  # float16 or bfloat16, as bits
 
 
 def attention_kernels(group: Group, ending: str) -> Lowering:
-    """The launches of a group, in kernels with names of this ending; what is not wanted goes to scratch."""
+    """The launches of a group, with an ending for kernel names; unused results go to scratch."""
     writer = _Writer(group, ending)
     return writer.forward() if writer.primitive is ATTENTION else writer.backward()
 
 
 class _Writer:
-    """Writes the launches of one group."""
+    """Writes the launches of a group."""
 
     def __init__(self, group: Group, ending: str) -> None:
         self._group = group
@@ -80,27 +77,22 @@ class _Writer:
     # The passes
 
     def forward(self) -> Lowering:
-        """One launch: the results, and the logarithm of the sum of each row."""
+        """A launch that computes the results, and the logarithm of the sum of each row."""
         lse = self._number("lse", self._rows * 4)
-        launch = self._launch(
-            _FORWARD,
-            [self._output("result", "result", self._query), self._of_rows("lse", lse)],
-            self._inputs(self._operands),
-        )
+        outputs = [self._output("result", "result", self._query), self._of_rows("lse", lse)]
+        launch = self._launch(_FORWARD, outputs, self._inputs(self._operands))
         return Lowering((launch,), tuple(self._scratch))
 
     def backward(self) -> Lowering:
-        """Two launches: gradients of queries, and what is needed of each row; those of keys and values."""
+        """Two launches: the gradients of queries with values for each row, and those of keys and values."""
         result, lse, slope = self._operands[3:]
         inputs = self._inputs((self._query, self._key, self._value, slope))
         rows = self._of_rows("rows", self._more(self._rows * 8), "(float2 *)rows")
         dq = self._output("dq", "query", self._query)
         dk = self._output("dk", "key", self._key)
         dv = self._output("dv", "value", self._value)
-        of_rows = self._of_rows("lse", self._input_number(lse))
-        queries = self._launch(
-            _QUERY_GRADIENTS, [dq, rows], [*inputs, of_rows, self._input("result", result)]
-        )
+        of_queries = [self._of_rows("lse", self._input_number(lse)), self._input("result", result)]
+        queries = self._launch(_QUERY_GRADIENTS, [dq, rows], [*inputs, *of_queries])
         keys = self._launch(_KEY_GRADIENTS, [dk, dv], [*inputs, rows])
         return Lowering((queries, keys), tuple(self._scratch))
 
@@ -111,7 +103,7 @@ class _Writer:
         blocks = -(-(self._keys if over_keys else self._queries) // _BLOCK_ROWS)
         kind = f"{self._half}, {self._width}, {tiling.tile}, {tiling.stages}, {self._causal}"
         kind += f", {self._queries}, {self._keys}"
-        # The blocks with the most keys come first, so that the last ones to run are short.
+        # The blocks with the most keys come first, so that the last blocks to run are short.
         block = "block" if over_keys else f"{blocks - 1} - block"
         parameters = (*outputs, *inputs)
         arguments = ", ".join(parameter.argument for parameter in parameters)
@@ -124,14 +116,12 @@ class _Writer:
         declared_outputs, declared_inputs = (
             [(parameter.dtype, parameter.name) for parameter in side] for side in (outputs, inputs)
         )
-        bounds = f"__launch_bounds__({_BLOCK_THREADS}, {tiling.groups}) "
-        text = head(name, declared_outputs, declared_inputs)
-        text = text.replace(f"KERNEL {name}(", f"KERNEL {bounds}{name}(") + body + "}\n"
+        text = f"{head(name, declared_outputs, declared_inputs)}{body}}}\n"
         dtypes = tuple(parameter.dtype for parameter in parameters)
-        grid = (blocks * self._heads * self._batch,)
-        source = KernelSource(name, text, dtypes, (), grid, (_BLOCK_THREADS,))
+        grid, threads = (blocks * self._heads * self._batch,), (_BLOCK_THREADS,)
+        source = KernelSource(name, text, dtypes, (), grid, threads, resident=tiling.groups)
         buffers = tuple(parameter.number for parameter in parameters)
-        # For each product, pairs of a query and a key that it sees, times the width.
+        # For each product, the pairs of a query and a visible key, times the width.
         unseen = self._queries * (self._queries - 1) // 2 if self._causal == "true" else 0
         pairs = self._batch * self._heads * (self._queries * self._keys - unseen)
         return Launch(source, buffers, operations=2 * kernel.products * pairs * self._width)
@@ -143,12 +133,12 @@ class _Writer:
         return self._batch * self._heads * self._queries
 
     def _of_rows(self, name: str, number: int, pointer: str = "") -> _Parameter:
-        """A buffer with something of each row."""
+        """A buffer with values for each row."""
         first_row = f"(batch * {self._heads} + head) * {self._queries}"
         return _Parameter(name, number, f"{pointer or name} + {first_row}", "float32")
 
     def _output(self, name: str, part: str, like: Node) -> _Parameter:
-        """An output of matrices; all of them may be parts of one."""
+        """An output of matrices; all outputs may be parts of a packed array."""
         if "packed" not in self._parts:
             offset, stride = _contiguous(like.shape)
             return _Parameter(name, self._number(part, like.nbytes), f"{name} + {offset}, {stride}")
@@ -161,7 +151,7 @@ class _Writer:
         return self._parts[part] if part in self._parts else self._more(nbytes)
 
     def _more(self, nbytes: int) -> int:
-        """The number of one more scratch buffer."""
+        """The index of a new scratch buffer."""
         self._scratch.append(nbytes)
         return len(self._group.outputs) + len(self._group.inputs) + len(self._scratch) - 1
 
@@ -185,7 +175,7 @@ class _Writer:
 
 
 def _contiguous(shape: Shape) -> tuple[str, int]:
-    """Where the matrix of a head begins in a contiguous value, and how far its rows are apart."""
+    """Where the matrix of a head begins in a contiguous value, and the stride of its rows."""
     _, length, heads, width = shape
     return _sum(0, batch=length * heads * width, head=width), heads * width
 

@@ -1,4 +1,4 @@
-"""The languages that kernels are printed in, found by the capabilities of a device."""
+"""The languages of kernels."""
 
 from __future__ import annotations
 

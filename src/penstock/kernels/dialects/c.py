@@ -1,10 +1,11 @@
-"""Expressions and statements on single values in C, as OpenCL and CUDA take it."""
+"""Expressions and statements on scalars in the C that OpenCL and CUDA share."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.c_expressions import c_type, expression, neutral
@@ -15,14 +16,18 @@ _SUFFIXES = {"uint32": "u", "int64": "l", "uint64": "ul", "float32": "f"}
 
 
 class CPrinter(Printer):
-    """Prints single values; how values with a width are printed depends on who computes them."""
+    """Prints scalars; subclasses print vectors for a CPU, and lanes for a GPU."""
 
     integer = variable = "int"
     barriers = ("BARRIER;", "DEVICE_BARRIER;")
     atomic_add = "LOCAL_ADD("
-    kernel_name = ""  # which the names of its functions and tables begin with
+    kernel_name = ""  # the prefix of the names of its functions and tables
     tables: frozenset[str] = frozenset()
-    workgroup_name = ""  # of a variable with the number of the workgroup, in a function
+    workgroup_name = ""  # the parameter with the workgroup's index, in a function
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rounded: dict[tuple[str, str], ir.Expr] = {}  # by name and dtype: the value before rounding
 
     def workgroup(self, axis: int) -> str:
         return self.workgroup_name or f"GROUP({axis})"
@@ -65,10 +70,10 @@ class CPrinter(Printer):
 
     @abstractmethod
     def broadcast(self, expr: ir.Broadcast) -> str:
-        """A number in every lane."""
+        """A scalar in every lane."""
 
     def philox(self, expr: ir.Random, index: str) -> str:
-        """The word of random bits with a number."""
+        """The word of random bits at an index."""
         low, high, first, second = (self.expr(word) for word in expr.state)
         block = f"((((ulong){second} << 32) | {first}) + (ulong)({index} / 4))"
         return f"philox({low}, {high}, (uint){block}, (uint)({block} >> 32), {index} % 4)"
@@ -84,13 +89,28 @@ class CPrinter(Printer):
         return f"{self.expr(expr.mask)} ? {value} : 0" if expr.mask is not None else value
 
     def define(self, statement: ir.Let | ir.Declare) -> list[str]:
+        value = statement.value
+        if isinstance(value, ir.Call) and value.operation.startswith("round_"):
+            self._rounded[statement.name, value.operation.removeprefix("round_")] = value.inputs[0]
+        return self.define_value(statement)
+
+    def define_value(self, statement: ir.Let | ir.Declare) -> list[str]:
+        """The definition of a name, whatever its value is."""
         return [f"{c_type(statement.type)} {statement.name} = {self.named(statement.value)};"]
 
     def store(self, statement: ir.Store) -> list[str]:
+        value = statement.value
+        if isinstance(value, ir.Var):  # storing rounds, too
+            value = self._rounded.get((value.name, statement.stored), value)
+            statement = replace(statement, value=value, width=statement.type.width)
+        return self.store_value(statement)
+
+    def store_value(self, statement: ir.Store) -> list[str]:
+        """The lines that write a value."""
         return [self.store_item(statement, self.addend(statement.index), self.expr(statement.value))]
 
     def store_item(self, statement: ir.Store, index: str, value: str) -> str:
-        """What writes an item."""
+        """The statement that writes an item."""
         if statement.stored == "float16":
             return f"vstore_half({value}, {index}, {statement.buffer});"
         rounded = f"TO_BFLOAT16({value})" if statement.stored == "bfloat16" else value

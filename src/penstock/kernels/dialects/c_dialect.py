@@ -1,4 +1,4 @@
-"""What OpenCL and CUDA share: kernels in a C with the words in which the two differ as macros."""
+"""What OpenCL and CUDA share: kernels in C, with macros where the two languages differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.kernels.dialects.philox import PHILOX
 from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource, head, item_size
 
 _MOST_INT = (1 << 31) - 1
-_WORKGROUP = "workgroup"  # the parameter of a function that has its number
+_WORKGROUP = "workgroup"  # the parameter of a function with its workgroup's index
 
 
 def _printer(kernel: ir.KernelIR, private: bool = False) -> CPrinter:
@@ -22,13 +22,13 @@ def _printer(kernel: ir.KernelIR, private: bool = False) -> CPrinter:
 
 
 def _array(array: ir.LocalArray) -> str:
-    """What declares an array."""
+    """The declaration of an array."""
     aligned = f" __attribute__((aligned({array.width * item_size(array.dtype)})))" if array.width > 1 else ""
     return f"{C_TYPES[array.dtype]} {array.name}[{array.length}]{aligned};"
 
 
 def _function(function: ir.Function, name: str) -> str:
-    """A kernel as a function of the number of its workgroup, its local arrays, and its parameters."""
+    """A kernel as a function of its workgroup's index, its local arrays, and its parameters."""
     kernel, linkage = function.kernel, f"{function.linkage} void"
     leading = [f"int {_WORKGROUP}"]
     if not function.private:
@@ -45,7 +45,7 @@ class CDialect(Dialect):
 
     passed_as: Mapping[str, str] = {"bool": "uint8"}
     prelude: str
-    optional_preludes: Mapping[str, str] = {"philox(": PHILOX}  # each by a word that asks for it
+    optional_preludes: Mapping[str, str] = {"philox(": PHILOX}  # by a word of the text that needs it
 
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
         return expression(operation, ir.Type(result), ir.Type(of), ("x",) * inputs) is not None
@@ -63,11 +63,11 @@ class CDialect(Dialect):
         functions = [_function(function, f"{name}_{function.name}") for function in kernel.functions]
         return "\n".join([*functions, *tables, "\n".join(lines) + "\n"])
 
-    # Of users' own kernels, which need no other prelude.
+    # For users' own kernels, which need no other prelude.
     raw_words: str
     raw_global: str  # before a pointer's type
     raw_restrict: str
-    raw_opening: str  # with a place for the threads of a workgroup
+    raw_opening: str  # a format of the workgroup size
 
     def raw_text(self, kernel: RawKernel) -> str:
         arrays = (*kernel.outputs, *kernel.inputs)

@@ -1,4 +1,4 @@
-"""What each primitive is in C, on single values and on vectors, and which dtypes it can have there."""
+"""The C expressions of primitives on scalars and on vectors, by dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.kernels import ir
 from penstock.kernels.dialects import patterns
 from penstock.kernels.source import C_TYPES
 
-# {0}, {1} and {2} are the inputs, {T} their type, {U} the same without a sign.
+# {0}, {1} and {2} are the inputs, {T} their type, {U} its unsigned type.
 _SAME = {"positive": "({0})", "stop": "({0})"}
 _TESTS = ("isnan", "isinf", "isfinite", "signbit")
 _UNARY = """exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
@@ -21,17 +21,17 @@ _FLOAT = {
     **patterns.ARITHMETIC,
     **{name: f"{name}({{0}})" for name in _UNARY.split()},
     **{name: f"{name}({{0}}, {{1}})" for name in ("atan2", "hypot", "copysign", "nextafter", "pow")},
-    # A NaN takes the place of every number.
+    # A NaN beats every number.
     "greater_or_nan": "(!({0} <= {1}) & ({1} == {1}))",
     "less_or_nan": "(!({0} >= {1}) & ({1} == {1}))",
-    # The inner choice is one instruction of a CPU.
+    # The inner `?:` is a single instruction of a CPU.
     "maximum": "({0} != {0} ? {0} : {0} > {1} ? {0} : {1})",
     "minimum": "({0} != {0} ? {0} : {0} < {1} ? {0} : {1})",
-    "maximum_number": "({0} > {1} ? {0} : {1})",  # where the first is a NaN, the second
+    "maximum_number": "({0} > {1} ? {0} : {1})",  # the second where the first is a NaN
     "minimum_number": "({0} < {1} ? {0} : {1})",
     "round": "rint({0})",
 }
-# Where tanh is 1 to the last bit; PoCL's stays below.
+# Beyond it, tanh rounds to 1; PoCL's stays below.
 _TANH_LIMIT = {"float32": "9.1f", "float64": "20.0"}
 _FLOAT_SCALAR = {
     **_FLOAT,
@@ -55,22 +55,22 @@ _FLOAT_VECTOR = {
     "round_float16": "round_half{width}({0})",
 }
 Patterns = Mapping[str, str]
-# Functions of a single value on a CPU: one lane of those of vectors. PoCL's own differ in the last bit, and
-# whether an item is computed in a vector or after the last one depends on the kernel that it is in.
+# Functions of scalars on a CPU: a lane of those of vectors. PoCL's own differ in the last bit, and whether an
+# item is computed in a vector or in the remainder after it depends on the kernel.
 _EXACT = ("sqrt", "floor", "ceil", "trunc")
 CPU_SCALAR_PATTERNS: Patterns = {
     name: _FLOAT_VECTOR[name].replace("{0}", "(float8)({0})").replace("{1}", "(float8)({1})") + ".s0"
     for name in (*_UNARY.split(), "atan2", "hypot", "pow")
     if name not in _EXACT
 }
-# For a GPU, by whether functions are quick: fewer instructions than the compiler would need.
+# For a GPU, in fewer instructions than the compiler needs; also by whether functions are quick.
 _THREAD = {"tanh": "tanh_1({0})", "maximum": "MAXIMUM({0}, {1})", "minimum": "MINIMUM({0}, {1})"}
 _QUICK = _THREAD | {"exp": "QUICK_EXP({0})", "divide": "QUICK_DIVIDE({0}, {1})"}
 THREAD_PATTERNS: Mapping[bool, Patterns] = {False: _THREAD, True: _QUICK}
 
 
 def _wrapping(result: str, operand: str) -> dict[str, str]:
-    """Without a sign, C lets integers wrap around as NumPy does; with one, it leaves open what happens."""
+    """In unsigned arithmetic, which wraps around as NumPy does; signed overflow is undefined in C."""
     a, b = operand % "{0}", operand % "{1}"
     sums = {"add": f"{a} + {b}", "subtract": f"{a} - {b}", "multiply": f"{a} * {b}", "negative": f"0 - {a}"}
     return {name: result % pattern for name, pattern in sums.items()}
@@ -109,10 +109,10 @@ _UNSIGNED_SCALAR = {
     "floor_divide": "({1} == 0 ? ({T})0 : {0} / {1})",
     "remainder": "({1} == 0 ? ({T})0 : {0} % {1})",
 }
-# Truth values are 0 and 1 by themselves; in a vector they are 0 and -1, all bits set.
-_BOOL = {**_SAME, **patterns.EXTREMES, **patterns.of_truths("&", "|", "^")}
+# A scalar boolean is 0 or 1; in a vector it is 0 or -1, all bits set.
+_BOOL = {**_SAME, **patterns.EXTREMES, **patterns.of_booleans("&", "|", "^")}
 _BOOL_VECTOR = _BOOL | {"logical_not": "(~{0})", "bitwise_invert": "(~{0})", "equal": "~({0} ^ {1})"}
-# By the first letter of a dtype, and whether there are several values.
+# By the first letter of a dtype, and whether it is a vector.
 _PATTERNS: dict[tuple[str, bool], Patterns] = {
     ("b", False): _BOOL | patterns.infix(equal="=="),
     ("b", True): _BOOL_VECTOR,
@@ -140,9 +140,9 @@ def has_vectors(dtype: str) -> bool:
 def expression(
     operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str], first: Patterns | None = None
 ) -> str | None:
-    """The C expression of a primitive on inputs of type `of`; None if it has none.
+    """The C expression of a primitive on inputs of type `of`, if there is any.
 
-    For float32, patterns in `first` come before others.
+    For float32, patterns in `first` take precedence.
     """
     if operation == "cast":
         return _cast(result, of, inputs[0])
@@ -160,12 +160,12 @@ def expression(
 
 
 def neutral(reduction: str, type: ir.Type) -> str:
-    """What a reduction starts from."""
+    """The identity element of a reduction."""
     value = patterns.identity(reduction, type.dtype)
     if isinstance(value, float):
         text = "INFINITY" if value > 0 else "-INFINITY"
     elif value < 0:
-        text = f"({value + 1} - 1)"  # C has no literal for the least integer
+        text = f"({value + 1} - 1)"  # C has no literal for the smallest integer
     else:
         text = f"{value}ul" if value >= 1 << 63 else str(value)
     if type.width == 1:
@@ -174,7 +174,7 @@ def neutral(reduction: str, type: ir.Type) -> str:
 
 
 def _truth(comparison: str, of: ir.Type) -> str:
-    """A comparison as a truth value: vectors' comparisons have the width of what they compare."""
+    """A comparison as a boolean: in vectors, it has the item size of its operands."""
     other = of.width > 1 and of.dtype != "bool" and np.dtype(of.dtype).itemsize != 4
     return f"__builtin_convertvector({comparison}, int{of.width})" if other else comparison
 
@@ -183,7 +183,7 @@ def _cast(result: ir.Type, of: ir.Type, value: str) -> str | None:
     if result.dtype == "bool":
         return _truth(f"({value} != 0)", of) if of.dtype != "bool" else value
     if of.dtype[0] == "f" and result.dtype[0] != "f":
-        return None  # C leaves open what becomes of numbers out of range
+        return None  # undefined in C for values out of range
     if result.width == 1:
         return f"({c_type(result)})({value})"
     value = f"({value} & 1)" if of.dtype == "bool" else value

@@ -1,14 +1,13 @@
 """Statements in C for the threads of a GPU.
 
-A value with a width is an array of the thread, and whatever is done to it a loop over the lanes, which the
-compiler lays out: then every index is a constant, and the array is in registers. So the same text serves
-OpenCL and CUDA, which has no vectors. Single values stand beside arrays as they are.
+A wide value is an array of the thread, and an operation on it is a loop over the lanes, which the compiler
+unrolls: then every index is a constant, and the array is in registers. So the same text serves OpenCL and
+CUDA, which has no vectors. Scalars may be operands beside arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.c import CPrinter
@@ -20,16 +19,17 @@ _ACCESS = 16  # bytes that a thread reads or writes at once, at most
 
 
 class ThreadPrinter(CPrinter):
-    """Prints statements; knows which values were rounded, and which words they were taken from."""
+    """Prints lanes; knows which values were rounded, and the words that values were unpacked from."""
 
     def __init__(self, quick: bool = False) -> None:
-        """`quick` functions are exact enough for float16 and bfloat16."""
+        """`quick` functions are precise enough for float16 and bfloat16."""
         super().__init__()
         self._quick = quick
         self._patterns = THREAD_PATTERNS[quick]
-        self._rounded: dict[tuple[str, str], ir.Expr] = {}  # by name and dtype: what it was before
-        self._differences: dict[str, tuple[str, str]] = {}  # from numbers that all lanes share
-        self._words: dict[tuple[str, str], str] = {}  # by name and dtype: the words that it was taken from
+        self._differences: dict[
+            str, tuple[str, str]
+        ] = {}  # by name: operands, of which the second is a scalar
+        self._words: dict[tuple[str, str], str] = {}  # by name and dtype: the words it was unpacked from
 
     def each(self, type: ir.Type, text: Text) -> list[str]:
         return [f"{_each(type)}{text(None)}"]
@@ -59,21 +59,17 @@ class ThreadPrinter(CPrinter):
             return super().accumulator(statement, lane)
         return f"{statement.target.name}[{_moved(self.expr(statement.first), int(statement.type.width > 1))}]"
 
-    def define(self, statement: ir.Let | ir.Declare) -> list[str]:
-        """A name for a value; what later statements may make use of is noted."""
+    def define_value(self, statement: ir.Let | ir.Declare) -> list[str]:
         name, value, type = statement.name, statement.value, statement.type
         if isinstance(value, ir.Load) and type.width > 1:
             return self._load(name, value)
         if isinstance(value, ir.Vector):
             items = ", ".join(map(self.expr, value.items))
             return [f"{c_type(ir.Type(type.dtype))} {name}[{type.width}] = {{{items}}};"]
-        if isinstance(value, ir.Call):
-            if value.operation.startswith("round_"):
-                self._rounded[name, value.operation.removeprefix("round_")] = value.inputs[0]
-            if self._quick and type.dtype == "float32" and value.operation == "subtract":
-                minuend, less = value.inputs
-                if less.type.width == 1:
-                    self._differences[name] = self.expr(minuend), self.expr(less)
+        if isinstance(value, ir.Call) and value.operation == "subtract":
+            minuend, less = value.inputs
+            if self._quick and type.dtype == "float32" and less.type.width == 1:
+                self._differences[name] = self.expr(minuend), self.expr(less)
         return [self._named(type, name, self.named(value))]
 
     def call(self, expr: ir.Call, inputs: Sequence[str]) -> str:
@@ -94,7 +90,7 @@ class ThreadPrinter(CPrinter):
         return super().philox(expr, index)
 
     def _named(self, kind: ir.Type, name: str, text: str) -> str:
-        """A name for a value, or for the values of all lanes."""
+        """The definition of a scalar, or of all lanes."""
         scalar = c_type(ir.Type(kind.dtype))
         if kind.width == 1:
             return f"{scalar} {name} = {text};"
@@ -106,7 +102,7 @@ class ThreadPrinter(CPrinter):
         return super().load(expr, _moved(index, expr.step if expr.type.width > 1 else 0))
 
     def _load(self, name: str, load: ir.Load) -> list[str]:
-        """Several items, at once where they lie side by side."""
+        """Load all lanes: whole words where the items are neighbours."""
         index, words, count = self.addend(load.index), f"{name}_words", _word_count(load)
         if not count:
             return [self._named(load.type, name, self.load(load, index))]
@@ -117,11 +113,8 @@ class ThreadPrinter(CPrinter):
         value = f"ITEM_{load.stored.upper()}({words}, l_)"
         return [f"uint {words}[{count}]; {loads}", self._named(load.type, name, value)]
 
-    def store(self, store: ir.Store) -> list[str]:
+    def store_value(self, store: ir.Store) -> list[str]:
         index, width, value = self.addend(store.index), store.type.width, store.value
-        if isinstance(value, ir.Var):  # storing rounds, too
-            value = self._rounded.get((value.name, store.stored), value)
-            store = replace(store, value=value, width=width)
         name = value.name if isinstance(value, ir.Var) else ""
         if store.buffer in self.packed:
             words = self._words.get((name, store.stored))
@@ -135,7 +128,7 @@ class ThreadPrinter(CPrinter):
         return [f"uint {words}[{count}]; EACH_LANE({count}) {words}[l_] = {self._word(store)}; {stores}"]
 
     def _word(self, store: ir.Store) -> str:
-        """Word number `l_` of the values that are stored."""
+        """Word `l_` of the values that are stored."""
         size, value = item_size(store.stored), store.value
         assert isinstance(value, ir.Var)
 
@@ -194,18 +187,18 @@ def _each(kind: ir.Type) -> str:
 
 
 def _moved(index: str, step: int) -> str:
-    """An index, or its value in lane `l_`."""
+    """An index in lane `l_`, given its step from lane to lane."""
     return index if not step else f"{index} + l_" if step == 1 else f"{index} + l_ * {step}"
 
 
 def _word_count(access: ir.Load | ir.Store) -> int:
-    """How many words hold the items of all lanes; 0 where they are read and written one by one."""
+    """How many words hold all lanes; 0 where the lanes are accessed separately."""
     in_words = ir.is_buffer(access.buffer) and fills_words(access)
     return access.type.width * item_size(access.stored) // WORD if in_words else 0
 
 
 def _accesses(macro: str, access: ir.Load | ir.Store, index: str, words: str) -> str:
-    """What reads or writes all words, as many at once as are aligned."""
+    """Accesses to all words, each as wide as the alignment allows."""
     size = item_size(access.stored)
     width = min(access.aligned * size, _ACCESS) // WORD
     return " ".join(

@@ -1,9 +1,8 @@
-"""Statements in OpenCL C for the threads of a CPU, whose values with a width are vectors."""
+"""Statements in OpenCL C for the threads of a CPU, whose wide values are vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from penstock.kernels import ir
 from penstock.kernels.dialects.c import CPrinter
@@ -12,17 +11,16 @@ from penstock.kernels.source import C_TYPES
 
 
 class VectorPrinter(CPrinter):
-    """Prints single values and vectors."""
+    """Prints scalars and vectors."""
 
     packs = False
 
     def __init__(self, private: bool = False) -> None:
-        """`private`: arrays are those of the thread, and not of its workgroup."""
+        """`private`: local arrays are arrays of the thread."""
         super().__init__()
         self._array_space = "" if private else "LOCAL "
         self._registers: set[str] = set()  # arrays of the thread
-        self._rounded: dict[tuple[str, str], ir.Expr] = {}  # by name and dtype: what it was before
-        self._pointers: dict[str, str] = {}  # by name: the buffer or array that a pointer points into
+        self._pointers: dict[str, str] = {}  # by name: the buffer or array that it points into
 
     def special(self, statement: ir.Statement) -> list[str]:
         match statement:
@@ -38,7 +36,7 @@ class VectorPrinter(CPrinter):
 
     def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str]) -> str | None:
         if operation == "minimum" and of == ir.INT:
-            # A choice in its place makes LLVM lay out loops, and a product with GELU take 3 times as long.
+            # With `?:` LLVM unrolls loops, and a product with GELU takes 3 times as long.
             return f"min({inputs[0]}, {inputs[1]})"
         return expression(operation, result, of, inputs, CPU_SCALAR_PATTERNS if of.width == 1 else None)
 
@@ -49,7 +47,8 @@ class VectorPrinter(CPrinter):
     def accumulator(self, statement: ir.Accumulate, lane: int | None) -> str:
         if statement.first is None:
             return super().accumulator(statement, lane)
-        return self._place(statement.target.name, statement.type, self.addend(statement.first))
+        array, type, index = statement.target.name, statement.type, self.addend(statement.first)
+        return f"{array}[{index}]" if type.width == 1 else self._vector(array, type.dtype, type.width, index)
 
     def name(self, var: ir.Var, lane: int | None) -> str:
         return var.name if lane is None else f"{var.name}.s{lane:x}"
@@ -80,9 +79,9 @@ class VectorPrinter(CPrinter):
         if expr.step != 1:
             items = [self._item(expr, f"{index} + {lane * expr.step}") for lane in range(width)]
             return f"({c_type(expr.type)})({', '.join(items)})"
+        value = self._vector(expr.buffer, expr.stored, width, index)
         if expr.stored == "float16":
-            return f"from_halves_{width}({self._vector(expr, index)})"
-        value = self._vector(expr, index)
+            return f"from_halves_{width}({value})"
         if expr.stored == "bfloat16":
             return f"FROM_BFLOAT16_{width}({value})"
         return f"(__builtin_convertvector({value}, int{width}) != 0)" if expr.type.dtype == "bool" else value
@@ -90,18 +89,6 @@ class VectorPrinter(CPrinter):
     def _item(self, expr: ir.Load, index: str) -> str:
         value = super().load(expr, index)
         return f"-({value} != 0)" if expr.type.dtype == "bool" else value
-
-    def define(self, statement: ir.Let | ir.Declare) -> list[str]:
-        value = statement.value
-        if isinstance(value, ir.Call) and value.operation.startswith("round_"):
-            self._rounded[statement.name, value.operation.removeprefix("round_")] = value.inputs[0]
-        return super().define(statement)
-
-    def store(self, statement: ir.Store) -> list[str]:
-        if isinstance(statement.value, ir.Var):  # storing rounds, too
-            rounded = (statement.value.name, statement.stored)
-            statement = replace(statement, value=self._rounded.get(rounded, statement.value))
-        return super().store(statement)
 
     def store_item(self, statement: ir.Store, index: str, value: str) -> str:
         width = statement.type.width
@@ -113,7 +100,7 @@ class VectorPrinter(CPrinter):
             value = f"TO_BFLOAT16_{width}({value})"
         elif statement.type.dtype == "bool":
             value = f"__builtin_convertvector({value} & 1, uchar{width})"
-        return f"{self._vector(statement, index)} = {value};"
+        return f"{self._vector(statement.buffer, statement.stored, width, index)} = {value};"
 
     def _reduce(self, statement: ir.BlockReduce) -> list[str]:
         type, name = statement.variable.type, statement.name
@@ -134,13 +121,7 @@ class VectorPrinter(CPrinter):
             return ""
         return "GLOBAL " if ir.is_buffer(self._pointers.get(buffer, buffer)) else self._array_space
 
-    def _vector(self, access: ir.Load | ir.Store, index: str) -> str:
-        """A vector in memory that is aligned for its items only."""
-        item = "ushort" if access.stored == "float16" else C_TYPES[access.stored]
-        return f"*({self._space(access.buffer)}loose_{item}{access.type.width} *)({access.buffer} + {index})"
-
-    def _place(self, array: str, type: ir.Type, index: str) -> str:
-        """One item of an array, or as many from there on as a vector has."""
-        if type.width == 1:
-            return f"{array}[{index}]"
-        return f"*({self._space(array)}loose_{C_TYPES[type.dtype]}{type.width} *)({array} + {index})"
+    def _vector(self, buffer: str, stored: str, width: int, index: str) -> str:
+        """A vector in memory that has the alignment of its items only."""
+        item = "ushort" if stored == "float16" else C_TYPES[stored]
+        return f"*({self._space(buffer)}loose_{item}{width} *)({buffer} + {index})"

@@ -9,8 +9,8 @@ from penstock.kernels.dialects.c_dialect import CDialect
 from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
 from penstock.kernels.source import C_TYPES, KernelSource
 
-# What OpenCL has and CUDA has not, without a header: NVRTC comes with none. OpenCL's `long` has 64 bits, and
-# CUDA's has 32 on Windows; its `char` has a sign, which C leaves open. float16 is bits in memory only.
+# Names that OpenCL has and CUDA lacks; NVRTC comes without headers. OpenCL's `long` has 64 bits, and CUDA's
+# 32 on Windows; OpenCL's `char` is signed, which C leaves open. float16 is bits in memory only.
 _PRELUDE = """
 #ifdef _WIN32
 #define long long long
@@ -77,7 +77,7 @@ DEVICE uint BFLOAT16_PAIR(float a, float b) {
 }
 #define FROM_BFLOAT16(u) BITS_FLOAT((uint)(u) << 16)
 """
-# The threads of a warp exchange numbers, all in the same order, so that all have the same result.
+# The threads of a warp exchange values in the same order, so that all have the same result.
 _THREADS = """
 #define BITS_DOUBLE(u) __longlong_as_double(u)
 #define DOUBLE_BITS(x) ((ulong)__double_as_longlong(x))
@@ -136,7 +136,7 @@ DEVICE float MAXIMUM(float a, float b) {
 DEVICE float MINIMUM(float a, float b) { return -MAXIMUM(-a, -b); }
 """
 
-# What users' own kernels may name.
+# Names for users' own kernels.
 _RAW_WORDS = """\
 #define GROUP_0 ((int)blockIdx.x)
 #define GROUP_1 ((int)blockIdx.y)
@@ -163,7 +163,6 @@ class Cuda(CDialect):
     name = "cuda"
     label = "CUDA C"
     compiles_side_by_side = True
-    inline_assembly = True
     raw_types: Mapping[str, str] = {dtype: _PLAIN_TYPES.get(word, word) for dtype, word in C_TYPES.items()}
     raw_words = _RAW_WORDS
     raw_global = ""
@@ -173,12 +172,12 @@ class Cuda(CDialect):
     optional_preludes: Mapping[str, str] = {
         **dict.fromkeys(("BFLOAT16", "round_half"), _HALVES),
         **CDialect.optional_preludes,
-        **dict.fromkeys(THREAD_NAMES, THREAD_WORDS + _THREADS + TANH),
+        **dict.fromkeys(THREAD_NAMES.split(), THREAD_WORDS + _THREADS + TANH),
         "half *": _HALVES,
     }
 
     def text(self, source: KernelSource) -> str:
-        """A kernel's text: told how many threads a group has, or NVRTC gives each too many registers."""
+        """A kernel's text with its launch bounds, or NVRTC gives each thread too many registers."""
         bounds = [math.prod(source.group), *([source.resident] if source.resident > 1 else ())]
         opening = f"KERNEL __launch_bounds__({', '.join(map(str, bounds))}) {source.name}("
         return source.text.replace(f"KERNEL {source.name}(", opening)

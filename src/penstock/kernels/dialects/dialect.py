@@ -1,4 +1,4 @@
-"""What the rest of the tree asks of a kernel language: what it lacks, and the text of kernels in it."""
+"""The interface of a kernel language: what it lacks, and how it prints kernels."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from penstock.kernels import ir
 from penstock.kernels.source import KernelSource
 
 MANY_STEPS = 1 << 31  # more than any loop has
-UNROLLED = 4  # iterations that loops along an axis take in one step, where a dialect bounds the steps
+UNROLLED = 4  # unroll factor of loops along an axis, where a dialect bounds the steps
 
 
 @dataclass(frozen=True)
 class RawKernel:
-    """A kernel whose body a user wrote. Types are words of the language."""
+    """A kernel with a user's body. Types are those of the language."""
 
     name: str
     label: str  # what the user calls it
     outputs: tuple[tuple[str, str, int], ...]  # of each array: name, type, bytes of an item
     inputs: tuple[tuple[str, str, int], ...]
     scalars: tuple[tuple[str, str], ...]  # name, type
-    constants: tuple[tuple[str, int], ...]  # sizes that the body may name
+    constants: tuple[tuple[str, int], ...]  # sizes that the body may use
     threads: int  # of a workgroup
-    count: int | None  # threads that have something to do, where each works by itself
+    count: int | None  # of active threads, where they are independent
     header: str
     body: str
 
@@ -44,27 +44,26 @@ class DialectBody:
 
 
 class Dialect(ABC):
-    """A language of kernels. The attributes say what it has; the defaults are those of C."""
+    """A kernel language. The attributes say what it supports; the defaults are those of C."""
 
     name: str
     label: str  # for people
-    pointers = True  # a part of a memory can be a parameter of a function
-    barriers_in_branches = True  # branches with barriers, of which each workgroup takes one
+    pointers = True  # a part of a buffer can be a function's parameter
+    barriers_in_branches = True  # barriers in branches that are uniform over a workgroup
     word_access = False  # memory is words of 4 bytes, which a thread should write whole
-    inline_assembly = False  # kernels may have PTX, whatever the device's own code is
-    one_kernel_modules = False  # each kernel is a text of its own
+    one_kernel_modules = False  # each kernel is compiled by itself
     compiles_side_by_side = False  # several compilers may run at a time, each with some of the kernels
 
-    # Of users' own kernels: the types of array items, by dtype.
-    raw_types: Mapping[str, str]
-    moves_buffers = True  # a kernel takes the offset of each buffer; else each is bound at its offset
+    # For users' own kernels.
+    raw_types: Mapping[str, str]  # of array items, by dtype
+    moves_buffers = True  # a kernel takes the offset of each buffer; else it is bound at its offset
 
     def most_steps(self, capabilities: Capabilities) -> int:
-        """How many steps the loops of one thread may take."""
+        """How many iterations the loops of a thread may have."""
         return MANY_STEPS
 
     def has_short_loops(self, node: Node, capabilities: Capabilities) -> bool:
-        """Whether a thread of a kernel that holds the node takes no more steps than it may."""
+        """Whether a kernel with the node stays within `most_steps`."""
         return True
 
     @abstractmethod
@@ -73,10 +72,10 @@ class Dialect(ABC):
 
     @abstractmethod
     def has_operation(self, operation: str, result: str, of: str, inputs: int) -> bool:
-        """Whether a primitive on values of dtype `of` has a text."""
+        """Whether the language has a primitive on values of dtype `of`."""
 
-    passed_as: Mapping[str, str]  # for dtypes of scalars that are passed in another dtype, the other
-    fixed_nodes: tuple[type, ...] = ()  # kinds of statements whose constants cannot become arguments
+    passed_as: Mapping[str, str]  # dtypes of scalars that are passed as another dtype
+    fixed_nodes: tuple[type, ...] = ()  # statements whose constants cannot become arguments
 
     def render(self, kernel: ir.KernelIR, name: str) -> KernelSource:
         """A kernel that is printed when it is compiled."""
@@ -97,7 +96,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def whole_text(self, sources: Sequence[KernelSource], preludes: Mapping[str, str]) -> str:
-        """The texts of kernels, after the functions that they use.
+        """The texts of kernels, after the preludes that they use.
 
-        `preludes`: further texts, each by a word that a kernel has if it needs the text.
+        `preludes`: further preludes, each by a word of the kernels that need it.
         """

@@ -19,13 +19,16 @@ _PRELUDE = """
 #define RESTRICT restrict
 #define BARRIER barrier(CLK_LOCAL_MEM_FENCE)
 #define DEVICE_BARRIER barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)
+#ifndef FENCE
+#define FENCE __sync_synchronize()
+#endif
 #define GROUP(axis) ((int)get_group_id(axis))
 #define THREAD ((int)get_local_id(0))
 #define THREADS ((int)get_local_size(0))
 #define FLOAT_BITS(x) as_uint(x)
 #define BITS_FLOAT(u) as_float(u)
 """
-# A float as the nearest bfloat16, of two the even one; a NaN stays one. The values are names.
+# float32 to bfloat16, rounded to nearest even; a NaN stays a NaN. The macros evaluate their arguments twice.
 # PoCL from 3.1 on crashes where vload_half8 reads float16 that is not aligned to 16 bytes: it gets variables.
 _HALVES = """
 #define BFLOAT16_OF(x, u) (((x) != (x) ? (u) | 0x400000 : (u) + 0x7fff + ((u) >> 16 & 1)) >> 16)
@@ -59,8 +62,8 @@ static inline float8 round_half8(float8 x) {
     return from_halves_8(to_halves_8(x));
 }
 """
-# Vectors in memory that is aligned for their items only. PoCL calls vload8 and convert_int8 as functions,
-# which costs more than they do; these are plain instructions.
+# Vectors in memory with the alignment of their items. PoCL calls vload8 and convert_int8 as functions, which
+# costs more than their work; these are plain instructions.
 _ITEM_BYTES = {"float": 4, "int": 4, "uint": 4, "long": 8, "ulong": 8, "short": 2, "ushort": 2}
 _ITEM_BYTES |= {"char": 1, "uchar": 1}
 
@@ -72,9 +75,9 @@ def _loose(item: str, width: int, size: int) -> str:
 _VECTORS = "".join(_loose(item, 8, size) for item, size in _ITEM_BYTES.items())
 _VECTORS += f"#ifdef cl_khr_fp64\n{_loose('double', 8, 8)}#endif\n"
 _VECTORS_OF_16 = {f"loose_{item}16": _loose(item, 16, size) for item, size in _ITEM_BYTES.items() if size < 4}
-# Functions of vectors that take less time than PoCL's, to 1 and 3 units in the last place. exp: x is n log(2)
-# plus a rest; n comes from the low bits of a sum that rounds, and goes into the exponent; what would be
-# subnormal is 0. tanh: a polynomial where exp would cancel. The coefficients are Chebyshev fits.
+# Vector functions that are faster than PoCL's, to 1 and 3 units in the last place. exp: x is n log(2) plus a
+# remainder; n comes from the low bits of a sum that rounds, and goes into the exponent; subnormal results are
+# flushed to 0. tanh: a polynomial where exp would cancel. The coefficients are Chebyshev fits.
 _FUNCTIONS = """
 static inline float8 exp_8(float8 x) {
     float8 c = x < -87.3365479f ? (float8)(-87.3365479f) : x;
@@ -96,8 +99,8 @@ static inline float8 tanh_8(float8 x) {
     return z < 0.390625f ? p : 1.0f - 2.0f / (exp_8(x + x) + 1.0f);
 }
 """
-# sin, cos and tan of PoCL are wrong in all lanes of a vector in which one is 2^23 or more, infinite or NaN.
-# There, and from 2^22 on, each lane is computed by itself.
+# PoCL's sin, cos and tan are wrong in all lanes of a vector if any lane is 2^23 or more, infinite or NaN.
+# From 2^22 on, each lane is computed separately.
 _ANGLES = """
 #define EACH_BY_ITSELF(name, x) (float8)( \\
     name(x.s0), name(x.s1), name(x.s2), name(x.s3), name(x.s4), name(x.s5), name(x.s6), name(x.s7))
@@ -106,8 +109,8 @@ static inline float8 sin_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(sin,
 static inline float8 cos_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(cos, x) : cos(x); }
 static inline float8 tan_8(float8 x) { return HAS_LARGE(x) ? EACH_BY_ITSELF(tan, x) : tan(x); }
 """
-# Without an extension, C has pointers to float16 only; through those to memory of a thread, PoCL loses what
-# is written after barriers.
+# Without an extension, OpenCL has only pointers to float16; PoCL loses what is written after barriers through
+# those to private memory. So the conversion works on bits.
 _THREADS = """
 #define BITS_DOUBLE(u) as_double(u)
 #define DOUBLE_BITS(x) as_ulong(x)
@@ -148,7 +151,7 @@ DEVICE ushort float_half(float x) {
 }
 """
 
-# What users' own kernels may name.
+# Names for users' own kernels.
 _RAW_WORDS = """\
 #define GROUP_0 ((int)get_group_id(0))
 #define GROUP_1 ((int)get_group_id(1))
@@ -166,7 +169,7 @@ class OpenCL(CDialect):
 
     name = "opencl"
     label = "OpenCL C"
-    # PoCL's compiler fails where barriers stand in several branches, even if all threads take the same one.
+    # PoCL's compiler fails on barriers in several branches, even if all threads take the same branch.
     barriers_in_branches = False
     raw_types = C_TYPES
     raw_words = _RAW_WORDS
@@ -181,5 +184,5 @@ class OpenCL(CDialect):
         **_VECTORS_OF_16,
         **dict.fromkeys(("BFLOAT16", "round_half", "_halves_"), _HALVES),
         **CDialect.optional_preludes,
-        **dict.fromkeys(THREAD_NAMES, THREAD_WORDS + _THREADS + TANH),
+        **dict.fromkeys(THREAD_NAMES.split(), THREAD_WORDS + _THREADS + TANH),
     }

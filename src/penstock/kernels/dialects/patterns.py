@@ -1,4 +1,4 @@
-"""What primitives are in C and WGSL alike, and what reductions start from and combine values with."""
+"""The expressions that C and WGSL share, and how reductions start and combine values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-# What takes in one more value, for each reduction.
+# The primitive that combines two values, for each reduction.
 COMBINE = {
     "sum": "add",
     "prod": "multiply",
@@ -18,19 +18,19 @@ COMBINE = {
 
 
 def infix(**symbols: str) -> dict[str, str]:
-    """Patterns of primitives with two inputs, {0} and {1}, by the operator that each of them is."""
+    """Patterns of primitives with two inputs, {0} and {1}, from their operators."""
     return {name: f"({{0}} {symbol} {{1}})" for name, symbol in symbols.items()}
 
 
 COMPARISONS = infix(equal="==", not_equal="!=", less="<", less_equal="<=", greater=">", greater_equal=">=")
-# For an extreme of integers: whether a value takes the place of another.
+# For argmax and argmin of integers, which have no NaN.
 EXTREMES = infix(greater_or_nan=">", less_or_nan="<")
 ARITHMETIC = infix(add="+", subtract="-", multiply="*", divide="/") | {"negative": "(-{0})"}
 BITS = infix(bitwise_and="&", bitwise_or="|", bitwise_xor="^") | {"bitwise_invert": "(~{0})"}
 
 
-def of_truths(conjunction: str, disjunction: str, unequal: str) -> dict[str, str]:
-    """Patterns of primitives of truth values, by the language's three operators."""
+def of_booleans(conjunction: str, disjunction: str, unequal: str) -> dict[str, str]:
+    """Patterns of primitives on booleans, from the language's three operators."""
     names = {
         conjunction: "logical_and bitwise_and multiply minimum",
         disjunction: "logical_or bitwise_or add maximum",
@@ -41,7 +41,7 @@ def of_truths(conjunction: str, disjunction: str, unequal: str) -> dict[str, str
 
 
 def identity(reduction: str, dtype: str) -> int | float:
-    """The number that a reduction starts from."""
+    """The identity element of a reduction."""
     if reduction in ("sum", "any"):
         return 0
     if reduction in ("prod", "all"):

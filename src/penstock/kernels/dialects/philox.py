@@ -1,9 +1,9 @@
-"""Philox4x32-10 in a C that OpenCL and CUDA both take, with `uint` of 32 bits and `ulong` of 64."""
+"""Philox4x32-10 in the C that OpenCL and CUDA share; `uint` has 32 bits and `ulong` 64."""
 
 from __future__ import annotations
 
-# `philox` gives one word of one block, as `graph.random.RANDOM_BITS` means it: its counter has 64 bits. The
-# words are chosen by comparisons: an array with a changing index would leave the registers of a GPU.
+# `philox` returns a word of a block, as `graph.random.RANDOM_BITS` defines it, with a 64-bit counter. The
+# word is selected by comparisons, because an array with a variable index would not be in registers.
 PHILOX = """
 DEVICE uint philox_128(uint key0, uint key1, uint c0, uint c1, uint c2, uint c3, int word) {
     for (int turn = 0; turn < 10; turn++) {

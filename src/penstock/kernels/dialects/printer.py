@@ -1,4 +1,4 @@
-"""What printing the IR has in common in all languages: statements, and expressions with their parentheses."""
+"""Printing the IR: what all languages share of statements, and expressions with their parentheses."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from penstock.kernels import ir
 from penstock.kernels.dialects.patterns import COMBINE
 from penstock.kernels.source import WORD, item_size
 
-# How tightly operators bind. Those of bits stand in parentheses beside any other, as WGSL demands.
+# Precedences. Bitwise operators need parentheses beside any other, as WGSL demands.
 _LEVELS = {"||": 1, "&&": 1, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}
 _LEVELS |= dict.fromkeys(("<", "<=", ">", ">=", "==", "!="), 2)
 _COMPOUND = (ir.Binary, ir.Select, ir.Unary)  # which need parentheses beside another operator
 _BITS = ("&", "|", "^", "<<", ">>")
 
-Text = Callable[[int | None], str]  # by the number of a lane
+Text = Callable[[int | None], str]  # of a lane
 
 
 def fills_words(access: ir.Load | ir.Store) -> bool:
-    """Whether the items of all lanes lie side by side, and together fill whole words."""
+    """Whether the lanes are neighbours in memory, and together fill whole words."""
     together = isinstance(access, ir.Store) or access.step == 1
     return together and access.type.width > 1 and access.aligned * item_size(access.stored) >= WORD
 
@@ -27,26 +27,26 @@ def fills_words(access: ir.Load | ir.Store) -> bool:
 class Printer(ABC):
     """Prints the statements of one kernel.
 
-    `lane` is the number of an item of a value with a width, or None where one text is for all items.
+    `lane` is a lane of a wide value, or None where the same text serves all lanes.
     """
 
-    integer: str  # before the name of an integer that does not change
-    variable: str  # before the name of an integer that changes
-    barriers: tuple[str, str]  # for the memory of the workgroup, and for device memory too
-    atomic_add: str  # up to the item that grows
-    packs = True  # whether arrays of a thread hold two 16-bit floats a word
+    integer: str  # declares a constant integer
+    variable: str  # declares a variable integer
+    barriers: tuple[str, str]  # for local memory, and for device memory too
+    atomic_add: str  # the text before the item
+    packs = True  # whether private arrays hold two 16-bit floats per word
 
     def __init__(self) -> None:
-        self.packed: set[str] = set()  # arrays of a thread with two 16-bit floats a word
+        self.packed: set[str] = set()  # private arrays with two 16-bit floats per word
 
     # Statements
 
     def statements(self, body: Sequence[ir.Statement]) -> list[str]:
-        """The lines of statements, indented by one step."""
+        """The lines of statements, indented."""
         return [f"    {line}" for statement in body for line in self.lines(statement)]
 
     def lines(self, statement: ir.Statement) -> list[str]:
-        """The lines of one statement."""
+        """The lines of a statement."""
         match statement:
             case ir.Let() | ir.Declare():
                 return self.define(statement)
@@ -70,24 +70,26 @@ class Printer(ABC):
                 return self._conditional(statement)
             case ir.Barrier():
                 return [self.barriers[statement.device_memory]]
+            case ir.Fence():
+                return ["FENCE;"]
             case _:
                 return self.special(statement)
 
     def each(self, type: ir.Type, text: Text) -> list[str]:
-        """What is done to all items of a type, given the text for a lane."""
+        """The lines for all lanes of a type, given the text for a lane."""
         return [text(None)]
 
     @abstractmethod
     def define(self, statement: ir.Let | ir.Declare) -> list[str]:
-        """A name for a value."""
+        """The definition of a name."""
 
     @abstractmethod
     def store(self, statement: ir.Store) -> list[str]:
-        """What writes a value to memory."""
+        """A store to memory."""
 
     @abstractmethod
     def registers(self, name: str, dtype: str, length: int) -> str:
-        """An array of the thread."""
+        """The declaration of a private array."""
 
     @abstractmethod
     def loop(self, loop: ir.For) -> list[str]:
@@ -95,22 +97,22 @@ class Printer(ABC):
 
     @abstractmethod
     def special(self, statement: ir.Statement) -> list[str]:
-        """A statement of a kind that languages write differently."""
+        """A statement that differs between languages."""
 
     def opening(self, name: str, start: str, stop: str, step: str) -> str:
         """The first line of a loop."""
         return f"for ({self.variable} {name} = {start}; {name} < {stop}; {name} += {step}) {{"
 
     def shared_item(self, array: str, index: str) -> str:
-        """An item of memory of the workgroup, as it can be assigned to."""
+        """An item of local memory, as an assignment's target."""
         return f"{array}[{index}]"
 
     def accumulator(self, statement: ir.Accumulate, lane: int | None) -> str:
-        """What takes in one more value."""
+        """The target of an accumulation."""
         return self.name(statement.target, lane)
 
     def _update(self, statement: ir.Assign | ir.Accumulate | ir.MultiplyAdd, lane: int | None) -> str:
-        """Another value for a variable, or for an item of it."""
+        """A new value for a variable or a lane of it."""
         match statement:
             case ir.Assign(name, value):
                 return f"{self.name(ir.Var(name, value.type), lane)} = {self.expr(value, lane)};"
@@ -122,7 +124,7 @@ class Printer(ABC):
                 return f"{sum_} = {self.combine(statement.operation, statement.type, sum_, more)};"
 
     def _conditional(self, statement: ir.While | ir.If) -> list[str]:
-        """Statements under a condition, once or as long as it holds."""
+        """A branch or a `while` loop."""
         word = "while" if isinstance(statement, ir.While) else "if"
         lines = [f"{word} ({self.expr(statement.condition)}) {{", *self.statements(statement.body)]
         match statement:
@@ -170,23 +172,23 @@ class Printer(ABC):
 
     @abstractmethod
     def constant(self, value: float, type: ir.Type) -> str:
-        """A number."""
+        """A literal."""
 
     @abstractmethod
     def workgroup(self, axis: int) -> str:
-        """The number of the workgroup."""
+        """The index of the workgroup."""
 
     @abstractmethod
     def expression(self, operation: str, result: ir.Type, of: ir.Type, inputs: Sequence[str]) -> str | None:
-        """A primitive on inputs of type `of`; None if it has no text."""
+        """A primitive on inputs of type `of`; None if the language lacks it."""
 
     @abstractmethod
     def neutral(self, reduction: str, type: ir.Type) -> str:
-        """What a reduction starts from."""
+        """The identity element of a reduction."""
 
     @abstractmethod
     def value(self, expr: ir.Expr, lane: int | None) -> str:
-        """An expression of a kind that languages write differently."""
+        """An expression that differs between languages."""
 
     def call(self, expr: ir.Call, inputs: Sequence[str]) -> str:
         """A primitive operation, given the texts of its inputs."""
@@ -195,23 +197,23 @@ class Printer(ABC):
         return text
 
     def combine(self, reduction: str, type: ir.Type, left: str, right: str) -> str:
-        """One value from two, for a reduction."""
+        """Two values combined by a reduction."""
         text = self.expression(COMBINE[reduction], type, type, (left, right))
         assert text is not None, reduction
         return text
 
     def operand(self, expr: ir.Expr, lane: int | None = None) -> str:
-        """An expression as it can stand beside any operator."""
+        """An expression as the operand of any operator."""
         text = self.expr(expr, lane)
         return f"({text})" if isinstance(expr, _COMPOUND) else text
 
     def addend(self, expr: ir.Expr) -> str:
-        """An expression as it can stand in a sum."""
+        """An expression as the operand of a sum."""
         arithmetic = isinstance(expr, ir.Binary) and _LEVELS.get(expr.operator, 0) >= _LEVELS["+"]
         return self.expr(expr) if arithmetic else self.operand(expr)
 
     def named(self, expr: ir.Expr, lane: int | None = None) -> str:
-        """An expression after an equals sign."""
+        """An expression on the right of an assignment."""
         text = self.expr(expr, lane)
         return f"({text})" if isinstance(expr, ir.Binary) and expr.operator == "&&" else text
 

@@ -1,8 +1,7 @@
-"""Words that the kernels of GPUs use: lanes, memory in words of 4 bytes, and sums over the threads of a row.
+"""Macros for the kernels of GPUs: lanes, and memory in words of 4 bytes.
 
-A thread reads and writes up to 16 bytes at once, as words, and takes its items out of them. As all memory is
-read and written in words, whatever the dtypes, no compiler can think that a value and one that is written
-over it lie apart because their types differ.
+A thread accesses up to 16 bytes at once, as words, and unpacks its items from them. As all accesses are to
+words, whatever the dtypes, no compiler can assume that values of different dtypes do not alias.
 """
 
 from __future__ import annotations
@@ -49,14 +48,5 @@ DEVICE float tanh_1(float x) {
     return z < 0.390625f ? p : far;
 }
 """
-# A text that has none of these words needs no prelude.
-THREAD_NAMES = (
-    "EACH_LANE(",
-    "LOCAL_ADD(",
-    "FOLD_THREADS(",
-    "MAXIMUM(",
-    "MINIMUM(",
-    "tanh_1(",
-    "QUICK_",
-    "NEGATE_",
-)
+# The words of a text that needs this prelude, with spaces in between.
+THREAD_NAMES = "EACH_LANE( LOCAL_ADD( FOLD_THREADS( MAXIMUM( MINIMUM( tanh_1( QUICK_ NEGATE_"

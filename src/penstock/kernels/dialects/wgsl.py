@@ -1,4 +1,4 @@
-"""WGSL: without pointers, vectors of bytes, or functions that are exact."""
+"""WGSL, which has no pointers into buffers, no items smaller than a word, and no precise functions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from penstock.kernels.dialects.wgsl_prelude import functions_for
 from penstock.kernels.dialects.wgsl_printer import WgslPrinter, writes_parts
 from penstock.kernels.source import KernelSource
 
-# Mesa's software Vulkan ends the loops of a thread after 65535 steps, and says nothing.
+# Mesa's software Vulkan silently ends the loops of a thread after 65535 iterations.
 _SOFTWARE_STEPS = 60_000
-# Items of a reduction along rows: at least a few threads of a group share a row, in a few passes.
+# Items of a reduction along rows: at least a few threads of a workgroup share a row, in a few passes.
 _ROW_ITEMS = 1 << 22
-# Items for each step of a reduction along columns, and of a product whose items are multiplied one by one.
+# Items per iteration of a reduction along columns, and of a product without tiles.
 _COLUMN_ITEMS, _PRODUCT_ITEMS = 12, 2
 
 
@@ -33,8 +33,7 @@ class Wgsl(Dialect):
     word_access = True
     one_kernel_modules = True
     fixed_nodes = (ir.BlockReduce, ir.StridedReduce)
-
-    moves_buffers = False  # there are no pointers that could be moved
+    moves_buffers = False
     raw_types: Mapping[str, str] = {
         dtype: type_name(dtype) for dtype in ("int32", "uint32", "int64", "uint64", "float32")
     }

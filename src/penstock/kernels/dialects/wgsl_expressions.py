@@ -1,7 +1,7 @@
-"""What each primitive is in WGSL, on single values, and which dtypes it can have there.
+"""The WGSL expressions of primitives on scalars, by dtype.
 
-WGSL has integers of 32 bits, and of 64 where the device has them. Smaller ones are computed in 32 bits
-and cut after every operation that may leave their range. Truth values are of a type of their own.
+WGSL has integers of 32 bits, and of 64 where the device has them. Smaller integers are computed in 32 bits,
+and wrapped after every operation that may leave their range.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _TYPES = {
     "uint64": "u64",
 }
 SUFFIXES = {"i32": "i", "u32": "u", "i64": "li", "u64": "lu"}
-# {0}, {1} and {2} are the inputs, {T} their type, {zero} and {one} its numbers.
+# {0}, {1} and {2} are the inputs, {T} their type, {zero} and {one} its literals.
 _SAME = {"positive": "{0}", "stop": "{0}"}
-_COMPARISONS = patterns.COMPARISONS | {"not_equal": "(!({0} == {1}))"}  # a NaN is not WGSL's != to anything
-# Functions of the prelude, which are more exact than the language's own.
+_COMPARISONS = patterns.COMPARISONS | {"not_equal": "(!({0} == {1}))"}  # `!=` is false for a NaN
+# Functions of the prelude, which are more precise than the language's own.
 _OWN = "exp expm1 log log1p log2 log10 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sign"
 _FLOAT = {
     **_SAME,
@@ -33,12 +33,11 @@ _FLOAT = {
     **{name: f"{name}({{0}})" for name in ("abs", "sqrt", "floor", "ceil", "trunc", "round")},
     **{name: f"{name}_1({{0}})" for name in _OWN.split()},
     **{name: f"{name}_1({{0}}, {{1}})" for name in ("atan2", "hypot", "pow")},
-    # Compilers may assume that there is no NaN, and put sums in another order: x - x is 0 on Mesa,
-    # (x + 1) - 1 is x. No such rule applies to a product with a number that they do not know: with ONE,
-    # which is 1 (see `Words.opening`).
+    # Compilers may assume that there is no NaN, and reorder sums: on Mesa x - x is 0 and (x + 1) - 1 is x.
+    # They may not where a factor is unknown: ONE, which is 1 (see `Words.opening`).
     "add": "fma({0}, ONE, {1})",
     "subtract": "fma({0}, ONE, -{1})",
-    # A NaN takes the place of every number.
+    # A NaN beats every number.
     "greater_or_nan": "(!is_nan({1}) && (is_nan({0}) || ({0} > {1})))",
     "less_or_nan": "(!is_nan({1}) && (is_nan({0}) || ({0} < {1})))",
     "maximum": "largest({0}, {1})",
@@ -52,7 +51,7 @@ _FLOAT = {
     "round_bfloat16": "round_bfloat({0})",
     "round_float16": "round_half({0})",
 }
-# Those that may leave the range of a small dtype.
+# Operations that may leave the range of a small dtype.
 _WRAPPING_BITS = ("bitwise_invert", "bitwise_left_shift")
 _WRAPPING = ("add", "subtract", "multiply", "negative", "floor_divide", "remainder", *_WRAPPING_BITS)
 _INTEGER = {
@@ -70,13 +69,13 @@ _INTEGER = {
 }
 # By the first letter of a type.
 _PATTERNS = {
-    "b": {**_SAME, **patterns.of_truths("&&", "||", "!="), **patterns.infix(equal="==")},
+    "b": {**_SAME, **patterns.of_booleans("&&", "||", "!="), **patterns.infix(equal="==")},
     "f": _FLOAT,
     "i": {
         **_INTEGER,
         "abs": "select({0}, {zero} - {0}, below_0_{T}({0}))",
         "sign": "select(select({zero}, {one}, {0} != {zero}), -{one}, below_0_{T}({0}))",
-        # An integer with a sign is shifted to its sign at the least.
+        # A signed integer is shifted until only its sign is left.
         "bitwise_right_shift": "({0} >> select(u32({1}) & {mask}u, {mask}u, {large}))",
     },
     "u": {
@@ -89,12 +88,12 @@ _PATTERNS = {
 
 
 def type_name(dtype: str) -> str:
-    """The type in which values of a dtype are computed."""
+    """The type that values of a dtype are computed in."""
     return _TYPES[dtype]
 
 
 def number(dtype: str, value: int) -> str:
-    """An integer as a value of a dtype."""
+    """An integer as a literal of a dtype."""
     kind = _TYPES[dtype]
     if kind == "bool":
         return "true" if value else "false"
@@ -102,7 +101,7 @@ def number(dtype: str, value: int) -> str:
 
 
 def converted(dtype: str, integer: str) -> str:
-    """An int32, given by a text, as a value of a dtype."""
+    """An int32 expression converted to a dtype."""
     if dtype == "bool":
         return f"({integer} != 0)"
     result = cast(dtype, "int32", f"({integer})")
@@ -111,7 +110,7 @@ def converted(dtype: str, integer: str) -> str:
 
 
 def expression(operation: str, result: str, of: str, inputs: Sequence[str]) -> str | None:
-    """The expression of a primitive on inputs of dtype `of`; None if it has none."""
+    """The expression of a primitive on inputs of dtype `of`, if there is any."""
     if operation == "cast":
         return cast(result, of, inputs[0])
     if operation == "where":
@@ -127,7 +126,7 @@ def expression(operation: str, result: str, of: str, inputs: Sequence[str]) -> s
         zero=number(of, 0),
         one=number(of, 1),
         mask=63 if wide else 31,
-        # Without a sign, amounts below 0 are large, too.
+        # Unsigned, so that negative amounts are large.
         large=f"{'bitcast<u64>' if wide else 'u32'}({inputs[-1]}) >= {bits}{'lu' if wide else 'u'}",
     )
     wraps = operation in _WRAPPING or (operation == "abs" and of[0] == "i")
@@ -135,17 +134,17 @@ def expression(operation: str, result: str, of: str, inputs: Sequence[str]) -> s
 
 
 def neutral(reduction: str, dtype: str) -> str:
-    """What a reduction starts from."""
+    """The identity element of a reduction."""
     value = patterns.identity(reduction, dtype)
     if isinstance(value, float):
         return f"bits_float({'0x7f800000u' if value > 0 else '0xff800000u'})"
-    if value < 0:  # WGSL has no literal for the least integer
+    if value < 0:  # WGSL has no literal for the smallest integer
         return f"({number(dtype, value + 1)} - {number(dtype, 1)})"
     return number(dtype, value)
 
 
 def cast(result: str, of: str, value: str) -> str | None:
-    """A value of one dtype as one of another."""
+    """A value converted from a dtype to another, if it has an expression."""
     target, source = _TYPES[result], _TYPES[of]
     if target == "bool":
         if source == "f32":
@@ -156,27 +155,27 @@ def cast(result: str, of: str, value: str) -> str | None:
     if target == "f32":
         return value if source == "f32" else f"f32({value})"
     if source == "f32":
-        return None  # WGSL's numbers out of range are not NumPy's
+        return None  # values out of range differ from NumPy's
     same = np.iinfo(result).min <= np.iinfo(of).min and np.iinfo(result).max >= np.iinfo(of).max
     text = _moved(target, source, value)
     return text if same else _cut(result, text)
 
 
 def _moved(target: str, source: str, value: str) -> str:
-    """An integer of one type as one of another: the bits that there is room for."""
+    """An integer converted to another type: the bits that fit."""
     if target == source:
         return value
     if target[1:] == source[1:]:
         return f"bitcast<{target}>({value})"
     if target[1:] == "32":
         return f"{target}({value})"
-    # Naga widens by the sign of the target, and not of the source.
+    # Naga extends by the sign of the target type, not of the source.
     wide = f"{source[0]}64({value})"
     return wide if source[0] == target[0] else f"bitcast<{target}>({wide})"
 
 
 def _cut(dtype: str, value: str) -> str:
-    """The bits of a value that a small dtype has."""
+    """A value wrapped to the range of a small dtype."""
     bits = 8 * np.dtype(dtype).itemsize
     if bits >= 32:
         return value

@@ -1,8 +1,8 @@
 """Memory in WGSL: every buffer is an array of words of 4 bytes, whatever its items are.
 
-Items of 8 bytes are two words, of which the low one comes first; smaller ones share a word. A word that is
-not written whole is changed bit by bit in atomic steps, because its other items may be written at the same
-time. Where a kernel has to do so, all its buffers are of atomic words: any two of them may be one memory.
+Items of 8 bytes are two words, the low word first; smaller items share a word. A word that is not written
+whole is changed by atomic bit operations, because its other items may be written at the same time. A kernel
+that does so has atomic words in all its buffers, since any two of them may be the same memory.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from penstock.kernels.dialects.wgsl_expressions import type_name
 from penstock.kernels.source import ALIGNMENT, WORD, item_size
 
-_SHIFTS = {1: 2, 2: 1}  # from the number of an item to that of its word, by the bytes of an item
+_SHIFTS = {1: 2, 2: 1}  # from the index of an item to that of its word, by item size
 _UNSIGNED = dict.fromkeys(("uint8", "uint16", "uint32", "uint64"), "{}")
-# Of dtypes whose bits are not a value's own.
+# For dtypes that take more than a bitcast.
 _FROM_BITS = {
     **_UNSIGNED,
     "bool": "({} != 0u)",
@@ -40,15 +40,15 @@ class Words:
         self._atomic = atomic
 
     def opening(self, name: str, buffers: Sequence[str], scalars: Sequence[tuple[str, str]]) -> list[str]:
-        """The first lines of a kernel, up to the offsets of its buffers. Scalars are (dtype, name)."""
+        """The first lines of a kernel, with the offsets of its buffers. Scalars are (dtype, name)."""
         kind = "array<atomic<u32>>" if self._atomic else "array<u32>"
         parameters = [f"{buffer}: {kind}" for buffer in buffers]
         parameters += [f"{buffer}_place: i32" for buffer in buffers]
         lines = [f"    let {buffer}_at = {buffer}_place * {ALIGNMENT // WORD};" for buffer in buffers]
-        # Offsets are not negative, which no compiler knows.
+        # Offsets are not negative, but no compiler knows that.
         lines.append(f"    let ONE = f32(1 - ({buffers[0]}_place >> 31u));")
         for dtype, given in scalars:
-            if dtype == "bool":  # which none can be
+            if dtype == "bool":  # which a parameter cannot be
                 parameters.append(f"{given}_word: u32")
                 lines.append(f"    let {given} = {given}_word != 0u;")
             else:
@@ -56,7 +56,7 @@ class Words:
         return [f"kernel {name}({', '.join(parameters)}) {{", *lines]
 
     def word(self, buffer: str, number: str) -> str:
-        """A word, by its number after the buffer's offset."""
+        """A word, by its index after the buffer's offset."""
         word = f"{buffer}[{buffer}_at + {number}]"
         return f"atomicLoad(&{word})" if self._atomic else word
 
@@ -66,12 +66,12 @@ class Words:
         return f"atomicStore(&{word}, {bits});" if self._atomic else f"{word} = {bits};"
 
     def put_wide(self, buffer: str, index: str, value: str) -> str:
-        """The statements that write an integer of 32 bits as an item of 64."""
+        """The statements that write an int32 as an item of 64 bits."""
         low, high = "bitcast<u32>(wide_)", "bitcast<u32>(wide_ >> 31u)"
         return self._put_words(buffer, index, f"wide_ = {value}", low, high)
 
     def index(self, buffer: str, dtype: str, index: str, length: str) -> str:
-        """An item of integers as one of 32 bits from 0 to before `length`; -1 if it is none of them."""
+        """An integer item as an index below `length`; -1 if it is out of range."""
         if item_size(dtype) == 8:
             return f"index_of({self._words(buffer, index)}, u32({length}))"
         item = self.item(buffer, dtype, index)
@@ -79,7 +79,7 @@ class Words:
         return f"index_of({item}, 0u, u32({length}))"
 
     def item(self, buffer: str, dtype: str, index: str) -> str:
-        """One item, in the type that it is computed in."""
+        """An item, in the type that it is computed in."""
         size = item_size(dtype)
         if size == 8:
             return from_bits(dtype, f"long_bits({self._words(buffer, index)})")
@@ -89,7 +89,7 @@ class Words:
         return from_bits(dtype, f"part_{8 * size}({word}, u32({index}))")
 
     def put(self, buffer: str, dtype: str, index: str, value: str) -> str:
-        """The statements that write one item."""
+        """The statements that write an item."""
         size, bits = item_size(dtype), to_bits(dtype, value)
         if size == 8:
             return self._put_words(buffer, index, f"bits_ = {bits}", "u32(bits_)", "u32(bits_ >> 32u)")
@@ -107,28 +107,28 @@ class Words:
         return f"{self.word(buffer, f'2 * ({index})')}, {self.word(buffer, f'2 * ({index}) + 1')}"
 
     def _put_words(self, buffer: str, index: str, given: str, low: str, high: str) -> str:
-        """The statements that write both words of an item of 8 bytes, which are made of one that is given."""
+        """The statements that write both words of an item of 8 bytes, after the definition `given`."""
         first = self.put_word(buffer, f"2 * ({index})", low)
         return f"{{ let {given}; {first} {self.put_word(buffer, f'2 * ({index}) + 1', high)} }}"
 
 
 def shared_type(dtype: str) -> str:
-    """The type of values in the memory of a group, which holds no truth values."""
+    """The type of values in local memory, which cannot hold booleans."""
     return "u32" if dtype == "bool" else type_name(dtype)
 
 
 def to_shared(dtype: str, value: str) -> str:
-    """A value as it is in the memory of a group."""
+    """A value as it is stored in local memory."""
     return f"select(0u, 1u, {value})" if dtype == "bool" else value
 
 
 def from_shared(dtype: str, value: str) -> str:
-    """A value from the memory of a group."""
+    """A value loaded from local memory."""
     return f"({value} != 0u)" if dtype == "bool" else value
 
 
 def part(dtype: str, word: str, number: int) -> str:
-    """One of the items that share a word, by its number there."""
+    """One of the items that share a word, by its position in the word."""
     size = item_size(dtype)
     bits = word if number == 0 else f"({word} >> {8 * size * number}u)"
     if number < WORD // size - 1:
@@ -137,19 +137,19 @@ def part(dtype: str, word: str, number: int) -> str:
 
 
 def packed(dtype: str, values: Sequence[str]) -> str:
-    """As many items as a word holds, as that word."""
+    """The word that consists of items."""
     size = item_size(dtype)
     parts = [to_bits(dtype, value) for value in values]
     return " | ".join(f"({bits} << {8 * size * at}u)" if at else bits for at, bits in enumerate(parts))
 
 
 def from_bits(dtype: str, bits: str) -> str:
-    """A value from its bits: a word in which all others are 0, or 64 of them."""
+    """A value from its bits: a word, zero-extended, or 64 bits."""
     return _FROM_BITS.get(dtype, f"bitcast<{type_name(dtype)}>({{}})").format(bits)
 
 
 def to_bits(dtype: str, value: str) -> str:
-    """The bits of a value: a word in which all others are 0, or 64 of them."""
+    """The bits of a value: a word, zero-extended, or 64 bits."""
     return _TO_BITS.get(dtype, f"bitcast<u{8 * item_size(dtype)}>({{}})").format(value)
 
 

@@ -1,8 +1,7 @@
 """Statements in WGSL.
 
-A value with a width is as many names, and whatever is done to it stands there once for each lane. Loops over
-the turns of a thread are laid out, so that what it keeps between them is in registers: every index is a
-constant.
+A wide value is a name per lane, and an operation on it is a statement per lane. Loops over the steps of a
+thread are unrolled, so that every index of its arrays is a constant, and they are in registers.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from penstock.kernels.dialects.printer import Printer, Text, fills_words
 from penstock.kernels.dialects.wgsl_memory import Words, from_shared, packed, part, shared_type, to_shared
 from penstock.kernels.source import WORD, item_size
 
-_AT_ONCE = 8  # values that one thread adds up between two barriers
-_MOST_LINES = 3000  # of a loop that is laid out; compilers take long for more
+_AT_ONCE = 8  # values that a thread combines between two barriers
+_MOST_LINES = 3000  # of an unrolled loop; compilers take long for more
 
 
 def writes_parts(body: Sequence[ir.Statement]) -> bool:
-    """Whether any item is written without all others of its word."""
+    """Whether any word is written in part."""
     stores = (statement for statement in ir.walk(body) if isinstance(statement, ir.Store))
     return any(
         ir.is_buffer(store.buffer) and item_size(store.stored) < WORD and not fills_words(store)
@@ -33,7 +32,7 @@ def writes_parts(body: Sequence[ir.Statement]) -> bool:
 
 
 class WgslPrinter(Printer):
-    """Prints the statements of a thread; knows what a group's memory holds, and which names are constants."""
+    """Prints lanes; knows what local memory holds, and which names are constants."""
 
     integer, variable = "let", "var"
     barriers = ("workgroupBarrier();", "storageBarrier();")
@@ -43,12 +42,12 @@ class WgslPrinter(Printer):
         super().__init__()
         self._words = words
         self._arrays = {array.name: array for array in arrays}
-        self._shared: dict[str, ir.LocalArray] = {}  # those that are used, and others of reductions
+        self._shared: dict[str, ir.LocalArray] = {}  # the arrays in use, and those of reductions
         self._reductions = 0
-        self._constants: set[str] = set()  # integers that are known
+        self._constants: set[str] = set()  # integers with constant values
 
     def declared(self) -> list[str]:
-        """The lines that name the memory of the group, before the kernel."""
+        """The declarations of local memory, before the kernel."""
         return [
             f"var<workgroup> {array.name}: array<{_item_type(array)}, {array.length // array.width}>;"
             for array in self._shared.values()
@@ -75,7 +74,7 @@ class WgslPrinter(Printer):
 
     def combine(self, reduction: str, type: ir.Type, left: str, right: str) -> str:
         if reduction == "sum" and wgsl.type_name(type.dtype) == "f32":
-            return f"({left} + {right})"  # in whatever order
+            return f"({left} + {right})"  # in any order
         return super().combine(reduction, type, left, right)
 
     def neutral(self, reduction: str, type: ir.Type) -> str:
@@ -117,18 +116,18 @@ class WgslPrinter(Printer):
         kind = wgsl.type_name(dtype)
         if kind[0] == "u":
             return f"select(i32({value}), {last}, {value} > {self._typed(expr.last, kind)})"
-        # Compared without a sign: Mesa's software Vulkan takes `i64(x) > 15li` for true, whatever `x` is.
+        # Compared as unsigned: Mesa's software Vulkan takes `i64(x) > 15li` for true, whatever `x` is.
         wide = {"i32": "u32", "i64": "u64"}[kind]
         outside = f"bitcast<{wide}>({value}) > {self._typed(expr.last, wide)}"
         return f"select(i32({value}), select({last}, 0, {value} < {wgsl.number(dtype, 0)}), {outside})"
 
     def _typed(self, expr: ir.Expr, kind: str) -> str:
-        """An integer as one of a type of WGSL."""
+        """An integer converted to a type of WGSL."""
         text = self.expr(expr)
         return f"{text}{wgsl.SUFFIXES[kind]}" if isinstance(expr, ir.Const) else f"{kind}({text})"
 
     def _item(self, load: ir.Load, lane: int | None) -> str:
-        """One item of memory."""
+        """An item of memory."""
         if load.buffer in self.packed:
             word, half = divmod(lane or 0, 2)
             return part(load.stored, f"{load.buffer}[{self.operand(load.index)} / 2 + {word}]", half)
@@ -175,12 +174,12 @@ class WgslPrinter(Printer):
         return self._names(name, type, lambda lane: self.named(value, lane))
 
     def _names(self, name: str, type: ir.Type, text: Text, word: str = "let") -> list[str]:
-        """Names for the values of all lanes, by their texts."""
+        """The definitions of all lanes."""
         variable = ir.Var(name, type)
         return self.each(type, lambda lane: f"{word} {self.name(variable, lane)} = {text(lane)};")
 
     def _is_known(self, expr: ir.Expr) -> bool:
-        """Whether an integer is made of constants."""
+        """Whether an integer is a constant expression."""
         match expr:
             case ir.Const():
                 return True
@@ -202,7 +201,7 @@ class WgslPrinter(Printer):
         return f"var {name}: array<{wgsl.type_name(dtype)}, {length}>;"
 
     def _load(self, name: str, load: ir.Load) -> list[str]:
-        """Items of a buffer."""
+        """Load all lanes from a buffer."""
         if item_size(load.stored) < WORD and fills_words(load):
             return self._load_words(name, load)
         if load.mask is None:
@@ -215,7 +214,7 @@ class WgslPrinter(Printer):
         return [*zeros, f"if ({self.expr(load.mask)}) {{", *items, "}"]
 
     def _load_words(self, name: str, load: ir.Load) -> list[str]:
-        """Lanes that lie side by side in whole words."""
+        """Load lanes that fill whole words."""
         each, index = WORD // item_size(load.stored), self.operand(load.index)
         names = [f"{name}_word{at}" for at in range(load.type.width // each)]
         words = [
@@ -249,14 +248,13 @@ class WgslPrinter(Printer):
             put_word = self._words.put_word
             return [put_word(buffer, f"({at})", word) for at, word in zip(indices, words, strict=True)]
         if store.stored == "int64" and store.value.type == ir.INT and ir.is_buffer(buffer):
-            return [self._words.put_wide(buffer, index, values[0])]  # which needs no integers of 64 bits
-        put = self._put if ir.is_buffer(buffer) else self._put_in_array
-        return [put(store, _moved(index, 1, lane), values[lane]) for lane in lanes]
+            return [self._words.put_wide(buffer, index, values[0])]  # which needs no 64-bit integers
+        return [self._put(store, _moved(index, 1, lane), values[lane]) for lane in lanes]
 
     def _put(self, store: ir.Store, index: str, value: str) -> str:
-        return self._words.put(store.buffer, store.stored, index, value)
-
-    def _put_in_array(self, store: ir.Store, index: str, value: str) -> str:
+        """Write an item of a buffer or an array."""
+        if ir.is_buffer(store.buffer):
+            return self._words.put(store.buffer, store.stored, index, value)
         item, array = self.shared_item(store.buffer, index), self._arrays.get(store.buffer)
         if array is None:
             return f"{item} = {value};"
@@ -265,7 +263,7 @@ class WgslPrinter(Printer):
         return f"{item} = {to_shared(store.stored, value)};"
 
     def shared_item(self, array: str, index: str) -> str:
-        """An item of memory of the group, or of an array of the thread."""
+        """An item of local memory or of a private array."""
         if shared := self._arrays.get(array):
             self._share(shared)
         return f"{array}[{index}]"
@@ -284,7 +282,8 @@ class WgslPrinter(Printer):
         lines.append(f"var {name} = {self.expr(variable)};")
         if threads > 1:
             assert statement.array is not None
-            # Two arrays take turns: when one is written again, all have read it before the barriers between.
+            # Two arrays alternate: the barriers in between make sure that all threads have read an array
+            # before it is overwritten.
             array = f"fold_{shared_type(type.dtype)}_{self._reductions % 2}"
             self._reductions += 1
             self._share(ir.LocalArray(array, type.dtype, self._arrays[statement.array].length))
@@ -306,9 +305,9 @@ class WgslPrinter(Printer):
     def _tree(
         self, operation: str, type: ir.Type, items: Mapping[str, str], stride: int, count: int, rank: str
     ) -> list[str]:
-        """Combine values of `count` threads, `stride` apart, into those of the first, which `rank` tells.
+        """Combine values of `count` threads, `stride` apart, into those of the first thread, by its `rank`.
 
-        `items` are in memory of the group, by the names of the values, with a gap for a thread's number.
+        `items`: by the names of the values, their items in local memory, a format of the thread's index.
         """
         lines = [f"{item % 'THREAD'} = {to_shared(type.dtype, name)};" for name, item in items.items()]
         while count > 1:
@@ -324,7 +323,7 @@ class WgslPrinter(Printer):
         return lines
 
     def _vectors(self, name: str) -> ir.LocalArray | None:
-        """Memory of the group by its name if it is vectors."""
+        """A local array by its name, if its items are vectors."""
         array = self._arrays.get(name)
         if array is None or array.width == 1:
             return None
@@ -332,13 +331,13 @@ class WgslPrinter(Printer):
         return array
 
     def _vector_index(self, index: ir.Expr, width: int) -> str:
-        """The number of the vector that an item begins."""
+        """The index of the vector that an item begins."""
         if isinstance(index, ir.Binary) and (index.operator, index.right) == ("*", ir.Const(width)):
             return self.expr(index.left)
         return f"{self.operand(index)} / {width}"
 
     def _share(self, array: ir.LocalArray) -> None:
-        """Declare memory of the group, as long as its longest use needs it."""
+        """Declare a local array, as long as its longest use."""
         known = self._shared.get(array.name, array)
         self._shared[array.name] = replace(array, length=max(known.length, array.length))
 
@@ -362,13 +361,13 @@ class WgslPrinter(Printer):
         count = min(loop.unrolled, UNROLLED)
         if count > 1:
             first, step = f"{loop.name}_first", self.operand(loop.step)
-            laid_out = _laid_out(loop, first, stop, step, count, body)
-            return [self.opening(first, start, stop, f"{count} * {step}"), *laid_out, "}"]
+            unrolled = _unrolled(loop, first, stop, step, count, body)
+            return [self.opening(first, start, stop, f"{count} * {step}"), *unrolled, "}"]
         return [self.opening(loop.name, start, stop, step), *body, "}"]
 
 
-def _laid_out(loop: ir.For, first: str, stop: str, step: str, count: int, body: list[str]) -> list[str]:
-    """The body of a loop so many times, as far as the loop goes."""
+def _unrolled(loop: ir.For, first: str, stop: str, step: str, count: int, body: list[str]) -> list[str]:
+    """The body of a loop `count` times, up to the end of the loop."""
     match loop:
         case ir.For(start=ir.Const(begin), stop=ir.Const(end), step=ir.Const(by)):
             whole = (end - begin) % (by * count) == 0
@@ -390,7 +389,7 @@ def _item_type(array: ir.LocalArray) -> str:
 
 
 def _number(expr: ir.Expr) -> int:
-    """A number that the text depends on."""
+    """A constant that the text depends on."""
     assert isinstance(expr, ir.Const)
     return int(expr.value)
 

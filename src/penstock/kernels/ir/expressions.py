@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import dataclass_transform
 
 HALF_PRECISION = ("bfloat16", "float16")  # dtypes of memory only, whose values are computed in float32
-_INTEGERS = ("int32", "uint32")  # that operators compute without a thought of wrapping around
+_INTEGERS = ("int32", "uint32")  # dtypes for which operators need no care about wrapping around
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 _OPERATIONS = {
     "+": "add",
@@ -24,13 +25,13 @@ _OPERATIONS = {
     "<<": "bitwise_left_shift",
     ">>": "bitwise_right_shift",
 }
-_TRUTHS = {_OPERATIONS[symbol] for symbol in _COMPARISONS}
-_TRUTHS |= {"greater_or_nan", "less_or_nan", "isnan", "isinf", "isfinite", "signbit"}
+_BOOLEAN_OPERATIONS = {_OPERATIONS[symbol] for symbol in _COMPARISONS}
+_BOOLEAN_OPERATIONS |= {"greater_or_nan", "less_or_nan", "isnan", "isinf", "isfinite", "signbit"}
 
 
 @dataclass(frozen=True)
 class Type:
-    """What a value is, when it is computed with."""
+    """The dtype that a value is computed in, and its vector width."""
 
     dtype: str
     width: int = 1
@@ -47,10 +48,17 @@ def _reflected(symbol: str) -> Callable[[Expr, Operand], Expr]:
     return lambda right, left: _binary(symbol, constant(left, right), right)
 
 
+@dataclass_transform(frozen_default=True)
 class Expr:
-    """An expression. Its operators build larger ones; Python's numbers become constants of its dtype."""
+    """An expression; every subclass is a frozen dataclass.
+
+    Operators build larger expressions. A Python number beside an expression becomes a constant of its dtype.
+    """
 
     type: Type
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
     __add__, __radd__ = _operator("+"), _reflected("+")
     __sub__, __rsub__ = _operator("-"), _reflected("-")
@@ -68,69 +76,62 @@ class Expr:
         return Unary("!" if self.type.dtype == "bool" else "~", self)
 
     def cast(self, dtype: str) -> Expr:
-        """The value as one of another dtype."""
+        """The value converted to another dtype."""
         return self if dtype == self.type.dtype else Cast(Type(dtype, self.type.width), self)
 
 
 Operand = Expr | int | float
 
 
-@dataclass(frozen=True)
 class Const(Expr):
-    """A number, in the text of the kernel."""
+    """A literal in the text of the kernel."""
 
     value: int | float
     type: Type = INT
 
 
-@dataclass(frozen=True)
 class Var(Expr):
-    """The value of a name: of a `Let`, a `Declare`, a loop's variable or a parameter."""
+    """A named value: of a `Let`, a `Declare`, a loop or a parameter."""
 
     name: str
     type: Type = INT
 
 
-@dataclass(frozen=True)
 class ThreadId(Expr):
-    """The number of the thread in its workgroup."""
+    """The index of the thread in its workgroup."""
 
     type: Type = INT
 
 
-@dataclass(frozen=True)
 class WorkgroupId(Expr):
-    """The number of the workgroup in the launch, along an axis."""
+    """The index of the workgroup in the launch, along an axis."""
 
     axis: int = 0
     type: Type = INT
 
 
-@dataclass(frozen=True)
 class Affine(Expr):
-    """A sum of integers times constants, and of a constant: an index."""
+    """An index: a sum of integers, each times a constant, plus a constant."""
 
-    terms: tuple[tuple[Expr, Expr | None], ...]  # each with its factor; None: 1
+    terms: tuple[tuple[Expr, Expr | None], ...]  # (integer, factor); None: 1
     constant: Expr | None  # None: 0
     type: Type = INT
 
 
-@dataclass(frozen=True)
 class Unary(Expr):
-    """`~` of an integer, `!` of a truth value, or `-` of a number."""
+    """`~` of an integer, `!` of a boolean, or `-`."""
 
     operator: str
     operand: Expr
 
     @property
     def type(self) -> Type:  # type: ignore[override]
-        """That of the operand."""
+        """The type of the operand."""
         return self.operand.type
 
 
-@dataclass(frozen=True)
 class Binary(Expr):
-    """An operator of integers or truth values, which reads the same in every language."""
+    """An operator on integers or booleans that is spelled the same in every language."""
 
     operator: str
     left: Expr
@@ -138,21 +139,19 @@ class Binary(Expr):
 
     @property
     def type(self) -> Type:  # type: ignore[override]
-        """That of the left operand, or a truth value."""
+        """The type of the left operand; a boolean for comparisons."""
         return BOOL if self.operator in (*_COMPARISONS, "&&", "||") else self.left.type
 
 
-@dataclass(frozen=True)
 class Cast(Expr):
-    """A value as one of another dtype."""
+    """A value converted to another dtype."""
 
     type: Type
     value: Expr
 
 
-@dataclass(frozen=True)
 class Select(Expr):
-    """One of two values, by a truth value that all items share."""
+    """One of two values, by a scalar condition."""
 
     type: Type
     condition: Expr
@@ -160,9 +159,8 @@ class Select(Expr):
     no: Expr
 
 
-@dataclass(frozen=True)
 class Call(Expr):
-    """A primitive operation, by its name. The inputs have the type `of`, except truth values."""
+    """A primitive operation by its name. The inputs have the type `of`, except conditions."""
 
     type: Type
     operation: str
@@ -170,9 +168,8 @@ class Call(Expr):
     of: Type
 
 
-@dataclass(frozen=True)
 class Combine(Expr):
-    """One value from two, for a reduction, whose order is free."""
+    """Two values combined by a reduction whose order is free."""
 
     type: Type
     reduction: str
@@ -180,17 +177,15 @@ class Combine(Expr):
     right: Expr
 
 
-@dataclass(frozen=True)
 class Identity(Expr):
-    """The neutral element of a reduction."""
+    """The identity element of a reduction."""
 
     type: Type
     reduction: str
 
 
-@dataclass(frozen=True)
 class Clamp(Expr):
-    """A value as an integer from 0 to before `length`: the nearest, if it is none of them."""
+    """A value clamped to an integer index: at least 0, less than `length`."""
 
     value: Expr
     length: Expr
@@ -198,43 +193,39 @@ class Clamp(Expr):
     type: Type = INT
 
 
-@dataclass(frozen=True)
 class Broadcast(Expr):
-    """A vector with one number in every item, plus `step` for each item."""
+    """A vector of a scalar in every lane, plus `step` times the lane."""
 
     type: Type
     value: Expr
     step: int = 0
 
 
-@dataclass(frozen=True)
 class Vector(Expr):
-    """Single values as the items of one with a width."""
+    """A vector of scalars."""
 
     items: tuple[Expr, ...]
 
     @property
     def type(self) -> Type:  # type: ignore[override]
-        """That of the items, as many of them."""
+        """The dtype of the items, and their count as width."""
         return Type(self.items[0].type.dtype, len(self.items))
 
 
-@dataclass(frozen=True)
 class Lane(Expr):
-    """One item of a variable with a width."""
+    """One lane of a vector variable."""
 
     variable: Var
     number: int
 
     @property
     def type(self) -> Type:  # type: ignore[override]
-        """That of the item."""
+        """The type of the lane."""
         return Type(self.variable.type.dtype)
 
 
-@dataclass(frozen=True)
 class Shuffle(Expr):
-    """Items of two vectors of a CPU, by their numbers: those of the second come after those of the first."""
+    """Lanes of two vectors of a CPU; the lanes of the second are numbered after those of the first."""
 
     type: Type
     left: Expr
@@ -242,32 +233,29 @@ class Shuffle(Expr):
     numbers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class Random(Expr):
-    """The word of random bits with this number, by a state of four words."""
+    """The word of random bits at an index, given a state of four words."""
 
     type: Type
     state: tuple[Expr, ...]
     index: Expr
-    step: int = 0  # of the number from item to item
+    step: int = 0  # of the index, from lane to lane
 
 
-@dataclass(frozen=True)
 class Load(Expr):
-    """What is read from a buffer, or an array, that stores `stored`; the items lie `step` apart."""
+    """A read from a buffer or an array of dtype `stored`; the lanes lie `step` items apart."""
 
     type: Type
     buffer: str
     stored: str
     index: Expr
     step: int = 0
-    aligned: int = 1  # items; the index is a multiple of it
-    mask: Expr | None = None  # where it does not hold, nothing is read, and the value is 0
+    aligned: int = 1  # the index is a multiple of it
+    mask: Expr | None = None  # where it is false, nothing is read and the value is 0
 
 
-@dataclass(frozen=True)
 class LoadIndex(Expr):
-    """An item of integers of any size as one from 0 to before `length`; -1 if it is none of them."""
+    """An item of any integer dtype as an index below `length`; -1 if it is out of range."""
 
     buffer: str
     stored: str
@@ -279,21 +267,22 @@ class LoadIndex(Expr):
 THREAD = ThreadId()
 WORKGROUP = WorkgroupId()
 TRUE = Const(True, BOOL)
+FALSE = Const(False, BOOL)
 ONE = Const(1)
 
 
 def constant(value: Operand, like: Expr) -> Expr:
-    """A number as an expression of the same dtype; an expression stays itself."""
+    """A Python number as a constant of the same dtype; an expression as it is."""
     return value if isinstance(value, Expr) else Const(value, Type(like.type.dtype))
 
 
 def integer(value: Operand) -> Expr:
-    """An integer of 32 bits, or an expression, as an expression."""
+    """A Python integer as an int32 constant; an expression as it is."""
     return value if isinstance(value, Expr) else Const(value)
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a name is that of a parameter in device memory; else it is that of an array."""
+    """Whether a name is that of a parameter in device memory, rather than of an array."""
     return name.rstrip("0123456789") in ("in", "out")
 
 
@@ -306,14 +295,14 @@ def all_of(conditions: Sequence[Expr]) -> Expr:
 
 
 def call(operation: str, *inputs: Operand, dtype: str = "") -> Expr:
-    """A primitive operation on values of one dtype, which is that of the result, unless it is told.
+    """A primitive operation on values of one dtype; the condition of `where` comes first.
 
-    Comparisons give truth values. The condition of `where` comes first.
+    The result has that dtype unless `dtype` is given; comparisons give booleans.
     """
     like = next(value for value in reversed(inputs) if isinstance(value, Expr))
     values = tuple(constant(value, like) for value in inputs)
     of = values[-1].type
-    result = dtype or ("bool" if operation in _TRUTHS else of.dtype)
+    result = dtype or ("bool" if operation in _BOOLEAN_OPERATIONS else of.dtype)
     return Call(Type(result, of.width), operation, values, of)
 
 

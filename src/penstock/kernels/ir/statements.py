@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import dataclass_transform
 
-from penstock.kernels.ir.expressions import ONE, Expr, Type, Var
+from penstock.kernels.ir.expressions import ONE, Expr, Operand, Type, Var, integer
 
 
+@dataclass_transform(frozen_default=True)
 class Statement:
-    """What a thread does."""
+    """What a thread does; every subclass is a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
 
-@dataclass(frozen=True)
 class _Binding(Statement):
     """A name and its value."""
 
@@ -21,7 +25,7 @@ class _Binding(Statement):
 
     @property
     def type(self) -> Type:
-        """That of the value."""
+        """The type of the value."""
         return self.value.type
 
 
@@ -34,23 +38,22 @@ class Declare(_Binding):
 
 
 class Assign(_Binding):
-    """Another value for a variable."""
+    """A new value for a variable."""
 
 
-@dataclass(frozen=True)
 class Store(Statement):
-    """A value goes into a buffer, or an array, that stores `stored`; items lie side by side."""
+    """Write a value to a buffer or an array of dtype `stored`; the lanes are neighbours."""
 
     value: Expr
     buffer: str
     stored: str
     index: Expr
-    aligned: int = 1  # items; the index is a multiple of it
-    width: int = 0  # items, where a single value goes into several; else those of the value
+    aligned: int = 1  # the index is a multiple of it
+    width: int = 0  # lanes that a scalar is written to; 0: those of the value
 
     @property
     def type(self) -> Type:
-        """Of what is written."""
+        """The type that is written."""
         return Type(self.value.type.dtype, self.width or self.value.type.width)
 
 
@@ -61,78 +64,68 @@ class LocalArray:
     name: str
     dtype: str
     length: int
-    atomic: bool = False  # it is changed by `AtomicAdd`
-    width: int = 1  # items that it is aligned to; in WGSL a vector, which is always read and written whole
+    atomic: bool = False  # changed by `AtomicAdd`
+    width: int = 1  # alignment in items; in WGSL these are a vector, always read and written whole
 
 
-@dataclass(frozen=True)
 class RegisterArray(Statement):
-    """An array of one thread, which is in registers where every index is a constant in the end."""
+    """A private array of a thread; it is in registers if every index is constant after unrolling."""
 
     name: str
     dtype: str
     length: int
 
 
-@dataclass(frozen=True)
 class Forget(Statement):
-    """The compiler is to know no longer what is in registers, or it keeps all that was computed from them."""
+    """Hide what registers hold from the compiler, which would else keep all values computed from them."""
 
     name: str
     length: int
 
 
-@dataclass(frozen=True)
 class Accumulate(Statement):
-    """A variable takes in one more value of a reduction."""
+    """Combine a variable with one more value of a reduction."""
 
     target: Var
     operation: str
     value: Expr
     type: Type
-    first: Expr | None = None  # the first item of the target that takes one, where it has more than the value
+    first: Expr | None = None  # the first item of the target to change, where it is wider than the value
 
 
-@dataclass(frozen=True)
 class MultiplyAdd(Statement):
-    """A variable of floats grows by a product, which may be rounded before or not: as is fastest."""
+    """Add a floating-point product to a variable, fused or rounded twice, whichever is faster."""
 
     target: Var
     left: Expr
     right: Expr
 
 
-@dataclass(frozen=True)
 class BlockReduce(Statement):
-    """`name` is the reduction of a variable's items, and of the neighbouring threads that share a row."""
+    """`name` is the reduction of a variable over its lanes and over the neighbouring threads of a row."""
 
     name: str
     operation: str
     variable: Var
-    array: str | None  # memory with an item for each thread of the group; None where a row has one thread
+    array: str | None  # local memory, an item per thread of the workgroup; None where a row has one thread
     threads: Expr = ONE
 
 
-@dataclass(frozen=True)
 class StridedReduce(Statement):
-    """A variable takes in those of the threads `stride`, 2 * `stride` ... after this one, item by item.
+    """Combine a variable with those of the threads `stride`, 2 * `stride`, ... after this thread, by lane.
 
-    Only the first `stride` threads of the group have the result.
+    Only the first `stride` threads of the workgroup have the result.
     """
 
     target: Var
     operation: str
-    array: str  # memory with an item for each item of each thread
+    array: str  # local memory, an item per lane and thread
     stride: Expr
-    threads: Expr  # of the group
+    threads: Expr  # of the workgroup
 
 
-@dataclass(frozen=True)
 class Pointer(Statement):
-    """A name for a buffer or a local array from an offset on, for dialects that have pointers.
-
-    What is read and written through it overlaps nothing else.
-    """
+    """A restrict pointer into a buffer or a local array, for dialects that have pointers."""
 
     name: str
     buffer: str
@@ -140,18 +133,16 @@ class Pointer(Statement):
     offset: Expr
 
 
-@dataclass(frozen=True)
 class UniformLoad(Statement):
-    """`name` is an item of a local array, read after a barrier: all threads have the same value."""
+    """`name` is an item of a local array, read after a barrier, so it is uniform over the workgroup."""
 
     name: str
     array: str
     index: Expr
 
 
-@dataclass(frozen=True)
 class AtomicAdd(Statement):
-    """An item of a local array of int32 grows; `name` is what it was before, if anybody asks."""
+    """Add to an item of a local int32 array; `name`, if given, is the value before."""
 
     array: str
     index: Expr
@@ -159,56 +150,71 @@ class AtomicAdd(Statement):
     name: str = ""
 
 
-@dataclass(frozen=True)
 class CallFunction(Statement):
-    """A call of one of the kernel's functions, as the workgroup with a number."""
+    """A call of one of the kernel's functions, as workgroup `group`."""
 
     function: str
     group: Expr
-    arrays: tuple[tuple[str, int], ...]  # local arrays it takes: dtype, and where in `LOCAL_MEMORY`
-    buffers: tuple[tuple[str, str], ...]  # dtype, and which of the kernel's buffers
-    arguments: tuple[Expr, ...]  # the places of its buffers, and its scalars
+    arrays: tuple[tuple[str, int], ...]  # local arrays: dtype, offset in `LOCAL_MEMORY`
+    buffers: tuple[tuple[str, str], ...]  # dtype, name of the kernel's buffer
+    arguments: tuple[Expr, ...]  # the offsets of its buffers, and its scalars
 
 
-@dataclass(frozen=True)
 class For(Statement):
-    """A variable from `start` to before `stop`, in steps."""
+    """A loop of a variable from `start` to below `stop`."""
 
     name: str
     start: Expr
     stop: Expr
     step: Expr
     body: list[Statement]
-    unrolled: int = 0  # times that the body is laid out; 0 leaves it to the compiler
-    trips: int = 1  # of a loop that reduces: how often its body is run, at most
+    unrolled: int = 0  # unroll factor; 0 leaves it to the compiler
+    trips: int = 1  # the largest trip count, of a loop that reduces
 
 
-@dataclass(frozen=True)
+def loop(
+    name: str,
+    start: Operand,
+    stop: Operand,
+    body: list[Statement],
+    step: Operand = 1,
+    unrolled: int = 0,
+    trips: int = 1,
+) -> For:
+    """A loop whose bounds may be Python integers."""
+    return For(name, integer(start), integer(stop), integer(step), body, unrolled, trips)
+
+
 class While(Statement):
-    """Statements as long as a condition holds."""
+    """A loop while a condition holds."""
 
     condition: Expr
     body: list[Statement]
 
 
-@dataclass(frozen=True)
 class If(Statement):
-    """Statements under a condition, and others where it does not hold."""
+    """A branch."""
 
     condition: Expr
     body: list[Statement]
     otherwise: list[Statement] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
 class Barrier(Statement):
-    """No thread of the group goes on before all have come here."""
+    """No thread of the workgroup continues before all have arrived."""
 
-    device_memory: bool = False  # whether that orders what they read and write there, too
+    device_memory: bool = False  # whether it orders accesses to device memory, too
+
+
+class Fence(Statement):
+    """Memory accesses after it stay after those before it, whatever their dtypes.
+
+    A compiler may assume that pointers of two dtypes never alias, and reorder accesses through them.
+    """
 
 
 def walk(body: Sequence[Statement]) -> Iterator[Statement]:
-    """Statements, and those inside others."""
+    """All statements of a body, nested ones included."""
     for statement in body:
         yield statement
         for part in ("body", "otherwise"):
@@ -216,22 +222,22 @@ def walk(body: Sequence[Statement]) -> Iterator[Statement]:
 
 
 Parameters = list[tuple[str, str]]
-LOCAL_MEMORY = "local_memory"  # of a kernel whose functions take local arrays: items of 8 bytes
+LOCAL_MEMORY = "local_memory"  # the array, of 8-byte items, that a kernel's functions share
 
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel as a function of the number of its workgroup."""
+    """A kernel as a function of its workgroup's index."""
 
     name: str
     kernel: KernelIR
-    linkage: str  # DEVICE: laid out wherever it is called; CALLED: not so; static: as the compiler likes
-    private: bool = False  # one thread runs it, so its local arrays are arrays of the thread; else parameters
+    linkage: str  # DEVICE: inlined; CALLED: not inlined; static: as the compiler likes
+    private: bool = False  # run by one thread: its local arrays are private, and not parameters
 
 
 @dataclass(frozen=True)
 class Table:
-    """Integers in constant memory; in the text, the kernel's name comes before that of the table."""
+    """Integers in constant memory; its name in the text is prefixed with the kernel's."""
 
     name: str
     values: tuple[int, ...]
@@ -248,16 +254,16 @@ class KernelIR:
     body: list[Statement] = field(default_factory=list)
     grid: tuple[int, ...] = (1,)
     group: tuple[int, ...] = (1,)
-    vectors: bool = True  # whether widths are those of vectors; else each item is computed by itself
-    resident: int = 1  # groups that a unit of a GPU should have room for at a time
-    quick: bool = False  # functions need be little more exact than float16
+    vectors: bool = True  # wide values are a CPU's vectors; else the lanes are computed one by one
+    resident: int = 1  # workgroups that a compute unit should have room for
+    quick: bool = False  # functions need little more precision than float16
     functions: list[Function] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
-    sizes: int = 0  # of this launch, which are parameters before the scalars: size0, size1, ...
+    sizes: int = 0  # parameters size0, size1, ... before the scalars
 
     @property
     def parameters(self) -> tuple[Parameters, Parameters, Parameters]:
-        """The outputs, inputs, and scalars after sizes, as (dtype, name)."""
+        """The outputs, the inputs, and the sizes with the scalars, as (dtype, name)."""
         return (
             [(dtype, f"out{k}") for k, dtype in enumerate(self.outputs)],
             [(dtype, f"in{k}") for k, dtype in enumerate(self.inputs)],

@@ -1,10 +1,10 @@
-"""Matrix products through cuBLASLt: one launch for each problem, with all that it needs made once.
+"""Matrix products through cuBLASLt: a launch per problem, whose descriptors are made once.
 
-Of what the library can do to a product at its end, only the bias is used. Measured on an H200 in bfloat16,
-for 4096 rows of a GPT of width 384 and 16384 of width 768: a residual, instead of in the kernel of the norm
-after it, makes +0.5 and -5 us; GELU with what its gradient needs, instead of in a map that only waits for
-memory, -0.6 and -1 us; the gradient of a bias takes 6 and 36 us, as sums of columns do. GELU could only be
-told by its constants besides, which are arguments of a program and no part of it.
+Of the library's epilogues, only the bias is used. Measured on an H200 in bfloat16, for 4096 rows of a GPT of
+width 384 and 16384 rows of width 768: a residual, instead of in the kernel of the following norm, makes +0.5
+and -5 us; GELU with what its gradient needs, instead of in a memory-bound map, -0.6 and -1 us; the gradient
+of a bias takes 6 and 36 us, as column sums do. Besides, GELU could only be recognised by its constants, which
+are arguments of a program.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from penstock.kernels.source import ALIGNMENT, KernelSource
 from penstock.kernels.templates.launches import Lowering, one_launch
 
 _DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}  # cudaDataType_t
-# Bytes that an algorithm may use, for parts of long sums. The gradients of weights take up to 8% longer with
-# 4 MiB on an H200, and nothing takes less time with 32 MiB.
+# Bytes that an algorithm may use, for parts of long sums. On an H200, the gradients of weights take up to 8%
+# longer with 4 MiB, and nothing is faster with 32 MiB.
 WORKSPACE = 16 << 20
 
 
 @dataclass(frozen=True)
 class Product:
-    """`batch` products left @ right, of `rows` x `columns` items each, stored row after row."""
+    """`batch` products left @ right, of `rows` x `columns` items each, in row-major order."""
 
     batch: int
     rows: int
@@ -46,7 +46,7 @@ class Product:
     tf32: bool = False  # float32 is rounded to 10 bits of fraction before it is multiplied
 
     def nbytes(self, buffer: str) -> int:
-        """How far one of its buffers reaches."""
+        """The bytes of one of its buffers."""
         if buffer == "workspace":
             return WORKSPACE
         items = self.columns if buffer == "bias" else self.batch * self.rows * self.columns
@@ -57,7 +57,7 @@ class Product:
 
 
 def library_launch(group: Group, product: Node, capabilities: Capabilities, name: str) -> Lowering:
-    """The launch of a product, and of the sum with a bias, which takes a workspace besides."""
+    """The launch of a product with an optional bias, which also takes a workspace."""
     problem, operands = library_problem(group, product, capabilities)
     nodes = (*group.outputs, *group.inputs)
     dtypes = (*(str(node.dtype) for node in nodes), "uint8")
@@ -70,9 +70,9 @@ def library_launch(group: Group, product: Node, capabilities: Capabilities, name
 def library_problem(
     group: Group, product: Node, capabilities: Capabilities
 ) -> tuple[Product, dict[str, Node]]:
-    """A product with its bias in the library's words, and what its operands look at among the inputs."""
+    """A product with its bias in the library's terms, and the inputs that its operands are views of."""
     left, right = (library_operand(operand, group.inputs) for operand in product.inputs)
-    assert left is not None  # what a library cannot read was written out
+    assert left is not None  # other layouts were copied before
     assert right is not None
     operands = {"left": left[0], "right": right[0]}
     (output,) = group.outputs
@@ -94,20 +94,17 @@ def library_problem(
 
 
 class LibraryLaunch:
-    """One problem, which can be enqueued with any memory once it is prepared."""
+    """A problem that can be enqueued with any memory, once it is prepared."""
 
     def __init__(self, product: Product, buffers: Mapping[str, int], count: int) -> None:
-        """`buffers` says which of the kernel's `count` buffers is what.
-
-        There are `out`, `left`, `right` and `workspace`, and `bias` where the product has one.
-        """
+        """`buffers`: the indices of `out`, `left`, `right`, `workspace` and, if any, `bias` among `count`."""
         self.product = product
         self.buffers = dict(buffers)
         self._count = count
 
     def prepare(self, driver: Driver) -> None:
-        """Choose the algorithm, by measurement where no choice is known, and load its kernels."""
-        # NVIDIA's packages are only where there is a CUDA device, and take long to import.
+        """Choose the algorithm, by measurement if no choice is cached, and load its kernels."""
+        # NVIDIA's packages are installed only with CUDA devices, and slow to import.
         from nvmath.bindings import cublasLt
 
         from penstock.kernels.library.cublaslt_tuning import tune
@@ -115,10 +112,10 @@ class LibraryLaunch:
         self.descriptors = Descriptors(self.product)
         self._matmul = cublasLt.matmul
         self._bias = 0  # the address that is set
-        self.workspace = tune(self, driver)  # bytes that it really uses
+        self.workspace = tune(self, driver)  # bytes in use
 
     def use(self, handle: int, algorithm: Array) -> None:
-        """Take an algorithm, in the bytes that the library gave for it."""
+        """Set the algorithm, in the library's opaque bytes."""
         size = checked(self.product.dtype).itemsize
         skipped = {"left": self.product.left.offset * size, "right": self.product.right.offset * size}
         order = ("right", "left", "out", "workspace", *(["bias"] if self.product.bias else []))
@@ -135,28 +132,13 @@ class LibraryLaunch:
         if bias and bias[0] != self._bias:
             of.set_bias(bias[0])
             self._bias = bias[0]
-        self._matmul(
-            self._handle,
-            of.operation,
-            of.alpha,
-            right,
-            of.right,
-            left,
-            of.left,
-            of.beta,
-            out,
-            of.out,
-            out,
-            of.out,
-            self._algorithm_address,
-            workspace,
-            WORKSPACE,
-            stream,
-        )
+        operands = of.alpha, right, of.right, left, of.left, of.beta, out, of.out, out, of.out
+        chosen = self._algorithm_address, workspace, WORKSPACE, stream
+        self._matmul(self._handle, of.operation, *operands, *chosen)
 
 
 class Descriptors:
-    """The library's own objects for a problem: plain memory of the host, which goes with this object."""
+    """The library's descriptors of a problem, in host memory that is freed with this object."""
 
     def __init__(self, product: Product) -> None:
         from nvmath.bindings import cublas, cublasLt
@@ -166,7 +148,7 @@ class Descriptors:
         if product.tf32:
             kind = compute.COMPUTE_32F_FAST_TF32
         scale = "float64" if product.dtype == "float64" else "float32"
-        self._scale = np.array([1, 0], scale)  # of the product, and of what is added to it
+        self._scale = np.array([1, 0], scale)  # alpha and beta
         self.alpha: int = self._scale.ctypes.data
         self.beta = self.alpha + self._scale.itemsize
         self.operation: int = cublasLt.matmul_desc_create(int(kind), _DATA_TYPES[scale])
@@ -185,7 +167,7 @@ class Descriptors:
         )
 
     def set_bias(self, address: int) -> None:
-        """Where the vector lies that is added to every row."""
+        """Set the address of the bias."""
         from nvmath.bindings import cublasLt
 
         self._set(cublasLt.MatmulDescAttribute.BIAS_POINTER, np.array([address], np.int64))

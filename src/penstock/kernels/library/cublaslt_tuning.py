@@ -1,8 +1,8 @@
-"""Which of cuBLASLt's algorithms computes a problem: what was measured once, here or in a process before.
+"""The choice of cuBLASLt's algorithms, measured once and cached on disk.
 
-The library suggests algorithms in the order of a model of its own. Each is timed on memory of the problem's
-size. The same memory is used again and again, so that small operands come from the cache; in a program they
-mostly do too, since the kernel before has just written one of them.
+The library suggests algorithms in the order of its own model. Each is timed on memory of the problem's size.
+The same memory is used for all calls, so that small operands come from the cache; in a program they mostly do
+too, since the preceding kernel has just written one of them.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from penstock.tuning_cache import TuningCache
 
 Call = Callable[[], None]
 
-_ALGORITHM_BYTES = 64  # which may be kept for as long as the version of the library is the same
-_SUGGESTIONS = 8  # algorithms that are asked for and timed
+_ALGORITHM_BYTES = 64  # valid for the same version of the library
+_SUGGESTIONS = 8  # algorithms to time
 _ROUNDS = 5  # timings of each, of which the median counts
-_ROUND_MS = 0.2  # what a timing takes about: events tell times to half a microsecond
-_MOST_CALLS = 16  # in one timing
-_SAMPLE = 1 << 16  # random items, which are repeated: products of zeros take less time than others
+_ROUND_MS = 0.2  # of a timing: events have a resolution of half a microsecond
+_MOST_CALLS = 16  # in a timing
+_SAMPLE = 1 << 16  # random items, which are repeated: products of zeros are faster than others
 
 
 class _Library:
-    """The library on one device, for the life of the process."""
+    """The library on a device, for the life of the process."""
 
     def __init__(self) -> None:
         try:
             self.handle: int = cublasLt.create()
-        except Exception as error:  # nvmath has several, for a library that is not there
+        except Exception as error:  # nvmath has several exceptions for a missing library
             raise CompileError(
                 f"cuBLASLt, which NVIDIA's CUDA toolkit has, cannot be used: {error}"
             ) from None
@@ -56,7 +56,7 @@ _libraries: dict[int, _Library] = {}  # by context
 
 
 def tune(launch: LibraryLaunch, driver: Driver) -> int:
-    """Give a launch its algorithm, and run it once, so that its kernels are loaded before any capture.
+    """Set the algorithm of a launch, and run it once, so that its kernels are loaded before any capture.
 
     Returns the bytes of workspace that the algorithm uses.
     """
@@ -81,12 +81,12 @@ def tune(launch: LibraryLaunch, driver: Driver) -> int:
         if known is None:
             library.cache.put(problem, launch.algorithm.tobytes().hex())
     except OutOfDeviceMemory:
-        pass  # the library's own first choice, or what is known, will do
+        pass  # the library's first suggestion, or the cached choice, will do
     return needed(launch, library.handle, launch.algorithm)
 
 
 def suggestions(launch: LibraryLaunch, handle: int) -> list[Array]:
-    """Algorithms that the library thinks well of, the best first, each in its 64 bytes."""
+    """The algorithms that the library suggests, the best first, each in its 64 bytes."""
     preference = cublasLt.matmul_preference_create()
     try:
         attribute = cublasLt.MatmulPreferenceAttribute
@@ -103,17 +103,12 @@ def suggestions(launch: LibraryLaunch, handle: int) -> list[Array]:
         count = np.zeros(1, np.int32)
         of = launch.descriptors
         try:
+            layouts, results = (
+                (of.right, of.left, of.out, of.out),
+                (heuristics.ctypes.data, count.ctypes.data),
+            )
             cublasLt.matmul_algo_get_heuristic(
-                handle,
-                of.operation,
-                of.right,
-                of.left,
-                of.out,
-                of.out,
-                preference,
-                _SUGGESTIONS,
-                heuristics.ctypes.data,
-                count.ctypes.data,
+                handle, of.operation, *layouts, preference, _SUGGESTIONS, *results
             )
         except cublasLt.cuBLASLtError:  # there are none
             return []
@@ -123,7 +118,7 @@ def suggestions(launch: LibraryLaunch, handle: int) -> list[Array]:
 
 
 def _read(choice: str | None) -> Array | None:
-    """An algorithm that was kept."""
+    """An algorithm from the cache."""
     try:
         algorithm = np.frombuffer(bytes.fromhex(choice or ""), np.uint64).copy()
     except ValueError:
@@ -132,7 +127,7 @@ def _read(choice: str | None) -> Array | None:
 
 
 def needed(launch: LibraryLaunch, handle: int, algorithm: Array) -> int:
-    """The bytes of workspace that an algorithm uses; -1 where the library does not take it."""
+    """The bytes of workspace that an algorithm uses; -1 where the library rejects it."""
     of, result = launch.descriptors, np.zeros(1, cublasLt.matmul_heuristic_result_dtype)
     try:
         cublasLt.matmul_algo_check(
@@ -146,7 +141,7 @@ def needed(launch: LibraryLaunch, handle: int, algorithm: Array) -> int:
 def _milliseconds(
     launch: LibraryLaunch, handle: int, algorithm: Array, stream: int, args: Sequence[int]
 ) -> float:
-    """What a call takes with an algorithm; infinite where it fails."""
+    """The time of a call with an algorithm; infinite where it fails."""
     launch.use(handle, algorithm)
     try:
         launch(stream, *args)  # loads its kernels
@@ -154,7 +149,7 @@ def _milliseconds(
     except cublasLt.cuBLASLtError:
         return float("inf")
     calls = max(1, min(_MOST_CALLS, round(_ROUND_MS / once)))
-    # A graph, because Python enqueues slower than a GPU computes small products.
+    # In a graph, because Python enqueues more slowly than a GPU computes small products.
     with captured(stream, calls * [partial(launch, stream, *args)]) as replay:
         replay()
         return statistics.median(_timed(stream, replay) for _ in range(_ROUNDS)) / calls
@@ -165,9 +160,9 @@ def _milliseconds(
 
 @contextmanager
 def memory(launch: LibraryLaunch, driver: Driver, random: bool = True) -> Iterator[list[int]]:
-    """Arguments for a launch: memory of its own, with random items or with what is there."""
+    """Arguments for a launch: new memory, with random items or uninitialised."""
     sizes: dict[int, int] = {}
-    for name, at in launch.buffers.items():  # one buffer may be both operands
+    for name, at in launch.buffers.items():  # both operands may be the same buffer
         sizes[at] = max(sizes.get(at, 0), -(-launch.product.nbytes(name) // ALIGNMENT))
     taken = driver.allocate(ALIGNMENT * sum(sizes.values()))
     try:
@@ -182,7 +177,7 @@ def memory(launch: LibraryLaunch, driver: Driver, random: bool = True) -> Iterat
 
 
 def _fill(address: int, nbytes: int, sample: Array) -> None:
-    """Repeat a sample over memory, by copies that double."""
+    """Fill memory with repeated samples, by copies of doubling size."""
     done = min(nbytes, sample.nbytes)
     _checked(cuda.cuMemcpyHtoD(address, sample.ctypes.data, done))
     while done < nbytes:
@@ -194,7 +189,7 @@ def _fill(address: int, nbytes: int, sample: Array) -> None:
 
 @contextmanager
 def new_stream() -> Iterator[int]:
-    """A stream of its own; what is on it is finished at the end."""
+    """A new stream, which is synchronised at the end."""
     stream = _checked(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
     try:
         yield int(stream)
@@ -205,7 +200,7 @@ def new_stream() -> Iterator[int]:
 
 @contextmanager
 def captured(stream: int, calls: Sequence[Call]) -> Iterator[Call]:
-    """What calls enqueue, as one call of a graph."""
+    """The work that calls enqueue, captured as a graph that a call launches."""
     _checked(cuda.cuStreamBeginCapture(stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
     try:
         for call in calls:
@@ -221,7 +216,7 @@ def captured(stream: int, calls: Sequence[Call]) -> Iterator[Call]:
 
 
 def _timed(stream: int, call: Call) -> float:
-    """Milliseconds that the device takes for what a call enqueues."""
+    """The milliseconds of the work that a call enqueues."""
     start, end = (_checked(cuda.cuEventCreate(0)) for _ in range(2))
     try:
         _checked(cuda.cuEventRecord(start, stream))
@@ -235,13 +230,13 @@ def _timed(stream: int, call: Call) -> float:
 
 
 def _alignment(matrix: Matrix, size: int) -> int:
-    """The bytes, a power of two, at whose multiples an operand begins in memory that begins at a unit."""
+    """The alignment of an operand in bytes, a power of two, if its memory is aligned to `ALIGNMENT`."""
     start = matrix.offset * size
     return min(ALIGNMENT, start & -start) if start else ALIGNMENT
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """The value of a call of CUDA's driver, or an error."""
+    """The result of a call of CUDA's driver API; raises its error."""
     status, *values = result
     if status != cuda.CUresult.CUDA_SUCCESS:
         raise DeviceError(f"CUDA says {status.name}", "measuring a product")

@@ -1,7 +1,7 @@
 """Long sums in blocks, so that their error grows with the logarithm of their length.
 
-One accumulator takes in no more than `BLOCK` values. Then it is added to the accumulator of the next level,
-which takes in as many blocks, and so on. Lengths do not depend on the device; short sums are as they were.
+An accumulator takes at most `BLOCK` values. It is then added to the accumulator of the next level, which
+takes as many blocks, and so on. Blocks do not depend on the device; short sums need no second level.
 """
 
 from __future__ import annotations
@@ -10,26 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.graph.reducing import BLOCK
-from penstock.kernels.ir.expressions import INT, Combine, Const, Expr, Identity, Load, Select, Type, Var
-from penstock.kernels.ir.statements import (
-    Accumulate,
-    Declare,
-    For,
-    If,
-    Let,
-    RegisterArray,
-    Statement,
-    Store,
-)
+from penstock.kernels import ir
 
-LANES = 8  # of a CPU's vectors, and partial results of a reduction in the end, whether it has vectors or not
+LANES = 8  # of a CPU's vectors; also the partial results that a reduction ends with, vectorised or not
 
-# Gives what starts the accumulators of the present level, and what adds them to those of the next.
-NextLevel = Callable[[], tuple[list[Statement], list[Statement]]]
+# Returns the statements that start the accumulators of this level, and those that add them to the next level.
+NextLevel = Callable[[], tuple[list[ir.Statement], list[ir.Statement]]]
 
 
 def is_inexact(operation: str, dtype: str) -> bool:
-    """Whether the result of a reduction depends on its order so much that long ones need blocks."""
+    """Whether a reduction loses so much to rounding that long ones need blocks."""
     return operation == "sum" and dtype.startswith("float")
 
 
@@ -38,8 +28,8 @@ def depends_on_order(operation: str, dtype: str) -> bool:
     return operation in ("sum", "prod") and dtype.startswith("float")
 
 
-def in_blocks(loop: For, each: int, next_level: NextLevel) -> tuple[For, int]:
-    """A loop whose every turn adds `each` values: in blocks, and how many values its last level takes in."""
+def in_blocks(loop: ir.For, each: int, next_level: NextLevel) -> tuple[ir.For, int]:
+    """A loop that adds `each` values per iteration, in blocks, and how many values its last level adds."""
     if each * loop.trips > BLOCK and 2 * each > BLOCK:
         before, after = next_level()
         loop, each = replace(loop, body=[*before, *loop.body, *after]), 1
@@ -49,109 +39,98 @@ def in_blocks(loop: For, each: int, next_level: NextLevel) -> tuple[For, int]:
     return loop, each * loop.trips
 
 
-def _cut(loop: For, turns: int, before: list[Statement], after: list[Statement]) -> For:
-    """A loop over blocks of so many turns of another."""
-    assert isinstance(loop.step, Const)
+def _cut(loop: ir.For, turns: int, before: list[ir.Statement], after: list[ir.Statement]) -> ir.For:
+    """A loop over blocks of `turns` iterations of another."""
+    assert isinstance(loop.step, ir.Const)
     size, blocks = turns * int(loop.step.value), -(-loop.trips // turns)
-    block, begin, end = (f"{loop.name}_{word}" for word in ("block", "begin", "end"))
-    full: Expr = Var(begin) + size
-    if loop.start != Const(0) or loop.stop != Const(blocks * size):
-        full = Select(INT, loop.stop - Var(begin) < size, loop.stop, full)
-    part = replace(loop, start=Var(begin), stop=Var(end), trips=turns)
-    start = Var(block) * size if loop.start == Const(0) else loop.start + Var(block) * size
-    body = [Let(begin, start), Let(end, full), *before, part, *after]
-    return For(block, Const(0), Const(blocks), Const(1), body, trips=blocks)
+    block, begin, end = (ir.Var(f"{loop.name}_{word}") for word in ("block", "begin", "end"))
+    full: ir.Expr = begin + size
+    if loop.start != ir.Const(0) or loop.stop != ir.Const(blocks * size):
+        full = ir.Select(ir.INT, loop.stop - begin < size, loop.stop, full)
+    part = replace(loop, start=begin, stop=end, trips=turns)
+    start = block * size if loop.start == ir.Const(0) else loop.start + block * size
+    body = [ir.Let(begin.name, start), ir.Let(end.name, full), *before, part, *after]
+    return ir.loop(block.name, 0, blocks, body, trips=blocks)
 
 
 class Sums:
-    """The variables of reductions in a loop; those of floating-point sums get further levels.
+    """The accumulators of reductions in a loop; floating-point sums get further levels.
 
-    On a CPU, a variable may be an array of partial results, which takes in as many values as it has items
-    before the first item takes in another. On the next level, only the first `LANES` of them are kept apart.
+    On a CPU, an accumulator may be an array of partial results that take values in turn. From the next level
+    on, only the first `LANES` of them stay apart.
     """
 
     def __init__(self, new_name: Callable[[str], str]) -> None:
         self._new_name = new_name
-        self._kinds: dict[str, tuple[Type, str]] = {}
-        self._names: dict[str, str] = {}  # of each variable: that of its last level
+        self._kinds: dict[str, tuple[ir.Type, str]] = {}  # of each accumulator: type, and reduction
+        self._names: dict[str, str] = {}  # of each accumulator: the name of its last level
         self._lengths: dict[str, int] = {}  # of each level that is an array
 
-    def add(self, name: str, kind: Type, operation: str, length: int = 0) -> None:
-        """Take in a variable; `length`: that of an array."""
+    def add(self, name: str, kind: ir.Type, operation: str, length: int = 0) -> None:
+        """Add an accumulator; `length`: that of an array."""
         self._kinds[name], self._names[name] = (kind, operation), name
         if length:
             self._lengths[name] = length
 
     def last(self, name: str) -> str:
-        """The name of a variable's last level."""
+        """The name of an accumulator's last level."""
         return self._names[name]
 
-    def start(self, name: str) -> list[Statement]:
-        """What starts the last level of a variable."""
-        return self._start(name, self._names[name])
-
-    def _start(self, name: str, level: str) -> list[Statement]:
+    def start(self, name: str, level: str = "") -> list[ir.Statement]:
+        """The statements that start a level of an accumulator, by default the last."""
+        level = level or self._names[name]
         (kind, operation), length = self._kinds[name], self._lengths.get(level, 0)
         if not length:
-            return [Declare(level, Identity(kind, operation))]
-        first, turns = Var("chain") * kind.width, length // kind.width
-        store = Store(Identity(kind, operation), level, kind.dtype, first)
-        loop = For("chain", Const(0), Const(turns), Const(1), [store], turns if kind.width > 1 else 0)
-        return [RegisterArray(level, kind.dtype, length), loop]
+            return [ir.Declare(level, ir.Identity(kind, operation))]
+        turns = length // kind.width
+        store = ir.Store(ir.Identity(kind, operation), level, kind.dtype, ir.Var("chain") * kind.width)
+        loop = ir.loop("chain", 0, turns, [store], unrolled=turns if kind.width > 1 else 0)
+        return [ir.RegisterArray(level, kind.dtype, length), loop]
 
-    def blocked(self, loop: For, each: int = 1) -> tuple[For, int]:
-        """`in_blocks` for a loop that changes some of the variables."""
-        changed = _changed(loop.body)
-        kinds = {name: (operation, kind.dtype) for name, (kind, operation) in self._kinds.items()}
-        long = [name for name, last in self._names.items() if last in changed and is_inexact(*kinds[name])]
+    def blocked(self, loop: ir.For, each: int = 1) -> tuple[ir.For, int]:
+        """`in_blocks` for a loop that changes some of the accumulators."""
+        changed = {
+            statement.target.name for statement in ir.walk(loop.body) if isinstance(statement, ir.Accumulate)
+        }
+        long = [
+            name
+            for name, (kind, operation) in self._kinds.items()
+            if self._names[name] in changed and is_inexact(operation, kind.dtype)
+        ]
         return in_blocks(loop, each, lambda: self._next_level(long)) if long else (loop, 1)
 
-    def _next_level(self, names: Sequence[str]) -> tuple[list[Statement], list[Statement]]:
-        before: list[Statement] = []
-        after: list[Statement] = []
+    def _next_level(self, names: Sequence[str]) -> tuple[list[ir.Statement], list[ir.Statement]]:
+        before: list[ir.Statement] = []
+        after: list[ir.Statement] = []
         for name in names:
             (kind, operation), part = self._kinds[name], self._names[name]
             total = self._names[name] = self._new_name("total")
-            before += self._start(name, part)
+            before += self.start(name, part)
             if part not in self._lengths or kind.width == LANES:
-                statements, value = self._folded(name, part, Const(0))
-                after += [*statements, Accumulate(Var(total, kind), operation, value, kind)]
+                statements, value = self.folded(name, ir.Const(0), part)
+                after += [*statements, ir.Accumulate(ir.Var(total, kind), operation, value, kind)]
                 continue
-            self._lengths[total], lane = LANES, Var("lane")
-            statements, value = self._folded(name, part, lane)
-            statements.append(Accumulate(Var(total, kind), operation, value, kind, lane))
-            after.append(For("lane", Const(0), Const(LANES), Const(1), statements))
+            self._lengths[total], lane = LANES, ir.Var("lane")
+            statements, value = self.folded(name, lane, part)
+            statements.append(ir.Accumulate(ir.Var(total, kind), operation, value, kind, lane))
+            after.append(ir.loop("lane", 0, LANES, statements))
         return before, after
 
-    def folded(self, name: str, place: Expr) -> tuple[list[Statement], Expr]:
-        """What computes one of the first `LANES` partial results of a variable's last level, and its value.
-
-        `place`: its number, of vectors 0.
-        """
-        return self._folded(name, self._names[name], place)
-
-    def _folded(self, name: str, level: str, place: Expr) -> tuple[list[Statement], Expr]:
-        kind, operation = self._kinds[name]
+    def folded(self, name: str, lane: ir.Expr, level: str = "") -> tuple[list[ir.Statement], ir.Expr]:
+        """What computes a lane of a level, by default the last, and its value; for vectors, lane 0."""
+        (kind, operation), level = self._kinds[name], level or self._names[name]
         if level not in self._lengths:
-            return [], Var(level, kind)
-        step = int(kind.width > 1)
-        statements: list[Statement] = []
+            return [], ir.Var(level, kind)
+        statements: list[ir.Statement] = []
 
-        def named(value: Expr) -> Expr:
-            part = Let(self._new_name("part"), value)
+        def named(value: ir.Expr) -> ir.Expr:
+            part = ir.Let(self._new_name("part"), value)
             statements.append(part)
-            return Var(part.name, kind)
+            return ir.Var(part.name, kind)
 
-        starts = range(0, self._lengths[level], LANES)
-        parts = [named(Load(kind, level, kind.dtype, place + start, step)) for start in starts]
+        step, starts = int(kind.width > 1), range(0, self._lengths[level], LANES)
+        parts = [named(ir.Load(kind, level, kind.dtype, lane + start, step)) for start in starts]
         while len(parts) > 1:
             pairs = zip(parts[::2], parts[1::2], strict=True)
-            parts = [named(Combine(kind, operation, left, right)) for left, right in pairs]
+            parts = [named(ir.Combine(kind, operation, left, right)) for left, right in pairs]
         return statements, parts[0]
-
-
-def _changed(body: Sequence[Statement]) -> set[str]:
-    """The variables that statements change."""
-    names = {statement.target.name for statement in body if isinstance(statement, Accumulate)}
-    inner = [statement.body for statement in body if isinstance(statement, For | If)]
-    return names.union(*map(_changed, inner))

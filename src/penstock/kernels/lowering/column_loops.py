@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.fusion.index import Index, variable
+from penstock.fusion.index import variable
 from penstock.graph.node import Kind, Node
-from penstock.kernels.ir.expressions import INT, THREAD, WORKGROUP, Const, Identity, Select, Type, Var
-from penstock.kernels.ir.statements import (
-    Accumulate,
-    Barrier,
-    Declare,
-    For,
-    If,
-    Let,
-    LocalArray,
-    Statement,
-    Store,
-    StridedReduce,
-)
+from penstock.kernels import ir
 from penstock.kernels.lowering.blocks import Sums, in_blocks, is_inexact
 from penstock.kernels.lowering.emitter import Value, computed_dtype
 from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered, at_most
 
-_BLOCK = 256  # columns that a thread of a CPU reduces at a time
+# Of a CPU.
+_BLOCK = 256  # columns that a thread reduces at a time
+_TOGETHER = 4  # rows that it adds to each of them in one turn: memory is read in as many streams
 # Of a GPU.
-_ABREAST = 16  # threads that read neighbouring columns of one row; the others of a group read other rows
+_ABREAST = 16  # threads that read neighbouring columns of a row; the others of a workgroup read other rows
 _READS = 4  # rows that a thread reads at once
 
 
@@ -38,7 +28,7 @@ class ColumnLoops(LoopNest):
         self._kept, self._reduced, self._row, _, self._place = self.reduction_axes(source.shape, axes)
 
     def _results(self) -> None:
-        """What is done to each result, and its store."""
+        """Compute and store the outputs from the reductions."""
         outputs = enumerate(self.group.outputs)
         self.store([(at, self.emitter.at_number(node, self._row), self._row) for at, node in outputs])
 
@@ -47,7 +37,7 @@ class ColumnLoops(LoopNest):
         return self._by_threads(kept) if self.gpu else self._by_blocks(kept)
 
     def _by_threads(self, kept: list[str]) -> Lowered:
-        """Some threads of a group have neighbouring columns, others the same columns of other rows."""
+        """Some threads of a workgroup have neighbouring columns, others the same columns of other rows."""
         emitter, kernel, lanes = self.emitter, self.emitter.kernel, self.lanes
         size, reduced = self.count(kept), self.joined(self._reduced)
         self.take_lanes(kept)
@@ -58,62 +48,59 @@ class ColumnLoops(LoopNest):
         kernel.grid, kernel.group = (-(-size // (abreast * lanes)),), (threads,)
         last = size - lanes
         kernel.body = [
-            Let("begin", (WORKGROUP * abreast + THREAD % abreast) * lanes),
-            # All threads of a group work together.
-            Let("item", Select(INT, Var("begin") < last, Var("begin"), Const(last))),
+            ir.Let("begin", (ir.WORKGROUP * abreast + ir.THREAD % abreast) * lanes),
+            # Threads past the end take the last item, since all have to reach the barriers.
+            ir.Let("item", ir.Select(ir.INT, ir.Var("begin") < last, ir.Var("begin"), ir.Const(last))),
         ]
         inside = self.unpack("item", kept, 0)
         names = {node: emitter.name("sum") for node in self._reductions}
         around = self.unpack("part", reduced, 1)
         sums = Sums(emitter.name)
         for node, name in names.items():
-            kind = Type(computed_dtype(node), lanes)
+            kind = ir.Type(computed_dtype(node), lanes)
             value = emitter.value(node.inputs[0], self._place)
-            emitter.bodies[1].append(Accumulate(Var(name, kind), node.primitive.name, value.var, kind))
+            emitter.bodies[1].append(ir.Accumulate(ir.Var(name, kind), node.primitive.name, value.var, kind))
             sums.add(name, kind, node.primitive.name)
         before, emitter.bodies[0] = emitter.bodies[0], []
-        start, turns, statements = THREAD // abreast, -(-rows // parts), [*around, *emitter.leave()]
-        loop = For("part", start, Const(rows), Const(parts), statements, _READS, turns)
+        first, trips, statements = ir.THREAD // abreast, -(-rows // parts), [*around, *emitter.leave()]
+        loop = ir.loop("part", first, rows, statements, step=parts, unrolled=_READS, trips=trips)
         loop, _ = sums.blocked(loop)
-        kernel.body += [*inside, *before]
-        kernel.body += [*(start for name in names.values() for start in sums.start(name)), loop]
+        starts = [start for name in names.values() for start in sums.start(name)]
+        kernel.body += [*inside, *before, *starts, loop]
         names = {node: sums.last(name) for node, name in names.items()}
         if parts > 1:
             kernel.body += self._across(names, abreast, threads)
         emitter.stage = 1
         for node, name in names.items():
-            emitter.given[node] = Value(Var(name, Type(computed_dtype(node), lanes)), 0)
+            emitter.given[node] = Value(ir.Var(name, ir.Type(computed_dtype(node), lanes)), 0)
         self._results()
         results = [*emitter.bodies[0], *emitter.leave()]
-        kernel.body.append(If((abreast > THREAD) & (Var("begin") < size), results))
+        kernel.body.append(ir.If((abreast > ir.THREAD) & (ir.Var("begin") < size), results))
         return self.lowered()
 
     @staticmethod
     def _abreast(threads: int, rows: int, vectors: int) -> int:
-        """How many threads of a group have neighbouring columns: a power of two."""
+        """How many threads of a workgroup have neighbouring columns: a power of two."""
         least = threads // (1 << max(rows // _READS, 1).bit_length() - 1)  # so that each has rows to read
         return min(max(_ABREAST, least), 1 << (vectors - 1).bit_length(), threads)
 
-    def _across(self, names: dict[Node, str], abreast: int, threads: int) -> list[Statement]:
-        """The sums of all threads that have the same columns."""
-        result: list[Statement] = []
-        arrays: dict[str, str] = {}  # one for all sums of a dtype
+    def _across(self, names: dict[Node, str], abreast: int, threads: int) -> list[ir.Statement]:
+        """The sums over all threads that have the same columns."""
+        result: list[ir.Statement] = []
+        arrays: dict[str, str] = {}  # by dtype; the sums of a dtype share an array
         for node, name in names.items():
             dtype = computed_dtype(node)
             stored = "int32" if dtype == "bool" else dtype
             if stored in arrays:
-                result.append(Barrier())
+                result.append(ir.Barrier())
             else:
-                arrays[stored] = self.emitter.name("across")
-                self.emitter.kernel.arrays.append(LocalArray(arrays[stored], stored, threads * self.lanes))
-            kind = Type(dtype, self.lanes)
-            target = Var(name, kind)
-            operation, parts = node.primitive.name, (Const(abreast), Const(threads))
-            result.append(StridedReduce(target, operation, arrays[stored], *parts))
+                arrays[stored] = self.emitter.local_array("across", stored, threads * self.lanes)
+            target, counts = ir.Var(name, ir.Type(dtype, self.lanes)), (ir.Const(abreast), ir.Const(threads))
+            result.append(ir.StridedReduce(target, node.primitive.name, arrays[stored], *counts))
         return result
 
     def _by_blocks(self, kept: list[str]) -> Lowered:
-        """A block of neighbouring results at a time, each row of the block from start to end."""
+        """A block of neighbouring results per task, which adds up the block's rows."""
         emitter, kernel = self.emitter, self.emitter.kernel
         *outer, self._last = kept
         rows, length = self.count(outer), self.count([self._last])
@@ -122,38 +109,40 @@ class ColumnLoops(LoopNest):
         self._new_arrays()
         kernel.grid = (rows * blocks,)
         kernel.body = [
-            Let("begin", WORKGROUP % blocks * self._width),
-            Let("end", at_most(Var("begin"), self._width, Const(length))),
-            Let("row", WORKGROUP // blocks),
+            ir.Let("begin", ir.WORKGROUP % blocks * self._width),
+            ir.Let("end", at_most(ir.Var("begin"), self._width, ir.Const(length))),
+            ir.Let("row", ir.WORKGROUP // blocks),
         ]
         kernel.body += self.unpack("row", outer, 0)
         emitter.depth_of["begin"], emitter.variables.lengths["begin"] = 0, length
-        self._start = self._each_column(self._put_neutral)
-        # One loop, whatever the variables are, so that columns are added up in an order of their length.
+        self._at = variable(self._last) + variable("begin") * -1  # the index of a result in its block
+        self._start = self._each_column(self._put_identity)
+        # A single loop over all reduced variables, so that the order of sums depends on their length only.
         around = self.joined(self._reduced)
-        turns, place = self.count(around), self.unpack("part", around, 1)
-        body = [*place, *self._each_column(self._add)]
-        loop = For("part", Const(0), Const(turns), Const(1), body, trips=turns)
+        trips, place = self.count(around), self.unpack("part", around, 1)
+        together = 1 if trips % _TOGETHER else _TOGETHER
+        body = self._each_column(lambda: self._add(place, together))
+        loop = ir.loop("parts", 0, trips, body, step=together, trips=trips // together)
         if any(is_inexact(node.primitive.name, computed_dtype(node)) for node in self._reductions):
-            loop, _ = in_blocks(loop, 1, self._next_level)
+            loop, _ = in_blocks(loop, together, self._next_level)
         emitter.stage = 1
         final = self._each_column(self._finish)
         kernel.body += [*emitter.bodies[0], *self._start, loop, *final]
         return self.lowered()
 
     def _new_arrays(self) -> None:
-        """Memory for a block of each reduction's results."""
+        """Local memory for a block of each reduction's results."""
         self._arrays = {node: self.emitter.name("sums") for node in self._reductions}
         self.emitter.kernel.arrays += [
-            LocalArray(name, computed_dtype(node), self._width) for node, name in self._arrays.items()
+            ir.LocalArray(name, computed_dtype(node), self._width) for node, name in self._arrays.items()
         ]
 
-    def _each_column(self, body: Callable[[], None]) -> list[Statement]:
+    def _each_column(self, body: Callable[[], None]) -> list[ir.Statement]:
         exact = self.count([self._last]) % self.lanes == 0
-        return [*self.vector_loops(self._last, Var("begin"), Var("end"), exact, body)]
+        return [*self.vector_loops(self._last, ir.Var("begin"), ir.Var("end"), exact, body)]
 
-    def _next_level(self) -> tuple[list[Statement], list[Statement]]:
-        """What starts the present arrays, and what adds them to new ones."""
+    def _next_level(self) -> tuple[list[ir.Statement], list[ir.Statement]]:
+        """What starts the arrays of this level, and what adds them to those of the next."""
         parts, start = self._arrays, self._start
         self._new_arrays()
 
@@ -163,33 +152,40 @@ class ColumnLoops(LoopNest):
                 self._put(name, node, self.emitter.combined(node, old, part))
 
         added = self._each_column(add_parts)
-        self._start = self._each_column(self._put_neutral)
+        self._start = self._each_column(self._put_identity)
         return start, added
 
-    def _put_neutral(self) -> None:
+    def _put_identity(self) -> None:
         for node, name in self._arrays.items():
-            kind, zero = Type(computed_dtype(node), self.emitter.lanes), self.emitter.name()
-            self.emitter.bodies[1].append(Declare(zero, Identity(kind, node.primitive.name)))
-            self._put(name, node, Value(Var(zero, kind), 1))
+            kind, zero = ir.Type(computed_dtype(node), self.emitter.lanes), self.emitter.name()
+            self.emitter.bodies[1].append(ir.Declare(zero, ir.Identity(kind, node.primitive.name)))
+            self._put(name, node, Value(ir.Var(zero, kind), 1))
 
-    def _add(self) -> None:
+    def _add(self, place: list[ir.Statement], together: int) -> None:
+        """Add `together` rows to each column; `place` unpacks the index `part` of a row."""
         emitter = self.emitter
-        for node, name in self._arrays.items():
+        sums: dict[Node, ir.Var] = {}
+        for node, array in self._arrays.items():
+            old = self._item(array, node)
+            sums[node] = ir.Var(emitter.name("sum"), old.type)
+            emitter.bodies[1].append(ir.Declare(sums[node].name, old.var))
+        before, emitter.bodies[1] = emitter.bodies[1], []
+        for node, total in sums.items():
             value = emitter.widened(emitter.value(node.inputs[0], self._place), emitter.lanes)
-            self._put(name, node, emitter.combined(node, self._item(name, node), value))
+            added = emitter.combined(node, Value(total, 1), value)
+            emitter.bodies[1].append(ir.Assign(total.name, added.var))
+        rows, first = [*place, *emitter.bodies[1]], ir.Var("parts")
+        emitter.bodies[1] = [*before, ir.loop("part", first, first + together, rows, unrolled=together)]
+        for node, array in self._arrays.items():
+            self._put(array, node, Value(sums[node], 1))
 
     def _finish(self) -> None:
         for node, name in self._arrays.items():
             self.emitter.given[node] = self._item(name, node)
         self._results()
 
-    def _at(self) -> Index:
-        """A result's place in its block."""
-        return variable(self._last) + variable("begin") * -1
-
     def _item(self, array: str, node: Node) -> Value:
-        return self.emitter.item(array, node, self._at())
+        return self.emitter.item(array, node, self._at)
 
     def _put(self, array: str, node: Node, value: Value) -> None:
-        place, _, _ = self.emitter.index(self._at())
-        self.emitter.bodies[1].append(Store(value.var, array, computed_dtype(node), place))
+        self.emitter.store(array, computed_dtype(node), self._at, value)

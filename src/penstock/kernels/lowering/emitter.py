@@ -17,52 +17,35 @@ from penstock.graph.elementwise import CAST, FULL
 from penstock.graph.node import Kind, Node, Primitive
 from penstock.graph.random import RANDOM_BITS
 from penstock.graph.shaping import CONCAT, PAD
+from penstock.kernels import ir
 from penstock.kernels.dialects.c_expressions import expression
 from penstock.kernels.dialects.patterns import COMBINE
-from penstock.kernels.ir.expressions import (
-    BOOL,
-    INT,
-    TRUE,
-    Affine,
-    Broadcast,
-    Call,
-    Clamp,
-    Const,
-    Expr,
-    Load,
-    Random,
-    Select,
-    Type,
-    Var,
-    all_of,
-)
-from penstock.kernels.ir.statements import KernelIR, Let, Statement
 
 
-def affine(index: Index) -> Expr:
+def affine(index: Index) -> ir.Expr:
     """An index as an expression."""
     if not index.terms:
-        return Const(index.constant)
+        return ir.Const(index.constant)
     if len(index.terms) == 1 and index.terms[0][1] == 1 and not index.constant:
-        return Var(index.terms[0][0])
-    terms = tuple((Var(name), None if factor == 1 else Const(factor)) for name, factor in index.terms)
-    return Affine(terms, Const(index.constant) if index.constant else None)
+        return ir.Var(index.terms[0][0])
+    terms = tuple((ir.Var(name), None if factor == 1 else ir.Const(factor)) for name, factor in index.terms)
+    return ir.Affine(terms, ir.Const(index.constant) if index.constant else None)
 
 
 class LanesImpossible(Exception):
-    """Neighbouring items lie at places that no vector can be read from."""
+    """A vector cannot read neighbouring items where they lie."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value in a kernel: its name with its type, and the body that it is computed in."""
+    """A value in a kernel, and the body that it is computed in."""
 
-    var: Expr
+    var: ir.Expr
     depth: int
 
     @property
-    def type(self) -> Type:
-        """That of the value."""
+    def type(self) -> ir.Type:
+        """The type of the value."""
         return self.var.type
 
 
@@ -73,15 +56,15 @@ def computed_dtype(node: Node) -> str:
 
 @dataclass(frozen=True)
 class Merge:
-    """Two neighbouring variables that run as one, because every index uses them as one."""
+    """Two neighbouring variables that are merged, because every index uses them as a single variable."""
 
     name: str
     outer: str
     inner: str
-    length: int  # of the inner one
+    length: int  # of the inner variable
 
     def applied(self, index: Index) -> Index:
-        """The index with the one variable instead of the two."""
+        """The index with the merged variable."""
         both = variable(self.outer) * self.length + variable(self.inner)
         factor = index.factor(self.inner)
         return index + both * -factor + variable(self.name) * factor
@@ -94,46 +77,56 @@ def merged(index: Index, merges: Sequence[Merge]) -> Index:
     return index
 
 
-class Emitter:
-    """Emits the statements that compute the values of a group's nodes, into one of two bodies.
+class BorderCrossed(LanesImpossible):
+    """Vectors along a variable would be possible if they ended at its `borders`."""
 
-    Body 0 is before the innermost loop, body 1 inside it; the `depth` of a value is the number of its body.
+    def __init__(self, name: str, borders: tuple[int, ...]) -> None:
+        super().__init__(name, borders)
+        self.name = name
+        self.borders = borders
+
+
+class Emitter:
+    """Emits the statements that compute the values of a group's nodes, into two bodies.
+
+    Body 0 is before the innermost loop, body 1 inside it; the `depth` of a value is the index of its body.
     """
 
     def __init__(self, group: Group, variables: Variables, vectors: bool = True) -> None:
         self.group = group
         self.variables = variables
-        self.kernel = KernelIR(
+        self.kernel = ir.KernelIR(
             outputs=[str(node.dtype) for node in group.outputs],
             inputs=[str(node.dtype) for node in group.inputs],
             vectors=vectors,
         )
-        self.bodies: list[list[Statement]] = [[], []]
+        self.bodies: list[list[ir.Statement]] = [[], []]
         self.lanes = 1
         self.lane_steps: dict[str, int] = {}  # how variables differ from lane to lane; absent: not at all
         self.depth_of: dict[str, int] = {}  # the body of each variable
-        self.given: dict[Node, Value] = {}  # values that are at hand whatever the place
-        self.kept: dict[tuple[Node, Place], tuple[str, Index, str]] = {}  # values in arrays, with dtypes
-        # For what is read from an input there: the array with a copy of it, and where in that.
+        self.given: dict[Node, Value] = {}  # values that do not depend on the place
+        self.kept: dict[
+            tuple[Node, Place], tuple[str, Index, str]
+        ] = {}  # values in arrays: name, index, dtype
+        # For (input, index): the array with a copy of the item, and the index there.
         self.copies: dict[tuple[int, Index], tuple[str, Index]] = {}
         self.used: set[Index] = set()
         self.merges: list[Merge] = []
-        self.loads: dict[int, set[tuple[int, Index]]] = {}  # of each input: the stages, and where
+        self.loads: dict[int, set[tuple[int, Index]]] = {}  # of each input: (stage, index)
         self.stage = 0
         self._vectors = vectors
-        self._conditions: dict[Expr, int] = {}  # under which what is read now is needed; their emitter
+        self._conditions: dict[ir.Expr, int] = {}  # the masks of loads at present, with their depths
         self._values: dict[tuple[Node, Place], Value] = {}
-        self._names: dict[Expr, Value] = {}
+        self._names: dict[ir.Expr, Value] = {}
         self._count = 0
         self._scalars: dict[Node, list[str]] = {}
         for node in group.nodes:
-            number = len(node.primitive.constants)
-            first = len(self.kernel.scalars)
-            self._scalars[node] = [f"c{first + k}" for k in range(number)]
-            self.kernel.scalars += [computed_dtype(node)] * number
+            first, count = len(self.kernel.scalars), len(node.primitive.constants)
+            self._scalars[node] = [f"c{first + k}" for k in range(count)]
+            self.kernel.scalars += [computed_dtype(node)] * count
 
-    def leave(self) -> list[Statement]:
-        """End the inner body: gives its statements, after which nothing in it is known any more."""
+    def leave(self) -> list[ir.Statement]:
+        """End the inner body and return its statements; the values in it are forgotten."""
         body, self.bodies[1] = self.bodies[1], []
         self._values = {key: value for key, value in self._values.items() if value.depth == 0}
         self._names = {key: value for key, value in self._names.items() if value.depth == 0}
@@ -148,10 +141,16 @@ class Emitter:
         self._count += 1
         return f"{prefix}{self._count}"
 
-    # Whole numbers
+    def local_array(self, prefix: str, dtype: str, length: int) -> str:
+        """A new array in local memory; returns its name."""
+        array = ir.LocalArray(self.name(prefix), "int32" if dtype == "bool" else dtype, length)
+        self.kernel.arrays.append(array)
+        return array.name
 
-    def index(self, index: Index) -> tuple[Expr, int, int]:
-        """An index as an expression, the body in which it is known, and its step from lane to lane."""
+    # Indices
+
+    def index(self, index: Index) -> tuple[ir.Expr, int, int]:
+        """An index as an expression, its depth, and its step from lane to lane."""
         depth = step = 0
         self.used.add(index)
         index = merged(index, self.merges)
@@ -168,25 +167,25 @@ class Emitter:
         whole, operation, divisor = self.variables.computed[name]
         number, depth, step = self.index(whole)
         if step:
-            # Items that begin at a multiple of the width have the same quotient.
+            # Lanes that begin at a multiple of the width have the same quotient.
             if self._vectors or step != 1 or divisor % self.lanes or self.aligned(whole) != self.lanes:
                 raise LanesImpossible
             if operation == "%":
                 self.lane_steps[name] = 1
         quotient = number // divisor if operation == "/" else number % divisor
-        self.bodies[depth].append(Let(name, quotient))
+        self.bodies[depth].append(ir.Let(name, quotient))
         self.depth_of[name] = depth
 
     def aligned(self, index: Index) -> int:
-        """Of how many items the index of the first lane is a multiple, at least; no more than the lanes."""
+        """The alignment of the first lane's index, in items; at most the number of lanes."""
         index = merged(index, self.merges)
         others = (factor for name, factor in index.terms if not self.lane_steps.get(name))
         return math.gcd(self.lanes, index.constant, *others)
 
-    def integer(self, value: Expr, depth: int, length: int, step: int = 0) -> Index:
-        """A new variable for an integer, which is named by it."""
+    def integer(self, value: ir.Expr, depth: int, length: int, step: int = 0) -> Index:
+        """A new variable with an integer's value."""
         name = self.name("k")
-        self.bodies[depth].append(Let(name, value))
+        self.bodies[depth].append(ir.Let(name, value))
         self.variables.lengths[name] = length
         self.depth_of[name] = depth
         if step:
@@ -197,11 +196,9 @@ class Emitter:
 
     def value(self, node: Node, place: Place) -> Value:
         """A node's value at a place."""
-        while (
-            node.primitive.kind is Kind.VIEW and node not in self.group.inputs
-        ):  # a chain of them may be long
-            place = source_place(node, place, self.variables)
-            node = node.inputs[0]
+        # A loop, because chains of views may be long.
+        while node.primitive.kind is Kind.VIEW and node not in self.group.inputs:
+            place, node = source_place(node, place, self.variables), node.inputs[0]
         if node in self.given:
             return self.given[node]
         key = (node, place)
@@ -213,7 +210,7 @@ class Emitter:
         return self._values[key]
 
     def at_number(self, node: Node, number: Index) -> Value:
-        """A node's value at a place that is given by its number in row-major order."""
+        """A node's value at a flat index in row-major order."""
         return self.value(node, unflatten(number, node.shape, self.variables))
 
     def _value(self, node: Node, place: Place) -> Value:
@@ -232,7 +229,7 @@ class Emitter:
         return self.apply(node, [self.value(parent, place) for parent in node.inputs])
 
     def _full(self, node: Node, place: Place) -> Value:
-        return Value(Var(self._scalars[node][0], Type(computed_dtype(node))), 0)
+        return Value(ir.Var(self._scalars[node][0], ir.Type(computed_dtype(node))), 0)
 
     def _positions(self, node: Node, place: Place) -> Value:
         return self.number(place[0], computed_dtype(node))
@@ -242,7 +239,7 @@ class Emitter:
         lanes = max((value.type.width for value in values), default=1)
         wide = [self.widened(value, lanes) for value in values]
         depth = max(value.depth for value in wide)
-        result, of = Type(computed_dtype(node), lanes), wide[-1].type
+        result, of = ir.Type(computed_dtype(node), lanes), wide[-1].type
         operation = node.primitive.name
         inputs = tuple(value.var for value in wide)
         names = tuple("x" for _ in inputs)
@@ -251,68 +248,69 @@ class Emitter:
         if node.primitive is CAST and result.dtype == of.dtype:
             value = wide[0]  # between half precision and float32, which are the same inside a kernel
         else:
-            value = self.let(Call(result, operation, inputs, of), depth)
-        if node.primitive is CAST and node.dtype in HALF_PRECISION:  # who asks for it wants it rounded
-            value = self.let(Call(result, f"round_{node.dtype}", (value.var,), result), depth)
+            value = self.let(ir.Call(result, operation, inputs, of), depth)
+        if node.primitive is CAST and node.dtype in HALF_PRECISION:  # an explicit cast rounds
+            value = self.let(ir.Call(result, f"round_{node.dtype}", (value.var,), result), depth)
         return value
 
-    def let(self, value: Expr, depth: int) -> Value:
-        """Name a value, unless an equal one has a name."""
-        known = self._names.get(value)
-        if known is None:
-            known = self._names[value] = self._new(value, depth)
-        return known
+    def let(self, value: ir.Expr, depth: int) -> Value:
+        """Name a value, unless an equal expression has a name."""
+        if value not in self._names:
+            self._names[value] = self._new(value, depth)
+        return self._names[value]
 
-    def _new(self, value: Expr, depth: int) -> Value:
+    def _new(self, value: ir.Expr, depth: int) -> Value:
         """Name a value."""
         name = self.name()
-        self.bodies[depth].append(Let(name, value))
-        return Value(Var(name, value.type), depth)
+        self.bodies[depth].append(ir.Let(name, value))
+        return Value(ir.Var(name, value.type), depth)
 
     def widened(self, value: Value, lanes: int) -> Value:
-        """The same in every lane of a vector."""
+        """A value broadcast to the lanes of a vector."""
         if value.type.width == lanes or not self._vectors:
             return value
-        return self.let(Broadcast(Type(value.type.dtype, lanes), value.var), value.depth)
+        return self.let(ir.Broadcast(ir.Type(value.type.dtype, lanes), value.var), value.depth)
 
     def _load(self, buffer: str, dtype: str, stored: str, index: Index) -> Value:
         place, depth, step = self.index(index)
+        kind = ir.Type(dtype, self.lanes if step else 1)
         if self._vectors:
-            lanes = self.lanes if step else 1
-            return self.let(Load(Type(dtype, lanes), buffer, stored, place, step), depth)
-        kind = Type(dtype, self.lanes if step else 1)
+            return self.let(ir.Load(kind, buffer, stored, place, step), depth)
         aligned = self.aligned(index) if step == 1 else 1
-        mask = all_of([*self._conditions]) if self._conditions else None
+        mask = ir.all_of([*self._conditions]) if self._conditions else None
         depth = max(depth, *self._conditions.values(), 0)
-        return self.let(Load(kind, buffer, stored, place, step, aligned, mask), depth)
+        return self.let(ir.Load(kind, buffer, stored, place, step, aligned, mask), depth)
 
     def item(self, array: str, node: Node, index: Index) -> Value:
-        """An item of memory of the group, which changes: it is read anew each time."""
+        """An item of local memory, which may change, so every use loads it."""
         place, depth, step = self.index(index)
-        dtype = computed_dtype(node)
-        kind = Type(dtype, self.lanes if step else 1)
-        return self._new(Load(kind, array, dtype, place, step), depth)
+        kind = ir.Type(computed_dtype(node), self.lanes if step else 1)
+        return self._new(ir.Load(kind, array, kind.dtype, place, step), depth)
+
+    def store(self, array: str, stored: str, index: Index, value: Value, width: int = 0) -> None:
+        """Write a value to an array, in the inner body."""
+        self.bodies[1].append(ir.Store(value.var, array, stored, self.index(index)[0], width=width))
 
     def combined(self, reduction: Node, left: Value, right: Value) -> Value:
-        """A reduction of two values."""
+        """Two values combined by a reduction."""
         return self._call(COMBINE[reduction.primitive.name], left, right)
 
     def _call(self, operation: str, left: Value, right: Value) -> Value:
-        """An elementwise primitive on two values of one dtype, by its name."""
+        """An elementwise primitive on two values of the same dtype, by its name."""
         lanes = max(left.type.width, right.type.width)
         left, right = self.widened(left, lanes), self.widened(right, lanes)
-        kind = Type(left.type.dtype, lanes)
-        return self.let(Call(kind, operation, (left.var, right.var), kind), max(left.depth, right.depth))
+        kind = ir.Type(left.type.dtype, lanes)
+        return self.let(ir.Call(kind, operation, (left.var, right.var), kind), max(left.depth, right.depth))
 
     def computed(self, nodes: Sequence[Node]) -> list[tuple[tuple[Node, Place], Value]]:
-        """The values of nodes that the inner body has computed, each at its one place."""
+        """The values of nodes that the inner body computes at a single place."""
         wanted = set(nodes)
         inner = [(key, value) for key, value in self._values.items() if key[0] in wanted and value.depth == 1]
         places = Counter(node for (node, _), _ in inner)
         return [(key, value) for key, value in inner if places[key[0]] == 1]
 
     def _sequence(self, node: Node, place: Place) -> Value:
-        start, step = (Value(Var(name, Type(computed_dtype(node))), 0) for name in self._scalars[node])
+        start, step = (Value(ir.Var(name, ir.Type(computed_dtype(node))), 0) for name in self._scalars[node])
         position = self.number(place[0] if node.ndim else ZERO, start.type.dtype)
         return self._call("add", start, self._call("multiply", position, step))
 
@@ -320,48 +318,61 @@ class Emitter:
         """An index as a value."""
         number, depth, step = self.index(index)
         lanes = self.lanes if step else 1
-        return self.let(Broadcast(Type(dtype, lanes), number, step), depth)
+        return self.let(ir.Broadcast(ir.Type(dtype, lanes), number, step), depth)
 
     def _random(self, node: Node, place: Place) -> Value:
         number, depth, step = self.index(flat(place, node.shape))
         if step and self._vectors:
             raise LanesImpossible
         words = [self.value(node.inputs[0], (Index((), word),)) for word in range(4)]
-        kind, state = Type("uint32", self.lanes if step else 1), tuple(word.var for word in words)
-        return self.let(Random(kind, state, number, step), max(depth, *(word.depth for word in words)))
+        kind, state = ir.Type("uint32", self.lanes if step else 1), tuple(word.var for word in words)
+        return self.let(ir.Random(kind, state, number, step), max(depth, *(word.depth for word in words)))
 
-    def _inside(self, index: Index, start: int, count: int) -> tuple[Expr, Index, int]:
-        """Whether an index lies in a range of an axis, its number there, and the body; 0 if it does not."""
+    def _inside(self, index: Index, start: int, count: int) -> tuple[ir.Expr, Index, int]:
+        """Whether an index is in a range of an axis, the index in the range (0 outside), and the depth."""
         moved = index + Index((), -start)
         low, high = self.variables.bounds(moved)
         if low >= 0 and high < count:
-            return TRUE, moved, 0
+            return ir.TRUE, moved, 0
+        if high < 0 or low >= count:
+            return ir.FALSE, ZERO, 0
         number, depth, step = self.index(moved)
         if step:
             others = [factor for name, factor in index.terms if not self.lane_steps.get(name)]
             whole = step == 1 and all(n % self.lanes == 0 for n in (start, count, index.constant, *others))
             if not whole:
-                raise LanesImpossible  # a vector could be half inside
+                self._cross(moved, count)
         inside = self.integer((number >= 0) & (number < count), depth, 2)
-        condition = Var(inside.terms[0][0], BOOL)
-        return condition, self.integer(Select(INT, condition, number, Const(0)), depth, count, step), depth
+        condition = ir.Var(inside.terms[0][0], ir.BOOL)
+        return (
+            condition,
+            self.integer(ir.Select(ir.INT, condition, number, ir.Const(0)), depth, count, step),
+            depth,
+        )
+
+    def _cross(self, index: Index, count: int) -> None:
+        """Refuse vectors that could be inside a range in some of their lanes only."""
+        index = merged(index, self.merges)
+        if len(index.terms) == 1 and index.terms[0][1] == 1:
+            raise BorderCrossed(index.terms[0][0], (-index.constant, count - index.constant))
+        raise LanesImpossible
 
     @contextmanager
-    def _under(self, *conditions: tuple[Expr, int]) -> Iterator[None]:
-        """Let a GPU read memory only where conditions hold. (A vector is read sooner than one is asked.)"""
-        real = {condition: depth for condition, depth in conditions if condition != TRUE}
+    def _under(self, *conditions: tuple[ir.Expr, int]) -> Iterator[None]:
+        """Mask the loads of a GPU by conditions. A CPU's vectors are loaded unconditionally."""
+        real = {condition: depth for condition, depth in conditions if condition != ir.TRUE}
         if self._vectors or not real:
             yield
             return
         before = self._values, self._conditions
-        # What was read under a condition is not known without it.
+        # A masked load is no value outside of the mask.
         self._values, self._conditions = dict(self._values), self._conditions | real
         yield
         self._values, self._conditions = before
 
     def _pad(self, node: Node, place: Place) -> Value:
         source, inside, depth = node.inputs[0], [], 0
-        conditions: list[tuple[Expr, int]] = []
+        conditions: list[tuple[ir.Expr, int]] = []
         for index, (start, count, step) in zip(place, node.attributes["slices"], strict=True):
             first = start if step > 0 else start + (count - 1) * step
             extent = (count - 1) * abs(step) + 1
@@ -373,16 +384,18 @@ class Emitter:
             conditions.append((condition, own_depth))
             depth = max(depth, own_depth)
             inside.append(moved if step > 0 else moved * -1 + Index((), count - 1))
+        if any(condition == ir.FALSE for condition, _ in conditions):
+            return self.let(ir.Broadcast(ir.Type(computed_dtype(node)), ir.Const(0)), 0)
         with self._under(*conditions):
             value = self.value(source, tuple(inside))
-        real = [condition for condition, _ in conditions if condition != TRUE]
+        real = [condition for condition, _ in conditions if condition != ir.TRUE]
         if not real:
             return value
-        zero = self.let(Broadcast(value.type, Const(0)), 0)
-        return self._select(all_of(real), depth, value, zero)
+        zero = self.let(ir.Broadcast(value.type, ir.Const(0)), 0)
+        return self._select(ir.all_of(real), depth, value, zero)
 
-    def _on_step(self, index: Index, step: int) -> tuple[Expr, Index]:
-        """Whether a number is a multiple of a step, and its part."""
+    def _on_step(self, index: Index, step: int) -> tuple[ir.Expr, Index]:
+        """Whether an index is a multiple of a step, and the quotient."""
         number, depth, lane_step = self.index(index)
         if lane_step:
             raise LanesImpossible
@@ -396,21 +409,23 @@ class Emitter:
             if not length:
                 continue
             condition, moved, depth = self._inside(place[axis], start, length)
+            start += length
+            if condition == ir.FALSE:
+                continue
             with self._under((condition, depth)):
                 value = self.value(part, (*place[:axis], moved, *place[axis + 1 :]))
-            if result is None or condition == TRUE:
+            if result is None or condition == ir.TRUE:
                 result = value
             else:
                 result = self._select(condition, depth, value, result)
-            start += length
         assert result is not None
         return result
 
-    def _select(self, condition: Expr, depth: int, yes: Value, no: Value) -> Value:
+    def _select(self, condition: ir.Expr, depth: int, yes: Value, no: Value) -> Value:
         lanes = max(yes.type.width, no.type.width)
         yes, no = self.widened(yes, lanes), self.widened(no, lanes)
-        kind = Type(yes.type.dtype, lanes)
-        return self._new(Select(kind, condition, yes.var, no.var), max(depth, yes.depth, no.depth))
+        kind = ir.Type(yes.type.dtype, lanes)
+        return self._new(ir.Select(kind, condition, yes.var, no.var), max(depth, yes.depth, no.depth))
 
     def _gather(self, node: Node, place: Place) -> Value:
         source, index = node.inputs
@@ -418,12 +433,12 @@ class Emitter:
         if number.type.width > 1:
             raise LanesImpossible
         length = source.shape[0]
-        # An index out of range must not read what is not there.
-        row = self.integer(Clamp(number.var, Const(length), Const(length - 1)), number.depth, length)
+        # An index out of range must not read outside of the buffer.
+        row = self.integer(ir.Clamp(number.var, ir.Const(length), ir.Const(length - 1)), number.depth, length)
         return self.value(source, (row, *place[index.ndim :]))
 
 
-# Primitives that are not elementwise: what computes one item.
+# Primitives that are not elementwise: how an item of each is computed.
 _LOWERINGS: dict[Primitive, Callable[[Emitter, Node, Place], Value]] = {
     FULL: Emitter._full,
     POSITIONS: Emitter._positions,

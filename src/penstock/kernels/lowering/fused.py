@@ -1,4 +1,4 @@
-"""From a group to the IR of its kernel: which thread computes what, in which loops, and where items lie."""
+"""From a group to the IR of its kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.fusion.kinds import GroupKind
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.c_expressions import has_vectors
 from penstock.kernels.lowering.column_loops import ColumnLoops
-from penstock.kernels.lowering.emitter import LanesImpossible, computed_dtype
+from penstock.kernels.lowering.emitter import BorderCrossed, LanesImpossible, computed_dtype
 from penstock.kernels.lowering.loop_nest import LoopNest, Lowered
 from penstock.kernels.lowering.map_loops import MapLoops
 from penstock.kernels.lowering.row_loops import RowLoops
@@ -18,7 +18,8 @@ from penstock.kernels.lowering.tiled_loops import TiledLoops
 _LANES = 8  # PoCL reports 16 on CPUs with registers for 8, and its functions on 16 crash its compiler
 _ACCESS = 16  # bytes that a thread of a GPU reads or writes at once
 _WORD = 4  # the same in WGSL
-_BUSY = 512  # threads for each compute unit of a GPU; with fewer, it idles while it waits for memory
+_MOST_BORDERS = 8  # that divide the loop of a CPU's kernel: its code is written out between each two
+_BUSY = 512  # threads per compute unit of a GPU; with fewer, it idles while it waits for memory
 LOOPS: dict[GroupKind, type[LoopNest]] = {
     GroupKind.MAP: MapLoops,
     GroupKind.ROW: RowLoops,
@@ -32,6 +33,7 @@ def lower(group: Group, capabilities: Capabilities) -> Lowered:
     lanes = _thread_lanes(group, capabilities) if gpu else _vector_lanes(group)
     word_access = dialect_of(capabilities).word_access
     splits: list[tuple[str, int]] = []
+    borders: set[tuple[str, int]] = set()  # of variables, which vectors must not cross
     loops = LOOPS[group.kind]
     while True:
         try:
@@ -42,11 +44,20 @@ def lower(group: Group, capabilities: Capabilities) -> Lowered:
                 tiled = TiledLoops(group, capabilities, 1 if gpu else lanes, splits, merges)
                 if tiled.finds_use(trial.emitter.loads):
                     return tiled.build()
-            return loops(group, capabilities, lanes, splits, merges).build()
+            nest = loops(group, capabilities, lanes, splits, merges)
+            nest.borders = borders
+            return nest.build()
+        except BorderCrossed as crossed:
+            known = len(borders)
+            borders.update((crossed.name, border) for border in crossed.borders)
+            if gpu or not group.kind.is_map or not known < len(borders) <= _MOST_BORDERS:
+                lanes = lanes // 2 if gpu else 1
+                borders.clear()
         except SplitNeeded as needed:
             splits.append((needed.name, needed.inner))
         except LanesImpossible:
             lanes = lanes // 2 if gpu else 1
+            borders.clear()  # which single items cannot cross
 
 
 def _vector_lanes(group: Group) -> int:
@@ -56,12 +67,12 @@ def _vector_lanes(group: Group) -> int:
 
 
 def _thread_lanes(group: Group, capabilities: Capabilities) -> int:
-    """How many neighbours a thread of a GPU computes: as many as it reads at once, of most of the bytes."""
+    """How many neighbours a thread of a GPU computes: as many as it reads at once of the large values."""
     values = (*group.outputs, *group.inputs)
     size = max(node.size for node in values)
     large = [node for node in values if 2 * node.size > size]
     if dialect_of(capabilities).word_access:
-        # A word at a time, so that neighbouring threads have neighbouring words, and no word is in two.
+        # A word at a time, so that neighbouring threads have neighbouring words, and share none.
         return max(1, *(_WORD // node.dtype.itemsize for node in (*large, *group.outputs)))
     narrow = sum(node.nbytes for node in large if node.dtype.itemsize <= 2)
     wide = sum(node.nbytes for node in large if node.dtype.itemsize == 8)

@@ -1,9 +1,9 @@
-"""What the loops of all kinds of group share: variables, tasks, vectors, and the order in a loop's body."""
+"""What the loops of all kinds of group share: variables, tasks, vectors and stores."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
@@ -12,26 +12,25 @@ from penstock.fusion.index import ZERO, Index, Place, Variables, flat, variable
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST
 from penstock.graph.node import Shape
-from penstock.kernels.ir.expressions import INT, WORKGROUP, Const, Expr, Operand, Select, Var, integer
-from penstock.kernels.ir.statements import For, KernelIR, Let, Statement, Store
+from penstock.kernels import ir
 from penstock.kernels.lowering.emitter import Emitter, LanesImpossible, Merge, Value, merged
 
-GROUP_THREADS = 256  # of a work-group on a GPU
-_TASKS = 4  # for each compute unit of a CPU, so that none waits long for the last
+GROUP_THREADS = 256  # of a workgroup on a GPU
+_TASKS = 4  # per compute unit of a CPU, so that none waits long for the last
 _MIN_TASK = 4096  # items; less is not worth a thread of its own
-_KEPT_BYTES = 1 << 15  # of one row, which is to stay in a CPU's nearest cache
+_KEPT_BYTES = 1 << 15  # of a row, which should stay in a CPU's first-level cache
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A group's kernel in the IR, and which inputs each output may be written over."""
+    """A group's kernel in the IR, and for each output the inputs that it may overwrite."""
 
-    kernel: KernelIR
-    may_alias: tuple[tuple[int, ...], ...]  # for each output: numbers of inputs
+    kernel: ir.KernelIR
+    may_alias: tuple[tuple[int, ...], ...]
 
 
 class LoopNest:
-    """What the kinds of group share: variables, loops, and the order of things in a loop's body."""
+    """The base of the loops of each kind of group."""
 
     def __init__(
         self,
@@ -47,10 +46,11 @@ class LoopNest:
         self.max_threads = capabilities.max_group_size
         self.local_bytes = min(capabilities.local_bytes, _KEPT_BYTES)
         self.lanes = lanes
+        self.borders: Set[tuple[str, int]] = set()  # of variables, which vectors must not cross
         self._splits = splits
         self._lengths: dict[str, int] = {}
         self._axes: list[list[str]] = []  # the variables of each call of `axes`
-        self._stores: dict[int, tuple[int, Index]] = {}  # of each output: the stage, and where
+        self._stores: dict[int, tuple[int, Index]] = {}  # of each output: (stage, index)
         self.space()
         self.emitter = Emitter(group, Variables(self._lengths), vectors=not self.gpu)
         self.emitter.merges = merges
@@ -60,7 +60,7 @@ class LoopNest:
             self._lengths[merge.name] = self.emitter.variables.lengths[merge.name] = length
 
     def space(self) -> None:
-        """Set out the variables."""
+        """Create the variables."""
         raise NotImplementedError
 
     def build(self) -> Lowered:
@@ -70,7 +70,7 @@ class LoopNest:
     # Variables
 
     def axes(self, prefix: str, lengths: Sequence[int]) -> tuple[list[str], Place]:
-        """Variables for axes, and the index along each; an axis that must be split has several."""
+        """Variables for axes, and the index along each; an axis that must be split has several variables."""
         names: list[str] = []
         indices: list[Index] = []
         for axis, length in enumerate(lengths):
@@ -92,9 +92,9 @@ class LoopNest:
     def reduction_axes(
         self, shape: Shape, axes: tuple[int, ...]
     ) -> tuple[list[str], list[str], Index, Index, Place]:
-        """Variables for the axes that a reduction keeps and for those that it reduces, and what they tell.
+        """Variables for the axes that a reduction keeps and for those that it reduces.
 
-        That is the number of the result, the number of the item among those that it reduces, and the place.
+        Also the flat index of the result, the flat index among the reduced items, and the place of the item.
         """
         kept = tuple(1 if axis in axes else length for axis, length in enumerate(shape))
         reduced = tuple(length if axis in axes else 1 for axis, length in enumerate(shape))
@@ -104,7 +104,7 @@ class LoopNest:
         return rows, columns, flat(row, kept), flat(column, reduced), place
 
     def merges(self) -> list[Merge]:
-        """The neighbours that every index uses as one, once all is built without merging."""
+        """The neighbouring variables to merge, once everything was built without merging."""
         result: list[Merge] = []
         lengths = dict(self._lengths)
         for names in map(list, self._axes):
@@ -133,22 +133,15 @@ class LoopNest:
         """How many combinations the variables have."""
         return math.prod(self._lengths[name] for name in names)
 
-    def unpack(self, number: str, names: Sequence[str], depth: int) -> list[Statement]:
-        """Variables from the number of their combination."""
-        result: list[Statement] = []
-        stride = 1
-        for at, name in reversed(list(enumerate(names))):
-            length = self._lengths[name]
-            value: Expr = Var(number) if stride == 1 else Var(number) // stride
-            result.append(Let(name, value if at == 0 else value % length))
-            self.emitter.depth_of[name] = depth
-            stride *= length
-        return result
+    def unpack(self, number: str, names: Sequence[str], depth: int) -> list[ir.Statement]:
+        """Compute variables from their flat index."""
+        self.emitter.depth_of.update(dict.fromkeys(names, depth))
+        return unflattened(ir.Var(number), [(name, self._lengths[name], 1) for name in names])
 
     # Loops of a GPU
 
     def take_lanes(self, names: Sequence[str]) -> None:
-        """Let a thread compute neighbours along the last of some variables, which must divide evenly."""
+        """Let a thread compute neighbours along the last variable, whose length must be a multiple."""
         if self.lanes > 1:
             if not names or self._lengths[names[-1]] % self.lanes:
                 raise LanesImpossible
@@ -157,44 +150,44 @@ class LoopNest:
     # Loops of a CPU
 
     def tasks(self, count: int, items: int) -> int:
-        """Into how many tasks so many equal parts, with so many items in all, are divided."""
+        """How many tasks share `count` equal parts with `items` items in total."""
         return max(1, min(count, self.units * _TASKS, items // _MIN_TASK))
 
     def vector_loops(
-        self, name: str, first: Operand, last: Operand, exact: bool, body: Callable[[], None]
-    ) -> list[For]:
-        """A loop over vectors of neighbouring items, and where they are not `exact`, one over the rest."""
+        self, name: str, first: ir.Operand, last: ir.Operand, exact: bool, body: Callable[[], None]
+    ) -> list[ir.For]:
+        """A loop over vectors of neighbouring items, and unless it is `exact`, a loop over the remainder."""
         emitter, lanes = self.emitter, self.lanes
         emitter.depth_of[name] = 1
-        result: list[For] = []
-        turns = last if isinstance(last, int) else 1
-        start, stop = integer(first), integer(last)
+        result: list[ir.For] = []
+        trips = last if isinstance(last, int) else 1
+        start, stop = ir.integer(first), ir.integer(last)
         if lanes > 1:
             emitter.lanes, emitter.lane_steps = lanes, {name: 1}
             body()
             end = stop if exact else stop - (lanes - 1)
-            result.append(For(name, start, end, Const(lanes), emitter.leave(), trips=turns // lanes))
+            result.append(ir.loop(name, start, end, emitter.leave(), step=lanes, trips=trips // lanes))
             if exact:
                 return result
-            start, turns = start + (stop - start) // lanes * lanes, turns % lanes
+            start, trips = start + (stop - start) // lanes * lanes, trips % lanes
         emitter.lanes, emitter.lane_steps = 1, {}
         body()
-        result.append(For(name, start, stop, Const(1), emitter.leave(), trips=turns))
+        result.append(ir.loop(name, start, stop, emitter.leave(), trips=trips))
         return result
 
-    def chunk(self, count: int, tasks: int, multiple: int = 1) -> list[Statement]:
-        """The part of one task: counts `begin` and `end`."""
+    def chunk(self, count: int, tasks: int, multiple: int = 1) -> list[ir.Statement]:
+        """The range of a task: variables `begin` and `end`."""
         size = -(-count // (tasks * multiple)) * multiple
         self.emitter.kernel.grid = (-(-count // size),)
         return [
-            Let("begin", WORKGROUP * size),
-            Let("end", at_most(Var("begin"), size, Const(count))),
+            ir.Let("begin", ir.WORKGROUP * size),
+            ir.Let("end", at_most(ir.Var("begin"), size, ir.Const(count))),
         ]
 
     # Results
 
     def store(self, results: Sequence[tuple[int, Value, Index]]) -> None:
-        """Write values to outputs; last of all in a body, so that nothing is read after it was written."""
+        """Write values to outputs; last in a body, so that nothing is read after it was overwritten."""
         emitter = self.emitter
         for number, value, index in results:
             place, depth, step = emitter.index(index)
@@ -203,16 +196,16 @@ class LoopNest:
             stored = str(self.group.outputs[number].dtype)
             aligned = emitter.aligned(index) if self.gpu and step == 1 else 1
             emitter.bodies[max(depth, wide.depth)].append(
-                Store(wide.var, f"out{number}", stored, place, aligned, lanes)
+                ir.Store(wide.var, f"out{number}", stored, place, aligned, lanes)
             )
             self.note_store(number, index)
 
     def note_store(self, number: int, index: Index) -> None:
-        """Remember where an output is written, and in which pass."""
+        """Note where an output is written, and in which stage."""
         self._stores[number] = (self.emitter.stage, index)
 
     def may_alias(self) -> tuple[tuple[int, ...], ...]:
-        """For each output the inputs that it may be written over, once everything is built."""
+        """For each output the inputs that it may overwrite, once everything is built."""
         return overwritable(self.group, self.emitter.loads, self._stores)
 
     def lowered(self) -> Lowered:
@@ -220,13 +213,25 @@ class LoopNest:
         return Lowered(self.emitter.kernel, self.may_alias())
 
 
-def at_most(begin: Expr, size: int, limit: Expr) -> Expr:
-    """The end of a part of so many items, or the limit where that comes before."""
-    return Select(INT, limit - begin < size, limit, begin + size)
+def at_most(begin: ir.Expr, size: int, limit: ir.Expr) -> ir.Expr:
+    """The end of a part of `size` items, at most the limit."""
+    return ir.Select(ir.INT, limit - begin < size, limit, begin + size)
+
+
+def unflattened(number: ir.Expr, variables: Sequence[tuple[str, int, int]]) -> list[ir.Statement]:
+    """Compute variables, (name, length, step), from their flat index; the last changes fastest."""
+    result: list[ir.Statement] = []
+    stride = 1
+    for at, (name, length, step) in reversed([*enumerate(variables)]):
+        value = number if stride == 1 else number // stride
+        value = value if at == 0 else value % length
+        result.append(ir.Let(name, value if step == 1 else value * step))
+        stride *= length
+    return result
 
 
 def _of_halves(group: Group) -> bool:
-    """Whether everything comes from float16 and bfloat16, so that little more precision is enough."""
+    """Whether all large inputs are float16 and bfloat16, so that quick functions are precise enough."""
     if any(node.primitive is CAST and node.inputs[0].dtype.kind in "iu" for node in group.nodes):
         return False
     size = max((node.size for node in group.inputs), default=0)
@@ -237,17 +242,16 @@ def _of_halves(group: Group) -> bool:
 def overwritable(
     group: Group, loads: Mapping[int, set[tuple[int, Index]]], stores: Mapping[int, tuple[int, Index]]
 ) -> tuple[tuple[int, ...], ...]:
-    """For each output the inputs that it may be written over: each item is read only where it is written.
+    """For each output the inputs that it may overwrite: each item is read only where it is written.
 
-    Loads and stores are given by the number of the pass that they are in, and by their indices.
+    Loads and stores are given as (stage, index).
     """
 
     def may_alias(output: int, given: int) -> bool:
         (stage, index), node, source = stores[output], group.outputs[output], group.inputs[given]
-        alike = source.dtype.itemsize == node.dtype.itemsize and source.size == node.size
+        # Of the same dtype, since a compiler may assume that others do not alias, and reorder their accesses.
+        alike = source.dtype == node.dtype and source.size == node.size
         return alike and all(read == index and when <= stage for when, read in loads.get(given, ()))
 
-    inputs = range(len(group.inputs))
-    return tuple(
-        tuple(given for given in inputs if may_alias(output, given)) for output in range(len(group.outputs))
-    )
+    outputs, inputs = range(len(group.outputs)), range(len(group.inputs))
+    return tuple(tuple(given for given in inputs if may_alias(output, given)) for output in outputs)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from penstock.fusion.index import flat
-from penstock.kernels.ir.expressions import THREAD, WORKGROUP, Const, Expr, Type, Var
-from penstock.kernels.ir.statements import For, If, Let, Statement
-from penstock.kernels.lowering.emitter import merged
-from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered
+from itertools import pairwise
 
-_SECTOR = 32  # bytes that a GPU reads or writes, even of one item
-_NEIGHBOURS = 32  # threads that read and write together
+from penstock.fusion.index import Index, flat, variable
+from penstock.kernels import ir
+from penstock.kernels.lowering.emitter import LanesImpossible, merged
+from penstock.kernels.lowering.loop_nest import GROUP_THREADS, LoopNest, Lowered, unflattened
+
+_SECTOR = 32  # bytes that a GPU reads or writes at least
+_NEIGHBOURS = 32  # threads whose accesses are combined
 
 
 class MapLoops(LoopNest):
-    """Every item by itself: a thread of a GPU computes a few, a thread of a CPU a part of an axis."""
+    """Elementwise work: a thread of a GPU computes a few items, a task of a CPU a part of an axis."""
 
     def space(self) -> None:
         self._shape = max((node.shape for node in self.group.outputs), key=len)
@@ -33,60 +34,69 @@ class MapLoops(LoopNest):
     def build(self) -> Lowered:
         emitter, kernel = self.emitter, self.emitter.kernel
         names = self.joined(self._names)
-        size = self.count(names)
         if self.gpu:
             return self._by_threads(names)
-        outer, inner = names[:-1], names[-1:]
-        rows, length = self.count(outer), self.count(inner)
-        if not inner:
+        if not names:
             self._body()
             kernel.body = [*emitter.bodies[0], *emitter.leave()]
             return self.lowered()
+        *outer, last = names
+        rows, length = self.count(outer), self.count([last])
+        exact, begin, end = length % self.lanes == 0, ir.Var("begin"), ir.Var("end")
         if rows == 1:
-            kernel.body = self.chunk(length, self.tasks(length, size), 8)
-            loops = self.vector_loops(
-                inner[0], Var("begin"), Var("end"), length % self.lanes == 0, self._body
-            )
+            if self.borders:
+                raise LanesImpossible  # tasks divide the axis elsewhere
+            kernel.body = self.chunk(length, self.tasks(length, length), 8)
+            loops = self.vector_loops(last, begin, end, exact, self._body)
             kernel.body += [*emitter.bodies[0], *loops]
             return self.lowered()
-        kernel.body = self.chunk(rows, self.tasks(rows, size))
+        kernel.body = self.chunk(rows, self.tasks(rows, rows * length))
         inside = self.unpack("row", outer, 0)
-        loops = self.vector_loops(inner[0], 0, length, length % self.lanes == 0, self._body)
-        body = [*inside, *emitter.bodies[0], *loops]
-        kernel.body.append(For("row", Var("begin"), Var("end"), Const(1), body))
+        loops = self._between_borders(last, length)
+        kernel.body.append(ir.loop("row", begin, end, [*inside, *emitter.bodies[0], *loops]))
         return self.lowered()
+
+    def _between_borders(self, last: str, length: int) -> list[ir.For]:
+        """The loops along a variable: for what lies between two borders, with a variable of its own."""
+        inner = {border for name, border in self.borders if name == last and 0 < border < length}
+        if not inner:
+            return self.vector_loops(last, 0, length, length % self.lanes == 0, self._body)
+        if last not in self._names:
+            raise LanesImpossible  # it is merged from several, by which places are given
+        result: list[ir.For] = []
+        whole, lanes = (self._place, self._number), self.lanes
+        for begin, end in pairwise([0, *sorted(inner), length]):
+            part = f"{last}{begin}_"
+            self._lengths[part] = self.emitter.variables.lengths[part] = end - begin
+            moved = variable(part) + Index((), begin) + variable(last) * -1
+            self._place = tuple(index + moved * index.factor(last) for index in whole[0])
+            self._number = whole[1] + moved * whole[1].factor(last)
+            self.lanes = lanes if end - begin >= lanes else 1
+            result += self.vector_loops(part, 0, end - begin, (end - begin) % self.lanes == 0, self._body)
+        (self._place, self._number), self.lanes = whole, lanes
+        return result
 
     def _by_threads(self, names: list[str]) -> Lowered:
         emitter, kernel = self.emitter, self.emitter.kernel
         size = self.count(names) // self.lanes
         self.take_lanes(names)
         kernel.grid, kernel.group = (-(-size // GROUP_THREADS),), (GROUP_THREADS,)
-        kernel.body = [Let("item", WORKGROUP * GROUP_THREADS + THREAD)]
+        kernel.body = [ir.Let("item", ir.WORKGROUP * GROUP_THREADS + ir.THREAD)]
         emitter.depth_of.update(dict.fromkeys(names, 1))
         self._body()
-        body = [*self._places(self._order(names)), *emitter.bodies[0], *emitter.leave()]
-        # Without a sign, because the last group may reach beyond what an int can hold.
-        inside = Var("item").cast("uint32") < Const(size, Type("uint32"))
-        kernel.body += [If(inside, body)] if size % GROUP_THREADS else body
+        order = [(name, emitter.lane_steps.get(name, 0) * self.lanes or 1) for name in self._order(names)]
+        variables = [(name, self.count([name]) // lanes, lanes) for name, lanes in order]
+        body = [*unflattened(ir.Var("item"), variables), *emitter.bodies[0], *emitter.leave()]
+        # Unsigned, because the last workgroup may reach beyond the largest int32.
+        inside = ir.Var("item").cast("uint32") < ir.Const(size, ir.Type("uint32"))
+        kernel.body += [ir.If(inside, body)] if size % GROUP_THREADS else body
         return self.lowered()
 
-    def _places(self, order: list[str]) -> list[Statement]:
-        """The variables of a thread; the last in order differs between neighbouring threads."""
-        result: list[Statement] = []
-        stride = 1
-        for name in reversed(order):
-            wide = self.emitter.lane_steps.get(name, 0) * self.lanes or 1
-            length = self.count([name]) // wide
-            value: Expr = Var("item") if stride == 1 else Var("item") // stride
-            value = value if name == order[0] else value % length
-            result.append(Let(name, value if wide == 1 else value * wide))
-            stride *= length
-        return result
-
     def _order(self, names: list[str]) -> list[str]:
-        """The variables, so that neighbouring threads read and write neighbours as far as they can.
+        """The order of variables in which neighbouring threads access neighbouring items most.
 
-        A thread by itself has neighbours along the last one anyway.
+        The last in this order changes fastest from thread to thread. The lanes of a thread are neighbours
+        along the last of `names` in any case.
         """
         accesses = [(self._number, node) for node in self.group.outputs]
         for number, places in self.emitter.loads.items():
@@ -94,7 +104,7 @@ class MapLoops(LoopNest):
         factors = [(merged(index, self.emitter.merges), node.dtype.itemsize) for index, node in accesses]
 
         def traffic(name: str) -> float:
-            """Bytes for an item, if neighbouring threads differ in this variable."""
+            """Bytes per item, if neighbouring threads differ in this variable."""
             total = 0.0
             for index, itemsize in factors:
                 here, last = index.factor(name), index.factor(names[-1])

@@ -1,9 +1,9 @@
 """The partial results of row reductions, and the order in which a CPU combines them.
 
-That order depends on the length of a row and on nothing else, so a reduction gives the same bits whatever it
-is fused with, and whether its values come in vectors or one by one. A single variable would wait for every
-addition before the next. So long rows have `_STRIP` partial results side by side, of which number i takes in
-items i, `_STRIP` + i and so on; what is left goes into `LANES` others, and less than that into one.
+The order depends on the length of a row only, so a reduction gives the same bits whatever it is fused with,
+and whether it is vectorised or not. With a single accumulator every addition would wait for the previous
+addition. So long rows have `_STRIP` partial results, of which number i takes items i, `_STRIP` + i and so on;
+the remainder goes into `LANES` others, and the last items, fewer than that, into a scalar.
 """
 
 from __future__ import annotations
@@ -12,30 +12,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.graph.node import Node
-from penstock.kernels.ir.expressions import Combine, Const, Expr, Load, Type, Var
-from penstock.kernels.ir.statements import Accumulate, BlockReduce, For, Let, LocalArray, Statement, Store
+from penstock.kernels import ir
 from penstock.kernels.lowering.blocks import LANES, Sums
 from penstock.kernels.lowering.emitter import Emitter, Value, computed_dtype
 
 _STRIP = 32
-_LONG = 64  # items of a row that has as many partial results
+_LONG = 64  # items of the shortest row with `_STRIP` partial results
 
 
 @dataclass(frozen=True)
 class _Loop:
-    """How one loop over a row takes in values."""
+    """How a loop over a row accumulates values."""
 
     name: str = ""
     length: int = 0  # of an array of partial results; 0: a variable
-    first: Expr | None = None  # the item of the array that takes in the next one
+    first: ir.Expr | None = None  # the item of the array that takes the next value
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A variable of a reduction."""
+    """An accumulator of a reduction."""
 
     name: str
-    kind: Type
+    kind: ir.Type
     loop: _Loop
 
 
@@ -43,30 +42,29 @@ class Partials:
     """The partial results of the reductions in one pass over a row."""
 
     def __init__(self, emitter: Emitter, threads: int = 0) -> None:
-        """`threads`: those of a GPU that share a row."""
+        """`threads`: of a GPU, that share a row."""
         self.sums = Sums(emitter.name)
         self._emitter = emitter
         self._threads = threads
         self._parts: dict[Node, list[_Part]] = {}
         self._loop = _Loop()
 
-    def take_in(self, node: Node, value: Value) -> None:
-        """Let a reduction take in a value, in the loop that is built at present."""
+    def accumulate(self, node: Node, value: Value) -> None:
+        """Add a value to a reduction, in the loop that is being built."""
         emitter, operation = self._emitter, node.primitive.name
-        kind = Type(value.type.dtype, emitter.lanes)
-        # Only floats depend on the order.
-        loop = self._loop if kind.dtype.startswith("float") else _Loop()
+        kind = ir.Type(value.type.dtype, emitter.lanes)
+        loop = self._loop if kind.dtype.startswith("float") else _Loop()  # others do not depend on the order
         parts = self._parts.setdefault(node, [])
         part = next((part for part in parts if part.loop == loop and part.kind == kind), None)
         if part is None:
             part = _Part(emitter.name("sum"), kind, loop)
             parts.append(part)
             self.sums.add(part.name, kind, operation, loop.length)
-        target = Var(part.name, kind)
-        emitter.bodies[1].append(Accumulate(target, operation, value.var, kind, loop.first))
+        target = ir.Var(part.name, kind)
+        emitter.bodies[1].append(ir.Accumulate(target, operation, value.var, kind, loop.first))
 
-    def start(self) -> list[Statement]:
-        """What starts all variables."""
+    def start(self) -> list[ir.Statement]:
+        """The statements that start all accumulators."""
         parts = (part for parts in self._parts.values() for part in parts)
         return [statement for part in parts for statement in self.sums.start(part.name)]
 
@@ -76,55 +74,48 @@ class Partials:
         length: int,
         lanes: int,
         body: Callable[[], None],
-        before: Sequence[Statement] = (),
+        before: Sequence[ir.Statement] = (),
         along: str = "",
-    ) -> list[For]:
-        """The loops of a CPU over a row, of which `name` is the variable.
+    ) -> list[ir.For]:
+        """The loops of a CPU over a row, with the variable `name`.
 
-        `before` computes others from it, of which vectors go along `along`.
+        `before` computes other variables from it; vectors are along `along`.
         """
-        self._emitter.depth_of[name] = 1
+        emitter = self._emitter
+        emitter.depth_of[name] = 1
 
-        def inside(loop: _Loop, lanes: int) -> list[Statement]:
-            return [*before, *self._body(loop, along or name, lanes, body)]
+        def inside(loop: _Loop, lanes: int) -> list[ir.Statement]:
+            self._loop, emitter.lanes = loop, lanes
+            emitter.lane_steps = {along or name: 1} if lanes > 1 else {}
+            body()
+            return [*before, *emitter.leave()]
 
         strip = _STRIP if length >= _LONG else LANES
         strips, vectors = length // strip * strip, length // LANES * LANES
-        result: list[For] = []
+        result: list[ir.For] = []
         start = 0
         if strip > lanes and strips:
-            chain, turns = Var("chain"), strip // lanes
+            chain, turns = ir.Var("chain"), strip // lanes
             statements = inside(_Loop("strips", strip, chain * lanes), lanes)
-            place = Let(name, Var("strip") + chain * lanes)
-            # Laid out, so that the partial results are in registers.
-            inner = For(
-                "chain", Const(0), Const(turns), Const(1), [place, *statements], turns if lanes > 1 else 0
-            )
-            result.append(For("strip", Const(0), Const(strips), Const(strip), [inner], trips=length // strip))
+            place = ir.Let(name, ir.Var("strip") + chain * lanes)
+            # Unrolled, so that the partial results are in registers.
+            inner = ir.loop("chain", 0, turns, [place, *statements], unrolled=turns if lanes > 1 else 0)
+            result.append(ir.loop("strip", 0, strips, [inner], step=strip, trips=length // strip))
             start = strips
-        # Even if it has no turn, so that many lengths have few kernels.
+        # Even if it has no iteration, so that many lengths share few kernels.
         if start < vectors or (strip == _STRIP and length % strip):
-            loop = _Loop("vectors") if lanes > 1 else _Loop("vectors", LANES, Var(name) % LANES)
-            statements = inside(loop, lanes)
-            turns = (vectors - start) // LANES
-            result.append(For(name, Const(start), Const(vectors), Const(lanes), statements, trips=turns))
+            loop = _Loop("vectors") if lanes > 1 else _Loop("vectors", LANES, ir.Var(name) % LANES)
+            trips = (vectors - start) // LANES
+            result.append(ir.loop(name, start, vectors, inside(loop, lanes), step=lanes, trips=trips))
         if length % LANES:
             statements = inside(_Loop("items"), 1)
-            stop = Const(length)
-            result.append(For(name, Const(vectors), stop, Const(1), statements, trips=length % LANES))
+            result.append(ir.loop(name, vectors, length, statements, trips=length % LANES))
         self._loop = _Loop()
         return result
 
-    def _body(self, loop: _Loop, name: str, lanes: int, body: Callable[[], None]) -> list[Statement]:
-        emitter, self._loop = self._emitter, loop
-        emitter.lanes, emitter.lane_steps = lanes, {name: 1} if lanes > 1 else {}
-        body()
-        return emitter.leave()
-
     def reduce(self, node: Node) -> str:
-        """The name of one value from all partial results."""
-        emitter, operation, kind = self._emitter, node.primitive.name, Type(computed_dtype(node))
-        parts = self._parts[node]
+        """Combine all partial results; returns the name of the result."""
+        operation, kind, parts = node.primitive.name, ir.Type(computed_dtype(node)), self._parts[node]
         if self._threads:
             return self._over_threads(parts[0], operation)
         wide = [part for part in parts if part.kind.width > 1 or part.loop.length]
@@ -132,46 +123,46 @@ class Partials:
         if not wide:
             return single[0]
         result = self._over_lanes(wide, operation)
-        if single:
-            taken = Accumulate(Var(single[0], kind), operation, Var(result, kind), kind)
-            emitter.bodies[0].append(taken)
-        return single[0] if single else result
+        if not single:
+            return result
+        total = ir.Var(single[0], kind)
+        self._emitter.bodies[0].append(ir.Accumulate(total, operation, ir.Var(result, kind), kind))
+        return total.name
 
     def _over_lanes(self, parts: list[_Part], operation: str) -> str:
-        """One value from parts that have `LANES` partial results in the end, or more."""
-        emitter, kind = self._emitter, parts[0].kind
+        """The result of parts that each have at least `LANES` partial results."""
+        emitter, kind, body = self._emitter, parts[0].kind, self._emitter.bodies[0]
         result = emitter.name()
-        lane: Expr = Const(0) if kind.width > 1 else Var("lane")
-        statements: list[Statement] = []
-        values: list[Expr] = []
+        lane: ir.Expr = ir.Const(0) if kind.width > 1 else ir.Var("lane")
+        statements: list[ir.Statement] = []
+        values: list[ir.Expr] = []
         for part in parts:
             computed, value = self.sums.folded(part.name, lane)
             statements += computed
             values.append(value)
-        total = emitter.name("sum")
-        whole = values[0] if len(values) == 1 else Combine(kind, operation, values[0], values[1])
-        statements.append(Let(total, whole))
+        total = ir.Var(emitter.name("sum"), kind)
+        whole = values[0] if len(values) == 1 else ir.Combine(kind, operation, values[0], values[1])
+        statements.append(ir.Let(total.name, whole))
         if kind.width > 1:
-            emitter.bodies[0] += [*statements, BlockReduce(result, operation, Var(total, kind), None)]
+            body += [*statements, ir.BlockReduce(result, operation, total, None)]
             return result
         array = self.sums.last(parts[0].name)
-        statements.append(Store(Var(total, kind), array, kind.dtype, lane))
-        emitter.bodies[0].append(For("lane", Const(0), Const(LANES), Const(1), statements))
+        statements.append(ir.Store(total, array, kind.dtype, lane))
+        body.append(ir.loop("lane", 0, LANES, statements))
         half = LANES // 2
         while half:
-            other = Load(kind, array, kind.dtype, lane + half)
-            added = Accumulate(Var(array, kind), operation, other, kind, lane)
-            emitter.bodies[0].append(For("lane", Const(0), Const(half), Const(1), [added]))
+            other = ir.Load(kind, array, kind.dtype, lane + half)
+            added = ir.Accumulate(ir.Var(array, kind), operation, other, kind, lane)
+            body.append(ir.loop("lane", 0, half, [added]))
             half //= 2
-        emitter.bodies[0].append(Let(result, Load(kind, array, kind.dtype, Const(0))))
+        body.append(ir.Let(result, ir.Load(kind, array, kind.dtype, ir.Const(0))))
         return result
 
     def _over_threads(self, part: _Part, operation: str) -> str:
-        """One value from those of all threads that share a row."""
-        emitter, dtype = self._emitter, part.kind.dtype
-        result, array = emitter.name(), emitter.name("threads")
-        stored = "int32" if dtype == "bool" else dtype
-        emitter.kernel.arrays.append(LocalArray(array, stored, emitter.kernel.group[0]))
-        total = Var(self.sums.last(part.name), part.kind)
-        emitter.bodies[0].append(BlockReduce(result, operation, total, array, Const(self._threads)))
+        """The result of all threads that share a row."""
+        emitter = self._emitter
+        result = emitter.name()
+        array = emitter.local_array("threads", part.kind.dtype, emitter.kernel.group[0])
+        total = ir.Var(self.sums.last(part.name), part.kind)
+        emitter.bodies[0].append(ir.BlockReduce(result, operation, total, array, ir.Const(self._threads)))
         return result

@@ -1,4 +1,4 @@
-"""Kernels of the primitives that do not fuse: which module writes each of them."""
+"""The templates of the primitives that do not fuse."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from penstock.kernels.templates.sort import sort
 
 @dataclass(frozen=True)
 class _Template:
-    """What builds the kernels of a kind of primitive, and which values it takes besides the usual ones."""
+    """What builds the kernels of a kind of primitive, and the values that it supports besides the usual."""
 
     build: Callable[[Node, Capabilities], Lowering | None]
     half_precision: bool = False
-    reads_words: bool = False  # integers of 64 bits, even where kernels have none
+    reads_words: bool = False  # 64-bit integers, even on devices without them
 
 
 _TEMPLATES = {
@@ -31,11 +31,11 @@ _TEMPLATES = {
     Kind.SORT: _Template(sort, reads_words=True),
     Kind.SCATTER: _Template(scatter, half_precision=True),
 }
-_MOST_ITEMS = 1 << 30  # so that no place in a kernel leaves an int, even one padded or a step further
+_MOST_ITEMS = 1 << 30  # so that no index overflows an int32, even padded or a step further
 
 
 def template_launches(node: Node, capabilities: Capabilities) -> Lowering | None:
-    """The launches that compute `node` from its inputs' values; None where there are no kernels for it.
+    """The launches that compute `node`; None where there are no kernels for it.
 
     All values are contiguous in row-major order. The output may hold anything before.
     """
@@ -50,7 +50,7 @@ def template_launches(node: Node, capabilities: Capabilities) -> Lowering | None
 
 
 def _takes_few(lowering: Lowering, values: Sequence[Node], capabilities: Capabilities) -> bool:
-    """Whether there can be memories so large, and no launch takes more of them than a kernel may."""
+    """Whether scratch buffers and the number of a launch's buffers are within the device's limits."""
     sizes = [*(value.nbytes for value in values), *lowering.scratch]
     taken = [sum(capabilities.bindings(sizes[at]) for at in launch.buffers) for launch in lowering.launches]
     largest = max(lowering.scratch, default=0)

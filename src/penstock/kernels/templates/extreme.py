@@ -1,4 +1,4 @@
-"""Argmax and argmin: the index of the first of the extreme items; a NaN comes before every number."""
+"""Argmax and argmin: the index of the first extreme item; a NaN beats every number."""
 
 from __future__ import annotations
 
@@ -13,18 +13,26 @@ from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import UNROLLED
 from penstock.kernels.ir.expressions import BOOL, Const, Expr, Var
 from penstock.kernels.source import KernelSource
-from penstock.kernels.templates.launches import SHORT_ROW, Lowering, along, group_size, is_cpu, one_launch
-from penstock.kernels.templates.tasks import Tasks
+from penstock.kernels.templates.launches import (
+    SHORT_ROW,
+    Lowering,
+    Tasks,
+    along,
+    group_size,
+    is_cpu,
+    one_launch,
+)
 
-_WIDEST = 256  # columns that one thread of a CPU compares side by side
-_FEW = 8  # columns; fewer are done one by one
-_VECTORS = 4  # of a row, compared side by side: one need not wait for the other
-_SEGMENT = 512  # items of a row that are searched a second time where they hold the extreme
+_WIDEST = 256  # columns of a CPU's task
+_FEW = 8  # columns; fewer are processed separately
+_VECTORS = 4  # of a row, compared independently, so that none waits for another
+_EACH = 16  # items of a row per thread of a GPU: the barriers after them cost as much
+_SEGMENT = 512  # items of a row that are searched a second time if they hold the extreme
 
 
 @dataclass(frozen=True)
 class _Extreme:
-    """What is looked for, in arrays of which shape: `length` items along the axis."""
+    """The extreme to find, and the shape: `length` items along the axis."""
 
     largest: bool
     dtype: str
@@ -37,8 +45,15 @@ class _Extreme:
         return KernelBuilder(name, capabilities, ["int64"], [self.dtype])
 
     def wins(self, k: KernelBuilder, value: Expr, best: Expr) -> Expr:
-        """Whether a value takes the place of the best one before it."""
+        """Whether a value beats the best value before it."""
         return k.call("greater_or_nan" if self.largest else "less_or_nan", value, best)
+
+    def take(self, k: KernelBuilder, best: Var, best_index: Var, value: Expr, index: Expr) -> None:
+        """Compare one more value with the best."""
+        value = k.let("value", value)
+        wins = k.let("wins", self.wins(k, value, best))
+        k.assign(best, k.select(wins, value, best))
+        k.assign(best_index, k.select(wins, index, best_index))
 
     @property
     def floats(self) -> bool:
@@ -51,25 +66,25 @@ class _Extreme:
         return "max" if self.largest else "min"
 
     def better(self, k: KernelBuilder, value: Expr, best: Expr) -> Expr:
-        """One of two vectors' items each; a value that is a NaN is left out, in one instruction of a CPU."""
+        """The extreme of two vectors by lane; NaNs in `value` are ignored, in one instruction of a CPU."""
         return k.call(f"{self.reduction}imum{'_number' if self.floats else ''}", value, best)
 
 
 def extreme(node: Node, capabilities: Capabilities) -> Lowering | None:
     """Kernels of `argmax` and `argmin`; None where a loop would have too many iterations."""
     x = node.inputs[0]
-    # Truth values are compared as the numbers 0 and 1 that they are in memory.
+    # Booleans are compared as the integers 0 and 1 that they are in memory.
     dtype = "uint8" if x.dtype == np.bool_ else str(x.dtype)
     shape = along(x.shape, node.attributes["axis"])
     kind = _Extreme(node.primitive.name == "argmax", dtype, *shape)
     long_row = kind.inner == 1 and kind.length > SHORT_ROW
     if is_cpu(capabilities):
         few = kind.inner < _FEW
-        build = _rows_on_cpu if long_row else _one_by_one if few else _columns_on_cpu
+        build = _rows_on_cpu if long_row else _separately if few else _columns_on_cpu
     elif long_row:
         build = _row
     elif kind.length <= UNROLLED * dialect_of(capabilities).most_steps(capabilities):
-        build = _one_by_one
+        build = _separately
     else:
         return None
     return one_launch(build(kind, capabilities))
@@ -77,18 +92,15 @@ def extreme(node: Node, capabilities: Capabilities) -> Lowering | None:
 
 def _row(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
     """For a GPU: a workgroup for each row."""
-    length, threads = kind.length, group_size(max(kind.length // 4, 32), capabilities)
+    length, threads = kind.length, group_size(max(kind.length // _EACH, 32), capabilities)
     k = kind.builder("extreme_of_row", capabilities)
     x = k.inputs[0]
     bests, indices = k.shared("bests", kind.dtype, threads), k.shared("indices", "int32", threads)
     begin = k.let("begin", k.group() * length)
     best = k.variable("best", k.load(x, begin + k.thread))
     best_index = k.variable("best_index", k.thread)
-    with k.loop("i", k.thread + threads, length, threads) as i:
-        value = k.let("value", k.load(x, begin + i))
-        with k.when(kind.wins(k, value, best)):
-            k.assign(best, value)
-            k.assign(best_index, i)
+    with k.loop("i", k.thread + threads, length, threads, unrolled=UNROLLED) as i:
+        kind.take(k, best, best_index, k.load(x, begin + i), i)
     k.store(bests, k.thread, best)
     k.store(indices, k.thread, best_index)
     apart = k.variable("apart", threads // 2)
@@ -109,7 +121,7 @@ def _row(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
     return k.source((kind.outer,), (threads,))
 
 
-def _one_by_one(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
+def _separately(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
     """A task for each short row, or for each column."""
     length, inner = kind.length, kind.inner
     tasks, k = Tasks(kind.outer * inner, capabilities), kind.builder("extreme_of_each", capabilities)
@@ -119,16 +131,13 @@ def _one_by_one(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
         best = k.variable("best", k.load(x, begin))
         best_index = k.variable("best_index", 0)
         with k.loop("i", 1, length, unrolled=0 if is_cpu(capabilities) else UNROLLED) as i:
-            value = k.let("value", k.load(x, begin + i * inner))
-            wins = k.let("wins", kind.wins(k, value, best))
-            k.assign(best, k.select(wins, value, best))
-            k.assign(best_index, k.select(wins, i, best_index))
+            kind.take(k, best, best_index, k.load(x, begin + i * inner), i)
         k.store(k.outputs[0], task, best_index)
     return k.source(tasks.grid, tasks.group)
 
 
 def _rows_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
-    """A task for each row. The extreme of a segment is computed in vectors, and searched for if it wins."""
+    """A task for each row. The extreme of a segment is computed in vectors, then searched for if it wins."""
     tasks, k = Tasks(kind.outer, capabilities), kind.builder("extreme_of_rows", capabilities)
     x, length = k.inputs[0], kind.length
     width = 8 if np.dtype(kind.dtype).itemsize >= 4 else 16
@@ -153,7 +162,7 @@ def _rows_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
 
 
 def _segment(kind: _Extreme, k: KernelBuilder, start: Expr, stop: Expr, width: int, best: Expr) -> Var:
-    """The extreme of the best value so far and a segment: a NaN, if the segment has one."""
+    """The extreme of the best value so far and a segment: a NaN if the segment has a NaN."""
     lanes = range(_VECTORS)
     extremes = [k.variable(f"extreme{lane}", k.broadcast(best, width)) for lane in lanes]
     nans = [k.variable("nans", k.broadcast(Const(False, BOOL), width))] if kind.floats else []
@@ -178,14 +187,14 @@ def _segment(kind: _Extreme, k: KernelBuilder, start: Expr, stop: Expr, width: i
 def _search(
     kind: _Extreme, k: KernelBuilder, begin: Expr, start: Expr, step: int, best: Expr, best_index: Var
 ) -> None:
-    """Assign the index from `start` on of the first item that is equal to the best: in steps, then in one."""
+    """Assign the index, from `start` on, of the first item that equals the best: its step, then the item."""
 
     def is_best(index: Expr) -> Expr:
         value = k.let("value", k.load(k.inputs[0], begin + index))
         equal = k.call("equal", value, best)
         if not kind.floats:
             return equal
-        # If the best is a NaN, only NaNs are equal to it; if it is not, there are none.
+        # If the best is a NaN, every NaN counts as equal; if it is not, there are no NaNs.
         return k.call("logical_or", equal, k.call("not_equal", value, value))
 
     k.assign(best_index, start - step)
@@ -201,7 +210,7 @@ def _search(
 
 
 def _columns_on_cpu(kind: _Extreme, capabilities: Capabilities) -> KernelSource:
-    """A task for neighbouring columns, which goes from row to row."""
+    """A task for neighbouring columns, which loops over rows."""
     length, inner, width = kind.length, kind.inner, min(kind.inner, _WIDEST)
     parts = -(-inner // width)
     tasks, k = Tasks(kind.outer * parts, capabilities), kind.builder("extreme_of_columns", capabilities)

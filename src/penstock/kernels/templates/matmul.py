@@ -1,33 +1,53 @@
-"""What a matrix product is, for the templates of its kernels."""
+"""The description of a matrix product for the templates of its kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.fusion.views import Digits
 from penstock.kernels.builder import Memory
-from penstock.kernels.ir.expressions import Expr, Operand, Var
+from penstock.kernels.ir.expressions import Const, Expr, Operand, Var
 from penstock.kernels.ir.statements import Statement
 
-# Given the row, the column and a variable with neighbouring items of that row of matrix `BATCH`: statements
-# that compute with these items what the kernel stores, and store it. They stand in a block of their own.
+# Given the row, the column, and a variable with neighbouring items of that row of matrix `BATCH`: statements,
+# in a scope of their own, that compute the outputs from these items and store them.
 Epilogue = Callable[[Expr, Expr, Var], list[Statement]]
 
-BATCH = Var("batch")  # the number of the matrix
+BATCH = Var("batch")  # the index of the matrix
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One side of the product: the left one has M rows and K columns, the right one K and N."""
+    """An operand of the product: the left has M rows and K columns, the right K rows and N columns."""
 
-    memory: Memory  # of float32, float16 or, on a GPU, bfloat16; sums are float32 whichever it is
-    base: Expr  # of `BATCH`: where that matrix begins, in items
-    row_stride: int  # in items
-    column_stride: int
+    memory: Memory  # of float32, float16 or, on a GPU, bfloat16; sums are float32
+    base: Expr  # the index of the first item of matrix `BATCH`
+    row_stride: int | Digits  # in items
+    column_stride: int | Digits
 
     def index(self, row: Operand, column: Operand) -> Expr:
-        """Where an item lies in the memory."""
-        return self.base + row * self.row_stride + column * self.column_stride
+        """The index of an item in memory."""
+        return self.base + offset(row, self.row_stride) + offset(column, self.column_stride)
+
+
+def offset(number: Operand, stride: int | Digits) -> Expr:
+    """The offset of an item along an axis."""
+    whole = number if isinstance(number, Expr) else Const(number)
+    if isinstance(stride, int):
+        return whole * stride
+    total: Expr | None = None
+    for at, (divisor, length, step) in enumerate(stride.parts):
+        digit = whole // divisor if divisor > 1 else whole
+        part = (digit % length if at else digit) * step
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def neighbour_stride(stride: int | Digits) -> int:
+    """The distance of most neighbours."""
+    return stride if isinstance(stride, int) else stride.stride
 
 
 @dataclass(frozen=True)
@@ -40,4 +60,4 @@ class Problem:
     inner: int  # K
     left: Matrix
     right: Matrix
-    varied: bool = False  # one kernel should serve many sizes, rather than suit this one best
+    varied: bool = False  # a kernel for many sizes, rather than the best for this size

@@ -1,44 +1,40 @@
-"""Matrix products on a CPU: one work-item computes a tile of the product alone, with vectors.
+"""Matrix products on a CPU: a work-item computes a tile of the product with vectors.
 
-What it reads often is packed: copied to where it stays in the cache, in the order in which it is read.
+What it reads often is packed: copied to memory that stays in the cache, in the order in which it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from math import ceil
 
 from penstock.drivers.driver import Capabilities
+from penstock.fusion.views import Digits
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.ir.expressions import Const, Expr, Operand, Var, call
 from penstock.kernels.source import KernelSource
-from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem
+from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem, offset
 from penstock.kernels.templates.matmul_tiling import LANES, Tiling, tiling
 
-_CHAINS = 4  # of sums in a product of few rows or columns, so that no sum waits for the one before it
-_SPAN = 128 * _CHAINS * LANES  # steps along K of such a product, before their sum is added to the rest
+_CHAINS = 4  # independent sums in a product of few rows or columns, so that none waits for another
+_SPAN = 128 * _CHAINS * LANES  # steps along K of such a product, before their sum is added to the total
 
 
 def cpu_matmul(
     k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilogue: Epilogue, width: int = 1
 ) -> KernelSource:
-    """The kernel of a product. The epilogue takes `width` neighbours at a time, or one."""
+    """The kernel of a product. The epilogue takes `width` neighbours at a time."""
     if _is_thin(problem):
         return _thin(k, problem, capabilities, epilogue)
     return _TiledProduct(k, problem, tiling(problem, capabilities), epilogue, width).build()
 
 
-def cpu_width(problem: Problem, capabilities: Capabilities, outputs: Sequence[str]) -> int:
-    """How many neighbours of a row an epilogue may take."""
-    return LANES
-
-
 @dataclass(frozen=True)
 class _DepthBlock:
-    """Some steps along K, whose part of the sums is computed before that of the next ones."""
+    """A block of steps along K."""
 
     number: Expr
     begin: Expr
@@ -47,7 +43,7 @@ class _DepthBlock:
 
 @dataclass(frozen=True)
 class _Panel:
-    """Lines of one side over a block of K, as the micro-kernel reads them."""
+    """Lines of a side over a block of K, as the micro-kernel reads them."""
 
     memory: Memory  # from the first item on
     stride: int  # from line to line
@@ -55,10 +51,10 @@ class _Panel:
 
 
 class _Side:
-    """One side of the product, in panels: of rows of the left side, or of columns of the right side.
+    """A side of the product in panels of lines: the rows of the left side, or the columns of the right side.
 
-    These are called lines here. Where their number is no multiple of a panel's, the last panel begins early:
-    so nothing is read outside, and no panel needs code of its own.
+    Where the number of lines is not a multiple of a panel's, the last panel begins early, so that nothing is
+    read out of bounds, and no panel needs separate code.
     """
 
     def __init__(self, k: KernelBuilder, problem: Problem, plan: Tiling, is_left: bool) -> None:
@@ -75,19 +71,22 @@ class _Side:
         self._choose_packing(ceil(problem.inner / plan.depth_blocks), problem.inner // plan.depth_blocks)
 
     def _choose_packing(self, deepest: int, shallowest: int) -> None:
-        """How a panel is packed, for so many steps of a block of K, at most and at least.
+        """How a panel is packed: in vectors of neighbouring lines or steps, or item by item.
 
-        Copied are vectors of neighbouring lines, vectors of neighbouring steps, or single items.
+        `deepest` and `shallowest`: the largest and smallest number of steps of a block of K.
         """
+        self.deepest, self.shallowest = deepest, shallowest
         self.order, packed_lines = "items", self.lines
-        if self.stride == 1 and self.length >= self.across:
+        if isinstance(self.stride, Digits) or isinstance(self.k_stride, Digits):
+            self.order, packed_lines = "digits", self.across
+        elif self.stride == 1 and self.length >= self.across:
             self.order, packed_lines = "lines", self.across
         elif self.k_stride == 1 and self.length >= self.lines and shallowest >= LANES:
             self.order = "steps"
         self.packed_stride, self.packed_k_stride = 1, packed_lines
-        if self.order == "steps" and self.is_left:  # the micro-kernel reads single items of it, in any order
+        if self.order == "steps" and self.is_left:  # the micro-kernel reads single items of it
             self.packed_stride, self.packed_k_stride = deepest, 1
-        # A cache line more: a power of two apart, panels would push each other out of the cache.
+        # A cache line more: at distances of a power of two, panels would evict each other from the cache.
         self.panel_size = packed_lines * deepest + (16 if self.order == "lines" and self.is_left else 0)
 
     def declare(self, panels: int, most: int) -> None:
@@ -97,20 +96,20 @@ class _Side:
             self.panels = _array(self.k, name, panels * self.panel_size, most, self.varied)
 
     def _index(self, line: Expr, step: Expr) -> Expr:
-        return self.matrix.base + line * self.stride + step * self.k_stride
+        return self.matrix.base + offset(line, self.stride) + offset(step, self.k_stride)
 
     def _packed_index(self, panel: Expr, line: Expr, step: Expr) -> Expr:
         return panel * self.panel_size + line * self.packed_stride + step * self.packed_k_stride
 
     @contextmanager
     def each_panel(self, begin: Expr, end: Expr) -> Iterator[tuple[Var, Var, Var]]:
-        """A loop over panels: the number of each, its first line that is in none before, its first line."""
+        """A loop over panels: the index of each, its first line that no other panel has, its first line."""
         with self.k.loop(f"{self.name}_panel", begin, end) as panel:
             line = self.k.let(self.name, panel * self.lines)
             yield panel, line, self.k.let(f"first_{self.name}", self._inside(line, self.lines))
 
     def _inside(self, line: Expr, count: int) -> Expr:
-        """The line where a panel begins, or one before it, so that `count` lines from there on exist."""
+        """The line where a panel begins, moved back so that `count` lines from there on exist."""
         if self.length < count:
             return Const(0)
         exact = count == self.lines and self.length % count == 0 and not self.varied
@@ -127,7 +126,7 @@ class _Side:
                 for lane in range(0, self.across, LANES):
                     k.store(self.panels, target + lane, k.load_vector(memory, source + lane, LANES))
         elif self.order == "steps":
-            together = 1 if self.is_left else LANES  # lines; those of the right side are transposed
+            together = 1 if self.is_left else LANES  # lines; the right side is transposed
             with (
                 self.each_panel(begin, end) as (panel, _, first),
                 k.loop("line", 0, self.lines, together) as line,
@@ -137,11 +136,18 @@ class _Side:
                 source = k.let("source", self._index(first + line, block.begin + step))
                 target = k.let("target", self._packed_index(panel - begin, line, step))
                 vectors = [
-                    k.let(f"x{i}", k.load_vector(memory, source + Const(i) * self.stride, LANES))
+                    k.let(f"x{i}", k.load_vector(memory, source + offset(i, self.stride), LANES))
                     for i in range(together)
                 ]
-                for i, vector in enumerate(_transposed(k, vectors)):
-                    k.store(self.panels, target + i * self.packed_k_stride, vector)
+                for i, column in enumerate(_transposed(k, vectors)):
+                    k.store(self.panels, target + i * self.packed_k_stride, column)
+        elif self.order == "digits":
+            at_step = self._step_offsets(block)
+            with (
+                self.each_panel(begin, end) as (panel, _, first),
+                k.loop("lane", 0, self.across, LANES) as vector,
+            ):
+                self._pack_digits(block, panel - begin, first, vector, at_step)
         else:
             with (
                 k.loop("step", 0, block.depth) as step,
@@ -152,11 +158,72 @@ class _Side:
                 value = k.load(memory, self._index(inside, block.begin + step))
                 k.store(self.panels, self._packed_index(panel - begin, line, step), value)
 
+    def _step_offsets(self, block: _DepthBlock) -> Callable[[Expr], Expr]:
+        """Where the steps of a block lie: in a table where that takes divisions, which all lines share."""
+        k = self.k
+        if not isinstance(self.k_stride, Digits):
+            return lambda step: offset(block.begin + step, self.k_stride)
+        length = 1 << (self.deepest - 1).bit_length() if self.varied else self.deepest
+        table = k.registers(f"{self.name}_steps", "int32", length)
+        with k.loop("step", 0, block.depth) as step:
+            k.store(table, step, offset(block.begin + step, self.k_stride))
+        return lambda step: k.load(table, step)
+
+    def _pack_digits(
+        self, block: _DepthBlock, panel: Expr, first: Expr, lane: Expr, at_step: Callable[[Expr], Expr]
+    ) -> None:
+        """Copy some lines of a panel: as vectors, where neighbouring lines or steps are contiguous."""
+        k, memory, base = self.k, self.matrix.memory, self.matrix.base
+        lines = [_minimum(first + lane + i, self.length - 1) for i in range(LANES)]
+        offsets = [k.let(f"line{i}", base + offset(line, self.stride)) for i, line in enumerate(lines)]
+
+        def target(step: Expr) -> Expr:
+            return self._packed_index(panel, lane, step)
+
+        def copy() -> None:
+            with k.loop("step", 0, block.depth) as step:
+                k.store(self.panels, target(step), k.load_vector(memory, offsets[0] + at_step(step), LANES))
+
+        def gather(begin: Operand, end: Operand) -> None:
+            with k.loop("step", begin, end) as step:
+                source = k.let("source", at_step(step))
+                k.store(self.panels, target(step), k.vector([k.load(memory, at + source) for at in offsets]))
+
+        def transpose() -> None:
+            with k.loop("steps", 0, block.depth, LANES) as steps:
+                begin = k.let("begin", _minimum(steps, block.depth - LANES))  # the last vector begins early
+                source = k.let("first_source", at_step(begin))
+                with k.when((at_step(begin + (LANES - 1)) - source).eq(LANES - 1)):
+                    rows = [
+                        k.let(f"x{i}", k.load_vector(memory, at + source, LANES))
+                        for i, at in enumerate(offsets)
+                    ]
+                    for i, column in enumerate(_transposed(k, rows)):
+                        k.store(self.panels, target(begin + i), column)
+                with k.otherwise():
+                    gather(begin, begin + LANES)
+
+        def by_steps() -> None:
+            if _in_runs(self.k_stride) and self.shallowest >= LANES:
+                transpose()
+            else:
+                gather(0, block.depth)
+
+        if _in_runs(self.stride):
+            with k.when((offsets[-1] - offsets[0]).eq(LANES - 1)):
+                copy()
+            with k.otherwise():
+                by_steps()
+        else:
+            by_steps()
+
     def panel(self, block: _DepthBlock, number: Expr, first: Expr) -> _Panel:
-        """A panel by its first line; if it is packed, by its number there."""
+        """A panel by its first line, or by its index among the packed panels."""
         k, name = self.k, "left" if self.is_left else "right"
         if not self.is_packed:
             begin = self._index(first, block.begin)
+            assert isinstance(self.stride, int)
+            assert isinstance(self.k_stride, int)
             return _Panel(k.pointer(name, self.matrix.memory, begin), self.stride, self.k_stride)
         begin = number * self.panel_size
         if self.order == "lines" and self.lines < self.across:
@@ -168,7 +235,7 @@ class _TiledProduct:
     """Builds the kernel in which a work-item computes a tile: the micro-tiles of all its panels.
 
     The micro-kernel has all sums of a micro-tile in registers. Where a panel begins early, some items are
-    computed again, and not stored again.
+    computed twice, but stored once.
     """
 
     def __init__(
@@ -227,7 +294,7 @@ class _TiledProduct:
     def _multiply(
         self, block: _DepthBlock, rows: tuple[Expr, Expr], columns: tuple[Expr, Expr], top: Expr
     ) -> None:
-        """The sums over a block of K of panels of rows by panels of columns; `top` is the tile's first."""
+        """Multiply panels of rows by panels of columns over a block of K; `top` is the tile's first panel."""
         k, plan, number = self.k, self.plan, block.number
         last = plan.depth_blocks - 1
         with (
@@ -277,7 +344,7 @@ class _TiledProduct:
         return sums
 
     def _add_to_sums(self, number: Expr, slot: Expr, sums: list[Var]) -> None:
-        """Add sums to those of the spans of K before."""
+        """Add sums to those of the previous spans of K."""
         k, span = self.k, self.plan.span
         for i, total in enumerate(sums):
             index = slot + i * LANES
@@ -288,7 +355,7 @@ class _TiledProduct:
             k.store(self.sums, index, value)
 
     def _finish(self, slot: Expr, row: Expr, first_row: Expr, column: Expr, first_column: Expr) -> None:
-        """The epilogue of the items of a micro-tile that are in none before."""
+        """The epilogue of the items of a micro-tile that no other micro-tile has."""
         k, columns, width = self.k, self.problem.columns, self.right.lines
         end: Expr = k.let("column_end", _minimum(column + width, columns))
         with k.loop("r", row - first_row, self.plan.rows) as r:
@@ -307,10 +374,15 @@ class _TiledProduct:
 
 
 def _array(k: KernelBuilder, name: str, floats: int, most: int, varied: bool) -> Memory:
-    """Local memory; where sizes vary, with room for more than it needs, up to a bound."""
+    """Local memory; where sizes vary, with more room than needed, up to `most` floats."""
     if varied:
         floats = max(floats, min(1 << (floats - 1).bit_length(), most))
     return k.shared(name, "float32", ceil(floats / LANES) * LANES, width=LANES)
+
+
+def _in_runs(stride: int | Digits) -> bool:
+    """Whether neighbours may be contiguous, and are where the last of them is that far from the first."""
+    return stride == 1 or (isinstance(stride, Digits) and stride.stride == 1 and stride.in_order)
 
 
 def _minimum(left: Expr, right: Operand) -> Expr:
@@ -318,7 +390,7 @@ def _minimum(left: Expr, right: Operand) -> Expr:
 
 
 def _share(k: KernelBuilder, name: str, number: Expr, total: int, parts: int) -> tuple[Var, Var]:
-    """Where a part of `total` begins and ends, by the part's number."""
+    """Where a part of `total` begins and ends, by the part's index."""
     ends = [(part.cast("int64") * total // parts).cast("int32") for part in (number, number + 1)]
     return k.let(f"{name}_begin", ends[0]), k.let(f"{name}_end", ends[1])
 
@@ -339,13 +411,13 @@ def _transposed(k: KernelBuilder, rows: Sequence[Var]) -> list[Var]:
 
 
 def _is_thin(problem: Problem) -> bool:
-    """Whether so few rows or columns are multiplied that each item is best computed alone, along K."""
+    """Whether there are so few rows or columns that each item is best computed as a dot product along K."""
     along = problem.left.column_stride == 1 and problem.right.row_stride == 1
     return along and min(problem.rows, problem.columns) <= 3 and problem.inner >= LANES
 
 
 def _thin(k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilogue: Epilogue) -> KernelSource:
-    """Items one by one, those that read the same row or column of the larger side one after the other."""
+    """Item by item; items with the same row or column of the larger side follow one another."""
     left, right, inner = problem.left, problem.right, problem.inner
     items = problem.rows * problem.columns
     work_items = ceil(4 * capabilities.compute_units / problem.batch)

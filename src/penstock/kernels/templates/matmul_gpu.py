@@ -1,6 +1,6 @@
 """Matrix products on a GPU: the threads of a workgroup share a tile's operands, or the sums of few items.
 
-Sums are always taken in the same order, so a product comes out the same every time.
+The order of sums is fixed, so the bits of a product are always the same.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.ir.expressions import Expr, Var, all_of
 from penstock.kernels.source import WORD, KernelSource, item_size
-from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem
+from penstock.kernels.templates.matmul import BATCH, Epilogue, Problem, neighbour_stride, offset
 
 _TILE_DEPTH = 16
-_SMALL = 1 << 22  # multiplications, up to which a product may be one of few items
-_SMALL_THREADS = 128  # in a workgroup, of a small product
+_SMALL = 1 << 22  # multiplications, up to which a product may have no tiles
+_SMALL_THREADS = 128  # of a workgroup, for a small product
 _MOST_PARTS = 32  # of a sum
-_STEPS = 8  # of a thread for its part of a sum, where there are enough parts
+_STEPS = 8  # of a thread along K, if there are enough parts
 
 
 @dataclass(frozen=True)
 class _Tuning:
-    """How products are cut up in a language."""
+    """How products are tiled in a language."""
 
-    vector: int  # neighbours that lie in the workgroup's memory as one vector
-    tiles: tuple[tuple[int, int], ...]  # threads of a workgroup, and items of a thread, in a square
-    filled: float  # part of a tile that has to be inside the matrices, or a smaller one is taken
-    least_filled: float  # the same of the smallest tile; below, a small product has no tiles
-    tiles_small: bool  # whether a small product has tiles where there are enough for all compute units
-    unrolled: int  # steps along K, one after the other in the text; 0 leaves it to the compiler
+    vector: int  # neighbours that are a vector in local memory
+    tiles: tuple[tuple[int, int], ...]  # threads of a workgroup, and items of a thread, along a side
+    filled: float  # the part of a tile that has to be inside the matrices, or a smaller tile is taken
+    least_filled: float  # the same for the smallest tile; below, a small product has no tiles
+    tiles_small: bool  # whether a small product has tiles if there are enough for all compute units
+    unrolled: int  # unroll factor along K; 0 leaves it to the compiler
 
 
 _SCALARS = _Tuning(1, ((16, 8), (16, 4), (16, 2)), 0, 0, False, 0)
@@ -43,16 +43,16 @@ _VECTORS = _Tuning(4, ((16, 8), (16, 4), (8, 4)), 0.5, 0.25, True, 4)
 def gpu_matmul(
     k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilogue: Epilogue, width: int = 1
 ) -> KernelSource:
-    """The kernel of a product. The epilogue takes `width` neighbours at a time, or one."""
+    """The kernel of a product. The epilogue takes `width` neighbours at a time."""
     build = _few_items if _is_small(problem, capabilities) else _tiles
     return build(k, problem, capabilities, epilogue, width)
 
 
 def gpu_width(problem: Problem, capabilities: Capabilities, outputs: Sequence[str]) -> int:
-    """How many neighbours of a row an epilogue may take, which stores items of these dtypes."""
+    """How many neighbours of a row an epilogue may take that stores these dtypes."""
     if not dialect_of(capabilities).word_access:
         return 1
-    together = max(WORD // item_size(dtype) for dtype in (*outputs, "float32"))  # which are one word
+    together = max(WORD // item_size(dtype) for dtype in (*outputs, "float32"))  # of a word
     return gcd(problem.columns, together if _is_small(problem, capabilities) else _VECTORS.vector)
 
 
@@ -61,7 +61,7 @@ def _tuning(capabilities: Capabilities) -> _Tuning:
 
 
 def _is_small(problem: Problem, capabilities: Capabilities) -> bool:
-    """Whether tiles would be too few, and each would take too long, or would be filled too little."""
+    """Whether there would be too few tiles for the device, or too little in them."""
     if problem.batch * problem.rows * problem.columns * problem.inner > _SMALL:
         return False
     tuning = _tuning(capabilities)
@@ -71,7 +71,7 @@ def _is_small(problem: Problem, capabilities: Capabilities) -> bool:
 
 
 def _tiling(problem: Problem, size: int) -> tuple[int, float]:
-    """How many tiles of a size there are, and which part of them is inside the matrices."""
+    """The number of tiles of a size, and the part of them that is inside the matrices."""
     tiles = ceil(problem.rows / size) * ceil(problem.columns / size)
     return problem.batch * tiles, problem.rows * problem.columns / (tiles * size**2)
 
@@ -79,9 +79,10 @@ def _tiling(problem: Problem, size: int) -> tuple[int, float]:
 def _few_items(
     k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilogue: Epilogue, width: int
 ) -> KernelSource:
-    """Threads that take parts of the sums of some neighbours; one of them adds the parts up.
+    """Each thread computes a part of the sums of some neighbours; the first of them adds the parts up.
 
-    Neighbouring threads read neighbours of the right side: they are of one item, or of neighbouring ones.
+    Neighbouring threads read neighbours of the right side: for parts of the same item, or for neighbouring
+    items.
     """
     threads = min(_SMALL_THREADS, capabilities.max_group_size)
     parts = 1
@@ -89,7 +90,7 @@ def _few_items(
         parts *= 2
     items, columns = threads // parts, problem.columns // width
     total = problem.batch * problem.rows * columns
-    along = problem.right.row_stride == 1  # neighbouring threads have parts of one item
+    along = neighbour_stride(problem.right.row_stride) == 1  # neighbouring threads have parts of one item
     part = k.let("part", k.thread % parts if along else k.thread // items)
     slot = k.let("slot", k.thread // parts if along else k.thread % items)
     item = k.let("item", k.group() * items + slot)
@@ -118,42 +119,21 @@ def _few_items(
     return k.source((ceil(total / items),), (threads,))
 
 
-@dataclass(frozen=True)
 class _Tile:
     """A square tile of the product, of which each thread computes squares of `vector` x `vector` items.
 
-    Those lie as far apart as all threads' squares reach, so that neighbouring threads have neighbouring
-    columns, in the workgroup's memory and where the epilogue stores them.
+    The squares of a thread are as far apart as the squares of all threads reach, so that neighbouring threads
+    have neighbouring columns, in local memory and where the epilogue stores them.
     """
 
-    side: int  # threads, in a square
-    each: int  # items of a thread, in a square
-    vector: int
-
-    @property
-    def size(self) -> int:
-        """Rows and columns of the tile."""
-        return self.side * self.each
-
-    @property
-    def squares(self) -> int:
-        """Squares of a thread, along a side."""
-        return self.each // self.vector
-
-    @property
-    def vectors(self) -> int:
-        """Vectors of an operand's tile, at one step along K."""
-        return self.size // self.vector
-
-    @property
-    def pitch(self) -> int:
-        """From one step to the next, in vectors; single items avoid conflicts of banks."""
-        return self.vectors + (self.vector == 1)
-
-    @property
-    def floats(self) -> int:
-        """Of an operand's tile."""
-        return _TILE_DEPTH * self.pitch * self.vector
+    def __init__(self, side: int, each: int, vector: int) -> None:
+        """`side`: threads along a side; `each`: items of a thread along a side."""
+        self.side, self.each, self.vector = side, each, vector
+        self.size = side * each  # rows and columns of the tile
+        self.squares = each // vector  # of a thread, along a side
+        self.vectors = self.size // vector  # of an operand's tile, at a step along K
+        self.pitch = self.vectors + (vector == 1)  # vectors from step to step; padded against bank conflicts
+        self.floats = _TILE_DEPTH * self.pitch * vector  # of an operand's tile
 
     def index(self, step: Expr, number: Expr) -> Expr:
         """Where a vector of an operand's tile lies."""
@@ -166,7 +146,7 @@ class _Tile:
 
 
 def _tile(problem: Problem, capabilities: Capabilities) -> tuple[_Tile, int]:
-    """The largest tile that keeps all compute units busy, and how many there are."""
+    """The largest tile that keeps all compute units busy, and the number of tiles."""
     tuning = _tuning(capabilities)
     most = 16 if capabilities.max_group_size >= 256 else 8
     for side, each in tuning.tiles:
@@ -181,7 +161,7 @@ def _tile(problem: Problem, capabilities: Capabilities) -> tuple[_Tile, int]:
 def _tiles(
     k: KernelBuilder, problem: Problem, capabilities: Capabilities, epilogue: Epilogue, width: int
 ) -> KernelSource:
-    """A workgroup computes a tile; of both sides, some steps along K are in its memory at a time."""
+    """A workgroup computes a tile, with some steps along K of both operands in local memory at a time."""
     tile, count = _tile(problem, capabilities)
     side, size, vector = tile.side, tile.size, tile.vector
     row_tiles, column_tiles = ceil(problem.rows / size), ceil(problem.columns / size)
@@ -213,7 +193,7 @@ def _tiles(
 
 
 def _vectors(k: KernelBuilder, tile: _Tile, name: str, memory: Memory, step: Expr, thread: Expr) -> list[Var]:
-    """What a thread multiplies of one side's tile, at one step along K."""
+    """A thread's operands from a side's tile, at a step along K."""
     indices = [tile.index(step, thread + square * tile.side) for square in range(tile.squares)]
     loads = [k.load_vector(memory, index, tile.vector) for index in indices]
     return [k.let(f"{name}{square}", load) for square, load in enumerate(loads)]
@@ -222,9 +202,9 @@ def _vectors(k: KernelBuilder, tile: _Tile, name: str, memory: Memory, step: Exp
 def _load_tile(
     k: KernelBuilder, problem: Problem, tile: _Tile, memory: Memory, begin: Expr, first: Expr
 ) -> None:
-    """Fill a side's tile for the steps from `first` on, with zeros outside, in the order of the memory.
+    """Fill a side's tile for the steps from `first` on, in the order of the memory, with zeros outside.
 
-    All threads have as many vectors to fill.
+    All threads fill the same number of vectors.
     """
     left = memory.name == "left_tile"
     matrix, length = (problem.left, problem.rows) if left else (problem.right, problem.columns)
@@ -235,7 +215,7 @@ def _load_tile(
     turns = tile.vectors * _TILE_DEPTH // threads
     with k.loop("turn", 0, turns, unrolled=turns) as turn:
         task = k.let("task", k.thread + turn * threads)
-        along = k_stride == 1  # neighbouring threads read neighbouring steps
+        along = neighbour_stride(k_stride) == 1  # neighbouring threads read neighbouring steps
         step = k.let("step", task % _TILE_DEPTH if along else task // tile.vectors)
         number = k.let("number", task // _TILE_DEPTH if along else task % tile.vectors)
         line = k.let("line", begin + (number * tile.vector if tile.vector > 1 else number))
@@ -247,7 +227,7 @@ def _load_tile(
                 inside.append(at < length)
             if problem.inner % _TILE_DEPTH or problem.varied:
                 inside.append(first + step < problem.inner)
-            place = matrix.base + at * stride + (first + step) * k_stride
+            place = matrix.base + offset(at, stride) + offset(first + step, k_stride)
             mask = all_of(inside) if inside else None
             items.append(k.let(f"item{lane}", k.load(matrix.memory, place, mask)))
         k.store(memory, tile.index(step, number), k.let("neighbours", k.vector(items)))
@@ -263,10 +243,10 @@ def _finish(
     epilogue: Epilogue,
     width: int,
 ) -> None:
-    """The epilogue of all items. Of rows and columns: where the tile's begin, and the number of the thread.
+    """The epilogue of all items. `rows` and `columns`: where the tile begins, and the thread's index.
 
-    The sums move up for the loops to find the next one in the same place: an array whose index is computed
-    would not be kept in registers, and loops laid out in full would repeat the epilogue.
+    The sums are shifted so that each iteration reads the same variable: an array with a computed index would
+    not be in registers, and unrolled loops would repeat the epilogue.
     """
     vector = tile.vector
     with k.loop("row_turn", 0, tile.each) as row_turn:

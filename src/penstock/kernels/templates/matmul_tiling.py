@@ -1,4 +1,4 @@
-"""How a CPU cuts a matrix product up, by a rough count of the cycles that each way takes."""
+"""How a CPU tiles a matrix product, by an estimate of the cycles of each choice."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from penstock.drivers.driver import Capabilities
-from penstock.kernels.templates.matmul import Problem
+from penstock.fusion.views import Digits
+from penstock.kernels.templates.matmul import Problem, neighbour_stride
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a CPU cuts the product up.
+    """How a CPU tiles the product.
 
     Tiles are for work-items, blocks of K for the cache, and micro-tiles, the product of a panel of the left
-    side by one of the right side, for registers.
+    side by a panel of the right side, for registers.
     """
 
     rows: int  # of a panel of the left side
@@ -26,32 +27,33 @@ class Tiling:
     pack_left: bool
     pack_right: bool
     chunk: int  # panels of the left side that are packed at once
-    span: int  # blocks of K that are added up one after the other, and then to the sum of all before them
-    floats: int  # of memory for packed panels and sums
+    span: int  # blocks of K that are added up before they are added to the total
+    floats: int  # of local memory for packed panels and sums
 
     @property
     def tiles(self) -> int:
-        """Of one product."""
+        """The number of tiles."""
         return self.row_tiles * self.column_tiles
 
 
 LANES = 8  # of a vector
 _REGISTERS = 16  # for vectors
-_SUMS = 12  # of which hold sums
+_SUMS = 12  # registers that hold sums
 _CACHE_BYTES = 1 << 20  # of the second level: half for the right side, 3/8 for sums, 1/10 for the left side
 _DEPTH = 512  # steps along K before the next columns
-_PACKED_DEPTH = 352  # the same, where the left side is packed,
-_STREAM_DEPTH = 8  # and where the right side is not kept in the cache
-_MANY = 4096  # rows or columns: from here on the best micro-tile hardly depends on how many there are
-_DIRECT_LEFT = 1 << 15  # a transposed left side of no more items is read where it lies,
-_DIRECT_RIGHT = 1 << 16  # and a right side of no more: they stay in the cache anyway
+_PACKED_DEPTH = 352  # the same where the left side is packed,
+_STREAM_DEPTH = 8  # and where the right side does not stay in the cache
+_MANY = 4096  # rows or columns, beyond which the best micro-tile hardly depends on their number
+_DIRECT_LEFT = 1 << 15  # items of a transposed left side that is not packed, since it stays in the cache,
+_DIRECT_RIGHT = 1 << 16  # and of such a right side
 
 
 def tiling(problem: Problem, capabilities: Capabilities) -> Tiling:
-    """The plan that takes the fewest cycles, by a rough count of what each costs."""
+    """The tiling with the fewest estimated cycles."""
     left = problem.left
+    plain = not isinstance(left.row_stride, Digits) and not isinstance(left.column_stride, Digits)
     small = left.row_stride == 1 and problem.rows * problem.inner <= _DIRECT_LEFT
-    pack_left = not (left.memory.dtype == "float32" and (left.column_stride == 1 or small))
+    pack_left = not (plain and left.memory.dtype == "float32" and (left.column_stride == 1 or small))
     micro_tiles = list(_micro_tiles(problem))
 
     def best_for(size: Problem) -> Tiling:
@@ -59,7 +61,7 @@ def tiling(problem: Problem, capabilities: Capabilities) -> Tiling:
         return _tiling_with(problem, capabilities, rows, vectors, pack_left)
 
     plan = best_for(problem)
-    if problem.varied:  # the micro-tile that is best for all large sizes, if that adds in the same order
+    if problem.varied:  # the micro-tile that is best for large sizes, if that adds in the same order
         usual = best_for(replace(problem, rows=_MANY, columns=_MANY))
         if (usual.depth_blocks, usual.span) == (plan.depth_blocks, plan.span):
             return usual
@@ -69,19 +71,21 @@ def tiling(problem: Problem, capabilities: Capabilities) -> Tiling:
 def _tiling_with(
     problem: Problem, capabilities: Capabilities, rows: int, vectors: int, pack_left: bool
 ) -> Tiling:
-    """The best plan with a micro-tile of so many rows and vectors."""
+    """The best tiling with a micro-tile of some rows and vectors."""
     right, inner = problem.right, problem.inner
+    in_vectors = neighbour_stride(right.column_stride) == 1
     width = vectors * LANES
     row_panels, column_panels = ceil(problem.rows / rows), ceil(problem.columns / width)
     pack_right = (
         right.column_stride != 1
+        or isinstance(right.row_stride, Digits)
         or right.memory.dtype != "float32"
         or problem.columns < width
         or (inner * problem.columns > _DIRECT_RIGHT and row_panels > 4)
     )
     stream_right = not pack_right and inner * problem.columns > _DIRECT_RIGHT
     fetching_left = _fetch_left(rows, pack_left) * inner
-    fetching_right = pack_right * vectors * (8 if right.column_stride == 1 else 10) * inner
+    fetching_right = pack_right * vectors * (8 if in_vectors else 10) * inner
 
     floats = min(_CACHE_BYTES, capabilities.local_bytes) // 4
     left_steps = floats // 10 // (ceil(rows / LANES) * LANES)
@@ -89,7 +93,7 @@ def _tiling_with(
     deepest = min(left_steps, right_steps, _DEPTH) if pack_left else min(right_steps, 2 * _DEPTH)
     good = min(deepest, _PACKED_DEPTH if pack_left else _DEPTH)
     depth_blocks = 1 if inner <= deepest else ceil(inner / good)
-    if stream_right:  # read in the order of the memory, for it is read once or twice only
+    if stream_right:  # in the order of the memory, since it is read at most twice
         depth_blocks = ceil(inner / _STREAM_DEPTH)
     depth = ceil(inner / depth_blocks)
     span = 1 if not stream_right else _DEPTH // depth if inner > 2 * _DEPTH else depth_blocks
@@ -113,30 +117,30 @@ def _tiling_with(
 
 
 def _micro_tiles(problem: Problem) -> Iterator[tuple[int, int]]:
-    """Rows and vectors of sums that fit into registers, no more than the product has."""
+    """Rows and vectors of sums that fit into registers and into the product."""
     for vectors in range(1, max(1, min(_SUMS // 2, problem.columns // LANES)) + 1):
         most = min(problem.rows, _SUMS // vectors, (_REGISTERS - 1) // vectors - 1)
         yield from ((rows, vectors) for rows in range(1, most + 1))
 
 
 def _step(rows: int, vectors: int) -> float:
-    """Cycles for one step along K: two sums or loads in each, and none of a sum within 4 of the last."""
+    """Cycles per step along K: two sums or loads per cycle, and a latency of 4 cycles for a sum."""
     return max(rows * vectors / 2, (rows + vectors) / 2, 4) + 0.6
 
 
 def _fetch_left(rows: int, pack_left: bool) -> int:
-    """Cycles to have a panel of the left side at hand, for each step along K."""
+    """Cycles to fetch a panel of the left side, per step along K."""
     return ceil(rows / LANES) * LANES if pack_left else rows
 
 
 def _cycles(problem: Problem, rows: int, vectors: int, pack_left: bool) -> float:
-    """Cycles for the whole product, for each step along K."""
+    """Cycles of the whole product, per step along K."""
     across = ceil(problem.columns / (vectors * LANES)) * _step(rows, vectors)
     return ceil(problem.rows / rows) * (across + ceil(problem.columns / 256) * _fetch_left(rows, pack_left))
 
 
 def _counts(fewest: int, most: int) -> Iterator[int]:
-    """Into how many tiles a side may be cut: not every count, for there may be thousands."""
+    """Candidates for the number of tiles along a side: not all, as there may be thousands."""
     count = max(fewest, 1)
     while count <= most:
         yield count

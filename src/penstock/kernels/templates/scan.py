@@ -1,4 +1,4 @@
-"""Scans: cumulative sums, cumulative products and linear recurrences along an axis, from its start or end."""
+"""Scans: cumulative sums, products and maxima, and linear recurrences, from either end of an axis."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from penstock.graph.reducing import BLOCK
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.dialects import dialect_of
 from penstock.kernels.dialects.dialect import UNROLLED
-from penstock.kernels.ir.expressions import Const, Expr, Operand, Type, Var, all_of
+from penstock.kernels.ir.expressions import Const, Expr, Identity, Operand, Type, Var, all_of
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import (
     CPU_SHARES,
     SHORT_ROW,
     Lowering,
+    Tasks,
     along,
     group_size,
     is_cpu,
     one_launch,
 )
-from penstock.kernels.templates.tasks import Tasks
 
-_ROWS_AT_ONCE = 4  # on a CPU: each sum waits for the one before, so four rows take turns
+_ROWS_AT_ONCE = 4  # of a CPU's task: a sum waits for the previous sum of its row, so rows are interleaved
 _WIDEST = 2048  # columns of a CPU's task, so that their running sums stay in the cache
-_ITEMS = 4  # of one thread in a workgroup's step
-_ROW_STEP = 256  # items of a row to each iteration of a loop, of all that a workgroup's step has
-_LARGEST = 1e30  # of a recurrence's values that are joined: from infinite products no single result follows
+_ITEMS = 4  # of a thread in a workgroup's step
+_ROW_STEP = 256  # items of a row per iteration, at least
+_LARGEST = 1e30  # of a recurrence's values that can be joined: infinite products would give NaNs
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What is computed. A linear recurrence has no operation, and the factors as a second input."""
+    """The scan to compute. A linear recurrence has no operation, and the factors as a second input."""
 
     dtype: str
-    operation: str = ""  # the primitive that takes in one more item: add or multiply
+    operation: str = ""  # the primitive: add, multiply or maximum
     reverse: bool = False
 
     def builder(self, name: str, capabilities: Capabilities) -> KernelBuilder:
@@ -44,27 +44,27 @@ class Scan:
         return KernelBuilder(name, capabilities, [self.dtype], [self.dtype] * (1 if self.operation else 2))
 
     def origin(self, index: Expr, length: int, stride: int = 1) -> Expr:
-        """The index of the item to begin with; `index` is that of the row's first item."""
+        """The index where the scan begins, given that of the row's first item."""
         return index + (length - 1) * stride if self.reverse else index
 
     def moved(self, index: Expr, distance: Operand) -> Expr:
-        """An index after a distance along the scan's direction."""
+        """An index moved along the scan's direction."""
         return index - distance if self.reverse else index + distance
 
     def following(self, k: KernelBuilder, carry: Expr, index: Expr, *inputs: Memory) -> Expr:
-        """The result at an index, from the result before it. `inputs`: other names for the kernel's."""
+        """The result at an index, from the result before it. `inputs` may replace the kernel's."""
         part = [k.load(memory, index).cast(carry.type.dtype) for memory in inputs or k.inputs]
         return self.after(k, carry, part)
 
     def part(self, k: KernelBuilder, begin: Expr, position: Expr) -> list[Expr]:
-        """One item by its position along the scan. The factor of the first multiplies nothing."""
+        """An item by its position along the scan. The first factor is not used."""
         value, *factors = (k.load(memory, self.moved(begin, position)) for memory in k.inputs)
         return [value, *(k.select(position > 0, factor, 1.0) for factor in factors)]
 
     def after(self, k: KernelBuilder, result: Expr, part: Sequence[Expr]) -> Expr:
-        """The result after some neighbouring items, from the result before them.
+        """The result after a part, from the result before it.
 
-        A part is what these items come to by themselves, and in a recurrence the product of their factors.
+        A part is the result of neighbouring items alone, and in a recurrence the product of their factors.
         """
         if self.operation:
             return k.call(self.operation, result, part[0])
@@ -72,23 +72,22 @@ class Scan:
         return k.call("add", value, k.call("multiply", factor, result))
 
     def joined(self, k: KernelBuilder, left: Sequence[Expr], right: Sequence[Expr]) -> list[Expr]:
-        """Two neighbouring parts as one."""
+        """Two neighbouring parts joined."""
         factors = (k.call("multiply", *pair) for pair in zip(left[1:], right[1:], strict=True))
         return [self.after(k, left[0], right), *factors]
 
     @property
-    def identity(self) -> Const:
-        """What leaves every item as it is: for a sum -0, since 0 would turn -0 into 0."""
-        return self._constant(1.0 if self.operation == "multiply" else -0.0)
+    def identity(self) -> Expr:
+        """The identity element: for a sum -0, since 0 would turn -0 into 0."""
+        if self.operation == "maximum":
+            return Identity(Type(self.dtype), "max")
+        return Const(1.0 if self.operation == "multiply" else -0.0, Type(self.dtype))
 
     @property
-    def empty(self) -> dict[str, Const]:
-        """A part without items: its values by what the names of their variables end with."""
-        value = {"": self.identity}
-        return value if self.operation else value | {"_factor": self._constant(1.0)}
-
-    def _constant(self, value: float) -> Const:
-        return Const(value, Type(self.dtype))
+    def empty(self) -> dict[str, Expr]:
+        """A part without items: its values, by the suffixes of their variables."""
+        value: dict[str, Expr] = {"": self.identity}
+        return value if self.operation else value | {"_factor": Const(1.0, Type(self.dtype))}
 
 
 def scan(node: Node, capabilities: Capabilities) -> Lowering | None:
@@ -109,10 +108,10 @@ def scan(node: Node, capabilities: Capabilities) -> Lowering | None:
 
 
 class _Carry:
-    """The scan of values that come one after the other; `value` is the result so far.
+    """The running result of a scan.
 
-    A sum of many floating-point numbers is made of three: of the values since the last whole block, of the
-    blocks since the last block of blocks, and of all before. So its error grows more slowly.
+    A long floating-point sum has three parts, so that its error grows more slowly: the sum since the last
+    whole block, that of the blocks since the last block of blocks, and that of everything before.
     """
 
     def __init__(self, k: KernelBuilder, kind: Scan, first: Expr, count: int) -> None:
@@ -128,7 +127,7 @@ class _Carry:
             self._block_count = k.variable("block_count", 0)
 
     def take(self, value: Expr, following: Expr) -> None:
-        """One more value; `following` is the result with it, computed directly."""
+        """Add a value; `following` is the result with it, computed directly."""
         k = self._k
         if not self._blocked:
             k.assign(self.value, following)
@@ -150,13 +149,13 @@ class _Carry:
 
 
 def row_scan(name: str, kind: Scan, rows: int, length: int, capabilities: Capabilities) -> KernelSource:
-    """For a GPU: a workgroup for each row, which goes along it in steps. Sums and products work in place."""
+    """For a GPU: a workgroup for each row, in steps. Sums and products may be computed in place."""
     threads = group_size(max(length // _ITEMS, 32), capabilities)
     k = kind.builder(name, capabilities)
     parts = {end: k.shared(f"parts{end}", kind.dtype, threads) for end in kind.empty}
 
     def part_of(thread: Operand) -> list[Expr]:
-        """The items of the step up to those of a thread."""
+        """The part of the step up to a thread."""
         return [k.load(memory, thread) for memory in parts.values()]
 
     def named(name: str, part: Sequence[Expr]) -> list[Var]:
@@ -206,7 +205,7 @@ def _assign(k: KernelBuilder, variables: Sequence[Var], values: Sequence[Expr]) 
 def _join_threads(
     k: KernelBuilder, kind: Scan, parts: Sequence[Memory], total: Sequence[Var], threads: int
 ) -> None:
-    """Turn the part of each thread into that of all threads up to it."""
+    """Replace the part of each thread by that of all threads up to it."""
 
     def put() -> None:
         for memory, value in zip(parts, total, strict=True):
@@ -224,7 +223,7 @@ def _join_threads(
 
 
 def _recur(k: KernelBuilder, kind: Scan, begin: Expr, start: Expr, stop: Expr, carry: Var) -> None:
-    """Item after item, where infinite values do not allow for parts: all threads compute, and one stores."""
+    """Item after item, where values are too large to join parts: all threads compute, the first stores."""
     with k.loop("i", start, stop, unrolled=UNROLLED) as i:
         k.assign(carry, kind.after(k, carry, kind.part(k, begin, i)))
         with k.when(k.thread.eq(0)):
@@ -247,13 +246,13 @@ def _columns(kind: Scan, outer: int, length: int, inner: int, capabilities: Capa
 
 
 def _accumulator(kind: Scan, capabilities: Capabilities) -> str:
-    """The dtype in which a CPU adds up item by item: in float32 a sum of many would be inexact."""
+    """The dtype of a CPU's running results: a long sum in float32 would be inexact."""
     wide = (kind.dtype, kind.operation) == ("float32", "add") and capabilities.float64
     return "float64" if wide else kind.dtype
 
 
 def _rows_on_cpu(kind: Scan, outer: int, length: int, inner: int, capabilities: Capabilities) -> KernelSource:
-    """A task for several rows. The last task may have fewer, and then computes its last row several times."""
+    """A task for several rows. Where the last task has fewer, it computes its last row several times."""
     lanes = range(min(_ROWS_AT_ONCE, outer))
     tasks, k = Tasks(-(-outer // len(lanes)), capabilities), kind.builder("scan_rows", capabilities)
     x, y, wide = k.inputs[0], k.outputs[0], _accumulator(kind, capabilities)
@@ -278,7 +277,7 @@ def _rows_on_cpu(kind: Scan, outer: int, length: int, inner: int, capabilities: 
 def _columns_on_cpu(
     kind: Scan, outer: int, length: int, inner: int, capabilities: Capabilities
 ) -> KernelSource:
-    """A task for neighbouring columns, which goes from row to row."""
+    """A task for neighbouring columns, which loops over rows."""
     parts = -(-CPU_SHARES * capabilities.compute_units // outer)
     width = min(-(-inner // (16 * parts)) * 16, inner, _WIDEST)
     parts = -(-inner // width)

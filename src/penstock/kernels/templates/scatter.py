@@ -1,4 +1,4 @@
-"""Sums of rows by index, each in the order of the index, so that they come out the same every time."""
+"""Sums of rows by index, each in the order of the index, so that the bits are always the same."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import Launch, Lowering, is_cpu, one_launch
 from penstock.kernels.templates.scatter_gpu import add_rows
 
-_NARROW = 64  # columns; a thread of a CPU has no fewer, unless there are none
-_LOOK_UP = 16  # items that are added in the time that it takes to look at two rows of the index
-_TOGETHER = 64  # columns of a row that is often there, which a thread adds up at a time
+_NARROW = 64  # columns that a thread of a CPU has at least, if there are as many
+_LOOK_UP = 16  # items that can be added in the time of two index look-ups
+_TOGETHER = 64  # columns of a frequent row that a thread adds up at a time
 
 
 def scatter(node: Node, capabilities: Capabilities) -> Lowering | None:
@@ -38,12 +38,12 @@ def scatter(node: Node, capabilities: Capabilities) -> Lowering | None:
 
 
 def _has_levels(node: Node) -> bool:
-    """Whether long sums are rounded, and so are added up in levels."""
+    """Whether long sums are rounded, and so added up in levels."""
     return node.dtype.kind == "f"
 
 
 def _clear(k: KernelBuilder, memory: Memory, length: Operand) -> None:
-    """Zeros for the first items of a memory."""
+    """Set the first items of a memory to 0."""
     with k.loop("i", 0, length) as i:
         k.store(memory, i, 0)
 
@@ -54,15 +54,15 @@ def _grow(k: KernelBuilder, memory: Memory, index: Expr, value: Expr) -> None:
 
 
 def _least(k: KernelBuilder, value: Expr, bound: Operand) -> Expr:
-    """The smaller of two integers. PoCL calls `min` as a function, and then knows nothing of it."""
+    """The smaller of two integers. PoCL calls `min` as a function that it does not optimise."""
     return k.select(value < bound, value, bound)
 
 
 def _add_narrow_rows(node: Node, rest: int, capabilities: Capabilities) -> KernelSource:
-    """For a CPU: one thread adds everything up in the order of the index.
+    """For a CPU: a single thread adds everything up in the order of the index.
 
-    It counts what each row took in: a full block of sums in the output goes to the sums of the first level,
-    and a block of those to the sums of the second.
+    It counts the additions to each row: after a block of them, the sums in the output move to the first
+    level, and after a block of blocks to the second.
     """
     dtype, index, length = str(node.dtype), node.inputs[1], node.shape[0]
     levels = ["int32", dtype, dtype] if _has_levels(node) else []
@@ -89,7 +89,7 @@ def _add_narrow_rows(node: Node, rest: int, capabilities: Capabilities) -> Kerne
 
 
 def _raise_blocks(k: KernelBuilder, target: Memory, others: list[Memory], row: Expr, rest: int) -> None:
-    """A row took in one more: where that fills a block, its sums in `target` go to the level above."""
+    """Count an addition to a row; if that fills a block, its sums in `target` move to the next level."""
     counts, sums1, sums2 = others
     count = k.let("count", k.load(counts, row) + 1)
     k.store(counts, row, count)
@@ -103,7 +103,7 @@ def _raise_blocks(k: KernelBuilder, target: Memory, others: list[Memory], row: E
 
 
 def _find_positions(index: Node, length: int, capabilities: Capabilities) -> KernelSource:
-    """For a CPU: the positions of the index by row, in order, and for each row where its positions end."""
+    """For a CPU: the positions of the index grouped by row, and for each row where its positions end."""
     k = KernelBuilder("find_positions", capabilities, ["int32", "int32"], [str(index.dtype)])
     ends, positions = k.outputs
     _clear(k, ends, length)
@@ -126,7 +126,7 @@ def _find_positions(index: Node, length: int, capabilities: Capabilities) -> Ker
 
 
 def _add_rows(node: Node, rest: int, capabilities: Capabilities) -> KernelSource:
-    """For a CPU: a thread has some rows and some columns of the result to itself."""
+    """For a CPU: a thread has some rows and columns of the result to itself."""
     dtype, length = str(node.dtype), node.shape[0]
     wanted = 2 * capabilities.compute_units
     width = -(-rest // max(min(wanted, rest // _NARROW), 1))
@@ -146,7 +146,7 @@ def _add_rows(node: Node, rest: int, capabilities: Capabilities) -> KernelSource
         _clear(k, target, columns)
 
         def add(memory: Memory, first: Expr, last: Expr, near: Operand, far: Expr) -> None:
-            """Add so many rows of the input, by their positions, in columns from `near` to before `far`."""
+            """Add the rows of the input at some positions, in columns from `near` to below `far`."""
             with k.loop("at", first, last) as at:
                 source = k.pointer("source", x, k.load(positions, at) * rest + start)
                 with k.loop("column", near, far) as column:
@@ -170,7 +170,7 @@ def _add_often(
     columns: Expr,
     add: Callable[[Memory, Expr, Expr, Operand, Expr], None],
 ) -> None:
-    """Add up a row that is there more often than a block has values: its sums in levels."""
+    """Add up a row that occurs more than `BLOCK` times, in levels."""
     with k.loop("near", 0, columns, _TOGETHER) as near:
         far = k.let("far", _least(k, near + _TOGETHER, columns))
         with k.loop("first2", begin, end, BLOCK * BLOCK) as first2:

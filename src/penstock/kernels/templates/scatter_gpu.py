@@ -1,10 +1,9 @@
-"""Sums of rows by index on a GPU, in one kernel that needs no sorted index, and the same every time.
+"""Sums of rows by index on a GPU, in a kernel that needs no sorted index; the bits are always the same.
 
-A workgroup has every n-th row of the result, because the tokens of a text that are frequent mostly have
-numbers next to each other. It looks for its rows in the whole index, counts how often each is there, and
-sorts the positions by row. A few threads add up a row; where it is long, all threads of the workgroup do. A
-row that is very often there, or all where the positions are too many for the workgroup's memory, is looked
-for in the index again.
+A workgroup has every n-th row of the result, because frequent tokens mostly have neighbouring ids. It
+searches the whole index for its rows, counts their occurrences, and sorts their positions by row. A few
+threads add up a short row, and the whole workgroup a long row. For very frequent rows, and for all rows if
+the positions do not fit into local memory, it searches the index once more.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _LISTED = 4096  # positions that a workgroup sorts
 _LONG = 16  # positions of a row, beyond which all threads add it up
 _OFTEN = 1024  # positions of a row, beyond which they are not sorted
 _ACCESS = 16  # bytes that a thread reads at once
-_PARTS = 4  # of a row that a thread adds up side by side, where it reads a word at once
+_PARTS = 4  # of a row that a thread adds up together, where it reads a word at once
 
 
 def add_rows(node: Node, capabilities: Capabilities) -> KernelSource | None:
@@ -43,7 +42,7 @@ def add_rows(node: Node, capabilities: Capabilities) -> KernelSource | None:
 
 
 class _Columns:
-    """The columns of a thread: parts of a row that lie apart, each of neighbours that it reads at once."""
+    """The columns of a thread: distant parts of a row, each of neighbours that it reads at once."""
 
     def __init__(self, node: Node, tile: int, word_access: bool) -> None:
         self.rest = math.prod(node.shape[1:])
@@ -52,11 +51,11 @@ class _Columns:
         parts = min(_PARTS, -(-self.rest // (tile * self.width))) if word_access else 1
         self.steps = [part * tile * self.width for part in range(parts)]
         self.count = parts * self.width  # sums of a thread
-        self.span = tile * self.count  # columns that the threads of a tile add up at a time
+        self.span = tile * self.count  # columns of all threads of a tile
 
 
 class _Scatter:
-    """The kernel while it is built."""
+    """Builds the kernel."""
 
     def __init__(self, node: Node, capabilities: Capabilities) -> None:
         dialect, dtype = dialect_of(capabilities), str(node.dtype)
@@ -72,14 +71,14 @@ class _Scatter:
         self.tiles = self.threads // self.tile
         self.columns = _Columns(node, self.tile, dialect.word_access)
         self.listed = _LISTED // less
-        # A key is a row of the workgroup and a position, which sort as one number.
+        # A key has the row in its high bits and the position in its low bits.
         self.bits = self.count.bit_length()
         self.most_rows = _MOST_ROWS // less
-        if dialect.word_access:  # whose keys are one word
+        if dialect.word_access:  # keys are 32 bits wide
             self.most_rows = min(self.most_rows, 1 << 32 - self.bits)
         steps = dialect.most_steps(capabilities)
         if self.count > self.listed and steps < MANY_STEPS:
-            # A workgroup may have to look for any of its rows in all of the index.
+            # A workgroup may have to search the whole index for each of its rows.
             turns = -(-self.columns.rest // self.columns.span) * (self.count // self.tiles + 64)
             self.most_rows = min(self.most_rows, steps // turns)
         if not self.most_rows:
@@ -94,7 +93,7 @@ class _Scatter:
         self.counts = k.shared("counts", "int32", self.rows, atomic=True)
         self.starts = k.shared("starts", "int32", self.rows + 1)
         self.long_rows = k.shared("long_rows", "int32", self.rows)
-        self.found = k.shared("found", "int32", 2, atomic=True)  # positions, and long rows
+        self.totals = k.shared("found", "int32", 2, atomic=True)  # positions, and long rows
         self.told = k.shared("told", "int32", 1)
         self.across = k.shared("across", self.columns.dtype, self.threads * self.columns.count)
 
@@ -112,7 +111,7 @@ class _Scatter:
         return k.source((self.groups,), (self.threads,))
 
     def _row(self, position: Expr) -> Var:
-        """The row of the result that a position of the index names; -1 if there is none."""
+        """The row of the result at a position of the index; -1 if it is out of range."""
         return self.k.let("row", self.k.load_index(self.k.inputs[1], position, self.length))
 
     def _position(self, at: Expr) -> Expr:
@@ -120,13 +119,13 @@ class _Scatter:
         return (self.k.load(self.keys, at) & ((1 << self.bits) - 1)).cast("int32")
 
     def _count(self) -> None:
-        """How often each row of the workgroup is in the index."""
+        """Count the occurrences of each of the workgroup's rows."""
         k = self.k
         with k.loop("i", k.thread, self.rows, self.threads) as i:
             k.store(self.counts, i, 0)
         with k.when(k.thread.eq(0)):
-            k.store(self.found, 0, 0)
-            k.store(self.found, 1, 0)
+            k.store(self.totals, 0, 0)
+            k.store(self.totals, 1, 0)
         k.barrier()
         with k.loop("i", k.thread, self.count, self.threads) as i:
             row = self._row(i)
@@ -135,24 +134,24 @@ class _Scatter:
         k.barrier()
 
     def _list(self) -> Var:
-        """Make keys of the rows that are not there too often. How many: 0 if there is no room for all."""
+        """List the keys of rows that are not too frequent; returns their number, 0 if they do not fit."""
         k = self.k
         with k.loop("i", k.thread, self.count, self.threads) as i:
             row = self._row(i)
             with k.when((row >= 0) & (row % self.groups).eq(k.group())):
                 own = k.let("own", row // self.groups)
                 with k.when(k.load(self.counts, own) <= _OFTEN):
-                    at = k.atomic_add(self.found, 0, 1, "at")
+                    at = k.atomic_add(self.totals, 0, 1, "at")
                     with k.when(at < self.listed):
                         k.store(self.keys, at, own.cast(self.key) << self.bits | i.cast(self.key))
         k.barrier()
         with k.when(k.thread.eq(0)):
-            found = k.let("found_keys", k.load(self.found, 0))
-            k.store(self.told, 0, k.select(found <= self.listed, found, 0))
+            count = k.let("found_keys", k.load(self.totals, 0))
+            k.store(self.told, 0, k.select(count <= self.listed, count, 0))
         return k.uniform("listed", self.told)
 
     def _sort(self, listed: Var) -> None:
-        """Sort the keys, after the largest possible ones make them a power of two."""
+        """Sort the keys, padded to a power of two with the largest key."""
         k = self.k
         padded = k.variable("padded", 1)
         with k.repeat(padded < listed):
@@ -175,14 +174,14 @@ class _Scatter:
         k.barrier()
 
     def _add_short_rows(self) -> None:
-        """A tile adds up a row that is not long; the others are noted."""
+        """A tile of threads adds up each short row; long rows are listed."""
         k, columns = self.k, self.columns
         own_rows = k.let("own_rows", (self.length - 1 - k.group()) // self.groups + 1)
         with k.loop("row", self.tile_rank, own_rows, self.tiles) as row:
             begin, end = k.let("begin", k.load(self.starts, row)), k.let("end", k.load(self.starts, row + 1))
             often = k.let("often", k.load(self.counts, row))
             with k.when((often > _LONG) | often.ne(end - begin)), k.when(self.rank.eq(0)):
-                slot = k.atomic_add(self.found, 1, 1, "slot")
+                slot = k.atomic_add(self.totals, 1, 1, "slot")
                 k.store(self.long_rows, slot, row)
             first = self.rank * columns.width
             with k.otherwise(), k.loop("column", first, columns.rest, columns.span) as column:
@@ -193,12 +192,11 @@ class _Scatter:
         k.barrier()
 
     def _add_long_rows(self) -> None:
-        """Each tile adds up a part of a long row, and then a thread the parts of a column."""
+        """Each tile adds up a part of a long row, then the parts of each column are added."""
         k, columns, tile = self.k, self.columns, self.tile
         with k.when(k.thread.eq(0)):
-            k.store(self.told, 0, k.load(self.found, 1))
-        found = k.uniform("found_long", self.told)
-        with k.loop("number", 0, found) as number:
+            k.store(self.told, 0, k.load(self.totals, 1))
+        with k.loop("number", 0, k.uniform("found_long", self.told)) as number:
             row = k.let("row", k.load(self.long_rows, number))
             goal = k.let("goal", row * self.groups + k.group())
             begin = k.variable("begin", k.load(self.starts, row))
@@ -238,12 +236,12 @@ class _Scatter:
                 k.barrier()
 
     def _share(self, size: Expr, rank: Expr) -> Expr:
-        """Where the part of a tile begins: size * rank // tiles, without a product that is too large."""
+        """Where the part of a tile begins: size * rank // tiles, without overflow."""
         return size // self.tiles * rank + size % self.tiles * rank // self.tiles
 
 
 def _local_bytes(columns: _Columns, less: int, word_access: bool) -> int:
-    """The bytes of a workgroup's memory, of which all parts but a few words are so many times smaller."""
+    """The bytes of local memory, with arrays `less` times smaller than usual."""
     item = max(np.dtype(columns.dtype).itemsize, WORD if word_access else 1)
     return (WORD * (_LISTED + 3 * _MOST_ROWS) + item * _THREADS * columns.count) // less + 64
 
@@ -265,7 +263,7 @@ class _Sums:
         return cls(k, columns, column, variables)
 
     def _inside(self, step: int) -> Expr | None:
-        """Whether a part's columns are there; None where they are. Those of the first always are."""
+        """Whether a part's columns exist; None if they surely do, as those of the first part."""
         rest = self.columns.rest
         return self.column + step < rest if step and rest % self.columns.span else None
 
@@ -292,13 +290,13 @@ class _Sums:
                     k.store(output, index, variable, self.columns.width)
 
     def put(self, shared: Memory, threads: int) -> None:
-        """Put the sums into the workgroup's memory."""
+        """Write the sums to local memory."""
         for number in range(self.columns.count):
             part, lane = divmod(number, self.columns.width)
             self.k.store(shared, self.k.thread + number * threads, self.k.lane(self.variables[part], lane))
 
     def take(self, shared: Memory, threads: int) -> _Sums:
-        """Take the sums out of the workgroup's memory."""
+        """Read the sums from local memory."""
         k, width = self.k, self.columns.width
         totals = []
         for part in range(len(self.variables)):
@@ -308,10 +306,10 @@ class _Sums:
 
 
 class _Levels:
-    """Long sums of floats in levels: what a block of items gave is added to the sums above."""
+    """Long floating-point sums in levels: the sum of a block is added to the next level."""
 
     def __init__(self, sums: _Sums, most: int) -> None:
-        """`most`: items that there may be."""
+        """`most`: the largest possible number of items."""
         k = self.k = sums.k
         self._sums = [sums]
         self._taken: list[Var] = []
@@ -321,7 +319,7 @@ class _Levels:
             self._sums.append(_Sums.zero(k, sums.columns, sums.column, f"level{level + 1}_"))
 
     def add(self, level: int = 0) -> None:
-        """The sums of the first level have taken in one item more."""
+        """Count an item that was added to the first level."""
         if level == len(self._taken):
             return
         k, taken = self.k, self._taken[level]
@@ -334,7 +332,7 @@ class _Levels:
             self.add(level + 1)
 
     def end(self) -> None:
-        """Have everything in the sums of the first level."""
+        """Move the total to the sums of the first level."""
         for level in range(len(self._taken)):
             self._raise(level)
         if self._taken:
@@ -342,6 +340,6 @@ class _Levels:
                 self.k.assign(first, last)
 
     def _raise(self, level: int) -> None:
-        """Add the sums of a level to those above."""
+        """Add the sums of a level to the next level."""
         for variable, above in zip(self._sums[level].variables, self._sums[level + 1].variables, strict=True):
             self.k.accumulate(above, "sum", variable)

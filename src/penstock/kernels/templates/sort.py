@@ -1,8 +1,8 @@
 """Argsort: the indices that sort rows; equal items keep their order.
 
-Items of every dtype are sorted by keys: unsigned integers in the same order. Each key makes a pair with the
-item's index in its row. A thread sorts a short row by insertion, a workgroup of a GPU one that fits its local
-memory as a bitonic network. Others are sorted digit by digit, each time in a stable order.
+Items of every dtype are sorted by keys: unsigned integers in the same order. A pair is a key and the item's
+index in its row. A thread sorts a short row by insertion; a workgroup of a GPU sorts a row that fits into
+local memory by a bitonic network. Other rows are sorted by radix: digit by digit, each pass being stable.
 
 Keys are words of 32 bits on a GPU, the lowest first, and of up to 64 on a CPU. A pair in a GPU's memory is
 the index, followed by the words of the key.
@@ -21,21 +21,21 @@ from penstock.kernels.templates.launches import (
     CPU_SHARES,
     Launch,
     Lowering,
+    Tasks,
     along,
     group_size,
     is_cpu,
     one_launch,
 )
 from penstock.kernels.templates.scan import Scan, row_scan
-from penstock.kernels.templates.tasks import Tasks
 
-_DIGITS = 256  # values of a digit, which is a byte; on a GPU each has a thread
-_BLOCK = 2048  # items that one workgroup counts and places
-_INSERTED_ON_CPU = 32  # items of the longest row that is sorted by insertion
+_DIGITS = 256  # values of a digit, which is a byte; on a GPU a thread for each
+_BLOCK = 2048  # items that a workgroup counts and scatters
+_INSERTED_ON_CPU = 32  # items of the longest row sorted by insertion
 _INSERTED_ON_GPU = 16
-_LOCAL_BYTES = 32768  # every GPU's workgroups have this much
+_LOCAL_BYTES = 32768  # that every GPU has
 _WORD = 4  # bytes
-_MOST_WORDS = 1 << 31  # of all pairs, so that an index is an int32
+_MOST_WORDS = 1 << 31  # of all pairs, so that indices are int32
 
 
 def sort(node: Node, capabilities: Capabilities) -> Lowering | None:
@@ -57,26 +57,26 @@ def sort(node: Node, capabilities: Capabilities) -> Lowering | None:
 
 
 class _Rows:
-    """The rows of one node: how many there are, where their items lie, and what the keys are."""
+    """The rows to sort: their number, where their items are, and their keys."""
 
     def __init__(self, node: Node, capabilities: Capabilities) -> None:
         dtype = node.inputs[0].dtype
         outer, self.length, self.inner = along(node.shape, node.attributes["axis"])
         self.count = outer * self.inner
-        self.bytes = dtype.itemsize  # of a key: as many digits
+        self.bytes = dtype.itemsize  # of a key, and its digits
         wide, cpu = self.bytes == 8, is_cpu(capabilities)
         self.words = 2 if wide and not cpu else 1
         self.word = "uint64" if wide and cpu else "uint32"
         # Items of scratch memory: words of 32 bits on a GPU, of 64 on a CPU.
         self.pair = 1 + int(wide) if cpu else 1 + self.words
-        # The bits are read, whatever they mean.
+        # Items are read as bits.
         self.dtype = "uint32" if self.words == 2 else f"uint{8 * self.bytes}"
         self._kind, self._descending = dtype.kind, node.attributes["descending"]
         self._bits = 8 * self.bytes // self.words  # of the highest word
         self.largest = Const((1 << self._bits) - 1, Type(self.word))
 
     def index(self, row: Expr, position: Expr) -> Expr:
-        """Where an item of a row lies."""
+        """The index of an item of a row."""
         length, inner = self.length, self.inner
         if inner == 1:
             return row * length + position
@@ -90,14 +90,14 @@ class _Rows:
         return [k.let(f"key_{n}", word) for n, word in enumerate(self._ordered(k, bits))]
 
     def _ordered(self, k: KernelBuilder, bits: Sequence[Expr]) -> Sequence[Expr]:
-        """The bits of an item as a number that is in the same order as what they mean."""
+        """The bits of an item as an unsigned integer in the order of the items' values."""
         *low, high = bits
         sign = Const(1 << self._bits - 1, Type(self.word))
         ordered = bits
         if self._kind == "i":
             ordered = [*low, high ^ sign]
         if self._kind == "f":
-            # Every NaN is the largest; -0 is 0; a negative number is the smaller the larger its bits are.
+            # NaNs are the largest; -0 equals 0; the order of negative numbers is that of their inverted bits.
             zeros = [Const(0, Type(self.word)) for _ in low]
             infinity = 0xFF << 24 if self.bytes == 4 else 0x7FF << self._bits - 11  # without its sign
             is_nan = _greater([*low, high << 1], [*zeros, Const(infinity, Type(self.word))])
@@ -110,7 +110,7 @@ class _Rows:
 
 
 def _greater(left: Sequence[Expr], right: Sequence[Expr]) -> Expr:
-    """Whether one number is greater than another, both given by their words, the lowest first."""
+    """Whether an unsigned integer is greater than another, given their words, the lowest first."""
     result = left[0] > right[0]
     for a, b in zip(left[1:], right[1:], strict=True):
         result = (a > b) | (a.eq(b) & result)
@@ -139,7 +139,7 @@ def _insertion(rows: _Rows, capabilities: Capabilities) -> KernelSource:
 
 
 def _in_local_memory(rows: _Rows, padded: int, capabilities: Capabilities) -> KernelSource:
-    """For a GPU: a workgroup sorts a row as a bitonic network of pairs, with what pads it at the end."""
+    """For a GPU: a workgroup sorts a row, padded at the end, by a bitonic network."""
     threads = group_size(padded // 2, capabilities)
     k = KernelBuilder("sort_row", capabilities, ["int64"], [rows.dtype])
     places = k.shared("places", "uint32", padded)
@@ -158,7 +158,7 @@ def _in_local_memory(rows: _Rows, padded: int, capabilities: Capabilities) -> Ke
 
 
 def bitonic_sort(k: KernelBuilder, arrays: Sequence[Memory], length: Operand, threads: int) -> None:
-    """Sort a workgroup's arrays, whose items at one index are the words of a number, the lowest first.
+    """Sort unsigned integers in local memory, given the arrays of their words, the lowest first.
 
     The length is a power of two.
     """
@@ -186,10 +186,10 @@ def bitonic_sort(k: KernelBuilder, arrays: Sequence[Memory], length: Operand, th
 
 
 def _by_digits(rows: _Rows, capabilities: Capabilities) -> Lowering:
-    """For a GPU: the pairs are sorted by each byte of the keys, from the lowest on.
+    """For a GPU: a radix sort of the pairs by each byte of the keys, the lowest first.
 
-    The scratch buffers hold the pairs, the pairs after a pass, and how many keys of each block have each
-    digit. The pairs change sides with every pass.
+    The scratch buffers hold the pairs before and after a pass, which alternate, and how many keys of each
+    block have each digit.
     """
     blocks = -(-rows.length // _BLOCK)
     counts = _DIGITS * blocks
@@ -229,7 +229,7 @@ def _storing(rows: _Rows, capabilities: Capabilities) -> KernelSource:
 
 
 class _Block:
-    """What a workgroup knows of its block of a row: its pairs, their digits, and its item of the counts."""
+    """A workgroup's block of a row: its pairs, their digits, and its item of the counts."""
 
     def __init__(self, k: KernelBuilder, rows: _Rows, blocks: int, pairs: Memory) -> None:
         self._k, self._rows, self._counts = k, rows, _DIGITS * blocks
@@ -247,7 +247,7 @@ class _Block:
         k.barrier()
 
     def is_own(self, i: Expr) -> Expr:
-        """Whether the digit of a key is that of this thread."""
+        """Whether the digit of a key belongs to this thread."""
         return self._k.load(self._digits, i).cast("int32").eq(self._k.thread)
 
 
@@ -277,10 +277,10 @@ def _placing(rows: _Rows, blocks: int, capabilities: Capabilities) -> KernelSour
 
 
 def _row_by_row(rows: _Rows, slots: int, capabilities: Capabilities) -> KernelSource:
-    """For a CPU: a thread sorts one row after the other, digit by digit, in its slot of the scratch.
+    """For a CPU: a radix sort of row after row, in the thread's slot of the scratch buffer.
 
-    A pair is an integer of 64 bits: the index, and the key in the lower half. A key that needs all 64 is
-    followed by the index.
+    A pair is an integer of 64 bits, with the index in the upper half and the key in the lower half. A key of
+    64 bits is followed by the index.
     """
     n, each, size = rows.length, -(-rows.count // slots), rows.length * rows.pair
     k = KernelBuilder("sort_rows", capabilities, ["int64", "uint64"], [rows.dtype])
@@ -300,7 +300,7 @@ def _row_by_row(rows: _Rows, slots: int, capabilities: Capabilities) -> KernelSo
             for byte in range(rows.bytes):
                 counter = k.let(f"counter_{byte}", byte * _DIGITS + _digit(key, 8 * byte))
                 k.store(counts, counter, k.load(counts, counter) + 1)
-        # The pairs change sides with every digit. Two sides may have more items than an int can count.
+        # The pairs change sides with every digit. The offset of a side may exceed an int32.
         source = k.variable("source", 0, "int64")
         with k.loop("digit", 0, rows.bytes) as digit:
             _pass(k, rows, pairs, counts, source, digit)
@@ -318,13 +318,13 @@ def _packed(rows: _Rows, key: Expr, position: Expr) -> list[Expr]:
 
 
 def _digit(word: Expr, shift: Operand) -> Expr:
-    """A byte of a word, by its first bit."""
+    """A byte of a word, by the position of its lowest bit."""
     by = shift if isinstance(shift, Expr) else Const(shift)
     return (Binary(">>", word, by) & (_DIGITS - 1)).cast("int32")
 
 
 def _pass(k: KernelBuilder, rows: _Rows, pairs: Memory, counts: Memory, source: Var, digit: Expr) -> None:
-    """Sort the pairs of a row by one digit, unless it is the same in all."""
+    """Sort the pairs of a row by a digit, unless all have the same digit."""
     n, size = rows.length, rows.length * rows.pair
     first, shift = k.let("first", digit * _DIGITS), k.let("shift", digit * 8)
 

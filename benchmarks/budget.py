@@ -1,0 +1,198 @@
+"""Training steps inside memory budgets, beside PyTorch: plain, with a checkpoint per block, and compiled.
+
+    python benchmarks/budget.py [--device opencl:0] [--model nano] [--compile] [--save FILE]
+
+The budgets are shares of what the step takes without a budget, and the smallest that would do. All train
+the same model, in turn, in one process; a ratio of time is that to the step without a budget. Memory is what
+the driver has given out; PyTorch's is what its allocator has reserved, on CUDA only. On CUDA, PyTorch is also
+compiled with `activation_memory_budget`, its own knob for the bytes that are saved for the gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import penstock as ps
+import penstock.nn
+import penstock.optim
+from measuring import Report, Sides, best_of, installed
+from penstock.bench.steps import Gpt, torch_gpt
+
+MODELS = {"nano": Gpt(2048, 128, 128, 4, 4, 16), "gpt2-124M": Gpt(50304, 1024, 768, 12, 12, 16)}
+SHARES = (1.0, 0.75, 0.5, 0.35, 0.25)
+KNOBS = (0.5, 0.2, 0.0)  # of PyTorch
+RATE = 3e-4
+STEPS = 3  # of each side in a round
+MIB = 1 << 20
+SLACK = 64 << 10  # bytes above the smallest budget, for losses and other small tensors
+
+torch = installed("torch")
+checkpoint = installed("torch.utils.checkpoint")
+
+
+class Budgets:
+    """A model, and its step under several budgets."""
+
+    def __init__(self, sizes: Gpt, tokens: Any, device: ps.Device) -> None:
+        ps.random.manual_seed(0)
+        self.device = device
+        self.model = ps.nn.GPT(sizes.vocab, sizes.context, sizes.width, sizes.layers, sizes.heads)
+        if device.capabilities.matmul_library:
+            self.model.to(ps.bfloat16)
+        self.optimizer = ps.optim.AdamW(self.model.parameters(), lr=RATE, weight_decay=0.01)
+        self.tokens = ps.asarray(tokens, device=device)
+
+    def step(self, memory: int | None) -> Callable[[ps.Tensor], ps.Tensor]:
+        @ps.jit(memory=memory)
+        def step(tokens: ps.Tensor) -> ps.Tensor:
+            loss = self.model.loss(tokens[:, :-1], tokens[:, 1:])
+            self.optimizer.backward(loss)
+            self.optimizer.step()
+            return loss
+
+        return step
+
+    def side(self, memory: int) -> Callable[[], None]:
+        step = self.step(memory)
+
+        def run() -> None:
+            for _ in range(STEPS):
+                step(self.tokens)
+            self.device.sync()
+
+        return run
+
+    def physical_bytes(self, run: Callable[[], None]) -> int:
+        """The bytes that the driver has allocated after some steps, when arenas and results exist."""
+        gc.collect()
+        self.device.cleanup()
+        run()
+        stats = self.device.memory_stats()
+        return stats.driver_bytes - stats.staging_bytes
+
+
+def digest(sizes: Gpt, tokens: Any, device: ps.Device, memory: int) -> str:
+    """The losses and the parameters of a new model after two steps."""
+    ours = Budgets(sizes, tokens, device)
+    step = ours.step(memory)
+    losses = [step(ours.tokens).numpy() for _ in range(2)]
+    parameters = [parameter.numpy() for parameter in ours.model.parameters()]
+    return hashlib.sha256(b"".join(array.tobytes() for array in (*losses, *parameters))).hexdigest()
+
+
+def torch_side(sizes: Gpt, tokens: Any, cuda: bool, how: str, knob: float = 1.0) -> Callable[[], None]:
+    """PyTorch's step: `how` is plain, checkpoint (each block) or compiled (with its own budget)."""
+    where = "cuda" if cuda else "cpu"
+    model = torch_gpt(torch, sizes).to(where)
+    if how == "checkpoint":
+        for block in model.blocks:
+            inner = block.forward
+            block.forward = lambda x, inner=inner: checkpoint.checkpoint(inner, x, use_reentrant=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01, fused=True)
+    ids = torch.from_numpy(tokens).to(where)
+
+    def loss_of(ids: Any) -> Any:
+        with torch.autocast(where, dtype=torch.bfloat16, enabled=cuda):
+            logits = model(ids[:, :-1])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    if how == "compiled":
+        torch.compiler.reset()
+        torch._functorch.config.activation_memory_budget = knob
+        loss_of = torch.compile(loss_of, dynamic=False)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad(set_to_none=True)
+            loss_of(ids).backward()
+            optimizer.step()
+        if cuda:
+            torch.cuda.synchronize()
+
+    return run
+
+
+def torch_held() -> int:
+    """The bytes in use by PyTorch's allocator, on CUDA."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.memory_reserved())
+
+
+def torch_peak(run: Callable[[], None]) -> int:
+    """The peak of PyTorch's allocator during some steps, on CUDA."""
+    torch_held()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return int(torch.cuda.max_memory_reserved())
+
+
+def peers(sizes: Gpt, tokens: Any, cuda: bool, compiles: bool) -> dict[str, tuple[Callable[[], None], int]]:
+    """The sides of PyTorch, with their memory, if it is known."""
+    if torch is None:
+        return {}
+    makers = {"torch": ("plain", 1.0), "torch, checkpoints": ("checkpoint", 1.0)}
+    if compiles:
+        makers |= {f"torch compiled, {knob:g}": ("compiled", knob) for knob in (1.0, *KNOBS)}
+    result = {}
+    for name, (how, knob) in makers.items():
+        held = torch_held() if cuda else 0
+        run = torch_side(sizes, tokens, cuda, how, knob)
+        run()  # compiles, with the knob as it is now
+        result[name] = run, torch_peak(run) - held if cuda else 0
+    return result
+
+
+def lines(name: str, device: ps.Device, compiles: bool, report: Report) -> None:
+    sizes = MODELS[name]
+    tokens = np.random.default_rng(0).integers(0, sizes.vocab, (sizes.batch, sizes.context + 1))
+    ours = Budgets(sizes, tokens, device)
+    plan = ps.memory.plan(ours.step(None), ours.tokens)
+    print(plan, flush=True)
+    unlimited, smallest = plan.unlimited_bytes, plan.smallest_bytes + SLACK
+    limits = {f"{share:.0%}": int(share * unlimited) for share in SHARES}
+    limits = {what: limit for what, limit in limits.items() if limit > smallest} | {"the smallest": smallest}
+    del ours  # frees its memory for the next models
+    bits = {digest(sizes, tokens, device, limit) for limit in limits.values()}
+    ours = Budgets(sizes, tokens, device)
+    report.add(f"{name}: different results", len(bits), "", "= 1", len(bits) == 1, "loss and parameters")
+    sides = {what: ours.side(limit) for what, limit in limits.items()}
+    taken = {what: ours.physical_bytes(run) for what, run in sides.items()}
+    others = peers(sizes, tokens, device.name.startswith("cuda"), compiles)
+    everybody: Sides = {**sides, **{what: run for what, (run, _) in others.items()}}
+    best = best_of(everybody, rounds=5)
+    for what, limit in limits.items():
+        within = taken[what] <= limit
+        detail = f"{best[what] / STEPS * 1e3:.2f} ms; {taken[what] / MIB:.1f} of {limit / MIB:.1f} MiB taken"
+        report.add(f"{name}: time at {what}", best[what] / best["100%"], "x", "in budget", within, detail)
+    for what, (_, nbytes) in others.items():
+        memory = f"; {nbytes / MIB:.1f} MiB" if nbytes else ""
+        detail = f"{best[what] / STEPS * 1e3:.2f} ms{memory}"
+        report.add(f"{name}: {what} over ours at 100%", best[what] / best["100%"], "x", "", None, detail)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="opencl")
+    parser.add_argument("--model", choices=MODELS, help="gpt2-124M on CUDA, else nano, if nothing is said")
+    parser.add_argument("--compile", action="store_true", help="torch.compile on a CPU, too")
+    parser.add_argument("--save", type=Path, help="write the table as JSON, with the commit and the device")
+    options = parser.parse_args()
+    device = ps.use(options.device)
+    cuda = device.name.startswith("cuda")
+    report = Report()
+    lines(options.model or ("gpt2-124M" if cuda else "nano"), device, options.compile or cuda, report)
+    if options.save:
+        versions = {"torch": "none" if torch is None else torch.__version__}
+        report.save(options.save, "budget", device, versions)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The command line: `penstock`, with a file for each command.
+
+Commands import what they need when they run, so that the others, and `--help`, start quickly.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Annotated, TextIO
+
+import typer
+from rich.console import Console
+
+import penstock
+from penstock.cli import (
+    advising,
+    benching,
+    caches,
+    configuring,
+    generating,
+    listing,
+    planning,
+    reporting,
+    training,
+)
+from penstock.errors import PenstockError, PenstockWarning
+from penstock.terminal import complain, say
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help, wrapped to the width of the terminal
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"penstock {penstock.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def penstock_command(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train and run neural networks on any GPU, inside a memory budget that you set."""
+
+
+for _command in (
+    listing.devices,
+    training.train,
+    planning.plan,
+    configuring.config,
+    generating.generate,
+    reporting.report,
+    benching.bench,
+    caches.cache,
+):
+    app.command(_command.__name__)(_command)
+# What follows the name of a script belongs to the script.
+app.command("advise", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+    advising.advise
+)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Warnings of Penstock in a line, without its source; see `warnings.showwarning`."""
+    if issubclass(category, PenstockWarning):
+        say(Console(stderr=True), f"penstock: {message}", style="yellow")
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+
+def main() -> None:
+    """Run the command line; Penstock's own errors are shown in a line, with exit status 1."""
+    warnings.showwarning = _show_warning
+    try:
+        app(prog_name="penstock")
+    except PenstockError as error:
+        complain(error)
+        raise SystemExit(1) from None
+    except MemoryError:
+        complain("this machine has not enough memory for that")
+        raise SystemExit(1) from None

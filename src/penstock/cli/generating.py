@@ -1,0 +1,68 @@
+"""`penstock generate`: text from a trained model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import penstock
+from penstock.errors import SettingError
+from penstock.printable import printable
+
+
+def generate(
+    model: Annotated[
+        Path, typer.Argument(help="The folder of a run, or of a GPT-2 in Hugging Face's layout.")
+    ],
+    prompt: Annotated[str, typer.Option(help="The text to continue; ids if there is no tokenizer.")] = "",
+    tokens: Annotated[int, typer.Option(help="How many to generate.", min=0)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest.", min=0.0)] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Only so many of the likeliest.", min=1)] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Only the likeliest with this total probability.", min=0.0, max=1.0)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.", min=0)] = None,
+    device: Annotated[str | None, typer.Option(help="A name from `penstock devices`, or auto.")] = None,
+) -> None:
+    """Generate text with a trained model, shown as it comes."""
+    from penstock.train.loading import load_model, stream_text
+
+    if device:
+        penstock.use(device)
+    network, tokenizer = load_model(model)
+    if tokenizer is None:
+        try:
+            ids: Any = [int(part) for part in prompt.split()] or [0]
+        except ValueError:
+            raise SettingError(
+                f"{model} has no tokenizer.json, so a prompt is ids such as '17 4', and {prompt!r} was given"
+            ) from None
+    else:
+        ids = tokenizer.encode(prompt or "\n")
+    try:
+        pieces = stream_text(network, tokenizer, ids, tokens, temperature, top_k, top_p, seed)
+        stream([prompt] if tokenizer else [], pieces)
+    except ValueError as error:  # ids that the model does not have, and the like
+        raise SettingError(str(error)) from None
+
+
+def stream(*parts: Iterable[str]) -> str:
+    """Write text as it is generated, until Ctrl-C; the whole text. Control characters are escaped."""
+    written = []
+    obeys = sys.stdout.isatty()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
+    try:
+        for pieces in parts:
+            for piece in pieces:
+                written.append(piece)
+                sys.stdout.write(printable(piece) if obeys else piece)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        pass
+    sys.stdout.write("\n")
+    return "".join(written)

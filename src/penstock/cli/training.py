@@ -1,0 +1,113 @@
+"""`penstock train`: a run of training, new or resumed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+import penstock
+from penstock.cli.generating import stream
+from penstock.cli.settings import Changes, with_settings
+from penstock.errors import OutOfDeviceMemory, PenstockError, SettingError
+from penstock.terminal import complain, say
+
+if TYPE_CHECKING:
+    from penstock.train import Checkpoint, Config
+
+RUNS = Path("runs")  # where runs get their folders
+_SAMPLE = 200  # tokens that end a run
+
+
+@with_settings()
+def train(
+    changes: Changes,
+    run: Annotated[Path | None, typer.Argument(help="With --resume: the folder of the run.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume RUN, or the last run.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The folder of a new run.", metavar="FOLDER")] = None,
+) -> None:
+    """Train a GPT on text, or resume a run.
+
+    By default, a small GPT learns from the sources of Python. Options take precedence over --set, --set over
+    the file, and the file over the settings of a resumed run. The run's folder gets its configuration,
+    metrics, checkpoints and a report. Ctrl-C and SIGTERM save and end, with exit status 130 or 143.
+    """
+    if run is not None and not resume:
+        raise SettingError(f"to go on with {run} say --resume {run}; for a new run there say --out {run}")
+    if resume and out is not None:
+        raise SettingError("a resumed run stays in its folder: --resume and --out do not go together")
+    from penstock.train import Config
+
+    checkpoint: Checkpoint | None = None
+    if resume:
+        folder = run if run is not None else _last_run()
+        settings, checkpoint = _resumed(folder)
+    else:
+        folder = out if out is not None else RUNS / time.strftime("%Y-%m-%d-%H%M%S")
+        if out is not None and any(folder.glob("checkpoints/*.safetensors")):
+            raise SettingError(f"{folder} holds a run already; --resume {folder} goes on with it")
+        settings = Config()
+    _run(changes.applied(settings), folder, checkpoint, numbered=not resume and out is None)
+
+
+def _resumed(folder: Path) -> tuple[Config, Checkpoint | None]:
+    """The settings of a run, and its last valid checkpoint; None if it ended before the first."""
+    from penstock.train import Config, load_last
+    from penstock.train.checkpoint import checkpoint_files
+    from penstock.train.report import CONFIG_FILE
+
+    if not checkpoint_files(folder) and (folder / CONFIG_FILE).is_file():
+        complain(f"{folder} has no checkpoint yet; the run starts from its first step")
+        return Config().with_file(folder / CONFIG_FILE), None
+    checkpoint, problems = load_last(folder)
+    for problem in problems:
+        complain(problem)
+    return checkpoint.config, checkpoint
+
+
+def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered: bool) -> None:
+    from penstock.train import Trainer, open_view
+    from penstock.train.loading import stream_text
+
+    console = Console()
+    view = open_view(console)
+    if settings.run.device:
+        penstock.use(settings.run.device)
+    if settings.run.memory:
+        penstock.default_device().limit_bytes = settings.run.memory
+    try:
+        trainer = Trainer(settings, folder, view, checkpoint, numbered)
+        folder = trainer.folder
+        if trainer.step >= settings.run.steps:
+            view.note(f"all {settings.run.steps} steps are done; --steps with a larger number goes on")
+        trainer.train()
+        if trainer.stopped_by is not None:
+            how = f"; to go on: penstock train --resume {folder}" if folder.is_dir() else ""
+            view.note(f"stopped at step {trainer.step}{how}")
+            raise typer.Exit(128 + trainer.stopped_by)
+        prompt = trainer.prompt()
+        text = trainer.tokenizer.decode(prompt)
+        view.note("\na sample:")
+        say(console, text, style="dim", end="")
+        seed = settings.run.seed
+        pieces = stream_text(trainer.model, trainer.tokenizer, prompt, _SAMPLE, 0.8, top_k=40, seed=seed)
+        text += stream(pieces)
+        reported = trainer.report(text)
+    except OutOfDeviceMemory as error:
+        raise PenstockError(
+            f"{error}\nA smaller batch under [data] needs less (accumulate under [optimizer] makes up), and "
+            "so does a smaller context or width under [model]. --memory sets the limit."
+        ) from None
+    report = f"report: {folder / 'report.html'}; " if reported else ""
+    view.note(f"\n{report}more text: penstock generate {folder} --prompt TEXT")
+
+
+def _last_run() -> Path:
+    """The run that was active last."""
+    files = [*RUNS.glob("*/metrics.jsonl"), *RUNS.glob("*/config.toml")]
+    if not files:
+        raise SettingError(f"there is no run in {RUNS}/; name the folder: --resume FOLDER")
+    return max(files, key=lambda path: path.lstat().st_mtime).parent

@@ -1,0 +1,398 @@
+"""The pass under a memory budget: where a plan is too large, some values are not kept on the device.
+
+Groups run again to compute them once more, or copies lie in the memory of the host meanwhile. State, such as
+moments, may be there between runs, too, and come to the device for its uses only. The pass works on
+groups, when their kernels are known: a group that runs once more runs the same kernels on the same values, so
+it gives the same bits, whatever the device. Every schedule that it tries is packed by the planner, and the
+packed arenas are the proof.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from penstock.compiler.compilation import Compilation, Move
+from penstock.compiler.layout import lay_out, own_buffers, plan
+from penstock.compiler.passes import Works, turns_of, works_of
+from penstock.compiler.target import Target
+from penstock.drivers.driver import Cost
+from penstock.errors import OutOfDeviceMemory
+from penstock.formatting import format_bytes
+from penstock.fusion.groups import Group
+from penstock.fusion.views import base
+from penstock.graph.node import Kind, Node
+from penstock.kernels.costing import costs
+from penstock.kernels.lower import Lowering
+from penstock.kernels.source import ALIGNMENT
+from penstock.memory.pool import size_class
+from penstock.plan.order import deferred, ordered
+from penstock.plan.prefetching import prefetched
+from penstock.plan.recomputing import sequels
+from penstock.plan.sequences import HOLD, OUT, Link, Run, Sequel, Task
+
+# About how many operations take as long as moving a byte, on a GPU with tensor cores and on a CPU, and the
+# bytes that could be moved while a kernel is launched. Only the relation of prices counts.
+_OPERATIONS_GPU, _OPERATIONS_CPU = 100, 16
+_LAUNCH = 64 << 10
+_SURE = 0.95  # of what is estimated to be live: no plan takes less
+_SHOWN = 4  # of the largest values, in a message
+_LEVELS = 8  # of memory, between what is needed without a budget and the least
+
+
+def fit(state: Compilation, target: Target) -> Compilation:
+    """Where the plan passes the budget: the first schedule inside it that recomputes or moves some values.
+
+    Raises OutOfDeviceMemory with the smallest budget that would do, where there is none.
+    """
+    budget = target.budget
+    if budget is None or budget.held + taken_bytes(state, target) <= budget.limit:
+        return state
+    room = budget.limit - budget.held
+    outlines: list[_Outline] = []
+    for outline in _outlines(state, target):
+        outlines.append(outline)
+        if outline.least <= room:
+            planned = outline.planned()
+            if taken_bytes(planned, target) <= room:
+                return planned
+    raise _refusal(_smallest(state, outlines, target), target)
+
+
+def frontier(state: Compilation, target: Target) -> list[Compilation]:
+    """Planned compilations that take less and less memory: the given one first, the smallest last."""
+    outlines = list(_outlines(state, target))
+    smallest = _smallest(state, outlines, target)
+    most, least = taken_bytes(state, target), taken_bytes(smallest, target)
+    result = [state]
+    for share in range(1, _LEVELS):
+        level = most - (most - least) * share // _LEVELS
+        planned = next(outline for outline in outlines if outline.least <= level).planned()
+        if least < taken_bytes(planned, target) < taken_bytes(result[-1], target):
+            result.append(planned)
+    return [*result, smallest] if least < most else result
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a program takes under one budget."""
+
+    taken_bytes: int  # from the device, beside its inputs
+    arena_bytes: int  # the part of them that is for temporaries
+    extra_work: float  # of computing again and of waiting for copies, as a share of the work without a budget
+    recomputed: tuple[tuple[str, int], ...]  # what is, and how often, what takes longest first
+    launches: tuple[Cost, ...]  # what each computes and moves
+    moved: tuple[tuple[str, int], ...] = ()  # to the host and back: what is, and how often, the largest first
+    host_bytes: int = 0  # of the host's memory, for what is moved
+
+
+def level(state: Compilation, target: Target, launches: tuple[Cost, ...]) -> Level:
+    """What a planned compilation takes."""
+    assert state.plan is not None
+    once, again = 0.0, dict[str, list[float]]()
+    for number, (group, written) in enumerate(zip(state.groups, state.lowered, strict=True)):
+        work = price(group, written, target) or 0.0
+        if number in state.again:
+            again.setdefault(_described(group), []).append(work)
+        else:
+            once += work
+    ranked = sorted(again.items(), key=lambda item: -sum(item[1]))
+    return Level(
+        taken_bytes(state, target),
+        state.plan.arena_bytes,
+        state.extra / max(once, 1.0),
+        tuple((name, len(works)) for name, works in ranked),
+        launches,
+        tuple(Counter(described(node) for node in _moved_nodes(state)).items()),
+        host_bytes(state),
+    )
+
+
+def _moved_nodes(state: Compilation) -> list[Node]:
+    """What is moved to the host or lies there, the largest first."""
+    assert state.layout is not None
+    moved = [state.inputs[at] for at in state.hosted_state]
+    moved += [move.value for move in state.moves if move.kind == "out" and move.hosted in state.layout.hosted]
+    return sorted(moved, key=lambda node: -node.nbytes)
+
+
+def host_bytes(state: Compilation) -> int:
+    """What a planned compilation takes of the host's memory."""
+    own = sum(state.inputs[at].nbytes for at in state.hosted_state)
+    return own + (state.host_plan.arena_bytes if state.host_plan else 0)
+
+
+def described(node: Node) -> str:
+    """A value, for people."""
+    made = f" of {node.primitive.name}" if node.primitive.kind is not Kind.LEAF else ", kept between steps"
+    return f"{node.dtype}{list(node.shape)}{made}"
+
+
+def _described(group: Group) -> str:
+    """What a group computes, for people."""
+    named = [node.primitive.name for node in group.nodes if not node.primitive.is_free]
+    largest = max(group.outputs, key=lambda node: node.nbytes)
+    first = " ".join(list(dict.fromkeys(named))[:_SHOWN]) or "copy"
+    return f"{first} {largest.dtype}{list(largest.shape)}"
+
+
+def taken_bytes(state: Compilation, target: Target) -> int:
+    """What a run takes from the device: arenas, and results that take over no input.
+
+    Less what inputs do not take that lie at the host.
+    """
+    assert state.plan is not None
+    arenas = sum(size_class(max(arena.arena_bytes, 1)) for arena in state.plan.plans)
+    freed = target.budget.freed(state.hosted_state) if target.budget else 0
+    return arenas + _results(target) * result_bytes(state) - freed
+
+
+def _results(target: Target) -> int:
+    return 1 if target.budget is None else target.budget.results
+
+
+def result_bytes(state: Compilation) -> int:
+    """What results take that take over no input."""
+    layout = state.layout
+    assert layout is not None
+    written = {at: layout.buffers[base(state.wanted[at])] for at in state.aliases}
+    over = {written[at] for at, given in state.aliases.items() if layout.may_alias(written[at], 1 + given)}
+    over |= {layout.buffers[move.hosted] for move in state.moves if move.hosted in layout.outputs}
+    return sum(size_class(node.nbytes) for node in layout.outputs if layout.buffers[node] not in over)
+
+
+def price(group: Group, written: Lowering | None, target: Target) -> float | None:
+    """About how long a group takes, in bytes moved; None: it may not run twice."""
+    if written is None or any(node.primitive.kind is Kind.OPAQUE for node in group.nodes):
+        return None  # NumPy waits for the device, and nothing is known of a user's own kernel
+    operations = _OPERATIONS_GPU if target.gpu else _OPERATIONS_CPU
+    return sum(
+        _LAUNCH + cost.read_bytes + cost.written_bytes + cost.operations / operations
+        for cost in costs(group, written)
+    )
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """A way to run the groups before it is planned."""
+
+    least: int  # bytes, for sure
+    planned: Callable[[], Compilation]
+
+
+def _outlines(state: Compilation, target: Target) -> Iterator[_Outline]:
+    works = works_of(state)
+    fixed = set(own_buffers(state))
+    kept = works.kept | {number for number, node in enumerate(works.nodes) if node in fixed}
+    tasks = [
+        Task(
+            *step,
+            over=written.may_alias if written else (),
+            scratch=sum(map(_aligned, written.scratch)) if written else 0,
+            price=price(group, written, target),
+        )
+        for step, group, written in zip(works.steps, state.groups, state.lowered, strict=True)
+    ]
+    results = _results(target) * result_bytes(state)
+    order = deferred(ordered(works.steps, works.nbytes, works.kept), works.steps, works.nbytes, works.kept)
+    # NumPy on the host waits for the device, and with it for all copies.
+    cost = None if None in state.lowered else target.link_cost()
+    link = None if cost is None else Link(cost, _LAUNCH)
+    nbytes = list(map(_aligned, works.nbytes))
+    own = _state(state, target, works, fixed) if link else {}
+    for sequel in _frontier(tasks, order, nbytes, kept, link, own):
+        stays = sum(nbytes[number] for number in own if number not in sequel.hosted)
+        freed = target.budget.freed([own[number][0] for number in sequel.hosted]) if target.budget else 0
+        least = results + int(_SURE * (sequel.peak_bytes - stays)) - freed
+        if link is not None and sequel.moves:  # with time for the copies, or else in the least memory
+            early = prefetched(sequel, tasks, nbytes, link)
+            yield _Outline(least, partial(_planned, state, target, works.nodes, early))
+        yield _Outline(least, partial(_planned, state, target, works.nodes, sequel))
+
+
+def _state(
+    state: Compilation, target: Target, works: Works, fixed: Collection[Node]
+) -> dict[int, tuple[int, int | None]]:
+    """Inputs that may lie at the host between runs, and the results that are their next values.
+
+    By their numbers among the values: the number of the input, and that of the result. A result that has
+    another use, and what a kernel takes only where the caller has it, stays.
+    """
+    number = {node: at for at, node in enumerate(works.nodes)}
+    wanted = Counter(base(node) for node in state.wanted)
+    computed = {node for group in state.groups for node in group.outputs}
+    next_value = {given: base(state.wanted[at]) for at, given in state.aliases.items()}
+    result: dict[int, tuple[int, int | None]] = {}
+    for at in sorted(target.budget.state) if target.budget else ():
+        node, new = state.inputs[at], next_value.get(at)
+        if node not in number or node in wanted or node in fixed:
+            continue
+        if new is None:
+            result[number[node]] = at, None
+        elif wanted[new] == 1 and new in computed and new not in fixed and new.nbytes == node.nbytes:
+            result[number[node]] = at, number[new]
+    return result
+
+
+def _frontier(
+    tasks: Sequence[Task],
+    order: Sequence[int],
+    nbytes: Sequence[int],
+    kept: frozenset[int],
+    link: Link | None,
+    own: Mapping[int, tuple[int, int | None]],
+) -> Iterator[Sequel]:
+    """Sequences that take less and less memory. With a link, none for which a cheaper one takes no more.
+
+    A search that may move values decides greedily, and can end with dearer sequences than one that may not.
+    """
+    state = {value: new for value, (_, new) in own.items()}
+    plain = sequels(tasks, order, nbytes, kept, state=state)
+    if link is None:
+        yield from plain
+        return
+    every = [*plain, *sequels(tasks, order, nbytes, kept, link, state)]
+    best: list[Sequel] = []
+    for sequel in sorted(every, key=lambda sequel: (sequel.peak_bytes, sequel.price)):
+        if not best or sequel.price < best[-1].price:
+            best.append(sequel)
+    yield from reversed(best)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _planned(state: Compilation, target: Target, nodes: Sequence[Node], sequel: Sequel) -> Compilation:
+    """The groups in another sequence, with a plan."""
+    holder = dict(enumerate(nodes))  # the node that holds each number
+    sent: dict[int, Node] = {}  # results that go to the host: what they are there
+    groups: list[Group] = []
+    moves: list[Move] = []
+    tasks = [run for run in sequel.runs if run.task >= 0]
+    sequence: list[int] = []
+    for run in sequel.runs:
+        if run.task < 0:
+            sequence.append(len(tasks) + len(moves))
+            moves.append(_move(run, holder, moves))
+            if run.task == OUT:
+                sent[sequel.value_of[run.reads[0]]] = moves[-1].hosted
+            continue
+        sequence.append(len(groups))
+        group = state.groups[run.task]
+        new = {base(node): holder[read] for node, read in zip(group.inputs, run.reads, strict=True)}
+        first = run.writes[0] < len(nodes)
+        if not first or any(new[node] is not node for node in new):
+            group = _moved(group, new)
+        holder.update(zip(run.writes, group.outputs, strict=True))
+        groups.append(group)
+    results = {node: sent.get(at, holder[at]) for at, node in enumerate(nodes)}
+    moved = replace(
+        state,
+        wanted=[results.get(base(node), node) for node in state.wanted],
+        groups=groups,
+        lowered=[state.lowered[run.task] for run in tasks],
+        again=frozenset(at for at, run in enumerate(tasks) if run.writes[0] >= len(nodes)),
+        moves=moves,
+        extra=sequel.price,
+    )
+    turns = turns_of(moved, target, works_of(moved), sequence, spare=False)
+    return plan(lay_out(replace(moved, turns=turns), target), target)
+
+
+def _move(run: Run, holder: dict[int, Node], before: Sequence[Move]) -> Move:
+    """A copy of a sequence, which has nodes of its own for what it writes."""
+    read = holder[run.reads[0]]
+    if run.task == HOLD:
+        return Move("hold", read, next(move.hosted for move in before if move.value is read))
+    (number,) = run.writes
+    holder[number] = written = Node(read.primitive, read.inputs, read.attributes)
+    return Move("out", read, written) if run.task == OUT else Move("in", written, read)
+
+
+def _moved(group: Group, bases: Mapping[Node, Node]) -> Group:
+    """The same group on other values, with nodes of its own."""
+    new: dict[Node, Node] = {}
+
+    def given(node: Node) -> Node:
+        if node is base(node):
+            return bases[node]
+        return Node(node.primitive, (given(node.inputs[0]), *node.inputs[1:]), node.attributes)
+
+    for node in group.inputs:
+        new[node] = given(node)
+    for node in group.nodes:
+        new[node] = Node(node.primitive, tuple(new[parent] for parent in node.inputs), node.attributes)
+    return replace(
+        group,
+        outputs=tuple(new[node] for node in group.outputs),
+        inputs=tuple(new[node] for node in group.inputs),
+        nodes=tuple(new[node] for node in group.nodes),
+    )
+
+
+def _smallest(state: Compilation, outlines: Sequence[_Outline], target: Target) -> Compilation:
+    """Of all ways to run the groups, that which takes the least memory."""
+    best, least = state, taken_bytes(state, target)
+    for outline in reversed(outlines):
+        if outline.least < least:
+            planned = outline.planned()
+            if (nbytes := taken_bytes(planned, target)) < least:
+                best, least = planned, nbytes
+    return best
+
+
+def _refusal(smallest: Compilation, target: Target) -> OutOfDeviceMemory:
+    budget = target.budget
+    assert budget is not None
+    taken, results = taken_bytes(smallest, target), _results(target) * result_bytes(smallest)
+    needed = budget.held + taken
+    freed = budget.freed(smallest.hosted_state)
+    parts = [
+        f"{format_bytes(nbytes)} {what}"
+        for nbytes, what in (
+            (budget.held - freed, "for what is live already"),
+            (results, "for results"),
+            (taken + freed - results, "for temporaries"),
+        )
+        if nbytes
+    ]
+    largest = ", ".join(
+        f"{described(node)} ({format_bytes(node.nbytes)})" for node in _at_the_peak(smallest)[:_SHOWN]
+    )
+    return OutOfDeviceMemory(
+        f"this does not fit into {budget.limit} bytes ({format_bytes(budget.limit)}) on {target.name}, even "
+        f"if all is recomputed{_or_moved(smallest)} that can be. The smallest budget that would do is "
+        f"{needed} bytes ({format_bytes(needed)}): {', '.join(parts)}. "
+        + (f"The largest at the peak: {largest}. " if largest else "")
+        + "A smaller batch or context, float16 or bfloat16, or a smaller model needs less",
+        asked=taken,
+        live=budget.held,
+        free=max(budget.limit - budget.held, 0),
+        smallest=needed,
+    )
+
+
+def _or_moved(smallest: Compilation) -> str:
+    if not smallest.moves:
+        return ""
+    return f" or moved to the host ({format_bytes(host_bytes(smallest))} of its memory)"
+
+
+def _at_the_peak(state: Compilation) -> list[Node]:
+    """The temporaries that are live where the most bytes are, the largest first."""
+    layout = state.layout
+    assert layout is not None
+    load = [0] * (1 + max((value.dies for value in layout.lifetimes), default=0))
+    for value in layout.lifetimes:
+        for turn in range(value.born, value.dies + 1):
+            load[turn] += value.nbytes
+    peak = load.index(max(load))
+    live = [
+        node
+        for node, number in layout.temporaries.items()
+        if layout.lifetimes[number].born <= peak <= layout.lifetimes[number].dies
+    ]
+    return sorted(live, key=lambda node: -node.nbytes)

@@ -1,0 +1,223 @@
+"""Batches of any dataset on a device: shuffled, made by processes, and resumed at any sample."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from penstock.data.batches import Ints, shuffled
+from penstock.data.collate import collate as stack
+from penstock.data.datasets import Arrays
+from penstock.data.errors import DataError
+from penstock.data.prefetch import Prefetch
+from penstock.data.workers import Workers
+from penstock.runtime import Device
+
+Collate = Callable[[Sequence[Any]], Any]
+
+
+class Loader:
+    """Batches of a dataset as tensors on a device: each `for` loop over it is an epoch.
+
+    A dataset is anything with a length and items by index, such as a list, an array (also one that is mapped
+    from a file), a Hugging Face dataset or a class of one's own; or an iterable, whose items come in its own
+    order. An item is a sample: an array, a number, a text, or a tuple, list or dict of them.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        workers: int = 0,
+        collate: Collate = stack,
+        device: Device | str | None = None,
+        start: int = 0,
+    ) -> None:
+        """`shuffle`: in an order that depends on `seed` and on the epoch. `drop_last`: no shorter last batch.
+
+        Processes make the batches, as many as `workers`, or else a thread of this process does. In processes,
+        the generators of `random` and of NumPy are seeded anew for each batch, so that batches do not depend
+        on how many processes there are. `collate` makes a batch of samples; `padded` and `packed` are for
+        samples of different lengths. `start` is the number of a sample, from `state`, to resume there.
+        """
+        if batch < 1 or start < 0 or workers < 0:
+            raise DataError(
+                f"a batch has 1 or more samples, workers and the start are 0 or more, and {batch}, {workers} "
+                f"and {start} were given"
+            )
+        dataset = Arrays(dataset) if isinstance(dataset, np.ndarray) else dataset
+        self._size = _size(dataset)
+        if self._size is None and (shuffle or workers):
+            raise DataError(
+                f"{type(dataset).__name__} has no items by index, so it cannot be shuffled, or be read by "
+                f"workers; use shuffle=False and workers=0, or a dataset with __getitem__ and __len__"
+            )
+        self._batch, self._shuffle, self._seed, self._drop_last = batch, shuffle, seed, drop_last
+        if self._size is not None and not len(self):
+            raise DataError(f"a dataset of {self._size} samples has no batch of {batch}")
+        self._make = _Make(dataset, collate)
+        self._device, self._next = device, start
+        self._first = self._seen = 0  # of an iterable: the samples before this epoch, and those read so far
+        self._worker_count = workers
+        self._workers: Workers | None = None
+        self._iterating = False
+
+    def __len__(self) -> int:
+        """How many batches an epoch has."""
+        if self._size is None:
+            raise TypeError(f"nobody knows how many items {type(self._make.dataset).__name__} has")
+        return self._size // self._batch if self._drop_last else -(-self._size // self._batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._iterating:
+            raise DataError("this Loader is being iterated already; make another for a loop inside the first")
+        return self._epoch()
+
+    def state(self) -> int:
+        """The number of the sample after the last batch that was taken: what `start` takes to go on there."""
+        return self._next
+
+    def close(self) -> None:
+        """End the worker processes; another loop starts them anew. Safe to call twice."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _epoch(self) -> Iterator[Any]:
+        """The batches from the next sample to the end of its epoch."""
+        self._iterating = True
+        try:
+            iterated = self._size is None
+            batches = _Batches(self._taken(), self._next) if iterated else self._indexed()
+            with Prefetch(batches, self._device) as prefetch:
+                for batch in prefetch:
+                    self._next = prefetch.state()
+                    yield batch
+            if iterated:
+                self._first = self._next = self._seen
+        finally:
+            self._iterating = False
+
+    def _indexed(self) -> _Batches:
+        if self._worker_count and self._workers is None:
+            self._workers = Workers(self._make, self._worker_count, self._seed)
+            weakref.finalize(self, self._workers.close)
+        ranges = self._ranges()
+        if self._workers is None:
+            made = ((self._make(self._order(start, stop)), end) for start, stop, end in ranges)
+            return _Batches(made, self._next)
+        return _Batches(_by_workers(self._workers, self._order, ranges), self._next)
+
+    def _ranges(self) -> Iterator[tuple[int, int, int]]:
+        """The first sample of each batch, the sample after its last, and the state after it."""
+        assert self._size is not None
+        start, end = self._next, (self._next // self._size + 1) * self._size
+        while start < end:
+            stop = min(start + self._batch, end)
+            after = end if self._drop_last and end - stop < self._batch else stop
+            if stop - start == self._batch or not self._drop_last:
+                yield start, stop, after
+            start = after
+
+    def _order(self, start: int, stop: int) -> Ints:
+        """The indices of samples."""
+        assert self._size is not None
+        samples = np.arange(start, stop)
+        return shuffled(samples, self._size, self._seed)[1] if self._shuffle else samples % self._size
+
+    def _resumed_items(self) -> Iterator[Any]:
+        """The items of the iterable from the next sample on, of a new epoch if the last has ended."""
+        name = type(self._make.dataset).__name__
+        while True:
+            items = iter(self._make.dataset)
+            skipped = sum(1 for _ in itertools.islice(items, self._next - self._first))
+            for item in items:
+                return itertools.chain([item], items)
+            if not skipped:
+                raise DataError(
+                    f"{name} gives no items; an iterator gives them once, and is no dataset for epochs"
+                )
+            self._first += skipped
+
+    def _taken(self) -> Iterator[tuple[Any, int]]:
+        """The batches of an iterable."""
+        items = self._resumed_items()
+        self._seen = self._next
+        while samples := list(itertools.islice(items, self._batch)):
+            self._seen += len(samples)
+            if len(samples) == self._batch or not self._drop_last:
+                yield self._make.collate(samples), self._seen
+
+
+@dataclass(frozen=True)
+class _Make:
+    """Makes the batch of some indices. It travels to worker processes."""
+
+    dataset: Any
+    collate: Collate
+
+    def __call__(self, indices: Ints) -> Any:
+        if isinstance(self.dataset, Arrays) and self.collate is stack:
+            return self.dataset.rows(indices)
+        if hasattr(self.dataset, "__getitems__"):  # PyTorch's and Hugging Face's name
+            return self.collate(self.dataset.__getitems__(indices.tolist()))
+        return self.collate([self.dataset[index] for index in indices.tolist()])
+
+
+class _Batches:
+    """Batches with the state after each, for `Prefetch`."""
+
+    def __init__(self, made: Iterator[tuple[Any, int]], state: int) -> None:
+        self._made, self._state = made, state
+
+    def __next__(self) -> Any:
+        batch, self._state = next(self._made)
+        return batch
+
+    def state(self) -> int:
+        return self._state
+
+
+def _by_workers(
+    workers: Workers, order: Callable[[int, int], Ints], ranges: Iterator[tuple[int, int, int]]
+) -> Iterator[tuple[Any, int]]:
+    """Batches that processes make ahead, in order."""
+    workers.discard()  # what a loop that ended early has asked for
+    ends = deque[int]()
+    for start, stop, end in ranges:
+        workers.ask(start, order(start, stop))
+        ends.append(end)
+        if len(ends) == workers.ahead:
+            yield workers.take(), ends.popleft()
+    while ends:
+        yield workers.take(), ends.popleft()
+
+
+def _size(dataset: Any) -> int | None:
+    """How many items a dataset has; None if it can only be iterated."""
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return len(dataset)
+    if isinstance(dataset, Iterable):
+        return None
+    raise DataError(
+        f"a dataset has items by index and a length, or can be iterated; {type(dataset).__name__} cannot"
+    )

@@ -1,0 +1,159 @@
+"""State in the memory of the host: what of it can be there between runs, and how it gets there and back.
+
+A value is the same wherever it lies. A program that was planned under a budget may expect some of its inputs
+at the host, in pinned memory; whatever else reads such a value copies it, or reads it there.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from penstock.drivers.driver import Capabilities
+from penstock.errors import OutOfDeviceMemory
+from penstock.graph.node import Node
+from penstock.kernels.source import ALIGNMENT
+from penstock.memory.buffer import Buffer
+from penstock.memory.pool import size_class
+from penstock.runtime import Device
+
+
+class Residents:
+    """The state of a program: inputs that may lie at the host between its runs, by number."""
+
+    def __init__(self, nodes: Mapping[int, Node], device: Device) -> None:
+        self._capabilities = device.capabilities
+        self._sizes = {at: node.nbytes for at, node in nodes.items() if node.nbytes}
+        wholes: dict[int, Buffer] = {}
+        members: dict[int, list[int]] = {}
+        for at in self._sizes:
+            # A buffer that something else refers to stays. Two references: the node's, and of this call.
+            if nodes[at].value.hosted or sys.getrefcount(nodes[at].value) == 2:
+                key = nodes[at].value.memory.serial
+                wholes[key] = nodes[at].value.whole
+                members.setdefault(key, []).append(at)
+        # By allocations: those at the host, and those in which nothing else lies, as of each part there is a
+        # reference to the whole. With their bytes on the device, as long as all stay.
+        self._together = [
+            (self._taken(parts) if wholes[key].hosted else wholes[key].memory.nbytes, parts)
+            for key, parts in members.items()
+            if wholes[key].hosted or sys.getrefcount(wholes[key]) == 2 + len(parts)
+        ]
+        self.away_bytes = sum(  # what those would take on the device that lie at the host now
+            nbytes for nbytes, parts in self._together if nodes[parts[0]].value.hosted
+        )
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The inputs that may."""
+        return frozenset(at for _, parts in self._together for at in parts)
+
+    def freed(self, hosted: Collection[int]) -> int:
+        """How much less of the device's memory is taken where some lie at the host, than where none do."""
+        freed = 0
+        for nbytes, parts in self._together:
+            stay = [at for at in parts if at not in hosted]
+            freed += nbytes - self._taken(stay) if len(stay) < len(parts) else 0
+        return freed
+
+    def _taken(self, numbers: Sequence[int]) -> int:
+        sizes = [self._sizes[at] for at in numbers]
+        return sum(size_class(nbytes) for _, _, nbytes in side_by_side(sizes, self._capabilities))
+
+
+def settle(nodes: Sequence[Node], hosted: Collection[int], device: Device) -> None:
+    """Have every input of a program lie where that expects it; `hosted`: the numbers of those at the host.
+
+    What shares an allocation with values that leave it moves too, through the host, so that no more of the
+    device's memory is taken at any time.
+    """
+    leaving = [node for at, node in enumerate(nodes) if at in hosted and not node.value.hosted]
+    arriving = [node for at, node in enumerate(nodes) if at not in hosted and node.value.hosted]
+    if leaving:
+        left = {node.value.memory.serial for node in leaving}
+        others = [node for at, node in enumerate(nodes) if at not in hosted and not node.value.hosted]
+        staying = [node for node in others if node.value.memory.serial in left]
+        _move_groups(leaving, device, to_host=True)
+        _move_groups(staying, device, to_host=True)
+        device.stream.drain("state moved to the host")  # so that its memory is free
+        _move_groups(staying, device, to_host=False)
+    _move_groups(arriving, device, to_host=False)
+
+
+def _move_groups(nodes: Sequence[Node], device: Device, to_host: bool) -> None:
+    """Move values, those that lie in one allocation together."""
+    groups: dict[int, list[Node]] = {}
+    for node in nodes:
+        groups.setdefault(node.value.memory.serial, []).append(node)
+    for group in groups.values():
+        _move(group, device, to_host)
+
+
+def move_to_host(nodes: Sequence[Node], device: Device) -> bool:
+    """Move values to the host that lie on the device; whether there are any."""
+    leaving = [node for node in nodes if isinstance(node.value, Buffer) and not node.value.hosted]
+    _move_groups(leaving, device, to_host=True)
+    device.stream.drain("state moved to the host")
+    return bool(leaving)
+
+
+def gather_through_host(nodes: Sequence[Node], device: Device) -> None:
+    """Lay values side by side without more memory of the device; at the host, if they do not fit there."""
+    _move(nodes, device, to_host=True)
+    device.stream.drain("state moved to the host")
+    with suppress(OutOfDeviceMemory):
+        _move(nodes, device, to_host=False)
+
+
+def _move(nodes: Sequence[Node], device: Device, to_host: bool) -> None:
+    """The same values at another place, side by side."""
+    nodes = list(dict.fromkeys(nodes))
+    sizes = [node.nbytes for node in nodes]
+    for numbers, offsets, nbytes in side_by_side(sizes, device.capabilities):
+        whole = device.layers().hosted(nbytes) if to_host else device.empty(nbytes)
+        for at, offset in zip(numbers, offsets, strict=True):
+            node = nodes[at]
+            new = whole.part(offset, sizes[at])
+            device.copy(new, node.value, sizes[at])
+            node.value = new
+
+
+def on_device(buffers: Sequence[Buffer], device: Device) -> list[Buffer]:
+    """The buffers, with copies on the device of those that lie at the host: for a program that reads them."""
+    return [_fetched(buffer, device) if buffer.hosted else buffer for buffer in buffers]
+
+
+def _fetched(buffer: Buffer, device: Device) -> Buffer:
+    copy = device.empty(buffer.nbytes)
+    device.copy(copy, buffer)
+    return copy
+
+
+def side_by_side(
+    sizes: Sequence[int], capabilities: Capabilities
+) -> Iterator[tuple[list[int], list[int], int]]:
+    """Values of these sizes in as few allocations as hold them all.
+
+    Of each: the numbers of its values, where they begin, and its bytes.
+    """
+    numbers: list[int] = []
+    offsets: list[int] = []
+    total = 0
+    for number, size in enumerate(sizes):
+        nbytes = room(size, capabilities)
+        if numbers and total + nbytes > capabilities.max_arena_bytes:
+            yield numbers, offsets, total
+            numbers, offsets, total = [], [], 0
+        numbers.append(number)
+        offsets.append(total)
+        total += nbytes
+    if numbers:
+        yield numbers, offsets, total
+
+
+def room(size: int, capabilities: Capabilities) -> int:
+    """The bytes from one value to the next, which begins where a kernel and the device can begin."""
+    step = math.lcm(ALIGNMENT, capabilities.offset_alignment)
+    return -(-size // step) * step

@@ -1,0 +1,136 @@
+"""What a program would take under each budget, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from penstock.compiler.budget import Level
+from penstock.drivers.driver import Cost
+from penstock.drivers.rates import StepRates
+from penstock.formatting import format_bytes, format_seconds
+from penstock.runtime import Device
+
+_SHOWN = 2  # kinds of what is recomputed, in a row
+
+
+_measured_rates: Callable[[Device, Iterable[str]], StepRates | None]  # with the dtypes of products
+
+
+def provide_rates(measured: Callable[[Device, Iterable[str]], StepRates | None]) -> None:
+    """Say how devices are measured, which is built on much that is built on this module."""
+    global _measured_rates
+    _measured_rates = measured
+
+
+@dataclass(frozen=True)
+class PlannedBudget:
+    """A budget, and what a program takes inside it."""
+
+    budget_bytes: int  # the smallest for which this is the plan
+    arena_bytes: int  # the part of it that is for temporaries
+    extra_work: float  # of computing again and waiting for copies, as a share of the work without a budget
+    recomputed: tuple[tuple[str, int], ...]  # what is, and how often, what takes longest first
+    launches: tuple[Cost, ...] = field(repr=False)  # what each computes and moves
+    moved: tuple[tuple[str, int], ...] = ()  # to the host and back: what is, and how often, the largest first
+    host_bytes: int = 0  # of the host's memory, for what is moved
+
+    @property
+    def text(self) -> str:
+        """What is recomputed and moved, for people."""
+        parts = [_listed(self.recomputed)] if self.recomputed else []
+        if self.moved:
+            parts.append(f"{format_bytes(self.host_bytes)} moved to the host: {_listed(self.moved)}")
+        return "; ".join(parts) or "nothing"
+
+
+def _listed(counts: Sequence[tuple[str, int]]) -> str:
+    shown = [f"{times} x {name}" for name, times in counts[:_SHOWN]]
+    rest = sum(times for _, times in counts[_SHOWN:])
+    return ", ".join([*shown, *([f"{rest} more"] if rest else [])])
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Budgets from no limit to the smallest, with what each one costs. Printed, it is a table."""
+
+    device: str
+    held_bytes: int  # by what is there before the program runs, with its inputs
+    budgets: tuple[PlannedBudget, ...]  # the largest first
+    _planned_for: Device = field(repr=False)
+
+    @classmethod
+    def of(cls, device: Device, held: int, levels: Sequence[Level]) -> MemoryPlan:
+        """From what the compiler says of each level."""
+        budgets = [
+            PlannedBudget(
+                held + level.taken_bytes,
+                level.arena_bytes,
+                level.extra_work,
+                level.recomputed,
+                level.launches,
+                level.moved,
+                level.host_bytes,
+            )
+            for level in levels
+        ]
+        return cls(device.name, held, tuple(budgets), device)
+
+    @property
+    def unlimited_bytes(self) -> int:
+        """What is taken without a budget."""
+        return self.budgets[0].budget_bytes
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The smallest budget that would do."""
+        return self.budgets[-1].budget_bytes
+
+    @cached_property
+    def step_seconds(self) -> tuple[float, ...] | None:
+        """The predicted time of a run under each budget; None where the device cannot be measured.
+
+        The rates of the device are measured when this is first asked for, once, and kept on disk. Never less
+        under a smaller budget.
+        """
+        dtypes = {cost.product for row in self.budgets for cost in row.launches if cost.product}
+        rates = self._planned_for.driver.rates or _measured_rates(self._planned_for, dtypes)
+        if rates is None:
+            return None
+        return tuple(accumulate((rates.seconds(row.launches) for row in self.budgets), max))
+
+    def verdict(self, limit_bytes: int) -> str:
+        """Whether a budget will do, and what it costs."""
+        limit = format_bytes(limit_bytes)
+        inside = next((at for at, row in enumerate(self.budgets) if row.budget_bytes <= limit_bytes), None)
+        if inside is None:
+            return f"{limit} is too little: {format_bytes(self.smallest_bytes)} would do"
+        seconds = self.step_seconds
+        time = f"; about {format_seconds(seconds[inside])} for a step" if seconds else ""
+        if not inside:
+            return f"{limit} is enough, and nothing is recomputed or moved{time}"
+        return f"{limit} will do, with at most {self.budgets[inside].extra_work:.1%} more work{time}"
+
+    def __str__(self) -> str:
+        seconds = self.step_seconds
+        times = [format_seconds(time) for time in seconds] if seconds else ["unknown"] * len(self.budgets)
+        rows = [("budget", "temporaries", "step", "more work", "recomputed")]
+        rows += [
+            (
+                format_bytes(row.budget_bytes),
+                format_bytes(row.arena_bytes),
+                time,
+                f"{row.extra_work:.1%}",
+                row.text,
+            )
+            for row, time in zip(self.budgets, times, strict=True)
+        ]
+        widths = [max(len(row[at]) for row in rows) for at in range(4)]
+        lines = [
+            "  ".join([*(part.rjust(width) for part, width in zip(row, widths, strict=False)), row[-1]])
+            for row in rows
+        ]
+        held = f"{format_bytes(self.held_bytes)} are there before it runs, and count"
+        return "\n".join([f"on {self.device}; {held}; times are predicted", *lines])

@@ -1,0 +1,208 @@
+"""The rates that kernels reach inside training steps: measured once, and kept on disk.
+
+A large product or a copy reaches more than the kernels of a step do, which are smaller and of other shapes.
+So a few small steps are run, of several mixes of products, other kernels and launches, and the rates are
+those that explain their times best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import Context
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.drivers.driver import Cost
+from penstock.drivers.rates import StepRates
+from penstock.errors import PenstockError
+from penstock.measuring import workloads
+from penstock.measuring.ceilings import Ceilings
+from penstock.measuring.quiet import Record, device_key, measure_quietly
+from penstock.measuring.workloads import DTYPES
+from penstock.runtime import Device
+from penstock.tensor.arithmetic import exp, log, maximum, multiply, sqrt, tanh
+from penstock.tensor.autograd import grad
+from penstock.tensor.core import Tensor
+from penstock.tensor.creation import asarray
+from penstock.tensor.jit import jit
+from penstock.tensor.linear import matmul
+from penstock.tensor.manipulation import matrix_transpose, permute_dims, reshape
+from penstock.tensor.reduction import max as max_
+from penstock.tensor.reduction import mean
+from penstock.tensor.reduction import sum as sum_
+from penstock.tuning_cache import TuningCache
+
+_TRY_SECONDS = 0.1
+_RATES = "step rates"  # the name in the file
+_LEAST_LAUNCH = 1e-7  # seconds
+_FASTEST = 1e18  # per second, of what takes no time that could be measured
+
+
+def step_rates(device: Device, dtypes: Iterable[str] = DTYPES, measure: bool = True) -> StepRates | None:
+    """The rates of a device, from the file or measured; None where it cannot be, or is not to be.
+
+    `dtypes` are those of products whose rates are wanted beside that of float32. They relate to that one as
+    the best rates of the device do.
+    """
+    record = Record(TuningCache(device_key("ceilings", device.capabilities)), _RATES)
+    value, due = record.get()
+    try:
+        cached: StepRates | None = _parsed(value)
+    except (ValueError, TypeError, KeyError):  # never measured, or a file that somebody changed
+        cached = None
+    if measure and (cached is None or due):
+        try:
+            # In a context of its own: this may be asked for while a function is captured.
+            new, quiet = measure_quietly(partial(Context().run, measured_rates, device), _faster)
+            record.put(asdict(new), quiet)
+            cached = new
+        except PenstockError:
+            pass
+    return None if cached is None else _with_dtypes(cached, Ceilings(device), dtypes, measure)
+
+
+def _with_dtypes(rates: StepRates, ceilings: Ceilings, dtypes: Iterable[str], measure: bool) -> StepRates:
+    operations = dict(rates.operations)
+    for dtype in (dtype for dtype in dtypes if dtype in DTYPES and dtype not in operations):
+        best, plain = (ceilings.operations(name, measure) for name in (dtype, "float32"))
+        if best and plain:
+            operations[dtype] = rates.product_rate("float32") * best / plain
+    return replace(rates, operations=operations)
+
+
+def _parsed(value: Any) -> StepRates:
+    rates = {name: float(value[name]) for name in ("bandwidth", "launch", "link")}
+    operations = {str(dtype): float(rate) for dtype, rate in value["operations"].items()}
+    if not all(0 < rate < float("inf") for rate in (*rates.values(), *operations.values())):
+        raise ValueError("rates are positive")
+    operations["float32"]  # a KeyError where it is not there
+    return StepRates(operations=operations, **rates)
+
+
+def _faster(first: StepRates, second: StepRates) -> StepRates:
+    """Of two measurements on a busy machine, that with the shorter times."""
+    return min(first, second, key=lambda rates: rates.launch + 1e9 / rates.product_rate("float32"))
+
+
+def measured_rates(device: Device, clock: Callable[[], float] = perf_counter) -> StepRates:
+    """The rates of a device in float32, measured now, in the seconds of a clock."""
+    with workloads.device_for_measuring(device) as own:
+        steps = [(call, tuple(args)) for call, *args in _steps(own)]
+        launches = [step.memory_plan(*args).budgets[0].launches for step, args in steps]
+        times = [
+            workloads.best_seconds(own, partial(step, *args), _TRY_SECONDS, clock) for step, args in steps
+        ]
+        up, down = workloads.transfers(own, _TRY_SECONDS)
+    return replace(fitted(launches, times), link=min(up, down))
+
+
+def fitted(launches: Sequence[Sequence[Cost]], times: Sequence[float]) -> StepRates:
+    """The rates that explain the times of some programs best, by their relative errors."""
+    rows = [_amounts(costs) for costs in launches]
+    weighted = np.array(rows) / np.array(times)[:, None]
+    scale = weighted.max(axis=0)
+    costs = _nonnegative(weighted / scale, np.ones(len(rows))) / scale
+    launch, moving, multiplying = np.maximum(costs, 1 / _FASTEST).tolist()
+    return StepRates(1 / moving, {"float32": 1 / multiplying}, max(launch, _LEAST_LAUNCH), _FASTEST)
+
+
+def _amounts(costs: Sequence[Cost]) -> list[float]:
+    """Launches, bytes, and operations of products."""
+    products = sum(cost.operations for cost in costs if cost.product)
+    return [len(costs), sum(cost.nbytes for cost in costs), products]
+
+
+def _nonnegative(matrix: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Least squares with no negative coefficient: the best of all choices of those that are not 0."""
+    columns = matrix.shape[1]
+    best, error = np.zeros(columns), np.inf
+    for chosen in range(1, 1 << columns):
+        used = [at for at in range(columns) if chosen >> at & 1]
+        part, *_ = np.linalg.lstsq(matrix[:, used], wanted, rcond=None)
+        left = float(np.square(matrix[:, used] @ part - wanted).sum())
+        if (part >= 0).all() and left < error:
+            best, error = np.zeros(columns), left
+            best[used] = part
+    return best
+
+
+# The steps
+
+
+def _steps(device: Device) -> list[tuple[Any, ...]]:
+    """Small training steps, each with its arguments."""
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return asarray(rng.standard_normal(shape).astype(np.float32) / 16, device=device)
+
+    def network(rows: int, *widths: int) -> tuple[Any, ...]:
+        weights = [drawn(a, b) for a, b in pairwise(widths)]
+        return (jit(_trained(_perceptron)), drawn(rows, widths[0]), *weights)
+
+    def transformer(batch: int, length: int, width: int) -> tuple[Any, ...]:
+        weights = [drawn(*shape) for shape in ((width, 3 * width), (width, width))]
+        weights += [drawn(width, 4 * width), drawn(4 * width, width), drawn(width, 8 * width)]
+        return (jit(_trained(_block)), drawn(batch, length, width), *weights)
+
+    return [
+        network(8, *[16] * 12),
+        network(64, 384, 256, 64),
+        network(512, 256, 512, 256),
+        transformer(4, 64, 96),
+        transformer(12, 96, 160),
+        (jit(_updated), *(drawn(1 << 20) for _ in range(4))),
+        (jit(_softmax), drawn(1024, 768)),
+    ]
+
+
+def _trained(loss_of: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A step of gradient descent by all arguments but the first."""
+
+    def step(x: Tensor, *weights: Tensor) -> Any:
+        slopes = grad(loss_of, tuple(range(1, 1 + len(weights))))(x, *weights)
+        return [weight - multiply(slope, 1e-3) for weight, slope in zip(weights, slopes, strict=True)]
+
+    return step
+
+
+def _perceptron(x: Tensor, *weights: Tensor) -> Tensor:
+    for weight in weights:
+        x = maximum(matmul(x, weight), 0.0)
+    return mean(x * x)
+
+
+def _block(x: Tensor, mixed: Tensor, out: Tensor, up: Tensor, down: Tensor, classes: Tensor) -> Tensor:
+    """A block of a transformer with four heads, and a loss over classes."""
+    batch, length, width = x.shape
+    parts = reshape(matmul(_norm(x), mixed), (batch, length, 3, 4, width // 4))
+    q, k, v = (permute_dims(parts[:, :, at], (0, 2, 1, 3)) for at in range(3))
+    seen = matmul(_softmax(matmul(q, matrix_transpose(k))), v)
+    x = x + matmul(reshape(permute_dims(seen, (0, 2, 1, 3)), x.shape), out)
+    inner = matmul(_norm(x), up)
+    x = x + matmul(inner * (1.0 + tanh(inner * 0.8)) * 0.5, down)
+    logits = reshape(matmul(_norm(x), classes), (batch * length, -1))
+    logits = logits - max_(logits, axis=-1, keepdims=True)
+    return mean(log(sum_(exp(logits), axis=-1)) - logits[:, 0])
+
+
+def _norm(x: Tensor) -> Tensor:
+    x = x - mean(x, axis=-1, keepdims=True)
+    return x / sqrt(mean(x * x, axis=-1, keepdims=True) + 1e-5)
+
+
+def _softmax(x: Tensor) -> Tensor:
+    powers = exp(x - max_(x, axis=-1, keepdims=True))
+    return powers / sum_(powers, axis=-1, keepdims=True)
+
+
+def _updated(weight: Tensor, slope: Tensor, first: Tensor, second: Tensor) -> Any:
+    """Adam."""
+    first, second = first * 0.9 + slope * 0.1, second * 0.99 + slope * slope * 0.01
+    return weight - first / (sqrt(second * second) + 1e-8), first, second

@@ -1,0 +1,51 @@
+"""Memory budgets for a block of code, on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from penstock.config import parse_bytes
+from penstock.memory.ledger import opened_devices
+from penstock.memory.resource import in_force
+
+
+class Plannable(Protocol):
+    """A function whose memory can be planned: a jitted function."""
+
+    def memory_plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The memory of a call with these arguments under each budget."""
+        ...
+
+
+def plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The memory and time of a jitted function under budgets from none to the smallest, as a table.
+
+    The function is captured with these arguments, and nothing of it runs.
+    """
+    if not hasattr(function, "memory_plan"):
+        raise TypeError(f"a function under @ps.jit has a memory plan, and {function!r} was given")
+    planned: Plannable = function
+    return planned.memory_plan(*args, **kwargs)
+
+
+@contextmanager
+def budget(limit: int | str) -> Iterator[None]:
+    """Let no device take more than `limit`, such as "2GiB", inside a `with` block.
+
+    It counts all memory taken from the device: parameters, moments, inputs, results and temporaries, live
+    and idle. A program that does not fit recomputes values instead of keeping them, or has them at the host
+    while nothing uses them if the device has memory of its own, with the same results to the last bit; if it
+    cannot fit, it raises OutOfDeviceMemory before anything runs, with the smallest budget that would do.
+    Inside another budget, or with a device's `limit_bytes`, the smaller limit holds. It applies to all
+    threads.
+    """
+    entry = [parse_bytes(limit)]
+    in_force.append(entry)
+    try:
+        for device in opened_devices():
+            device.keep_within(entry[0])
+        yield
+    finally:
+        in_force[:] = [other for other in in_force if other is not entry]

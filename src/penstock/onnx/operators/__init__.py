@@ -1,0 +1,43 @@
+"""The operators of ONNX, by their kinds; importing this registers them."""
+
+from penstock.onnx.operators import (
+    activations,
+    attention,
+    control,
+    convolution,
+    drawing,
+    elementwise,
+    indexing,
+    losses,
+    normalization,
+    pooling,
+    products,
+    quantization,
+    recurrent,
+    reductions,
+    resizing,
+    sampling,
+    shapes,
+    signal,
+)
+
+__all__ = [
+    "activations",
+    "attention",
+    "control",
+    "convolution",
+    "drawing",
+    "elementwise",
+    "indexing",
+    "losses",
+    "normalization",
+    "pooling",
+    "products",
+    "quantization",
+    "recurrent",
+    "reductions",
+    "resizing",
+    "sampling",
+    "shapes",
+    "signal",
+]

@@ -1,0 +1,46 @@
+"""Leaves: the tensors in which gradients end and are accumulated."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from penstock.graph.node import Node
+from penstock.tensor.capture import capture
+
+if TYPE_CHECKING:
+    from penstock.tensor.core import Tensor
+
+
+def ends_at(node: Node, tensor: Tensor) -> None:
+    """Make a node a leaf, whose gradient goes to `tensor`."""
+    node.tracked = True
+    node.owner = weakref.ref(tensor)
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """The tensor that accumulates the gradient of a node, or None."""
+    tensor = _owner(node)
+    if tensor is None or tensor._node is node:
+        return tensor
+    capturing = capture.get()
+    return tensor if capturing is not None and capturing.still_at(tensor, node) else None
+
+
+def changed_since(node: Node) -> bool:
+    """Whether a node was the leaf of a tensor that still requires a gradient but has another value now."""
+    return _owner(node) is not None and leaf_of(node) is None
+
+
+def _owner(node: Node) -> Tensor | None:
+    """The tensor that a node was made a leaf for, if it still requires a gradient."""
+    if node.owner is None:
+        return None
+    tensor: Tensor | None = node.owner()
+    return tensor if tensor is not None and tensor.requires_grad else None
+
+
+def source_of(gradient: Tensor) -> Tensor | None:
+    """The value on which the `backward` was called that gave this gradient, if it is still in use."""
+    source: weakref.ref[Tensor] | None = getattr(gradient, "_source", None)
+    return None if source is None else source()

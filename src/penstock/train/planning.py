@@ -1,0 +1,73 @@
+"""The memory plan of a training step under each budget, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+import penstock as ps
+from penstock.data import ByteTokenizer, CharTokenizer, find_text, python_sources
+from penstock.data.prefetch import DEPTH
+from penstock.errors import SettingError
+from penstock.execution.memory_plan import MemoryPlan
+from penstock.formatting import format_bytes
+from penstock.train.building import build_model, make_optimizer, make_steps
+from penstock.train.config import Config
+
+Fitted = Literal["batch", "context"]
+
+
+def plan_step(config: Config) -> MemoryPlan:
+    """The memory plan of a configuration's training step on the default device.
+
+    Its model, its optimizer and the batches that wait on the device are created, and no step runs.
+    """
+    ps.random.manual_seed(config.run.seed)
+    model = build_model(config, _vocabulary(config))
+    model.to(getattr(ps, config.model.precision))
+    step, _ = make_steps(model, make_optimizer(model, config), config)
+    empty = np.zeros((config.data.batch, config.model.context + 1), np.int32)
+    tokens, *_waiting = [ps.asarray(empty) for _ in range(1 + DEPTH + config.run.evaluate_batches)]
+    plan: MemoryPlan = ps.memory.plan(step, tokens, True, config.optimizer.accumulate == 1)
+    return plan
+
+
+def largest_fit(
+    config: Config, limit_bytes: int, what: Fitted, report: Callable[[int, MemoryPlan], None]
+) -> Config:
+    """The configuration with the largest batch or context that fits a budget, by powers of 2 and bisection.
+
+    `report` gets every size that is tried, with its plan. Raises SettingError where not even 1 fits.
+    """
+
+    def with_size(size: int) -> Config:
+        return config.changed({"data" if what == "batch" else "model": {what: size}})
+
+    def fits(size: int) -> bool:
+        plan = plan_step(with_size(size))
+        report(size, plan)
+        return plan.smallest_bytes <= limit_bytes
+
+    if not fits(1):
+        raise SettingError(
+            f"not even a {what} of 1 fits into {format_bytes(limit_bytes)}; use a smaller model"
+        )
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(low // 16, 1):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return with_size(low)
+
+
+def _vocabulary(config: Config) -> int:
+    """The kinds of token: for characters, those of the text."""
+    if config.data.tokenizer == "bytes":
+        return ByteTokenizer().vocab_size
+    if config.data.tokenizer == "characters":
+        text = find_text(config.data.path) if config.data.path else python_sources()
+        return CharTokenizer(text).vocab_size
+    return config.data.vocabulary

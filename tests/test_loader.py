@@ -1,0 +1,350 @@
+"""Loaders of any dataset: the batches of a plain loop, whoever makes them and wherever they begin."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock as ps
+from penstock.data import Arrays, DataError, ImageFolder, Loader, collate, packed, padded
+
+HOST = "host"
+
+
+class Squares:
+    """Samples that are computed; each is a pair of an array and an integer."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[npt.NDArray[np.float32], int]:
+        if index == 1000:
+            raise KeyError("no such sample")
+        if index == 2000:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.float32([index, index * index]), index
+
+
+class Noisy(Squares):
+    """Samples that use NumPy's generator."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.random.random(2) + index
+
+
+class Growing(Squares):
+    """Samples of more and more bytes, the first of which has none."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(index * 1000, index, np.int32)
+
+
+class Together(Squares):
+    """Samples that are taken together, as a dict each."""
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [{"x": float(index), "name": f"n{index}"} for index in indices]
+
+
+def numbers(loader: Loader) -> list[list[int]]:
+    """The samples of each batch of an epoch of `Squares`."""
+    batches = []
+    for rows, indices in loader:
+        assert isinstance(rows, ps.Tensor)
+        result = indices.numpy()
+        np.testing.assert_array_equal(rows.numpy(), np.stack([result, result * result], 1).astype(np.float32))
+        batches.append(result.tolist())
+    return batches
+
+
+# Order
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.integers(1, 40),
+    batch=st.integers(1, 12),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    data=st.data(),
+)
+def test_epochs_are_those_of_a_plain_loop_and_resume_anywhere(
+    length: int, batch: int, shuffle: bool, drop_last: bool, data: st.DataObject
+) -> None:
+    make = partial(Loader, Squares(length), batch, shuffle=shuffle, seed=3, drop_last=drop_last, device=HOST)
+    if drop_last and batch > length:
+        with pytest.raises(DataError, match=f"a dataset of {length} samples has no batch of {batch}"):
+            make()
+        return
+    loader = make()
+    epochs, states = [], []
+    for _ in range(2):
+        states.append(loader.state())
+        epochs.append(numbers(loader))
+    for epoch in epochs:
+        assert len(epoch) == len(loader)
+        flat = [number for rows in epoch for number in rows]
+        kept = length // batch * batch if drop_last else length
+        assert len(flat) == len(set(flat)) == kept
+        assert all(len(rows) == batch for rows in epoch[:-1])
+        assert set(flat) <= set(range(length))
+        if not shuffle:
+            assert flat == list(range(kept))
+    # From the middle of the first epoch.
+    taken = data.draw(st.integers(1, len(epochs[0])))
+    begun = make()
+    first = [indices.numpy().tolist() for _, indices in islice(begun, taken)]
+    resumed = make(start=begun.state())
+    rest = numbers(resumed)
+    if taken == len(epochs[0]):
+        assert (first, rest) == (epochs[0], epochs[1])
+    else:
+        assert first + rest == epochs[0]
+        assert numbers(resumed) == epochs[1]
+
+
+def test_epochs_are_shuffled_differently_and_by_the_seed() -> None:
+    loader = Loader(Squares(50), 50, shuffle=True, seed=1, device=HOST)
+    first, second = numbers(loader), numbers(loader)
+    assert first != second
+    assert first != numbers(Loader(Squares(50), 50, shuffle=True, seed=2, device=HOST))
+
+
+# Processes
+
+
+def test_processes_make_the_same_batches_and_leave_nothing_behind() -> None:
+    expected = Loader(Squares(23), 4, shuffle=True, seed=5, device=HOST)
+    before = shared_memory()
+    with Loader(Squares(23), 4, shuffle=True, seed=5, workers=2, device=HOST) as loader:
+        assert numbers(loader) == numbers(expected)
+        first = next(iter(loader))  # a loop that ends early
+        assert loader.state() == 23 + 4
+        rest = numbers(loader)
+        assert [first[1].numpy().tolist(), *rest] == numbers(expected)
+    loader.close()
+    assert shared_memory() <= before
+
+
+def shared_memory() -> set[str]:
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.glob("psm_*")} if folder.is_dir() else set()
+
+
+@pytest.mark.slow
+def test_chance_does_not_depend_on_how_many_processes_there_are() -> None:
+    results = []
+    for workers in (1, 2):
+        with Loader(Noisy(12), 4, workers=workers, seed=7, device=HOST) as loader:
+            results.append([batch.numpy() for batch in loader])
+    np.testing.assert_array_equal(*results)
+    assert len(np.unique(results[0])) == 24
+
+
+@pytest.mark.slow
+def test_samples_may_grow() -> None:
+    with Loader(Growing(9), 1, workers=1, device=HOST) as loader:
+        for number, batch in enumerate(loader):
+            np.testing.assert_array_equal(batch.numpy(), np.full((1, number * 1000), number, np.int32))
+
+
+def test_an_error_in_a_process_is_raised_as_it_was_and_does_not_end_it() -> None:
+    with Loader(Squares(1001), 1, workers=1, start=998, device=HOST) as loader:
+        with pytest.raises(KeyError, match="no such sample") as raised:
+            numbers(loader)
+        assert any("in a worker process" in note for note in raised.value.__notes__)
+        assert loader.state() == 1000
+        with pytest.raises(KeyError):
+            numbers(loader)
+
+
+def test_a_process_that_dies_is_told() -> None:
+    with (
+        Loader(Squares(2001), 1, workers=1, start=1998, device=HOST) as loader,
+        pytest.raises(DataError, match=r"worker 0 of 1, process \d+, ended by SIGKILL"),
+    ):
+        numbers(loader)
+
+
+def test_what_cannot_be_sent_to_a_process_is_told() -> None:
+    with pytest.raises(DataError, match=r"cannot be pickled: .*use workers=0"):
+        next(iter(Loader([threading.Lock()], 1, workers=1, device=HOST)))
+
+
+# Samples
+
+
+def test_samples_taken_together_with_names_and_texts() -> None:
+    (batch,) = Loader(Together(3), 3, device=HOST)
+    assert batch["name"] == ["n0", "n1", "n2"]
+    assert batch["x"].dtype == ps.float32
+    np.testing.assert_array_equal(batch["x"].numpy(), np.float32([0, 1, 2]))
+
+
+def test_rows_of_arrays_also_mapped_from_a_file(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(1).standard_normal((10, 3)), np.arange(10)
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    loader = Loader(Arrays(mapped, y), 4, shuffle=True, seed=1, device=HOST)
+    for rows, indices in loader:
+        np.testing.assert_array_equal(rows.numpy(), x[indices.numpy()])
+    np.testing.assert_array_equal(np.concatenate([rows.numpy() for rows in Loader(x, 4, device=HOST)]), x)
+    with pytest.raises(DataError, match="the same number of rows"):
+        Arrays(x, y[:3])
+
+
+def test_tuples_of_tuples() -> None:
+    (first, (second, third)) = collate([(1, (2.5, np.zeros(2))), (3, (4.5, np.ones(2)))])
+    assert first.tolist() == [1, 3]
+    assert second.tolist() == [2.5, 4.5]
+    assert third.tolist() == [[0, 0], [1, 1]]
+
+
+ragged = st.lists(st.integers(0, 7), min_size=1, max_size=6)
+
+
+@given(lengths=ragged, multiple=st.integers(1, 5), width=st.integers(1, 3))
+def test_samples_of_different_lengths(lengths: list[int], multiple: int, width: int) -> None:
+    samples = [(np.full((length, width), length, np.float32), at) for at, length in enumerate(lengths)]
+    (values, labels), told = padded(samples, value=-1, multiple=multiple)
+    assert told.tolist() == lengths
+    assert labels.tolist() == list(range(len(lengths)))
+    assert values.shape == (len(lengths), -(-max(lengths) // multiple) * multiple, width)
+    for row, length in zip(values, lengths, strict=True):
+        assert (row[:length] == length).all()
+        assert (row[length:] == -1).all()
+    (values, labels), told = packed(samples)
+    assert told.tolist() == lengths
+    np.testing.assert_array_equal(values[:, 0], np.repeat(lengths, lengths))
+
+
+def test_ragged_samples_are_refused_with_what_would_do() -> None:
+    samples = [np.zeros(3), np.zeros(5)]
+    with pytest.raises(DataError, match=r"shapes, such as \(3,\), \(5,\); collate=ps.data.padded"):
+        next(iter(Loader(samples, 2, device=HOST)))
+    values, lengths = next(iter(Loader(samples, 2, collate=partial(padded, multiple=4), device=HOST)))
+    assert values.shape == (2, 8)
+    assert lengths.numpy().tolist() == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([{"a": 1}, {"b": 1}], r"the same keys, and not all have \['a'\]"),
+        ([(1, 2), (1,)], "the same parts, and not all have 2"),
+        ([object()], "and object was given"),
+    ],
+)
+def test_samples_that_do_not_fit_together(samples: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        collate(samples)
+
+
+# Iterables
+
+
+class Stream:
+    """Items without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+
+def items(loader: Loader) -> list[list[int]]:
+    return [batch.numpy().tolist() for batch in loader]
+
+
+def test_an_iterable_gives_an_epoch_each_time() -> None:
+    loader = Loader(Stream(), 3, device=HOST)
+    assert items(loader) == items(loader) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert loader.state() == 14
+    with pytest.raises(TypeError, match="nobody knows how many items Stream has"):
+        len(loader)
+    dropping = Loader(Stream(), 3, drop_last=True, device=HOST)
+    assert items(dropping) == items(dropping) == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("start", "rest"), [(3, [[3, 4, 5], [6]]), (7, [[0, 1, 2], [3, 4, 5], [6]]), (10, [[3, 4, 5], [6]])]
+)
+def test_an_iterable_is_resumed(start: int, rest: list[list[int]]) -> None:
+    assert items(Loader(Stream(), 3, start=start, device=HOST)) == rest
+
+
+def test_an_iterator_has_one_epoch() -> None:
+    loader = Loader(iter(range(4)), 2, device=HOST)
+    assert items(loader) == [[0, 1], [2, 3]]
+    with pytest.raises(DataError, match="gives no items; an iterator gives them once"):
+        items(loader)
+
+
+# Errors
+
+
+def test_what_is_no_dataset_or_no_size() -> None:
+    with pytest.raises(DataError, match="has items by index and a length, or can be iterated; int cannot"):
+        Loader(7, 1)
+    with pytest.raises(DataError, match="Stream has no items by index, so it cannot be shuffled"):
+        Loader(Stream(), 1, shuffle=True)
+    for sizes in ({"batch": 0}, {"batch": 1, "start": -1}, {"batch": 1, "workers": -1}):
+        with pytest.raises(DataError, match="1 or more samples"):
+            Loader(Squares(3), **sizes)
+    with pytest.raises(DataError, match="a dataset of 0 samples"):
+        Loader([], 1)
+    with pytest.raises(DataError, match="a multiple of 1 or more"):
+        padded([np.zeros(1)], multiple=0)
+
+
+def test_a_loop_inside_a_loop_is_refused() -> None:
+    loader = Loader(Squares(3), 1, device=HOST)
+    for _ in loader:
+        with pytest.raises(DataError, match="iterated already"):
+            iter(loader)
+        break
+
+
+# Images
+
+
+def test_folders_of_images(tmp_path: Path) -> None:
+    from PIL import Image
+
+    pixels = np.random.default_rng(1).integers(0, 256, (2, 6, 4, 3), dtype=np.uint8)
+    for name, image in zip(("cat", "dog"), pixels, strict=True):
+        (tmp_path / name).mkdir()
+        Image.fromarray(image).save(tmp_path / name / "1.png")
+        (tmp_path / name / "notes.txt").write_text("no image")
+    dataset = ImageFolder(tmp_path)
+    assert dataset.classes == ["cat", "dog"]
+    ((images, labels),) = Loader(dataset, 2, device=HOST)
+    assert labels.numpy().tolist() == [0, 1]
+    np.testing.assert_array_equal(images.numpy(), pixels.transpose(0, 3, 1, 2) / np.float32(255))
+    assert ImageFolder(tmp_path, size=(8, 5))[0][0].shape == (3, 8, 5)
+    assert ImageFolder(tmp_path, transform=lambda image: image.size)[1] == ((4, 6), 1)
+    (tmp_path / "cat" / "0.png").write_bytes(b"broken")
+    with pytest.raises(DataError, match=r"0\.png cannot be read"):
+        ImageFolder(tmp_path)[0]
+
+
+def test_folders_without_images(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no folder"):
+        ImageFolder(tmp_path / "none")
+    with pytest.raises(DataError, match="no images in folders of classes"):
+        ImageFolder(tmp_path)
+    with pytest.raises(DataError, match="give only one of them"):
+        ImageFolder(tmp_path, size=(1, 1), transform=np.asarray)
