@@ -204,11 +204,11 @@ def test_a_plan_for_a_card_that_is_not_there(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_largest_batch_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.measuring.step_rates.step_rates", lambda device, dtypes: None)
     words = ("plan", "--config", "tiny.toml", "--device", "host", "--fit")
-    output = penstock(*words, "batch", "--memory", "300KiB").stdout
-    tried = re.findall(r"batch (\d+): ([\d.]+) (KiB|MiB) at the least", output)
+    result = penstock(*words, "batch", "--memory", "300KiB")
+    tried = re.findall(r"batch (\d+): ([\d.]+) (KiB|MiB) at the least", result.stderr)
     fitting = [int(size) for size, least, unit in tried if unit == "KiB" and float(least) <= 300]
     assert len(fitting) < len(tried)
-    assert f"the largest batch inside 300.0 KiB: {max(fitting)}\n" in output
+    assert f"the largest batch inside 300.0 KiB: {max(fitting)}\n" in result.stdout
     with pytest.raises(SettingError, match="--fit is batch or context, and 'width'"):
         penstock(*words, "width")
     with pytest.raises(SettingError, match="not even a context of 1 fits"):
