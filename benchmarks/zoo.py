@@ -11,6 +11,7 @@ over Penstock's, of memory Penstock's planned peak over PyTorch's measured peak,
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import sys
 import warnings
@@ -208,6 +209,14 @@ def peers(case: Case, arrays: Batch, where: str, compiles: bool) -> dict[str, Ca
     return sides
 
 
+def forget(cuda: bool) -> None:
+    """Free what PyTorch has kept of models before."""
+    torch._dynamo.reset()
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+
+
 def torch_peak(run: Callable[[], object]) -> int:
     """The peak of PyTorch's allocator, on CUDA."""
     torch.cuda.empty_cache()
@@ -225,6 +234,7 @@ def line(name: str, options: argparse.Namespace, device: ps.Device, report: Repo
     sides: dict[str, Callable[[], object]] = {"penstock": ours}
     peak = 0
     if torch is not None:
+        forget(cuda)
         held = int(torch.cuda.memory_reserved()) if cuda else 0
         sides |= peers(case, arrays, "cuda" if cuda else "cpu", not options.no_compile)
         peak = torch_peak(sides.get("compiled", sides["eager"])) - held if cuda else 0

@@ -16,6 +16,7 @@ from penstock.fusion.groups import Group, partition
 from penstock.fusion.products import by_library
 from penstock.fusion.splitting import split
 from penstock.fusion.views import base
+from penstock.graph.channels_last import channels_last
 from penstock.graph.node import Node
 from penstock.graph.separate import separate
 from penstock.graph.sums import join_sums
@@ -25,6 +26,13 @@ from penstock.kernels.horizontal_fusion import MOST_CALLS, kind
 from penstock.kernels.lower import fusible
 from penstock.plan.order import Work, ordered
 from penstock.plan.turns import in_turns
+
+
+def order_channels(state: Compilation, target: Target) -> Compilation:
+    """Where a library multiplies matrices: the channels of images last."""
+    if not target.capabilities.matmul_library:
+        return state
+    return replace(state, wanted=channels_last(state.wanted))
 
 
 def rewrite_products(state: Compilation, target: Target) -> Compilation:

@@ -18,6 +18,7 @@ from penstock.compiler.passes import (
     limit_buffers,
     lower,
     order,
+    order_channels,
     rewrite_products,
     split_long,
 )
@@ -36,6 +37,7 @@ Pass = Callable[[Compilation, Target], Compilation]
 GRAPH_PASSES: tuple[GraphPass, ...] = (simplify,)
 
 TARGET_PASSES: tuple[Pass, ...] = (
+    order_channels,
     rewrite_products,
     split_long,
     keep_apart,

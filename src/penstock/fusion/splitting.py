@@ -80,9 +80,10 @@ def _wide_sum(node: Node, capabilities: Capabilities) -> Node | None:
 
 
 def _rows_first(node: Node, capabilities: Capabilities) -> Node | None:
-    """On a CPU, a reduction of the last axes and of others apart from them: first of the last, in vectors.
+    """A reduction of the last axes and of others apart from them: first of the last.
 
-    The sums of a batch norm are such. By columns, neighbouring results would be read from far apart.
+    The sums of a batch norm are such. By columns, neighbouring results would be read from far apart, and on a
+    GPU a few workgroups would do all of it.
     """
     source, axes = node.inputs[0], node.attributes["axes"]
     first = source.ndim
@@ -93,7 +94,7 @@ def _rows_first(node: Node, capabilities: Capabilities) -> Node | None:
     long = (
         math.prod(source.shape[first:]) >= _MIN_PART and math.prod(source.shape[axis] for axis in apart) > 1
     )
-    if capabilities.vector_width == 1 or not long or node.size == 0:
+    if not capabilities.compiles or not long or node.size == 0:
         return None
     wide = cast(source, float32) if node.dtype in HALF_PRECISION else source
     rows = Node(node.primitive, (wide,), {"axes": last})
@@ -145,6 +146,8 @@ def _product_in_parts(node: Node, capabilities: Capabilities) -> Node:
 
 def _most_products(node: Node, capabilities: Capabilities) -> int:
     """How long the contracted axis of a product may be."""
+    if node.dtype in HALF_PRECISION and capabilities.matmul_library:
+        return node.inputs[0].shape[-1]  # a library divides long sums itself, and rounds them once
     by_itself = capabilities.vector_width > 1 or node.dtype in HALF_PRECISION
     return _LONGEST_PRODUCTS if by_itself or min(node.shape[-2:]) > _FEW else _MOST_PRODUCTS
 

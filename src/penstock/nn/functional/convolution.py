@@ -1,49 +1,31 @@
-"""Convolutions as matrix products of windows with the weight.
-
-Three bilinear functions are each other's gradients: the convolution, its transpose, and the gradient by the
-weight, which is a sum over windows.
-"""
+"""Convolutions, their transposes, and windows of images."""
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from penstock.graph import shaping
-from penstock.graph.node import Node
-from penstock.graph.windows import overlap_add, window_count, windows
+from penstock.graph.convolution import (
+    Geometry,
+    columns,
+    convolution,
+    convolution_transpose,
+    from_columns,
+    padded,
+)
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import integers
-from penstock.tensor.autograd import lasting_vjp
-from penstock.tensor.broadcasting import broadcast
-from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, record
-from penstock.tensor.creation import zeros
-from penstock.tensor.linear import matmul
-from penstock.tensor.manipulation import astype, flip, permute_dims, reshape, stack
+from penstock.tensor.manipulation import astype, reshape
 from penstock.tensor.operands import device_of
-from penstock.tensor.padding import pad
 
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
 Sizes = int | Sequence[int]
-_FEW = 64  # windows of an image; with fewer, the images of a batch are columns of a single product
-_MOST_PHASES = 16  # products that a transpose with a stride is computed by
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The settings of windows, for each axis."""
-
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]  # zeros before and after
-    dilation: tuple[int, ...]
-    groups: int = 1
 
 
 def sizes_of(given: Sizes, axes: int, name: str, what: str, least: int = 1) -> tuple[int, ...]:
@@ -68,213 +50,6 @@ def for_axes(function: Callable[Concatenate[int, Rest], Result], axes: int) -> C
     signature = inspect.signature(function)
     of_axes.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore
     return of_axes
-
-
-def _padded(x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
-    return pad(x, [n for pair in reversed(pairs) for n in pair]) if any(map(any, pairs)) else x
-
-
-def columns(x: Tensor, sizes: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
-    """(batch, channels, ...) as (batch, channels, each item of a window, each window)."""
-    node, axes = x._node, len(sizes)
-    for at in range(axes):
-        node = windows(node, 2 + 2 * at, sizes[at], stride[at], dilation[at])
-    items, places = range(3, 3 + 2 * axes, 2), range(2, 2 + 2 * axes, 2)
-    counts = node.shape[2::2]
-    node = shaping.permute(node, (0, 1, *items, *places))
-    flat = (*node.shape[:2], math.prod(sizes), math.prod(counts))
-    return record(shaping.reshape(node, flat), x)
-
-
-def from_columns(
-    x: Tensor,
-    lengths: tuple[int, ...],
-    sizes: tuple[int, ...],
-    stride: tuple[int, ...],
-    dilation: tuple[int, ...],
-) -> Tensor:
-    """The transpose of `columns`: items of overlapping windows are summed."""
-    axes = len(sizes)
-    spaced = zip(lengths, sizes, stride, dilation, strict=True)
-    counts = [window_count(*along) for along in spaced]
-    node: Node = shaping.reshape(x._node, (*x.shape[:2], *sizes, *counts))
-    order = [axis for at in range(axes) for axis in (2 + axes + at, 2 + at)]
-    node = shaping.permute(node, (0, 1, *order))
-    for at in range(axes - 1, -1, -1):
-        node = overlap_add(node, 2 + 2 * at, lengths[at], stride[at], dilation[at])
-    return record(node, x)
-
-
-def _grouped_columns(x: Tensor, sizes: tuple[int, ...], geometry: Geometry) -> Tensor:
-    """The columns of each group of channels: (batch, groups, channels and items of a window, windows)."""
-    parts = columns(_padded(x, geometry.padding), sizes, geometry.stride, geometry.dilation)
-    inner = x.shape[1] // geometry.groups * parts.shape[2]
-    return reshape(parts, (x.shape[0], geometry.groups, inner, parts.shape[3]))
-
-
-def _counts(lengths: Sequence[int], sizes: Sequence[int], geometry: Geometry) -> tuple[int, ...]:
-    whole = [n + before + after for n, (before, after) in zip(lengths, geometry.padding, strict=True)]
-    along = zip(whole, sizes, geometry.stride, geometry.dilation, strict=True)
-    return tuple(window_count(*axis) for axis in along)
-
-
-def convolved(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """The convolution of (batch, channels, ...) with (outputs, channels of a group, ...)."""
-    value = _convolved(x.detach(), weight.detach(), geometry)
-    return lasting_vjp(value, [x, weight], _convolved_rule(geometry))
-
-
-@composite
-def _convolved(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    batch, groups, outputs = x.shape[0], geometry.groups, weight.shape[0]
-    sizes = weight.shape[2:]
-    counts = _counts(x.shape[2:], sizes, geometry)
-    right = _grouped_columns(x, sizes, geometry)
-    left = reshape(weight, (groups, outputs // groups, right.shape[2]))
-    if batch > 1 and right.shape[3] < _FEW:
-        wide = reshape(permute_dims(right, (1, 2, 0, 3)), (groups, right.shape[2], -1))
-        product = reshape(matmul(left, wide), (outputs, batch, *counts))
-        return permute_dims(product, (1, 0, *range(2, product.ndim)))
-    product = matmul(broadcast(left, (batch, *left.shape)), right)
-    return reshape(product, (batch, outputs, *counts))
-
-
-@cache
-def _convolved_rule(geometry: Geometry) -> Callable[..., list[Tensor]]:
-    return lambda g, _, x, weight: [
-        transposed(g, weight, geometry, x.shape[2:]),
-        over_windows(x, g, geometry, weight.shape[2:]),
-    ]
-
-
-def transposed(x: Tensor, weight: Tensor, geometry: Geometry, lengths: tuple[int, ...]) -> Tensor:
-    """The gradient of `convolved` by its first argument, of these lengths."""
-    value = _transposed(x.detach(), weight.detach(), geometry, lengths)
-    return lasting_vjp(value, [x, weight], _transposed_rule(geometry))
-
-
-@composite
-def _transposed(x: Tensor, weight: Tensor, geometry: Geometry, lengths: tuple[int, ...]) -> Tensor:
-    groups, (outputs, channels), sizes = geometry.groups, weight.shape[:2], weight.shape[2:]
-    parts = reshape(weight, (groups, outputs // groups, channels, *sizes))
-    if set(geometry.stride) == {1}:
-        return _turned(x, parts, geometry, lengths)
-    along = zip(sizes, geometry.stride, geometry.dilation, strict=True)
-    overlap = any((size - 1) * apart >= step for size, step, apart in along)
-    if overlap and math.prod(geometry.stride) <= _MOST_PHASES:
-        return _by_phases(x, parts, geometry, lengths)
-    inner = channels * math.prod(sizes)
-    left = permute_dims(reshape(parts, (groups, outputs // groups, inner)), (0, 2, 1))
-    right = reshape(x, (x.shape[0], groups, outputs // groups, -1))
-    product = matmul(broadcast(left, (x.shape[0], *left.shape)), right)
-    flat = reshape(product, (x.shape[0], groups * channels, math.prod(sizes), -1))
-    # Up to the last window; the items after it, of an output padding, are 0.
-    spaced = zip(x.shape[2:], sizes, geometry.stride, geometry.dilation, strict=True)
-    reached = tuple((n - 1) * step + (size - 1) * apart + 1 for n, size, step, apart in spaced)
-    added = from_columns(flat, reached, sizes, geometry.stride, geometry.dilation)
-    cut = zip(lengths, reached, geometry.padding, strict=True)
-    return _padded(added, [(-before, length + before - end) for length, end, (before, _) in cut])
-
-
-def _turned(x: Tensor, parts: Tensor, geometry: Geometry, lengths: tuple[int, ...]) -> Tensor:
-    """The transpose for a stride of 1: with the weight turned round, it is a convolution."""
-    (groups, outputs, channels), sizes = parts.shape[:3], parts.shape[3:]
-    turned = permute_dims(flip(parts, tuple(range(3, parts.ndim))), (0, 2, 1, *range(3, parts.ndim)))
-    turned = reshape(turned, (groups * channels, outputs, *sizes))
-    reach = [(size - 1) * dilation for size, dilation in zip(sizes, geometry.dilation, strict=True)]
-    ends = [
-        (most - before, length - count + before)
-        for most, (before, _), length, count in zip(
-            reach, geometry.padding, lengths, x.shape[2:], strict=True
-        )
-    ]
-    return _convolved(x, turned, Geometry(geometry.stride, tuple(ends), geometry.dilation, groups))
-
-
-@dataclass(frozen=True)
-class _Phase:
-    """Along an axis, the items of a transpose whose indices have the same remainder by the stride."""
-
-    items: slice  # of the window that reach them; they are this transpose with a stride of 1
-    dilation: int
-    before: int  # of its padding
-    length: int
-
-
-def _phases(size: int, stride: int, dilation: int, before: int, length: int) -> list[_Phase | None]:
-    """The phases by remainder, each as long as the longest; None for those that no window reaches."""
-    step = stride // math.gcd(stride, dilation)  # from an item of the window to the next of the same phase
-    phases: list[_Phase | None] = []
-    for remainder in range(stride):
-        padded = remainder + before  # in the image with its padding, which windows count from
-        first = next((k for k in range(min(size, step)) if (padded - k * dilation) % stride == 0), None)
-        if first is None:
-            phases.append(None)
-            continue
-        apart = step * dilation // stride
-        start = (padded - first * dilation) // stride
-        phases.append(_Phase(slice(first, None, step), apart, start, -(-length // stride)))
-    return phases
-
-
-def _by_phases(x: Tensor, parts: Tensor, geometry: Geometry, lengths: tuple[int, ...]) -> Tensor:
-    """The transpose where windows overlap: a convolution for each combination of phases, interleaved."""
-    axes, groups, channels = len(lengths), geometry.groups, parts.shape[2]
-    along = zip(parts.shape[3:], geometry.stride, geometry.dilation, geometry.padding, lengths, strict=True)
-    phases = [_phases(size, step, apart, before, n) for size, step, apart, (before, _), n in along]
-    counts = tuple(-(-n // step) for n, step in zip(lengths, geometry.stride, strict=True))
-    shape = (x.shape[0], groups * channels, *counts)
-    results = []
-    for chosen in itertools.product(*phases):
-        reaching = [phase for phase in chosen if phase is not None]
-        if len(reaching) < axes:
-            results.append(zeros(shape, dtype=x.dtype, device=x.device))
-            continue
-        items = parts[(..., *(phase.items for phase in reaching))]
-        spacing = Geometry(
-            (1,) * axes,
-            tuple((phase.before, 0) for phase in reaching),
-            tuple(phase.dilation for phase in reaching),
-            groups,
-        )
-        results.append(_turned(x, items, spacing, counts))
-    whole = reshape(stack(results, axis=-1), (*shape, *geometry.stride))
-    order = (axis for at in range(axes) for axis in (2 + at, 2 + axes + at))
-    whole = permute_dims(whole, (0, 1, *order))
-    whole = reshape(whole, (*shape[:2], *(n * s for n, s in zip(counts, geometry.stride, strict=True))))
-    return whole[(..., *(slice(n) for n in lengths))]
-
-
-@cache
-def _transposed_rule(geometry: Geometry) -> Callable[..., list[Tensor]]:
-    return lambda g, _, x, weight: [
-        convolved(g, weight, geometry),
-        over_windows(g, x, geometry, weight.shape[2:]),
-    ]
-
-
-def over_windows(x: Tensor, g: Tensor, geometry: Geometry, sizes: tuple[int, ...]) -> Tensor:
-    """The gradient of `convolved` by its weight: the sum over all windows of their products with `g`."""
-    value = _over_windows(x.detach(), g.detach(), geometry, sizes)
-    return lasting_vjp(value, [x, g], _over_windows_rule(geometry))
-
-
-@composite
-def _over_windows(x: Tensor, g: Tensor, geometry: Geometry, sizes: tuple[int, ...]) -> Tensor:
-    groups, outputs = geometry.groups, g.shape[1]
-    right = permute_dims(_grouped_columns(x, sizes, geometry), (1, 0, 3, 2))
-    right = reshape(right, (groups, -1, right.shape[3]))
-    left = permute_dims(reshape(g, (g.shape[0], groups, outputs // groups, -1)), (1, 2, 0, 3))
-    product = matmul(reshape(left, (*left.shape[:2], -1)), right)
-    return reshape(product, (outputs, x.shape[1] // groups, *sizes))
-
-
-@cache
-def _over_windows_rule(geometry: Geometry) -> Callable[..., list[Tensor]]:
-    return lambda h, _, x, g: [
-        transposed(g, h, geometry, x.shape[2:]),
-        convolved(x, h, geometry),
-    ]
 
 
 def same_padding(sizes: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -351,12 +126,13 @@ def _conv(
             f"{name}: a weight of shape {weight.shape} in {groups} groups takes {weight.shape[1] * groups} "
             f"channels and gives a multiple of {groups}, and the shape {x.shape} was given"
         )
-    if min(_counts(images.shape[2:], sizes, geometry)) < 1:
+    if min(geometry.counts(images.shape[2:], sizes)) < 1:
         raise ValueError(
             f"{name}: windows of {sizes} with dilation {apart} do not fit into shape {x.shape} with padding "
             f"{padding}"
         )
-    return _with_bias(name, convolved(images, weight, geometry), bias, x.ndim == axes + 2)
+    result = record(convolution(images._node, weight._node, geometry), images, weight)
+    return _with_bias(name, result, bias, x.ndim == axes + 2)
 
 
 def _conv_transpose(
@@ -395,7 +171,9 @@ def _conv_transpose(
         raise ValueError(f"{name}: nothing is left of shape {x.shape} with padding {ends}: {lengths}")
     # An output padding is padding after the last window, which the convolution does not read.
     pairs = tuple((end, end - extra) for end, extra in zip(ends, more, strict=True))
-    result = transposed(images, weight, Geometry(steps, pairs, apart, groups), lengths)
+    geometry = Geometry(steps, pairs, apart, groups)
+    node = convolution_transpose(images._node, weight._node, geometry, lengths)
+    result = record(node, images, weight)
     return _with_bias(name, result, bias, x.ndim == axes + 2)
 
 
@@ -412,10 +190,11 @@ def unfold(
         raise ValueError(f"unfold takes (batch, channels, height, width), and the shape {x.shape} was given")
     images = x if x.ndim == 4 else reshape(x, (1, *x.shape))
     geometry = Geometry(steps, tuple((n, n) for n in ends), apart)
-    if min(_counts(images.shape[2:], sizes, geometry)) < 1:
+    if min(geometry.counts(images.shape[2:], sizes)) < 1:
         raise ValueError(f"unfold: windows of {sizes} do not fit into shape {x.shape}")
-    parts = _grouped_columns(images, sizes, geometry)
-    return reshape(parts, (*x.shape[:-3], *parts.shape[2:]))
+    parts = columns(padded(images._node, geometry.padding), sizes, steps, apart)
+    flat = shaping.reshape(parts, (*x.shape[:-3], parts.shape[1] * parts.shape[2], parts.shape[3]))
+    return record(flat, x)
 
 
 def fold(
@@ -429,17 +208,17 @@ def fold(
     """The transpose of `unfold`: images in which items of overlapping windows are summed."""
     sizes, apart, ends, steps = _window_settings("fold", kernel_size, dilation, padding, stride)
     lengths = sizes_of(output_size, 2, "fold", "output_size")
-    counts = _counts(lengths, sizes, Geometry(steps, tuple((n, n) for n in ends), apart))
+    counts = Geometry(steps, tuple((n, n) for n in ends), apart).counts(lengths, sizes)
     items = math.prod(sizes)
     if x.ndim not in (2, 3) or min(counts) < 1 or x.shape[-1] != math.prod(counts) or x.shape[-2] % items:
         raise ValueError(
             f"fold: images of {lengths} have {counts} windows of {sizes}, so (batch, a multiple of {items}, "
             f"{math.prod(counts)}) is needed, and the shape {x.shape} was given"
         )
-    parts = reshape(x, (-1, x.shape[-2] // items, items, x.shape[-1]))
+    parts = shaping.reshape(x._node, (math.prod(x.shape[:-2]), x.shape[-2] // items, items, x.shape[-1]))
     whole = tuple(n + 2 * end for n, end in zip(lengths, ends, strict=True))
-    added = _padded(from_columns(parts, whole, sizes, steps, apart), [(-n, -n) for n in ends])
-    return reshape(added, (*x.shape[:-2], *added.shape[1:]))
+    added = padded(from_columns(parts, whole, sizes, steps, apart), [(-n, -n) for n in ends])
+    return record(shaping.reshape(added, (*x.shape[:-2], *added.shape[1:])), x)
 
 
 def _window_settings(name: str, *given: Sizes) -> list[tuple[int, ...]]:
