@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from penstock.fusion.clusters import Cluster, Clustering, in_order
 from penstock.fusion.costs import CHEAP_NODES, MAX_NODES, RECOMPUTED_NODES
+from penstock.graph.elementwise import CAST
 from penstock.graph.node import Kind, Node
 
 
@@ -17,6 +18,7 @@ class Storing:
     def __init__(self, clustering: Clustering) -> None:
         self._clustering = clustering
         self.stored = set(clustering.required)
+        self._recomputed: set[Node] = set()  # values that are not stored, since their users recompute them
         self.inlined: dict[Cluster, set[Node]] = {}  # nodes that a cluster computes besides its own
         self._times: dict[Cluster, int] = {}  # how often an inlined cluster is computed for an item
         for node, cluster in clustering.cluster.items():
@@ -72,19 +74,35 @@ class Storing:
         for node in cluster.nodes:
             if node.primitive.is_slow and node not in self.stored:
                 self._store_instead(node, cluster)
+        for node in reversed(cluster.nodes):
+            if node in self.stored and not self._must_stay(node):
+                self._store_narrow(node, cluster)
         for node in cluster.nodes:
             if node in self.stored and not self._must_stay(node):
                 leaves = self._leaves_to_read(node, cluster)
                 if leaves is not None:
                     self.stored.discard(node)
+                    self._recomputed.add(node)
                     self.stored.update(leaf for leaf in leaves if leaf in self._clustering.cluster)
+
+    def _store_narrow(self, node: Node, cluster: Cluster) -> None:
+        """Store what a wider dtype was cast from instead."""
+        if node.primitive is not CAST:
+            return
+        source, spread = self._clustering.aligned(node.inputs[0])
+        own = self._clustering.cluster.get(source) is cluster and source.size == node.size and spread == 1
+        if own and source.nbytes < node.nbytes:
+            self.stored.discard(node)
+            self._recomputed.add(node)
+            self.stored.add(source)
 
     def _leaves_to_read(self, node: Node, cluster: Cluster) -> set[Node] | None:
         """What users would read to recompute a node; None if that is more to read or takes long."""
         inside, leaves = self._tree(node, cluster)
         large = [leaf for leaf in leaves if leaf.size >= node.size]
         simple = not any(part.primitive.is_slow or part.primitive.reads_elsewhere for part in inside)
-        return leaves if simple and len(large) <= 1 and len(inside) <= RECOMPUTED_NODES else None
+        little = len(large) <= 1 or sum(leaf.nbytes for leaf in large) <= node.nbytes
+        return leaves if simple and little and len(inside) <= RECOMPUTED_NODES else None
 
     def _store_instead(self, node: Node, cluster: Cluster) -> None:
         """Store a value instead of two or more that can be computed from it."""
@@ -106,14 +124,15 @@ class Storing:
         )
 
     def _tree(self, output: Node, cluster: Cluster) -> tuple[set[Node], set[Node]]:
-        """The nodes of a cluster that compute `output`, and the values that they read."""
+        """The nodes that compute `output`, of its cluster or recomputed, and the values that they read."""
         inside: set[Node] = set()
         leaves: set[Node] = set()
         stack = [output]
         while stack:
             node = stack.pop()
             known = node is not output and (node in self.stored or self._must_stay(node))
-            if self._clustering.cluster.get(node) is not cluster or known:
+            own = self._clustering.cluster.get(node) is cluster or node in self._recomputed
+            if known or not own:
                 leaves.add(node)
             elif node not in inside:
                 inside.add(node)

@@ -105,7 +105,8 @@ class _Sinking:
     def _is_spread(self, node: Node) -> bool:
         """Whether a node is computed from constants and from repeated items only."""
         if node not in self._spread:
-            of_spread = node.primitive.kind is Kind.ELEMENTWISE and all(map(self._is_spread, node.inputs))
+            passes = node.primitive.kind in (Kind.ELEMENTWISE, Kind.VIEW) or node.primitive is PAD
+            of_spread = passes and all(map(self._is_spread, node.inputs))
             repeated = node.primitive is EXPAND or node.primitive.kind is Kind.CREATION
             self._spread[node] = node.value is None and node not in self._below and (repeated or of_spread)
         return self._spread[node]
@@ -126,6 +127,8 @@ class _Sinking:
                 return expand(permute(new.inputs[0], inverse), _shape(new.shape, inverse))
             if node.primitive is FULL:
                 return full(_shape(new.shape, inverse), new.dtype, new.attributes["number"])
+            if node.primitive is PAD:
+                return _permuted_pad(node, self._in_order(node.inputs[0], axes), inverse)
             if node.primitive.kind is Kind.ELEMENTWISE:
                 return new.on(tuple(self._in_order(parent, axes) for parent in node.inputs))
         return permute(new, inverse)
@@ -151,6 +154,11 @@ def _sunk_reduction(node: Node, source: Node, axes: Axes) -> tuple[Node, Axes]:
     return result, _ranks([axes[axis] for axis in range(len(axes)) if axis not in reduced])
 
 
+def _permuted_pad(node: Node, source: Node, inverse: Axes) -> Node:
+    slices = tuple(node.attributes["slices"][axis] for axis in inverse)
+    return pad(source, slices, _shape(node.shape, inverse))
+
+
 def _sunk_view(node: Node, source: Node, axes: Axes) -> tuple[Node, Axes] | None:
     inverse, attributes = _inverse(axes), node.attributes
     if node.primitive is BARRIER:
@@ -160,8 +168,7 @@ def _sunk_view(node: Node, source: Node, axes: Axes) -> tuple[Node, Axes] | None
     if node.primitive is SLICE:
         return slice_(source, tuple(attributes["slices"][axis] for axis in inverse)), axes
     if node.primitive is PAD:
-        slices = tuple(attributes["slices"][axis] for axis in inverse)
-        return pad(source, slices, _shape(node.shape, inverse)), axes
+        return _permuted_pad(node, source, inverse), axes
     if node.primitive is WINDOWS:
         axis = attributes["axis"]
         at = axes[axis]
@@ -185,7 +192,9 @@ def _sunk_reshape(node: Node, source: Node, axes: Axes) -> tuple[Node, Axes] | N
         begins.append(below[0])
     order = sorted(range(len(groups)), key=begins.__getitem__)
     new_axes = [axis for group in order for axis in groups[group][1]]
-    new_axes += [axis for axis in range(node.ndim) if axis not in new_axes]  # of length 1
+    for axis in range(node.ndim):
+        if axis not in new_axes:  # of length 1: after the axis before it, as windows and their items are
+            new_axes.insert(new_axes.index(axis - 1) + 1 if axis else 0, axis)
     return reshape(source, _shape(node.shape, tuple(new_axes))), _inverse(tuple(new_axes))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from penstock.graph.checkpoint import BARRIER
 from penstock.graph.contraction import MATMUL
 from penstock.graph.elementwise import CAST, FULL, full
-from penstock.graph.node import Kind, Node, rewrite, topological
+from penstock.graph.node import Kind, Node, Shape, rewrite, topological
 from penstock.graph.shaping import PERMUTE, RESHAPE
 
 
@@ -76,10 +76,18 @@ def _simplified(node: Node, inputs: tuple[Node, ...]) -> Node:
         return full(node.shape, node.dtype, inputs[0].attributes["number"])
     if primitive.kind is Kind.REDUCTION and node.size == inputs[0].size:
         return inputs[0] if inputs[0].shape == node.shape else Node(RESHAPE, inputs, {"shape": node.shape})
+    if primitive is PERMUTE and not _moves_items(inputs[0].shape, node.attributes["axes"]):
+        return _simplified(Node(RESHAPE, inputs, {"shape": node.shape}), inputs)
     if primitive in (RESHAPE, PERMUTE) and inputs[0].primitive is primitive and inputs[0].value is None:
         return _merged(node, inputs[0])
     # Always a new node: the recorded node may be given a value later, which must not show in this graph.
     return Node(primitive, inputs, node.attributes)
+
+
+def _moves_items(shape: Shape, axes: tuple[int, ...]) -> bool:
+    """Whether a permutation changes the order of items: it moves more than axes of length 1."""
+    long = [axis for axis in axes if shape[axis] > 1]
+    return long != sorted(long)
 
 
 def _merged(node: Node, before: Node) -> Node:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 from penstock.nn.functional.common import check_floating, takes_dim, wide
 from penstock.tensor.arithmetic import abs as abs_
 from penstock.tensor.arithmetic import maximum, sqrt
 from penstock.tensor.arithmetic import pow as pow_
+from penstock.tensor.autograd import lasting_vjp
 from penstock.tensor.capture import capture
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor
@@ -137,12 +139,40 @@ def batch_norm(
     count = x.size // max(1, x.shape[1])
     if count < 2:
         raise ValueError(f"batch_norm needs several items of each channel in training, not shape {x.shape}")
-    centre, variance = _statistics(x, (0, *range(2, x.ndim)))
+    fixed = x.detach()
+    centre, variance = _statistics(fixed, _but_channels(x))
     if running_mean is not None and running_var is not None:
         with no_grad():
             _move(running_mean, centre, momentum)
             _move(running_var, variance * (count / (count - 1)), momentum)
-    return _normed_by(x, centre, variance, weight, bias, eps)
+    parameters = [parameter for parameter in (weight, bias) if parameter is not None]
+    scales, shifts = (None if parameter is None else parameter.detach() for parameter in (weight, bias))
+    value = _normed_by(fixed, centre, variance, scales, shifts, eps)
+    return lasting_vjp(value, [x, *parameters], _batch_norm_rule(weight is not None, bias is not None, eps))
+
+
+def _but_channels(x: Tensor) -> tuple[int, ...]:
+    return (0, *range(2, x.ndim))
+
+
+@cache
+def _batch_norm_rule(weighted: bool, biased: bool, eps: float) -> Callable[..., list[Tensor]]:
+    """The gradient by its formula: two sums and a map, where that of the operations takes five sums."""
+
+    def rule(g: Tensor, _: Tensor, x: Tensor, *parameters: Tensor) -> list[Tensor]:
+        axes, count = _but_channels(x), x.size // x.shape[1]
+        centre, variance = _statistics(x, axes)
+        scale = _of_channels(1 / sqrt(variance + eps), x)
+        slope, normed = wide(g), (wide(x) - _of_channels(centre, x)) * scale
+        by_bias, by_weight = sum_(slope, axis=axes), sum_(slope * normed, axis=axes)
+        means = (_of_channels(part * (1 / count), x) for part in (by_bias, by_weight))
+        by_normed = slope - next(means) - normed * next(means)
+        factor = scale * _of_channels(wide(parameters[0]), x) if weighted else scale
+        result = [astype(by_normed * factor, x.dtype)]
+        result += [astype(by_weight, parameters[0].dtype)] if weighted else []
+        return result + ([astype(by_bias, parameters[-1].dtype)] if biased else [])
+
+    return rule
 
 
 def _statistics(x: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
