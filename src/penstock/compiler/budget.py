@@ -19,6 +19,7 @@ from penstock.compiler.layout import lay_out, own_buffers, plan
 from penstock.compiler.passes import Works, turns_of, works_of
 from penstock.compiler.target import Target
 from penstock.drivers.driver import Cost
+from penstock.drivers.rates import Crossing
 from penstock.errors import OutOfDeviceMemory
 from penstock.formatting import format_bytes
 from penstock.fusion.groups import Group
@@ -84,11 +85,14 @@ class Level:
     extra_work: float  # of computing again and of waiting for copies, as a share of the work without a budget
     recomputed: tuple[tuple[str, int], ...]  # what is, and how often, what takes longest first
     launches: tuple[Cost, ...]  # what each computes and moves
+    copies: tuple[Crossing, ...] = ()  # to the host and from there, beside the launches
     moved: tuple[tuple[str, int], ...] = ()  # to the host and back: what is, and how often, the largest first
     host_bytes: int = 0  # of the host's memory, for what is moved
 
 
-def level(state: Compilation, target: Target, launches: tuple[Cost, ...]) -> Level:
+def level(
+    state: Compilation, target: Target, launches: tuple[Cost, ...], copies: tuple[Crossing, ...]
+) -> Level:
     """What a planned compilation takes."""
     assert state.plan is not None
     once, again = 0.0, dict[str, list[float]]()
@@ -105,6 +109,7 @@ def level(state: Compilation, target: Target, launches: tuple[Cost, ...]) -> Lev
         state.extra / max(once, 1.0),
         tuple((name, len(works)) for name, works in ranked),
         launches,
+        copies,
         tuple(Counter(described(node) for node in _moved_nodes(state)).items()),
         host_bytes(state),
     )
