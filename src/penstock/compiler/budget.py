@@ -34,10 +34,6 @@ from penstock.plan.prefetching import prefetched
 from penstock.plan.recomputing import sequels
 from penstock.plan.sequences import HOLD, OUT, Link, Run, Sequel, Task
 
-# About how many operations take as long as moving a byte, on a GPU with tensor cores and on a CPU, and the
-# bytes that could be moved while a kernel is launched. Only the relation of prices counts.
-_OPERATIONS_GPU, _OPERATIONS_CPU = 100, 16
-_LAUNCH = 64 << 10
 _SURE = 0.95  # of what is estimated to be live: no plan takes less
 _SHOWN = 4  # of the largest values, in a message
 _LEVELS = 8  # of memory, between what is needed without a budget and the least
@@ -106,7 +102,7 @@ def level(
     return Level(
         taken_bytes(state, target),
         state.plan.arena_bytes,
-        state.extra / max(once, 1.0),
+        state.extra / once if once else 0.0,
         tuple((name, len(works)) for name, works in ranked),
         launches,
         copies,
@@ -169,14 +165,10 @@ def result_bytes(state: Compilation) -> int:
 
 
 def price(group: Group, written: Lowering | None, target: Target) -> float | None:
-    """About how long a group takes, in bytes moved; None: it may not run twice."""
+    """About how long a group takes; None: it may not run twice."""
     if written is None or any(node.primitive.kind is Kind.OPAQUE for node in group.nodes):
         return None  # NumPy waits for the device, and nothing is known of a user's own kernel
-    operations = _OPERATIONS_GPU if target.gpu else _OPERATIONS_CPU
-    return sum(
-        _LAUNCH + cost.read_bytes + cost.written_bytes + cost.operations / operations
-        for cost in costs(group, written)
-    )
+    return sum(map(target.rates.launch_seconds, costs(group, written)))
 
 
 @dataclass(frozen=True)
@@ -204,7 +196,7 @@ def _outlines(state: Compilation, target: Target) -> Iterator[_Outline]:
     order = deferred(ordered(works.steps, works.nbytes, works.kept), works.steps, works.nbytes, works.kept)
     # NumPy on the host waits for the device, and with it for all copies.
     cost = None if None in state.lowered else target.link_cost()
-    link = None if cost is None else Link(cost, _LAUNCH)
+    link = None if cost is None else Link(cost / target.rates.bandwidth, target.rates.launch)
     nbytes = list(map(_aligned, works.nbytes))
     own = _state(state, target, works, fixed) if link else {}
     for sequel in _frontier(tasks, order, nbytes, kept, link, own):

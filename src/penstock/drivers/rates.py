@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from penstock.drivers.driver import Cost
 
+_LINK = 64.0  # bytes that kernels move while one crosses a PCI bus
+
 
 class Crossing(NamedTuple):
     """A copy to the host or from there, beside the launches of a program, which are numbered in order."""
@@ -53,12 +55,21 @@ class StepRates:
                 copy = next(waiting)
             if number < len(launches):
                 start = max(ended[-1], waited_for.get(number, 0.0))
-                ended.append(start + self._takes(launches[number]))
+                ended.append(start + self.launch_seconds(launches[number]))
         return max(ended[-1], sent, fetched)
 
-    def _takes(self, cost: Cost) -> float:
+    def launch_seconds(self, cost: Cost) -> float:
+        """About how long a launch takes by itself."""
         multiplying = cost.operations / self.product_rate(cost.product) if cost.product else 0.0
         return self.launch + cost.nbytes / self.bandwidth + multiplying
+
+    @classmethod
+    def usual(cls, gpu: bool, tf32: bool) -> StepRates:
+        """Rates in relations that are usual, where only these count: a byte is moved in a unit of time."""
+        if not gpu:
+            return cls(1.0, {"float32": 16.0}, 64 << 10, 1 / _LINK)
+        half = dict.fromkeys(("float16", "bfloat16"), 150.0)
+        return cls(1.0, {"float32": 75.0 if tf32 else 20.0, **half}, 4 << 20, 1 / _LINK)
 
     def product_rate(self, dtype: str) -> float:
         """Of products in a dtype; where nothing is known of it, that of float32."""
