@@ -52,7 +52,7 @@ class Budgets:
     def step(self, memory: int | None) -> Callable[[ps.Tensor], ps.Tensor]:
         @ps.jit(memory=memory)
         def step(tokens: ps.Tensor) -> ps.Tensor:
-            loss = self.model.loss(tokens[:, :-1], tokens[:, 1:])
+            loss: ps.Tensor = self.model.loss(tokens[:, :-1], tokens[:, 1:])
             self.optimizer.backward(loss)
             self.optimizer.step()
             return loss

@@ -1,4 +1,4 @@
-"""Training steps whose values move to the host: their bits, the driver's memory, predicted and measured times.
+"""Training steps whose values move to the host: bits, the driver's memory, predicted and measured times.
 
     python benchmarks/offload.py [--device cuda:0] [--model mlp] [--rates card.toml] [--save FILE]
 
