@@ -204,9 +204,9 @@ def _outlines(state: Compilation, target: Target) -> Iterator[_Outline]:
         freed = target.budget.freed([own[number][0] for number in sequel.hosted]) if target.budget else 0
         least = results + int(_SURE * (sequel.peak_bytes - stays)) - freed
         if link is not None and sequel.moves:  # with time for the copies, or else in the least memory
-            early = prefetched(sequel, tasks, nbytes, link)
+            early = partial(prefetched, sequel, tasks, nbytes, link)
             yield _Outline(least, partial(_planned, state, target, works.nodes, early))
-        yield _Outline(least, partial(_planned, state, target, works.nodes, sequel))
+        yield _Outline(least, partial(_planned, state, target, works.nodes, lambda sequel=sequel: sequel))
 
 
 def _state(
@@ -262,8 +262,11 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _planned(state: Compilation, target: Target, nodes: Sequence[Node], sequel: Sequel) -> Compilation:
+def _planned(
+    state: Compilation, target: Target, nodes: Sequence[Node], sequence_of: Callable[[], Sequel]
+) -> Compilation:
     """The groups in another sequence, with a plan."""
+    sequel = sequence_of()
     holder = dict(enumerate(nodes))  # the node that holds each number
     sent: dict[int, Node] = {}  # results that go to the host: what they are there
     groups: list[Group] = []

@@ -111,9 +111,12 @@ def _touched(item: Call | list[Call] | Copy) -> Touched:
 
 def _aliases(schedule: Schedule) -> dict[int, list[int]]:
     """For each output, the inputs that it may be written over."""
+    sized: dict[int, list[int]] = {}  # the inputs of each size: others do not fit
+    for given, use in schedule.input_uses.items():
+        sized.setdefault(use.nbytes, []).append(given)
     return {
-        output: [given for given in schedule.input_uses if schedule.may_alias(output, given)]
-        for output in schedule.output_writes
+        output: [given for given in sized.get(write.nbytes, ()) if schedule.may_alias(output, given)]
+        for output, write in schedule.output_writes.items()
     }
 
 

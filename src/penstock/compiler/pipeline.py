@@ -100,6 +100,7 @@ def compile_graph(
     return state.schedule
 
 
+@_without_collector
 def budget_levels(
     wanted: Sequence[Node],
     inputs: Sequence[Node],
