@@ -206,7 +206,7 @@ def _outlines(state: Compilation, target: Target) -> Iterator[_Outline]:
         if link is not None and sequel.moves:  # with time for the copies, or else in the least memory
             early = partial(prefetched, sequel, tasks, nbytes, link)
             yield _Outline(least, partial(_planned, state, target, works.nodes, early))
-        yield _Outline(least, partial(_planned, state, target, works.nodes, lambda sequel=sequel: sequel))
+        yield _Outline(least, partial(_planned, state, target, works.nodes, partial(replace, sequel)))
 
 
 def _state(
