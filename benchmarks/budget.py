@@ -43,7 +43,7 @@ class Budgets:
     def __init__(self, sizes: Gpt, tokens: Any, device: ps.Device) -> None:
         ps.random.manual_seed(0)
         self.device = device
-        self.model = ps.nn.GPT(sizes.vocab, sizes.context, sizes.width, sizes.layers, sizes.heads)
+        self.model: Any = ps.nn.GPT(sizes.vocab, sizes.context, sizes.width, sizes.layers, sizes.heads)
         if device.capabilities.matmul_library:
             self.model.to(ps.bfloat16)
         self.optimizer = ps.optim.AdamW(self.model.parameters(), lr=RATE, weight_decay=0.01)
@@ -52,7 +52,7 @@ class Budgets:
     def step(self, memory: int | None) -> Callable[[ps.Tensor], ps.Tensor]:
         @ps.jit(memory=memory)
         def step(tokens: ps.Tensor) -> ps.Tensor:
-            loss = self.model.loss(tokens[:, :-1], tokens[:, 1:])
+            loss: ps.Tensor = self.model.loss(tokens[:, :-1], tokens[:, 1:])
             self.optimizer.backward(loss)
             self.optimizer.step()
             return loss

@@ -135,7 +135,7 @@ class GraphingHost(HostDriver):
             waiting.remove(order[-1])
         return [bound[item] for item in order]
 
-    def bind_copy(self, target: Any, source: Any, nbytes: int) -> Any:
+    def bind_copy(self, target: Any, source: Any, nbytes: int, to_device: bool) -> Any:
         assert target.nbytes == source.nbytes == nbytes
         return np.copyto, [target, source]
 

@@ -18,6 +18,7 @@ import penstock as ps
 from penstock import Device, nn, optim
 from penstock.drivers.binaries import Binaries
 from penstock.drivers.cuda import compile_text
+from penstock.drivers.cuda import launches as cuda_launches
 from penstock.drivers.driver import Event, Grid, Kernel, Queue, Source
 from penstock.drivers.host import HostDriver
 from penstock.errors import CompileError, PenstockWarning
@@ -267,3 +268,34 @@ def test_code_is_kept_on_disk_within_bounds(tmp_path: Path) -> None:
     with pytest.warns(PenstockWarning, match="going on without it"):
         Binaries(tmp_path / "taken").put("x", b"code")  # nothing can be kept there, and nothing breaks
     assert Binaries(tmp_path / "taken").get("x") is None
+
+
+# Copies in graphs
+
+
+@pytest.mark.parametrize("to_device", [False, True])
+def test_a_copy_is_a_node_that_knows_which_end_is_the_hosts(
+    to_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[Any, ...]] = []
+    for name in ("cuGraphAddMemcpyNode", "cuGraphExecMemcpyNodeSetParams"):
+        answer = (0, "node") if name.endswith("Node") else (0,)
+        monkeypatch.setattr(cuda_launches.cu, name, lambda *args, answer=answer: given.append(args) or answer)
+    copy = cuda_launches.GraphCopy(1 << 40, 2 << 40, 4096, to_device, "context")
+    assert copy.add_to("graph", ["before"], "queue") == "node"
+    copy.changes = changes = []
+    copy.change(0, 3 << 40)
+    copy.change(1, 4 << 40)
+    assert changes == [copy, copy]
+    copy.update("executable", "node", "queue")
+    (graph, after, count, first, context), (executable, node, second, again) = given
+    assert (graph, after, count, context) == ("graph", ["before"], 1, "context")
+    assert (executable, node, again) == ("executable", "node", "context")
+    for target, source, parameters in ((1 << 40, 2 << 40, first), (3 << 40, 4 << 40, second)):
+        host, device = (source, target) if to_device else (target, source)
+        ends = {"src": parameters.srcMemoryType, "dst": parameters.dstMemoryType}
+        assert ends["src" if to_device else "dst"] == cuda_launches.cu.CUmemorytype.CU_MEMORYTYPE_HOST
+        assert ends["dst" if to_device else "src"] == cuda_launches.cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        assert (parameters.srcHost if to_device else parameters.dstHost) == host
+        assert int(parameters.dstDevice if to_device else parameters.srcDevice) == device
+        assert (parameters.WidthInBytes, parameters.Height, parameters.Depth) == (4096, 1, 1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DRIVERS, SMALL, examples
+from conftest import CUDA_KINDS, DRIVERS, SMALL, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_budget import Counted, steps, trained
@@ -235,7 +235,7 @@ NETWORKS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=["opencl-device", "host-far", "host-late"])
+@pytest.fixture(params=["opencl-device", "host-far", "host-late", *CUDA_KINDS])
 def far(request: pytest.FixtureRequest) -> Iterator[Device]:
     made = offloading(request.param)
     yield made

@@ -19,6 +19,7 @@ from penstock.compiler.layout import lay_out, own_buffers, plan
 from penstock.compiler.passes import Works, turns_of, works_of
 from penstock.compiler.target import Target
 from penstock.drivers.driver import Cost
+from penstock.drivers.rates import Crossing
 from penstock.errors import OutOfDeviceMemory
 from penstock.formatting import format_bytes
 from penstock.fusion.groups import Group
@@ -33,10 +34,6 @@ from penstock.plan.prefetching import prefetched
 from penstock.plan.recomputing import sequels
 from penstock.plan.sequences import HOLD, OUT, Link, Run, Sequel, Task
 
-# About how many operations take as long as moving a byte, on a GPU with tensor cores and on a CPU, and the
-# bytes that could be moved while a kernel is launched. Only the relation of prices counts.
-_OPERATIONS_GPU, _OPERATIONS_CPU = 100, 16
-_LAUNCH = 64 << 10
 _SURE = 0.95  # of what is estimated to be live: no plan takes less
 _SHOWN = 4  # of the largest values, in a message
 _LEVELS = 8  # of memory, between what is needed without a budget and the least
@@ -84,11 +81,14 @@ class Level:
     extra_work: float  # of computing again and of waiting for copies, as a share of the work without a budget
     recomputed: tuple[tuple[str, int], ...]  # what is, and how often, what takes longest first
     launches: tuple[Cost, ...]  # what each computes and moves
+    copies: tuple[Crossing, ...] = ()  # to the host and from there, beside the launches
     moved: tuple[tuple[str, int], ...] = ()  # to the host and back: what is, and how often, the largest first
     host_bytes: int = 0  # of the host's memory, for what is moved
 
 
-def level(state: Compilation, target: Target, launches: tuple[Cost, ...]) -> Level:
+def level(
+    state: Compilation, target: Target, launches: tuple[Cost, ...], copies: tuple[Crossing, ...]
+) -> Level:
     """What a planned compilation takes."""
     assert state.plan is not None
     once, again = 0.0, dict[str, list[float]]()
@@ -102,9 +102,10 @@ def level(state: Compilation, target: Target, launches: tuple[Cost, ...]) -> Lev
     return Level(
         taken_bytes(state, target),
         state.plan.arena_bytes,
-        state.extra / max(once, 1.0),
+        state.extra / once if once else 0.0,
         tuple((name, len(works)) for name, works in ranked),
         launches,
+        copies,
         tuple(Counter(described(node) for node in _moved_nodes(state)).items()),
         host_bytes(state),
     )
@@ -164,14 +165,10 @@ def result_bytes(state: Compilation) -> int:
 
 
 def price(group: Group, written: Lowering | None, target: Target) -> float | None:
-    """About how long a group takes, in bytes moved; None: it may not run twice."""
+    """About how long a group takes; None: it may not run twice."""
     if written is None or any(node.primitive.kind is Kind.OPAQUE for node in group.nodes):
         return None  # NumPy waits for the device, and nothing is known of a user's own kernel
-    operations = _OPERATIONS_GPU if target.gpu else _OPERATIONS_CPU
-    return sum(
-        _LAUNCH + cost.read_bytes + cost.written_bytes + cost.operations / operations
-        for cost in costs(group, written)
-    )
+    return sum(map(target.rates.launch_seconds, costs(group, written)))
 
 
 @dataclass(frozen=True)
@@ -199,7 +196,7 @@ def _outlines(state: Compilation, target: Target) -> Iterator[_Outline]:
     order = deferred(ordered(works.steps, works.nbytes, works.kept), works.steps, works.nbytes, works.kept)
     # NumPy on the host waits for the device, and with it for all copies.
     cost = None if None in state.lowered else target.link_cost()
-    link = None if cost is None else Link(cost, _LAUNCH)
+    link = None if cost is None else Link(cost / target.rates.bandwidth, target.rates.launch)
     nbytes = list(map(_aligned, works.nbytes))
     own = _state(state, target, works, fixed) if link else {}
     for sequel in _frontier(tasks, order, nbytes, kept, link, own):
@@ -207,9 +204,9 @@ def _outlines(state: Compilation, target: Target) -> Iterator[_Outline]:
         freed = target.budget.freed([own[number][0] for number in sequel.hosted]) if target.budget else 0
         least = results + int(_SURE * (sequel.peak_bytes - stays)) - freed
         if link is not None and sequel.moves:  # with time for the copies, or else in the least memory
-            early = prefetched(sequel, tasks, nbytes, link)
+            early = partial(prefetched, sequel, tasks, nbytes, link)
             yield _Outline(least, partial(_planned, state, target, works.nodes, early))
-        yield _Outline(least, partial(_planned, state, target, works.nodes, sequel))
+        yield _Outline(least, partial(_planned, state, target, works.nodes, partial(replace, sequel)))
 
 
 def _state(
@@ -265,8 +262,11 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _planned(state: Compilation, target: Target, nodes: Sequence[Node], sequel: Sequel) -> Compilation:
+def _planned(
+    state: Compilation, target: Target, nodes: Sequence[Node], sequence_of: Callable[[], Sequel]
+) -> Compilation:
     """The groups in another sequence, with a plan."""
+    sequel = sequence_of()
     holder = dict(enumerate(nodes))  # the node that holds each number
     sent: dict[int, Node] = {}  # results that go to the host: what they are there
     groups: list[Group] = []

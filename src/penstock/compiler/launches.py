@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.compiler.schedule import Copy, Schedule, Step
 from penstock.drivers.driver import Capabilities, Cost
+from penstock.drivers.rates import Crossing
 from penstock.kernels.concatenation import Call, concatenated
 from penstock.kernels.costing import merged
 from penstock.kernels.hazards import Range, Touched, orderings
@@ -54,14 +55,69 @@ def launch_parts(schedule: Schedule, capabilities: Capabilities) -> list[Part]:
     return parts
 
 
-def launch_costs(schedule: Schedule, capabilities: Capabilities) -> tuple[Cost, ...]:
-    """The costs of the launches, as far as they are known; kernels that are fused are a single launch."""
+def timeline(schedule: Schedule, capabilities: Capabilities) -> tuple[tuple[Cost, ...], tuple[Crossing, ...]]:
+    """The costs of the launches, as far as they are known, and the copies beside them.
+
+    Kernels that are fused are a single launch.
+    """
     runs = [part for part in launch_parts(schedule, capabilities) if isinstance(part, list)]
-    known: list[Cost | None] = []
-    for item in (item for run in runs for item in run if not isinstance(item, Copy)):
+    items = [item for run in runs for item in run]
+    known: list[Cost] = []
+    before: list[int] = []  # for each item, how many known launches stand before it
+    for item in items:
+        before.append(len(known))
+        if isinstance(item, Copy):
+            continue
         calls = [item] if isinstance(item, Call) else item
-        known.append(merged([call.source.name for call in calls], [call.cost for call in calls]))
-    return tuple(cost for cost in known if cost is not None)
+        cost = merged([call.source.name for call in calls], [call.cost for call in calls])
+        known += [] if cost is None else [cost]
+    return tuple(known), _crossings(schedule, items, before)
+
+
+def _crossings(
+    schedule: Schedule, items: Sequence[Call | list[Call] | Copy], before: Sequence[int]
+) -> tuple[Crossing, ...]:
+    """The copies among launches; `before`: how many launches stand before each."""
+    copies = {
+        at: number for number, at in enumerate(at for at, item in enumerate(items) if isinstance(item, Copy))
+    }
+    if not copies:
+        return ()
+    after = orderings([_touched(item) for item in items], _aliases(schedule))
+    waits: dict[int, int] = {}  # by copy, the first launch that waits for it
+    for at, earlier in enumerate(after):
+        if at not in copies:
+            for other in earlier:
+                if other in copies:
+                    waits.setdefault(other, before[at])
+    result = []
+    for at in copies:
+        item = items[at]
+        assert isinstance(item, Copy)
+        follows = max((1 + before[other] for other in after[at] if other not in copies), default=0)
+        others = tuple(copies[other] for other in after[at] if other in copies)
+        result.append(Crossing(item.nbytes, item.way == "out", before[at], follows, others, waits.get(at)))
+    return tuple(result)
+
+
+def _touched(item: Call | list[Call] | Copy) -> Touched:
+    """The bytes that a launch or a copy reads and writes."""
+    if isinstance(item, Copy):
+        return item.touched
+    calls = [item] if isinstance(item, Call) else item
+    reads = tuple(part for call in calls for part in call.touched.reads)
+    return Touched(reads, tuple(part for call in calls for part in call.touched.writes + call.scratch))
+
+
+def _aliases(schedule: Schedule) -> dict[int, list[int]]:
+    """For each output, the inputs that it may be written over."""
+    sized: dict[int, list[int]] = {}  # the inputs of each size: others do not fit
+    for given, use in schedule.input_uses.items():
+        sized.setdefault(use.nbytes, []).append(given)
+    return {
+        output: [given for given in sized.get(write.nbytes, ()) if schedule.may_alias(output, given)]
+        for output, write in schedule.output_writes.items()
+    }
 
 
 def _fuses(step: Step, capabilities: Capabilities) -> bool:
@@ -138,10 +194,6 @@ def dependencies(
 
     `functions`: what computes instead of a kernel's text, by name, once it is compiled.
     """
-    aliases = {
-        output: [given for given in schedule.input_uses if schedule.may_alias(output, given)]
-        for output in schedule.output_writes
-    }
     touched = []
     for call in calls:
         if isinstance(call, Copy):
@@ -153,4 +205,4 @@ def dependencies(
         large = sum(end - start for _, start, end in reads + writes) > _LARGE
         writes += call.scratch if workspace else ()
         touched.append(Touched(reads, writes + _DEVICE if large else writes))
-    return orderings(touched, aliases)
+    return orderings(touched, _aliases(schedule))

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 from penstock.compiler.budget import Level, fit, frontier, level
 from penstock.compiler.compilation import Compilation
 from penstock.compiler.emit import emit
-from penstock.compiler.launches import launch_costs
+from penstock.compiler.launches import timeline
 from penstock.compiler.layout import lay_out, plan
 from penstock.compiler.passes import (
     fuse,
@@ -102,6 +102,7 @@ def compile_graph(
     return state.schedule
 
 
+@_without_collector
 def budget_levels(
     wanted: Sequence[Node],
     inputs: Sequence[Node],
@@ -117,5 +118,5 @@ def budget_levels(
     for planned in frontier(state, target):
         schedule = emit(planned, target).schedule
         assert schedule is not None
-        levels.append(level(planned, target, launch_costs(schedule, target.capabilities)))
+        levels.append(level(planned, target, *timeline(schedule, target.capabilities)))
     return levels

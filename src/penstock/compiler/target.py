@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
+from penstock.drivers.rates import StepRates
 from penstock.fusion.groups import Group
 from penstock.kernels.lower import Lowering, write
 from penstock.kernels.source import digest
@@ -45,6 +46,11 @@ class Target:
             return write(group, capabilities, digest(repr(group.structure)))
 
         return cls(capabilities.description, capabilities, lower, budget, link_cost=lambda: link_cost)
+
+    @property
+    def rates(self) -> StepRates:
+        """Rates by which choices are made: not those of the device, of which only the link is measured."""
+        return StepRates.usual(self.gpu, self.capabilities.tf32)
 
     @property
     def gpu(self) -> bool:

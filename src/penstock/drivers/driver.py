@@ -299,9 +299,10 @@ class Driver(ABC):
         """
         raise NotImplementedError(f"{self.name} has no graphs")
 
-    def bind_copy(self, target: Any, source: Any, nbytes: int) -> Any:
+    def bind_copy(self, target: Any, source: Any, nbytes: int, to_device: bool) -> Any:
         """A copy for `capture`, between device and pinned memory, each as a kernel takes it (`view`).
 
+        `to_device`: the source is the pinned memory, else the target is.
         `rebind` changes the target at position 0, and the source at position 1.
         """
         raise NotImplementedError(f"{self.name} has no graphs")

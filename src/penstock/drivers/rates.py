@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.drivers.driver import Cost
+
+_LINK = 64.0  # bytes that kernels move while one crosses a PCI bus
+
+
+class Crossing(NamedTuple):
+    """A copy to the host or from there, beside the launches of a program, which are numbered in order."""
+
+    nbytes: int
+    to_host: bool
+    at: int  # how many launches stand before it
+    after: int  # how many of these must have ended
+    copies: tuple[int, ...]  # those that must have ended, by number
+    before: int | None  # the first launch that waits for it
 
 
 @dataclass(frozen=True)
@@ -17,14 +31,45 @@ class StepRates:
     launch: float  # seconds that each launch takes beside its work
     link: float  # bytes between the memory of the host and that of the device
 
-    def seconds(self, launches: Iterable[Cost]) -> float:
-        """About how long launches take that follow one another: to start, to move bytes, to multiply."""
-        result = 0.0
-        for cost in launches:
-            result += self.launch + cost.nbytes / self.bandwidth
-            if cost.product:
-                result += cost.operations / self.product_rate(cost.product)
-        return result
+    def seconds(self, launches: Sequence[Cost], copies: Sequence[Crossing] = ()) -> float:
+        """About how long a program takes, with the time in which launches wait for copies.
+
+        Launches follow one another: each takes time to start, to move bytes, and to multiply. Copies run
+        beside them, one at a time in either direction.
+        """
+        ended = [0.0]  # when so many launches have ended
+        waited_for: dict[int, float] = {}  # by launch
+        sent, fetched = 0.0, 0.0  # until when the link is busy in each direction
+        done: list[float] = []  # when each copy is
+        waiting = iter([*copies, None])
+        copy = next(waiting)
+        for number in range(len(launches) + 1):
+            while copy is not None and copy.at <= number:
+                free = sent if copy.to_host else fetched
+                start = max(free, ended[copy.after], *(done[other] for other in copy.copies))
+                end = start + self.launch + copy.nbytes / self.link
+                sent, fetched = (end, fetched) if copy.to_host else (sent, end)
+                done.append(end)
+                if copy.before is not None:
+                    waited_for[copy.before] = max(end, waited_for.get(copy.before, 0.0))
+                copy = next(waiting)
+            if number < len(launches):
+                start = max(ended[-1], waited_for.get(number, 0.0))
+                ended.append(start + self.launch_seconds(launches[number]))
+        return max(ended[-1], sent, fetched)
+
+    def launch_seconds(self, cost: Cost) -> float:
+        """About how long a launch takes by itself."""
+        multiplying = cost.operations / self.product_rate(cost.product) if cost.product else 0.0
+        return self.launch + cost.nbytes / self.bandwidth + multiplying
+
+    @classmethod
+    def usual(cls, gpu: bool, tf32: bool) -> StepRates:
+        """Rates in relations that are usual, where only these count: a byte is moved in a unit of time."""
+        if not gpu:
+            return cls(1.0, {"float32": 16.0}, 64 << 10, 1 / _LINK)
+        half = dict.fromkeys(("float16", "bfloat16"), 150.0)
+        return cls(1.0, {"float32": 75.0 if tf32 else 20.0, **half}, 4 << 20, 1 / _LINK)
 
     def product_rate(self, dtype: str) -> float:
         """Of products in a dtype; where nothing is known of it, that of float32."""

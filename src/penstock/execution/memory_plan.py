@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from penstock.compiler.budget import Level
 from penstock.drivers.driver import Cost
-from penstock.drivers.rates import StepRates
+from penstock.drivers.rates import Crossing, StepRates
 from penstock.formatting import format_bytes, format_seconds
 from penstock.runtime import Device
 
@@ -34,6 +34,7 @@ class PlannedBudget:
     extra_work: float  # of computing again and waiting for copies, as a share of the work without a budget
     recomputed: tuple[tuple[str, int], ...]  # what is, and how often, what takes longest first
     launches: tuple[Cost, ...] = field(repr=False)  # what each computes and moves
+    copies: tuple[Crossing, ...] = field(default=(), repr=False)  # to the host and from there, beside them
     moved: tuple[tuple[str, int], ...] = ()  # to the host and back: what is, and how often, the largest first
     host_bytes: int = 0  # of the host's memory, for what is moved
 
@@ -71,6 +72,7 @@ class MemoryPlan:
                 level.extra_work,
                 level.recomputed,
                 level.launches,
+                level.copies,
                 level.moved,
                 level.host_bytes,
             )
@@ -99,7 +101,7 @@ class MemoryPlan:
         rates = self._planned_for.driver.rates or _measured_rates(self._planned_for, dtypes)
         if rates is None:
             return None
-        return tuple(accumulate((rates.seconds(row.launches) for row in self.budgets), max))
+        return tuple(accumulate((rates.seconds(row.launches, row.copies) for row in self.budgets), max))
 
     def verdict(self, limit_bytes: int) -> str:
         """Whether a budget will do, and what it costs."""

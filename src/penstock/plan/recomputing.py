@@ -17,9 +17,9 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from penstock.plan.sequences import OUT, Link, Run, Sequel, State, Task
+from penstock.plan.copying import Traffic, Window, elapsed
+from penstock.plan.sequences import Link, Run, Sequel, State, Task
 from penstock.plan.unfolding import Unfolded, Unfolding
 
 _STEP = 1 / 40  # of the first peak: about how much a sequence frees over the one before
@@ -28,7 +28,6 @@ _MOST_TRIES = 1000
 _MOST_RUNS = 3  # times as many as there are steps
 _DEAR, _DEAREST = 1.5, 100.0  # times the price that was expected: what costs more is tried after all else
 _SMALL = 1 / 16  # of what is dropped: what it is computed from stays, where that takes no more than this
-_HIDDEN = 1 / 16  # of the time of a copy: its price where kernels run meanwhile, as both read memory
 
 
 class _Gap(NamedTuple):
@@ -47,8 +46,7 @@ class _Drop(Enum):
     MOVE = auto()  # it is at the host meanwhile
 
 
-# Of what is moved: the places before and after, and the time of a copy.
-_Copies = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]
+_Copies = tuple[Traffic, Traffic]  # to the host, and from there
 
 
 class _Choice(NamedTuple):
@@ -189,7 +187,7 @@ class Search:
                 if not later or since in (_Drop.ALWAYS, _Drop.MOVE):
                     current[value] = -1
         result = Unfolded(self, state)
-        result.price = self._seconds(result) - float(self._until[-1])
+        result.price = elapsed(result, self.tasks, self.nbytes, self._link) - float(self._until[-1])
         return result
 
     def _leaving(self, dropped: dict[_Gap, _Drop]) -> dict[int, list[tuple[int, _Drop]]]:
@@ -202,28 +200,6 @@ class Search:
             if len(values) > 1:  # whatever was decided first
                 values.sort(key=lambda each: self._touched[self.order[place]].index(each[0]))
         return result
-
-    def _seconds(self, unfolded: Unfolded) -> float:
-        """How long a sequence takes: copies run beside the kernels, one at a time in either direction."""
-        now, sent, fetched = 0.0, 0.0, 0.0  # until when kernels run, and copies in each direction
-        there = dict.fromkeys(unfolded.hosted, 0.0)  # when the host has a value
-        for run in unfolded.runs:
-            if run.task >= 0:
-                now += self.tasks[run.task].price or 0.0
-                continue
-            (value,) = run.reads
-            now += self._link.copy
-            takes = self._crossing(unfolded.value_of[value])
-            if run.task == OUT:
-                there[run.writes[0]] = sent = max(now, sent) + takes
-            else:
-                fetched = max(there[value], fetched) + takes
-                now = max(now, fetched)
-        return max(now, sent)
-
-    def _crossing(self, value: int) -> float:
-        """How long it takes to copy a value to the host, or back."""
-        return self.nbytes[value] * self._link.byte
 
     def _closure(self, value: int, current: list[int], hosted: Container[int]) -> list[int] | None:
         """The tasks that make a value, each after those that it needs, and `~v` where v is fetched.
@@ -260,7 +236,7 @@ class Search:
         at = int(best.load.argmax())
         place = best.places[at]
         touched = {best.value_of[value] for value in (*best.runs[at].reads, *best.runs[at].writes)}
-        copies = self._copies(dropped) if self._moves else None
+        copies = self._traffic(dropped, place) if self._moves else None
         result: list[_Choice] = []
         for value, numbers in best.copies.items():
             if value in touched or not best.may_go(value) or self.nbytes[value] < self.least:
@@ -276,7 +252,7 @@ class Search:
             if how is _Drop.MOVE:
                 continue
             if copies is not None:
-                price = self._moving(gap, copies)
+                price = self._moving(gap, copies, place)
                 result.append(_Choice(self.nbytes[value] / price, price, gap, _Drop.MOVE, frozenset()))
             again = self.tasks[self._writer[value]].price if self.temporary[value] else None
             if again is None or how is _Drop.ALWAYS:
@@ -305,28 +281,35 @@ class Search:
                 gaps.append(_Gap(value, use))
             if new is not None:
                 gaps.append(_Gap(new, len(self._uses[new]) - 1))
-            price = sum(self._moving(gap, copies) for gap in gaps)
+            price = sum(self._moving(gap, copies, place) for gap in gaps)
             rank = self.nbytes[value] / price
             yield _Choice(rank, price, gaps[0], _Drop.MOVE, frozenset(), tuple(gaps[1:]))
 
-    def _copies(self, dropped: dict[_Gap, _Drop]) -> _Copies:
-        """When all that is moved is away, and how long its copies in a direction take."""
-        gaps = [gap for gap, how in dropped.items() if how is _Drop.MOVE]
-        between = np.array([self._between(gap) for gap in gaps], np.int64).reshape(-1, 2)
-        return between[:, 0], between[:, 1], np.array([self._crossing(gap.value) for gap in gaps])
+    def _traffic(self, dropped: dict[_Gap, _Drop], place: int) -> _Copies:
+        """The copies to the host, and from there, of all that is moved."""
+        windows = [self._windows(gap, place) for gap, how in dropped.items() if how is _Drop.MOVE]
+        sent, fetched = ([pair[way] for pair in windows] for way in (0, 1))
+        return Traffic(filter(None, sent), self._until), Traffic(filter(None, fetched), self._until)
 
-    def _moving(self, gap: _Gap, copies: _Copies) -> float:
+    def _moving(self, gap: _Gap, copies: _Copies, place: int) -> float:
         """About what it takes to move a value: as long as kernels would wait for the copies, if at all."""
+        waits = 0.0
+        for window, traffic in zip(self._windows(gap, place), copies, strict=True):
+            if window is not None:
+                waits += traffic.wait(window) + self._link.copy
+        return waits + 1e-12
+
+    def _windows(self, gap: _Gap, place: int) -> tuple[Window | None, Window | None]:
+        """When a value that is moved goes to the host, and when it comes back.
+
+        Where the most is live it is neither on its way there nor back.
+        """
         start, end = self._between(gap)
-        first, last, times = copies
-        # The time of copies in one direction that have to be done in the same time.
-        busy = float(times[(first >= start) & (last <= end)].sum())
-        takes = self._crossing(gap.value)
-        # State comes from the host, where it is, and goes there when all is done; else it is both.
-        ways = 1 if gap.value in self.state or end == len(self.order) else 2
-        idle = float(self._until[end] - self._until[start + 1]) / ways - busy
-        waits = max(ways * (takes - max(idle, 0.0)), _HIDDEN * takes)
-        return waits + ways * self._link.copy + 1e-12
+        takes = self.nbytes[gap.value] * self._link.byte
+        apart = start < place < end
+        sent = None if gap.value in self.state else Window(start + 1, place if apart else end, takes)
+        fetched = None if end == len(self.order) else Window(place + 1 if apart else start + 1, end, takes)
+        return sent, fetched
 
     def _between(self, gap: _Gap) -> tuple[int, int]:
         """The places of the uses before and after a gap."""

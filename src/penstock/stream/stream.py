@@ -318,7 +318,9 @@ class Stream:
     def _bind_copies(self, program: Program, copies: Mapping[int, CopyEnds]) -> None:
         for number, ends in copies.items():
             nbytes = program.commands[number][1]
-            program.bound[number] = self._driver.bind_copy(*ends.native(nbytes), nbytes)
+            program.bound[number] = self._driver.bind_copy(
+                *ends.native(nbytes), nbytes, ends.source.memory.pinned
+            )
             program.copied[number] = ends.places
 
     def _rebind_copies(self, program: Program, copies: Mapping[int, CopyEnds]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 import penstock as ps
-from penstock.compiler.launches import launch_costs
+from penstock.compiler.launches import timeline
 from penstock.data import (
     ByteTokenizer,
     CharTokenizer,
@@ -273,8 +273,8 @@ class Trainer:
         rates = step_rates(self._device, measure=False)
         seconds = None
         if rates is not None:
-            launches = launch_costs(known[0], self._device.capabilities)
-            seconds = self.config.optimizer.accumulate * rates.seconds(launches)
+            planned = timeline(known[0], self._device.capabilities)
+            seconds = self.config.optimizer.accumulate * rates.seconds(*planned)
         return Certificate.of(known[0].plan), PlannedStep.of(known[0], self._device.held_bytes(), seconds)
 
     def _earlier_findings(self) -> Findings | None:

@@ -23,7 +23,7 @@ from penstock.drivers.cuda.code import Compiler
 from penstock.drivers.cuda.devices import architecture_of, context_of, cuda_capabilities
 from penstock.drivers.cuda.events import Clock, CudaEvent, EventPool, elapsed
 from penstock.drivers.cuda.graphs import Graph
-from penstock.drivers.cuda.launches import Launch, LibraryCall
+from penstock.drivers.cuda.launches import GraphCopy, Launch, LibraryCall
 from penstock.drivers.cuda.memory import Allocator, release
 from penstock.drivers.driver import (
     Args,
@@ -193,9 +193,8 @@ class CudaDriver(Driver):
         except CudaError as error:
             raise DeviceError(str(error)) from None
 
-    def bind_copy(self, target: Any, source: Any, nbytes: int) -> Any:
-        # As with a library's launch, what it puts on a captured stream becomes a node of the graph.
-        return LibraryCall(_copy, (target, source, nbytes))
+    def bind_copy(self, target: Any, source: Any, nbytes: int, to_device: bool) -> Any:
+        return GraphCopy(target, source, nbytes, to_device, self._context)
 
     # Copies
 
@@ -349,11 +348,6 @@ class CudaDriver(Driver):
         for queue in self._queues:
             cu.cuStreamDestroy(queue)
         self._events.destroy()
-
-
-def _copy(queue: int, target: int, source: int, nbytes: int) -> None:
-    """Put a copy on a queue; CUDA tells by the addresses which end is the host's."""
-    checked(cu.cuMemcpyAsync(target, source, nbytes, cu.CUstream(queue)))
 
 
 def _address(array: Bytes) -> int:

@@ -1,4 +1,4 @@
-"""Kernels and library calls with their arguments, which can be launched or added to a graph."""
+"""Kernels, library calls and copies with their arguments, which can be launched or added to a graph."""
 
 from __future__ import annotations
 
@@ -134,4 +134,44 @@ class LibraryCall:
         return checked(cu.cuStreamEndCapture(queue))
 
 
-Bound = Launch | LibraryCall
+class GraphCopy:
+    """A copy between the device and pinned memory, as a node of a graph."""
+
+    __slots__ = ("_context", "_ends", "_nbytes", "_to_device", "changes")
+
+    def __init__(self, target: int, source: int, nbytes: int, to_device: bool, context: Any) -> None:
+        self._ends = [target, source]
+        self._nbytes, self._to_device, self._context = nbytes, to_device, context
+        self.changes: list[Bound] | None = None
+
+    def change(self, position: int, arg: Any) -> None:
+        """Set the target (0) or the source (1)."""
+        self._ends[position] = arg
+        if self.changes is not None:
+            self.changes.append(self)
+
+    @property
+    def parameters(self) -> Any:
+        """The copy as CUDA takes it: one row, between an address of the host and one of the device."""
+        result = cu.CUDA_MEMCPY3D()
+        target, source = self._ends
+        device, host = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE, cu.CUmemorytype.CU_MEMORYTYPE_HOST
+        if self._to_device:
+            result.srcMemoryType, result.srcHost = host, source
+            result.dstMemoryType, result.dstDevice = device, cu.CUdeviceptr(target)
+        else:
+            result.srcMemoryType, result.srcDevice = device, cu.CUdeviceptr(source)
+            result.dstMemoryType, result.dstHost = host, target
+        result.WidthInBytes, result.Height, result.Depth = self._nbytes, 1, 1
+        return result
+
+    def add_to(self, graph: Any, after: list[Any], queue: Queue) -> Any:
+        """Add the copy to a graph as a node."""
+        return checked(cu.cuGraphAddMemcpyNode(graph, after, len(after), self.parameters, self._context))
+
+    def update(self, graph: Any, node: Any, queue: Queue) -> None:
+        """Set where a node of an executable graph copies from and to."""
+        checked(cu.cuGraphExecMemcpyNodeSetParams(graph, node, self.parameters, self._context))
+
+
+Bound = Launch | LibraryCall | GraphCopy
