@@ -4,8 +4,9 @@
 
 A twin is the example's own file, with PyTorch in the place of Penstock: the names are the same. Both sides
 have the same sizes, batches and optimizer. PyTorch runs with as many threads as there are cores, eager and
-compiled (`torch.compile`), and the faster of the two counts; a line says which. A ratio of time is PyTorch's
-over Penstock's, of memory Penstock's planned peak over PyTorch's measured peak, on CUDA only.
+compiled (`torch.compile`), and the faster of the two counts; a line says which. On CUDA, both sides multiply
+float32 on tensor cores (TF32), as PyTorch does in convolutions unless it is told otherwise. A ratio of time
+is PyTorch's over Penstock's, of memory Penstock's planned peak over PyTorch's measured peak, on CUDA only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -265,6 +267,9 @@ def main() -> None:
     if unknown := set(options.names) - set(CASES):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     warnings.simplefilter("ignore")
+    os.environ.setdefault("PENSTOCK_TF32", "1")
+    if torch is not None:
+        torch.set_float32_matmul_precision("high")
     device = ps.use(options.device)
     versions = {"numpy": np.__version__, "torch": torch.__version__ if torch else "not installed"}
     print(f"{device.name}: {device.capabilities.description}; {versions}\n")

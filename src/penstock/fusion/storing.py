@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from penstock.fusion.clusters import Cluster, Clustering, in_order
 from penstock.fusion.costs import CHEAP_NODES, MAX_NODES, RECOMPUTED_NODES
+from penstock.fusion.kinds import GroupKind
+from penstock.fusion.views import trailing
 from penstock.graph.elementwise import CAST
 from penstock.graph.node import Kind, Node
 
@@ -35,6 +37,19 @@ class Storing:
             for cluster in in_order(cluster for cluster in clusters if cluster in homes[cluster])
             if any(node in self.stored for node in cluster.nodes)
         ]
+        for cluster in self.clusters:
+            if self._keeps_column_sums_only(cluster):
+                cluster.kind, cluster.columns = GroupKind.COLUMN, 0
+
+    def _keeps_column_sums_only(self, cluster: Cluster) -> bool:
+        """Whether a kernel of rows would store sums of columns only: a kernel of columns is faster."""
+        outputs = [node for node in cluster.nodes if node in self.stored]
+        sums = [node for node in cluster.nodes if node.primitive.kind is Kind.REDUCTION]
+        spaces = {(node.inputs[0].shape, node.attributes["axes"]) for node in sums}
+        if not cluster.kind.has_rows or cluster.kind.is_map or outputs != sums or len(spaces) != 1:
+            return False
+        ((shape, axes),) = spaces
+        return not trailing(shape, axes)
 
     def _inline(self, cluster: Cluster, homes: dict[Cluster, set[Cluster]]) -> None:
         """Compute a map where it is needed instead of storing it, if that is no more work."""

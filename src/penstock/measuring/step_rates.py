@@ -42,6 +42,7 @@ _TRY_SECONDS = 0.1
 _RATES = "step rates"  # the name in the file
 _LEAST_LAUNCH = 1e-7  # seconds
 _FASTEST = 1e18  # per second, of what takes no time that could be measured
+_LARGE = 3e12  # operations a second from which on small steps would only measure launches
 
 
 def step_rates(device: Device, dtypes: Iterable[str] = DTYPES, measure: bool = True) -> StepRates | None:
@@ -93,7 +94,8 @@ def _faster(first: StepRates, second: StepRates) -> StepRates:
 def measured_rates(device: Device, clock: Callable[[], float] = perf_counter) -> StepRates:
     """The rates of a device in float32, measured now, in the seconds of a clock."""
     with workloads.device_for_measuring(device) as own:
-        steps = [(call, tuple(args)) for call, *args in _steps(own)]
+        large = workloads.product_operations(own, "float32", _TRY_SECONDS) > _LARGE
+        steps = [(call, tuple(args)) for call, *args in _steps(own, 16 if large else 1)]
         launches = [step.memory_plan(*args).budgets[0].launches for step, args in steps]
         times = [
             workloads.best_seconds(own, partial(step, *args), _TRY_SECONDS, clock) for step, args in steps
@@ -135,8 +137,8 @@ def _nonnegative(matrix: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDAr
 # The steps
 
 
-def _steps(device: Device) -> list[tuple[Any, ...]]:
-    """Small training steps, each with its arguments."""
+def _steps(device: Device, factor: int) -> list[tuple[Any, ...]]:
+    """Training steps, each with its arguments; all but the first have `factor` times as many rows."""
     rng = np.random.default_rng(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -153,12 +155,13 @@ def _steps(device: Device) -> list[tuple[Any, ...]]:
 
     return [
         network(8, *[16] * 12),
-        network(64, 384, 256, 64),
-        network(512, 256, 512, 256),
-        transformer(4, 64, 96),
-        transformer(12, 96, 160),
-        (jit(_updated), *(drawn(1 << 20) for _ in range(4))),
-        (jit(_softmax), drawn(1024, 768)),
+        network(64 * factor, 384, 256, 64),
+        network(512 * factor, 256, 512, 256),
+        *([network(128 * factor, 1024, 1024, 1024)] if factor > 1 else []),  # products above all
+        transformer(4 * factor, 64, 96),
+        transformer(12 * factor, 96, 160),
+        (jit(_updated), *(drawn(factor << 20) for _ in range(4))),
+        (jit(_softmax), drawn(1024 * factor, 768)),
     ]
 
 
