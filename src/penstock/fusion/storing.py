@@ -57,7 +57,7 @@ class Storing:
         required = any(node in self._clustering.required for node in outputs)
         if not cluster.kind.is_map or not outputs or required:
             return
-        users = {user for node in outputs for user in self._clustering.users(node)}
+        users = {user for node in outputs for user in self._readers(node)}
         targets = {home for user in users for home in homes[self._clustering.cluster[user]]} - {cluster}
         inside = self.inlined.get(cluster, set()) | set(cluster.nodes)
         cheap = len(inside) <= CHEAP_NODES and not any(node.primitive.costly for node in inside)
@@ -81,6 +81,17 @@ class Storing:
         for target in targets:
             self.inlined.setdefault(target, set()).update(inside)
             target.deps = (target.deps - {cluster}) | cluster.deps
+
+    def _readers(self, node: Node) -> set[Node]:
+        """The nodes that read a value, also by way of values that are recomputed from it."""
+        readers: set[Node] = set()
+        stack = [node]
+        while stack:
+            for user in self._clustering.users(stack.pop()):
+                if user in self._recomputed and user not in readers:
+                    stack.append(user)
+                readers.add(user)
+        return readers
 
     def _recompute(self, cluster: Cluster) -> None:
         """Do not store values that their users can compute from stored values without reading more."""
