@@ -384,3 +384,44 @@ def test_what_does_not_fit_is_refused(call: Any, words: str) -> None:
         call(ps.asarray(normal(1, 3, 5, 5)), ps.asarray(normal(4, 3, 2, 2)))
     with pytest.raises(TypeError, match="floating point"):
         F.conv1d(ps.zeros((1, 1, 3), dtype=ps.int32), ps.zeros((1, 1, 1)))
+
+
+SECOND = {
+    "convolution": (lambda x, w: F.conv2d(x, w, stride=2, padding=1), [(2, 3, 6, 5), (4, 3, 3, 3)]),
+    "transpose": (lambda x, w: F.conv_transpose2d(x, w, stride=2), [(2, 3, 4, 4), (3, 2, 3, 3)]),
+    "batch norm": (
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+        [(3, 2, 3, 3), (2,), (2,)],
+    ),
+    "batch norm without parameters": (
+        lambda x: F.batch_norm(x, None, None, training=True),
+        [(5, 3)],
+    ),
+    "maximum": (lambda x: F.max_pool2d(x, 3, 2, padding=1), [(2, 2, 6, 6)]),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_gradients_of_gradients_against_differences(name: str) -> None:
+    function, shapes = SECOND[name]
+    ps.use("host")
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape) for shape in shapes]
+    weights = [ps.asarray(rng.standard_normal(shape)) for shape in shapes]
+    every = tuple(range(len(shapes)))
+
+    def slope(*args: ps.Tensor) -> ps.Tensor:
+        """A linear function of the gradient."""
+        parts = ps.grad(lambda *own: ps.sum(ps.tanh(function(*own)) ** 2), every)(*args)
+        return sum((ps.sum(part * weight) for part, weight in zip(parts, weights, strict=True)), ps.zeros(()))
+
+    direction = [rng.standard_normal(shape) for shape in shapes]
+    parts = ps.grad(slope, every)(*(ps.asarray(array) for array in arrays))
+    by_gradient = sum((part.numpy() * way).sum() for part, way in zip(parts, direction, strict=True))
+    step = 1e-5
+    ends = [
+        slope(*(ps.asarray(array + sign * step * way) for array, way in zip(arrays, direction, strict=True)))
+        for sign in (1, -1)
+    ]
+    by_difference = (ends[0].item() - ends[1].item()) / (2 * step)
+    np.testing.assert_allclose(by_gradient, by_difference, 1e-6, 1e-7)

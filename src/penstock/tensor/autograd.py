@@ -106,7 +106,7 @@ def _with_rule(value: Tensor, inputs: Sequence[Tensor], primitive: Callable[[], 
 def _primitive(vjp: Rule, device: Device, transient: bool = False) -> Primitive:
     def nodes(g: Node, n: Node) -> list[Node | None]:
         passed = [Tensor(node, device, node.tracked) for node in n.inputs[1:]]
-        parts = vjp(Tensor(g, device), Tensor(n, device), *passed)
+        parts = vjp(Tensor(g, device, g.tracked), Tensor(n, device, n.tracked), *passed)
         return [None if part is None else part._node for part in parts]
 
     return vjps.custom_vjp("given", nodes, transient)
