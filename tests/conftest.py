@@ -393,12 +393,13 @@ def given_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _collections_see_one_file() -> Iterator[None]:
-    """Late in a run, a collection of all objects takes 0.15 s, and many tests ask for hundreds."""
+def _collections_see_one_file() -> None:
+    """Late in a run, a collection of all objects takes 0.15 s, and many tests ask for hundreds.
+
+    What earlier files left stays frozen: to look through it before each file takes a minute in all.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -426,7 +427,9 @@ class Lazy(random.Random):
 
 
 # Small bounds, so that a short test reaches every bound.
-SMALL = Settings(max_commands=8, max_bytes=1 << 20, max_in_flight=2, staging_bytes=1 << 16)
+SMALL = Settings(
+    max_commands=8, max_bytes=1 << 20, max_in_flight=2, staging_bytes=1 << 16, compile_ahead=False
+)
 
 
 def source_for(device: Device) -> Source:
