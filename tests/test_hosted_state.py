@@ -268,6 +268,7 @@ def test_a_model_larger_than_the_budget_trains_with_the_same_bits(
     check_larger(far, network, monkeypatch)
 
 
+@pytest.mark.slow
 def test_so_does_a_gpt(card: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     check_larger(card, "gpt", monkeypatch)
 

@@ -554,6 +554,7 @@ def test_the_interpreter_exits_quietly(moment: str) -> None:
     assert_quiet_success(ALL_KINDS, EXITS[moment])
 
 
+@pytest.mark.slow
 def test_an_exit_waits_for_kernels_that_pocl_has_yet_to_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -255,6 +255,7 @@ for flags in VALUES:
 """
 
 
+@pytest.mark.slow
 @needs_pocl
 def test_kernels_are_kept_by_the_flags_that_they_were_compiled_with(tmp_path: Path) -> None:
     """PoCL keeps the first value of the variable in a process, whatever the environment says later."""
