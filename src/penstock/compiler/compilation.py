@@ -1,4 +1,4 @@
-"""What the passes hand on from one to the next."""
+"""The data that the passes transform."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.plan.arenas import ArenaPlan
 
 @dataclass(frozen=True)
 class Layout:
-    """Where values lie: in buffers of their own, or as temporaries in the arenas."""
+    """The memory of values: buffers of their own, or temporaries in the arenas."""
 
     buffers: Mapping[Node, int]  # inputs and outputs
     outputs: Sequence[Node]
@@ -30,7 +30,7 @@ class Layout:
     output_writes: Mapping[int, OutputWrite]
 
     def may_alias(self, output: int, given: int) -> bool:
-        """Whether an output buffer may be an input buffer: nothing reads the input once it is written."""
+        """Whether an output may overwrite an input buffer: no later step reads the input."""
         return may_alias(self.output_writes.get(output), self.input_uses.get(given), given)
 
 
