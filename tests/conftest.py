@@ -295,7 +295,6 @@ def is_slow(item: pytest.Item) -> bool:
 
 # The files about what kernels compute. In the whole suite PoCL optimizes theirs, as it does for users.
 OPTIMIZED = {
-    "test_arenas",
     "test_attention",
     "test_bridge",
     "test_column_reductions",
@@ -317,9 +316,7 @@ OPTIMIZED = {
     "test_special_values",
     "test_templates",
     "test_tiles",
-    "test_update_rules",
     "test_wide_sums",
-    "test_windows",
 }
 
 
