@@ -56,7 +56,7 @@ def launch_parts(schedule: Schedule, capabilities: Capabilities) -> list[Part]:
 
 
 def launch_costs(schedule: Schedule, capabilities: Capabilities) -> tuple[Cost, ...]:
-    """The costs of the launches, without those that are unknown; fused kernels are a single launch."""
+    """The costs of the launches, as far as they are known; kernels that are fused are a single launch."""
     runs = [part for part in launch_parts(schedule, capabilities) if isinstance(part, list)]
     known: list[Cost | None] = []
     for item in (item for run in runs for item in run if not isinstance(item, Copy)):

@@ -27,7 +27,7 @@ class Unfolded:
         late = unfolding.late - self.hosted
         # Bytes of results that cannot take over the memory of what they replace, and of state on the device.
         self.apart = sum(search.nbytes[value] for value in late | (search.state.keys() - self.hosted))
-        self.again = unfolding.again  # recomputed tasks, and the indices of their runs
+        self.again = unfolding.again  # tasks that run again, and where
         self.price = 0.0
         self._search = search
         self.born = [-1] * len(value_of)
@@ -79,7 +79,7 @@ class Unfolded:
         return number == value and not self._search.temporary[value] and value not in self._results
 
     def may_go(self, value: int) -> bool:
-        """Whether a value may be dropped or moved: it is not in the caller's memory on the device."""
+        """Whether a value is not the caller's on the device."""
         return self._search.temporary[value] or value in self.hosted or value in self._results
 
     @property
@@ -117,7 +117,7 @@ class Unfolding:
     """Builds a sequence: the runs so far, and where values are."""
 
     def __init__(self, search: Search, state: frozenset[int]) -> None:
-        """`state`: values that are at the host at the start, under their own indices."""
+        """`state`: what the host has at the start. The number of such a value is that which is there."""
         self._search = search
         self.state = state
         self.results = {new for value in state if (new := search.state[value]) is not None}
