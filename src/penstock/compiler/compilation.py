@@ -21,10 +21,10 @@ class Layout:
 
     buffers: Mapping[Node, int]  # inputs and outputs
     outputs: Sequence[Node]
-    temporaries: Mapping[Node, int]  # numbers in `lifetimes`
-    scratch: Sequence[tuple[int, ...]]  # for each group, its scratch: numbers in `lifetimes`
+    temporaries: Mapping[Node, int]  # indices in `lifetimes`
+    scratch: Sequence[tuple[int, ...]]  # for each group, its scratch: indices in `lifetimes`
     lifetimes: Sequence[Value]
-    hosted: Mapping[Node, int]  # what the host has for a while: numbers in `host_lifetimes`
+    hosted: Mapping[Node, int]  # what the host has for a while: indices in `host_lifetimes`
     host_lifetimes: Sequence[Value]
     input_uses: Mapping[int, InputUse]
     output_writes: Mapping[int, OutputWrite]
@@ -66,7 +66,7 @@ class Compilation:
     again: frozenset[int] = frozenset()  # groups that compute once more what was dropped
     moves: Sequence[Move] = ()
     extra: float = 0.0  # what it adds to the work that values are computed again, or moved
-    turns: Sequence[Sequence[int]] = ()  # numbers of groups, then of moves, in the order in which they run
+    turns: Sequence[Sequence[int]] = ()  # indices of groups, then of moves, in the order in which they run
     layout: Layout | None = None
     plan: ArenaPlan | None = None
     host_plan: Plan | None = None  # of what the host has

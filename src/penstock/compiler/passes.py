@@ -95,29 +95,29 @@ class Works(NamedTuple):
 
 def works_of(state: Compilation) -> Works:
     """The groups of a compilation for the planner."""
-    numbers: dict[Node, int] = {}
+    indices: dict[Node, int] = {}
     for group in state.groups:
         for node in (*map(base, group.inputs), *group.outputs):
-            numbers.setdefault(node, len(numbers))
+            indices.setdefault(node, len(indices))
     for move in state.moves:
-        numbers.setdefault(move.value, len(numbers))
-        numbers.setdefault(move.hosted, len(numbers))
+        indices.setdefault(move.value, len(indices))
+        indices.setdefault(move.hosted, len(indices))
     replaces = {base(state.wanted[at]): state.inputs[given] for at, given in state.aliases.items()}
     steps = [
         Work(
-            tuple(numbers[base(node)] for node in group.inputs),
-            tuple(numbers[node] for node in group.outputs),
-            tuple(numbers[replaces[node]] for node in group.outputs if replaces.get(node) in numbers),
+            tuple(indices[base(node)] for node in group.inputs),
+            tuple(indices[node] for node in group.outputs),
+            tuple(indices[replaces[node]] for node in group.outputs if replaces.get(node) in indices),
         )
         for group in state.groups
     ]
     steps += [
-        Work((numbers[move.reads],), tuple(numbers[node] for node in move.writes)) for move in state.moves
+        Work((indices[move.reads],), tuple(indices[node] for node in move.writes)) for move in state.moves
     ]
-    kept = frozenset(numbers[node] for node in numbers if node.value is not None)
-    kept |= {numbers[move.hosted] for move in state.moves}  # it takes no memory of the device
-    kept |= {numbers[base(node)] for node in state.wanted if base(node) in numbers}
-    return Works(steps, [node.nbytes for node in numbers], kept, list(numbers))
+    kept = frozenset(indices[node] for node in indices if node.value is not None)
+    kept |= {indices[move.hosted] for move in state.moves}  # it takes no memory of the device
+    kept |= {indices[base(node)] for node in state.wanted if base(node) in indices}
+    return Works(steps, [node.nbytes for node in indices], kept, list(indices))
 
 
 def turns_of(

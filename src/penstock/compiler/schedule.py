@@ -42,7 +42,7 @@ class Step:
     locations: tuple[Location, ...]
     reads: tuple[Range, ...]
     writes: tuple[Range, ...]
-    constants: tuple[int, ...]  # numbers of the run's constants, in the order of the group's
+    constants: tuple[int, ...]  # indices of the run's constants, in the order of the group's
     calls: tuple[Call, ...]
     structure: Hashable  # of the group: what it computes, apart from values
     again: bool  # it recomputes values that were dropped to save memory
@@ -110,18 +110,18 @@ class Schedule:
 
     @cached_property
     def inputs(self) -> range:
-        """The numbers of the input buffers."""
+        """The indices of the input buffers."""
         return range(1, 1 + sum(buffer.role == "input" for buffer in self.buffers))
 
     @cached_property
     def outputs(self) -> range:
-        """The numbers of the output buffers."""
+        """The indices of the output buffers."""
         first = self.inputs.stop
         return range(first, first + sum(buffer.role == "output" for buffer in self.buffers))
 
     @cached_property
     def arenas(self) -> tuple[int, ...]:
-        """The numbers of the arenas."""
+        """The indices of the arenas."""
         return tuple(at for at, buffer in enumerate(self.buffers) if buffer.role == "arena")
 
     @cached_property
@@ -131,7 +131,7 @@ class Schedule:
 
     @cached_property
     def hosted(self) -> frozenset[int]:
-        """The inputs that lie in the memory of the host, by their numbers among the inputs."""
+        """The inputs that lie in the memory of the host, by their indices among the inputs."""
         return frozenset(at for at, buffer in enumerate(self.inputs) if self.buffers[buffer].hosted)
 
     @property
