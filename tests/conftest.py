@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -358,6 +358,15 @@ def _optimized_in_whole(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if whole and request.module.__name__ in OPTIMIZED:
             _with_optimized(patch)
+        yield
+
+
+@contextmanager
+def for_a_gpu(when: bool) -> Iterator[None]:
+    """PoCL does not optimize what is compiled inside: it takes seconds for some kernels of a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if when:
+            patch.setattr(sys.modules[__name__], "optimize", False)
         yield
 
 
