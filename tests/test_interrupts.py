@@ -126,6 +126,7 @@ def still_computes(device: Device, kernels: dict[str, Any]) -> None:
     assert device.memory_stats().unaccounted_bytes == 0
 
 
+@pytest.mark.slow("far")
 @pytest.mark.parametrize("far", [False, True], ids=["shared", "far"])
 def test_commands_and_copies(far: bool) -> None:
     device = made(far)
