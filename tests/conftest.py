@@ -376,6 +376,14 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> None:
     _with_optimized(monkeypatch)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _not_durable() -> Iterator[None]:
+    """What tests write need not survive a power cut: to wait for the disk after each kernel takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
 MEASURED_RATES = step_rates.measured_rates
 
 
