@@ -271,6 +271,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signal that interrupts another process's Python")
 def test_a_script_survives_many_interrupts_and_ends_after_the_last() -> None:
     """Real signals, at any time, on the default device."""

@@ -448,6 +448,7 @@ def test_a_child_of_a_process_that_touched_no_device_can_open_opencl() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_fork_while_another_thread_holds_the_locks_does_not_hang_the_child() -> None:
     assert_quiet_success(
         """
