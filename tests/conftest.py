@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -295,7 +295,6 @@ def is_slow(item: pytest.Item) -> bool:
 
 # The files about what kernels compute. In the whole suite PoCL optimizes theirs, as it does for users.
 OPTIMIZED = {
-    "test_arenas",
     "test_attention",
     "test_bridge",
     "test_column_reductions",
@@ -317,9 +316,7 @@ OPTIMIZED = {
     "test_special_values",
     "test_templates",
     "test_tiles",
-    "test_update_rules",
     "test_wide_sums",
-    "test_windows",
 }
 
 
@@ -364,10 +361,27 @@ def _optimized_in_whole(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def for_a_gpu(when: bool) -> Iterator[None]:
+    """PoCL does not optimize what is compiled inside: it takes seconds for some kernels of a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if when:
+            patch.setattr(sys.modules[__name__], "optimize", False)
+        yield
+
+
 @pytest.fixture
 def optimized(monkeypatch: pytest.MonkeyPatch) -> None:
     """PoCL optimizes the kernels of drivers that are opened from here on, as it does for users."""
     _with_optimized(monkeypatch)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _not_durable() -> Iterator[None]:
+    """What tests write need not survive a power cut: to wait for the disk after each kernel takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
 
 
 MEASURED_RATES = step_rates.measured_rates
@@ -393,12 +407,13 @@ def given_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _collections_see_one_file() -> Iterator[None]:
-    """Late in a run, a collection of all objects takes 0.15 s, and many tests ask for hundreds."""
+def _collections_see_one_file() -> None:
+    """Late in a run, a collection of all objects takes 0.15 s, and many tests ask for hundreds.
+
+    What earlier files left stays frozen: to look through it before each file takes a minute in all.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -426,7 +441,9 @@ class Lazy(random.Random):
 
 
 # Small bounds, so that a short test reaches every bound.
-SMALL = Settings(max_commands=8, max_bytes=1 << 20, max_in_flight=2, staging_bytes=1 << 16)
+SMALL = Settings(
+    max_commands=8, max_bytes=1 << 20, max_in_flight=2, staging_bytes=1 << 16, compile_ahead=False
+)
 
 
 def source_for(device: Device) -> Source:

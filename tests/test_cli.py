@@ -156,6 +156,7 @@ def test_a_memory_limit_that_is_too_small_is_told(capsys: pytest.CaptureFixture[
     train("--out", "run2", "--device", "host")  # nothing is left behind that would be in the way
 
 
+@pytest.mark.slow
 def test_a_run_inside_a_budget_has_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = StepRates(2e9, {"float32": 1e10}, 3e-6, 1e10)
     monkeypatch.setattr("penstock.measuring.step_rates.step_rates", lambda device, dtypes: rates)

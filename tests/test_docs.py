@@ -27,7 +27,7 @@ PAGES += ["docs/dispatch.md", "docs/nn.md", "docs/onnx.md", "docs/training.md", 
 PAGES += ["docs/webgpu.md"] if WEBGPU_KINDS else []
 
 
-@pytest.mark.slow("docs/training.md", "docs/bench.md")
+@pytest.mark.slow("docs/training.md", "docs/bench.md", "docs/dispatch.md", "docs/memory.md")
 @pytest.mark.usefixtures("given_rates")
 @pytest.mark.parametrize("page", PAGES)
 def test_every_snippet_runs(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

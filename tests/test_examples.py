@@ -59,6 +59,7 @@ def test_a_sine_on_every_driver(device: Device, capsys: pytest.CaptureFixture[st
     assert "beside the sine" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_pictures_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     assert classifier.main() < 0.1
     right = float(capsys.readouterr().out.split("%")[0].split()[-1])

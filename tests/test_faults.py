@@ -279,7 +279,9 @@ def test_the_first_of_many_failures_is_told() -> None:
 
 def test_out_of_memory_tells_who_holds_what_and_leaves_all_usable() -> None:
     for kind in DRIVERS:
-        device = Device.over(DRIVERS[kind](), Settings(memory_limit=1 << 20, trace_memory=True))
+        device = Device.over(
+            DRIVERS[kind](), Settings(memory_limit=1 << 20, trace_memory=True, compile_ahead=False)
+        )
         kernels = compiled(device)
         held = [device.upload(np.full(n, 1, np.int32)) for n in (100, 50_000, 100_000)]
         for _ in range(3):  # the same every time: failures lose nothing

@@ -26,7 +26,7 @@ FEW = 2
 @pytest.fixture(params=KINDS)
 def forced(request: pytest.FixtureRequest) -> Iterator[tuple[Device, int]]:
     """A device that computes everything by kernels, and how many programs it is given."""
-    made = Device.over(DRIVERS[request.param](), Settings(force_kernels=True))
+    made = Device.over(DRIVERS[request.param](), Settings(force_kernels=True, compile_ahead=False))
     yield made, PROGRAMS.get(request.param, FEW)
     made.close()
 

@@ -268,6 +268,7 @@ def test_a_model_larger_than_the_budget_trains_with_the_same_bits(
     check_larger(far, network, monkeypatch)
 
 
+@pytest.mark.slow
 def test_so_does_a_gpt(card: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     check_larger(card, "gpt", monkeypatch)
 
@@ -307,7 +308,7 @@ def check_larger(far: Device, network: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @given(share=st.floats(0, 1), network=st.sampled_from(["momentum", "masters"]))
-@settings(max_examples=examples(20, 5))
+@settings(max_examples=examples(20, quick=3))
 def test_so_it_does_under_any_budget(share: float, network: str) -> None:
     device, plan, expected = known(network)
     limit = int(plan.smallest_bytes + share * (plan.unlimited_bytes - plan.smallest_bytes))

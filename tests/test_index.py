@@ -12,12 +12,12 @@ from test_graph import at, evaluate
 
 from penstock.fusion.index import (
     ZERO,
+    Coords,
     Index,
-    Place,
     SplitNeeded,
     Variables,
     flat,
-    source_place,
+    source_coords,
     unflatten,
     variable,
 )
@@ -38,7 +38,7 @@ class Loops:
 
     def __init__(self, shape: Shape, splits: list[tuple[str, int]], splittable: bool = True) -> None:
         lengths: dict[str, int] = {}
-        self.place: Place = ()
+        self.coords: Coords = ()
         for axis, length in enumerate(shape):
             parts = [(f"a{axis}", length)] if length > 1 else []
             for name, inner in splits:
@@ -51,7 +51,7 @@ class Loops:
                 index += variable(name) * stride
                 stride *= n
             lengths.update(parts)
-            self.place += (index,)
+            self.coords += (index,)
         self.variables = Variables(lengths, splittable)
         counts = np.indices(tuple(lengths.values())).reshape(len(lengths), math.prod(shape))
         self.values = dict(zip(lengths, counts, strict=True))
@@ -75,15 +75,15 @@ class Loops:
 
 def looked_at(view: Node, source: Node, loops: Loops) -> np.ndarray:
     """The numbers in `source` of a view's items, by the rules of indices."""
-    place = loops.place
+    coords = loops.coords
     while view is not source:
-        place = source_place(view, place, loops.variables)
+        coords = source_coords(view, coords, loops.variables)
         view = view.inputs[0]
-        for index, length in zip(place, view.shape, strict=True):
+        for index, length in zip(coords, view.shape, strict=True):
             numbers = loops.value(index)
             assert numbers.min() >= 0
             assert numbers.max() < length
-    return loops.value(flat(place, source.shape))
+    return loops.value(flat(coords, source.shape))
 
 
 def split_until_plain(view: Node, source: Node) -> tuple[np.ndarray, Loops]:
@@ -178,9 +178,9 @@ def test_what_no_split_makes_even_is_computed() -> None:
 
 def test_reshapes_touch_only_the_axes_that_change() -> None:
     x = numbered((3, 4, 5))
-    place = Loops((3, 2, 2, 5), []).place
-    inside = source_place(shaping.reshape(x, (3, 2, 2, 5)), place, Variables({}))
-    assert inside == (place[0], place[1] * 2 + place[2], place[3])
+    coords = Loops((3, 2, 2, 5), []).coords
+    inside = source_coords(shaping.reshape(x, (3, 2, 2, 5)), coords, Variables({}))
+    assert inside == (coords[0], coords[1] * 2 + coords[2], coords[3])
 
 
 @few
@@ -195,7 +195,7 @@ def test_division(factors: list[tuple[int, int]], extra: int, divisor: int, spli
     shape = tuple(length for length, _ in factors)
     loops = Loops(shape, [], splittable)
     index = Index((), extra)
-    for value, (length, factor) in zip(loops.place, factors, strict=True):
+    for value, (length, factor) in zip(loops.coords, factors, strict=True):
         index += value * factor + Index((), max(0, -factor * (length - 1)))
     numbers = loops.value(index)
     try:
@@ -212,9 +212,9 @@ def test_division(factors: list[tuple[int, int]], extra: int, divisor: int, spli
 @given(shapes_of_size(24))
 def test_flat_and_unflatten_are_opposites(shape: Shape) -> None:
     loops = Loops((24,), [], splittable=False)
-    place = unflatten(loops.place[0], shape, loops.variables)
-    np.testing.assert_array_equal(loops.value(flat(place, shape)), np.arange(24))
-    for index, expected in zip(place, np.indices(shape).reshape(len(shape), -1), strict=True):
+    coords = unflatten(loops.coords[0], shape, loops.variables)
+    np.testing.assert_array_equal(loops.value(flat(coords, shape)), np.arange(24))
+    for index, expected in zip(coords, np.indices(shape).reshape(len(shape), -1), strict=True):
         np.testing.assert_array_equal(loops.value(index), expected)
 
 

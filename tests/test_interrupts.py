@@ -126,6 +126,7 @@ def still_computes(device: Device, kernels: dict[str, Any]) -> None:
     assert device.memory_stats().unaccounted_bytes == 0
 
 
+@pytest.mark.slow("far")
 @pytest.mark.parametrize("far", [False, True], ids=["shared", "far"])
 def test_commands_and_copies(far: bool) -> None:
     device = made(far)
@@ -270,6 +271,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signal that interrupts another process's Python")
 def test_a_script_survives_many_interrupts_and_ends_after_the_last() -> None:
     """Real signals, at any time, on the default device."""

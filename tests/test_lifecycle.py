@@ -448,6 +448,7 @@ def test_a_child_of_a_process_that_touched_no_device_can_open_opencl() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_fork_while_another_thread_holds_the_locks_does_not_hang_the_child() -> None:
     assert_quiet_success(
         """
@@ -554,6 +555,7 @@ def test_the_interpreter_exits_quietly(moment: str) -> None:
     assert_quiet_success(ALL_KINDS, EXITS[moment])
 
 
+@pytest.mark.slow
 def test_an_exit_waits_for_kernels_that_pocl_has_yet_to_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

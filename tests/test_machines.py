@@ -255,6 +255,7 @@ for flags in VALUES:
 """
 
 
+@pytest.mark.slow
 @needs_pocl
 def test_kernels_are_kept_by_the_flags_that_they_were_compiled_with(tmp_path: Path) -> None:
     """PoCL keeps the first value of the variable in a process, whatever the environment says later."""
@@ -306,6 +307,7 @@ def test_the_cache_is_bounded(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in kept) <= 150_000
 
 
+@pytest.mark.slow
 @needs_pocl
 def test_a_cache_folder_that_cannot_be_used_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()

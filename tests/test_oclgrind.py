@@ -147,5 +147,6 @@ def test_kernels_stay_in_their_memory_and_do_not_race(tmp_path: Path, lanes: int
     assert not log.exists() or log.read_text() == "", log.read_text()[:3000]
 
 
+@pytest.mark.slow
 def test_platforms_do_not_disturb_each_other(tmp_path: Path) -> None:
     run_in(tmp_path, BOTH)

@@ -417,8 +417,7 @@ def test_threads_ask_for_one_value(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["host", "host-far", "opencl-device", *CUDA_KINDS, *WEBGPU_KINDS])
 def test_out_of_memory_in_the_middle_leaves_everything_usable(kind: str) -> None:
-    settings = Settings(pool_capacity=0)
-    device = Device.over(KINDS[kind](), settings)
+    device = Device.over(KINDS[kind](), Settings(pool_capacity=0, compile_ahead=False))
     a = array(64, 64)
     x = ps.asarray(a, device=device)
     kept = x * 3

@@ -967,6 +967,7 @@ def test_without_scripts_everything_is_there(page: chromium.Browser, trained: Pa
         page.scripts(True)
 
 
+@pytest.mark.slow
 def test_a_printed_page_has_everything(page: chromium.Browser) -> None:
     page.call("Emulation.setEmulatedMedia", media="print")
     try:

@@ -20,7 +20,9 @@ LENGTHS = (1, 7, 8, 13, 31, 63, 64, 71, 95, 96, 100, 203, 1000, 2048, 4096, 4097
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[Device]:
-    device = Device.over(OpenCLDriver(NATIVE, "opencl-rows"), Settings(force_kernels=True))
+    device = Device.over(
+        OpenCLDriver(NATIVE, "opencl-rows"), Settings(force_kernels=True, compile_ahead=False)
+    )
     yield device
     device.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, examples
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, examples, for_a_gpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_graph import at
@@ -68,7 +68,8 @@ class Bench:
             text = whole_text(part, language)
             if text not in self.compiled:
                 signatures = {source.name: source.signature for source in part}
-                self.compiled[text] = self.device.compile(text, signatures)
+                with for_a_gpu(variant == "gpu"):
+                    self.compiled[text] = self.device.compile(text, signatures)
             kernels |= self.compiled[text]
         values = [guarded(np.full(node.nbytes, POISON, np.uint8))]
         values += [guarded(np.ascontiguousarray(parent.value)) for parent in node.inputs]

@@ -37,7 +37,7 @@ RNG = np.random.default_rng(0)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     own = {"threads": opencl_threads, "vectors": lambda: OpenCLDriver(NATIVE, "opencl-vectors")}
     driver = {**own, **DRIVERS}[request.param]()
-    device = Device.over(driver, Settings(force_kernels=True))
+    device = Device.over(driver, Settings(force_kernels=True, compile_ahead=False))
     yield device
     device.close()
 

@@ -164,6 +164,7 @@ def test_a_run_learns_and_writes_its_folder(tmp_path: Path, config: Config, numb
     assert pieces == list(stream_text(trainer.model, tokenizer, tokenizer.encode("the "), 10, seed=1))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_device")
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, config: Config) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

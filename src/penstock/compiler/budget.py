@@ -59,7 +59,7 @@ def fit(state: Compilation, target: Target) -> Compilation:
 
 
 def frontier(state: Compilation, target: Target) -> list[Compilation]:
-    """Planned compilations that take less and less memory: the given one first, the smallest last."""
+    """Planned compilations, each with less memory than the one before; the given compilation is the first."""
     outlines = list(_outlines(state, target))
     smallest = _smallest(state, outlines, target)
     most, least = taken_bytes(state, target), taken_bytes(smallest, target)
@@ -140,7 +140,7 @@ def _described(group: Group) -> str:
 
 
 def taken_bytes(state: Compilation, target: Target) -> int:
-    """What a run takes from the device: arenas, and results that take over no input.
+    """The device memory of a run: arenas, and results that overwrite no input.
 
     Less what inputs do not take that lie at the host.
     """

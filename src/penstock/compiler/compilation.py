@@ -1,4 +1,4 @@
-"""What the passes hand on from one to the next."""
+"""The data that the passes transform."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from penstock.plan.arenas import ArenaPlan
 
 @dataclass(frozen=True)
 class Layout:
-    """Where values lie: in buffers of their own, or as temporaries in the arenas."""
+    """The memory of values: buffers of their own, or temporaries in the arenas."""
 
     buffers: Mapping[Node, int]  # inputs and outputs
     outputs: Sequence[Node]
-    temporaries: Mapping[Node, int]  # numbers in `lifetimes`
-    scratch: Sequence[tuple[int, ...]]  # for each group, its scratch: numbers in `lifetimes`
+    temporaries: Mapping[Node, int]  # indices in `lifetimes`
+    scratch: Sequence[tuple[int, ...]]  # for each group, its scratch: indices in `lifetimes`
     lifetimes: Sequence[Value]
-    hosted: Mapping[Node, int]  # what the host has for a while: numbers in `host_lifetimes`
+    hosted: Mapping[Node, int]  # what the host has for a while: indices in `host_lifetimes`
     host_lifetimes: Sequence[Value]
     input_uses: Mapping[int, InputUse]
     output_writes: Mapping[int, OutputWrite]
 
     def may_alias(self, output: int, given: int) -> bool:
-        """Whether an output buffer may be an input buffer: nothing reads the input once it is written."""
+        """Whether an output may overwrite an input buffer: no later step reads the input."""
         return may_alias(self.output_writes.get(output), self.input_uses.get(given), given)
 
 
@@ -66,7 +66,7 @@ class Compilation:
     again: frozenset[int] = frozenset()  # groups that compute once more what was dropped
     moves: Sequence[Move] = ()
     extra: float = 0.0  # what it adds to the work that values are computed again, or moved
-    turns: Sequence[Sequence[int]] = ()  # numbers of groups, then of moves, in the order in which they run
+    turns: Sequence[Sequence[int]] = ()  # indices of groups, then of moves, in the order in which they run
     layout: Layout | None = None
     plan: ArenaPlan | None = None
     host_plan: Plan | None = None  # of what the host has

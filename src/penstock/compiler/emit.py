@@ -85,19 +85,19 @@ class _Steps:
     def _group(self, number: int, turn: int) -> Step:
         group, written = self._state.groups[number], self._state.lowered[number]
         scratch = self._layout.scratch[number]
-        places = [self._location(base(node)) for node in (*group.outputs, *group.inputs)]
-        places += [self._temporary(value) for value in scratch]
+        locations = [self._location(base(node)) for node in (*group.outputs, *group.inputs)]
+        locations += [self._temporary(value) for value in scratch]
         reads = tuple(self._range(node) for node in dict.fromkeys(map(base, group.inputs)))
         writes = tuple(self._range(node) for node in group.outputs)
-        numbers = tuple(self._state.constants[constant_key(node, name)] for node, name in constants(group))
+        scalars = tuple(self._state.constants[constant_key(node, name)] for node, name in constants(group))
         calls: tuple[Call, ...] = ()
         if written is not None:
             calls = tuple(
                 Call(
                     source=launch.source,
-                    locations=tuple(places[at] for at in launch.buffers),
+                    locations=tuple(locations[at] for at in launch.buffers),
                     scalars=launch.scalars,
-                    constants=numbers,
+                    constants=scalars,
                     work=_work(group),
                     touched=Touched(reads, writes),
                     scratch=tuple(self._span(value) for value in scratch),
@@ -108,10 +108,10 @@ class _Steps:
         return Step(
             kind=_kind(written),
             turn=turn,
-            locations=tuple(places),
+            locations=tuple(locations),
             reads=reads,
             writes=writes,
-            constants=numbers,
+            constants=scalars,
             calls=calls,
             structure=group.structure,
             again=number in self._state.again,

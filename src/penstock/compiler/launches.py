@@ -1,8 +1,9 @@
-"""The launches of a schedule, for one arrangement of its buffers in allocations.
+"""The launches of a schedule, for an arrangement of its buffers in allocations.
 
-On a GPU, the kernels of one turn become one launch (horizontal fusion). On a CPU, small kernels that follow
-one another do (concatenation). Horizontally fused kernels take whole allocations as their arguments, since a
-launch takes few. So their text depends on which buffers share an allocation, which the first run tells.
+On a GPU, the kernels of a turn are fused into a launch (horizontal fusion). On a CPU, successive small
+kernels are merged (concatenation). Horizontally fused kernels take whole allocations as arguments, since a
+launch takes few arguments. So their text depends on which buffers share an allocation, which is known at the
+first run.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from penstock.kernels.hazards import Range, Touched, orderings
 from penstock.kernels.horizontal_fusion import fuse_horizontally, joins, kind
 from penstock.kernels.sizes import Sizes
 
-# For each buffer of a horizontally fused launch: the number of its allocation, and its offset there in
+# For each buffer of a horizontally fused launch: the index of its allocation, and its offset there in
 # multiples of the alignment.
 Arrangement = tuple[tuple[int, int], ...]
-# Calls in order, lists of calls that are fused horizontally, and copies that run beside calls; between such
-# parts, other copies and host steps.
+# A list contains calls, lists of calls to fuse horizontally, and copies that run concurrently with them.
+# Other copies and host steps are parts of their own.
 Part = list[Call | list[Call] | Copy] | Step | Copy
-# Bytes. A launch that touches more fills a GPU by itself, and beside others would only drive them out of the
-# cache. So all of these follow one another: each is said to write to a range that is no memory's.
+# Bytes. A launch that accesses more fills a GPU by itself, and would evict the data of concurrent launches
+# from the cache. So such launches run in sequence: all are declared to write `_DEVICE`, which is no memory.
 _LARGE = 24 << 20
 _DEVICE: tuple[Range, ...] = ((-1, 0, 1),)
 
 
 def launch_parts(schedule: Schedule, capabilities: Capabilities) -> list[Part]:
-    """The calls of the steps, those of a turn in one list where they are to be fused."""
+    """The calls of the steps in order; calls of a turn that are to be fused are a list."""
     parts: list[Part] = []
     for _, turn in groupby(schedule.steps, lambda step: step.turn):
         steps = list(turn)
@@ -139,7 +140,7 @@ def arranged(
     arrangement: Arrangement | None,
     sizes: Sizes,
 ) -> list[list[Call | Copy] | Step | Copy]:
-    """Calls as they are launched; the allocations that fused ones take are numbered after the buffers.
+    """The calls after fusion; the indices of allocations follow those of the buffers.
 
     Without an arrangement, every buffer is an argument of its own.
     """
@@ -167,7 +168,7 @@ def arranged(
 def _concatenated(
     items: Sequence[Call | Copy], schedule: Schedule, capabilities: Capabilities
 ) -> list[Call | Copy]:
-    """Small calls between copies as one."""
+    """The calls with small neighbours merged, but not across copies."""
     result: list[Call | Copy] = []
     for copies, together in groupby(items, lambda item: isinstance(item, Copy)):
         if copies:
@@ -190,16 +191,16 @@ def _fused(
 def dependencies(
     schedule: Schedule, calls: Sequence[Call | Copy], functions: Mapping[str, Any]
 ) -> list[list[int]]:
-    """For each call or copy the earlier ones that must have ended before it starts.
+    """For each call or copy, the indices of the earlier ones that it must wait for.
 
-    `functions`: what computes instead of a kernel's text, by name, once it is compiled.
+    `functions`: compiled library calls by name.
     """
     touched = []
     for call in calls:
         if isinstance(call, Copy):
             touched.append(call.touched)
             continue
-        # Only a library call that is compiled tells whether it writes to its workspace.
+        # Whether a library call uses its workspace is known once it is compiled.
         workspace = getattr(functions.get(call.source.name), "workspace", 1)
         reads, writes = call.touched.reads, call.touched.writes
         large = sum(end - start for _, start, end in reads + writes) > _LARGE

@@ -1,4 +1,4 @@
-"""Where every value lies: buffers for inputs and outputs, lifetimes and arenas for everything between."""
+"""The memory of every value: buffers for inputs and outputs, lifetimes and arenas for temporaries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.plan.arenas import plan_arenas
 
 
 def lay_out(state: Compilation, target: Target) -> Compilation:
-    """Number the buffers of a run, and find the lifetime of every temporary, in turns."""
+    """Number the buffers of a run, and determine the lifetime of every temporary in turns."""
     wanted = [base(node) for node in state.wanted]
     outputs = [node for node in dict.fromkeys([*wanted, *own_buffers(state)]) if node.value is None]
     buffers = {node: 1 + at for at, node in enumerate(state.inputs)}
@@ -31,19 +31,19 @@ def lay_out(state: Compilation, target: Target) -> Compilation:
 
 
 def own_buffers(state: Compilation) -> list[Node]:
-    """Values on the way that have buffers of their own, like results."""
+    """Intermediate values that need buffers of their own."""
     pairs = zip(state.groups, state.lowered, strict=True)
     return [node for group, written in pairs for node in _in_own_buffers(group, written)]
 
 
 def _in_own_buffers(group: Group, written: Lowering | None) -> list[Node]:
-    """What cannot lie in an arena, as a kernel takes no offsets for it."""
+    """Values that cannot be in an arena, because a kernel takes no offsets for them."""
     offsets = written is None or all(launch.source.placed for launch in written.launches)
     return [] if offsets else [base(node) for node in (*group.outputs, *group.inputs)]
 
 
 class _Lifetimes:
-    """Follows the values through the turns. All steps of a turn may run at the same time."""
+    """Determines the lifetimes of values in turns. All steps of a turn may run at the same time."""
 
     def __init__(self, state: Compilation, buffers: dict[Node, int], wanted: Sequence[Node]) -> None:
         self._state, self._buffers = state, buffers
@@ -63,14 +63,14 @@ class _Lifetimes:
         self._host_values: list[Value] = []
 
     def _read(self, number: int) -> list[Node]:
-        """What a group or a move reads."""
+        """The values that a group or a move reads."""
         groups = self._state.groups
         if number >= len(groups):
             return [self._state.moves[number - len(groups)].reads]
         return [base(node) for node in dict.fromkeys(groups[number].inputs)]
 
     def layout(self, outputs: Sequence[Node]) -> Layout:
-        """Go through all turns."""
+        """The layout, after a pass through all turns."""
         for turn, numbers in enumerate(self._state.turns):
             readers = Counter(self._reads[turn])
             for number in numbers:
@@ -91,10 +91,10 @@ class _Lifetimes:
         )
 
     def _write(self, turn: int, number: int, readers: Counter[Node]) -> None:
-        """The outputs and the scratch of a group; `readers` counts those of each value beside others."""
+        """Add the outputs and the scratch of a group; `readers` counts the readers of values in its turn."""
         group, written = self._state.groups[number], self._state.lowered[number]
         for at, node in enumerate(group.outputs):
-            # Where several steps of a turn read a value, nobody knows which of them does so first.
+            # A value with several readers in a turn must not be overwritten: their order is not defined.
             over = written.may_alias[at] if written and written.may_alias else ()
             in_place = [base(group.inputs[k]) for k in over]
             in_place = [given for given in in_place if readers[given] <= 1]
@@ -115,9 +115,9 @@ class _Lifetimes:
         self._scratch[number] = tuple(range(first, first + len(scratch)))
 
     def _move(self, turn: int, move: Move) -> None:
-        """What a move writes, here or at the host."""
+        """Add the values that a move writes, on the device or at the host."""
         for node in move.writes:
-            if node in self._buffers:  # the next value of state that lies at the host
+            if node in self._buffers:  # the new value of state at the host
                 self._output_writes[self._buffers[node]] = OutputWrite(node.nbytes, turn, frozenset())
                 continue
             value = Value(node.nbytes, turn, self._last_turn.get(node, turn))

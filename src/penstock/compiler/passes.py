@@ -36,10 +36,9 @@ def order_channels(state: Compilation, target: Target) -> Compilation:
 
 
 def rewrite_products(state: Compilation, target: Target) -> Compilation:
-    """On a CPU, where small products are one launch in any case: no copies of their matrices into stacks,
-    and terms of sums joined.
+    """On a CPU, unstack products and join the terms of sums; on a GPU, turn products with vectors into sums.
 
-    On a GPU, products with vectors as sums.
+    A CPU runs separate small products in a single launch, so stacking their matrices would only cost copies.
     """
     if not target.capabilities.compiles:
         return state
@@ -48,17 +47,17 @@ def rewrite_products(state: Compilation, target: Target) -> Compilation:
 
 
 def split_long(state: Compilation, target: Target) -> Compilation:
-    """Long reductions and products in parts."""
+    """Split long reductions and products."""
     return replace(state, wanted=split(state.wanted, target.capabilities))
 
 
 def keep_apart(state: Compilation, target: Target) -> Compilation:
-    """Where a target does not fuse: a kernel of its own for each operation."""
+    """Prevent fusion where the target asks for it: each operation gets its own kernel."""
     return state if target.fuses else replace(state, wanted=separate(state.wanted))
 
 
 def fuse(state: Compilation, target: Target) -> Compilation:
-    """Nodes into groups, each of which one kernel computes."""
+    """Partition the nodes into groups, one for each fused kernel."""
     columns = column_units(target.capabilities)
     return replace(state, groups=fused(state.wanted, target.capabilities, columns))
 
@@ -74,7 +73,7 @@ def fused(wanted: Sequence[Node], capabilities: Capabilities, column_units: int 
 
 
 def limit_buffers(state: Compilation, target: Target) -> Compilation:
-    """Divide groups that take more buffers than a kernel may."""
+    """Split groups that need more buffers than a kernel may have."""
     can = target.capabilities
     return replace(
         state, groups=bounded(state.groups, can.max_buffers, lambda node: can.bindings(node.nbytes))
@@ -82,57 +81,57 @@ def limit_buffers(state: Compilation, target: Target) -> Compilation:
 
 
 def lower(state: Compilation, target: Target) -> Compilation:
-    """Write the kernels of each group."""
+    """Lower each group to kernels."""
     return replace(state, lowered=[target.lower(group) for group in state.groups])
 
 
 def order(state: Compilation, target: Target) -> Compilation:
-    """Order the groups so that little memory is live; on a GPU, run kernels of one kind in one turn."""
+    """Order the groups to keep few bytes live; on a GPU, put kernels of the same kind into turns."""
     works = works_of(state)
     sequence = ordered(works.steps, works.nbytes, works.kept)
     return replace(state, turns=turns_of(state, target, works, sequence))
 
 
 class Works(NamedTuple):
-    """The groups as steps that read and write values by number, as the planner sees them."""
+    """The groups for the planner: steps that read and write values by index."""
 
     steps: Sequence[Work]
     nbytes: Sequence[int]
-    kept: frozenset[int]  # what the caller gives and gets is there whatever the order
-    nodes: Sequence[Node]  # by number
+    kept: frozenset[int]  # inputs and outputs: the order does not change their memory
+    nodes: Sequence[Node]  # by index
 
 
 def works_of(state: Compilation) -> Works:
     """The groups of a compilation for the planner."""
-    numbers: dict[Node, int] = {}
+    indices: dict[Node, int] = {}
     for group in state.groups:
         for node in (*map(base, group.inputs), *group.outputs):
-            numbers.setdefault(node, len(numbers))
+            indices.setdefault(node, len(indices))
     for move in state.moves:
-        numbers.setdefault(move.value, len(numbers))
-        numbers.setdefault(move.hosted, len(numbers))
+        indices.setdefault(move.value, len(indices))
+        indices.setdefault(move.hosted, len(indices))
     replaces = {base(state.wanted[at]): state.inputs[given] for at, given in state.aliases.items()}
     steps = [
         Work(
-            tuple(numbers[base(node)] for node in group.inputs),
-            tuple(numbers[node] for node in group.outputs),
-            tuple(numbers[replaces[node]] for node in group.outputs if replaces.get(node) in numbers),
+            tuple(indices[base(node)] for node in group.inputs),
+            tuple(indices[node] for node in group.outputs),
+            tuple(indices[replaces[node]] for node in group.outputs if replaces.get(node) in indices),
         )
         for group in state.groups
     ]
     steps += [
-        Work((numbers[move.reads],), tuple(numbers[node] for node in move.writes)) for move in state.moves
+        Work((indices[move.reads],), tuple(indices[node] for node in move.writes)) for move in state.moves
     ]
-    kept = frozenset(numbers[node] for node in numbers if node.value is not None)
-    kept |= {numbers[move.hosted] for move in state.moves}  # which takes no memory of the device
-    kept |= {numbers[base(node)] for node in state.wanted if base(node) in numbers}
-    return Works(steps, [node.nbytes for node in numbers], kept, list(numbers))
+    kept = frozenset(indices[node] for node in indices if node.value is not None)
+    kept |= {indices[move.hosted] for move in state.moves}  # it takes no memory of the device
+    kept |= {indices[base(node)] for node in state.wanted if base(node) in indices}
+    return Works(steps, [node.nbytes for node in indices], kept, list(indices))
 
 
 def turns_of(
     state: Compilation, target: Target, works: Works, sequence: Sequence[int], spare: bool = True
 ) -> list[list[int]]:
-    """The groups of a sequence in turns; `spare`: where that saves launches, a little more may be live."""
+    """The groups of a sequence in turns; `spare`: the peak may grow a little if that saves launches."""
     kinds = [
         kind(state.groups[number], state.lowered[number], target.capabilities)
         if target.gpu and number < len(state.groups)

@@ -1,4 +1,4 @@
-"""A schedule: what runs, in which order, and where every value lies. Plain data, made without a device."""
+"""A schedule: the steps in order, and the memory of every value. Plain data, made without a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.memory.pool import size_class
 from penstock.plan.arena import Value
 from penstock.plan.arenas import ArenaPlan
 
-# A buffer of a run by its number, and an offset there in multiples of the alignment.
+# The index of a buffer, and an offset in it in multiples of the alignment.
 Location = tuple[int, int]
 
 
@@ -38,14 +38,14 @@ class Step:
     """
 
     kind: Literal["kernel", "library", "host"]
-    turn: int  # steps of one turn do not depend on one another
+    turn: int  # steps of the same turn are independent
     locations: tuple[Location, ...]
     reads: tuple[Range, ...]
     writes: tuple[Range, ...]
-    constants: tuple[int, ...]  # numbers of the run's constants, in the order of the group's
+    constants: tuple[int, ...]  # indices of the run's constants, in the order of the group's
     calls: tuple[Call, ...]
     structure: Hashable  # of the group: what it computes, apart from values
-    again: bool  # it computes once more what was dropped to save memory
+    again: bool  # it recomputes values that were dropped to save memory
     group: Group = field(compare=False)
     lowering: Lowering | None = field(compare=False)
 
@@ -73,14 +73,14 @@ class Copy:
 
 
 class InputUse(NamedTuple):
-    """When an input is read for the last time; -1 where nothing reads it."""
+    """The last turn that reads an input; -1 if none does."""
 
     nbytes: int
     last_turn: int
 
 
 class OutputWrite(NamedTuple):
-    """When an output is written, and the inputs that its step may read while it writes over them."""
+    """The turn that writes an output, and the inputs that its step may overwrite while it reads them."""
 
     nbytes: int
     turn: int
@@ -88,7 +88,7 @@ class OutputWrite(NamedTuple):
 
 
 def may_alias(write: OutputWrite | None, use: InputUse | None, given: int) -> bool:
-    """Whether an output may be written over the input buffer `given`."""
+    """Whether an output may overwrite the input buffer `given`."""
     if write is None or use is None or write.nbytes != use.nbytes:
         return False
     return use.last_turn < write.turn or (use.last_turn == write.turn and given in write.in_place)
@@ -101,7 +101,7 @@ class Schedule:
     steps: tuple[Step | Copy, ...]
     buffers: tuple[BufferSpec, ...]  # the first arena, inputs, outputs, more arenas, memory of the host
     results: tuple[int, ...]  # for each wanted value: the buffer that holds it
-    shared: tuple[bool, ...]  # for each wanted value: whether its buffer holds another one, or is an input
+    shared: tuple[bool, ...]  # for each wanted value: whether its buffer is an input's or another value's
     lifetimes: tuple[Value, ...]  # of the temporaries, in turns
     plan: ArenaPlan
     input_uses: Mapping[int, InputUse]  # by buffer: inputs that an output may be written over
@@ -110,18 +110,18 @@ class Schedule:
 
     @cached_property
     def inputs(self) -> range:
-        """The numbers of the input buffers."""
+        """The indices of the input buffers."""
         return range(1, 1 + sum(buffer.role == "input" for buffer in self.buffers))
 
     @cached_property
     def outputs(self) -> range:
-        """The numbers of the output buffers."""
+        """The indices of the output buffers."""
         first = self.inputs.stop
         return range(first, first + sum(buffer.role == "output" for buffer in self.buffers))
 
     @cached_property
     def arenas(self) -> tuple[int, ...]:
-        """The numbers of the arenas."""
+        """The indices of the arenas."""
         return tuple(at for at, buffer in enumerate(self.buffers) if buffer.role == "arena")
 
     @cached_property
@@ -131,7 +131,7 @@ class Schedule:
 
     @cached_property
     def hosted(self) -> frozenset[int]:
-        """The inputs that lie in the memory of the host, by their numbers among the inputs."""
+        """The inputs that lie in the memory of the host, by their indices among the inputs."""
         return frozenset(at for at, buffer in enumerate(self.inputs) if self.buffers[buffer].hosted)
 
     @property
@@ -165,7 +165,7 @@ class Schedule:
         return 1 + self.steps[-1].turn if self.steps else 0
 
     def may_alias(self, output: int, given: int) -> bool:
-        """Whether an output buffer may be an input buffer: nothing reads the input once it is written."""
+        """Whether an output may overwrite an input buffer: no later step reads the input."""
         return may_alias(self.output_writes.get(output), self.input_uses.get(given), given)
 
     def kept_bytes(self) -> int:

@@ -21,7 +21,7 @@ _POISON = 0xA5
 def simulate(
     schedule: Schedule,
     inputs: Sequence[Array],
-    numbers: Sequence[Any] = (),
+    scalars: Sequence[Any] = (),
     aliases: Mapping[int, int] | None = None,
 ) -> list[Array]:
     """The bytes of the wanted values. `aliases` names wanted values that are written over inputs.
@@ -35,7 +35,7 @@ def simulate(
         memory[schedule.results[wanted]] = memory[schedule.inputs[given]]
     for _, turn in groupby(schedule.steps, lambda step: step.turn):
         for step in reversed(list(turn)):
-            for (buffer, offset), array in _written(step, memory, numbers):
+            for (buffer, offset), array in _written(step, memory, scalars):
                 memory[buffer][offset * ALIGNMENT :][: array.nbytes] = np.frombuffer(
                     array.tobytes(), np.uint8
                 )
@@ -43,7 +43,7 @@ def simulate(
 
 
 def _written(
-    step: Step | Copy, memory: Sequence[Array], numbers: Sequence[Any]
+    step: Step | Copy, memory: Sequence[Array], scalars: Sequence[Any]
 ) -> list[tuple[Location, Array]]:
     """What a step writes, and where."""
     if isinstance(step, Copy):
@@ -53,9 +53,10 @@ def _written(
     count = len(group.outputs)
     given = zip(group.inputs, step.locations[count:], strict=False)
     known = {node: _value(base(node), location, memory).reshape(node.shape) for node, location in given}
-    scalars = dict(zip(constants(group), (numbers[at] for at in step.constants), strict=False))
+    values = (scalars[at] for at in step.constants)
+    named = dict(zip(constants(group), values, strict=False))
     for node in group.nodes:
-        attributes = {name: scalars.get((node, name), value) for name, value in node.attributes.items()}
+        attributes = {name: named.get((node, name), value) for name, value in node.attributes.items()}
         known[node] = computed(node, [known[parent] for parent in node.inputs], attributes)
     scratch = step.locations[count + len(group.inputs) :]
     sizes = step.lowering.scratch if step.lowering is not None else ()

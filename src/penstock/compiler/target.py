@@ -18,7 +18,7 @@ class Budget:
 
     limit: int  # for everything
     held: int = 0  # by what is there before a run, with its inputs
-    results: int = 1  # how often: whoever calls again may still have those of the last call
+    results: int = 1  # copies of the results: a caller may still hold those of the last call
     state: frozenset[int] = frozenset()  # inputs that may lie in the memory of the host between runs
     freed: Callable[[Collection[int]], int] = lambda hosted: 0  # how much of `held` is free if some do
 

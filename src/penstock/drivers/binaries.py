@@ -26,6 +26,7 @@ class Binaries:
         self._folder = CacheFolder(folder) if folder else CacheFolder(cache_folder(), "kernels")
         self._max_files = max_files
         self._max_bytes = max_bytes
+        self._room = 0, 0  # files and bytes to write before the folder is listed again
 
     def get(self, key: str) -> bytes | None:
         """The code for a key, which contains everything that the code depends on."""
@@ -54,7 +55,10 @@ class Binaries:
     def put(self, key: str, code: bytes) -> None:
         """Write code to disk, atomically: another process reads all of it or nothing."""
         if self._folder.write(_name(key), hashlib.sha256(code).digest() + code):
-            self._trim()
+            files, nbytes = self._room
+            self._room = files - 1, nbytes - _CHECK_BYTES - len(code)
+            if min(self._room) < 0:
+                self._trim()
 
     def _trim(self) -> None:
         """If a bound is exceeded, remove the least recently used files down to three quarters of it."""
@@ -63,17 +67,16 @@ class Binaries:
             with suppress(OSError):  # another process may have removed it
                 status = path.stat()
                 files.append((status.st_mtime, status.st_size, path))
-        total = sum(size for _, size, _ in files)
-        if len(files) <= self._max_files and total <= self._max_bytes:
-            return
-        files.sort()
-        count = len(files)
-        for _, size, path in files:
-            if count <= self._max_files * 3 // 4 and total <= self._max_bytes * 3 // 4:
-                break
-            with suppress(OSError):
-                path.unlink()
-            count, total = count - 1, total - size
+        count, total = len(files), sum(size for _, size, _ in files)
+        if count > self._max_files or total > self._max_bytes:
+            for _, size, path in sorted(files):
+                if count <= self._max_files * 3 // 4 and total <= self._max_bytes * 3 // 4:
+                    break
+                with suppress(OSError):
+                    path.unlink()
+                count, total = count - 1, total - size
+        # Half of what is left, since other processes write here too.
+        self._room = (self._max_files - count) // 2, (self._max_bytes - total) // 2
 
 
 def _name(key: str) -> str:

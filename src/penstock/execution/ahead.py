@@ -1,9 +1,9 @@
 """Kernels that a thread compiles before they are needed, and keeps on disk.
 
-First come those of expressions that are computed by single operations meanwhile; see `cache`. Then, when
-nobody builds anything, come the kernels of single operations themselves, once for a device. A kernel takes
-sizes as arguments once two shapes are known, so every operation is written for two. What was missing for an
-expression is added. The next process goes on where this one ends.
+Kernels of expressions come first; single operations compute these meanwhile, see `cache`. While no program is
+being built, the kernels of a list of single operations follow, once for a device. A kernel takes sizes as
+arguments once two shapes are known, so every operation is lowered for two shapes. Single operations that an
+expression lacked are added to the list. The next process continues where this process ends.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from penstock.kernels.cache import KernelCache
 from penstock.kernels.source import KernelSource, digest
 from penstock.runtime import Device
 
-# Two shapes with items that are left after the last vector of a row, and two without.
+# Two shapes whose rows end with a partial vector, and two whose rows do not.
 _SHAPES = (((101, 103), (211, 307)), ((104, 96), (168, 320)))
-# Pairs of each kind of row that is reduced in another way: short and long ones, and what is left in them
-# after the last 32 items and the last 8.
+# A pair of lengths for each way to reduce a row: short and long rows, with and without a remainder after the
+# last 32 and the last 8 items.
 _ROWS = ((3, 5), (16, 40), (19, 45), (128, 256), (104, 208), (99, 165), (107, 213))
-_ROW_COUNTS = 101, 5000  # of which one task has all, or each a part
+_ROW_COUNTS = 101, 5000  # reduced by a single task, and shared by several
 _UNARY = (
     *("negative", "abs", "sign", "floor", "ceil", "round", "exp", "expm1", "log", "log1p", "sqrt"),
     *("sin", "cos", "tanh", "isnan", "isfinite"),
@@ -88,7 +88,7 @@ def operations(rows: int, columns: int) -> Iterator[Node]:
 
 def reductions(rows: int, columns: int) -> Iterator[Node]:
     """The reductions of rows with so many items, and of whole arrays."""
-    parts = 8 if rows % 2 else 6  # of a long array, in which rows of such a kind are reduced first
+    parts = 8 if rows % 2 else 6  # of a long array, which is first reduced in rows of that kind
     for reduce in (sum_, max_, min_, prod):
         yield reduce(placeholder((rows, columns), float32), (1,))
         yield reduce(placeholder((columns,), float32), (0,))
@@ -110,10 +110,10 @@ def _apply(name: str, *inputs: Node) -> Node:
 
 
 class Ahead:
-    """Compiles kernels of a device before they are needed, a few at a time: those that wait soonest first."""
+    """Compiles kernels of a device in a thread, a few at a time; those of expressions come first."""
 
     def __init__(self, device: Device, kernels: KernelCache, last_built: Callable[[], float]) -> None:
-        """`last_built`: when somebody built a program last."""
+        """`last_built`: the time at which a program was last built."""
         self._device, self._kernels, self._last_built = device, kernels, last_built
         self._wanted: deque[tuple[Future[None], Sequence[KernelSource]]] = deque()  # of expressions
         self._missing: deque[KernelSource] = deque(maxlen=_MOST_WAITING)  # of single operations
@@ -124,7 +124,7 @@ class Ahead:
         self._wake()
 
     def compile(self, sources: Sequence[KernelSource]) -> Future[None]:
-        """Compile the kernels of an expression, and keep them on disk. What is cancelled in time is not."""
+        """Compile the kernels of an expression to disk, unless the future is cancelled before."""
         future: Future[None] = Future()
         self._wanted.append((future, sources))
         self._wake()
@@ -148,7 +148,7 @@ class Ahead:
                 self._awake = True
 
     def _step(self) -> None:
-        """Compile what is next. Each is a piece of work of its own, as the interpreter waits for that."""
+        """Compile a few kernels. A step is short, because the interpreter waits for it at exit."""
         if self._device.stream.unavailable:
             return
         if self._wanted:

@@ -1,10 +1,9 @@
 """The programs of a device, by structure, and what computes an expression while its program is compiled.
 
-What is new waits for no compiler where that can be helped. If its kernels are on disk, they are loaded. If
-they are not, the expression is computed by kernels of single operations, which exist before they are needed,
-and from the second time on a thread compiles its own: see `ahead`. Both give the same bits. NumPy computes
-what it computes exactly, where the host sees the memory of all inputs, as long as it is seen for the first
-time or small. Several small operations that come again and again get a kernel, too.
+A new expression should not wait for a compiler. If its kernels are on disk, they are loaded. Otherwise
+kernels of single operations, which were compiled ahead, compute it, and from the second time on a thread
+compiles its fused kernels: see `ahead`. Both give the same bits. NumPy computes an expression if it is exact,
+the host sees the memory of all inputs, and it is small or new. Small expressions that repeat get a kernel.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ _MAX_PROGRAMS = 256
 _MAX_HOST_PROGRAMS = 1024
 _MAX_BRIDGES = 64
 _OFTEN = 8  # runs by NumPy after which several operations are worth a kernel
-_SHARE_OF_FREE = 4  # a quarter: single operations write out what fused ones never store
+_SHARE_OF_FREE = 4  # a quarter: single operations store intermediate values, fused kernels do not
 _MAX_SLICED = 8  # times that slices of an expression are taken first
-_MAX_OPERATIONS = 256  # of what is computed by single ones: more take as long to schedule as to compile
+_MAX_OPERATIONS = 256  # for single operations: more take as long to schedule as to compile
 
 
 @dataclass
@@ -55,17 +54,17 @@ class _Bridge:
 
     @property
     def over(self) -> bool:
-        """Whether the kernels are there, or cannot be."""
+        """Whether compilation has ended, with kernels or with an error."""
         return self.compiled is not None and self.compiled.done()
 
     def end(self) -> None:
-        """Let nothing be compiled any more: what is under way is waited for."""
+        """Cancel compilation, or wait for it if it has begun."""
         if self.compiled is not None and not self.compiled.cancel():
             self.compiled.exception()
 
 
 class ExecutableCache:
-    """The programs of one device, and what was seen; both bounded, they forget what was not used longest."""
+    """The programs of a device and the expressions seen there, in bounded caches (least recently used)."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -123,7 +122,7 @@ class ExecutableCache:
         return structure.slices
 
     def keep_single(self, key: Hashable, structure: Structure, program: Executable | HostProgram) -> None:
-        """Have a small expression computed by a program from now on, unless that is one for the meantime."""
+        """Remember the program of a small expression, unless it is a temporary one."""
         if isinstance(program, HostProgram):
             stays = program.small and not self._may_be_outgrown(program)
         else:
@@ -202,7 +201,7 @@ class ExecutableCache:
         return bridge
 
     def _may_be_apart(self, structure: Structure) -> bool:
-        """Whether single operations give the bits of a structure, in a time that is worth it."""
+        """Whether single operations give the bits of a structure, and are not too many."""
         operations = structure.operations
         rounded = any(node.dtype in HALF_PRECISION for node in operations)
         return not rounded and len(operations) <= _MAX_OPERATIONS
@@ -219,7 +218,7 @@ class ExecutableCache:
         return Executable(separate, self._device, self.kernels)
 
     def _free_bytes(self) -> int:
-        """What could still be taken from the device."""
+        """The bytes that can still be allocated."""
         stats = self._device.memory_stats()
         limit = self._device.capabilities.total_bytes if stats.limit_bytes is None else stats.limit_bytes
         return max(limit - stats.live_bytes, 0)
@@ -250,7 +249,7 @@ class ExecutableCache:
         return schedule
 
     def _separate(self, structure: Structure) -> Schedule:
-        """The same in kernels of single operations."""
+        """The schedule of a structure without fusion."""
         nodes, inputs = prepare(structure.wanted, structure.inputs)
         return compile_graph(nodes, inputs, structure.numbers, self._target(fuses=False))
 
@@ -330,7 +329,7 @@ class ExecutableCache:
     ) -> MemoryPlan:
         """What `build` would take under budgets from none to the smallest."""
         nodes, inputs = prepare(structure.wanted, structure.inputs)
-        self._device.make_room()  # so that nothing counts that nobody needs, as where a budget is refused
+        self._device.make_room()  # unused memory must not count, as when a budget is refused
         budget = self._budget(self._device.capabilities.total_bytes, 2, state)
         levels = budget_levels(nodes, inputs, structure.numbers, self._target(budget=budget), aliases)
         return MemoryPlan.of(self._device, budget.held, levels)

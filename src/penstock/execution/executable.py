@@ -1,7 +1,7 @@
 """A schedule bound to a device: compiled kernels whose arguments are set once, and replayed.
 
-An executable decides nothing. A run sets only those arguments that differ from the run before. It keeps no
-memory: buffers of the last run are known by their allocation's number only.
+An executable decides nothing. A run sets only the arguments that differ from the previous run. It keeps no
+memory alive: it knows the buffers of the previous run only by the serial numbers of their allocations.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def kernel_sources(schedule: Schedule, device: Device, cache: KernelCache) -> li
 
 
 def _functions(schedule: Schedule) -> dict[str, Any]:
-    """What computes instead of text, by the names of kernels."""
+    """The functions of library calls and NumPy kernels, by the names of kernels."""
     return {
         call.source.name: step.lowering.function
         for step in schedule.groups
@@ -86,7 +86,7 @@ class Executable:
         self._offloads = device.capabilities.offloads  # so that inputs may lie at the host
         self._arena_bytes = schedule.arena_bytes
         self._output_bytes = [schedule.buffers[output].nbytes for output in schedule.outputs]
-        # All launches, where they follow one another and each buffer is an argument of its own.
+        # All launches, if they are a single sequence in which each buffer is its own argument.
         parts = self._segments.get((), [])
         self._only = parts[0] if len(parts) == 1 and isinstance(parts[0], _Segment) else None
         self._has_arenas = self._only is not None and self._only.touches(schedule.arenas)
@@ -102,7 +102,7 @@ class Executable:
 
     @property
     def launches(self) -> int:
-        """How many one run has, after kernels were fused and concatenated; 0 before the first."""
+        """The number of launches in a run, after fusion and concatenation; 0 before the first run."""
         return sum(segment.launches for segment in self._current if isinstance(segment, _Segment))
 
     def may_overwrite(self, output: int, given: int) -> bool:
@@ -231,7 +231,7 @@ class Executable:
         ]
 
     def _arranged(self, arrangement: Arrangement) -> list[_Segment | Step | Copy]:
-        """The launches for buffers that lie so; a schedule is not compiled again and again."""
+        """The launches for an arrangement of buffers; beyond the bound, those that serve any arrangement."""
         known: Arrangement | None = arrangement
         if known not in self._segments and len(self._segments) >= _MAX_ARRANGEMENTS:
             known = None
@@ -260,7 +260,7 @@ class Executable:
         self.device.copy(target, source, step.nbytes, target_offset=to, source_offset=start)
 
     def _on_host(self, step: Step, buffers: Sequence[Buffer], numbers: Sequence[Any]) -> None:
-        """A node by NumPy: its inputs are read, and its result written, where they lie."""
+        """Compute a node by NumPy, on the memory of its inputs and result."""
         (node,) = step.group.nodes
         target, *sources = step.locations
         read = zip(node.inputs, sources, strict=True)
@@ -289,7 +289,7 @@ def _ends(step: Copy, buffers: Sequence[Buffer]) -> CopyEnds:
 
 @dataclass(frozen=True, slots=True)
 class _DirectLaunch:
-    """A launch that gets all of its arguments each time: where they come from, in their order."""
+    """A launch that gets all arguments at each run: the sources of the arguments in order."""
 
     command: Launch
     slots: list[int]
@@ -298,7 +298,7 @@ class _DirectLaunch:
 
 
 class _Segment:
-    """Launches that follow one another, and the arguments of theirs that change from run to run.
+    """A sequence of launches, and their arguments that change between runs.
 
     Among them may be copies, which run beside them.
     """
@@ -421,7 +421,7 @@ class _Segment:
         self._in_force = True
 
     def _share(self, buffers: Sequence[Buffer]) -> None:
-        """Find out which buffers lie in one memory."""
+        """Determine which buffers share an allocation."""
         sharing: dict[int, list[int]] = {}
         for slot in self._slots:
             sharing.setdefault(buffers[slot].place[0], []).append(slot)

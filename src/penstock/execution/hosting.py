@@ -1,4 +1,4 @@
-"""State in the memory of the host: what of it can be there between runs, and how it gets there and back.
+"""State in host memory: which inputs may be there between runs, and how they are moved.
 
 A value is the same wherever it lies. A program that was planned under a budget may expect some of its inputs
 at the host, in pinned memory; whatever else reads such a value copies it, or reads it there.
@@ -47,7 +47,7 @@ class Residents:
 
     @property
     def numbers(self) -> frozenset[int]:
-        """The inputs that may."""
+        """The inputs that may be at the host."""
         return frozenset(at for _, parts in self._together for at in parts)
 
     def freed(self, hosted: Collection[int]) -> int:
@@ -154,6 +154,6 @@ def side_by_side(
 
 
 def room(size: int, capabilities: Capabilities) -> int:
-    """The bytes from one value to the next, which begins where a kernel and the device can begin."""
+    """The bytes from a value to the next, rounded up to the alignment of kernels and of the device."""
     step = math.lcm(ALIGNMENT, capabilities.offset_alignment)
     return -(-size // step) * step

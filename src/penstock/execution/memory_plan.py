@@ -20,7 +20,7 @@ _measured_rates: Callable[[Device, Iterable[str]], StepRates | None]  # with the
 
 
 def provide_rates(measured: Callable[[Device, Iterable[str]], StepRates | None]) -> None:
-    """Say how devices are measured, which is built on much that is built on this module."""
+    """Register the function that measures a device, which this module cannot import."""
     global _measured_rates
     _measured_rates = measured
 

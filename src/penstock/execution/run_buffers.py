@@ -1,4 +1,4 @@
-"""The buffers of the runs of an executable: where they lie, and what differs from one run to the next."""
+"""The buffers of an executable's runs: their locations, and what differs between successive runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.memory.buffer import Buffer
 
 
 class RunBuffers:
-    """Where the buffers of the last run lay, and what differs in the next."""
+    """The locations of the last run's buffers, and which of them differ in the next run."""
 
     def __init__(self, schedule: Schedule, fused: Sequence[int]) -> None:
         self._schedule = schedule

@@ -1,4 +1,4 @@
-"""Small expressions of values that are there: what is computed most, and has the shortest way to a launch."""
+"""Small expressions of computed values: the most frequent case, with the shortest path to a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph computes, apart from values: the key of its executable, and whether NumPy is quicker."""
+"""The structure of a graph: the key of its executable, and whether NumPy would be faster."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.watching import Watched
 
-MIN_ITEMS = 1 << 15  # what has less in every value is computed sooner by the host than kernels are launched
-LARGE_ITEMS = 1 << 24  # what has more in all values is compiled at the first sight
+MIN_ITEMS = 1 << 15  # items; where all values are smaller, NumPy takes less time than a launch
+LARGE_ITEMS = 1 << 24  # items of all values; larger graphs are compiled at once
 
 
 class Structure:
@@ -193,12 +193,12 @@ class Structure:
             node.attributes["bound"].checked = True
 
     def constants(self) -> tuple[Any, ...]:
-        """The numbers, as arguments."""
+        """The values of the scalar arguments."""
         return constant_values(tuple(self.numbers))
 
 
 def _seen_by_host(buffer: Any) -> bool:
-    """Whether the host can read a value where it lies. What no buffer holds, it cannot."""
+    """Whether a value is in a buffer that the host can read."""
     return isinstance(buffer, Buffer) and buffer.driver.capabilities.shared_memory
 
 

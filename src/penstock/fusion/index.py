@@ -1,8 +1,9 @@
 """Symbolic indices: affine functions of loop variables, and what views make of them.
 
-A place in a node is an `Index` for each axis. A view maps a place to the place in its input; for reshapes
-that means divisions. If a division is not exact, `SplitNeeded` asks for a loop variable to be split in two so
-that it is; if that is impossible, quotient and remainder become variables that the kernel computes.
+The coordinates of an item are an `Index` for each axis. A view maps its coordinates to those of its input;
+for reshapes that means divisions. If a division is not exact, `SplitNeeded` asks for a loop variable to be
+split in two so that it is; if that is impossible, quotient and remainder become variables that the kernel
+computes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Index:
         return text if len(parts) == 1 and "*" not in text else f"({text})"
 
 
-Place = tuple[Index, ...]
+Coords = tuple[Index, ...]
 ZERO = Index()
 
 
@@ -133,17 +134,17 @@ class Variables:
         return variable(self._names[key])
 
 
-def flat(place: Place, shape: Shape) -> Index:
-    """The flat row-major index of a place."""
+def flat(coords: Coords, shape: Shape) -> Index:
+    """The flat row-major index of coordinates."""
     total, stride = ZERO, 1
-    for index, length in zip(reversed(place), reversed(shape), strict=True):
+    for index, length in zip(reversed(coords), reversed(shape), strict=True):
         total += index * stride
         stride *= length
     return total
 
 
-def unflatten(number: Index, shape: Shape, variables: Variables) -> Place:
-    """The place of an item, given its flat row-major index."""
+def unflatten(number: Index, shape: Shape, variables: Variables) -> Coords:
+    """The coordinates of an item, given its flat row-major index."""
     result: list[Index] = []
     for axis in range(len(shape) - 1, -1, -1):
         if axis == 0 or math.prod(shape[:axis]) == 1:
@@ -155,29 +156,29 @@ def unflatten(number: Index, shape: Shape, variables: Variables) -> Place:
     return tuple(reversed(result))
 
 
-def source_place(view: Node, place: Place, variables: Variables) -> Place:
-    """The place in a view's input of the item at a place of the view."""
+def source_coords(view: Node, coords: Coords, variables: Variables) -> Coords:
+    """The coordinates in a view's input of the item at the view's coordinates."""
     source = view.inputs[0]
     if view.primitive is BARRIER:
-        return place
+        return coords
     if view.primitive is RESHAPE:
-        return _reshaped(view.shape, source.shape, place, variables)
+        return _reshaped(view.shape, source.shape, coords, variables)
     if view.primitive is PERMUTE:
         axes = view.attributes["axes"]
-        return tuple(place[axes.index(axis)] for axis in range(source.ndim))
+        return tuple(coords[axes.index(axis)] for axis in range(source.ndim))
     if view.primitive is EXPAND:
-        return tuple(ZERO if n == 1 else index for index, n in zip(place, source.shape, strict=True))
+        return tuple(ZERO if n == 1 else index for index, n in zip(coords, source.shape, strict=True))
     if view.primitive is WINDOWS:
         axis, stride, dilation = (view.attributes[name] for name in ("axis", "stride", "dilation"))
-        inside = place[axis] * stride + place[axis + 1] * dilation
-        return (*place[:axis], inside, *place[axis + 2 :])
+        inside = coords[axis] * stride + coords[axis + 1] * dilation
+        return (*coords[:axis], inside, *coords[axis + 2 :])
     assert view.primitive is SLICE
-    parts = zip(place, view.attributes["slices"], strict=True)
+    parts = zip(coords, view.attributes["slices"], strict=True)
     return tuple(index * step + Index((), start) for index, (start, _, step) in parts)
 
 
-def _reshaped(shape: Shape, source: Shape, place: Place, variables: Variables) -> Place:
-    """The place in the input of a reshape. Only axes that the reshape changes are flattened and divided."""
+def _reshaped(shape: Shape, source: Shape, coords: Coords, variables: Variables) -> Coords:
+    """The coordinates in the input of a reshape. Only axes that it changes are flattened and divided."""
     result: list[Index] = []
     i = j = 0
     while j < len(source):
@@ -195,6 +196,6 @@ def _reshaped(shape: Shape, source: Shape, place: Place, variables: Variables) -
             else:
                 theirs *= source[j]
                 j += 1
-        number = flat(place[first_i:i], shape[first_i:i])
+        number = flat(coords[first_i:i], shape[first_i:i])
         result += unflatten(number, source[first_j:j], variables)
     return tuple(result)

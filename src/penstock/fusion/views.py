@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.fusion.costs import CROSSED_AXIS, CROSSED_ITEMS
-from penstock.fusion.index import ZERO, Index, Place, SplitNeeded, Variables, flat, source_place, variable
+from penstock.fusion.index import ZERO, Coords, Index, SplitNeeded, Variables, flat, source_coords, variable
 from penstock.graph.node import Kind, Node, Shape
 from penstock.graph.reducing import EXPAND
 from penstock.graph.shaping import PERMUTE, SLICE
@@ -134,7 +134,7 @@ def _steps(parts: list[tuple[str, int]], index: Index) -> int | Digits:
 
 def _looked_at(operand: Node, stored: Container[Node], pieces: _Pieces) -> tuple[Node, Index] | None:
     variables = Variables({name: length for parts in pieces.values() for name, length in parts})
-    place: Place = tuple(
+    coords: Coords = tuple(
         flat(
             tuple(ZERO if length == 1 else variable(name) for name, length in parts),
             tuple(length for _, length in parts),
@@ -145,12 +145,12 @@ def _looked_at(operand: Node, stored: Container[Node], pieces: _Pieces) -> tuple
     while node.primitive.kind is Kind.VIEW and node.value is None and node not in stored:
         source = base(node)
         if source is not node and (not source.primitive.is_free or source in stored):
-            return source, flat(place, node.shape)
-        place = source_place(node, place, variables)
+            return source, flat(coords, node.shape)
+        coords = source_coords(node, coords, variables)
         node = node.inputs[0]
     if variables.computed or (node.primitive.is_free and node.value is None and node not in stored):
         return None
-    return node, flat(place, node.shape)
+    return node, flat(coords, node.shape)
 
 
 def rows_index(operand: Node, stored: Container[Node]) -> tuple[Node, Index] | None:

@@ -96,11 +96,11 @@ class _Epilogue:
         counts: list[ir.Statement] = [ir.Let("i", row), ir.Let("j", column)]
         for axis, length in enumerate(shape[:-2]):
             counts.append(ir.Let(f"b{axis}", BATCH // math.prod(shape[axis + 1 : -2]) % length))
-        place = tuple(map(variable, names))
-        number = flat(place, shape)
+        coords = tuple(map(variable, names))
+        number = flat(coords, shape)
         values = []
         for node in self._group.outputs:
-            value = emitter.value(node, place) if node.shape == shape else emitter.at_number(node, number)
+            value = emitter.value(node, coords) if node.shape == shape else emitter.at_number(node, number)
             values.append(emitter.widened(value, width))
         index, _, _ = emitter.index(number)
         aligned = 1 if self._vectors else emitter.aligned(number)

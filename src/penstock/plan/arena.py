@@ -1,11 +1,11 @@
 """Offsets in one arena for values whose lifetimes are known.
 
-A value that takes the place of a dead one forms one block with it. The blocks that live at the step where the
-most bytes are live get stacked without a gap. The others follow outward in time from there, each in the
-smallest gap that it fits: those born later in the order of their births, those that died before as if time
-ran backwards. For the networks that people train, that already reaches the lower bound. Otherwise the blocks
-at the top of the arena push others out of their places below, which look for new ones, within a fixed amount
-of work.
+A value that takes over the memory of a dead value forms a block with it. The blocks that are live at the
+peak, the step with the most live bytes, are stacked without gaps. The other blocks follow outward in time,
+each in the smallest gap that it fits: blocks born after the peak in the order of their births, blocks that
+died before it in the reverse order of their deaths. For the networks that people train, this usually reaches
+the lower bound. Where it does not, blocks at the top of the arena evict blocks below, which then get new
+offsets, within a fixed amount of work.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NOWHERE = -1  # the offset of a block that has none yet
 NEVER = np.iinfo(np.int64).max
 
 # Work is counted in blocks looked at and not in seconds, so that a plan depends on nothing but its input.
-STEP_WORK = 250  # what finding one offset costs besides
-ATTEMPT_WORK = 120_000  # for steps that push something out
+STEP_WORK = 250  # the fixed cost of finding an offset
+ATTEMPT_WORK = 120_000  # for steps that evict blocks
 TOTAL_WORK = 1_200_000  # about 0.1 s
 TOTAL_WORK_PER_BLOCK = 1200
-SMALL_EXCESS = 0.005  # of the lower bound: worth the work of one more attempt and no more
+SMALL_EXCESS = 0.005  # of the lower bound: worth a single further attempt
 
 
 class Value(NamedTuple):
@@ -39,12 +39,12 @@ class Value(NamedTuple):
     nbytes: int
     born: int  # the step that writes it
     dies: int  # the last step that uses it, `born` or later
-    may_alias: tuple[int, ...] = ()  # values that die at its birth, over which it may be written
+    may_alias: tuple[int, ...] = ()  # values that die at its birth, whose memory it may take over
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each value lies, and how far that is from the best."""
+    """The offset of each value, and the bytes of the arena beside their lower bound."""
 
     offsets: tuple[int, ...]  # bytes, for each value in the given order
     arena_bytes: int
@@ -57,13 +57,13 @@ class Plan:
 
 
 class _Blocks(NamedTuple):
-    size: Ints  # in units of the alignment, like all sizes and offsets but those that users see
+    size: Ints  # in units of the alignment, like all sizes and offsets inside this module
     born: Ints
     dies: Ints
 
 
 def plan(values: Sequence[Value], alignment: int) -> Plan:
-    """Place the values so that no two share a byte while both live, unless one takes the other's place."""
+    """Assign offsets so that two values never share a byte while both are live, unless they may alias."""
     size = np.array([-(-value.nbytes // alignment) for value in values], np.int64)
     if not size.any():
         return Plan((0,) * len(values), 0, 0)
@@ -94,7 +94,7 @@ def _load(blocks: _Blocks) -> Ints:
 
 
 def _take_over(values: Sequence[Value], every: _Blocks) -> tuple[Ints, int]:
-    """The first value of each value's block, and the largest size that is then live at one step."""
+    """The first value of each value's block, and the peak of live sizes with these blocks."""
     size, born, dies = (column.tolist() for column in every)
     live = _load(every)
     held = live.copy()  # blocks keep their first size, so a smaller successor holds more than it needs
@@ -103,7 +103,7 @@ def _take_over(values: Sequence[Value], every: _Blocks) -> tuple[Ints, int]:
     for i in sorted(
         (i for i, value in enumerate(values) if value.may_alias and size[i]), key=born.__getitem__
     ):
-        # One that is born at this step too is never taken: its own predecessor might still be live.
+        # A value that is born at this step too cannot be taken over: its own predecessor might be live.
         choices = [
             (size[heads[k]], k)
             for k in values[i].may_alias
@@ -115,7 +115,7 @@ def _take_over(values: Sequence[Value], every: _Blocks) -> tuple[Ints, int]:
         waste = room - size[i]
         now, later = held[born[i]] - size[i], held[born[i] + 1 : dies[i] + 1]
         if waste and max(now, later.max(initial=0) + waste) >= max(now + size[i], later.max(initial=0)):
-            continue  # would not lower the most that is held during its life
+            continue  # it would not lower the peak during its lifetime
         if waste:
             later += waste
         held[born[i]] -= size[i]
@@ -163,8 +163,8 @@ def _outward(blocks: _Blocks, peak: int) -> list[int]:
     size, born, dies = (column.tolist() for column in blocks)
 
     def from_the_ends(i: int) -> tuple[bool, int]:
-        # What is born last lies at the bottom and what dies first at the top: whichever way time runs,
-        # room opens at one end, and not as many small holes.
+        # Blocks born last are at the bottom, and blocks that die first at the top: so in either direction of
+        # time, memory is freed at an end of the stack, and not in many small holes.
         until, since = dies[i] - peak, peak - born[i]
         return (True, -until) if until < since else (False, since)
 
@@ -198,7 +198,7 @@ def _sweep(
             gaps.free(offsets[k], offsets[k] + size[k])
             ended += 1
         start, end = gaps.take(size[i])
-        # It lies beside the neighbour that dies at about the same time, so that they leave one gap.
+        # Beside the neighbour that dies at about the same time, so that both leave a single gap.
         if abs(death_below.get(start, NEVER) - dies[i]) <= abs(death_above.get(end, NEVER) - dies[i]):
             offsets[i] = start
             gaps.free(start + size[i], end)
@@ -209,17 +209,17 @@ def _sweep(
 
 
 def _tighten(blocks: _Blocks, load: Ints, offsets: Ints) -> Ints:
-    """Lower the arena towards the largest load, by half of the excess at a time, or by less if that fails."""
+    """Shrink the arena towards the peak load, by half of the excess at a time, or by less if that fails."""
     bound = int(load.max())
     floor = _Blocks(np.array([0]), np.array([-1]), np.array([NEVER - 1]))  # a block to stand on
     size, born, dies = (np.concatenate(columns) for columns in zip(blocks, floor, strict=True))
     offsets = np.append(offsets, 0)
     # Without `**`, whose last bits depend on the CPU, and with them the plan.
     fourth = np.square(np.square(load / bound))
-    crowding = np.append(0.0, np.square(np.square(fourth)).cumsum())  # full steps count, emptier hardly do
+    crowding = np.append(0.0, np.square(np.square(fourth)).cumsum())  # full steps count most
     crowded = crowding[blocks.dies + 1] - crowding[blocks.born]
     weight = np.append(blocks.size * (crowded * np.sqrt(crowded)), 0.0)
-    weight /= weight.max()  # they grow without bound, but from here not beyond what a float can hold
+    weight /= weight.max()  # weights grow, so this keeps them finite
     work = min(TOTAL_WORK, TOTAL_WORK_PER_BLOCK * len(size))
     failures = 0
     while work > 0 and (excess := int((offsets + size).max()) - bound) > 0:
@@ -234,16 +234,16 @@ def _tighten(blocks: _Blocks, load: Ints, offsets: Ints) -> Ints:
 
 
 def _repack(blocks: _Blocks, offsets: Ints, capacity: int, weight: Floats, work: int) -> tuple[bool, int]:
-    """Find offsets for the blocks that have none, the heaviest first, and for those that they push out.
+    """Find offsets for the blocks that have none, the heaviest first, and for those that they evict.
 
-    Changes the offsets, and the weights too: whatever is pushed out gets heavier, so that no two blocks push
-    each other out for ever, and the next attempt knows what was hard to place. Returns whether all blocks
-    have an offset, and the work spent.
+    Changes the offsets, and the weights too: an evicted block gets heavier, so that no two blocks evict each
+    other for ever, and the next attempt starts with the blocks that were hard to place. Returns whether all
+    blocks have an offset, and the work spent.
     """
     size, born, dies = blocks
-    sizes, births, deaths = (column.tolist() for column in blocks)  # a list's items come faster one by one
+    sizes, births, deaths = (column.tolist() for column in blocks)  # iterating over a list is faster
     ends = offsets + size
-    since = np.where(offsets == NOWHERE, NEVER, born)  # what has no offset is in nobody's way
+    since = np.where(offsets == NOWHERE, NEVER, born)  # a block without an offset takes no memory
     homeless = [(-float(weight[i]), i) for i in np.flatnonzero(offsets == NOWHERE).tolist()]
     heapify(homeless)
     spent = pushing = 0
@@ -255,7 +255,7 @@ def _repack(blocks: _Blocks, offsets: Ints, capacity: int, weight: Floats, work:
         spent += effort
         start, end, heavy = offsets[near], ends[near], weight[near]
         by_start, by_end = start.argsort(kind="stable"), end.argsort(kind="stable")
-        # Of all offsets, some at which another block ends has the least above it: no other need be tried.
+        # Only offsets at which another block ends are tried: the best offset is among them.
         candidates = end[by_end]
         candidates = candidates[: candidates.searchsorted(capacity - need, "right")]
         begun = heavy[by_start].cumsum()[start[by_start].searchsorted(candidates + need) - 1]

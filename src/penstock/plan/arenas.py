@@ -1,8 +1,8 @@
-"""One arena, or several where a device gives no memory so large.
+"""A single arena, or several where it would exceed the device's largest allocation.
 
 Each value goes into the first arena that has room for it during its lifetime; then each arena is planned by
-itself. A value that is larger than an arena should be lies at the start of one, alone while it lives. It
-shares that arena only with values that exceed the limit by the same factor.
+itself. A value that exceeds the size of an arena is at the start of an arena, alone while it is live. It
+shares that arena only with values that exceed the size by the same factor.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from penstock.plan.arena import Plan, Value, plan
 
-_FULL = (0.95, 0.9, 0.8, 0.6)  # shares of an arena that live values may take: a plan needs some more
+_FULL = (0.95, 0.9, 0.8, 0.6)  # shares of an arena that live values may take, since a plan needs some more
 
 
 @dataclass(frozen=True)
 class ArenaPlan(Plan):
-    """Where each value lies in its arena. The bytes are those of all arenas, and the bound is one for all."""
+    """The offset of each value in its arena; the bytes and their lower bound are those of all arenas."""
 
     arena_of: tuple[int, ...]  # the number of its arena, for each value in the given order
     plans: tuple[Plan, ...]  # of every arena
@@ -29,7 +29,7 @@ class ArenaPlan(Plan):
 def plan_arenas(values: Sequence[Value], alignment: int, most: int, largest: int | None = None) -> ArenaPlan:
     """Plans for arenas of at most `most` bytes, unless a single value has more.
 
-    Raises ValueError where one has more than `largest` bytes, which is `most` if it is not given.
+    Raises ValueError where a value has more than `largest` bytes, by default `most`.
     """
     whole = plan(values, alignment)
     if whole.arena_bytes <= most:
@@ -56,7 +56,7 @@ def plan_arenas(values: Sequence[Value], alignment: int, most: int, largest: int
 
 
 def _plan_small(values: Sequence[Value], alignment: int, most: int) -> tuple[list[int], list[Plan]]:
-    """The arena of each value, of which none is too large, and the plans of the arenas."""
+    """The arena of each value, and the plans of the arenas; no value is larger than an arena."""
     largest = max(-(-value.nbytes // alignment) * alignment for value in values)
     for share in _FULL:
         arena_of = _split(values, alignment, max(int(most * share), largest))
@@ -68,7 +68,7 @@ def _plan_small(values: Sequence[Value], alignment: int, most: int) -> tuple[lis
 
 
 def _one_at_a_time(values: Sequence[Value], sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Values that are too large, by number, for each arena of theirs."""
+    """The indices of values that are larger than an arena, by the arena that they get."""
     result: list[list[int]] = []
     for at in sorted(range(len(values)), key=lambda number: values[number].born):
         value, times = values[at], -(-sizes[at] // most)
@@ -87,7 +87,7 @@ def _one_at_a_time(values: Sequence[Value], sizes: Sequence[int], most: int) -> 
 
 
 def _split(values: Sequence[Value], alignment: int, room: int) -> list[int]:
-    """The arena of each value, so that no more than `room` bytes are live in one; in order of birth."""
+    """The arena of each value, so that at most `room` bytes are live in any; in order of birth."""
     steps = 1 + max(value.dies for value in values)
     loads: list[npt.NDArray[np.int64]] = []
     result = [0] * len(values)
@@ -95,7 +95,7 @@ def _split(values: Sequence[Value], alignment: int, room: int) -> list[int]:
         value = values[at]
         size = -(-value.nbytes // alignment) * alignment
         life = slice(value.born, value.dies + 1)
-        # Where it may be written over another value, that should be in the same arena.
+        # A value should be in the arena of a value whose memory it may take over.
         first = [result[number] for number in value.may_alias]
         fitting = (arena for arena in (*first, *range(len(loads))) if loads[arena][life].max() + size <= room)
         arena = next(fitting, len(loads))
@@ -107,12 +107,12 @@ def _split(values: Sequence[Value], alignment: int, room: int) -> list[int]:
 
 
 def _plan(values: Sequence[Value], arena_of: Sequence[int], arena: int, alignment: int) -> Plan:
-    """The plan of one arena's values."""
+    """The plan of an arena's values."""
     return plan(_renumbered(values, [at for at, other in enumerate(arena_of) if other == arena]), alignment)
 
 
 def _renumbered(values: Sequence[Value], some: Sequence[int]) -> list[Value]:
-    """Some of the values, by themselves."""
+    """Some of the values; aliases are restricted to these."""
     number = {at: new for new, at in enumerate(some)}
     return [
         values[at]._replace(may_alias=tuple(number[old] for old in values[at].may_alias if old in number))

@@ -1,4 +1,4 @@
-"""The order of steps: among those that can run, the one that adds the least to what is live."""
+"""The order of steps: the next step is the ready step that adds the fewest live bytes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """A step: the values that it reads and writes, by number."""
+    """A step: the indices of the values that it reads and writes."""
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    replaces: tuple[int, ...] = ()  # given values whose memory its results take, if nothing reads them later
+    replaces: tuple[int, ...] = ()  # inputs whose memory its results take, if no later step reads them
 
 
-_Place = tuple[int, ...]
+_Position = tuple[int, ...]
 
 
 def ordered(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) -> list[int]:
     """The steps in an order that needs little memory, each after those that write what it reads.
 
-    The given order has to be a possible one, and stays if it needs no more. What is in `kept` is never freed.
-    A step that replaces a value comes after the other readers of it, where that can be: a result that cannot
-    take over its memory needs memory of its own.
+    The given order has to be valid, and is kept if no other needs less. Values in `kept` are never freed. A
+    step that replaces a value comes after all other readers of that value if possible: otherwise its result
+    cannot take over the memory, and needs memory of its own.
     """
-    # Sums of gradients begin with the last part, so of steps that add the same the later may be better.
+    # Sums of gradients begin with the last part, so among equal steps the later may be better.
     orders = [list(range(len(steps))), *(_greedy(steps, nbytes, kept, turn) for turn in (1, -1))]
     return min(orders, key=lambda order: _peak(order, steps, nbytes, kept))
 
@@ -33,38 +33,39 @@ def ordered(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]) 
 def deferred(
     order: Sequence[int], steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int]
 ) -> list[int]:
-    """The same order, with steps just before what reads their results, where that keeps fewer bytes alive.
+    """The same order, with steps moved just before the first reader of their results if that saves memory.
 
-    That holds for steps that read little or what lives longer anyway, such as the first ones of a region that
-    is recomputed for the gradient: nothing but the results says when these should run.
+    It does for steps whose inputs are small or live longer anyway, such as the first steps of a region that
+    is recomputed for the gradient: only their readers determine when they have to run.
     """
-    # Steps are taken from the last to the first, and a place is the smaller, the later it is. What stands
-    # just before another has a place that begins with the other's.
-    first: dict[int, _Place] = {}  # where a value is read first, so far
-    last: dict[int, _Place] = {}
-    replaced: dict[int, _Place] = {}
-    places: dict[int, _Place] = {}
+    # Steps are visited from the last to the first, and later positions are smaller. The position of a step
+    # that is moved before another step has the other's position as its prefix.
+    first: dict[int, _Position] = {}  # of the first reader of a value, so far
+    last: dict[int, _Position] = {}
+    replaced: dict[int, _Position] = {}
+    positions: dict[int, _Position] = {}
     for number in reversed(order):
         step = steps[number]
         after = [first[value] for value in step.writes if value in first]
         after += [replaced[value] for value in step.reads if value in replaced]
-        place: _Place = (len(places),)
+        position: _Position = (len(positions),)
         if after:
-            before = (*max(after), -len(places))
+            before = (*max(after), -len(positions))
             born = sum(nbytes[value] for value in step.writes if value not in kept)
-            longer = {value for value in step.reads if value not in kept and last.get(value, place) > before}
+            reads = set(step.reads) - kept
+            longer = (value for value in reads if last.get(value, position) > before)
             if born >= sum(nbytes[value] for value in longer):
-                place = before
-        places[number] = place
+                position = before
+        positions[number] = position
         for value in step.reads:
-            first[value] = max(first.get(value, place), place)
-            last[value] = min(last.get(value, place), place)
-        replaced.update(dict.fromkeys(step.replaces, place))
-    return sorted(places, key=places.__getitem__, reverse=True)
+            first[value] = max(first.get(value, position), position)
+            last[value] = min(last.get(value, position), position)
+        replaced.update(dict.fromkeys(step.replaces, position))
+    return sorted(positions, key=positions.__getitem__, reverse=True)
 
 
 def _greedy(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int], turn: int) -> list[int]:
-    """Of steps that add the same, the first by number times `turn`."""
+    """A greedy order; of equal steps the first is taken, or the last if `turn` is -1."""
     readers: dict[int, set[int]] = {}
     replacers: dict[int, list[int]] = {}
     for number, step in enumerate(steps):
@@ -74,8 +75,8 @@ def _greedy(steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int], 
             replacers.setdefault(value, []).append(number)
     writer = {value: number for number, step in enumerate(steps) for value in step.writes}
     missing = [len({writer[value] for value in step.reads if value in writer}) for step in steps]
-    # The rank of each step that can run, and the steps by rank. A rank only ever falls, so an entry of the
-    # queue that is not the step's rank any more has another before it.
+    # The rank of each ready step, and a queue by rank. Ranks only fall, so an outdated entry of the queue
+    # comes after the step's current entry, and is skipped.
     ranks: dict[int, tuple[bool, int, int]] = {}
     queue: list[tuple[tuple[bool, int, int], int]] = []
 
@@ -118,7 +119,7 @@ def _added(
     kept: frozenset[int],
     readers: dict[int, set[int]],
 ) -> int:
-    """The bytes that a step adds to what is live, less those that nothing needs after it."""
+    """The bytes that a step writes, less those of its inputs that no later step reads."""
     step = steps[number]
     freed = sum(nbytes[v] for v in set(step.reads) if v not in kept and readers[v] == {number})
     return sum(nbytes[value] for value in step.writes if value not in kept) - freed

@@ -1,4 +1,4 @@
-"""What a search for less memory is made of: steps and their prices, runs, and sequences of runs."""
+"""The data of the search for less memory: tasks with their prices, runs, and sequences of runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ OUT, IN, HOLD = -1, -2, -3
 
 
 class Task(NamedTuple):
-    """A step: the values that it reads and writes, by number, and what it takes to run it again."""
+    """A step: the indices of the values that it reads and writes, and the price of running it once more."""
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     replaces: tuple[int, ...] = ()  # given values whose memory its results take, if nothing reads them later
-    over: tuple[tuple[int, ...], ...] = ()  # for each result: what is read, over which it may be written
+    over: tuple[tuple[int, ...], ...] = ()  # for each result: indices in `reads` of what it may overwrite
     scratch: int = 0  # bytes
     price: float | None = 1.0  # of another run; None: it must run once
 
@@ -35,7 +35,7 @@ State = Mapping[int, int | None]
 
 
 class Run(NamedTuple):
-    """One run of a task, or a copy. A value that comes back has another number each time."""
+    """A run of a task, or a copy. A value that is computed or fetched once more gets a new index."""
 
     task: int
     reads: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""Turns: which steps run at the same time. Steps of a turn are of one kind and independent of one another.
+"""Turns: sets of steps that run at the same time, of the same kind and independent of each other.
 
-A step may move to a later step of its kind. What it reads then has to stay longer, so it moves only as far as
-that takes little more memory. Steps never move forward: what the updates and norms of a network read is
-computed one after another, so that only the last of them can have it all.
+A step may be delayed until a later step of its kind. Its inputs then live longer, so it is delayed only while
+that takes little more memory. Steps are never moved to an earlier position: the inputs of a network's updates
+and norms are computed at different times, so only the position of the last can have all of them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from penstock.plan.order import Work
 
-# By how much the peak of live bytes may grow. Where all updates of parameters wait for the last gradient, all
-# gradients are live beside hardly any activations: mostly less than in the middle of the step.
+# The share by which the peak of live bytes may grow. If all updates of parameters wait for the last gradient,
+# all gradients are live at the end, but hardly any activations: mostly less than in the middle of the step.
 _MORE = 1 / 16
 _LITTLE = 4 << 20  # bytes, by which the peak may always grow
-# Bytes. A step that reads more than this of what others wrote does not wait while as much again is read and
-# written, since that would drive its inputs out of the cache: reading them anew takes longer than a launch.
+# Bytes. A step that accesses more than this is not delayed past steps that access as much, since its inputs
+# would be evicted from the cache: reading them from memory takes longer than a launch.
 _HOT = 8 << 20
 
 
@@ -33,8 +33,8 @@ def in_turns(
 ) -> list[list[int]]:
     """The steps in order, in turns of at most `most` steps.
 
-    Steps of one turn are equal in `kinds`; None goes with no other. What is in `kept` is never freed. Without
-    `spare`, no more bytes may be live than in the order given.
+    Steps of a turn have the same kind; a step of kind None is alone. Values in `kept` are never freed.
+    Without `spare`, the peak of live bytes must not exceed that of the given order.
     """
     turns = _Turns(steps, nbytes, kept, spare)
     for number in range(len(steps) - 1, -1, -1):
@@ -43,7 +43,7 @@ def in_turns(
 
 
 class _Turns:
-    """Steps are assigned from the last to the first, each in a turn of its own or in a later one."""
+    """Assigns steps to turns, from the last to the first: each to a later turn, or to a new turn."""
 
     def __init__(
         self, steps: Sequence[Work], nbytes: Sequence[int], kept: frozenset[int], spare: bool
@@ -52,8 +52,8 @@ class _Turns:
         self._nbytes = nbytes
         self._kept = kept
         self._end = len(steps)
-        self._at = list(range(len(steps)))  # where each step runs: the number of the last step of its turn
-        self._members: dict[int, list[int]] = {}  # by the number of their last step; the first was added last
+        self._at = list(range(len(steps)))  # position of each step: the index of its turn's last step
+        self._members: dict[int, list[int]] = {}  # the steps of each turn, by position, the last turn first
         self._positions: dict[Hashable, list[int]] = {}  # of the turns of each kind, the last first
         self._readers: dict[int, list[int]] = {}
         self._replacer: dict[int, int] = {}
@@ -78,7 +78,7 @@ class _Turns:
         return change[:-1].cumsum()
 
     def assign(self, number: int, kind: Hashable | None, most: int) -> None:
-        """Put a step into the last turn that it can join, or begin one."""
+        """Add a step to the latest turn that it can join, or start a turn."""
         if kind is not None:
             positions = self._positions.setdefault(kind, [])
             before = self._needed_at(number)
@@ -93,12 +93,12 @@ class _Turns:
         self._members[number] = [number]
 
     def _touched(self, number: int, without: frozenset[int] = frozenset()) -> int:
-        """The bytes that a step reads and writes, but for some values."""
+        """The bytes that a step reads and writes, except those of some values."""
         step = self._steps[number]
         return sum(self._nbytes[value] for value in {*step.reads, *step.writes} - without)
 
     def _cold_at(self) -> int:
-        """The position until which little is read and written, of all that comes next."""
+        """The position up to which the following steps access at most `_HOT` bytes."""
         touched = 0
         for position in reversed(self._members):
             touched += sum(self._touched(number) for number in self._members[position])
@@ -107,18 +107,18 @@ class _Turns:
         return self._end
 
     def _needed_at(self, number: int) -> int:
-        """Where the first step runs that reads what this one writes, or replaces what it reads."""
+        """The position of the first step that reads its outputs, or replaces its inputs."""
         step = self._steps[number]
         after = [reader for value in step.writes for reader in self._readers.get(value, ())]
         after += [self._replacer[value] for value in step.reads if self._replacer.get(value, number) > number]
         return min((self._at[reader] for reader in after), default=self._end)
 
     def _moved(self, number: int, positions: Sequence[int]) -> bool:
-        """Let a step run at the first of some later positions until which what it reads can stay."""
+        """Delay a step to the first of some positions for which memory suffices; whether there is any."""
         step = self._steps[number]
         outputs = [value for value in step.writes if value not in self._kept]
         inputs = [value for value in set(step.reads) if value not in self._kept]
-        waiting = self._live[number : positions[0] + 1].copy()  # while it has not run yet
+        waiting = self._live[number : positions[0] + 1].copy()  # live bytes while it has not run yet
         for value in outputs:
             waiting[: self._last.get(value, number) + 1 - number] -= self._nbytes[value]
         for value in inputs:

@@ -1,4 +1,4 @@
-"""A sequence of runs while it is made and judged: where values are, and what is live at each run."""
+"""A sequence of runs while it is built and evaluated: where values are, and what is live at each run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COPY = Task((), ())
 
 
 class Unfolded:
-    """A sequence while it is judged: where each value begins and ends, and what is live."""
+    """A complete sequence: the lifetimes of its values, and the bytes that are live at each run."""
 
     def __init__(self, search: Search, unfolding: Unfolding) -> None:
         self.runs, self.places, self.value_of = unfolding.runs, unfolding.places, unfolding.value_of
@@ -45,12 +45,12 @@ class Unfolded:
 
     @cached_property
     def main(self) -> dict[int, int]:
-        """Where the order's own runs are, by place."""
+        """The runs of the order itself, by position; runs that bring values back come before them."""
         return {place: at for at, place in enumerate(self.places) if self.runs[at].task >= 0}
 
     def _load(self) -> npt.NDArray[np.int64]:
         search, change = self._search, [0] * (len(self.runs) + 1)
-        at_once = [0] * len(self.runs)  # what is live during one run only
+        at_once = [0] * len(self.runs)  # bytes that are live during a single run
         for at, run in enumerate(self.runs):
             if run.task == OUT:
                 continue  # it writes to the host
@@ -69,12 +69,12 @@ class Unfolded:
                     own = self.born[given] >= 0 and not self._is_free(given)
                     if fits and own and self.last[given] == at:
                         taken.add(given)
-                        at_once[at] -= size  # of the two, one takes memory
+                        at_once[at] -= size  # the result takes over the memory of its input
                         break
         return np.array(change[:-1], np.int64).cumsum() + np.array(at_once, np.int64)
 
     def _is_free(self, number: int) -> bool:
-        """Whether it takes no memory of a run: the caller's, but not what is computed again or moved."""
+        """Whether a value is in memory of the caller: not a temporary, and neither recomputed nor moved."""
         value = self.value_of[number]
         return number == value and not self._search.temporary[value] and value not in self._results
 
@@ -84,21 +84,21 @@ class Unfolded:
 
     @property
     def peak(self) -> int:
-        """The most that is live."""
+        """The peak of live bytes."""
         return int(self.load.max(initial=0)) + self.apart
 
     @property
     def place(self) -> int:
-        """The place in the order at which the most is live."""
+        """The position in the order at which the most bytes are live."""
         return self.places[int(self.load.argmax())] if self.places else 0
 
     def most_at(self, place: int) -> int:
-        """The most that is live at runs for one place."""
+        """The peak of live bytes among the runs at a position of the order."""
         first, end = bisect_left(self.places, place), bisect_right(self.places, place)
         return int(self.load[first:end].max()) + self.apart
 
     def improves(self, other: Unfolded) -> bool:
-        """Whether less is live where the other has the most, and nowhere more than there."""
+        """Whether it takes less at the other sequence's peak, and nowhere more than that peak."""
         return self.peak <= other.peak and self.most_at(other.place) < other.peak
 
     def is_live(self, value: int, run: int) -> bool:
@@ -107,14 +107,14 @@ class Unfolded:
 
     @property
     def sequel(self) -> Sequel:
-        """The same for whoever plans it."""
+        """The result of the search, for the planner."""
         again = tuple(task for task, runs in self.again.items() for _ in runs)
         load = tuple((self.load + self.apart).tolist())
         return Sequel(tuple(self.runs), tuple(self.value_of), self.peak, self.price, again, load, self.hosted)
 
 
 class Unfolding:
-    """What has run while a sequence is unfolded, and where values are."""
+    """Builds a sequence: the runs so far, and where values are."""
 
     def __init__(self, search: Search, state: frozenset[int]) -> None:
         """`state`: what the host has at the start. The number of such a value is that which is there."""
@@ -123,16 +123,16 @@ class Unfolding:
         self.results = {new for value in state if (new := search.state[value]) is not None}
         away = [gone or value in state for value, gone in enumerate(search.temporary)]
         self.current = [-1 if gone else value for value, gone in enumerate(away)]
-        # Values that the host has, by the numbers that they have there.
+        # Values at the host, with the indices of their copies there.
         self.hosted = {value: value for value in state}
         self.runs: list[Run] = []
         self.places: list[int] = []
         self.value_of = list(range(len(search.nbytes)))
         self.again: dict[int, list[int]] = {}
-        self.late: set[int] = set()  # given values that are read after they could have been written over
+        self.late: set[int] = set()  # inputs that are read after a result could have overwritten them
 
     def bring_back(self, step: int, place: int) -> list[int]:
-        """Run a task again, or fetch the value `~step`; the values that are there again."""
+        """Rerun a task, or fetch the value `~step`; returns the values that were missing."""
         if step < 0:
             written: tuple[int, ...] = (~step,)
             copies = self._add(IN, (self.hosted[~step],), written, place)
@@ -150,12 +150,12 @@ class Unfolding:
         return made
 
     def send(self, value: int, place: int) -> None:
-        """Copy a value to the host, which may have it already."""
+        """Copy a value to the host, unless it is there already."""
         if value not in self.hosted:
             (self.hosted[value],) = self._add(OUT, (self.current[value],), (value,), place)
 
     def _add(self, task: int, reads: tuple[int, ...], values: tuple[int, ...], place: int) -> tuple[int, ...]:
-        """A run that writes copies of values; their numbers."""
+        """Add a run that writes copies of values; returns their indices."""
         new = tuple(range(len(self.value_of), len(self.value_of) + len(values)))
         self.value_of += values
         self.runs.append(Run(task, reads, new))

@@ -57,8 +57,8 @@ class VectorPrinter(CPrinter):
         if isinstance(expr, ir.Vector):
             return f"({c_type(expr.type)})({', '.join(map(self.expr, expr.items))})"
         if isinstance(expr, ir.Shuffle):
-            numbers = ", ".join(map(str, expr.numbers))
-            return f"__builtin_shufflevector({self.expr(expr.left)}, {self.expr(expr.right)}, {numbers})"
+            lanes = ", ".join(map(str, expr.lanes))
+            return f"__builtin_shufflevector({self.expr(expr.left)}, {self.expr(expr.right)}, {lanes})"
         return super().value(expr, lane)
 
     def broadcast(self, expr: ir.Broadcast) -> str:

@@ -230,7 +230,7 @@ class Shuffle(Expr):
     type: Type
     left: Expr
     right: Expr
-    numbers: tuple[int, ...]
+    lanes: tuple[int, ...]
 
 
 class Random(Expr):

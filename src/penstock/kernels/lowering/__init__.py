@@ -1,1 +1,1 @@
-"""From a fused group to kernel IR: loops over its items, and any node's value at any place."""
+"""From a fused group to kernel IR: loops over its items, and any node's value at any coordinates."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from penstock.fusion.groups import Group
-from penstock.fusion.index import ZERO, Index, Place, Variables, flat, source_place, unflatten, variable
+from penstock.fusion.index import ZERO, Coords, Index, Variables, flat, source_coords, unflatten, variable
 from penstock.graph.contraction import GATHER
 from penstock.graph.creating import POSITIONS, SEQUENCE
 from penstock.graph.dtypes import HALF_PRECISION
@@ -104,9 +104,9 @@ class Emitter:
         self.lanes = 1
         self.lane_steps: dict[str, int] = {}  # how variables differ from lane to lane; absent: not at all
         self.depth_of: dict[str, int] = {}  # the body of each variable
-        self.given: dict[Node, Value] = {}  # values that do not depend on the place
+        self.given: dict[Node, Value] = {}  # values that do not depend on the coordinates
         self.kept: dict[
-            tuple[Node, Place], tuple[str, Index, str]
+            tuple[Node, Coords], tuple[str, Index, str]
         ] = {}  # values in arrays: name, index, dtype
         # For (input, index): the array with a copy of the item, and the index there.
         self.copies: dict[tuple[int, Index], tuple[str, Index]] = {}
@@ -116,7 +116,7 @@ class Emitter:
         self.stage = 0
         self._vectors = vectors
         self._conditions: dict[ir.Expr, int] = {}  # the masks of loads at present, with their depths
-        self._values: dict[tuple[Node, Place], Value] = {}
+        self._values: dict[tuple[Node, Coords], Value] = {}
         self._names: dict[ir.Expr, Value] = {}
         self._count = 0
         self._scalars: dict[Node, list[str]] = {}
@@ -194,29 +194,29 @@ class Emitter:
 
     # Values
 
-    def value(self, node: Node, place: Place) -> Value:
-        """A node's value at a place."""
+    def value(self, node: Node, coords: Coords) -> Value:
+        """A node's value at coordinates."""
         # A loop, because chains of views may be long.
         while node.primitive.kind is Kind.VIEW and node not in self.group.inputs:
-            place, node = source_place(node, place, self.variables), node.inputs[0]
+            coords, node = source_coords(node, coords, self.variables), node.inputs[0]
         if node in self.given:
             return self.given[node]
-        key = (node, place)
+        key = (node, coords)
         if key in self.kept:
             array, index, stored = self.kept[key]
             return self._load(array, computed_dtype(node), stored, index)
         if key not in self._values:
-            self._values[key] = self._value(node, place)
+            self._values[key] = self._value(node, coords)
         return self._values[key]
 
     def at_number(self, node: Node, number: Index) -> Value:
         """A node's value at a flat index in row-major order."""
         return self.value(node, unflatten(number, node.shape, self.variables))
 
-    def _value(self, node: Node, place: Place) -> Value:
+    def _value(self, node: Node, coords: Coords) -> Value:
         if node in self.group.inputs:
             number = self.group.inputs.index(node)
-            index = self.variables.recombined(flat(place, node.shape))
+            index = self.variables.recombined(flat(coords, node.shape))
             self.loads.setdefault(number, set()).add((self.stage, index))
             if (number, index) in self.copies:
                 array, spot = self.copies[number, index]
@@ -224,15 +224,15 @@ class Emitter:
             return self._load(f"in{number}", computed_dtype(node), str(node.dtype), index)
         primitive = node.primitive
         if primitive in _LOWERINGS:
-            return _LOWERINGS[primitive](self, node, place)
+            return _LOWERINGS[primitive](self, node, coords)
         assert primitive.kind is Kind.ELEMENTWISE, node
-        return self.apply(node, [self.value(parent, place) for parent in node.inputs])
+        return self.apply(node, [self.value(parent, coords) for parent in node.inputs])
 
-    def _full(self, node: Node, place: Place) -> Value:
+    def _full(self, node: Node, coords: Coords) -> Value:
         return Value(ir.Var(self._scalars[node][0], ir.Type(computed_dtype(node))), 0)
 
-    def _positions(self, node: Node, place: Place) -> Value:
-        return self.number(place[0], computed_dtype(node))
+    def _positions(self, node: Node, coords: Coords) -> Value:
+        return self.number(coords[0], computed_dtype(node))
 
     def apply(self, node: Node, values: Sequence[Value]) -> Value:
         """A primitive on values."""
@@ -272,20 +272,20 @@ class Emitter:
         return self.let(ir.Broadcast(ir.Type(value.type.dtype, lanes), value.var), value.depth)
 
     def _load(self, buffer: str, dtype: str, stored: str, index: Index) -> Value:
-        place, depth, step = self.index(index)
+        at, depth, step = self.index(index)
         kind = ir.Type(dtype, self.lanes if step else 1)
         if self._vectors:
-            return self.let(ir.Load(kind, buffer, stored, place, step), depth)
+            return self.let(ir.Load(kind, buffer, stored, at, step), depth)
         aligned = self.aligned(index) if step == 1 else 1
         mask = ir.all_of([*self._conditions]) if self._conditions else None
         depth = max(depth, *self._conditions.values(), 0)
-        return self.let(ir.Load(kind, buffer, stored, place, step, aligned, mask), depth)
+        return self.let(ir.Load(kind, buffer, stored, at, step, aligned, mask), depth)
 
     def item(self, array: str, node: Node, index: Index) -> Value:
         """An item of local memory, which may change, so every use loads it."""
-        place, depth, step = self.index(index)
+        at, depth, step = self.index(index)
         kind = ir.Type(computed_dtype(node), self.lanes if step else 1)
-        return self._new(ir.Load(kind, array, kind.dtype, place, step), depth)
+        return self._new(ir.Load(kind, array, kind.dtype, at, step), depth)
 
     def store(self, array: str, stored: str, index: Index, value: Value, width: int = 0) -> None:
         """Write a value to an array, in the inner body."""
@@ -302,16 +302,16 @@ class Emitter:
         kind = ir.Type(left.type.dtype, lanes)
         return self.let(ir.Call(kind, operation, (left.var, right.var), kind), max(left.depth, right.depth))
 
-    def computed(self, nodes: Sequence[Node]) -> list[tuple[tuple[Node, Place], Value]]:
-        """The values of nodes that the inner body computes at a single place."""
+    def computed(self, nodes: Sequence[Node]) -> list[tuple[tuple[Node, Coords], Value]]:
+        """The values of nodes that the inner body computes at a single position."""
         wanted = set(nodes)
         inner = [(key, value) for key, value in self._values.items() if key[0] in wanted and value.depth == 1]
-        places = Counter(node for (node, _), _ in inner)
-        return [(key, value) for key, value in inner if places[key[0]] == 1]
+        counts = Counter(node for (node, _), _ in inner)
+        return [(key, value) for key, value in inner if counts[key[0]] == 1]
 
-    def _sequence(self, node: Node, place: Place) -> Value:
+    def _sequence(self, node: Node, coords: Coords) -> Value:
         start, step = (Value(ir.Var(name, ir.Type(computed_dtype(node))), 0) for name in self._scalars[node])
-        position = self.number(place[0] if node.ndim else ZERO, start.type.dtype)
+        position = self.number(coords[0] if node.ndim else ZERO, start.type.dtype)
         return self._call("add", start, self._call("multiply", position, step))
 
     def number(self, index: Index, dtype: str) -> Value:
@@ -320,8 +320,8 @@ class Emitter:
         lanes = self.lanes if step else 1
         return self.let(ir.Broadcast(ir.Type(dtype, lanes), number, step), depth)
 
-    def _random(self, node: Node, place: Place) -> Value:
-        number, depth, step = self.index(flat(place, node.shape))
+    def _random(self, node: Node, coords: Coords) -> Value:
+        number, depth, step = self.index(flat(coords, node.shape))
         if step and self._vectors:
             raise LanesImpossible
         words = [self.value(node.inputs[0], (Index((), word),)) for word in range(4)]
@@ -370,10 +370,10 @@ class Emitter:
         yield
         self._values, self._conditions = before
 
-    def _pad(self, node: Node, place: Place) -> Value:
+    def _pad(self, node: Node, coords: Coords) -> Value:
         source, inside, depth = node.inputs[0], [], 0
         conditions: list[tuple[ir.Expr, int]] = []
-        for index, (start, count, step) in zip(place, node.attributes["slices"], strict=True):
+        for index, (start, count, step) in zip(coords, node.attributes["slices"], strict=True):
             first = start if step > 0 else start + (count - 1) * step
             extent = (count - 1) * abs(step) + 1
             condition, moved, own_depth = self._inside(index, first, extent)
@@ -402,18 +402,18 @@ class Emitter:
         length = self.variables.bounds(index)[1] // step + 1
         return (number % step).eq(0), self.integer(number // step, depth, length)
 
-    def _concat(self, node: Node, place: Place) -> Value:
+    def _concat(self, node: Node, coords: Coords) -> Value:
         axis, start, result = node.attributes["axis"], 0, None
         for part in node.inputs:
             length = part.shape[axis]
             if not length:
                 continue
-            condition, moved, depth = self._inside(place[axis], start, length)
+            condition, moved, depth = self._inside(coords[axis], start, length)
             start += length
             if condition == ir.FALSE:
                 continue
             with self._under((condition, depth)):
-                value = self.value(part, (*place[:axis], moved, *place[axis + 1 :]))
+                value = self.value(part, (*coords[:axis], moved, *coords[axis + 1 :]))
             if result is None or condition == ir.TRUE:
                 result = value
             else:
@@ -427,19 +427,19 @@ class Emitter:
         kind = ir.Type(yes.type.dtype, lanes)
         return self._new(ir.Select(kind, condition, yes.var, no.var), max(depth, yes.depth, no.depth))
 
-    def _gather(self, node: Node, place: Place) -> Value:
+    def _gather(self, node: Node, coords: Coords) -> Value:
         source, index = node.inputs
-        number = self.value(index, place[: index.ndim])
+        number = self.value(index, coords[: index.ndim])
         if number.type.width > 1:
             raise LanesImpossible
         length = source.shape[0]
         # An index out of range must not read outside of the buffer.
         row = self.integer(ir.Clamp(number.var, ir.Const(length), ir.Const(length - 1)), number.depth, length)
-        return self.value(source, (row, *place[index.ndim :]))
+        return self.value(source, (row, *coords[index.ndim :]))
 
 
 # Primitives that are not elementwise: how an item of each is computed.
-_LOWERINGS: dict[Primitive, Callable[[Emitter, Node, Place], Value]] = {
+_LOWERINGS: dict[Primitive, Callable[[Emitter, Node, Coords], Value]] = {
     FULL: Emitter._full,
     POSITIONS: Emitter._positions,
     SEQUENCE: Emitter._sequence,

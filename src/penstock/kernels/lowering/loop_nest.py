@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.drivers.driver import Capabilities
 from penstock.fusion.groups import Group
-from penstock.fusion.index import ZERO, Index, Place, Variables, flat, variable
+from penstock.fusion.index import ZERO, Coords, Index, Variables, flat, variable
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import CAST
 from penstock.graph.node import Shape
@@ -69,7 +69,7 @@ class LoopNest:
 
     # Variables
 
-    def axes(self, prefix: str, lengths: Sequence[int]) -> tuple[list[str], Place]:
+    def axes(self, prefix: str, lengths: Sequence[int]) -> tuple[list[str], Coords]:
         """Variables for axes, and the index along each; an axis that must be split has several variables."""
         names: list[str] = []
         indices: list[Index] = []
@@ -91,17 +91,17 @@ class LoopNest:
 
     def reduction_axes(
         self, shape: Shape, axes: tuple[int, ...]
-    ) -> tuple[list[str], list[str], Index, Index, Place]:
+    ) -> tuple[list[str], list[str], Index, Index, Coords]:
         """Variables for the axes that a reduction keeps and for those that it reduces.
 
-        Also the flat index of the result, the flat index among the reduced items, and the place of the item.
+        Also the flat index of the result, that among the reduced items, and the coordinates of the item.
         """
         kept = tuple(1 if axis in axes else length for axis, length in enumerate(shape))
         reduced = tuple(length if axis in axes else 1 for axis, length in enumerate(shape))
         rows, row = self.axes("r", kept)
         columns, column = self.axes("c", reduced)
-        place = tuple(outer + inner for outer, inner in zip(row, column, strict=True))
-        return rows, columns, flat(row, kept), flat(column, reduced), place
+        coords = tuple(outer + inner for outer, inner in zip(row, column, strict=True))
+        return rows, columns, flat(row, kept), flat(column, reduced), coords
 
     def merges(self) -> list[Merge]:
         """The neighbouring variables to merge, once everything was built without merging."""

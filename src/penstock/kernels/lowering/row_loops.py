@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.fusion.column_reductions import is_column_part
-from penstock.fusion.index import Index, Place, variable
+from penstock.fusion.index import Coords, Index, variable
 from penstock.graph.contraction import GATHER
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.elementwise import PRIMITIVES
@@ -283,7 +283,7 @@ class RowLoops(LoopNest):
             known = dict.fromkeys(array for array, _, _ in emitter.kept.values())
             emitter.bodies[0] += [ir.Forget(array, self._own_items()) for array in known]
         partials = Partials(emitter, self._threads if self.gpu else 0)
-        kept: dict[tuple[Node, Place], tuple[str, Index, str]] = {}
+        kept: dict[tuple[Node, Coords], tuple[str, Index, str]] = {}
         arrays = {node: emitter.name("kept") for node in keep}
         place = variable("slot") if self.gpu else self._column
         for node, name in arrays.items():
