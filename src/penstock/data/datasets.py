@@ -24,6 +24,7 @@ class Arrays:
 
     def __init__(self, *arrays: npt.ArrayLike) -> None:
         self._arrays = tuple(np.asarray(array) for array in arrays)
+        self._files = [_mapped_file(array) for array in arrays if isinstance(array, np.memmap)]
         shapes = [array.shape for array in self._arrays]
         if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
             raise DataError(f"arrays need the same number of rows; their shapes are {shapes}")
@@ -36,6 +37,10 @@ class Arrays:
 
     def rows(self, indices: Ints) -> Any:
         """The batch of some samples."""
+        for path, nbytes in self._files:
+            # To read behind the end of a mapped file would end the process.
+            if (size := os.stat(path).st_size) < nbytes:
+                raise DataError(f"{path} shrank from {nbytes} to {size} bytes while it was used")
         taken = tuple(array[indices] for array in self._arrays)
         return taken if len(taken) > 1 else taken[0]
 
@@ -93,3 +98,8 @@ class ImageFolder:
             rgb = rgb.resize((width, height))
         pixels: Array = np.asarray(rgb, np.float32) / np.float32(255)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1)), number
+
+
+def _mapped_file(array: np.memmap[Any, Any]) -> tuple[str, int]:
+    """The file of a mapped array, and how many bytes it has at least."""
+    return str(array.filename), array.offset + array.nbytes
