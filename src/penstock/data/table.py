@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,10 @@ class Table:
         groups = self._groups_of_all()
         self._groups = list(groups)  # a batch of rows each, which is had when it is needed
         self._ends = np.cumsum([group.rows for group in self._groups])
-        self._decoded = OrderedDict[int, Any]()
+        self._starts = self._ends - [group.rows for group in self._groups]
+        self._sizes = {group.path: group.path.stat().st_size for group in self._groups if group.path}
+        self._kept: dict[int, _Columns] = {}  # of groups that were read
+        self._decoded: list[int] = []  # those that were decoded, the oldest first
 
     def _groups_of_all(self) -> Iterable[_Group]:
         if hasattr(self._given, "column_names"):
@@ -112,34 +113,41 @@ class Table:
         if not 0 <= places.min() <= places.max() < length:
             raise IndexError(f"rows are from 0 to {length - 1}, and {indices.tolist()} were asked for")
         numbers = np.searchsorted(self._ends, places, side="right")
-        used = np.unique(numbers).tolist()
-        batches = [self._batch(number) for number in used]
-        order = [np.flatnonzero(numbers == number) for number in used]
-        starts = [self._ends[number] - self._groups[number].rows for number in used]
-        rows = [places[at] - start for at, start in zip(order, starts, strict=True)]
-        back = np.argsort(np.concatenate(order))
+        order = np.argsort(numbers, kind="stable")
+        used, firsts = np.unique(numbers[order], return_index=True)
+        groups = [self._groups[number] for number in used.tolist()]
+        rows = np.split(places[order] - self._starts[numbers[order]], firsts[1:])
+        for path in {group.path for group in groups if group.mapped}:
+            self._check_size(path)
+        read = [self._read(number) for number in used.tolist()]
         result: dict[str, Any] = {}
         for name in self._names:
-            parts = [_taken(batch, name, row) for batch, row in zip(batches, rows, strict=True)]
+            parts = [columns[name].take(row, axis=0) for columns, row in zip(read, rows, strict=True)]
             if all(isinstance(part, np.ndarray) for part in parts):
-                result[name] = np.concatenate(parts)[back]
+                joined = np.concatenate(parts)
+                result[name] = np.empty_like(joined)
+                result[name][order] = joined
             else:
                 flat = [value for part in parts for value in part]
-                result[name] = [flat[at] for at in back.tolist()]
+                result[name] = [flat[at] for at in np.argsort(order).tolist()]
         return result
 
-    def _batch(self, number: int) -> Any:
+    def _read(self, number: int) -> _Columns:
+        """The columns of a group."""
+        if number in self._kept:
+            return self._kept[number]
         group = self._groups[number]
-        if group.mapped:
-            group.check()
-            return group.read()
-        if number in self._decoded:
-            self._decoded.move_to_end(number)
-            return self._decoded[number]
-        batch = self._decoded[number] = group.read()
-        while len(self._decoded) > 1 and sum(kept.nbytes for kept in self._decoded.values()) > _KEPT:
-            self._decoded.popitem(last=False)
-        return batch
+        columns = self._kept[number] = _Columns(group.read())
+        if not group.mapped:
+            self._decoded.append(number)
+        while len(self._decoded) > 1 and sum(self._kept[kept].nbytes for kept in self._decoded) > _KEPT:
+            del self._kept[self._decoded.pop(0)]
+        return columns
+
+    def _check_size(self, path: Path | None) -> None:
+        """Raise DataError if a mapped file has shrunk: to read behind its end would end the process."""
+        if path is not None and (size := path.stat().st_size) < self._sizes[path]:
+            raise DataError(f"{path} shrank from {self._sizes[path]} to {size} bytes while it was used")
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process opens the files itself."""
@@ -157,7 +165,6 @@ class _Group:
         self, path: Path | None, schema: Any, rows: int, read: Callable[[], Any], mapped: bool
     ) -> None:
         self.path, self.schema, self.rows, self._read, self.mapped = path, schema, rows, read, mapped
-        self._size = path.stat().st_size if path else 0
 
     def read(self) -> Any:
         """A batch with the rows; a DataError says why there is none."""
@@ -165,11 +172,6 @@ class _Group:
             return self._read()
         except Exception as error:  # pyarrow has several kinds
             raise DataError(f"{self.path} cannot be read: {error}") from error
-
-    def check(self) -> None:
-        """Raise DataError if the mapped file has shrunk: to read behind its end would end the process."""
-        if self.path is not None and (size := self.path.stat().st_size) < self._size:
-            raise DataError(f"{self.path} shrank from {self._size} to {size} bytes while it was used")
 
 
 def _groups(path: Path, columns: Sequence[str] | None) -> Iterable[_Group]:
@@ -239,38 +241,66 @@ def _is_text(kind: Any) -> bool:
     )
 
 
-def _taken(batch: Any, name: str, rows: Ints) -> Any:
-    """The values of a column at some rows: an array, or a list."""
-    column = batch.column(batch.schema.get_field_index(name)).take(_pyarrow().array(rows))
-    if _is_text(column.type):
-        return column.to_pylist()
+class _Columns(dict[str, Any]):
+    """The columns of a batch by name: arrays or the like, as views of its memory where that is possible."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self.nbytes = batch.nbytes
+
+    def __missing__(self, name: str) -> Any:
+        column = self._batch.column(self._batch.schema.get_field_index(name))
+        self[name] = values = _Texts(column) if _is_text(column.type) else _view(column, name)
+        return values
+
+
+def _view(column: Any, name: str) -> Any:
+    """The items of a column of numbers or lists of them."""
     if column.null_count:
         raise DataError(f"the column {name!r} has missing values, and numbers have none; fill them in before")
     if _is_number(column.type):
         return column.to_numpy(zero_copy_only=False)
-    return _lists(column, name)
-
-
-def _lists(column: Any, name: str) -> Any:
-    """The arrays of a column of lists: an array of them if their length is that of the type."""
-    types = _pyarrow().types
-    values = column.flatten()
-    if values.null_count:
-        raise DataError(f"the lists of the column {name!r} have missing values, and numbers have none")
-    flat = values.to_numpy(zero_copy_only=False) if _is_number(values.type) else _lists(values, name)
-    if types.is_fixed_size_list(column.type):
-        length = column.type.list_size
+    if _pyarrow().types.is_fixed_size_list(column.type):
+        flat = _view(column.flatten(), name)
         if isinstance(flat, np.ndarray):
-            return flat.reshape(len(column), length, *flat.shape[1:])
-        return [np.stack(flat[at * length : (at + 1) * length]) for at in range(len(column))]
-    offsets = column.offsets.to_numpy() - column.offsets[0].as_py()
-    parts = [flat[start:stop] for start, stop in pairwise(offsets.tolist())]
-    if isinstance(flat, np.ndarray):
-        return parts
-    try:
-        return [np.stack(part) if part else np.empty(0, np.float32) for part in parts]
-    except ValueError as error:
-        raise DataError(f"the lists in the lists of the column {name!r} differ in length: {error}") from error
+            return flat.reshape(len(column), column.type.list_size, *flat.shape[1:])
+        return _Lists(np.arange(len(column) + 1) * column.type.list_size, flat, name)
+    offsets = column.offsets.to_numpy()
+    start, stop = int(offsets[0]), int(offsets[-1])
+    return _Lists(offsets - start, _view(column.values.slice(start, stop - start), name), name)
+
+
+class _Texts:
+    """A column of texts or bytes."""
+
+    def __init__(self, column: Any) -> None:
+        self._column = column
+
+    def take(self, rows: Ints, axis: int) -> list[Any]:
+        """The items at some rows."""
+        return self._column.take(_pyarrow().array(rows)).to_pylist()  # type: ignore[no-any-return]
+
+
+class _Lists:
+    """A column of lists of different lengths: the items of all, and where each list begins and ends."""
+
+    def __init__(self, offsets: Ints, flat: Any, name: str) -> None:
+        self._offsets, self._flat, self._name = offsets, flat, name
+
+    def take(self, rows: Ints, axis: int) -> list[Any]:
+        """The arrays at some rows."""
+        starts, stops = self._offsets[rows].tolist(), self._offsets[rows + 1].tolist()
+        if isinstance(self._flat, np.ndarray):
+            return [self._flat[start:stop] for start, stop in zip(starts, stops, strict=True)]
+        inner = [
+            self._flat.take(np.arange(start, stop), 0) for start, stop in zip(starts, stops, strict=True)
+        ]
+        try:
+            return [np.stack(part) if part else np.empty(0, np.float32) for part in inner]
+        except ValueError as error:
+            raise DataError(
+                f"the lists in the lists of the column {self._name!r} differ in length: {error}"
+            ) from error
 
 
 def _pyarrow() -> Any:
