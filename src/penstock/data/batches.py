@@ -46,7 +46,7 @@ class TextBatches:
         self.batch, self.context, self.seed = batch, context, seed
         windows = _Windows(len(self._tokens), context, seed)
         self.epoch_samples = windows.count
-        self._starts = _InBlocks(windows.starts)
+        self._starts = InBlocks(windows.starts)
         self._offsets = np.arange(context + 1)
         self._next = start
 
@@ -81,7 +81,7 @@ class ChunkBatches:
         self._next = start
         self._chunk = -1
         self._end: int | None = 0  # the sample after those of the chunk; None after the first epoch
-        self._starts = _InBlocks(lambda samples: samples)  # of the chunk
+        self._starts = InBlocks(lambda samples: samples)  # of the chunk
 
     def __iter__(self) -> ChunkBatches:
         return self
@@ -116,14 +116,14 @@ class ChunkBatches:
             # A permutation for each chunk, as for an epoch. Those beyond the chunk are not used.
             return begin + self.context * shuffled(samples - first + chunk * count, count, self.seed)[1]
 
-        self._starts = _InBlocks(starts)
+        self._starts = InBlocks(starts)
 
     def _shuffle_all(self) -> None:
         length, first = len(self._tokens), self._end or 0
         if length <= self.context:
             raise _too_short(self.context, length)
         windows = _Windows(length, self.context, self.seed)
-        self._starts = _InBlocks(lambda samples: windows.starts(samples - first + windows.count))
+        self._starts = InBlocks(lambda samples: windows.starts(samples - first + windows.count))
         self._end = None
 
 
@@ -162,7 +162,7 @@ class ArrayBatches:
         self.batch, self.seed, self.keep_last = batch, seed, keep_last
         if batch > self.epoch_samples and not keep_last:
             raise DataError(f"a batch of {batch} cannot be filled with {self.epoch_samples} rows")
-        self._rows = _InBlocks(lambda samples: shuffled(samples, self.epoch_samples, seed)[1])
+        self._rows = InBlocks(lambda samples: shuffled(samples, self.epoch_samples, seed)[1])
         self._next = start
 
     @property
@@ -210,7 +210,7 @@ def shuffled(samples: Ints, count: int, seed: int) -> tuple[Ints, Ints]:
     return epochs, items
 
 
-class _InBlocks:
+class InBlocks:
     """A function of sample numbers, computed for many of them together."""
 
     def __init__(self, function: Callable[[Ints], Ints]) -> None:
@@ -219,6 +219,7 @@ class _InBlocks:
         self._results = np.empty(0, np.int64)
 
     def __call__(self, start: int, number: int) -> Ints:
+        """The results of some samples that follow each other."""
         if not self._first <= start <= start + number <= self._first + len(self._results):
             self._first = start
             self._results = self._function(np.arange(start, start + max(number, _BLOCK)))

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from penstock.data.batches import Ints, shuffled
+from penstock.data.batches import InBlocks, Ints, shuffled
 from penstock.data.collate import collate as stack
 from penstock.data.datasets import Arrays
 from penstock.data.errors import DataError
@@ -72,6 +72,8 @@ class Loader:
         self._device, self._next = device, start
         self._first = self._seen = 0  # of an iterable: the samples before this epoch, and those read so far
         self._loops = 0
+        size = self._size or 0
+        self._shuffled = InBlocks(lambda samples: shuffled(samples, size, seed)[1])
         self._worker_count = workers
         self._workers: Workers | None = None
         self._iterating = False
@@ -149,8 +151,7 @@ class Loader:
     def _order(self, start: int, stop: int) -> Ints:
         """The indices of samples."""
         assert self._size is not None
-        samples = np.arange(start, stop)
-        return shuffled(samples, self._size, self._seed)[1] if self._shuffle else samples % self._size
+        return self._shuffled(start, stop - start) if self._shuffle else np.arange(start, stop) % self._size
 
     def _iterated(self) -> Iterator[tuple[Any, int]]:
         """The batches of an iterable, of a new epoch if the last has ended, and the state after each."""
