@@ -22,7 +22,6 @@ from penstock import files as files_module
 from penstock.cache import CacheFolder
 from penstock.data import (
     ByteTokenizer,
-    ChunkBatches,
     DataError,
     Text,
     TextBatches,
@@ -34,6 +33,7 @@ from penstock.data import (
 from penstock.data import chunks as chunks_module
 from penstock.data import tokenizer as tokenizer_module
 from penstock.data import tokens as tokens_module
+from penstock.data.batches import ChunkBatches
 from penstock.data.growing import GrowingTokens
 from penstock.data.tokenizing import Job
 from penstock.errors import PenstockWarning

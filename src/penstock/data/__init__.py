@@ -1,6 +1,6 @@
 """Data for training: text and tokens, loaders of any dataset, batches in a fixed order, prefetching."""
 
-from penstock.data.batches import ArrayBatches, ChunkBatches, TextBatches
+from penstock.data.batches import ArrayBatches, TextBatches
 from penstock.data.collate import collate, packed, padded
 from penstock.data.datasets import Arrays, ImageFolder
 from penstock.data.errors import DataError
@@ -25,7 +25,6 @@ __all__ = [
     "BPETokenizer",
     "ByteTokenizer",
     "CharTokenizer",
-    "ChunkBatches",
     "DataError",
     "ImageFolder",
     "Loader",

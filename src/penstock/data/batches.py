@@ -31,6 +31,10 @@ class TextBatches:
     Inputs are `ids[:, :-1]` and targets are `ids[:, 1:]`, so both are views of a single upload. The windows
     of an epoch are adjacent, and each is seen once; the start of the first differs between epochs. A batch
     may contain windows of two epochs.
+
+    >>> batches = ps.data.TextBatches(np.arange(100), batch=4, context=8, seed=1)
+    >>> next(batches).shape
+    (4, 9)
     """
 
     def __init__(self, tokens: Array, batch: int, context: int, seed: int, start: int = 0) -> None:
@@ -147,6 +151,10 @@ class ArrayBatches:
 
     Every row is seen at most once per epoch. Rows that do not fill a last batch are left out, others in each
     epoch, unless `keep_last` is set: then the last batch is shorter.
+
+    >>> rows, labels = next(ps.data.ArrayBatches(np.zeros((10, 3)), np.arange(10), batch=4, seed=1))
+    >>> rows.shape, labels.shape
+    ((4, 3), (4,))
     """
 
     def __init__(

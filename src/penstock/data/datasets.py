@@ -20,6 +20,10 @@ class Arrays:
     """The rows of arrays that have the same first axis, in memory or mapped from files by `np.load`.
 
     A sample is a row, or with several arrays a tuple of rows. A batch of them is taken at once.
+
+    >>> rows, labels = ps.data.Arrays(np.zeros((6, 2)), np.arange(6)).rows(np.array([4, 1]))
+    >>> rows.shape, labels.tolist()
+    ((2, 2), [4, 1])
     """
 
     def __init__(self, *arrays: npt.ArrayLike) -> None:
@@ -51,6 +55,14 @@ class ImageFolder:
     Classes are in alphabetical order, and their names in `classes`. Images are float32 arrays from 0 to 1 of
     (channels, height, width), resized to `size`, (height, width), if it is given; or what `transform` makes
     of a Pillow image. Needs Pillow: pip install 'penstock[images]'.
+
+    >>> import pathlib, tempfile
+    >>> from PIL import Image
+    >>> (folder := pathlib.Path(tempfile.mkdtemp(), "cats")).mkdir()
+    >>> Image.new("RGB", (4, 3)).save(folder / "a.png")
+    >>> image, label = ps.data.ImageFolder(folder.parent)[0]
+    >>> image.shape, label
+    ((3, 3, 4), 0)
     """
 
     def __init__(

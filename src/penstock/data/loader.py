@@ -30,6 +30,10 @@ class Loader:
     from a file), a Hugging Face dataset or a class of one's own; or an iterable, whose items come in its own
     order. An item is a sample: an array, a number, a text, or a tuple, list or dict of them. `Table` has the
     rows of Arrow and Parquet files.
+
+    >>> loader = ps.data.Loader([(np.zeros(3), 0), (np.ones(3), 1)], batch=2)
+    >>> [(x.shape, y.tolist()) for x, y in loader]
+    [((2, 3), [0, 1])]
     """
 
     def __init__(

@@ -27,6 +27,12 @@ class Table:
     (also Feather, and streams such as Hugging Face's) are memory-mapped. Parquet is decoded by row groups, of
     which the last are kept, up to 1 GiB: shuffled rows of larger files are quicker from Arrow files. Needs
     pyarrow: pip install 'penstock[arrow]'.
+
+    >>> import pyarrow
+    >>> table = ps.data.Table(pyarrow.table({"x": [1, 2, 3], "name": ["a", "b", "c"]}))
+    >>> batch = next(iter(ps.data.Loader(table, batch=2)))
+    >>> batch["x"].tolist(), batch["name"]
+    ([1, 2], ['a', 'b'])
     """
 
     def __init__(self, source: Any, columns: Sequence[str] | None = None) -> None:

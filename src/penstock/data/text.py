@@ -49,7 +49,12 @@ def silent(name: str, total: int) -> AbstractContextManager[Callable[[int], None
 
 
 class Text:
-    """Files of text, in order. Iterating reads them piece by piece, with a line break between two files."""
+    """Files of text, in order. Iterating reads them piece by piece, with a line break between two files.
+
+    >>> text = ps.data.python_sources("64KiB")
+    >>> text.nbytes == sum(text.sizes.values())
+    True
+    """
 
     def __init__(self, files: Mapping[Path, int], skipped: Mapping[Path, str] | None = None) -> None:
         self._sizes = dict(files)
@@ -124,6 +129,12 @@ def find_text(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) 
     Of a folder, files with the suffixes of text and of source code are used, in a fixed mixed order, so that
     the end of the text is like the rest. Hidden files are left out. Empty, binary and unreadable files are
     skipped, and listed in `Text.skipped`. Raises DataError if a path does not exist or nothing is left.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "a.txt")
+    >>> _ = path.write_text("the text")
+    >>> ps.data.find_text(path).read()
+    'the text'
     """
     given = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
     skipped: dict[Path, str] = {}
@@ -153,6 +164,9 @@ def python_sources(limit: int | str = "8MiB") -> Text:
     """Text that every machine has: the sources of Python's standard library, without its tests.
 
     Whole files in a fixed, mixed order, until the next file would exceed `limit` bytes.
+
+    >>> ps.data.python_sources("64KiB").nbytes <= 64 << 10
+    True
     """
     folder = Path(sysconfig.get_path("stdlib"))
     skipped: dict[Path, str] = {}

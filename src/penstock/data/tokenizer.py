@@ -27,7 +27,12 @@ Ids = npt.NDArray[np.int32]
 
 
 class Tokenizer(ABC):
-    """What all tokenizers can do."""
+    """What all tokenizers can do.
+
+    >>> tokenizer: ps.data.Tokenizer = ps.data.ByteTokenizer()
+    >>> tokenizer.decode(tokenizer.encode("any text"))
+    'any text'
+    """
 
     def __init__(self, tokens: list[bytes]) -> None:
         self._tokens = tokens
@@ -79,6 +84,10 @@ class StreamDecoder:
     """Decodes ids incrementally: an incomplete character waits for its other bytes.
 
     The concatenation of all its results is what `decode` gives for all the ids.
+
+    >>> stream = ps.data.ByteTokenizer().stream()
+    >>> [stream.push([byte]) for byte in "é".encode()]
+    ['', 'é']
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -95,7 +104,11 @@ class StreamDecoder:
 
 
 class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8: 256 ids, for any text."""
+    """The bytes of UTF-8: 256 ids, for any text.
+
+    >>> ps.data.ByteTokenizer().encode("abc").tolist()
+    [97, 98, 99]
+    """
 
     def __init__(self) -> None:
         super().__init__([bytes([byte]) for byte in range(256)])
@@ -109,7 +122,12 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """The distinct characters of a text, in the order of their code points. It encodes no others."""
+    """The distinct characters of a text, in the order of their code points. It encodes no others.
+
+    >>> tokenizer = ps.data.CharTokenizer("cabbage")
+    >>> tokenizer.encode("abc").tolist(), tokenizer.vocab_size
+    ([0, 1, 2], 5)
+    """
 
     def __init__(self, text: str | Text) -> None:
         characters: set[str] = set()
@@ -135,7 +153,12 @@ class CharTokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """Byte-level byte-pair encoding, computed by the `tokenizers` library: any text, in few ids."""
+    """Byte-level byte-pair encoding, computed by the `tokenizers` library: any text, in few ids.
+
+    >>> tokenizer = ps.data.train_bpe("low lower lowest " * 9, 260)
+    >>> tokenizer.decode(tokenizer.encode("lower"))
+    'lower'
+    """
 
     def __init__(self, model: tokenizers.Tokenizer) -> None:
         super().__init__(_bpe_tokens(model))
@@ -179,6 +202,10 @@ def train_bpe(text: str | Text, vocab_size: int, progress: Progress = silent) ->
     """A byte-level BPE tokenizer trained on `text`: `vocab_size` ids, or fewer if the text is short.
 
     It is trained on 4 MiB of a text of more than 16 MiB: on parts of it at even distances.
+
+    >>> tokenizer = ps.data.train_bpe("low lower lowest " * 9, 260)
+    >>> len(tokenizer.encode("low")) < 3
+    True
     """
     if vocab_size < 256:
         raise DataError(f"byte-level BPE needs a vocabulary of 256 or more, and {vocab_size} was asked for")
@@ -196,7 +223,14 @@ def train_bpe(text: str | Text, vocab_size: int, progress: Progress = silent) ->
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """A tokenizer from the file that `save` wrote, or from Hugging Face's `tokenizer.json` of a GPT-2."""
+    """A tokenizer from the file that `save` wrote, or from Hugging Face's `tokenizer.json` of a GPT-2.
+
+    >>> import os, tempfile
+    >>> path = os.path.join(tempfile.mkdtemp(), "tokenizer.json")
+    >>> ps.data.ByteTokenizer().save(path)
+    >>> ps.data.load_tokenizer(path).vocab_size
+    256
+    """
     try:
         return tokenizer_from_json(read_text(Path(path)))
     except OSError as error:

@@ -35,6 +35,12 @@ class TokenStore:
 
     Of a large text, `train` is `GrowingTokens`, which are made while the first of them are used. `batches`
     gives batches of either.
+
+    >>> import tempfile
+    >>> bytes_of = ps.data.ByteTokenizer()
+    >>> store = ps.data.TokenStore.open("some text", bytes_of, cache=tempfile.mkdtemp())
+    >>> len(store.train), len(store.validation)
+    (8, 1)
     """
 
     def __init__(

@@ -22,7 +22,6 @@ from penstock.compiler.launches import launch_costs
 from penstock.data import (
     ByteTokenizer,
     CharTokenizer,
-    ChunkBatches,
     Prefetch,
     Text,
     TextBatches,
@@ -33,6 +32,7 @@ from penstock.data import (
     python_sources,
     train_bpe,
 )
+from penstock.data.batches import ChunkBatches
 from penstock.data.files import written_whole
 from penstock.errors import CheckpointError, PenstockError
 from penstock.formatting import format_bytes
