@@ -454,7 +454,7 @@ class Device:
         return Future.of_work(work, self.submit)
 
     def submit(self, work: Callable[[], W]) -> Result[W]:
-        """Run `work` on the device's background thread, in order, and before devices are closed at the exit."""
+        """Run `work` on the device's background thread, in order; it ends before devices are closed."""
         with self._lock:
             if self._background is None:
                 self._background = ThreadPoolExecutor(1, f"penstock {self.name}")
