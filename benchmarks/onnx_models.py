@@ -35,7 +35,7 @@ def resnet(torch: Any) -> tuple[Any, Any]:
     """A ResNet of eight blocks for images of 64 x 64, and a batch of 8."""
     nn = torch.nn
 
-    class Block(torch.nn.Module):  # type: ignore[misc, name-defined]
+    class Block(torch.nn.Module):  # type: ignore[misc]
         def __init__(self, inputs: int, outputs: int, stride: int) -> None:
             super().__init__()
             self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
@@ -62,7 +62,7 @@ def transformer(torch: Any) -> tuple[Any, Any]:
     """A transformer of four layers of 128, with causal attention, and a batch of 8 texts of 64 tokens."""
     nn = torch.nn
 
-    class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
+    class Model(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.tokens, self.positions = nn.Embedding(1000, 128), nn.Embedding(64, 128)
@@ -157,9 +157,9 @@ def main() -> None:
         about: dict[str, Any] = {
             "device": device.capabilities.description,
             "cores": os.cpu_count(),
-            "python": sys.version,
+            "python": platform.python_version(),
         }
-        about |= {"machine": platform.machine(), "load": os.getloadavg()[0], **versions}
+        about |= {"load": os.getloadavg()[0], **versions}
         given.json.write_text(json.dumps({"about": about, "models": rows}, indent=1) + "\n")
 
 
