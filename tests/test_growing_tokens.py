@@ -9,6 +9,8 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -28,6 +30,7 @@ from penstock.data import (
     TokenStore,
     find_text,
     growing,
+    python_sources,
     train_bpe,
 )
 from penstock.data import chunks as chunks_module
@@ -81,6 +84,7 @@ def test_chunks_have_the_tokens_of_the_text(text: Text, tmp_path: Path) -> None:
     assert store.train[0 : len(store)].tolist() == expected.tolist()
     places = np.random.default_rng(1).integers(0, len(expected), (3, 50))
     assert store.train.take(places).tolist() == expected[places].tolist()
+    assert store.replaced == 300
 
 
 def test_validation_is_the_end_of_the_text(
@@ -139,6 +143,42 @@ def test_each_window_once_within_its_chunk_then_anywhere(text: Text, tmp_path: P
         :12
     ]
     assert resumed.state() == start + 12
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
+    """Killed at several moments while it tokenizes, and each time resumed, with or without its cache."""
+    sources = python_sources("4MiB").read()
+    (tmp_path / "text.txt").write_text((sources + "\n") * 6)  # more than 16 MiB
+    (tmp_path / "c.toml").write_text(
+        "[model]\ncontext = 64\nwidth = 8\nlayers = 1\nheads = 2\n[data]\nbatch = 512\nvocabulary = 300\n"
+        f"path = '{tmp_path / 'text.txt'}'\n[run]\nsteps = 36\nevaluate_every = 4\nevaluate_batches = 1\n"
+        "device = 'host'\n"
+    )
+
+    def begin(run: str, *given: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "penstock", "train", *given]
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / f"{run} cache")}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, cwd=tmp_path)
+
+    def losses(run: str) -> dict[int, float]:
+        lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+    assert begin("through", "--config", "c.toml", "--out", "through").wait() == 0
+    process = begin("killed", "--config", "c.toml", "--out", "killed")
+    for moment in (4, 16, 28):
+        folder = tmp_path / "killed"
+        while not list(folder.glob(f"checkpoints/step-{moment:08}.safetensors")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        if moment == 16:
+            shutil.rmtree(tmp_path / "killed cache")
+        process = begin("killed", "--resume", "killed")
+    assert process.wait() == 0
+    assert losses("killed") == losses("through")
 
 
 def test_too_short_for_a_window(text: Text, tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ class GrowingTokens:
         """How many chunks there are."""
         return len(self.job.chunks)
 
+    @property
+    def replaced(self) -> int:
+        """How many sequences that are not UTF-8 became U+FFFD in the chunks that were made so far."""
+        return self._processes.replaced
+
     def chunk(self, number: int) -> tuple[int, int]:
         """Where a chunk begins and ends in the row of all tokens. Waits for it and those before it."""
         while len(self._chunks) <= number:
@@ -101,6 +106,7 @@ class _Processes:
         self._changed = threading.Condition()
         self._done: set[int] = set()
         self._error: str | None = None
+        self.replaced = 0  # undecodable sequences that became U+FFFD
 
     def start(self) -> None:
         with self._changed:
@@ -153,7 +159,9 @@ class _Processes:
                 said = json.loads(line)
                 error = said.get("error")
                 with self._changed:
-                    self._done.update({said["chunk"]} if error is None else set())
+                    if error is None:
+                        self._done.add(said["chunk"])
+                        self.replaced += said["replaced"]
                     self._changed.notify_all()
         except (OSError, ValueError):  # its end says more
             pass

@@ -132,6 +132,16 @@ class TokenStore:
             return ChunkBatches(self.train, batch, context, seed, start)
         return TextBatches(self.train, batch, context, seed, start)
 
+    @property
+    def replaced(self) -> int:
+        """Of a large text: how many sequences that are not UTF-8 became U+FFFD so far."""
+        return self.train.replaced if isinstance(self.train, GrowingTokens) else 0
+
+    def close(self) -> None:
+        """End the processes that tokenize a large text; the next wait for its tokens starts them anew."""
+        if isinstance(self.train, GrowingTokens):
+            self.train.close()
+
     def summary(self) -> str:
         """How many tokens there are, as far as that is known."""
         kinds = f"tokens of {self.vocab_size:,} kinds"

@@ -158,6 +158,9 @@ class Trainer:
                 self.stopped_by = received()
         finally:
             self._view.stop()
+            self._store.close()
+            if self._store.replaced:
+                self._view.note(f"not UTF-8, and replaced by U+FFFD: {self._store.replaced} places")
             if self._log.curves:
                 self.report()
             self._let_go()
