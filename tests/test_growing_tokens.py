@@ -151,8 +151,8 @@ def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
     sources = python_sources("4MiB").read()
     (tmp_path / "text.txt").write_text((sources + "\n") * 6)  # more than 16 MiB
     (tmp_path / "c.toml").write_text(
-        "[model]\ncontext = 64\nwidth = 8\nlayers = 1\nheads = 2\n[data]\nbatch = 512\nvocabulary = 300\n"
-        f"path = '{tmp_path / 'text.txt'}'\n[run]\nsteps = 36\nevaluate_every = 4\nevaluate_batches = 1\n"
+        "[model]\ncontext = 64\nwidth = 8\nlayers = 1\nheads = 2\n[data]\nbatch = 256\nvocabulary = 300\n"
+        f"path = '{tmp_path / 'text.txt'}'\n[run]\nsteps = 24\nevaluate_every = 4\nevaluate_batches = 1\n"
         "device = 'host'\n"
     )
 
@@ -167,14 +167,14 @@ def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
 
     assert begin("through", "--config", "c.toml", "--out", "through").wait() == 0
     process = begin("killed", "--config", "c.toml", "--out", "killed")
-    for moment in (4, 16, 28):
+    for moment in (4, 12, 20):
         folder = tmp_path / "killed"
         while not list(folder.glob(f"checkpoints/step-{moment:08}.safetensors")):
             assert process.poll() is None
             time.sleep(0.01)
         process.kill()
         process.wait()
-        if moment == 16:
+        if moment == 12:
             shutil.rmtree(tmp_path / "killed cache")
         process = begin("killed", "--resume", "killed")
     assert process.wait() == 0

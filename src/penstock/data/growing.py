@@ -22,6 +22,13 @@ from penstock.data.tokenizing import Job
 
 _MOST_PROCESSES = 4
 _PATIENCE = 5.0  # seconds that a process has to end
+# Ctrl-C is for the process that trains, which may need more tokens before it stops.
+_PROGRAM = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from penstock.data.tokenizing import main
+main()
+"""
 
 
 class GrowingTokens:
@@ -115,7 +122,7 @@ class _Processes:
             count = len(self._job.chunks)
             number = min(_MOST_PROCESSES, max((os.cpu_count() or 2) // 2, 1), count)
             self._done, self._error = set(), None
-            command = [sys.executable, "-P", "-c", "from penstock.data.tokenizing import main; main()"]
+            command = [sys.executable, "-P", "-c", _PROGRAM]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             for first in range(number):
                 process = subprocess.Popen(
@@ -168,7 +175,7 @@ class _Processes:
         code = process.wait()
         if error is None and not self._done.issuperset(chunks):
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-            error = f"the process {process.pid} that does this ended {how}; it may lack memory"
+            error = f"the process {process.pid} that does this ended {how}"
         with self._changed:
             if error is not None and process in self._running:
                 self._error = self._error or error

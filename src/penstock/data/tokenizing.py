@@ -85,8 +85,10 @@ def main() -> None:
         for number, chunk in chunks.items():
             replaced = 0 if job.tokens(number) is not None else job.make(number, chunk, tokenizer)
             _say({"chunk": number, "replaced": replaced})
-    except (DataError, MemoryError) as error:
-        _say({"error": str(error) or type(error).__name__})
+    except DataError as error:
+        _say({"error": str(error)})
+    except Exception as error:
+        _say({"error": f"{type(error).__name__}: {error}"})
     sys.stdout.flush()
     os._exit(0)  # the thread waits for input, and would hold up the end of Python
 
