@@ -40,10 +40,10 @@ from penstock.data import (
     find_text,
     load_tokenizer,
     python_sources,
+    token_files,
     train_bpe,
 )
 from penstock.data import text as text_module
-from penstock.data import tokens as tokens_module
 from penstock.data.batches import shuffled
 
 PROSE = (
@@ -414,7 +414,7 @@ def test_text_that_changes_under_way_is_not_taken_for_the_old_one(tmp_path: Path
 
 
 def test_the_cache_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens_module, "_FILES_KEPT", 3)
+    monkeypatch.setattr(token_files, "_TEXTS_KEPT", 3)
     abandoned = tmp_path / "x.tokens.1-0000000a.part"
     abandoned.touch()
     os.utime(abandoned, (0, 0))
@@ -427,7 +427,7 @@ def test_the_cache_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {path.name for path in tmp_path.iterdir()} == {store.path.name for store in stores[2:]} | {
         recent.name
     }
-    monkeypatch.setattr(tokens_module, "_BYTES_KEPT", 100)
+    monkeypatch.setattr(token_files, "_BYTES_KEPT", 100)
     TokenStore.open("text 4", ByteTokenizer(), cache=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {store.path.name for store in stores[3:]} | {
         recent.name

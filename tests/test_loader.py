@@ -286,6 +286,19 @@ def test_an_iterable_is_resumed(start: int, rest: list[list[int]]) -> None:
     assert items(Loader(Stream(), 3, start=start, device=HOST)) == rest
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_processes_iterate_to_the_same_batches(workers: int) -> None:
+    with Loader(Stream(), 2, workers=workers, device=HOST) as loader:
+        assert items(loader) == [[0, 1], [2, 3], [4, 5], [6]]
+        assert next(iter(loader)).tolist() == [0, 1]  # a loop that ends early
+        assert loader.state() == 9
+        assert items(loader) == [[2, 3], [4, 5], [6]]
+        assert items(loader) == [[0, 1], [2, 3], [4, 5], [6]]
+    with Loader(Stream(), 2, workers=workers, drop_last=True, start=25, device=HOST) as loader:
+        assert items(loader) == [[4, 5]]
+        assert items(loader) == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_an_iterator_has_one_epoch() -> None:
     loader = Loader(iter(range(4)), 2, device=HOST)
     assert items(loader) == [[0, 1], [2, 3]]

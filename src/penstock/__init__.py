@@ -23,7 +23,7 @@ from penstock.runtime import measure_link_with as _measure_link_with
 from penstock.stream.future import Future, FutureState
 from penstock.tensor import fft, linalg, random
 from penstock.tensor.autograd import checkpoint, grad, value_and_grad
-from penstock.tensor.core import Tensor, explain
+from penstock.tensor.core import Tensor
 from penstock.tensor.creation import asarray, from_dlpack, meshgrid
 from penstock.tensor.dtypes import (
     bfloat16,
@@ -44,7 +44,15 @@ from penstock.tensor.dtypes import (
 from penstock.tensor.dtypes import (
     bool_ as bool,
 )
-from penstock.tensor.info import __array_namespace_info__, can_cast, finfo, iinfo, isdtype, result_type
+from penstock.tensor.info import (
+    __array_namespace_info__,
+    can_cast,
+    explain,
+    finfo,
+    iinfo,
+    isdtype,
+    result_type,
+)
 from penstock.tensor.jit import jit
 from penstock.tensor.linear import matmul_batch
 from penstock.tensor.manipulation import broadcast_arrays, expand_dims, matrix_transpose

@@ -29,9 +29,14 @@ class CacheFolder:
 
     def __init__(self, root: Path, part: str = "", private: bool = True) -> None:
         """`part`: a folder inside the root, or the root itself. An existing folder may be shared."""
-        self._root = root
+        self._root, self._part = root, part
         self._private = private
         self.path = root / part
+
+    @property
+    def place(self) -> tuple[Path, str, bool]:
+        """The arguments that give this folder, for another process."""
+        return self._root, self._part, self._private
 
     def open(self, name: str) -> BinaryIO:
         """Open a file for reading; an OSError if it is missing, or belongs to another user."""
@@ -54,12 +59,18 @@ class CacheFolder:
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
         """A file to write, as by `atomic_file`; raises OSError if it cannot be written."""
+        self.prepare()
+        with atomic_file(self.path / name) as file:
+            yield file
+
+    def prepare(self) -> None:
+        """Create the folder if it is missing; raises OSError if no files can be written to it."""
         for folder in (self._root, self.path):
             folder.mkdir(_PRIVATE, parents=True, exist_ok=True)
         self._check()
         self._clean()
-        with atomic_file(self.path / name) as file:
-            yield file
+        if not os.access(self.path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
 
     def write(self, name: str, content: bytes) -> bool:
         """Write a file; whether that succeeded. The first failure is reported by a warning."""

@@ -80,13 +80,21 @@ def _with_truth(function: Function) -> Function:
 
 @of_tensor
 def softmax(x: Tensor, /, axis: int, *, dtype: Any = None) -> Tensor:
-    """exp(x) / sum(exp(x)) along an axis."""
+    """exp(x) / sum(exp(x)) along an axis.
+
+    >>> ps.softmax(ps.zeros((2, 4)), 1).tolist()[0]
+    [0.25, 0.25, 0.25, 0.25]
+    """
     return _along(functional.softmax, x, axis, dtype)
 
 
 @of_tensor
 def log_softmax(x: Tensor, /, axis: int, *, dtype: Any = None) -> Tensor:
-    """The logarithm of `softmax`."""
+    """The logarithm of `softmax`.
+
+    >>> ps.log_softmax(ps.zeros((2, 1)), 1).tolist()
+    [[0.0], [0.0]]
+    """
     return _along(functional.log_softmax, x, axis, dtype)
 
 
@@ -99,38 +107,32 @@ def _along(function: Function, x: Tensor, axis: int, dtype: Any) -> Tensor:
 
 @of_tensor
 def sigmoid(x: Tensor, /) -> Tensor:
-    """1 / (1 + exp(-x))."""
+    """1 / (1 + exp(-x)).
+
+    >>> ps.sigmoid(ps.asarray([0.0])).tolist()
+    [0.5]
+    """
     return functional.sigmoid(x)
 
 
 @of_tensor
 def relu(x: Tensor, /) -> Tensor:
-    """`x` where it is positive, else 0."""
+    """`x` where it is positive, else 0.
+
+    >>> ps.relu(ps.asarray([-1.0, 2.0])).tolist()
+    [0.0, 2.0]
+    """
     return functional.relu(x)
-
-
-@of_tensor
-def unsqueeze(x: Tensor, /, axis: int) -> Tensor:
-    """Insert an axis of length 1."""
-    return manipulation.expand_dims(x, axis)
-
-
-@of_tensor
-def clamp_min(x: Tensor, /, min: Any) -> Tensor:
-    """`x`, but at least `min`."""
-    return arithmetic.clip(x, min)
-
-
-@of_tensor
-def clamp_max(x: Tensor, /, max: Any) -> Tensor:
-    """`x`, but at most `max`."""
-    return arithmetic.clip(x, None, max)
 
 
 def arange(
     start: float, stop: float | None = None, step: float = 1, *, dtype: Any = None, device: Where = None
 ) -> Tensor:
-    """The numbers from `start` to below `stop`, at distance `step`; `arange(n)` starts at 0."""
+    """The numbers from `start` to below `stop`, at distance `step`; `arange(n)` starts at 0.
+
+    >>> ps.arange(2, 8, 2).tolist()
+    [2, 4, 6]
+    """
     return creation.arange(start, stop, step, dtype=dtype, device=device)
 
 
@@ -149,8 +151,8 @@ _ELEMENTWISE = [
     ("arctanh", arithmetic.atanh),
     ("bitwise_not invert", arithmetic.bitwise_invert),
     ("clamp", arithmetic.clip),
-    ("clamp_max", clamp_max),
-    ("clamp_min", clamp_min),
+    ("clamp_max", special.clamp_max),
+    ("clamp_min", special.clamp_min),
     ("conjugate", arithmetic.conj),
     ("fix", arithmetic.trunc),
     ("ge", arithmetic.greater_equal),
@@ -290,7 +292,7 @@ _both(
         ("triu", creation.triu),
         ("unbind", shapes.unbind),
         ("unflatten", shapes.unflatten),
-        ("unsqueeze", unsqueeze),
+        ("unsqueeze", shapes.unsqueeze),
     ]
 )
 _functions(

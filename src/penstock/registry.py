@@ -30,7 +30,11 @@ _unusable: dict[str, str] = {}  # by driver, why an existing device cannot be us
 
 
 def devices() -> list[Device]:
-    """Every device of this machine, the best first. Nothing is opened."""
+    """Every device of this machine, the best first. Nothing is opened.
+
+    >>> [device.name for device in ps.devices() if device.name == "host"]
+    ['host']
+    """
     return [*_in_order(_of("cuda"), _of("opencl"), _of("webgpu")), *_of("host")]
 
 
@@ -54,7 +58,11 @@ def _in_order(cuda: list[Device], opencl: list[Device], webgpu: list[Device]) ->
 
 
 def default_device() -> Device:
-    """The device of `use` or of `PENSTOCK_DEVICE`, or else the best device."""
+    """The device of `use` or of `PENSTOCK_DEVICE`, or else the best device.
+
+    >>> ps.default_device().name
+    'host'
+    """
     global _default
     with _registry_lock:
         if _default is None:
@@ -78,6 +86,9 @@ def use(device: str | Device) -> Device:
     """Make a device the default, by object or by name: `cuda`, `opencl:1`, `gpu`, `cpu`, `host`, `auto`.
 
     `card.toml` is the device that this file describes, for memory plans; it cannot compute.
+
+    >>> ps.use("host").name
+    'host'
     """
     global _default
     with _registry_lock:
@@ -134,17 +145,26 @@ def _auto_device() -> Device:
 
 
 def sync() -> None:
-    """Wait until nothing is pending on any device. Raises the first failure of the pending work."""
+    """Wait until nothing is pending on any device. Raises the first failure of the pending work.
+
+    >>> ps.sync()
+    """
     _on_all(lambda device: device.sync())
 
 
 def commit() -> None:
-    """Submit recorded commands of all devices, without waiting."""
+    """Submit recorded commands of all devices, without waiting.
+
+    >>> ps.commit()
+    """
     _on_all(lambda device: device.stream.commit())
 
 
 def cleanup() -> None:
-    """Wait for pending work on all devices, and give idle memory back. All devices stay usable."""
+    """Wait for pending work on all devices, and give idle memory back. All devices stay usable.
+
+    >>> ps.cleanup()
+    """
     _on_all(lambda device: device.cleanup())
 
 

@@ -40,7 +40,11 @@ when_opened: list[Callable[[Device], None]] = []  # called with every device whe
 
 
 class Device:
-    """A GPU, a CPU, or the host. It is opened when it is first used."""
+    """A GPU, a CPU, or the host. It is opened when it is first used.
+
+    >>> ps.zeros(2, device=ps.use("host")).device.name
+    'host'
+    """
 
     def __init__(
         self,
@@ -51,8 +55,7 @@ class Device:
     ) -> None:
         self.name = name
         if capabilities.matmul_library:
-            tf32 = (settings or Settings.from_environment()).tf32
-            capabilities = replace(capabilities, tf32=tf32)
+            capabilities = replace(capabilities, tf32=(settings or Settings.from_environment()).tf32)
         self.capabilities = capabilities
         self._open_driver = open_driver
         self._settings = settings
@@ -451,10 +454,7 @@ class Device:
         return Future.of_work(work, self.submit)
 
     def submit(self, work: Callable[[], W]) -> Result[W]:
-        """Run `work` on the device's background thread, in order.
-
-        The thread finishes its work before the interpreter closes the devices.
-        """
+        """Run `work` on the device's background thread, in order; it ends before devices are closed."""
         with self._lock:
             if self._background is None:
                 self._background = ThreadPoolExecutor(1, f"penstock {self.name}")

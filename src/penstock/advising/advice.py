@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A flaw that a profile shows, and what to do about it."""
+    """A flaw that a profile shows, and what to do about it.
+
+    >>> advice = ps.Advice("small-batches", "Larger batches", "9 launches", "", "batch=64", "2x", 0.5, None)
+    >>> advice.flaw, advice.seconds
+    ('small-batches', 0.5)
+    """
 
     flaw: str  # a short name that stays the same, such as "small-batches"
     title: str

@@ -6,6 +6,7 @@ from penstock.data.datasets import Arrays, ImageFolder
 from penstock.data.errors import DataError
 from penstock.data.loader import Loader
 from penstock.data.prefetch import Prefetch
+from penstock.data.table import Table
 from penstock.data.text import Text, find_text, python_sources
 from penstock.data.tokenizer import (
     BPETokenizer,
@@ -29,6 +30,7 @@ __all__ = [
     "Loader",
     "Prefetch",
     "StreamDecoder",
+    "Table",
     "Text",
     "TextBatches",
     "TokenStore",

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.data.errors import DataError
+from penstock.data.growing import GrowingTokens
 
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
@@ -30,6 +31,10 @@ class TextBatches:
     Inputs are `ids[:, :-1]` and targets are `ids[:, 1:]`, so both are views of a single upload. The windows
     of an epoch are adjacent, and each is seen once; the start of the first differs between epochs. A batch
     may contain windows of two epochs.
+
+    >>> batches = ps.data.TextBatches(np.arange(100), batch=4, context=8, seed=1)
+    >>> next(batches).shape
+    (4, 9)
     """
 
     def __init__(self, tokens: Array, batch: int, context: int, seed: int, start: int = 0) -> None:
@@ -41,15 +46,11 @@ class TextBatches:
                 f"{self._tokens.shape} was given"
             )
         if context < 1 or len(self._tokens) <= context:
-            raise DataError(
-                f"windows of a context of {context} need {max(context, 1) + 1} tokens, "
-                f"and there are {len(self._tokens)}"
-            )
+            raise _too_short(context, len(self._tokens))
         self.batch, self.context, self.seed = batch, context, seed
-        steps = len(self._tokens) - 1
-        self.epoch_samples = max(steps // context - 1, 1)  # windows; 1 less than fit, so that all can shift
-        self._shifts = min(steps - self.epoch_samples * context, context - 1) + 1
-        self._starts = _InBlocks(self._window_starts)
+        windows = _Windows(len(self._tokens), context, seed)
+        self.epoch_samples = windows.count
+        self._starts = InBlocks(windows.starts)
         self._offsets = np.arange(context + 1)
         self._next = start
 
@@ -65,10 +66,84 @@ class TextBatches:
         """The number of the next sample: what `start` takes to go on from here."""
         return self._next
 
-    def _window_starts(self, samples: Ints) -> Ints:
-        epochs, windows = shuffled(samples, self.epoch_samples, self.seed)
-        shifts = _hash(self.seed, epochs, _PHASE) % np.uint64(self._shifts)
-        return shifts.astype(np.int64) + windows * self.context
+
+class ChunkBatches:
+    """Batches like those of `TextBatches`, of tokens that are made in chunks while the first are used.
+
+    The windows of the first epoch are shuffled within each chunk, and chunks follow each other in order: so
+    the windows do not depend on how fast the tokens are made. From the second epoch on all windows are
+    shuffled, as by `TextBatches`. In the first epoch, no window has tokens of two chunks.
+    """
+
+    def __init__(self, tokens: GrowingTokens, batch: int, context: int, seed: int, start: int = 0) -> None:
+        _check_batch(batch, start)
+        if context < 1:
+            raise DataError(f"a context has 1 or more tokens, and {context} was given")
+        self._tokens = tokens
+        self.batch, self.context, self.seed = batch, context, seed
+        self._offsets = np.arange(context + 1)
+        self._next = start
+        self._chunk = -1
+        self._end: int | None = 0  # the sample after those of the chunk; None after the first epoch
+        self._starts = InBlocks(lambda samples: samples)  # of the chunk
+
+    def __iter__(self) -> ChunkBatches:
+        return self
+
+    def __next__(self) -> npt.NDArray[np.int32]:
+        parts, left, sample = [], self.batch, self._next
+        while left:
+            while self._end is not None and sample >= self._end:
+                self._advance()
+            number = left if self._end is None else min(left, self._end - sample)
+            parts.append(self._starts(sample, number))
+            sample, left = sample + number, left - number
+        ids = self._tokens.take(np.concatenate(parts)[:, None] + self._offsets).astype(np.int32)
+        self._next = sample
+        return ids
+
+    def state(self) -> int:
+        """The number of the next sample: what `start` takes to go on from here."""
+        return self._next
+
+    def _advance(self) -> None:
+        """Go to the next chunk, or to the epochs after the first. Waits for the tokens."""
+        self._chunk += 1
+        if self._chunk == self._tokens.count:
+            self._shuffle_all()
+            return
+        begin, end = self._tokens.chunk(self._chunk)
+        chunk, first, count = self._chunk, self._end or 0, (end - begin - 1) // self.context
+        self._end = first + count
+
+        def starts(samples: Ints) -> Ints:
+            # A permutation for each chunk, as for an epoch. Those beyond the chunk are not used.
+            return begin + self.context * shuffled(samples - first + chunk * count, count, self.seed)[1]
+
+        self._starts = InBlocks(starts)
+
+    def _shuffle_all(self) -> None:
+        length, first = len(self._tokens), self._end or 0
+        if length <= self.context:
+            raise _too_short(self.context, length)
+        windows = _Windows(length, self.context, self.seed)
+        self._starts = InBlocks(lambda samples: windows.starts(samples - first + windows.count))
+        self._end = None
+
+
+class _Windows:
+    """Adjacent windows of tokens, shuffled in each epoch; the start of the first differs between epochs."""
+
+    def __init__(self, length: int, context: int, seed: int) -> None:
+        self._context, self._seed = context, seed
+        self.count = max((length - 1) // context - 1, 1)  # 1 less than fit, so that all can shift
+        self._shifts = min(length - 1 - self.count * context, context - 1) + 1
+
+    def starts(self, samples: Ints) -> Ints:
+        """The first token of each sample's window."""
+        epochs, windows = shuffled(samples, self.count, self._seed)
+        shifts = _hash(self._seed, epochs, _PHASE) % np.uint64(self._shifts)
+        return shifts.astype(np.int64) + windows * self._context
 
 
 class ArrayBatches:
@@ -76,6 +151,10 @@ class ArrayBatches:
 
     Every row is seen at most once per epoch. Rows that do not fill a last batch are left out, others in each
     epoch, unless `keep_last` is set: then the last batch is shorter.
+
+    >>> rows, labels = next(ps.data.ArrayBatches(np.zeros((10, 3)), np.arange(10), batch=4, seed=1))
+    >>> rows.shape, labels.shape
+    ((4, 3), (4,))
     """
 
     def __init__(
@@ -91,7 +170,7 @@ class ArrayBatches:
         self.batch, self.seed, self.keep_last = batch, seed, keep_last
         if batch > self.epoch_samples and not keep_last:
             raise DataError(f"a batch of {batch} cannot be filled with {self.epoch_samples} rows")
-        self._rows = _InBlocks(lambda samples: shuffled(samples, self.epoch_samples, seed)[1])
+        self._rows = InBlocks(lambda samples: shuffled(samples, self.epoch_samples, seed)[1])
         self._next = start
 
     @property
@@ -139,7 +218,7 @@ def shuffled(samples: Ints, count: int, seed: int) -> tuple[Ints, Ints]:
     return epochs, items
 
 
-class _InBlocks:
+class InBlocks:
     """A function of sample numbers, computed for many of them together."""
 
     def __init__(self, function: Callable[[Ints], Ints]) -> None:
@@ -148,6 +227,7 @@ class _InBlocks:
         self._results = np.empty(0, np.int64)
 
     def __call__(self, start: int, number: int) -> Ints:
+        """The results of some samples that follow each other."""
         if not self._first <= start <= start + number <= self._first + len(self._results):
             self._first = start
             self._results = self._function(np.arange(start, start + max(number, _BLOCK)))
@@ -166,6 +246,11 @@ def _mixed(words: _Words) -> _Words:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
+
+
+def _too_short(context: int, length: int) -> DataError:
+    need = max(context, 1) + 1
+    return DataError(f"windows of a context of {context} need {need} tokens, and there are {length}")
 
 
 def _check_batch(batch: int, start: int) -> None:

@@ -17,7 +17,11 @@ from penstock.data.errors import DataError
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """A batch of samples whose arrays have the same shapes, with a new first axis."""
+    """A batch of samples whose arrays have the same shapes, with a new first axis.
+
+    >>> ps.data.collate([(1, "a"), (2, "b")])
+    (array([1, 2]), ['a', 'b'])
+    """
     return _joined(samples, _stacked)
 
 
@@ -27,6 +31,10 @@ def padded(samples: Sequence[Any], value: float = 0, multiple: int = 1) -> Any:
     Lengths are those of the first axis. All arrays are as long as the longest, rounded up to a `multiple`: a
     jitted step is compiled once for each length, and few of them are left. The batch is a pair of what
     `collate` would give and an array of the lengths.
+
+    >>> values, lengths = ps.data.padded([np.ones(1, int), np.ones(3, int)])
+    >>> values.tolist(), lengths.tolist()
+    ([[1, 0, 0], [1, 1, 1]], [1, 3])
     """
     if multiple < 1:
         raise DataError(f"lengths are rounded up to a multiple of 1 or more, and {multiple} was given")
@@ -40,6 +48,10 @@ def packed(samples: Sequence[Any]) -> Any:
 
     Nothing is filled up: arrays are joined along their first axis, and a pair of them and of the lengths is
     the batch.
+
+    >>> values, lengths = ps.data.packed([np.ones(1, int), np.ones(3, int)])
+    >>> values.tolist(), lengths.tolist()
+    ([1, 1, 1, 1], [1, 3])
     """
     lengths = _lengths(samples)
     return _joined(samples, partial(_end_to_end, lengths=lengths)), lengths

@@ -20,10 +20,15 @@ class Arrays:
     """The rows of arrays that have the same first axis, in memory or mapped from files by `np.load`.
 
     A sample is a row, or with several arrays a tuple of rows. A batch of them is taken at once.
+
+    >>> rows, labels = ps.data.Arrays(np.zeros((6, 2)), np.arange(6)).rows(np.array([4, 1]))
+    >>> rows.shape, labels.tolist()
+    ((2, 2), [4, 1])
     """
 
     def __init__(self, *arrays: npt.ArrayLike) -> None:
         self._arrays = tuple(np.asarray(array) for array in arrays)
+        self._files = [_mapped_file(array) for array in arrays if isinstance(array, np.memmap)]
         shapes = [array.shape for array in self._arrays]
         if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
             raise DataError(f"arrays need the same number of rows; their shapes are {shapes}")
@@ -36,6 +41,10 @@ class Arrays:
 
     def rows(self, indices: Ints) -> Any:
         """The batch of some samples."""
+        for path, nbytes in self._files:
+            # To read behind the end of a mapped file would end the process.
+            if (size := os.stat(path).st_size) < nbytes:
+                raise DataError(f"{path} shrank from {nbytes} to {size} bytes while it was used")
         taken = tuple(array[indices] for array in self._arrays)
         return taken if len(taken) > 1 else taken[0]
 
@@ -46,6 +55,14 @@ class ImageFolder:
     Classes are in alphabetical order, and their names in `classes`. Images are float32 arrays from 0 to 1 of
     (channels, height, width), resized to `size`, (height, width), if it is given; or what `transform` makes
     of a Pillow image. Needs Pillow: pip install 'penstock[images]'.
+
+    >>> import pathlib, tempfile
+    >>> from PIL import Image
+    >>> (folder := pathlib.Path(tempfile.mkdtemp(), "cats")).mkdir()
+    >>> Image.new("RGB", (4, 3)).save(folder / "a.png")
+    >>> image, label = ps.data.ImageFolder(folder.parent)[0]
+    >>> image.shape, label
+    ((3, 3, 4), 0)
     """
 
     def __init__(
@@ -93,3 +110,8 @@ class ImageFolder:
             rgb = rgb.resize((width, height))
         pixels: Array = np.asarray(rgb, np.float32) / np.float32(255)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1)), number
+
+
+def _mapped_file(array: np.memmap[Any, Any]) -> tuple[str, int]:
+    """The file of a mapped array, and how many bytes it has at least."""
+    return str(array.filename), array.offset + array.nbytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,11 +11,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from penstock.data.batches import Ints, shuffled
+from penstock.data.batches import InBlocks, Ints, shuffled
 from penstock.data.collate import collate as stack
 from penstock.data.datasets import Arrays
 from penstock.data.errors import DataError
 from penstock.data.prefetch import Prefetch
+from penstock.data.table import Table
 from penstock.data.workers import Workers
 from penstock.runtime import Device
 
@@ -28,7 +28,12 @@ class Loader:
 
     A dataset is anything with a length and items by index, such as a list, an array (also one that is mapped
     from a file), a Hugging Face dataset or a class of one's own; or an iterable, whose items come in its own
-    order. An item is a sample: an array, a number, a text, or a tuple, list or dict of them.
+    order. An item is a sample: an array, a number, a text, or a tuple, list or dict of them. `Table` has the
+    rows of Arrow and Parquet files.
+
+    >>> loader = ps.data.Loader([(np.zeros(3), 0), (np.ones(3), 1)], batch=2)
+    >>> [(x.shape, y.tolist()) for x, y in loader]
+    [((2, 3), [0, 1])]
     """
 
     def __init__(
@@ -48,7 +53,8 @@ class Loader:
 
         Processes make the batches, as many as `workers`, or else a thread of this process does. In processes,
         the generators of `random` and of NumPy are seeded anew for each batch, so that batches do not depend
-        on how many processes there are. `collate` makes a batch of samples; `padded` and `packed` are for
+        on how many processes there are; of an iterable, each goes through all items and collates the batches
+        that are its turn. `collate` makes a batch of samples; `padded` and `packed` are for
         samples of different lengths. `start` is the number of a sample, from `state`, to resume there.
         """
         if batch < 1 or start < 0 or workers < 0:
@@ -56,19 +62,22 @@ class Loader:
                 f"a batch has 1 or more samples, workers and the start are 0 or more, and {batch}, {workers} "
                 f"and {start} were given"
             )
-        dataset = Arrays(dataset) if isinstance(dataset, np.ndarray) else dataset
+        dataset = _dataset(dataset)
         self._size = _size(dataset)
-        if self._size is None and (shuffle or workers):
+        if self._size is None and shuffle:
             raise DataError(
-                f"{type(dataset).__name__} has no items by index, so it cannot be shuffled, or be read by "
-                f"workers; use shuffle=False and workers=0, or a dataset with __getitem__ and __len__"
+                f"{type(dataset).__name__} has no items by index, so it cannot be shuffled; use "
+                f"shuffle=False, or a dataset with __getitem__ and __len__"
             )
         self._batch, self._shuffle, self._seed, self._drop_last = batch, shuffle, seed, drop_last
         if self._size is not None and not len(self):
             raise DataError(f"a dataset of {self._size} samples has no batch of {batch}")
-        self._make = _Make(dataset, collate)
+        self._make = _Make(dataset, collate) if self._size is not None else _Iterate(dataset, collate)
         self._device, self._next = device, start
         self._first = self._seen = 0  # of an iterable: the samples before this epoch, and those read so far
+        self._loops = 0
+        size = self._size or 0
+        self._shuffled = InBlocks(lambda samples: shuffled(samples, size, seed)[1])
         self._worker_count = workers
         self._workers: Workers | None = None
         self._iterating = False
@@ -107,8 +116,8 @@ class Loader:
         self._iterating = True
         try:
             iterated = self._size is None
-            batches = _Batches(self._taken(), self._next) if iterated else self._indexed()
-            with Prefetch(batches, self._device) as prefetch:
+            made = self._iterated() if iterated else self._indexed()
+            with Prefetch(_Batches(made, self._next), self._device) as prefetch:
                 for batch in prefetch:
                     self._next = prefetch.state()
                     yield batch
@@ -117,15 +126,20 @@ class Loader:
         finally:
             self._iterating = False
 
-    def _indexed(self) -> _Batches:
+    def _made(self, requests: Iterable[tuple[int, Any]]) -> Iterator[Any]:
+        """What is made of requests, each with its position, here or by processes."""
         if self._worker_count and self._workers is None:
             self._workers = Workers(self._make, self._worker_count, self._seed)
             weakref.finalize(self, self._workers.close)
-        ranges = self._ranges()
         if self._workers is None:
-            made = ((self._make(self._order(start, stop)), end) for start, stop, end in ranges)
-            return _Batches(made, self._next)
-        return _Batches(_by_workers(self._workers, self._order, ranges), self._next)
+            return (self._make(request) for _, request in requests)
+        return self._workers.answers(requests)
+
+    def _indexed(self) -> Iterator[tuple[Any, int]]:
+        """The batches of a dataset with items by index, and the state after each."""
+        ranges, ends = itertools.tee(self._ranges())
+        made = self._made((start, self._order(start, stop)) for start, stop, _ in ranges)
+        return zip(made, (end for _, _, end in ends), strict=False)
 
     def _ranges(self) -> Iterator[tuple[int, int, int]]:
         """The first sample of each batch, the sample after its last, and the state after it."""
@@ -141,31 +155,31 @@ class Loader:
     def _order(self, start: int, stop: int) -> Ints:
         """The indices of samples."""
         assert self._size is not None
-        samples = np.arange(start, stop)
-        return shuffled(samples, self._size, self._seed)[1] if self._shuffle else samples % self._size
+        return self._shuffled(start, stop - start) if self._shuffle else np.arange(start, stop) % self._size
 
-    def _resumed_items(self) -> Iterator[Any]:
-        """The items of the iterable from the next sample on, of a new epoch if the last has ended."""
-        name = type(self._make.dataset).__name__
+    def _iterated(self) -> Iterator[tuple[Any, int]]:
+        """The batches of an iterable, of a new epoch if the last has ended, and the state after each."""
         while True:
-            items = iter(self._make.dataset)
-            skipped = sum(1 for _ in itertools.islice(items, self._next - self._first))
-            for item in items:
-                return itertools.chain([item], items)
-            if not skipped:
+            self._loops += 1
+            begin = self._next - self._first
+            asked = itertools.count(begin, self._batch)
+            answers = self._made((start, (self._loops, start, self._batch)) for start in asked)
+            batch, position = next(answers)
+            if position > begin:
+                break
+            if not position:
+                name = type(self._make.dataset).__name__
                 raise DataError(
                     f"{name} gives no items; an iterator gives them once, and is no dataset for epochs"
                 )
-            self._first += skipped
-
-    def _taken(self) -> Iterator[tuple[Any, int]]:
-        """The batches of an iterable."""
-        items = self._resumed_items()
-        self._seen = self._next
-        while samples := list(itertools.islice(items, self._batch)):
-            self._seen += len(samples)
-            if len(samples) == self._batch or not self._drop_last:
-                yield self._make.collate(samples), self._seen
+            self._first += position
+        for start in itertools.count(begin, self._batch):
+            self._seen = self._first + position
+            if position - start == self._batch or (position > start and not self._drop_last):
+                yield batch, self._seen
+            if position - start < self._batch:
+                return
+            batch, position = next(answers)
 
 
 @dataclass(frozen=True)
@@ -176,11 +190,35 @@ class _Make:
     collate: Collate
 
     def __call__(self, indices: Ints) -> Any:
-        if isinstance(self.dataset, Arrays) and self.collate is stack:
+        if isinstance(self.dataset, (Arrays, Table)) and self.collate is stack:
             return self.dataset.rows(indices)
         if hasattr(self.dataset, "__getitems__"):  # PyTorch's and Hugging Face's name
             return self.collate(self.dataset.__getitems__(indices.tolist()))
         return self.collate([self.dataset[index] for index in indices.tolist()])
+
+
+@dataclass
+class _Iterate:
+    """Makes the batches of an iterable in order. It travels to worker processes, each of which iterates.
+
+    A request is the number of the loop, the number of a sample and how many are wanted; the answer is the
+    batch of as many as there are and the number of samples that were seen.
+    """
+
+    dataset: Any
+    collate: Collate
+    loop: int = 0
+    position: int = 0
+    items: Iterator[Any] | None = None
+
+    def __call__(self, request: tuple[int, int, int]) -> tuple[Any, int]:
+        loop, start, count = request
+        if loop != self.loop or self.items is None:
+            self.loop, self.position, self.items = loop, 0, iter(self.dataset)
+        self.position += sum(1 for _ in itertools.islice(self.items, start - self.position))
+        samples = list(itertools.islice(self.items, count))
+        self.position += len(samples)
+        return self.collate(samples) if samples else None, self.position
 
 
 class _Batches:
@@ -197,19 +235,12 @@ class _Batches:
         return self._state
 
 
-def _by_workers(
-    workers: Workers, order: Callable[[int, int], Ints], ranges: Iterator[tuple[int, int, int]]
-) -> Iterator[tuple[Any, int]]:
-    """Batches that processes make ahead, in order."""
-    workers.discard()  # what a loop that ended early has asked for
-    ends = deque[int]()
-    for start, stop, end in ranges:
-        workers.ask(start, order(start, stop))
-        ends.append(end)
-        if len(ends) == workers.ahead:
-            yield workers.take(), ends.popleft()
-    while ends:
-        yield workers.take(), ends.popleft()
+def _dataset(given: Any) -> Any:
+    """A dataset whose items are its rows, where those of an array or of a pyarrow.Table would not be."""
+    if isinstance(given, np.ndarray):
+        return Arrays(given)
+    arrow = type(given).__module__.startswith("pyarrow") and hasattr(given, "column_names")
+    return Table(given) if arrow else given
 
 
 def _size(dataset: Any) -> int | None:

@@ -47,6 +47,11 @@ class Prefetch(Generic[T_co]):
     Each array is uploaded in a single copy, without waiting. Use it in a `with` block, or `close` it; it also
     ends with the program, and with its last reference. `batches` belongs to the thread from then on: to
     resume later, make new batches that start at `state()`.
+
+    >>> rows = ps.data.ArrayBatches(np.zeros((8, 3)), batch=4, seed=1)
+    >>> with ps.data.Prefetch(rows) as batches:
+    ...     print(next(batches)[0].shape)
+    (4, 3)
     """
 
     @overload

@@ -28,12 +28,13 @@ _SUFFIXES = re.compile(
     re.IGNORECASE,
 )
 _NOT_SOURCES = frozenset(["site-packages", "dist-packages", "test", "tests", "__pycache__"])
+LARGE = 16 << 20  # bytes of a text beyond which training does not wait until it is tokenized
 _PIECE = 1 << 20  # bytes read at once
 _SNIFFED = 8 << 10  # bytes that are searched for a zero, the sign of a binary file
 # No tokenizer here merges across the start of white space, so a cut there changes no token.
 _CUT = re.compile(rb"[!-~](?=[ \n])")
 _CUT_SEARCHED = 4 << 10  # bytes at the end of a piece in which white space is searched
-_MARK = "\N{BYTE ORDER MARK}"  # some editors begin files with it; it is no text
+MARK = "\N{BYTE ORDER MARK}"  # some editors begin files with it; it is no text
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -48,7 +49,12 @@ def silent(name: str, total: int) -> AbstractContextManager[Callable[[int], None
 
 
 class Text:
-    """Files of text, in order. Iterating reads them piece by piece, with a line break between two files."""
+    """Files of text, in order. Iterating reads them piece by piece, with a line break between two files.
+
+    >>> text = ps.data.python_sources("64KiB")
+    >>> text.nbytes == sum(text.sizes.values())
+    True
+    """
 
     def __init__(self, files: Mapping[Path, int], skipped: Mapping[Path, str] | None = None) -> None:
         self._sizes = dict(files)
@@ -59,6 +65,11 @@ class Text:
     def files(self) -> tuple[Path, ...]:
         """The files, in the order in which they are read."""
         return tuple(self._sizes)
+
+    @property
+    def sizes(self) -> dict[Path, int]:
+        """The files and how many bytes each had when they were listed."""
+        return dict(self._sizes)
 
     @property
     def nbytes(self) -> int:
@@ -99,11 +110,11 @@ class Text:
                 if size < self._sizes[path]:
                     self.skipped[path] = f"shrank from {self._sizes[path]} to {size} bytes"
                     return
-                for number, data in enumerate(_pieces_of(file, size)):
-                    piece, wrong = _decoded(data)
+                for number, data in enumerate(pieces_of(file, size)):
+                    piece, wrong = decoded(data)
                     if wrong:
                         self.replaced[path] = self.replaced.get(path, 0) + wrong
-                    yield piece if number else piece.removeprefix(_MARK)
+                    yield piece if number else piece.removeprefix(MARK)
                 if file.tell() < size:
                     self.skipped[path] = f"shrank while it was read; its first {file.tell()} bytes are used"
         except FileNotFoundError:
@@ -118,6 +129,12 @@ def find_text(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) 
     Of a folder, files with the suffixes of text and of source code are used, in a fixed mixed order, so that
     the end of the text is like the rest. Hidden files are left out. Empty, binary and unreadable files are
     skipped, and listed in `Text.skipped`. Raises DataError if a path does not exist or nothing is left.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "a.txt")
+    >>> _ = path.write_text("the text")
+    >>> ps.data.find_text(path).read()
+    'the text'
     """
     given = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
     skipped: dict[Path, str] = {}
@@ -147,6 +164,9 @@ def python_sources(limit: int | str = "8MiB") -> Text:
     """Text that every machine has: the sources of Python's standard library, without its tests.
 
     Whole files in a fixed, mixed order, until the next file would exceed `limit` bytes.
+
+    >>> ps.data.python_sources("64KiB").nbytes <= 64 << 10
+    True
     """
     folder = Path(sysconfig.get_path("stdlib"))
     skipped: dict[Path, str] = {}
@@ -172,7 +192,7 @@ def pieces(text: str | Text) -> Iterator[str]:
         yield from text
     else:
         data = text.encode(errors="replace")  # a lone surrogate becomes a question mark
-        for piece in _pieces_of(io.BytesIO(data), len(data)):
+        for piece in pieces_of(io.BytesIO(data), len(data)):
             yield piece.decode()
 
 
@@ -222,11 +242,11 @@ def _examine(path: Path) -> tuple[int, str]:
         return 0, _reason(error)
 
 
-def _pieces_of(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """The first `size` bytes, cut where that changes no token; fewer if the file ends before."""
-    left, rest = size, b""
+def pieces_of(file: BinaryIO, end: int) -> Iterator[bytes]:
+    """The bytes from here to `end`, cut where that changes no token; fewer if the file ends before."""
+    left, rest = end - file.tell(), b""
     while left and (block := file.read(min(_PIECE, left))):
-        left = size - file.tell()
+        left = end - file.tell()
         data = rest + block
         cut = _cut(data) if left else len(data)
         rest = data[cut:]
@@ -248,7 +268,14 @@ def _cut(data: bytes) -> int:
     return cut
 
 
-def _decoded(data: bytes) -> tuple[str, int]:
+def cut_position(file: BinaryIO, place: int) -> int:
+    """A place at or shortly before another where a cut changes no token."""
+    start = max(place - _CUT_SEARCHED, 0)
+    file.seek(start)
+    return start + _cut(file.read(place - start))
+
+
+def decoded(data: bytes) -> tuple[str, int]:
     """The characters, and how many of them replace what is not UTF-8."""
     try:
         return data.decode(), 0

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.data.chunks import DividedText
 from penstock.data.errors import DataError
 from penstock.data.files import written_whole
-from penstock.data.text import Progress, Text, no_text, pieces, silent, size_of
+from penstock.data.text import LARGE, Progress, Text, no_text, pieces, silent, size_of
 from penstock.files import parse_json, read_text
 
 if TYPE_CHECKING:
@@ -26,7 +27,12 @@ Ids = npt.NDArray[np.int32]
 
 
 class Tokenizer(ABC):
-    """What all tokenizers can do."""
+    """What all tokenizers can do.
+
+    >>> tokenizer: ps.data.Tokenizer = ps.data.ByteTokenizer()
+    >>> tokenizer.decode(tokenizer.encode("any text"))
+    'any text'
+    """
 
     def __init__(self, tokens: list[bytes]) -> None:
         self._tokens = tokens
@@ -78,6 +84,10 @@ class StreamDecoder:
     """Decodes ids incrementally: an incomplete character waits for its other bytes.
 
     The concatenation of all its results is what `decode` gives for all the ids.
+
+    >>> stream = ps.data.ByteTokenizer().stream()
+    >>> [stream.push([byte]) for byte in "é".encode()]
+    ['', 'é']
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -94,7 +104,11 @@ class StreamDecoder:
 
 
 class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8: 256 ids, for any text."""
+    """The bytes of UTF-8: 256 ids, for any text.
+
+    >>> ps.data.ByteTokenizer().encode("abc").tolist()
+    [97, 98, 99]
+    """
 
     def __init__(self) -> None:
         super().__init__([bytes([byte]) for byte in range(256)])
@@ -108,7 +122,12 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """The distinct characters of a text, in the order of their code points. It encodes no others."""
+    """The distinct characters of a text, in the order of their code points. It encodes no others.
+
+    >>> tokenizer = ps.data.CharTokenizer("cabbage")
+    >>> tokenizer.encode("abc").tolist(), tokenizer.vocab_size
+    ([0, 1, 2], 5)
+    """
 
     def __init__(self, text: str | Text) -> None:
         characters: set[str] = set()
@@ -134,7 +153,12 @@ class CharTokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """Byte-level byte-pair encoding, computed by the `tokenizers` library: any text, in few ids."""
+    """Byte-level byte-pair encoding, computed by the `tokenizers` library: any text, in few ids.
+
+    >>> tokenizer = ps.data.train_bpe("low lower lowest " * 9, 260)
+    >>> tokenizer.decode(tokenizer.encode("lower"))
+    'lower'
+    """
 
     def __init__(self, model: tokenizers.Tokenizer) -> None:
         super().__init__(_bpe_tokens(model))
@@ -171,14 +195,23 @@ class BPETokenizer(Tokenizer):
 _RUN = r"(?:[A-Za-z]+|[0-9]+|[!-/:-@\[-`{-~]+(?:(?<=')[A-Za-z0-9]+)?)"
 _WORD = re.compile(rf"[^!-~]*(?:{_RUN}(?:[^!-~ \n][^!-~]*(?:{_RUN}|\Z))*|\Z)")
 _WORDS_KNOWN = 1 << 17
+_TRAINED_ON = 4 << 20  # bytes of a large text
 
 
 def train_bpe(text: str | Text, vocab_size: int, progress: Progress = silent) -> BPETokenizer:
-    """A byte-level BPE tokenizer trained on `text`: `vocab_size` ids, or fewer if the text is short."""
+    """A byte-level BPE tokenizer trained on `text`: `vocab_size` ids, or fewer if the text is short.
+
+    It is trained on 4 MiB of a text of more than 16 MiB: on parts of it at even distances.
+
+    >>> tokenizer = ps.data.train_bpe("low lower lowest " * 9, 260)
+    >>> len(tokenizer.encode("low")) < 3
+    True
+    """
     if vocab_size < 256:
         raise DataError(f"byte-level BPE needs a vocabulary of 256 or more, and {vocab_size} was asked for")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    text = DividedText(text).sample(_TRAINED_ON) if isinstance(text, Text) and text.nbytes > LARGE else text
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
@@ -190,25 +223,34 @@ def train_bpe(text: str | Text, vocab_size: int, progress: Progress = silent) ->
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """A tokenizer from the file that `save` wrote, or from Hugging Face's `tokenizer.json` of a GPT-2."""
-    try:
-        content = read_text(Path(path))
-        state = parse_json(content)
-        if state.get("type") == "bytes":
-            return ByteTokenizer()
-        if state.get("type") == "characters":
-            return CharTokenizer(state["characters"])
-        if state.get("model", {}).get("type") == "BPE":
-            from tokenizers import Tokenizer
+    """A tokenizer from the file that `save` wrote, or from Hugging Face's `tokenizer.json` of a GPT-2.
 
-            return BPETokenizer(Tokenizer.from_str(content))
-    except DataError as error:
-        raise DataError(f"{path} holds no usable tokenizer: {error}") from None
+    >>> import os, tempfile
+    >>> path = os.path.join(tempfile.mkdtemp(), "tokenizer.json")
+    >>> ps.data.ByteTokenizer().save(path)
+    >>> ps.data.load_tokenizer(path).vocab_size
+    256
+    """
+    try:
+        return tokenizer_from_json(read_text(Path(path)))
     except OSError as error:
         raise DataError(f"the tokenizer {path} could not be read: {error.strerror}") from error
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{path} holds no usable tokenizer: {error}") from error
-    raise DataError(f"{path} holds no tokenizer of a kind that is known: bytes, characters, byte-level BPE")
+
+
+def tokenizer_from_json(content: str) -> Tokenizer:
+    """The tokenizer whose `to_json` gave a text; any Exception if it is none."""
+    state = parse_json(content)
+    if state.get("type") == "bytes":
+        return ByteTokenizer()
+    if state.get("type") == "characters":
+        return CharTokenizer(state["characters"])
+    if state.get("model", {}).get("type") == "BPE":
+        from tokenizers import Tokenizer
+
+        return BPETokenizer(Tokenizer.from_str(content))
+    raise DataError("it is of no kind that is known: bytes, characters, byte-level BPE")
 
 
 def _not_empty(text: str | Text, advance: Callable[[int], None]) -> Iterable[str]:

@@ -3,47 +3,58 @@
 from __future__ import annotations
 
 import os
-import struct
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.cache import CacheFolder
 from penstock.config import cache_folder
+from penstock.data.batches import ChunkBatches, TextBatches
+from penstock.data.chunks import DividedText
 from penstock.data.errors import DataError
 from penstock.data.files import reason
-from penstock.data.text import Progress, Text, no_text, pieces, silent, size_of
+from penstock.data.growing import GrowingTokens
+from penstock.data.text import LARGE, Progress, Text, no_text, pieces, silent, size_of
+from penstock.data.token_files import SUFFIX, Tokens, TokenWriter, forget_old, mapped_tokens, token_dtype
 from penstock.data.tokenizer import Tokenizer
+from penstock.data.tokenizing import Job
 from penstock.formatting import format_bytes
 
-Tokens = npt.NDArray[np.unsignedinteger[Any]]
-
-_HEADER = struct.Struct("<16sQQ32sQ")  # magic, bytes per token, tokens, key, checksum of the tokens
-_MAGIC = b"penstock tokens2"
-_SUFFIX = ".tokens"
-_FILES_KEPT = 16
-_BYTES_KEPT = 16 << 30  # in files other than that in use
 _MOST_IN_MEMORY = 4 << 30  # bytes of text whose tokens are kept in memory if there is no cache
+_MOST_VALIDATION = 2 << 20  # bytes of a large text whose tokens validate
+_CHUNKS = "chunks-"  # begins the key of a large text
 
 
 class TokenStore:
-    """The tokens of a text in two read-only memory-mapped arrays, `train` and `validation`."""
+    """The tokens of a text: `train` and `validation`, read-only memory-mapped arrays.
+
+    Of a large text, `train` is `GrowingTokens`, which are made while the first of them are used. `batches`
+    gives batches of either.
+
+    >>> import tempfile
+    >>> bytes_of = ps.data.ByteTokenizer()
+    >>> store = ps.data.TokenStore.open("some text", bytes_of, cache=tempfile.mkdtemp())
+    >>> len(store.train), len(store.validation)
+    (8, 1)
+    """
 
     def __init__(
-        self, key: str, path: Path | None, tokens: Tokens, vocab_size: int, validation: float
+        self,
+        key: str,
+        path: Path | None,
+        train: Tokens | GrowingTokens,
+        validation: Tokens,
+        tokenizer: Tokenizer,
     ) -> None:
         self.key = key  # of the text and the tokenizer
-        self.path = path  # of the file; None if the cache cannot be used, and the tokens are in memory
-        self.vocab_size = vocab_size
-        split = int(len(tokens) * (1 - validation))
-        self.train = tokens[:split]
-        self.validation = tokens[split:]
+        self.path = path  # of the file; None if the tokens are in memory or in chunks
+        self.vocab_size = tokenizer.vocab_size
+        self.train, self.validation = train, validation
 
     @classmethod
     def open(
@@ -53,6 +64,7 @@ class TokenStore:
         validation: float = 0.1,
         cache: str | os.PathLike[str] | None = None,
         progress: Progress = silent,
+        begun: str | None = None,
     ) -> TokenStore:
         """The tokens of `text`, from the cache folder if they were made before.
 
@@ -61,40 +73,116 @@ class TokenStore:
         cannot be written, the tokens are kept in memory, with a warning. Raises DataError if the text is
         empty, or if a folder that was given cannot be written; then nothing is left behind. `progress` is
         called for each pass over the text.
+
+        A text of files of more than 16 MiB is tokenized in chunks by other processes, while the tokens that
+        are there are used. Its key is a hash of its files' paths, sizes and times; the fraction `validation`
+        is of its bytes, and of it at most 2 MiB are used, at even distances. `begun` is the key that a run
+        began with, which is resumed in its own way.
         """
         if not 0 <= validation < 1:
             raise DataError(f"validation is a fraction from 0 to less than 1, and {validation} was given")
         given = None if cache is None else Path(cache)
         folder = CacheFolder(cache_folder(), "tokens") if given is None else CacheFolder(given, private=False)
-        key = _Key(tokenizer)
-        with progress("reading the text", size_of(text)) as advance:
-            for piece in pieces(text):
-                advance(key.add(piece))
-        if not key.pieces:
-            raise no_text(text)
-        name = key.digest().hex() + _SUFFIX
-        path = folder.path / name
-        item = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        tokens = _mapped(folder, name, key.digest(), item)
-        if tokens is None:
-            try:
-                with progress("tokenizing the text", size_of(text)) as advance:
-                    stored = _write(folder, name, text, tokenizer, item, advance)
-                tokens = _mapped(folder, name, stored, item)
-            except OSError as error:
-                if given is not None:
-                    why = reason(error, path)
-                    raise DataError(f"{path} could not be written: {why}") from error
-                folder.warn(error)
-        if tokens is None:
-            return cls(path.stem, None, _in_memory(text, tokenizer, item), tokenizer.vocab_size, validation)
-        with suppress(OSError):
-            os.utime(path)
-        _forget_old(path)
-        return cls(path.stem, path, tokens, tokenizer.vocab_size, validation)
+        if isinstance(text, Text) and text.nbytes > LARGE and (begun or _CHUNKS).startswith(_CHUNKS):
+            return cls._in_chunks(text, tokenizer, validation, folder, given, progress)
+        key, path, tokens = _whole(text, tokenizer, folder, given, progress)
+        split = int(len(tokens) * (1 - validation))
+        return cls(key, path, tokens[:split], tokens[split:], tokenizer)
+
+    @classmethod
+    def _in_chunks(
+        cls,
+        text: Text,
+        tokenizer: Tokenizer,
+        validation: float,
+        folder: CacheFolder,
+        given: Path | None,
+        progress: Progress,
+    ) -> TokenStore:
+        """The tokens of a large text, which processes begin to make."""
+        temporary = None
+        try:
+            folder.prepare()
+        except OSError as error:
+            if given is not None:
+                why = reason(error, folder.path)
+                raise DataError(f"{folder.path} could not be written: {why}") from error
+            folder.warn(error)
+            temporary = TemporaryDirectory(prefix="penstock-")
+            folder = CacheFolder(Path(temporary.name), private=False)
+        divided = DividedText(text)
+        split = divided.split(1 - validation)
+        key = divided.key(tokenizer.to_json(), validation)
+        root, part, private = folder.place
+        job = Job(
+            key, tokenizer.to_json(), tokenizer.vocab_size, str(root), part, private, divided.chunks(split)
+        )
+        forget_old(folder.path, [job.name(number) for number in range(len(job.chunks))])
+        train = GrowingTokens(job, temporary)
+        with progress("tokenizing the beginning", 0):
+            if job.tokens(0) is None:  # sooner than a process has started
+                job.make(0, job.chunks[0], tokenizer)
+            kept = divided.sample(_MOST_VALIDATION, split)
+            tokens = _encoded(kept, tokenizer, token_dtype(tokenizer.vocab_size))
+        return cls(_CHUNKS + key, None, train, tokens, tokenizer)
+
+    def batches(self, batch: int, context: int, seed: int, start: int = 0) -> TextBatches | ChunkBatches:
+        """Batches of the tokens to train on: `TextBatches`, or `ChunkBatches` of a large text."""
+        if isinstance(self.train, GrowingTokens):
+            return ChunkBatches(self.train, batch, context, seed, start)
+        return TextBatches(self.train, batch, context, seed, start)
+
+    @property
+    def replaced(self) -> int:
+        """Of a large text: how many sequences that are not UTF-8 became U+FFFD so far."""
+        return self.train.replaced if isinstance(self.train, GrowingTokens) else 0
+
+    def close(self) -> None:
+        """End the processes that tokenize a large text; the next wait for its tokens starts them anew."""
+        if isinstance(self.train, GrowingTokens):
+            self.train.close()
+
+    def summary(self) -> str:
+        """How many tokens there are, as far as that is known."""
+        kinds = f"tokens of {self.vocab_size:,} kinds"
+        if isinstance(self.train, GrowingTokens):
+            return f"{kinds}, made while training goes on"
+        return f"{len(self.train) + len(self.validation):,} {kinds}"
 
     def __len__(self) -> int:
+        """How many tokens there are, those of validation included. Waits until all are made."""
         return len(self.train) + len(self.validation)
+
+
+def _whole(
+    text: str | Text, tokenizer: Tokenizer, folder: CacheFolder, given: Path | None, progress: Progress
+) -> tuple[str, Path | None, Tokens]:
+    """All tokens of a text with their key, and the path of their file unless they are in memory."""
+    key = _Key(tokenizer)
+    with progress("reading the text", size_of(text)) as advance:
+        for piece in pieces(text):
+            advance(key.add(piece))
+    if not key.pieces:
+        raise no_text(text)
+    name = key.digest().hex() + SUFFIX
+    path = folder.path / name
+    item = token_dtype(tokenizer.vocab_size)
+    tokens = mapped_tokens(folder, name, key.digest(), item)
+    if tokens is None:
+        try:
+            with progress("tokenizing the text", size_of(text)) as advance:
+                stored = _write(folder, name, text, tokenizer, item, advance)
+            tokens = mapped_tokens(folder, name, stored, item)
+        except OSError as error:
+            if given is not None:
+                raise DataError(f"{path} could not be written: {reason(error, path)}") from error
+            folder.warn(error)
+    if tokens is None:
+        return path.stem, None, _in_memory(text, tokenizer, item)
+    with suppress(OSError):
+        os.utime(path)
+    forget_old(path.parent, [path.name])
+    return path.stem, path, tokens
 
 
 class _Key:
@@ -129,40 +217,17 @@ def _write(
     If the text changed since its key was computed, the file is used this time, but not the next time, since
     its key does not match its name.
     """
-    count = checksum = 0
     key = _Key(tokenizer)
     with folder.writing(name) as file:
-        file.write(bytes(_HEADER.size))
+        writer = TokenWriter(file, item)
         for piece in pieces(text):
             nbytes = key.add(piece)
-            ids = tokenizer.encode(piece).astype(item)
-            count += len(ids)
-            checksum = zlib.crc32(ids.data, checksum)
-            file.write(ids.data)
+            writer.add(tokenizer.encode(piece))
             advance(nbytes)
-        if not count:
+        if not writer.count:
             raise no_text(text)
-        file.seek(0)
-        file.write(_HEADER.pack(_MAGIC, item.itemsize, count, key.digest(), checksum))
+        writer.finish(key.digest())
     return key.digest()
-
-
-def _mapped(folder: CacheFolder, name: str, key: bytes, item: np.dtype[Any]) -> Tokens | None:
-    """The tokens in a file; None if it is missing, or damaged, or its key is another.
-
-    All of it is read once for the checksum, which is less than was read of the text to compute its key.
-    """
-    try:
-        with folder.open(name) as file:
-            magic, itemsize, count, stored_key, checksum = _HEADER.unpack(file.read(_HEADER.size))
-            whole = os.fstat(file.fileno()).st_size == _HEADER.size + count * itemsize
-            if (magic, itemsize, stored_key) == (_MAGIC, item.itemsize, key) and count and whole:
-                tokens = np.asarray(np.memmap(file, item, "r", _HEADER.size, (count,)))
-                if zlib.crc32(tokens.data) == checksum:
-                    return tokens
-    except (OSError, struct.error):
-        pass
-    return None
 
 
 def _in_memory(text: str | Text, tokenizer: Tokenizer, item: np.dtype[Any]) -> Tokens:
@@ -171,24 +236,14 @@ def _in_memory(text: str | Text, tokenizer: Tokenizer, item: np.dtype[Any]) -> T
             f"there is no cache folder for the tokens of {format_bytes(text.nbytes)} of text, which are too "
             f"many for memory; make room in {cache_folder()}"
         )
-    encoded = [tokenizer.encode(piece).astype(item) for piece in pieces(text)]
-    tokens: Tokens = np.concatenate(encoded) if encoded else np.empty(0, item)
+    tokens = _encoded(text, tokenizer, item)
     if not len(tokens):
         raise no_text(text)
-    tokens.flags.writeable = False
     return tokens
 
 
-def _forget_old(used: Path) -> None:
-    """Limit the size of the folder: the least recently used files are removed."""
-    others = []
-    with suppress(OSError):
-        for entry in os.scandir(used.parent):
-            if entry.name.endswith(_SUFFIX) and entry.name != used.name:
-                others.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
-    kept = 0
-    for number, (_, size, path) in enumerate(sorted(others, reverse=True), start=1):
-        kept += size
-        if number >= _FILES_KEPT or kept > _BYTES_KEPT:
-            with suppress(OSError):  # another process may have removed it, or have it open on Windows
-                os.unlink(path)
+def _encoded(text: str | Text, tokenizer: Tokenizer, item: np.dtype[Any]) -> Tokens:
+    encoded = [tokenizer.encode(piece).astype(item) for piece in pieces(text)]
+    tokens: Tokens = np.concatenate(encoded) if encoded else np.empty(0, item)
+    tokens.flags.writeable = False
+    return tokens

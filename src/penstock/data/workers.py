@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -61,6 +61,19 @@ class Workers:
     def ahead(self) -> int:
         """How many batches may be asked for before the first of them is taken."""
         return AHEAD * len(self._processes)
+
+    def answers(self, requests: Iterable[tuple[int, Any]]) -> Iterator[Any]:
+        """What is made of requests, each with its position, ahead of their use and in order."""
+        self.discard()  # what a loop that ended early has asked for
+        waiting = 0
+        for position, request in requests:
+            self.ask(position, request)
+            waiting += 1
+            if waiting == self.ahead:
+                yield self.take()
+                waiting -= 1
+        for _ in range(waiting):
+            yield self.take()
 
     def ask(self, position: int, request: Any) -> None:
         """Ask for a batch; its position seeds the generators of random numbers."""

@@ -23,6 +23,10 @@ def plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The memory and time of a jitted function under budgets from none to the smallest, as a table.
 
     The function is captured with these arguments, and nothing of it runs.
+
+    >>> step = ps.jit(lambda x: (x * x).sum())
+    >>> type(ps.memory.plan(step, ps.ones(4))).__name__
+    'MemoryPlan'
     """
     if not hasattr(function, "memory_plan"):
         raise TypeError(f"a function under @ps.jit has a memory plan, and {function!r} was given")
@@ -40,6 +44,10 @@ def budget(limit: int | str) -> Iterator[None]:
     cannot fit, it raises OutOfDeviceMemory before anything runs, with the smallest budget that would do.
     Inside another budget, or with a device's `limit_bytes`, the smaller limit holds. It applies to all
     threads.
+
+    >>> with ps.memory.budget("1GiB"):
+    ...     print(ps.default_device().limit_bytes)
+    1073741824
     """
     entry = [parse_bytes(limit)]
     in_force.append(entry)

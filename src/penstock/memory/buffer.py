@@ -44,6 +44,9 @@ class Buffer:
     """Device memory of `nbytes` bytes. It returns to its pool when nothing refers to it.
 
     It may be dropped while commands use it: the memory knows its last use, and the next user waits for it.
+
+    >>> ps.default_device().empty(16).nbytes
+    16
     """
 
     __slots__ = (

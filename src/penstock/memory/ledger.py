@@ -15,7 +15,12 @@ from penstock.memory.trace import Block
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A device's memory at a moment, in bytes."""
+    """A device's memory at a moment, in bytes.
+
+    >>> x = ps.ones(4) + 1
+    >>> ps.default_device().memory_stats().live_bytes >= 0
+    True
+    """
 
     live_bytes: int  # in buffers that are referenced or used by pending commands
     planned_bytes: int  # the part of them in arenas, for the temporaries of programs
@@ -42,7 +47,11 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """All opened devices, by name, and the process that holds them."""
+    """All opened devices, by name, and the process that holds them.
+
+    >>> ps.memory.stats().live_bytes >= 0
+    True
+    """
 
     devices: dict[str, DeviceMemory]
     resident_bytes: int  # memory of the machine that this process uses
@@ -120,7 +129,11 @@ def opened_devices() -> list[Accountable]:
 
 
 def stats() -> MemoryStats:
-    """The memory of every opened device, and the resident size of the process."""
+    """The memory of every opened device, and the resident size of the process.
+
+    >>> "host" in ps.memory.stats().devices
+    True
+    """
     devices = list(_opened)
     return MemoryStats(
         devices={device.name: device.memory_stats() for device in devices},
@@ -130,5 +143,9 @@ def stats() -> MemoryStats:
 
 
 def trim() -> int:
-    """Give idle memory of every device back to its driver; returns the bytes."""
+    """Give idle memory of every device back to its driver; returns the bytes.
+
+    >>> ps.memory.trim() >= 0
+    True
+    """
     return sum(device.trim() for device in list(_opened))

@@ -40,7 +40,11 @@ def size_class(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """Counters of a pool. Bytes are those taken from the driver, including rounding."""
+    """Counters of a pool. Bytes are those taken from the driver, including rounding.
+
+    >>> ps.default_device().memory_stats().pool.hit_rate <= 1
+    True
+    """
 
     hits: int  # requests served by idle blocks
     misses: int  # requests that went to the driver
@@ -86,7 +90,11 @@ class Owner:
 
 
 class BufferPool:
-    """Idle memory by size class, bounded in blocks per class, in bytes, and in seconds of idle time."""
+    """Idle memory by size class, bounded in blocks per class, in bytes, and in seconds of idle time.
+
+    >>> ps.default_device().memory_stats().pooled_bytes >= 0
+    True
+    """
 
     def __init__(
         self,

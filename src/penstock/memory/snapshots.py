@@ -44,6 +44,12 @@ def snapshot(path: str | os.PathLike[str]) -> None:
 
     Blocks are shown with the line of your code that allocated them if tracing is on (`device.trace_memory()`,
     or PENSTOCK_TRACE_MEMORY=1). A profile's `save_memory` also has the history.
+
+    >>> import os, tempfile
+    >>> path = os.path.join(tempfile.mkdtemp(), "memory.pickle")
+    >>> ps.memory.snapshot(path)
+    >>> os.path.getsize(path) > 0
+    True
     """
     write(path, [_now(device) for device in opened_devices()])
 

@@ -207,7 +207,14 @@ def from_torch(module: Any, device: Any = None) -> Module:
     """Convert a module of PyTorch to a Penstock module that computes the same, with copies of its weights.
 
     A ValueError names a layer that has no counterpart, and its path. A class of your own has to be written
-    with `ps.nn`; then load the `state_dict()` of PyTorch's module.
+    with `ps.nn`; then load the `state_dict()` of PyTorch's module. `ps.nn.from_torch(torch.nn.Linear(3, 2))`
+    is a `ps.nn.Linear(3, 2)`.
+
+    >>> try:
+    ...     ps.nn.from_torch(7)
+    ... except ValueError as error:
+    ...     print(error)
+    there is no counterpart of PyTorch's int; write it with ps.nn, and load its state
     """
     from penstock.nn.torch_modules import converted
 

@@ -38,9 +38,10 @@ def _plain(name: str, function: Callable[..., Tensor]) -> type[_Activation]:
     def init(self: _Activation) -> None:
         _Activation.__init__(self)
 
+    example = f"    >>> ps.nn.{name}()(ps.ones((2, 3))).shape\n    (2, 3)\n    "
     body = {
         "__init__": init,
-        "__doc__": f"`F.{function.__name__}`.",
+        "__doc__": f"`F.{function.__name__}`.\n\n{example}",
         "__module__": __name__,
         "_function": staticmethod(function),
     }
@@ -62,7 +63,11 @@ Hardswish = _plain("Hardswish", F.hardswish)
 
 
 class GELU(_Activation):
-    """`F.gelu`: exact, or with `approximate="tanh"` the approximation of GPT-2."""
+    """`F.gelu`: exact, or with `approximate="tanh"` the approximation of GPT-2.
+
+    >>> ps.nn.GELU()(ps.asarray([0.0])).tolist()
+    [0.0]
+    """
 
     _function = staticmethod(F.gelu)
 
@@ -71,7 +76,11 @@ class GELU(_Activation):
 
 
 class LeakyReLU(_Activation):
-    """`F.leaky_relu`."""
+    """`F.leaky_relu`.
+
+    >>> ps.nn.LeakyReLU(0.5)(ps.asarray([-4.0, 2.0])).tolist()
+    [-2.0, 2.0]
+    """
 
     _function = staticmethod(F.leaky_relu)
 
@@ -80,7 +89,11 @@ class LeakyReLU(_Activation):
 
 
 class ELU(_Activation):
-    """`F.elu`."""
+    """`F.elu`.
+
+    >>> ps.nn.ELU()(ps.asarray([0.0, 2.0])).tolist()
+    [0.0, 2.0]
+    """
 
     _function = staticmethod(F.elu)
 
@@ -89,7 +102,11 @@ class ELU(_Activation):
 
 
 class CELU(_Activation):
-    """`F.celu`."""
+    """`F.celu`.
+
+    >>> ps.nn.CELU()(ps.asarray([0.0, 2.0])).tolist()
+    [0.0, 2.0]
+    """
 
     _function = staticmethod(F.celu)
 
@@ -98,7 +115,11 @@ class CELU(_Activation):
 
 
 class Softplus(_Activation):
-    """`F.softplus`."""
+    """`F.softplus`.
+
+    >>> round(ps.nn.Softplus()(ps.asarray([0.0])).item(), 4)
+    0.6931
+    """
 
     _function = staticmethod(F.softplus)
 
@@ -107,7 +128,11 @@ class Softplus(_Activation):
 
 
 class Hardtanh(_Activation):
-    """`F.hardtanh`."""
+    """`F.hardtanh`.
+
+    >>> ps.nn.Hardtanh()(ps.asarray([-3.0, 0.5])).tolist()
+    [-1.0, 0.5]
+    """
 
     _function = staticmethod(F.hardtanh)
 
@@ -116,7 +141,11 @@ class Hardtanh(_Activation):
 
 
 class Softshrink(_Activation):
-    """`F.softshrink`."""
+    """`F.softshrink`.
+
+    >>> ps.nn.Softshrink()(ps.asarray([-2.0, 0.25])).tolist()
+    [-1.5, 0.0]
+    """
 
     _function = staticmethod(F.softshrink)
 
@@ -125,7 +154,11 @@ class Softshrink(_Activation):
 
 
 class Hardshrink(_Activation):
-    """`F.hardshrink`."""
+    """`F.hardshrink`.
+
+    >>> ps.nn.Hardshrink()(ps.asarray([-2.0, 0.25])).tolist()
+    [-2.0, 0.0]
+    """
 
     _function = staticmethod(F.hardshrink)
 
@@ -134,7 +167,11 @@ class Hardshrink(_Activation):
 
 
 class Threshold(_Activation):
-    """`F.threshold`."""
+    """`F.threshold`.
+
+    >>> ps.nn.Threshold(1, 0)(ps.asarray([0.5, 2.0])).tolist()
+    [0.0, 2.0]
+    """
 
     _function = staticmethod(F.threshold)
 
@@ -151,31 +188,51 @@ class _AlongAxis(_Activation):
 
 
 class Softmax(_AlongAxis):
-    """`F.softmax` along an axis."""
+    """`F.softmax` along an axis.
+
+    >>> ps.nn.Softmax(-1)(ps.zeros((2, 4))).tolist()[0]
+    [0.25, 0.25, 0.25, 0.25]
+    """
 
     _function = staticmethod(F.softmax)
 
 
 class LogSoftmax(_AlongAxis):
-    """`F.log_softmax` along an axis."""
+    """`F.log_softmax` along an axis.
+
+    >>> ps.nn.LogSoftmax(-1)(ps.zeros((2, 1))).tolist()
+    [[0.0], [0.0]]
+    """
 
     _function = staticmethod(F.log_softmax)
 
 
 class Softmin(_AlongAxis):
-    """`F.softmin` along an axis."""
+    """`F.softmin` along an axis.
+
+    >>> ps.nn.Softmin(-1)(ps.zeros((2, 4))).tolist()[0]
+    [0.25, 0.25, 0.25, 0.25]
+    """
 
     _function = staticmethod(F.softmin)
 
 
 class GLU(_AlongAxis):
-    """`F.glu` along an axis."""
+    """`F.glu` along an axis.
+
+    >>> ps.nn.GLU()(ps.zeros((3, 4))).shape
+    (3, 2)
+    """
 
     _function = staticmethod(F.glu)
 
 
 class PReLU(Module):
-    """`F.prelu` with a trained slope for negative items: one, or one for each channel."""
+    """`F.prelu` with a trained slope for negative items: one, or one for each channel.
+
+    >>> ps.nn.PReLU()(ps.asarray([-4.0, 2.0])).tolist()
+    [-1.0, 2.0]
+    """
 
     def __init__(self, num_parameters: int = 1, init: float = 0.25, device: Where = None) -> None:
         self.num_parameters = num_parameters

@@ -23,6 +23,11 @@ class MultiheadAttention(Module):
     """Multi-head attention of queries to keys and values, with input and output projections.
 
     Masks are PyTorch's: a boolean mask is True where a query may *not* attend.
+
+    >>> x = ps.zeros((3, 5, 8))
+    >>> output, weights = ps.nn.MultiheadAttention(8, 2, batch_first=True)(x, x, x)
+    >>> output.shape, weights.shape
+    ((3, 5, 8), (3, 5, 5))
     """
 
     def __init__(

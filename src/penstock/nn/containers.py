@@ -95,17 +95,30 @@ class _Listed(_Holder[T]):
 
 
 class ModuleList(_Listed[Module]):
-    """Modules in order, for a `forward` that calls them itself."""
+    """Modules in order, for a `forward` that calls them itself.
+
+    >>> layers = ps.nn.ModuleList([ps.nn.Linear(2, 2) for _ in range(3)])
+    >>> len(layers)
+    3
+    """
 
 
 class ParameterList(_Listed[Tensor]):
-    """A list of tensors."""
+    """A list of tensors.
+
+    >>> len(ps.nn.ParameterList([ps.zeros(2), ps.zeros(3)]))
+    2
+    """
 
     _kind = Tensor
 
 
 class Sequential(_Listed[Module]):
-    """Modules that are applied in sequence, given as arguments or as a dict with names."""
+    """Modules that are applied in sequence, given as arguments or as a dict with names.
+
+    >>> ps.nn.Sequential(ps.nn.Linear(3, 4), ps.nn.ReLU(), ps.nn.Linear(4, 2))(ps.zeros((5, 3))).shape
+    (5, 2)
+    """
 
     def __init__(self, *layers: Module | Mapping[str, Module]) -> None:
         if len(layers) == 1 and isinstance(layers[0], Mapping):
@@ -173,10 +186,18 @@ class _Named(_Holder[T]):
 
 
 class ModuleDict(_Named[Module]):
-    """Modules by name, for a `forward` that calls them itself."""
+    """Modules by name, for a `forward` that calls them itself.
+
+    >>> ps.nn.ModuleDict({"a": ps.nn.Linear(3, 2)})["a"](ps.zeros((5, 3))).shape
+    (5, 2)
+    """
 
 
 class ParameterDict(_Named[Tensor]):
-    """A dict of tensors."""
+    """A dict of tensors.
+
+    >>> ps.nn.ParameterDict({"scale": ps.ones(2)})["scale"].tolist()
+    [1.0, 1.0]
+    """
 
     _kind = Tensor

@@ -109,19 +109,31 @@ _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose
 
 
 class Conv1d(_Conv):
-    """Convolution of (batch, channels, length)."""
+    """Convolution of (batch, channels, length).
+
+    >>> ps.nn.Conv1d(3, 5, 4)(ps.zeros((2, 3, 10))).shape
+    (2, 5, 7)
+    """
 
     axes = 1
 
 
 class Conv2d(_Conv):
-    """Convolution of (batch, channels, height, width)."""
+    """Convolution of (batch, channels, height, width).
+
+    >>> ps.nn.Conv2d(3, 5, 3, padding=1)(ps.zeros((2, 3, 8, 8))).shape
+    (2, 5, 8, 8)
+    """
 
     axes = 2
 
 
 class Conv3d(_Conv):
-    """Convolution of (batch, channels, depth, height, width)."""
+    """Convolution of (batch, channels, depth, height, width).
+
+    >>> ps.nn.Conv3d(2, 3, 2)(ps.zeros((1, 2, 4, 4, 4))).shape
+    (1, 3, 3, 3, 3)
+    """
 
     axes = 3
 
@@ -174,18 +186,30 @@ class _ConvTranspose(_Convolution):
 
 
 class ConvTranspose1d(_ConvTranspose):
-    """The transpose of a convolution of (batch, channels, length)."""
+    """The transpose of a convolution of (batch, channels, length).
+
+    >>> ps.nn.ConvTranspose1d(3, 5, 2, stride=2)(ps.zeros((2, 3, 4))).shape
+    (2, 5, 8)
+    """
 
     axes = 1
 
 
 class ConvTranspose2d(_ConvTranspose):
-    """The transpose of a convolution of (batch, channels, height, width)."""
+    """The transpose of a convolution of (batch, channels, height, width).
+
+    >>> ps.nn.ConvTranspose2d(3, 5, 2, stride=2)(ps.zeros((2, 3, 4, 4))).shape
+    (2, 5, 8, 8)
+    """
 
     axes = 2
 
 
 class ConvTranspose3d(_ConvTranspose):
-    """The transpose of a convolution of (batch, channels, depth, height, width)."""
+    """The transpose of a convolution of (batch, channels, depth, height, width).
+
+    >>> ps.nn.ConvTranspose3d(2, 3, 2, stride=2)(ps.zeros((1, 2, 2, 2, 2))).shape
+    (1, 3, 4, 4, 4)
+    """
 
     axes = 3

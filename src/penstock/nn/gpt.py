@@ -29,7 +29,11 @@ _INITIAL_STD = 0.02  # standard deviation of the initial weights, as in GPT-2
 
 
 class CausalSelfAttention(Module):
-    """Multi-head attention of every position to itself and earlier positions."""
+    """Multi-head attention of every position to itself and earlier positions.
+
+    >>> ps.nn.CausalSelfAttention(8, 2)(ps.zeros((3, 5, 8))).shape
+    (3, 5, 8)
+    """
 
     def __init__(
         self, width: int, heads: int, dropout: float = 0.0, bias: bool = True, device: Where = None
@@ -60,7 +64,11 @@ class CausalSelfAttention(Module):
 
 
 class Block(Module):
-    """Attention and a feed-forward network, each with a residual connection."""
+    """Attention and a feed-forward network, each with a residual connection.
+
+    >>> ps.nn.Block(8, 2)(ps.zeros((3, 5, 8))).shape
+    (3, 5, 8)
+    """
 
     def __init__(
         self,
@@ -89,7 +97,12 @@ class Block(Module):
 
 
 class GPT(Module):
-    """From token ids to the logits of the next token at each position."""
+    """From token ids to the logits of the next token at each position.
+
+    >>> model = ps.nn.GPT(vocab_size=16, context=8, width=8, layers=1, heads=2)
+    >>> model(ps.zeros((2, 8), dtype=ps.int32)).shape
+    (2, 8, 16)
+    """
 
     def __init__(
         self,

@@ -27,7 +27,11 @@ def drawn(shape: tuple[int, ...], bound: float, device: Where) -> Parameter:
 
 
 class Identity(Module):
-    """Returns its input."""
+    """Returns its input.
+
+    >>> ps.nn.Identity()(ps.zeros((2, 3))).shape
+    (2, 3)
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` itself."""
@@ -35,7 +39,11 @@ class Identity(Module):
 
 
 class Linear(Module):
-    """`x @ weight.T + bias`, with a weight of shape (out_features, in_features)."""
+    """`x @ weight.T + bias`, with a weight of shape (out_features, in_features).
+
+    >>> ps.nn.Linear(3, 2)(ps.zeros((4, 3))).shape
+    (4, 2)
+    """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, device: Where = None) -> None:
         if in_features < 1 or out_features < 1:
@@ -58,7 +66,11 @@ class Linear(Module):
 
 
 class Embedding(Module):
-    """Rows of the weight, selected by integers; the row `padding_idx` starts as 0 and is not trained."""
+    """Rows of the weight, selected by integers; the row `padding_idx` starts as 0 and is not trained.
+
+    >>> ps.nn.Embedding(10, 4)(ps.asarray([[1, 2, 3]])).shape
+    (1, 3, 4)
+    """
 
     def __init__(
         self,
@@ -103,7 +115,11 @@ class Embedding(Module):
 
 
 class Flatten(Module):
-    """Merges the axes from `start_dim` to `end_dim`."""
+    """Merges the axes from `start_dim` to `end_dim`.
+
+    >>> ps.nn.Flatten()(ps.zeros((2, 3, 4))).shape
+    (2, 12)
+    """
 
     def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
         self.start_dim, self.end_dim = start_dim, end_dim
@@ -122,7 +138,11 @@ class Flatten(Module):
 
 
 class Unflatten(Module):
-    """Splits an axis into several; one length may be -1."""
+    """Splits an axis into several; one length may be -1.
+
+    >>> ps.nn.Unflatten(1, (3, -1))(ps.zeros((2, 12))).shape
+    (2, 3, 4)
+    """
 
     def __init__(self, dim: int, unflattened_size: Sequence[int]) -> None:
         self.dim, self.unflattened_size = dim, tuple(unflattened_size)
@@ -143,7 +163,11 @@ class Unflatten(Module):
 
 
 class Upsample(Module):
-    """`F.interpolate` to a size, or by a factor."""
+    """`F.interpolate` to a size, or by a factor.
+
+    >>> ps.nn.Upsample(scale_factor=2)(ps.zeros((1, 3, 4, 4))).shape
+    (1, 3, 8, 8)
+    """
 
     def __init__(
         self,

@@ -33,7 +33,11 @@ class _Loss(Module):
 
 
 class L1Loss(_Loss):
-    """`F.l1_loss`."""
+    """`F.l1_loss`.
+
+    >>> ps.nn.L1Loss()(ps.asarray([1.0, 3.0]), ps.asarray([1.0, 1.0])).item()
+    1.0
+    """
 
     _function = staticmethod(F.l1_loss)
 
@@ -42,7 +46,11 @@ class L1Loss(_Loss):
 
 
 class MSELoss(_Loss):
-    """`F.mse_loss`."""
+    """`F.mse_loss`.
+
+    >>> ps.nn.MSELoss()(ps.asarray([1.0, 3.0]), ps.asarray([1.0, 1.0])).item()
+    2.0
+    """
 
     _function = staticmethod(F.mse_loss)
 
@@ -51,7 +59,11 @@ class MSELoss(_Loss):
 
 
 class SmoothL1Loss(_Loss):
-    """`F.smooth_l1_loss`."""
+    """`F.smooth_l1_loss`.
+
+    >>> ps.nn.SmoothL1Loss()(ps.asarray([1.0, 3.0]), ps.asarray([1.0, 1.0])).item()
+    0.75
+    """
 
     _function = staticmethod(F.smooth_l1_loss)
 
@@ -60,7 +72,11 @@ class SmoothL1Loss(_Loss):
 
 
 class HuberLoss(_Loss):
-    """`F.huber_loss`."""
+    """`F.huber_loss`.
+
+    >>> ps.nn.HuberLoss()(ps.asarray([1.0, 3.0]), ps.asarray([1.0, 1.0])).item()
+    0.75
+    """
 
     _function = staticmethod(F.huber_loss)
 
@@ -69,7 +85,11 @@ class HuberLoss(_Loss):
 
 
 class BCELoss(_Loss):
-    """`F.binary_cross_entropy`."""
+    """`F.binary_cross_entropy`.
+
+    >>> round(ps.nn.BCELoss()(ps.asarray([0.5]), ps.asarray([1.0])).item(), 4)
+    0.6931
+    """
 
     _function = staticmethod(F.binary_cross_entropy)
 
@@ -78,7 +98,11 @@ class BCELoss(_Loss):
 
 
 class BCEWithLogitsLoss(_Loss):
-    """`F.binary_cross_entropy_with_logits`."""
+    """`F.binary_cross_entropy_with_logits`.
+
+    >>> round(ps.nn.BCEWithLogitsLoss()(ps.asarray([0.0]), ps.asarray([1.0])).item(), 4)
+    0.6931
+    """
 
     _function = staticmethod(F.binary_cross_entropy_with_logits)
 
@@ -89,7 +113,11 @@ class BCEWithLogitsLoss(_Loss):
 
 
 class NLLLoss(_Loss):
-    """`F.nll_loss`."""
+    """`F.nll_loss`.
+
+    >>> ps.nn.NLLLoss()(ps.asarray([[-1.0, -2.0]]), ps.asarray([1])).item()
+    2.0
+    """
 
     _function = staticmethod(F.nll_loss)
 
@@ -100,7 +128,11 @@ class NLLLoss(_Loss):
 
 
 class CrossEntropyLoss(_Loss):
-    """`F.cross_entropy`."""
+    """`F.cross_entropy`.
+
+    >>> round(ps.nn.CrossEntropyLoss()(ps.zeros((3, 2)), ps.asarray([0, 1, 1])).item(), 4)
+    0.6931
+    """
 
     _function = staticmethod(F.cross_entropy)
 
@@ -118,7 +150,11 @@ class CrossEntropyLoss(_Loss):
 
 
 class KLDivLoss(_Loss):
-    """`F.kl_div`."""
+    """`F.kl_div`.
+
+    >>> ps.nn.KLDivLoss(reduction="sum")(ps.log(ps.asarray([0.5, 0.5])), ps.asarray([0.5, 0.5])).item()
+    0.0
+    """
 
     _function = staticmethod(F.kl_div)
 
@@ -127,7 +163,12 @@ class KLDivLoss(_Loss):
 
 
 class CosineEmbeddingLoss(_Loss):
-    """`F.cosine_embedding_loss`."""
+    """`F.cosine_embedding_loss`.
+
+    >>> x1, x2 = ps.asarray([[1.0, 0.0]]), ps.asarray([[0.0, 1.0]])
+    >>> ps.nn.CosineEmbeddingLoss()(x1, x2, ps.asarray([1])).item()
+    1.0
+    """
 
     _function = staticmethod(F.cosine_embedding_loss)
 
@@ -136,7 +177,11 @@ class CosineEmbeddingLoss(_Loss):
 
 
 class CosineSimilarity(_Loss):
-    """`F.cosine_similarity`."""
+    """`F.cosine_similarity`.
+
+    >>> ps.nn.CosineSimilarity()(ps.asarray([[1.0, 0.0]]), ps.asarray([[0.0, 1.0]])).tolist()
+    [0.0]
+    """
 
     _function = staticmethod(F.cosine_similarity)
 
@@ -146,7 +191,11 @@ class CosineSimilarity(_Loss):
 
 
 class CTCLoss(_Loss):
-    """`F.ctc_loss`."""
+    """`F.ctc_loss`.
+
+    >>> round(ps.nn.CTCLoss()(ps.log_softmax(ps.zeros((4, 1, 3)), -1), ps.asarray([[1]]), [4], [1]).item(), 4)
+    2.0919
+    """
 
     _function = staticmethod(F.ctc_loss)
 

@@ -51,6 +51,16 @@ class Module:
 
     Parts may also be in lists, tuples, dicts and dataclasses, at any depth. Tensors that require a gradient,
     and each `Parameter`, are its parameters; the other tensors are its buffers.
+
+    >>> class Twice(ps.nn.Module):
+    ...     def __init__(self):
+    ...         self.layer = ps.nn.Linear(2, 2)
+    ...
+    ...     def forward(self, x):
+    ...         return self.layer(self.layer(x))
+    ...
+    >>> Twice()(ps.zeros((4, 2))).shape
+    (4, 2)
     """
 
     _training = True

@@ -21,7 +21,11 @@ def _shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 class LayerNorm(Module):
-    """Mean 0 and variance 1 along the last axes, then scaled and shifted."""
+    """Mean 0 and variance 1 along the last axes, then scaled and shifted.
+
+    >>> ps.nn.LayerNorm(4)(ps.ones((2, 4))).tolist()[0]
+    [0.0, 0.0, 0.0, 0.0]
+    """
 
     def __init__(
         self,
@@ -46,7 +50,11 @@ class LayerNorm(Module):
 
 
 class RMSNorm(Module):
-    """Mean square 1 along the last axes, then scaled."""
+    """Mean square 1 along the last axes, then scaled.
+
+    >>> ps.nn.RMSNorm(4)(ps.zeros((2, 4))).tolist()[0]
+    [0.0, 0.0, 0.0, 0.0]
+    """
 
     def __init__(
         self,
@@ -68,7 +76,11 @@ class RMSNorm(Module):
 
 
 class GroupNorm(Module):
-    """Mean 0 and variance 1 of each group of channels, then scaled and shifted."""
+    """Mean 0 and variance 1 of each group of channels, then scaled and shifted.
+
+    >>> ps.nn.GroupNorm(3, 6)(ps.zeros((2, 6, 4))).shape
+    (2, 6, 4)
+    """
 
     def __init__(
         self,
@@ -165,19 +177,31 @@ class _BatchNorm(_Running):
 
 
 class BatchNorm1d(_BatchNorm):
-    """Batch norm of (batch, channels) or (batch, channels, length)."""
+    """Batch norm of (batch, channels) or (batch, channels, length).
+
+    >>> ps.nn.BatchNorm1d(3)(ps.zeros((2, 3, 4))).shape
+    (2, 3, 4)
+    """
 
     _axes = (2, 3)
 
 
 class BatchNorm2d(_BatchNorm):
-    """Batch norm of (batch, channels, height, width)."""
+    """Batch norm of (batch, channels, height, width).
+
+    >>> ps.nn.BatchNorm2d(3)(ps.zeros((2, 3, 4, 4))).shape
+    (2, 3, 4, 4)
+    """
 
     _axes = (4,)
 
 
 class BatchNorm3d(_BatchNorm):
-    """Batch norm of (batch, channels, depth, height, width)."""
+    """Batch norm of (batch, channels, depth, height, width).
+
+    >>> ps.nn.BatchNorm3d(3)(ps.zeros((2, 3, 2, 2, 2))).shape
+    (2, 3, 2, 2, 2)
+    """
 
     _axes = (5,)
 
@@ -215,18 +239,30 @@ class _InstanceNorm(_Running):
 
 
 class InstanceNorm1d(_InstanceNorm):
-    """Instance norm of (batch, channels, length), or without the batch."""
+    """Instance norm of (batch, channels, length), or without the batch.
+
+    >>> ps.nn.InstanceNorm1d(3)(ps.zeros((2, 3, 4))).shape
+    (2, 3, 4)
+    """
 
     _axes = (2, 3)
 
 
 class InstanceNorm2d(_InstanceNorm):
-    """Instance norm of (batch, channels, height, width), or without the batch."""
+    """Instance norm of (batch, channels, height, width), or without the batch.
+
+    >>> ps.nn.InstanceNorm2d(3)(ps.zeros((2, 3, 4, 4))).shape
+    (2, 3, 4, 4)
+    """
 
     _axes = (3, 4)
 
 
 class InstanceNorm3d(_InstanceNorm):
-    """Instance norm of (batch, channels, depth, height, width), or without the batch."""
+    """Instance norm of (batch, channels, depth, height, width), or without the batch.
+
+    >>> ps.nn.InstanceNorm3d(3)(ps.zeros((2, 3, 2, 2, 2))).shape
+    (2, 3, 2, 2, 2)
+    """
 
     _axes = (4, 5)

@@ -13,6 +13,9 @@ class Parameter(Tensor):
     """A tensor that belongs to a module's parameters, also while it is frozen by `requires_grad_(False)`.
 
     Any other tensor of a module is a parameter while it requires a gradient, and a buffer otherwise.
+
+    >>> ps.nn.Parameter(ps.zeros((2, 3))).requires_grad
+    True
     """
 
     __slots__ = ()

@@ -47,19 +47,31 @@ class _MaxPool(_Windowed):
 
 
 class MaxPool1d(_MaxPool):
-    """The maximum of each window of (batch, channels, length)."""
+    """The maximum of each window of (batch, channels, length).
+
+    >>> ps.nn.MaxPool1d(2)(ps.zeros((1, 3, 8))).shape
+    (1, 3, 4)
+    """
 
     axes = 1
 
 
 class MaxPool2d(_MaxPool):
-    """The maximum of each window of (batch, channels, height, width)."""
+    """The maximum of each window of (batch, channels, height, width).
+
+    >>> ps.nn.MaxPool2d(2)(ps.zeros((1, 3, 8, 8))).shape
+    (1, 3, 4, 4)
+    """
 
     axes = 2
 
 
 class MaxPool3d(_MaxPool):
-    """The maximum of each window of (batch, channels, depth, height, width)."""
+    """The maximum of each window of (batch, channels, depth, height, width).
+
+    >>> ps.nn.MaxPool3d(2)(ps.zeros((1, 2, 4, 4, 4))).shape
+    (1, 2, 2, 2, 2)
+    """
 
     axes = 3
 
@@ -78,25 +90,44 @@ class _MaxUnpool(_Windowed):
 
 
 class MaxUnpool1d(_MaxUnpool):
-    """Puts the results of `MaxPool1d` back at its `return_indices`, with 0 elsewhere."""
+    """Puts the results of `MaxPool1d` back at its `return_indices`, with 0 elsewhere.
+
+    >>> x, at = ps.nn.MaxPool1d(2, return_indices=True)(ps.zeros((1, 3, 8)))
+    >>> ps.nn.MaxUnpool1d(2)(x, at).shape
+    (1, 3, 8)
+    """
 
     axes = 1
 
 
 class MaxUnpool2d(_MaxUnpool):
-    """Puts the results of `MaxPool2d` back at its `return_indices`, with 0 elsewhere."""
+    """Puts the results of `MaxPool2d` back at its `return_indices`, with 0 elsewhere.
+
+    >>> x, at = ps.nn.MaxPool2d(2, return_indices=True)(ps.zeros((1, 2, 4, 4)))
+    >>> ps.nn.MaxUnpool2d(2)(x, at).shape
+    (1, 2, 4, 4)
+    """
 
     axes = 2
 
 
 class MaxUnpool3d(_MaxUnpool):
-    """Puts the results of `MaxPool3d` back at its `return_indices`, with 0 elsewhere."""
+    """Puts the results of `MaxPool3d` back at its `return_indices`, with 0 elsewhere.
+
+    >>> x, at = ps.nn.MaxPool3d(2, return_indices=True)(ps.zeros((1, 2, 2, 2, 2)))
+    >>> ps.nn.MaxUnpool3d(2)(x, at).shape
+    (1, 2, 2, 2, 2)
+    """
 
     axes = 3
 
 
 class AvgPool1d(_Windowed):
-    """The mean of each window of (batch, channels, length)."""
+    """The mean of each window of (batch, channels, length).
+
+    >>> ps.nn.AvgPool1d(2)(ps.zeros((1, 3, 8))).shape
+    (1, 3, 4)
+    """
 
     settings = "kernel_size stride padding ceil_mode count_include_pad"
 
@@ -117,7 +148,11 @@ class AvgPool1d(_Windowed):
 
 
 class AvgPool2d(AvgPool1d):
-    """The mean of each window of (batch, channels, height, width), or the sum / `divisor_override`."""
+    """The mean of each window of (batch, channels, height, width), or the sum / `divisor_override`.
+
+    >>> ps.nn.AvgPool2d(2)(ps.zeros((1, 3, 8, 8))).shape
+    (1, 3, 4, 4)
+    """
 
     settings = f"{AvgPool1d.settings} divisor_override"
 
@@ -139,7 +174,11 @@ class AvgPool2d(AvgPool1d):
 
 
 class AvgPool3d(AvgPool2d):
-    """The mean of each window of (batch, channels, depth, height, width), or the sum / `divisor_override`."""
+    """The mean of each window of (batch, channels, depth, height, width), or the sum / `divisor_override`.
+
+    >>> ps.nn.AvgPool3d(2)(ps.zeros((1, 2, 4, 4, 4))).shape
+    (1, 2, 2, 2, 2)
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """The means."""
@@ -159,19 +198,31 @@ class _AdaptiveAvgPool(_Windowed):
 
 
 class AdaptiveAvgPool1d(_AdaptiveAvgPool):
-    """The means of `output_size` windows of (batch, channels, length)."""
+    """The means of `output_size` windows of (batch, channels, length).
+
+    >>> ps.nn.AdaptiveAvgPool1d(2)(ps.zeros((1, 3, 7))).shape
+    (1, 3, 2)
+    """
 
     axes = 1
 
 
 class AdaptiveAvgPool2d(_AdaptiveAvgPool):
-    """The means of `output_size` windows of (batch, channels, height, width)."""
+    """The means of `output_size` windows of (batch, channels, height, width).
+
+    >>> ps.nn.AdaptiveAvgPool2d(1)(ps.zeros((1, 3, 7, 7))).shape
+    (1, 3, 1, 1)
+    """
 
     axes = 2
 
 
 class AdaptiveAvgPool3d(_AdaptiveAvgPool):
-    """The means of `output_size` windows of (batch, channels, depth, height, width)."""
+    """The means of `output_size` windows of (batch, channels, depth, height, width).
+
+    >>> ps.nn.AdaptiveAvgPool3d(1)(ps.zeros((1, 2, 3, 3, 3))).shape
+    (1, 2, 1, 1, 1)
+    """
 
     axes = 3
 
@@ -189,19 +240,31 @@ class _AdaptiveMaxPool(_Windowed):
 
 
 class AdaptiveMaxPool1d(_AdaptiveMaxPool):
-    """The maximum of `output_size` windows of (batch, channels, length)."""
+    """The maximum of `output_size` windows of (batch, channels, length).
+
+    >>> ps.nn.AdaptiveMaxPool1d(2)(ps.zeros((1, 3, 7))).shape
+    (1, 3, 2)
+    """
 
     axes = 1
 
 
 class AdaptiveMaxPool2d(_AdaptiveMaxPool):
-    """The maximum of `output_size` windows of (batch, channels, height, width)."""
+    """The maximum of `output_size` windows of (batch, channels, height, width).
+
+    >>> ps.nn.AdaptiveMaxPool2d(1)(ps.zeros((1, 3, 7, 7))).shape
+    (1, 3, 1, 1)
+    """
 
     axes = 2
 
 
 class AdaptiveMaxPool3d(_AdaptiveMaxPool):
-    """The maximum of `output_size` windows of (batch, channels, depth, height, width)."""
+    """The maximum of `output_size` windows of (batch, channels, depth, height, width).
+
+    >>> ps.nn.AdaptiveMaxPool3d(1)(ps.zeros((1, 2, 3, 3, 3))).shape
+    (1, 2, 1, 1, 1)
+    """
 
     axes = 3
 
@@ -213,7 +276,11 @@ _ADAPTIVE_MAX = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adapti
 
 
 class Unfold(_Windowed):
-    """Windows of (batch, channels, height, width) as (batch, channels * items of a window, windows)."""
+    """Windows of (batch, channels, height, width) as (batch, channels * items of a window, windows).
+
+    >>> ps.nn.Unfold(2)(ps.zeros((2, 3, 4, 4))).shape
+    (2, 12, 9)
+    """
 
     settings = "kernel_size dilation padding stride"
 
@@ -228,7 +295,11 @@ class Unfold(_Windowed):
 
 
 class Fold(Unfold):
-    """The transpose of `Unfold`: items of overlapping windows are summed."""
+    """The transpose of `Unfold`: items of overlapping windows are summed.
+
+    >>> ps.nn.Fold((4, 4), 2)(ps.zeros((2, 12, 9))).shape
+    (2, 3, 4, 4)
+    """
 
     settings = f"output_size {Unfold.settings}"
 

@@ -209,7 +209,12 @@ class _Recurrent(_Rule):
 
 
 class RNN(_RnnRule, _Recurrent):
-    """The Elman RNN: h' = tanh(W_ih x + b_ih + W_hh h + b_hh), or relu."""
+    """The Elman RNN: h' = tanh(W_ih x + b_ih + W_hh h + b_hh), or relu.
+
+    >>> output, state = ps.nn.RNN(3, 4)(ps.zeros((5, 2, 3)))
+    >>> output.shape, state.shape
+    ((5, 2, 4), (1, 2, 4))
+    """
 
     def __init__(
         self,
@@ -230,11 +235,21 @@ class RNN(_RnnRule, _Recurrent):
 
 
 class LSTM(_LstmRule, _Recurrent):
-    """The long short-term memory, with input, forget, cell and output gates in PyTorch's order."""
+    """The long short-term memory, with input, forget, cell and output gates in PyTorch's order.
+
+    >>> output, (h, c) = ps.nn.LSTM(3, 4)(ps.zeros((5, 2, 3)))
+    >>> output.shape, h.shape, c.shape
+    ((5, 2, 4), (1, 2, 4), (1, 2, 4))
+    """
 
 
 class GRU(_GruRule, _Recurrent):
-    """The gated recurrent unit, with reset and update gates and the new state in PyTorch's order."""
+    """The gated recurrent unit, with reset and update gates and the new state in PyTorch's order.
+
+    >>> output, state = ps.nn.GRU(3, 4)(ps.zeros((5, 2, 3)))
+    >>> output.shape, state.shape
+    ((5, 2, 4), (1, 2, 4))
+    """
 
 
 class _Cell(_Rule):
@@ -272,7 +287,11 @@ class _Cell(_Rule):
 
 
 class RNNCell(_RnnRule, _Cell):
-    """A single step of an `RNN`."""
+    """A single step of an `RNN`.
+
+    >>> ps.nn.RNNCell(3, 4)(ps.zeros((2, 3))).shape
+    (2, 4)
+    """
 
     def __init__(
         self,
@@ -287,8 +306,17 @@ class RNNCell(_RnnRule, _Cell):
 
 
 class LSTMCell(_LstmRule, _Cell):
-    """A single step of an `LSTM`."""
+    """A single step of an `LSTM`.
+
+    >>> h, c = ps.nn.LSTMCell(3, 4)(ps.zeros((2, 3)))
+    >>> h.shape, c.shape
+    ((2, 4), (2, 4))
+    """
 
 
 class GRUCell(_GruRule, _Cell):
-    """A single step of a `GRU`."""
+    """A single step of a `GRU`.
+
+    >>> ps.nn.GRUCell(3, 4)(ps.zeros((2, 3))).shape
+    (2, 4)
+    """

@@ -35,6 +35,12 @@ def save(value: Any, path: str | os.PathLike[str]) -> None:
 
     A value is a tensor, an array, a module or an optimizer (of which the `state_dict` is saved), a number, a
     string, None, or a dict with strings as keys, a list or a tuple of values.
+
+    >>> import os, tempfile
+    >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> ps.save({"x": ps.ones(2)}, path)
+    >>> ps.load(path)["x"].tolist()
+    [1.0, 1.0]
     """
     arrays: dict[str, npt.NDArray[Any]] = {}
     plan = _plan(value, "", arrays, ())
@@ -48,6 +54,12 @@ def load(path: str | os.PathLike[str], device: Device | str | None = None) -> An
     """Read what `save` wrote, or a dict of the arrays of any safetensors file; tensors go to `device`.
 
     A CheckpointError says why a file cannot be read.
+
+    >>> import os, tempfile
+    >>> path = os.path.join(tempfile.mkdtemp(), "x.safetensors")
+    >>> ps.save({"x": ps.arange(3)}, path)
+    >>> ps.load(path)["x"].tolist()
+    [0, 1, 2]
     """
     file = Path(path)
     try:

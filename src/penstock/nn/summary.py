@@ -49,7 +49,11 @@ class Summary:
 
 
 def summary(model: Module, *inputs: Any, **named_inputs: Any) -> Summary:
-    """The modules of a model and the shapes of their results for inputs; records, and computes nothing."""
+    """The modules of a model and the shapes of their results for inputs; records, and computes nothing.
+
+    >>> ps.nn.summary(ps.nn.Linear(3, 2), ps.zeros((4, 3))).parameters
+    8
+    """
     paths = {id(module): path for path, module in model.named_modules()}
     called: dict[int, tuple[int, Any]] = {}  # by module, in the order of the first calls
     handles = []

@@ -78,7 +78,11 @@ def named(activation: Activation) -> Callable[[Tensor], Tensor]:
 
 
 class TransformerEncoderLayer(_Layer):
-    """Self-attention, then a feed-forward network."""
+    """Self-attention, then a feed-forward network.
+
+    >>> ps.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)(ps.zeros((3, 5, 8))).shape
+    (3, 5, 8)
+    """
 
     def forward(
         self,
@@ -93,7 +97,12 @@ class TransformerEncoderLayer(_Layer):
 
 
 class TransformerDecoderLayer(_Layer):
-    """Self-attention, attention to `memory`, then a feed-forward network."""
+    """Self-attention, attention to `memory`, then a feed-forward network.
+
+    >>> layer = ps.nn.TransformerDecoderLayer(8, 2, 16, batch_first=True)
+    >>> layer(ps.zeros((3, 5, 8)), ps.zeros((3, 7, 8))).shape
+    (3, 5, 8)
+    """
 
     _paths = 3
 
@@ -143,7 +152,12 @@ class _Stack(Module):
 
 
 class TransformerEncoder(_Stack):
-    """A stack of encoder layers."""
+    """A stack of encoder layers.
+
+    >>> layer = ps.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> ps.nn.TransformerEncoder(layer, 2)(ps.zeros((3, 5, 8))).shape
+    (3, 5, 8)
+    """
 
     def __init__(self, encoder_layer: Module, num_layers: int, norm: Module | None = None) -> None:
         super().__init__(encoder_layer, num_layers, norm)
@@ -160,7 +174,12 @@ class TransformerEncoder(_Stack):
 
 
 class TransformerDecoder(_Stack):
-    """A stack of decoder layers."""
+    """A stack of decoder layers.
+
+    >>> layer = ps.nn.TransformerDecoderLayer(8, 2, 16, batch_first=True)
+    >>> ps.nn.TransformerDecoder(layer, 2)(ps.zeros((3, 5, 8)), ps.zeros((3, 7, 8))).shape
+    (3, 5, 8)
+    """
 
     def __init__(self, decoder_layer: Module, num_layers: int, norm: Module | None = None) -> None:
         super().__init__(decoder_layer, num_layers, norm)

@@ -22,6 +22,14 @@ def load(
     """A model from a file, from its bytes or from a `ModelProto`, as a module on a device.
 
     A `ps.errors.UnsupportedModel` names the operator, dtype or attribute that Penstock does not compute.
+
+    >>> from onnx import helper
+    >>> x, y = (helper.make_tensor_value_info(name, 1, [2]) for name in "xy")
+    >>> nodes = [helper.make_node("Relu", ["x"], ["y"])]
+    >>> graph = helper.make_graph(nodes, "relu", [x], [y])
+    >>> model = ps.onnx.load(helper.make_model(graph))
+    >>> model(ps.asarray([-1.0, 2.0])).tolist()
+    [0.0, 2.0]
     """
     try:
         import onnx  # noqa: F401 - large, and in an extra

@@ -51,6 +51,13 @@ class Adam(_Moments):
     """Adam: the mean gradient divided by the root of the mean square.
 
     With `amsgrad`, by the root of the largest mean square so far.
+
+    >>> w = ps.nn.Parameter(ps.ones(2))
+    >>> optimizer = ps.optim.Adam([w], lr=0.1)
+    >>> (w * w).sum().backward()
+    >>> optimizer.step()
+    >>> (w < 1).tolist()
+    [True, True]
     """
 
     _decoupled = False
@@ -83,7 +90,15 @@ class Adam(_Moments):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay."""
+    """Adam with decoupled weight decay.
+
+    >>> w = ps.nn.Parameter(ps.ones(2))
+    >>> optimizer = ps.optim.AdamW([w], lr=0.1, weight_decay=0.0)
+    >>> (w * w).sum().backward()
+    >>> optimizer.step()
+    >>> (w < 1).tolist()
+    [True, True]
+    """
 
     _decoupled = True
 
@@ -101,7 +116,15 @@ class AdamW(Adam):
 
 
 class Adamax(_Moments):
-    """Adam with a decaying maximum of the absolute gradients instead of the mean square."""
+    """Adam with a decaying maximum of the absolute gradients instead of the mean square.
+
+    >>> w = ps.nn.Parameter(ps.ones(2))
+    >>> optimizer = ps.optim.Adamax([w], lr=0.1)
+    >>> (w * w).sum().backward()
+    >>> optimizer.step()
+    >>> (w < 1).tolist()
+    [True, True]
+    """
 
     def __init__(
         self,
@@ -124,7 +147,15 @@ class Adamax(_Moments):
 
 
 class NAdam(_Moments):
-    """Adam with Nesterov's momentum."""
+    """Adam with Nesterov's momentum.
+
+    >>> w = ps.nn.Parameter(ps.ones(2))
+    >>> optimizer = ps.optim.NAdam([w], lr=0.1)
+    >>> (w * w).sum().backward()
+    >>> optimizer.step()
+    >>> (w < 1).tolist()
+    [True, True]
+    """
 
     _first_counts = (("power1", 1.0), ("power2", 1.0), ("steps", 0.0), ("product", 1.0))
     _counted_by = ("beta1", "beta2", "momentum_decay")
@@ -165,7 +196,15 @@ class NAdam(_Moments):
 
 
 class RAdam(_Moments):
-    """Adam that does not divide by the mean square until its estimate is reliable (rectified Adam)."""
+    """Adam that does not divide by the mean square until its estimate is reliable (rectified Adam).
+
+    >>> w = ps.nn.Parameter(ps.ones(2))
+    >>> optimizer = ps.optim.RAdam([w], lr=0.1)
+    >>> (w * w).sum().backward()
+    >>> optimizer.step()
+    >>> (w < 1).tolist()
+    [True, True]
+    """
 
     _first_counts = (("power1", 1.0), ("power2", 1.0), ("steps", 0.0))
 
@@ -211,7 +250,15 @@ def _effective_length(steps: Tensor, beta: float) -> Tensor:
 
 
 class LAMB(_Moments):
-    """Adam with steps scaled by the norm of each parameter, for large batches."""
+    """Adam with steps scaled by the norm of each parameter, for large batches.
+
+    >>> w = ps.nn.Parameter(ps.ones(2))
+    >>> optimizer = ps.optim.LAMB([w], lr=0.1)
+    >>> (w * w).sum().backward()
+    >>> optimizer.step()
+    >>> (w < 1).tolist()
+    [True, True]
+    """
 
     def __init__(
         self,
@@ -235,7 +282,15 @@ class LAMB(_Moments):
 
 
 class Lion(Optimizer):
-    """Steps of a constant size, by the sign of a mean of the gradients."""
+    """Steps of a constant size, by the sign of a mean of the gradients.
+
+    >>> w = ps.nn.Parameter(ps.ones(2))
+    >>> optimizer = ps.optim.Lion([w], lr=0.1)
+    >>> (w * w).sum().backward()
+    >>> optimizer.step()
+    >>> (w < 1).tolist()
+    [True, True]
+    """
 
     def __init__(
         self,

@@ -14,7 +14,15 @@ from penstock.tensor.reduction import mean
 
 
 class RMSprop(Optimizer):
-    """The gradient divided by the root of its mean square; `centered`: by its standard deviation."""
+    """The gradient divided by the root of its mean square; `centered`: by its standard deviation.
+
+    >>> w = ps.nn.Parameter(ps.ones(2))
+    >>> optimizer = ps.optim.RMSprop([w], lr=0.1)
+    >>> (w * w).sum().backward()
+    >>> optimizer.step()
+    >>> (w < 1).tolist()
+    [True, True]
+    """
 
     def __init__(
         self,
@@ -52,7 +60,15 @@ class RMSprop(Optimizer):
 
 
 class Adagrad(Optimizer):
-    """The gradient divided by the root of the sum of all its squares."""
+    """The gradient divided by the root of the sum of all its squares.
+
+    >>> w = ps.nn.Parameter(ps.ones(2))
+    >>> optimizer = ps.optim.Adagrad([w], lr=0.1)
+    >>> (w * w).sum().backward()
+    >>> optimizer.step()
+    >>> (w < 1).tolist()
+    [True, True]
+    """
 
     _first_counts = (("steps", 0.0),)
 
@@ -85,7 +101,15 @@ class Adagrad(Optimizer):
 
 
 class Adadelta(Optimizer):
-    """Steps as large as those before them, by how the gradient is to its mean square."""
+    """Steps as large as those before them, by how the gradient is to its mean square.
+
+    >>> w = ps.nn.Parameter(ps.ones(2))
+    >>> optimizer = ps.optim.Adadelta([w], lr=1.0)
+    >>> (w * w).sum().backward()
+    >>> optimizer.step()
+    >>> (w < 1).tolist()
+    [True, True]
+    """
 
     def __init__(
         self,
@@ -113,7 +137,15 @@ _LEAST = float(np.finfo(np.float32).eps)
 
 
 class Adafactor(Optimizer):
-    """Mean squares of a matrix, estimated from their means over rows and columns to save memory."""
+    """Mean squares of a matrix, estimated from their means over rows and columns to save memory.
+
+    >>> w = ps.nn.Parameter(ps.ones(2))
+    >>> optimizer = ps.optim.Adafactor([w], lr=0.1)
+    >>> (w * w).sum().backward()
+    >>> optimizer.step()
+    >>> (w < 1).tolist()
+    [True, True]
+    """
 
     _first_counts = (("steps", 0.0),)
 

@@ -48,6 +48,10 @@ class ParamGroup(MutableMapping[str, Any]):
 
     A change of `lr` needs no new capture of a jitted step. Other settings are constants of a capture, so a
     change captures the step again, unless a scheduler varies them.
+
+    >>> optimizer = ps.optim.SGD([ps.nn.Parameter(ps.zeros(2))], lr=0.1)
+    >>> optimizer.param_groups[0]["lr"]
+    0.1
     """
 
     def __init__(

@@ -20,6 +20,13 @@ class Muon(Optimizer):
 
     `adjust_lr_fn` scales the rate: "original" by the shape of the matrix, "match_rms_adamw" so that rates of
     AdamW fit. The Newton-Schulz iteration runs in float32.
+
+    >>> w = ps.nn.Parameter(ps.eye(2))
+    >>> optimizer = ps.optim.Muon([w], lr=0.1)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.shape
+    (2, 2)
     """
 
     def __init__(

@@ -52,6 +52,10 @@ class Optimizer:
     Parameters are given as tensors, or as groups: dicts with `params` and settings that differ. Parameters in
     float16 or bfloat16 have a float32 master weight; with float16 `backward` scales the loss, and a step
     whose gradients are not finite changes only the scale.
+
+    >>> optimizer: ps.optim.Optimizer = ps.optim.SGD([ps.nn.Parameter(ps.ones(2))], lr=0.25)
+    >>> optimizer.lr
+    0.25
     """
 
     # The step-dependent scalars of each parameter, with their initial values.

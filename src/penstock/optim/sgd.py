@@ -11,7 +11,15 @@ from penstock.tensor.core import Tensor
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent, with optional momentum."""
+    """Stochastic gradient descent, with optional momentum.
+
+    >>> w = ps.nn.Parameter(ps.ones(2))
+    >>> optimizer = ps.optim.SGD([w], lr=0.25)
+    >>> (w * w).sum().backward()
+    >>> optimizer.step()
+    >>> (w < 1).tolist()
+    [True, True]
+    """
 
     def __init__(
         self,

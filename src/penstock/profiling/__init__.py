@@ -16,6 +16,11 @@ def profile(path: str | os.PathLike[str] | None = None, *, device: Device | str 
 
     All devices are recorded, including those that are opened inside, unless one is named. The trace opens in
     ui.perfetto.dev. While a profile is on, programs are launched kernel by kernel, so that each is timed.
+
+    >>> with ps.profile() as profile:
+    ...     _ = (ps.ones(4) + 1).numpy()
+    >>> len(profile.table()) > 0
+    True
     """
     from penstock.profiling.profiles import Profile  # imported late: few programs need it
 

@@ -13,7 +13,11 @@ T = TypeVar("T")
 
 
 class FutureState(enum.Enum):
-    """The three states of a future."""
+    """The three states of a future.
+
+    >>> [state.name for state in ps.FutureState]
+    ['PENDING', 'READY', 'FAILED']
+    """
 
     PENDING = "pending"
     READY = "ready"
@@ -21,7 +25,12 @@ class FutureState(enum.Enum):
 
 
 class Future(Generic[T]):
-    """A result of the device. Every call of `wait` returns it, or raises the device's error."""
+    """A result of the device. Every call of `wait` returns it, or raises the device's error.
+
+    >>> future = (ps.ones(2) + 1).numpy_async()
+    >>> future.wait().tolist()
+    [2.0, 2.0]
+    """
 
     def __init__(self, poll: Callable[[], bool], block: Callable[[], None], finish: Callable[[], T]) -> None:
         self._poll = poll  # whether the device is done; never waits

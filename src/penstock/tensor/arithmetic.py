@@ -13,6 +13,7 @@ from penstock.tensor.arguments import of_tensor
 from penstock.tensor.broadcasting import broadcast, common_shape
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, install, record, scalar
+from penstock.tensor.examples import with_example
 from penstock.tensor.operands import OPERANDS, alike, as_number, device_of, operand, operands, plain
 from penstock.tensor.recording import recording
 
@@ -117,7 +118,7 @@ def _unary(name: str, apply: Callable[[Node], Node], kinds: str, doc: str) -> Ca
         return record(apply(x._node), x)
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = doc
+    function.__doc__ = with_example(name, doc)
     return function
 
 
@@ -149,7 +150,7 @@ def _binary(
         return record(apply(a._node, b._node), a, b)
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = doc
+    function.__doc__ = with_example(name, doc)
     return function
 
 
@@ -174,7 +175,7 @@ def _comparison(
             return record(elementwise.full(tensor.shape, dtypes.bool_, answer), tensor)
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = doc
+    function.__doc__ = with_example(name, doc)
     return function
 
 
@@ -313,6 +314,9 @@ def clip(x: Tensor, /, min: Any = None, max: Any = None) -> Tensor:
     """The items limited to the range from `min` to `max`, in the dtype of `x`; NaN stays NaN.
 
     An item that is equal to a limit passes its gradient.
+
+    >>> ps.clip(ps.asarray([-5, 1, 9]), 0, 4).tolist()
+    [0, 1, 4]
     """
     _check("clip", _REAL, x)
     result = x

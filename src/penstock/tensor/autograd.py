@@ -23,6 +23,10 @@ def value_and_grad(
     """A function that returns the value of `function` and its gradient by the arguments `argnums`.
 
     `argnums` is the position of an argument, or a tuple of positions, for which the gradients are a tuple.
+
+    >>> value, slope = ps.value_and_grad(lambda x: (x * x).sum())(ps.asarray([1.0, 2.0]))
+    >>> value.item(), slope.tolist()
+    (5.0, [2.0, 4.0])
     """
     positions = (argnums,) if isinstance(argnums, int) else argnums
 
@@ -58,13 +62,21 @@ def value_and_grad(
 
 
 def grad(function: Callable[..., Tensor], argnums: int | tuple[int, ...] = 0) -> Callable[..., Any]:
-    """A function that returns the gradient of `function`; see `value_and_grad`."""
+    """A function that returns the gradient of `function`; see `value_and_grad`.
+
+    >>> ps.grad(lambda x: (x * x).sum())(ps.asarray([1.0, 2.0])).tolist()
+    [2.0, 4.0]
+    """
     both = value_and_grad(function, argnums)
     return lambda *args, **kwargs: both(*args, **kwargs)[1]
 
 
 def checkpoint(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """`function(*args)`, whose intermediate values are not kept, but recomputed in the backward pass."""
+    """`function(*args)`, whose intermediate values are not kept, but recomputed in the backward pass.
+
+    >>> ps.grad(lambda x: ps.checkpoint(ps.exp, x).sum())(ps.zeros(2)).tolist()
+    [1.0, 1.0]
+    """
     value = function(*args)
     if not value.requires_grad:
         return value

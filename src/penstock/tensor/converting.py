@@ -19,7 +19,11 @@ from penstock.tensor.manipulation import astype
 
 
 def tensor(data: Any, *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """A tensor with a copy of the values of `data`; Python numbers become int64, float32 or complex64."""
+    """A tensor with a copy of the values of `data`; Python numbers become int64, float32 or complex64.
+
+    >>> ps.tensor([1, 2]).dtype
+    penstock.int64
+    """
     made = asarray(data, dtype=dtype, device=device, copy=True)
     return made.detach() if isinstance(data, Tensor) else made
 
@@ -100,7 +104,11 @@ def dim(x: Tensor, /) -> int:
 
 @of_tensor
 def numel(x: Tensor, /) -> int:
-    """The number of items."""
+    """The number of items.
+
+    >>> ps.numel(ps.zeros((2, 3)))
+    6
+    """
     return int(x.size)
 
 
@@ -112,18 +120,30 @@ def element_size(x: Tensor, /) -> int:
 
 @of_tensor
 def is_floating_point(x: Tensor, /) -> bool:
-    """Whether the dtype is floating point."""
+    """Whether the dtype is floating point.
+
+    >>> ps.is_floating_point(ps.zeros(1))
+    True
+    """
     return x.dtype.kind == "f"
 
 
 @of_tensor
 def is_complex(x: Tensor, /) -> bool:
-    """Whether the dtype is complex."""
+    """Whether the dtype is complex.
+
+    >>> ps.is_complex(ps.zeros(1))
+    False
+    """
     return x.dtype.kind == "c"
 
 
 def is_tensor(x: Any, /) -> bool:
-    """Whether it is a tensor."""
+    """Whether it is a tensor.
+
+    >>> ps.is_tensor([1, 2])
+    False
+    """
     return isinstance(x, Tensor)
 
 
@@ -189,7 +209,11 @@ def rand(
     device: Where = None,
     generator: random.Generator | None = None,
 ) -> Tensor:
-    """Uniformly distributed numbers in [0, 1)."""
+    """Uniformly distributed numbers in [0, 1).
+
+    >>> ps.rand((2, 3)).shape
+    (2, 3)
+    """
     source = generator or random.default_generator
     return source.uniform(shape, dtype=dtype or dtypes.float32, device=device)
 
@@ -201,7 +225,11 @@ def randn(
     device: Where = None,
     generator: random.Generator | None = None,
 ) -> Tensor:
-    """Normally distributed numbers with mean 0 and standard deviation 1."""
+    """Normally distributed numbers with mean 0 and standard deviation 1.
+
+    >>> ps.randn((2, 3)).shape
+    (2, 3)
+    """
     source = generator or random.default_generator
     return source.normal(shape, dtype=dtype or dtypes.float32, device=device)
 
@@ -215,7 +243,11 @@ def randint(
     device: Where = None,
     generator: random.Generator | None = None,
 ) -> Tensor:
-    """Uniformly distributed integers in [low, high), or in [0, low) if `high` is left out."""
+    """Uniformly distributed integers in [low, high), or in [0, low) if `high` is left out.
+
+    >>> ps.randint(5, 6, (3,)).tolist()
+    [5, 5, 5]
+    """
     if shape is None and isinstance(high, (tuple, list)):
         low, high, shape = 0, low, high
     elif high is None:
@@ -227,19 +259,31 @@ def randint(
 
 
 def randperm(n: int, *, device: Where = None, generator: random.Generator | None = None) -> Tensor:
-    """The integers from 0 to `n` - 1 in random order."""
+    """The integers from 0 to `n` - 1 in random order.
+
+    >>> sorted(ps.randperm(4).tolist())
+    [0, 1, 2, 3]
+    """
     return (generator or random.default_generator).permutation(n, device)
 
 
 @of_tensor
 def rand_like(x: Tensor, /, *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """Uniformly distributed numbers in [0, 1) in the shape of `x`."""
+    """Uniformly distributed numbers in [0, 1) in the shape of `x`.
+
+    >>> ps.rand_like(ps.zeros((2, 3))).shape
+    (2, 3)
+    """
     return rand(x.shape, dtype=dtype or x.dtype, device=device or x.device)
 
 
 @of_tensor
 def randn_like(x: Tensor, /, *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """Normally distributed numbers in the shape of `x`."""
+    """Normally distributed numbers in the shape of `x`.
+
+    >>> ps.randn_like(ps.zeros((2, 3))).shape
+    (2, 3)
+    """
     return randn(x.shape, dtype=dtype or x.dtype, device=device or x.device)
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-from penstock.execution.realize import explain as explain_nodes
 from penstock.execution.realize import precompile, realize, waits_for_a_compiler
 from penstock.graph import elementwise, shaping
 from penstock.graph.custom_vjp import refused, refusing
@@ -89,7 +88,11 @@ class Size(int):
 
 
 class Tensor(Operators, Methods):
-    """An n-dimensional array on a device, as in the array API standard, with gradients as in PyTorch."""
+    """An n-dimensional array on a device, as in the array API standard, with gradients as in PyTorch.
+
+    >>> (ps.asarray([[1.0, 2.0], [3.0, 4.0]]) @ ps.ones((2, 1))).tolist()
+    [[3.0], [7.0]]
+    """
 
     # The `_actual` attributes hold the state outside of captured functions. Inside, `_node`, `grad` and
     # `requires_grad` go through the capture, so that other threads see none of its changes.
@@ -422,13 +425,6 @@ class Tensor(Operators, Methods):
 def realize_together(tensors: Sequence[Tensor], repeated: bool = False) -> None:
     """Compute several tensors of one device in one run; `repeated`: the same run will come many times."""
     realize([tensor._node for tensor in tensors], tensors[0].device, repeated)
-
-
-def explain(*tensors: Tensor) -> str:
-    """How these tensors would be computed, step by step, with the bytes that each step moves."""
-    if not tensors:
-        raise ValueError("explain needs a tensor")
-    return explain_nodes([tensor._node for tensor in tensors], tensors[0].device)
 
 
 def record(node: Node, *sources: Tensor) -> Tensor:

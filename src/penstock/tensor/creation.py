@@ -29,6 +29,9 @@ def asarray(
     """A tensor with the values of `obj`: a number, nested sequences, a NumPy array, a tensor, or DLPack's.
 
     By default, Python numbers become bool, int64, float32 or complex64, and arrays keep their dtype.
+
+    >>> ps.asarray([[1, 2], [3, 4]], dtype=ps.float32).tolist()
+    [[1.0, 2.0], [3.0, 4.0]]
     """
     if isinstance(obj, Tensor):
         return _from_tensor(obj, dtype, device, copy)
@@ -65,7 +68,11 @@ def _from_tensor(x: Tensor, dtype: DType | None, device: Where, copy: bool | Non
 
 
 def from_dlpack(x: Any, /, *, device: Where = None, copy: bool | None = None) -> Tensor:
-    """A tensor with a copy of the values of any array that supports DLPack."""
+    """A tensor with a copy of the values of any array that supports DLPack.
+
+    >>> ps.from_dlpack(np.arange(3)).tolist()
+    [0, 1, 2]
+    """
     if isinstance(x, Tensor):
         return asarray(x, device=device, copy=copy)
     if copy is False:
@@ -76,7 +83,11 @@ def from_dlpack(x: Any, /, *, device: Where = None, copy: bool | None = None) ->
 def full(
     shape: int | Sequence[int], fill_value: Scalar, *, dtype: DType | None = None, device: Where = None
 ) -> Tensor:
-    """A tensor filled with a number; by default in the dtype of the number."""
+    """A tensor filled with a number; by default in the dtype of the number.
+
+    >>> ps.full((2, 2), 7).tolist()
+    [[7, 7], [7, 7]]
+    """
     fill_value = as_number(fill_value)
     resolved = dtypes.of_scalar(fill_value, None) if dtype is None else dtypes.checked(dtype)
     number = fitted(fill_value, resolved, "full")
@@ -84,17 +95,29 @@ def full(
 
 
 def zeros(shape: int | Sequence[int], *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """A tensor of zeros; float32 by default."""
+    """A tensor of zeros; float32 by default.
+
+    >>> ps.zeros((2, 2)).tolist()
+    [[0.0, 0.0], [0.0, 0.0]]
+    """
     return full(shape, 0, dtype=dtype or dtypes.float32, device=device)
 
 
 def ones(shape: int | Sequence[int], *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """A tensor of ones; float32 by default."""
+    """A tensor of ones; float32 by default.
+
+    >>> ps.ones((2, 2)).tolist()
+    [[1.0, 1.0], [1.0, 1.0]]
+    """
     return full(shape, 1, dtype=dtype or dtypes.float32, device=device)
 
 
 def empty(shape: int | Sequence[int], *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """A tensor of unspecified values; float32 by default."""
+    """A tensor of unspecified values; float32 by default.
+
+    >>> ps.empty((2, 3)).shape
+    (2, 3)
+    """
     return zeros(shape, dtype=dtype, device=device)
 
 
@@ -102,25 +125,41 @@ def empty(shape: int | Sequence[int], *, dtype: DType | None = None, device: Whe
 def full_like(
     x: Tensor, /, fill_value: Scalar, *, dtype: DType | None = None, device: Where = None
 ) -> Tensor:
-    """A number in the shape of `x`, and in its dtype and device by default."""
+    """A number in the shape of `x`, and in its dtype and device by default.
+
+    >>> ps.full_like(ps.zeros(2), 7).tolist()
+    [7.0, 7.0]
+    """
     return full(x.shape, fill_value, dtype=dtype or x.dtype, device=device or x.device)
 
 
 @of_tensor
 def zeros_like(x: Tensor, /, *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """Zeros in the shape of `x`, and in its dtype and device by default."""
+    """Zeros in the shape of `x`, and in its dtype and device by default.
+
+    >>> ps.zeros_like(ps.ones(2)).tolist()
+    [0.0, 0.0]
+    """
     return full_like(x, 0, dtype=dtype, device=device)
 
 
 @of_tensor
 def ones_like(x: Tensor, /, *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """Ones in the shape of `x`, and in its dtype and device by default."""
+    """Ones in the shape of `x`, and in its dtype and device by default.
+
+    >>> ps.ones_like(ps.zeros(2)).tolist()
+    [1.0, 1.0]
+    """
     return full_like(x, 1, dtype=dtype, device=device)
 
 
 @of_tensor
 def empty_like(x: Tensor, /, *, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """Unspecified values in the shape of `x`, and in its dtype and device by default."""
+    """Unspecified values in the shape of `x`, and in its dtype and device by default.
+
+    >>> ps.empty_like(ps.zeros((2, 3))).shape
+    (2, 3)
+    """
     return zeros_like(x, dtype=dtype, device=device)
 
 
@@ -162,7 +201,11 @@ def linspace(
     device: Where = None,
     endpoint: bool = True,
 ) -> Tensor:
-    """`num` numbers at equal distances from `start` to `stop`, which is the last if `endpoint`."""
+    """`num` numbers at equal distances from `start` to `stop`, which is the last if `endpoint`.
+
+    >>> ps.linspace(0, 1, 3).tolist()
+    [0.0, 0.5, 1.0]
+    """
     num = integer(num, "linspace", "num")
     start, stop = as_number(start), as_number(stop)
     if num < 0:
@@ -183,7 +226,11 @@ def eye(
     dtype: DType | None = None,
     device: Where = None,
 ) -> Tensor:
-    """1 on the k-th diagonal, 0 elsewhere."""
+    """1 on the k-th diagonal, 0 elsewhere.
+
+    >>> ps.eye(2).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
     rows, columns = shape_of((n_rows, n_rows if n_cols is None else n_cols), "eye")
     k = integer(k, "eye", "k")
     return from_numpy(np.eye(rows, columns, k, dtypes.checked(dtype or dtypes.float32)), resolve(device))
@@ -203,18 +250,30 @@ def _kept(x: Tensor, compare: Any, k: int, name: str) -> Tensor:
 
 @of_tensor
 def tril(x: Tensor, /, k: int = 0) -> Tensor:
-    """The items on and below the k-th diagonal, 0 elsewhere."""
+    """The items on and below the k-th diagonal, 0 elsewhere.
+
+    >>> ps.tril(ps.ones((2, 2))).tolist()
+    [[1.0, 0.0], [1.0, 1.0]]
+    """
     return _kept(x, elementwise.less_equal, k, "tril")
 
 
 @of_tensor
 def triu(x: Tensor, /, k: int = 0) -> Tensor:
-    """The items on and above the k-th diagonal, 0 elsewhere."""
+    """The items on and above the k-th diagonal, 0 elsewhere.
+
+    >>> ps.triu(ps.ones((2, 2))).tolist()
+    [[1.0, 1.0], [0.0, 1.0]]
+    """
     return _kept(x, elementwise.greater_equal, k, "triu")
 
 
 def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Tensor]:
-    """Grids of coordinates, one for each array; the arrays may be given as a list."""
+    """Grids of coordinates, one for each array; the arrays may be given as a list.
+
+    >>> [grid.shape for grid in ps.meshgrid(ps.arange(3), ps.arange(2))]
+    [(2, 3), (2, 3)]
+    """
     first = arrays[0] if len(arrays) == 1 else None
     if isinstance(first, (list, tuple)) and first and all(isinstance(part, Tensor) for part in first):
         arrays = tuple(first)

@@ -109,7 +109,11 @@ def _row(x: Tensor) -> Tensor:
 
 @of_tensor
 def inv(x: Tensor, /) -> Tensor:
-    """The inverses of square matrices."""
+    """The inverses of square matrices.
+
+    >>> ps.linalg.inv(ps.asarray([[2.0, 0.0], [0.0, 4.0]])).tolist()
+    [[0.5, 0.0], [0.0, 0.25]]
+    """
     check_matrices("inv", x, square_=True)
     return lasting_vjp(_apply(host.inv, x), [x], _inv_gradient)
 
@@ -130,7 +134,11 @@ def _narrow(dtype: DType, given: DType) -> DType:
 
 
 def solve(x1: Array, x2: Array, /) -> Tensor:
-    """The solution `x` of `x1 @ x == x2`, where `x2` is a vector or has matrices in its last two axes."""
+    """The solution `x` of `x1 @ x == x2`, where `x2` is a vector or has matrices in its last two axes.
+
+    >>> ps.linalg.solve(ps.asarray([[2.0, 0.0], [0.0, 4.0]]), ps.asarray([2.0, 4.0])).tolist()
+    [1.0, 1.0]
+    """
     x1, x2 = as_tensors("linalg.solve", x1, x2)
     check_matrices("solve", x1, square_=True)
     dtype = dtypes.promote(x1.dtype, x2.dtype)
@@ -152,7 +160,11 @@ def _solve_gradient(g: Tensor, x: Tensor, a: Tensor, _: Tensor) -> list[Tensor]:
 
 @of_tensor
 def det(x: Tensor, /) -> Tensor:
-    """The determinants of square matrices."""
+    """The determinants of square matrices.
+
+    >>> ps.linalg.det(ps.asarray([[2.0, 0.0], [0.0, 4.0]])).item()
+    8.0
+    """
     check_matrices("det", x, square_=True)
     return lasting_vjp(_apply(host.det, x), [x], _det_gradient)
 
@@ -169,7 +181,11 @@ def _det_gradient(g: Tensor, _: Tensor, x: Tensor) -> list[Tensor]:
 
 @of_tensor
 def slogdet(x: Tensor, /) -> SlogdetResult:
-    """The signs of the determinants, and the logarithms of their absolute values."""
+    """The signs of the determinants, and the logarithms of their absolute values.
+
+    >>> ps.linalg.slogdet(ps.eye(2)).sign.item()
+    1.0
+    """
     check_matrices("slogdet", x, square_=True)
     packed = _apply(host.slogdet, x)
     sign, logarithm = packed[..., 0], real_(packed[..., 1])
@@ -188,6 +204,9 @@ def cholesky(x: Tensor, /, *, upper: bool = False) -> Tensor:
     """The lower triangular L with `x == L @ L.T` (conjugated if complex), or its transpose if `upper`.
 
     `x` has to be symmetric and positive definite.
+
+    >>> ps.linalg.cholesky(ps.asarray([[4.0, 0.0], [0.0, 9.0]])).tolist()
+    [[2.0, 0.0], [0.0, 3.0]]
     """
     check_matrices("cholesky", x, square_=True)
     lower = lasting_vjp(_apply(host.cholesky, x), [x], _cholesky_gradient)
@@ -208,7 +227,12 @@ def _identity(x: Tensor) -> Tensor:
 
 @of_tensor
 def qr(x: Tensor, /, *, mode: str = "reduced") -> QRResult:
-    """Q with orthonormal columns and an upper triangular R, with `x == Q @ R`."""
+    """Q with orthonormal columns and an upper triangular R, with `x == Q @ R`.
+
+    >>> q, r = ps.linalg.qr(ps.ones((3, 2)))
+    >>> q.shape, r.shape
+    ((3, 2), (2, 2))
+    """
     check_matrices("qr", x)
     if mode not in ("reduced", "complete"):
         raise ValueError(f"linalg.qr: mode is 'reduced' or 'complete', and {mode!r} was given")
@@ -237,7 +261,11 @@ def _qr_gradient(g: Tensor, packed: Tensor, x: Tensor) -> list[Tensor]:
 
 @of_tensor
 def eigh(x: Tensor, /) -> EighResult:
-    """The eigenvalues of symmetric matrices in ascending order, and the eigenvectors as columns."""
+    """The eigenvalues of symmetric matrices in ascending order, and the eigenvectors as columns.
+
+    >>> ps.linalg.eigh(ps.asarray([[2.0, 0.0], [0.0, 1.0]])).eigenvalues.tolist()
+    [1.0, 2.0]
+    """
     check_matrices("eigh", x, square_=True)
     packed = lasting_vjp(_apply(host.eigh, x), [x], _eigh_gradient)
     values, vectors = _parts(packed, [x.shape[:-1], x.shape])
@@ -262,13 +290,22 @@ def _inverse(x: Tensor) -> Tensor:
 
 @of_tensor
 def eigvalsh(x: Tensor, /) -> Tensor:
-    """The eigenvalues of symmetric matrices in ascending order."""
+    """The eigenvalues of symmetric matrices in ascending order.
+
+    >>> ps.linalg.eigvalsh(ps.asarray([[2.0, 0.0], [0.0, 1.0]])).tolist()
+    [1.0, 2.0]
+    """
     return eigh(x).eigenvalues
 
 
 @of_tensor
 def svd(x: Tensor, /, *, full_matrices: bool = True) -> SVDResult:
-    """U, the singular values S in descending order, and Vh, with `x == (U * S) @ Vh` for the reduced form."""
+    """U, the singular values S in descending order, and Vh, with `x == (U * S) @ Vh` for the reduced form.
+
+    >>> u, s, vh = ps.linalg.svd(ps.ones((3, 2)), full_matrices=False)
+    >>> u.shape, s.shape, vh.shape
+    ((3, 2), (2,), (2, 2))
+    """
     check_matrices("svd", x)
     square_ = x.shape[-1] == x.shape[-2]
     if full_matrices and not square_ and x.requires_grad and recording():
@@ -301,13 +338,21 @@ def _svd_gradient(g: Tensor, packed: Tensor, x: Tensor) -> list[Tensor]:
 
 @of_tensor
 def svdvals(x: Tensor, /) -> Tensor:
-    """The singular values in descending order."""
+    """The singular values in descending order.
+
+    >>> ps.linalg.svdvals(ps.asarray([[3.0, 0.0], [0.0, 4.0]])).tolist()
+    [4.0, 3.0]
+    """
     return svd(x, full_matrices=False).S
 
 
 @of_tensor
 def pinv(x: Tensor, /, *, rtol: Any = None) -> Tensor:
-    """The Moore-Penrose inverses; singular values up to `rtol` times the greatest count as 0."""
+    """The Moore-Penrose inverses; singular values up to `rtol` times the greatest count as 0.
+
+    >>> ps.linalg.pinv(ps.ones((3, 2))).shape
+    (2, 3)
+    """
     check_matrices("pinv", x)
     u, s, vh = svd(x.detach(), full_matrices=False)
     if not s.size:

@@ -75,13 +75,21 @@ def _transformed(
 
 @of_tensor
 def fft(x: Tensor, /, n: int | None = None, axis: int = -1, norm: _Norm = "backward") -> Tensor:
-    """The Fourier transform along an axis."""
+    """The Fourier transform along an axis.
+
+    >>> ps.fft.fft(ps.asarray([1.0, 1.0])).tolist()
+    [(2+0j), 0j]
+    """
     return _transformed("fft", x, n, (axis,), norm, "fftn")
 
 
 @of_tensor
 def ifft(x: Tensor, /, n: int | None = None, axis: int = -1, norm: _Norm = "backward") -> Tensor:
-    """The inverse of `fft`."""
+    """The inverse of `fft`.
+
+    >>> ps.fft.ifft(ps.asarray([2 + 0j, 0j])).tolist()
+    [(1+0j), (1+0j)]
+    """
     return _transformed("ifft", x, n, (axis,), norm, "ifftn")
 
 
@@ -93,7 +101,11 @@ def fftn(
     axes: Sequence[int] | None = None,
     norm: _Norm = "backward",
 ) -> Tensor:
-    """The Fourier transform along several axes, by default all."""
+    """The Fourier transform along several axes, by default all.
+
+    >>> ps.fft.fftn(ps.ones((2, 3))).shape
+    (2, 3)
+    """
     return _transformed("fftn", x, s, axes, norm, "fftn")
 
 
@@ -105,19 +117,31 @@ def ifftn(
     axes: Sequence[int] | None = None,
     norm: _Norm = "backward",
 ) -> Tensor:
-    """The inverse of `fftn`."""
+    """The inverse of `fftn`.
+
+    >>> ps.fft.ifftn(ps.ones((2, 3))).shape
+    (2, 3)
+    """
     return _transformed("ifftn", x, s, axes, norm, "ifftn")
 
 
 @of_tensor
 def rfft(x: Tensor, /, n: int | None = None, axis: int = -1, norm: _Norm = "backward") -> Tensor:
-    """The Fourier transform of real numbers along an axis: only its non-negative frequencies."""
+    """The Fourier transform of real numbers along an axis: only its non-negative frequencies.
+
+    >>> ps.fft.rfft(ps.ones(4)).tolist()
+    [(4+0j), 0j, 0j]
+    """
     return _transformed("rfft", x, n, (axis,), norm, "rfftn")
 
 
 @of_tensor
 def irfft(x: Tensor, /, n: int | None = None, axis: int = -1, norm: _Norm = "backward") -> Tensor:
-    """The inverse of `rfft`; `n` is the length of the result, by default 2 * (length - 1)."""
+    """The inverse of `rfft`; `n` is the length of the result, by default 2 * (length - 1).
+
+    >>> ps.fft.irfft(ps.asarray([4 + 0j, 0j, 0j])).tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
     return _transformed("irfft", x, n, (axis,), norm, "irfftn", from_half=True)
 
 
@@ -129,7 +153,11 @@ def rfftn(
     axes: Sequence[int] | None = None,
     norm: _Norm = "backward",
 ) -> Tensor:
-    """The Fourier transform of real numbers along several axes, by default all; `rfft` along the last."""
+    """The Fourier transform of real numbers along several axes, by default all; `rfft` along the last.
+
+    >>> ps.fft.rfftn(ps.ones((2, 4))).shape
+    (2, 3)
+    """
     return _transformed("rfftn", x, s, axes, norm, "rfftn")
 
 
@@ -141,29 +169,49 @@ def irfftn(
     axes: Sequence[int] | None = None,
     norm: _Norm = "backward",
 ) -> Tensor:
-    """The inverse of `rfftn`."""
+    """The inverse of `rfftn`.
+
+    >>> ps.fft.irfftn(ps.fft.rfftn(ps.ones((2, 4)))).tolist()
+    [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
+    """
     return _transformed("irfftn", x, s, axes, norm, "irfftn", from_half=True)
 
 
 @of_tensor
 def hfft(x: Tensor, /, n: int | None = None, axis: int = -1, norm: _Norm = "backward") -> Tensor:
-    """The Fourier transform, which is real, of a Hermitian-symmetric signal, given by its first half."""
+    """The Fourier transform, which is real, of a Hermitian-symmetric signal, given by its first half.
+
+    >>> ps.fft.hfft(ps.asarray([1 + 0j, 0j, 0j])).tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
     return _transformed("hfft", x, n, (axis,), norm, "hfft", from_half=True)
 
 
 @of_tensor
 def ihfft(x: Tensor, /, n: int | None = None, axis: int = -1, norm: _Norm = "backward") -> Tensor:
-    """The inverse of `hfft`."""
+    """The inverse of `hfft`.
+
+    >>> ps.fft.ihfft(ps.ones(4)).shape
+    (3,)
+    """
     return _transformed("ihfft", x, n, (axis,), norm, "ihfft")
 
 
 def fftfreq(n: int, /, *, d: float = 1.0, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """The frequencies of the items of `fft` for `n` samples at distance `d`."""
+    """The frequencies of the items of `fft` for `n` samples at distance `d`.
+
+    >>> ps.fft.fftfreq(4).tolist()
+    [0.0, 0.25, -0.5, -0.25]
+    """
     return _frequencies(np.fft.fftfreq, n, d, dtype, device)
 
 
 def rfftfreq(n: int, /, *, d: float = 1.0, dtype: DType | None = None, device: Where = None) -> Tensor:
-    """The frequencies of the items of `rfft` for `n` samples at distance `d`."""
+    """The frequencies of the items of `rfft` for `n` samples at distance `d`.
+
+    >>> ps.fft.rfftfreq(4).tolist()
+    [0.0, 0.25, 0.5]
+    """
     return _frequencies(np.fft.rfftfreq, n, d, dtype, device)
 
 
@@ -176,14 +224,22 @@ def _frequencies(function: Any, n: int, d: float, dtype: DType | None, device: W
 
 @of_tensor
 def fftshift(x: Tensor, /, axes: int | Sequence[int] | None = None) -> Tensor:
-    """Move frequency 0 to the middle of the axes."""
+    """Move frequency 0 to the middle of the axes.
+
+    >>> ps.fft.fftshift(ps.arange(4)).tolist()
+    [2, 3, 0, 1]
+    """
     order = axes_of(x, axes, "fft.fftshift")
     return roll(x, tuple(x.shape[axis] // 2 for axis in order), axis=order) if order else x
 
 
 @of_tensor
 def ifftshift(x: Tensor, /, axes: int | Sequence[int] | None = None) -> Tensor:
-    """The inverse of `fftshift`."""
+    """The inverse of `fftshift`.
+
+    >>> ps.fft.ifftshift(ps.asarray([2, 3, 0, 1])).tolist()
+    [0, 1, 2, 3]
+    """
     order = axes_of(x, axes, "fft.ifftshift")
     return roll(x, tuple(-(x.shape[axis] // 2) for axis in order), axis=order) if order else x
 

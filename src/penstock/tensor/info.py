@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.execution.realize import explain as explain_nodes
 from penstock.graph.node import DType
 from penstock.registry import default_device, devices
 from penstock.runtime import Device
@@ -42,7 +43,11 @@ def _dtype(type: Any) -> DType:
 
 
 def finfo(type: Any, /) -> FloatInfo:
-    """The limits of a floating-point dtype, or of that of a tensor."""
+    """The limits of a floating-point dtype, or of that of a tensor.
+
+    >>> ps.finfo(ps.float32).bits
+    32
+    """
     dtype = _dtype(type)
     if dtype.kind not in "fc":
         raise ValueError(f"finfo is for floating-point dtypes, and {dtype} was given")
@@ -58,7 +63,11 @@ def finfo(type: Any, /) -> FloatInfo:
 
 
 def iinfo(type: Any, /) -> IntegerInfo:
-    """The limits of an integer dtype, or of that of a tensor."""
+    """The limits of an integer dtype, or of that of a tensor.
+
+    >>> ps.iinfo(ps.int8).max
+    127
+    """
     dtype = _dtype(type)
     if dtype.kind not in "iu":
         raise ValueError(f"iinfo is for integer dtypes, and {dtype} was given")
@@ -67,7 +76,11 @@ def iinfo(type: Any, /) -> IntegerInfo:
 
 
 def isdtype(dtype: DType, kind: Any) -> bool:
-    """Whether a dtype is of a kind: a dtype, the name of a kind, or a tuple of these."""
+    """Whether a dtype is of a kind: a dtype, the name of a kind, or a tuple of these.
+
+    >>> ps.isdtype(ps.int32, "integral")
+    True
+    """
     if isinstance(kind, tuple):
         return any(isdtype(dtype, part) for part in kind)
     if isinstance(kind, str):
@@ -78,7 +91,11 @@ def isdtype(dtype: DType, kind: Any) -> bool:
 
 
 def result_type(*arrays_and_dtypes: Any) -> DType:
-    """The dtype to which tensors, dtypes and Python numbers promote; at least one is a tensor or dtype."""
+    """The dtype to which tensors, dtypes and Python numbers promote; at least one is a tensor or dtype.
+
+    >>> ps.result_type(ps.int32, ps.float32)
+    penstock.float32
+    """
     numbers = [item for item in arrays_and_dtypes if isinstance(item, NUMBERS)]
     rest = [_dtype(item) for item in arrays_and_dtypes if not isinstance(item, NUMBERS)]
     if not rest:
@@ -90,7 +107,11 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
 
 
 def can_cast(from_: Any, to: DType, /) -> bool:
-    """Whether a dtype, or that of a tensor, can be cast to another safely, as by `numpy.can_cast`."""
+    """Whether a dtype, or that of a tensor, can be cast to another safely, as by `numpy.can_cast`.
+
+    >>> ps.can_cast(ps.int32, ps.int64)
+    True
+    """
     return np.can_cast(_dtype(from_).numpy, dtypes.checked(to).numpy)
 
 
@@ -120,5 +141,20 @@ class NamespaceInfo:
 
 
 def __array_namespace_info__() -> NamespaceInfo:  # noqa: N807 - the standard's name
-    """The array API standard's inspection of this namespace."""
+    """The array API standard's inspection of this namespace.
+
+    >>> ps.__array_namespace_info__().default_device()
+    <Device host: NumPy>
+    """
     return NamespaceInfo()
+
+
+def explain(*tensors: Tensor) -> str:
+    """How these tensors would be computed, step by step, with the bytes that each step moves.
+
+    >>> "add" in ps.explain(ps.ones(4) + 1)
+    True
+    """
+    if not tensors:
+        raise ValueError("explain needs a tensor")
+    return explain_nodes([tensor._node for tensor in tensors], tensors[0].device)

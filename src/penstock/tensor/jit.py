@@ -49,6 +49,12 @@ def jit(function: Any = None, *, donate: int | Sequence[int] = (), memory: int |
     that the function changes in place are changed by every replay. The memory of arguments at the positions
     `donate` may be reused for results: these tensors cannot be used afterwards. `memory`, such as "2GiB", is
     the memory budget of its calls; see `ps.memory.budget`.
+
+    >>> @ps.jit
+    ... def double(x):
+    ...     return x + x
+    >>> double(ps.asarray([1, 2])).tolist()
+    [2, 4]
     """
     positions = (donate,) if isinstance(donate, int) else tuple(donate)
     limit = None if memory is None else parse_bytes(memory)

@@ -90,7 +90,11 @@ __all__ = [
 
 @of_tensor
 def matrix_rank(x: Tensor, /, *, rtol: Any = None) -> Tensor:
-    """The ranks of matrices: how many singular values exceed `rtol` times the greatest."""
+    """The ranks of matrices: how many singular values exceed `rtol` times the greatest.
+
+    >>> ps.linalg.matrix_rank(ps.ones((3, 3))).item()
+    1
+    """
     check_matrices("matrix_rank", x)
     s = svdvals(x.detach())
     if not s.shape[-1]:
@@ -101,7 +105,11 @@ def matrix_rank(x: Tensor, /, *, rtol: Any = None) -> Tensor:
 
 @of_tensor
 def matrix_power(x: Tensor, n: int, /) -> Tensor:
-    """The `n`-th power of square matrices; of their inverses if `n` is negative."""
+    """The `n`-th power of square matrices; of their inverses if `n` is negative.
+
+    >>> ps.linalg.matrix_power(ps.asarray([[2.0, 0.0], [0.0, 3.0]]), 2).tolist()
+    [[4.0, 0.0], [0.0, 9.0]]
+    """
     check_matrices("matrix_power", x, square_=True)
     n = integer(n, "linalg.matrix_power", "n")
     base, left = (inv(x), -n) if n < 0 else (x, n)
@@ -119,7 +127,11 @@ def matrix_power(x: Tensor, n: int, /) -> Tensor:
 
 @of_tensor
 def diagonal(x: Tensor, /, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
-    """The diagonals of the matrices in the last two axes, or in the axes `dim1` and `dim2`."""
+    """The diagonals of the matrices in the last two axes, or in the axes `dim1` and `dim2`.
+
+    >>> ps.linalg.diagonal(ps.asarray([[1, 2], [3, 4]])).tolist()
+    [1, 4]
+    """
     if x.ndim < 2:
         raise ValueError(f"linalg.diagonal takes matrices, and the shape is {x.shape}")
     return _selecting.diagonal(x, offset, dim1, dim2)
@@ -127,17 +139,29 @@ def diagonal(x: Tensor, /, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -
 
 @of_tensor
 def trace(x: Tensor, /, *, offset: int = 0, dtype: DType | None = None) -> Tensor:
-    """The sums of the diagonals of the matrices in the last two axes."""
+    """The sums of the diagonals of the matrices in the last two axes.
+
+    >>> ps.linalg.trace(ps.asarray([[1, 2], [3, 4]])).item()
+    5
+    """
     return sum_(diagonal(x, offset=offset), axis=-1, dtype=dtype)
 
 
 def outer(x1: Array, x2: Array, /) -> Tensor:
-    """All products of an item of one vector and an item of another."""
+    """All products of an item of one vector and an item of another.
+
+    >>> ps.linalg.outer(ps.asarray([1, 2]), ps.asarray([3, 4])).tolist()
+    [[3, 4], [6, 8]]
+    """
     return _products.outer(x1, x2)
 
 
 def cross(x1: Array, x2: Array, /, *, axis: int = -1) -> Tensor:
-    """The cross products of vectors of three items along an axis."""
+    """The cross products of vectors of three items along an axis.
+
+    >>> ps.linalg.cross(ps.asarray([1, 0, 0]), ps.asarray([0, 1, 0])).tolist()
+    [0, 0, 1]
+    """
     x1, x2 = as_tensors("linalg.cross", x1, x2)
     for x in (x1, x2):
         if x.shape[axes_of(x, axis, "linalg.cross")[0]] != 3:
@@ -160,6 +184,9 @@ def vector_norm(
     """The norm of vectors: the sum of the absolute values to the power `ord`, to the power `1 / ord`.
 
     At 0, where norms have no derivative, the gradient is 0.
+
+    >>> ps.linalg.vector_norm(ps.asarray([3.0, 4.0])).item()
+    5.0
     """
     x = x if dtype is None else astype(x, dtype)
     if x.dtype.kind not in "fc":
@@ -200,6 +227,9 @@ def matrix_norm(
     """The norm of matrices. 'fro' is that of all items as a vector, 'nuc' the sum of the singular values.
 
     The greatest (with a minus sign the least) singular value is 2, sum of a column 1, sum of a row inf.
+
+    >>> ps.linalg.matrix_norm(ps.asarray([[3.0, 0.0], [0.0, 4.0]])).item()
+    5.0
     """
     check_matrices("matrix_norm", x)
     x = x if dtype is None else astype(x, dtype)
@@ -228,7 +258,11 @@ def norm(
     *,
     dtype: DType | None = None,
 ) -> Tensor:
-    """The norm of vectors, by default of all items; of matrices if `ord` is given for two axes."""
+    """The norm of vectors, by default of all items; of matrices if `ord` is given for two axes.
+
+    >>> ps.linalg.norm(ps.asarray([3.0, 4.0])).item()
+    5.0
+    """
     given = x if dtype is None else astype(x, dtype)
     axes = axes_of(given, axis, "linalg.norm")
     if isinstance(ord, str) or (ord is not None and len(axes) == 2):
@@ -254,7 +288,11 @@ def torch_norm(
     *,
     dtype: DType | None = None,
 ) -> Tensor:
-    """PyTorch's `norm`: the vector norm over axes, by default of all items; 'nuc' is for matrices."""
+    """PyTorch's `norm`: the vector norm over axes, by default of all items; 'nuc' is for matrices.
+
+    >>> ps.norm(ps.asarray([3.0, 4.0])).item()
+    5.0
+    """
     given = x if dtype is None else astype(x, dtype)
     if p == "nuc":
         return _matrices(given, axis, keepdims, p)

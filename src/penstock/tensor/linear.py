@@ -22,7 +22,11 @@ from penstock.tensor.reduction import sum as sum_
 
 
 def matmul(x1: Array, x2: Array, /) -> Tensor:
-    """The matrix product over the last two axes; a vector is a row on the left, a column on the right."""
+    """The matrix product over the last two axes; a vector is a row on the left, a column on the right.
+
+    >>> ps.matmul(ps.asarray([[1, 2], [3, 4]]), ps.asarray([1, 1])).tolist()
+    [3, 7]
+    """
     if isinstance(x1, Tensor) and isinstance(x2, Tensor):
         a, b = x1._node, x2._node
         matrices = len(a.shape) == len(b.shape) == 2 and a.shape[1] == b.shape[0]
@@ -64,6 +68,10 @@ def matmul_batch(lefts: Sequence[Tensor], rights: Sequence[Tensor], /) -> list[T
     Pairs of equal shapes are stacked and computed by one launch; inside a jitted function, a CPU needs no
     copies for that. Outside of a jitted function they are computed immediately, so that reading one result
     does not recompute the others. For matrices in one tensor, `matmul` does the same.
+
+    >>> a, b = ps.matmul_batch([ps.zeros((2, 3)), ps.zeros((4, 5))], [ps.zeros((3, 1)), ps.zeros((5, 6))])
+    >>> a.shape, b.shape
+    ((2, 1), (4, 6))
     """
     if len(lefts) != len(rights):
         raise ValueError(f"matmul_batch takes pairs, and {len(lefts)} and {len(rights)} matrices were given")
@@ -89,7 +97,11 @@ def matmul_batch(lefts: Sequence[Tensor], rights: Sequence[Tensor], /) -> list[T
 
 
 def vecdot(x1: Array, x2: Array, /, axis: int = -1) -> Tensor:
-    """The dot products of vectors along an axis; complex numbers of the first are conjugated."""
+    """The dot products of vectors along an axis; complex numbers of the first are conjugated.
+
+    >>> ps.vecdot(ps.asarray([1, 2]), ps.asarray([3, 4])).item()
+    11
+    """
     x1, x2 = as_tensors("vecdot", x1, x2)
     if x1.dtype.kind not in "iufc" or x2.dtype.kind not in "iufc":
         raise TypeError(f"vecdot does not take {x1.dtype} and {x2.dtype}")
@@ -103,7 +115,11 @@ def vecdot(x1: Array, x2: Array, /, axis: int = -1) -> Tensor:
 
 
 def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Tensor:
-    """The sum of products over the last `axes` axes of x1 and the first of x2, or over lists of axes."""
+    """The sum of products over the last `axes` axes of x1 and the first of x2, or over lists of axes.
+
+    >>> ps.linalg.tensordot(ps.zeros((2, 3, 4)), ps.zeros((4, 5)), axes=1).shape
+    (2, 3, 5)
+    """
     x1, x2 = as_tensors("tensordot", x1, x2)
     if isinstance(axes, int):
         if not 0 <= axes <= min(x1.ndim, x2.ndim):

@@ -24,7 +24,11 @@ Axis = int | Sequence[int] | None
 
 @of_tensor
 def astype(x: Tensor, dtype: DType, /, *, copy: bool = True, device: Where = None) -> Tensor:
-    """The values in another dtype; without `copy`, the tensor itself if it has that dtype."""
+    """The values in another dtype; without `copy`, the tensor itself if it has that dtype.
+
+    >>> ps.astype(ps.asarray([1.7]), ps.int32).tolist()
+    [1]
+    """
     moved = x if device is None else x.to_device(device)
     node = elementwise.cast(moved._node, dtypes.checked(dtype))
     return moved if node is moved._node and not copy else record(node, moved)
@@ -32,7 +36,11 @@ def astype(x: Tensor, dtype: DType, /, *, copy: bool = True, device: Where = Non
 
 @of_tensor
 def reshape(x: Tensor, /, shape: int | Sequence[int], *, copy: bool | None = None) -> Tensor:
-    """The items in another shape; one length may be -1, and is then inferred."""
+    """The items in another shape; one length may be -1, and is then inferred.
+
+    >>> ps.reshape(ps.arange(6), (2, -1)).shape
+    (2, 3)
+    """
     wanted = list(integers(shape, "reshape", "a shape"))
     node = x._node
     size = math.prod(node.shape)
@@ -47,7 +55,11 @@ def reshape(x: Tensor, /, shape: int | Sequence[int], *, copy: bool | None = Non
 
 @of_tensor
 def permute_dims(x: Tensor, /, axes: Sequence[int]) -> Tensor:
-    """Axis `axes[i]` becomes axis `i`."""
+    """Axis `axes[i]` becomes axis `i`.
+
+    >>> ps.permute_dims(ps.zeros((2, 3, 4)), (2, 0, 1)).shape
+    (4, 2, 3)
+    """
     axes = integers(axes, "permute_dims", "an order of axes")
     node = x._node
     count = len(node.shape)
@@ -62,13 +74,21 @@ def permute_dims(x: Tensor, /, axes: Sequence[int]) -> Tensor:
 
 @of_tensor
 def matrix_transpose(x: Tensor, /) -> Tensor:
-    """The transposes of the matrices in the last two axes."""
+    """The transposes of the matrices in the last two axes.
+
+    >>> ps.matrix_transpose(ps.zeros((5, 2, 3))).shape
+    (5, 3, 2)
+    """
     return x.mT
 
 
 @of_tensor
 def moveaxis(x: Tensor, source: int | Sequence[int], destination: int | Sequence[int], /) -> Tensor:
-    """Move axes to other positions; the remaining axes keep their order."""
+    """Move axes to other positions; the remaining axes keep their order.
+
+    >>> ps.moveaxis(ps.zeros((2, 3, 4)), 0, -1).shape
+    (3, 4, 2)
+    """
     from_ = list(integers(source, "moveaxis", "an axis"))
     to = list(integers(destination, "moveaxis", "an axis"))
     if len(from_) != len(to):
@@ -84,7 +104,11 @@ def moveaxis(x: Tensor, source: int | Sequence[int], destination: int | Sequence
 
 @of_tensor
 def expand_dims(x: Tensor, /, axis: int | Sequence[int] = 0) -> Tensor:
-    """Insert axes of length 1 at these positions of the result."""
+    """Insert axes of length 1 at these positions of the result.
+
+    >>> ps.expand_dims(ps.zeros((2, 3)), axis=1).shape
+    (2, 1, 3)
+    """
     axes = integers(axis, "expand_dims", "an axis")
     ndim = x.ndim + len(axes)
     if builtins.any(not -ndim <= position < ndim for position in axes):
@@ -107,7 +131,11 @@ def squeeze(x: Tensor, /, axis: int | Sequence[int]) -> Tensor:
 
 @of_tensor
 def flip(x: Tensor, /, axis: Axis = None) -> Tensor:
-    """Reverse the order of items along axes, by default along all."""
+    """Reverse the order of items along axes, by default along all.
+
+    >>> ps.flip(ps.asarray([1, 2, 3])).tolist()
+    [3, 2, 1]
+    """
     node = x._node
     for position in axes_of(x, axis, "flip"):
         node = reducing.reverse(node, position)
@@ -116,7 +144,11 @@ def flip(x: Tensor, /, axis: Axis = None) -> Tensor:
 
 @of_tensor
 def roll(x: Tensor, /, shift: int | Sequence[int], axis: Axis = None) -> Tensor:
-    """Shift items along axes, and wrap around; without axes, in the flattened tensor."""
+    """Shift items along axes, and wrap around; without axes, in the flattened tensor.
+
+    >>> ps.roll(ps.asarray([1, 2, 3]), 1).tolist()
+    [3, 1, 2]
+    """
     if axis is None:
         return reshape(roll(reshape(x, -1), shift, axis=0), x.shape)
     axes, shifts = integers(axis, "roll", "an axis"), integers(shift, "roll", "a shift")
@@ -138,7 +170,11 @@ def roll(x: Tensor, /, shift: int | Sequence[int], axis: Axis = None) -> Tensor:
 
 
 def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Tensor:
-    """Concatenate arrays along an axis; with None, all items in a single axis. Dtypes promote."""
+    """Concatenate arrays along an axis; with None, all items in a single axis. Dtypes promote.
+
+    >>> ps.concat([ps.asarray([1, 2]), ps.asarray([3])]).tolist()
+    [1, 2, 3]
+    """
     if not arrays:
         raise ValueError("concat needs an array")
     arrays = as_tensors("concat", *arrays)
@@ -157,7 +193,11 @@ def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Tensor:
 
 
 def stack(arrays: Sequence[Array], /, axis: int = 0) -> Tensor:
-    """Stack arrays of the same shape along a new axis."""
+    """Stack arrays of the same shape along a new axis.
+
+    >>> ps.stack([ps.zeros(3), ps.zeros(3)]).shape
+    (2, 3)
+    """
     if not arrays:
         raise ValueError("stack needs an array")
     arrays = as_tensors("stack", *arrays)
@@ -166,7 +206,11 @@ def stack(arrays: Sequence[Array], /, axis: int = 0) -> Tensor:
 
 @of_tensor
 def unstack(x: Tensor, /, axis: int = 0) -> tuple[Tensor, ...]:
-    """The slices along an axis, without that axis."""
+    """The slices along an axis, without that axis.
+
+    >>> [row.tolist() for row in ps.unstack(ps.asarray([[1, 2], [3, 4]]))]
+    [[1, 2], [3, 4]]
+    """
     (position,) = axes_of(x, axis, "unstack")
     front = moveaxis(x, position, 0)
     return tuple(front[i] for i in range(front.shape[0]))
@@ -174,7 +218,11 @@ def unstack(x: Tensor, /, axis: int = 0) -> tuple[Tensor, ...]:
 
 @of_tensor
 def tile(x: Tensor, repetitions: Sequence[int], /) -> Tensor:
-    """Repeat the whole tensor along each axis."""
+    """Repeat the whole tensor along each axis.
+
+    >>> ps.tile(ps.asarray([1, 2]), (2,)).tolist()
+    [1, 2, 1, 2]
+    """
     counts = shape_of(repetitions, "tile")
     ndim = builtins.max(x.ndim, len(counts))
     counts = (1,) * (ndim - len(counts)) + counts
@@ -187,7 +235,11 @@ def tile(x: Tensor, repetitions: Sequence[int], /) -> Tensor:
 
 @of_tensor
 def repeat(x: Tensor, repeats: int | Array, /, axis: int | None = None) -> Tensor:
-    """Repeat each item along an axis, or of the flattened tensor; the counts of items may differ."""
+    """Repeat each item along an axis, or of the flattened tensor; the counts of items may differ.
+
+    >>> ps.repeat(ps.asarray([1, 2]), 2).tolist()
+    [1, 1, 2, 2]
+    """
     if axis is None:
         return repeat(reshape(x, -1), repeats, axis=0)
     (position,) = axes_of(x, axis, "repeat")
@@ -198,12 +250,20 @@ def repeat(x: Tensor, repeats: int | Array, /, axis: int | None = None) -> Tenso
 
 @of_tensor
 def broadcast_to(x: Tensor, /, shape: Sequence[int]) -> Tensor:
-    """Broadcast to a shape."""
+    """Broadcast to a shape.
+
+    >>> ps.broadcast_to(ps.asarray([1, 2]), (2, 2)).tolist()
+    [[1, 2], [1, 2]]
+    """
     return broadcast(x, shape_of(shape, "broadcast_to"))
 
 
 def broadcast_arrays(*arrays: Array) -> list[Tensor]:
-    """Broadcast arrays to their common shape."""
+    """Broadcast arrays to their common shape.
+
+    >>> [array.shape for array in ps.broadcast_arrays(ps.zeros((2, 1)), ps.zeros(3))]
+    [(2, 3), (2, 3)]
+    """
     tensors = as_tensors("broadcast_arrays", *arrays)
     shape = common_shape(*(tensor.shape for tensor in tensors))
     return [broadcast(tensor, shape) for tensor in tensors]
@@ -211,7 +271,11 @@ def broadcast_arrays(*arrays: Array) -> list[Tensor]:
 
 @of_tensor
 def take(x: Tensor, indices: Array, /, axis: int | None = None) -> Tensor:
-    """The slices at `indices` along an axis."""
+    """The slices at `indices` along an axis.
+
+    >>> ps.take(ps.asarray([5, 6, 7]), ps.asarray([2, 0])).tolist()
+    [7, 5]
+    """
     if axis is None and x.ndim != 1:
         raise ValueError(f"take needs an axis for shape {x.shape}")
     (position,) = axes_of(x, axis or 0, "take")
@@ -223,7 +287,11 @@ def take(x: Tensor, indices: Array, /, axis: int | None = None) -> Tensor:
 
 
 def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Tensor:
-    """The items at `indices` along an axis; the other axes of both broadcast together."""
+    """The items at `indices` along an axis; the other axes of both broadcast together.
+
+    >>> ps.take_along_axis(ps.asarray([[5, 6], [7, 8]]), ps.asarray([[1], [0]])).tolist()
+    [[6], [7]]
+    """
     x, indices = as_tensors("take_along_axis", x, indices)
     (position,) = axes_of(x, axis, "take_along_axis")
     others = [(*t.shape[:position], 1, *t.shape[position + 1 :]) for t in (x, indices)]

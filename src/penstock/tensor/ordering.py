@@ -109,7 +109,11 @@ def sorted_pair(x: Tensor, /, axis: int = -1, descending: bool = False, stable: 
 
 @of_tensor
 def topk(x: Tensor, /, k: int, axis: int = -1, largest: bool = True, sorted: bool = True) -> Ordered:
-    """The `k` largest or smallest items along an axis, sorted, and their indices."""
+    """The `k` largest or smallest items along an axis, sorted, and their indices.
+
+    >>> ps.topk(ps.asarray([3, 9, 4]), 2).values.tolist()
+    [9, 4]
+    """
     k = integer(k, "topk", "k")
     if not x.ndim:
         return Ordered(x, _zero(x)) if k == 1 else _refuse_count("topk", k, x, axis)
@@ -130,7 +134,11 @@ def _refuse_count(name: str, k: int, x: Tensor, axis: int) -> NoReturn:
 
 @of_tensor
 def kthvalue(x: Tensor, /, k: int, axis: int = -1, keepdims: bool = False) -> Ordered:
-    """The `k`-th smallest items along an axis, counted from 1, and their indices."""
+    """The `k`-th smallest items along an axis, counted from 1, and their indices.
+
+    >>> ps.kthvalue(ps.asarray([3, 9, 4]), 2).values.item()
+    4
+    """
     k = integer(k, "kthvalue", "k")
     if not x.ndim:
         return _single(lambda x: kthvalue(x, k, axis, True), x)
@@ -144,7 +152,11 @@ def kthvalue(x: Tensor, /, k: int, axis: int = -1, keepdims: bool = False) -> Or
 
 @of_tensor
 def median(x: Tensor, /, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The median, of two middle items the lower; along an axis also its index. NaN if any item is NaN."""
+    """The median, of two middle items the lower; along an axis also its index. NaN if any item is NaN.
+
+    >>> ps.median(ps.asarray([3, 9, 4])).item()
+    4
+    """
     if dim is None:
         if not x.size:
             raise ValueError(f"median of nothing: shape {x.shape}")
@@ -168,7 +180,11 @@ def median(x: Tensor, /, dim: int | None = None, keepdim: bool = False) -> Any:
 def quantile(
     x: Tensor, /, q: Any, axis: int | None = None, keepdims: bool = False, *, interpolation: str = "linear"
 ) -> Tensor:
-    """The `q`-quantiles, interpolated between items; an axis for several `q` comes first."""
+    """The `q`-quantiles, interpolated between items; an axis for several `q` comes first.
+
+    >>> ps.quantile(ps.asarray([0.0, 1.0, 2.0]), 0.25).item()
+    0.5
+    """
     if x.dtype.kind != "f":
         raise TypeError(f"quantile does not take {x.dtype}")
     if isinstance(q, Tensor) and q.requires_grad and recording():
@@ -218,13 +234,21 @@ def _running(x: Tensor, axis: int) -> Tensor:
 
 @of_tensor
 def cummax(x: Tensor, /, axis: int) -> Ordered:
-    """The running maximum along an axis, and its indices; of equal items, the last."""
+    """The running maximum along an axis, and its indices; of equal items, the last.
+
+    >>> ps.cummax(ps.asarray([1, 3, 2]), 0).values.tolist()
+    [1, 3, 3]
+    """
     return _cumulative(x, axis, "cummax")
 
 
 @of_tensor
 def cummin(x: Tensor, /, axis: int) -> Ordered:
-    """The running minimum along an axis, and its indices; of equal items, the last."""
+    """The running minimum along an axis, and its indices; of equal items, the last.
+
+    >>> ps.cummin(ps.asarray([3, 1, 2]), 0).values.tolist()
+    [3, 1, 1]
+    """
     if x.dtype.kind == "u":
         raise TypeError(f"cummin does not take {x.dtype}; convert it to a signed integer")
     return _cumulative(x, axis, "cummin")
@@ -249,7 +273,11 @@ def _cumulative(x: Tensor, axis: int, name: str) -> Ordered:
 
 @of_tensor
 def logcumsumexp(x: Tensor, /, axis: int) -> Tensor:
-    """The logarithm of the cumulative sum of the exponentials along an axis, without overflow."""
+    """The logarithm of the cumulative sum of the exponentials along an axis, without overflow.
+
+    >>> ps.logcumsumexp(ps.asarray([0.0, -ps.inf]), 0).tolist()
+    [0.0, 0.0]
+    """
     if x.dtype.kind != "f":
         raise TypeError(f"logcumsumexp does not take {x.dtype}")
     if not x.ndim:
@@ -271,7 +299,11 @@ def logcumsumexp(x: Tensor, /, axis: int) -> Tensor:
 @of_tensor
 @composite
 def logsumexp(x: Tensor, /, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The logarithm of the sum of the exponentials over axes, without overflow."""
+    """The logarithm of the sum of the exponentials over axes, without overflow.
+
+    >>> ps.logsumexp(ps.asarray([0.0, -ps.inf])).item()
+    0.0
+    """
     if x.dtype.kind in "biu":
         x = astype(x, dtypes.float32)
     if x.dtype.kind != "f":
@@ -301,7 +333,11 @@ def histogram(
     weight: Tensor | None = None,
     density: bool = False,
 ) -> Histogram:
-    """The number of items in each bin, or the sum of their weights; the last bin includes both edges."""
+    """The number of items in each bin, or the sum of their weights; the last bin includes both edges.
+
+    >>> ps.histogram(ps.asarray([0.0, 0.5, 2.0]), bins=2)[0].tolist()
+    [2.0, 1.0]
+    """
     if x.dtype.kind != "f":
         raise TypeError(f"histogram does not take {x.dtype}")
     items = reshape(x, -1)
@@ -349,7 +385,11 @@ def unique(
     return_counts: bool = False,
     dim: int | None = None,
 ) -> Any:
-    """The sorted distinct values; on request the position of each item among them, and their counts."""
+    """The sorted distinct values; on request the position of each item among them, and their counts.
+
+    >>> ps.unique(ps.asarray([3, 1, 3])).tolist()
+    [1, 3]
+    """
     if dim is not None:
         raise TypeError(
             f"unique is for single values, and dim={dim} was given; unique rows are not supported"

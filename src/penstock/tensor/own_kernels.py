@@ -60,6 +60,10 @@ def kernel(
     The gradient is that of the operations, unless `gradient(g, result, *arguments)` is given: from the
     gradient of the result it computes that of each argument, or None, in the shape of the argument or in any
     shape to which that broadcasts.
+
+    >>> scale = ps.kernel("2 * x + y")
+    >>> scale(ps.asarray([1.0]), ps.asarray([3.0])).tolist()
+    [5.0]
     """
     if isinstance(function, str):
         return FormulaKernel(Formula(function, parameters), name, gradient)

@@ -33,6 +33,9 @@ def pad(x: Tensor, /, pad: Sequence[int], mode: str = "constant", value: float |
 
     The new items are a constant `value` (0 by default), mirrored items ('reflect'), the outermost item
     ('replicate') or the items of the other end ('circular'). A negative number removes items.
+
+    >>> ps.pad(ps.asarray([1, 2]), (1, 2)).tolist()
+    [0, 1, 2, 0, 0]
     """
     pairs = _pairs(x, pad)
     if mode == "constant":
@@ -170,7 +173,11 @@ def interpolate(
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
 ) -> Tensor:
-    """Resize images (batch, channels, ...) to a `size`, or by a `scale_factor`."""
+    """Resize images (batch, channels, ...) to a `size`, or by a `scale_factor`.
+
+    >>> ps.interpolate(ps.zeros((1, 1, 2, 2)), scale_factor=2).shape
+    (1, 1, 4, 4)
+    """
     axes = x.ndim - 2
     if mode not in _MODES or axes < 1 or _AXES.get(mode, axes) != axes:
         raise ValueError(

@@ -31,14 +31,22 @@ def _of_axes(name: str, tensors: Sequence[Tensor], counts: Sequence[int]) -> Non
 
 
 def mm(x1: Array, x2: Array, /) -> Tensor:
-    """The product of two matrices."""
+    """The product of two matrices.
+
+    >>> ps.mm(ps.zeros((2, 3)), ps.zeros((3, 4))).shape
+    (2, 4)
+    """
     both = as_tensors("mm", x1, x2)
     _of_axes("mm", both, (2, 2))
     return matmul(*both)
 
 
 def bmm(x1: Array, x2: Array, /) -> Tensor:
-    """The products of two batches of matrices."""
+    """The products of two batches of matrices.
+
+    >>> ps.bmm(ps.zeros((5, 2, 3)), ps.zeros((5, 3, 4))).shape
+    (5, 2, 4)
+    """
     both = as_tensors("bmm", x1, x2)
     _of_axes("bmm", both, (3, 3))
     if both[0].shape[0] != both[1].shape[0]:
@@ -47,21 +55,33 @@ def bmm(x1: Array, x2: Array, /) -> Tensor:
 
 
 def mv(x1: Array, x2: Array, /) -> Tensor:
-    """The product of a matrix and a vector."""
+    """The product of a matrix and a vector.
+
+    >>> ps.mv(ps.asarray([[1, 2], [3, 4]]), ps.asarray([1, 1])).tolist()
+    [3, 7]
+    """
     both = as_tensors("mv", x1, x2)
     _of_axes("mv", both, (2, 1))
     return matmul(*both)
 
 
 def dot(x1: Array, x2: Array, /) -> Tensor:
-    """The dot product of two vectors."""
+    """The dot product of two vectors.
+
+    >>> ps.dot(ps.asarray([1, 2]), ps.asarray([3, 4])).item()
+    11
+    """
     both = as_tensors("dot", x1, x2)
     _of_axes("dot", both, (1, 1))
     return matmul(*both)
 
 
 def outer(x1: Array, x2: Array, /) -> Tensor:
-    """The outer product of two vectors."""
+    """The outer product of two vectors.
+
+    >>> ps.outer(ps.asarray([1, 2]), ps.asarray([3, 4])).tolist()
+    [[3, 4], [6, 8]]
+    """
     x1, x2 = as_tensors("outer", x1, x2)
     _of_axes("outer", (x1, x2), (1, 1))
     return multiply(expand_dims(x1, 1), expand_dims(x2, 0))
@@ -71,6 +91,9 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
     """The sum of products over the last `axes` axes of x1 and the first of x2, or over lists of axes.
 
     As in PyTorch, an axis of length 1 is broadcast to any length.
+
+    >>> ps.tensordot(ps.zeros((2, 3, 4)), ps.zeros((4, 5)), 1).shape
+    (2, 3, 5)
     """
     x1, x2 = as_tensors("tensordot", x1, x2)
     if not isinstance(axes, int):
@@ -84,13 +107,21 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
 
 
 def addmm(x: Array, x1: Array, x2: Array, /, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """`beta * x + alpha * (x1 @ x2)`, of matrices."""
+    """`beta * x + alpha * (x1 @ x2)`, of matrices.
+
+    >>> ps.addmm(ps.ones((2, 2)), ps.eye(2), ps.eye(2)).tolist()
+    [[2.0, 1.0], [1.0, 2.0]]
+    """
     x, x1, x2 = as_tensors("addmm", x, x1, x2)
     return _added("addmm", x, mm(x1, x2), beta, alpha)
 
 
 def baddbmm(x: Array, x1: Array, x2: Array, /, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """`beta * x + alpha * (x1 @ x2)`, of batches of matrices."""
+    """`beta * x + alpha * (x1 @ x2)`, of batches of matrices.
+
+    >>> ps.baddbmm(ps.zeros((5, 2, 4)), ps.zeros((5, 2, 3)), ps.zeros((5, 3, 4))).shape
+    (5, 2, 4)
+    """
     x, x1, x2 = as_tensors("baddbmm", x, x1, x2)
     return _added("baddbmm", x, bmm(x1, x2), beta, alpha)
 
@@ -109,6 +140,9 @@ def einsum(equation: str, *operands: Any) -> Tensor:
     """The sum of products over named axes, computed pair by pair in the cheapest order.
 
     An example is `einsum("bij,bjk->bik", x, y)`; an ellipsis stands for axes that broadcast.
+
+    >>> ps.einsum("ij,jk->ik", ps.zeros((2, 3)), ps.zeros((3, 4))).shape
+    (2, 4)
     """
     if not isinstance(equation, str):
         raise TypeError(f"einsum takes an equation such as 'ij,jk->ik' first, not {type(equation).__name__}")

@@ -28,6 +28,22 @@ from penstock.tensor.capture import Capture, capture
 from penstock.tensor.core import Tensor, from_numpy, outside_capture, record, resolve
 from penstock.tensor.manipulation import concat
 
+__all__ = [
+    "Generator",
+    "bernoulli",
+    "default_generator",
+    "integers",
+    "manual_seed",
+    "normal",
+    "permutation",
+    "rand",
+    "randint",
+    "randn",
+    "set_state",
+    "state",
+    "uniform",
+]
+
 _64_BITS = 1 << 64
 
 
@@ -35,6 +51,10 @@ class Generator:
     """A stream of random numbers from a seed; each draw continues where the previous draw ended.
 
     Without a device, numbers are drawn on the current default device.
+
+    >>> generator = ps.random.Generator(seed=1)
+    >>> generator.uniform((2, 3)).shape
+    (2, 3)
     """
 
     def __init__(self, seed: int, device: Device | str | None = None) -> None:
@@ -52,12 +72,23 @@ class Generator:
         return self._seed
 
     def state(self) -> dict[str, int]:
-        """The state, for `set_state`: the seed, and how many blocks of four 32-bit words were drawn."""
+        """The state, for `set_state`: the seed, and how many blocks of four 32-bit words were drawn.
+
+        >>> sorted(ps.random.state())
+        ['counter', 'seed']
+        """
         with self._lock:
             return {"seed": self._seed, "counter": self._counter}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Continue from a `state()` of this or another generator."""
+        """Continue from a `state()` of this or another generator.
+
+        >>> before = ps.random.state()
+        >>> first = ps.random.rand(2)
+        >>> ps.random.set_state(before)
+        >>> (first == ps.random.rand(2)).tolist()
+        [True, True]
+        """
         if not {"seed", "counter"} <= set(state) <= {"seed", "counter", "captured"}:
             raise ValueError(f"a state has a seed and a counter, and {sorted(state)} were given")
         seed, counter = (_integer(name, state[name], 0, _64_BITS) for name in ("seed", "counter"))
@@ -75,7 +106,11 @@ class Generator:
         dtype: DType = dtypes.float32,
         device: Device | str | None = None,
     ) -> Tensor:
-        """Uniformly distributed numbers in [low, high)."""
+        """Uniformly distributed numbers in [low, high).
+
+        >>> ps.random.uniform((2, 3), low=-1, high=1).shape
+        (2, 3)
+        """
         kind = _floating("uniform", dtype)
         start, stop = _rounded(kind, low, high)
         with np.errstate(all="ignore"):
@@ -103,7 +138,11 @@ class Generator:
         dtype: DType = dtypes.float32,
         device: Device | str | None = None,
     ) -> Tensor:
-        """Normally distributed numbers with mean `mean` and standard deviation `std`."""
+        """Normally distributed numbers with mean `mean` and standard deviation `std`.
+
+        >>> ps.random.normal((2, 3), std=0.5).shape
+        (2, 3)
+        """
         kind = _floating("normal", dtype)
         centre, spread = _rounded(kind, mean, std)
         if not (np.isfinite(centre) and np.isfinite(spread) and spread >= 0):
@@ -125,7 +164,11 @@ class Generator:
         dtype: DType = dtypes.int64,
         device: Device | str | None = None,
     ) -> Tensor:
-        """Integers in [low, high), uniform up to a bias of (high - low) / 2**64."""
+        """Integers in [low, high), uniform up to a bias of (high - low) / 2**64.
+
+        >>> ps.random.integers(0, 10, (2, 3)).shape
+        (2, 3)
+        """
         kind = dtypes.checked(dtype)
         if kind not in dtypes.KINDS["integral"]:
             raise TypeError(f"integers does not make {kind}")
@@ -140,7 +183,11 @@ class Generator:
     def bernoulli(
         self, probability: float, shape: int | Sequence[int], device: Device | str | None = None
     ) -> Tensor:
-        """True with the given probability, else False."""
+        """True with the given probability, else False.
+
+        >>> ps.random.bernoulli(1.0, 3).tolist()
+        [True, True, True]
+        """
         chance = float(probability)
         if not 0 <= chance <= 1:
             raise ValueError(f"a probability is between 0 and 1, and {chance} was given")
@@ -148,7 +195,11 @@ class Generator:
         return self._draw(shape, graph.BERNOULLI_WORDS, make, device)
 
     def permutation(self, n: int, device: Device | str | None = None) -> Tensor:
-        """The integers from 0 to `n` - 1 in random order."""
+        """The integers from 0 to `n` - 1 in random order.
+
+        >>> sorted(ps.random.permutation(4).tolist())
+        [0, 1, 2, 3]
+        """
         count = _integer("the length of a permutation", n, 0, 1 << 63)
         return self._draw(count, graph.PERMUTATION_WORDS, graph.permutation, device)
 
@@ -270,15 +321,30 @@ set_state = default_generator.set_state
 
 
 def manual_seed(seed: int) -> None:
-    """Restart the default generator from a seed."""
+    """Restart the default generator from a seed.
+
+    >>> ps.random.manual_seed(1)
+    >>> first = ps.random.rand(2)
+    >>> ps.random.manual_seed(1)
+    >>> (first == ps.random.rand(2)).tolist()
+    [True, True]
+    """
     default_generator.set_state({"seed": seed, "counter": 0})
 
 
 def rand(*shape: int) -> Tensor:
-    """Uniformly distributed numbers in [0, 1) from the default generator."""
+    """Uniformly distributed numbers in [0, 1) from the default generator.
+
+    >>> ps.random.rand(2, 3).shape
+    (2, 3)
+    """
     return uniform(shape)
 
 
 def randn(*shape: int) -> Tensor:
-    """Normally distributed numbers with mean 0 and standard deviation 1 from the default generator."""
+    """Normally distributed numbers with mean 0 and standard deviation 1 from the default generator.
+
+    >>> ps.random.randn(2, 3).shape
+    (2, 3)
+    """
     return normal(shape)

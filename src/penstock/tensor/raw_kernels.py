@@ -58,6 +58,11 @@ def raw_kernel(
     The kernel is called with the tensors and then the scalars, by position or name, and returns a tensor, or
     a tuple of tensors. `gradient(g, result, *arguments)` returns the gradient of each argument, or None; if
     there are several outputs, `g` and `result` are tuples.
+
+    >>> body = {"opencl": "out[i] = 2 * x[i];"}
+    >>> twice = ps.raw_kernel("twice", body, inputs=["x"], outputs={"out": "x"})
+    >>> callable(twice)  # with a tensor on an OpenCL device
+    True
     """
     return RawKernel(
         _text(name, source, header or {}, tuple(inputs), tuple(outputs), scalars or {}),

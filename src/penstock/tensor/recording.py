@@ -60,7 +60,15 @@ def recorded_once(device: Device, key: Hashable, record: Callable[[], T | None])
 
 @contextlib.contextmanager
 def no_grad() -> Iterator[None]:
-    """In this block, results require no gradient."""
+    """In this block, results require no gradient.
+
+    >>> x = ps.asarray([1.0])
+    >>> x.requires_grad = True
+    >>> with ps.no_grad():
+    ...     y = x * 2
+    >>> y.requires_grad
+    False
+    """
     token = _gradients.set(False)
     try:
         yield

@@ -16,6 +16,7 @@ from penstock.tensor.arithmetic import divide, equal, multiply, sqrt, subtract, 
 from penstock.tensor.broadcasting import axes_of
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, install, record
+from penstock.tensor.examples import with_example
 from penstock.tensor.manipulation import concat, reshape
 from penstock.tensor.operands import Array, constant_like
 
@@ -57,14 +58,22 @@ def _check(name: str, kinds: str, x: Tensor) -> None:
 
 @of_tensor
 def sum(x: Tensor, /, axis: Axis = None, keepdims: bool = False, *, dtype: DType | None = None) -> Tensor:
-    """The sum over axes, by default all; of integers and bool in int64, of unsigned integers in uint64."""
+    """The sum over axes, by default all; of integers and bool in int64, of unsigned integers in uint64.
+
+    >>> ps.sum(ps.asarray([[1, 2], [3, 4]]), axis=0).tolist()
+    [4, 6]
+    """
     axes = axes_of(x, axis, "sum")
     return _shaped(reducing.sum_(elementwise.cast(x._node, _sum_dtype(x, dtype)), axes), x, axes, keepdims)
 
 
 @of_tensor
 def prod(x: Tensor, /, axis: Axis = None, keepdims: bool = False, *, dtype: DType | None = None) -> Tensor:
-    """The product over axes, by default all; dtypes as by `sum`."""
+    """The product over axes, by default all; dtypes as by `sum`.
+
+    >>> ps.prod(ps.asarray([[1, 2], [3, 4]]), axis=1).tolist()
+    [2, 12]
+    """
     axes = axes_of(x, axis, "prod")
     return _shaped(reducing.prod(elementwise.cast(x._node, _sum_dtype(x, dtype)), axes), x, axes, keepdims)
 
@@ -78,7 +87,7 @@ def _extreme(name: str, apply: Callable[[Node, tuple[int, ...]], Node], doc: str
         return _shaped(apply(x._node, axes), x, axes, keepdims)
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = doc
+    function.__doc__ = with_example(f"a{name}", doc)
     return of_tensor(function)
 
 
@@ -92,7 +101,7 @@ def _boolean(name: str, apply: Callable[[Node, tuple[int, ...]], Node], doc: str
         return _shaped(apply(elementwise.cast(x._node, dtypes.bool_), axes), x, axes, keepdims)
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = doc
+    function.__doc__ = with_example(name, doc)
     return of_tensor(function)
 
 
@@ -113,7 +122,11 @@ def narrowed(result: Tensor, dtype: DType) -> Tensor:
 @of_tensor
 @composite
 def mean(x: Tensor, /, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The mean over axes, by default all; NaN if there are no items."""
+    """The mean over axes, by default all; NaN if there are no items.
+
+    >>> ps.mean(ps.asarray([[1.0, 2.0], [3.0, 4.0]]), axis=1).tolist()
+    [1.5, 3.5]
+    """
     _check("mean", "fc", x)
     axes = axes_of(x, axis, "mean")
     count = math.prod(x.shape[a] for a in axes)
@@ -164,7 +177,7 @@ def _cumulative(name: str, apply: Callable[[Node, int], Node], start: int, doc: 
         return record(apply(node, position), x)
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = doc
+    function.__doc__ = with_example(name, doc)
     return of_tensor(function)
 
 
@@ -178,7 +191,11 @@ cumulative_prod = _cumulative(
 
 @of_tensor
 def count_nonzero(x: Tensor, /, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The number of items that are not 0 along axes, by default all."""
+    """The number of items that are not 0 along axes, by default all.
+
+    >>> ps.count_nonzero(ps.asarray([0, 5, 7])).item()
+    2
+    """
     axes = axes_of(x, axis, "count_nonzero")
     node = elementwise.not_equal(x._node, elementwise.like(x._node, 0))
     return _shaped(reducing.count_true(node, axes), x, axes, keepdims)
@@ -201,7 +218,7 @@ def _position(name: str, apply: Callable[[Node, int], Node], doc: str) -> Callab
         return reshape(index, kept)
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = doc
+    function.__doc__ = with_example(name, doc)
     return of_tensor(function)
 
 
@@ -221,7 +238,11 @@ argmin = _position(
 def diff(
     x: Tensor, /, n: int = 1, axis: int = -1, prepend: Array | None = None, append: Array | None = None
 ) -> Tensor:
-    """The `n`-th differences of neighbouring items along an axis."""
+    """The `n`-th differences of neighbouring items along an axis.
+
+    >>> ps.diff(ps.asarray([1, 4, 9])).tolist()
+    [3, 5]
+    """
     (position,) = axes_of(x, axis, "diff")
     n = integer(n, "diff", "n")
     if n < 0:

@@ -17,7 +17,11 @@ from penstock.tensor.operands import Array, as_tensors
 
 @of_tensor
 def argsort(x: Tensor, /, axis: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
-    """The indices that sort the items along an axis; equal items keep their order."""
+    """The indices that sort the items along an axis; equal items keep their order.
+
+    >>> ps.argsort(ps.asarray([3, 1, 2])).tolist()
+    [1, 2, 0]
+    """
     _check_order("argsort", x)
     (position,) = axes_of(x, axis, "argsort")
     return record(reducing.argsort(x._node, position, descending), x)
@@ -50,6 +54,9 @@ def searchsorted(
     """The indices at which the items of `x2` would be inserted into the sorted vector `x1`.
 
     `right=True` is PyTorch's name of side='right'.
+
+    >>> ps.searchsorted(ps.asarray([1, 3, 5]), ps.asarray([2, 5])).tolist()
+    [1, 2]
     """
     if right and side == "left":
         raise ValueError("searchsorted: right=True and side='left' were given")
@@ -97,7 +104,11 @@ class UniqueInverse(NamedTuple):
 
 @of_tensor
 def unique_all(x: Tensor, /) -> UniqueAll:
-    """The distinct values, their first indices, the position of each item among them, and their counts."""
+    """The distinct values, their first indices, the position of each item among them, and their counts.
+
+    >>> [part.tolist() for part in ps.unique_all(ps.asarray([3, 1, 3]))]
+    [[1, 3], [1, 0], [1, 0, 1], [1, 2]]
+    """
     result: Any = np.unique_all(x.numpy())
     parts = [from_numpy(np.asarray(part), x.device) for part in result]
     return UniqueAll(*parts)
@@ -105,19 +116,31 @@ def unique_all(x: Tensor, /) -> UniqueAll:
 
 @of_tensor
 def unique_counts(x: Tensor, /) -> UniqueCounts:
-    """The distinct values, and their counts."""
+    """The distinct values, and their counts.
+
+    >>> [part.tolist() for part in ps.unique_counts(ps.asarray([3, 1, 3]))]
+    [[1, 3], [1, 2]]
+    """
     result = unique_all(x)
     return UniqueCounts(result.values, result.counts)
 
 
 @of_tensor
 def unique_inverse(x: Tensor, /) -> UniqueInverse:
-    """The distinct values, and the position of each item among them."""
+    """The distinct values, and the position of each item among them.
+
+    >>> [part.tolist() for part in ps.unique_inverse(ps.asarray([3, 1, 3]))]
+    [[1, 3], [1, 0, 1]]
+    """
     result = unique_all(x)
     return UniqueInverse(result.values, result.inverse_indices)
 
 
 @of_tensor
 def unique_values(x: Tensor, /) -> Tensor:
-    """The distinct values."""
+    """The distinct values.
+
+    >>> ps.unique_values(ps.asarray([3, 1, 3])).tolist()
+    [1, 3]
+    """
     return unique_all(x).values

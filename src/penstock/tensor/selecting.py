@@ -44,7 +44,11 @@ def _first_items(x: Tensor, index: Tensor, axis: int, name: str) -> Tensor:
 
 
 def gather(x: Array, /, axis: int, index: Array) -> Tensor:
-    """The items at `index` along an axis, in the shape of `index`."""
+    """The items at `index` along an axis, in the shape of `index`.
+
+    >>> ps.gather(ps.asarray([[5, 6], [7, 8]]), 1, ps.asarray([[1], [0]])).tolist()
+    [[6], [7]]
+    """
     x, index = as_tensors("gather", x, index)
     _check_index("gather", index)
     if not index.size:
@@ -56,7 +60,11 @@ def gather(x: Array, /, axis: int, index: Array) -> Tensor:
 
 
 def take_along_dim(x: Array, /, indices: Array, axis: int | None = None) -> Tensor:
-    """Like `gather`, but the other axes broadcast; without an axis, of the flattened tensors."""
+    """Like `gather`, but the other axes broadcast; without an axis, of the flattened tensors.
+
+    >>> ps.take_along_dim(ps.asarray([[5, 6], [7, 8]]), ps.asarray([[1], [0]]), 1).tolist()
+    [[6], [7]]
+    """
     x, indices = as_tensors("take_along_dim", x, indices)
     if axis is None:
         return take_along_axis(reshape(x, -1), reshape(indices, -1), axis=0)
@@ -81,7 +89,11 @@ def _source(name: str, source: Any, index: Tensor, x: Tensor) -> Tensor:
 
 
 def scatter(x: Array, /, axis: int, index: Array, src: Any) -> Tensor:
-    """`x` with values of `src`, or a number, at `index` along an axis; the last value for an item wins."""
+    """`x` with values of `src`, or a number, at `index` along an axis; the last value for an item wins.
+
+    >>> ps.scatter(ps.zeros(3), 0, ps.asarray([2, 0]), ps.asarray([5.0, 6.0])).tolist()
+    [6.0, 0.0, 5.0]
+    """
     x, index = as_tensors("scatter", x, index)
     _check_index("scatter", index)
     if not x.ndim:
@@ -96,7 +108,11 @@ def _row(src: Any) -> Any:
 
 
 def scatter_add(x: Array, /, axis: int, index: Array, src: Array) -> Tensor:
-    """`x` with values of `src` added to the items at `index` along an axis."""
+    """`x` with values of `src` added to the items at `index` along an axis.
+
+    >>> ps.scatter_add(ps.zeros(3), 0, ps.asarray([2, 2]), ps.asarray([5.0, 6.0])).tolist()
+    [0.0, 0.0, 11.0]
+    """
     x, index = as_tensors("scatter_add", x, index)
     _check_index("scatter_add", index)
     if not x.ndim:
@@ -112,7 +128,11 @@ def _sums(values: Tensor, index: Tensor, length: int) -> Tensor:
 
 
 def index_select(x: Array, /, axis: int, index: Array) -> Tensor:
-    """The slices at `index` along an axis."""
+    """The slices at `index` along an axis.
+
+    >>> ps.index_select(ps.asarray([[1, 2], [3, 4]]), 1, ps.asarray([1])).tolist()
+    [[2], [4]]
+    """
     x, index = as_tensors("index_select", x, index)
     _check_index("index_select", index)
     if not x.ndim:
@@ -122,7 +142,11 @@ def index_select(x: Array, /, axis: int, index: Array) -> Tensor:
 
 
 def index_add(x: Array, /, axis: int, index: Array, source: Array, *, alpha: float = 1) -> Tensor:
-    """`x` with `alpha` times the slices of `source` added to its slices at `index` along an axis."""
+    """`x` with `alpha` times the slices of `source` added to its slices at `index` along an axis.
+
+    >>> ps.index_add(ps.zeros(3), 0, ps.asarray([2, 2]), ps.asarray([5.0, 6.0])).tolist()
+    [0.0, 0.0, 11.0]
+    """
     x, index, source = as_tensors("index_add", x, index, source)
     _check_index("index_add", index)
     if not x.ndim:
@@ -141,7 +165,11 @@ def index_add(x: Array, /, axis: int, index: Array, source: Array, *, alpha: flo
 
 
 def masked_fill(x: Array, /, mask: Array, value: Any) -> Tensor:
-    """`x` with a value where a mask is true."""
+    """`x` with a value where a mask is true.
+
+    >>> ps.masked_fill(ps.asarray([1, 2]), ps.asarray([True, False]), 0).tolist()
+    [0, 2]
+    """
     x, mask = as_tensors("masked_fill", x, mask)
     if mask.dtype != dtypes.bool_:
         raise TypeError(f"masked_fill takes a mask of dtype bool, and {mask.dtype} was given")
@@ -151,7 +179,11 @@ def masked_fill(x: Array, /, mask: Array, value: Any) -> Tensor:
 
 
 def masked_select(x: Array, /, mask: Array) -> Tensor:
-    """The items where a mask is true, as a vector; reads the mask, as the length depends on its values."""
+    """The items where a mask is true, as a vector; reads the mask, as the length depends on its values.
+
+    >>> ps.masked_select(ps.asarray([1, 2]), ps.asarray([False, True])).tolist()
+    [2]
+    """
     x, mask = as_tensors("masked_select", x, mask)
     if mask.dtype != dtypes.bool_:
         raise TypeError(f"masked_select takes a mask of dtype bool, and {mask.dtype} was given")
@@ -161,7 +193,11 @@ def masked_select(x: Array, /, mask: Array) -> Tensor:
 
 @of_tensor
 def narrow(x: Tensor, /, axis: int, start: int | Tensor, length: int) -> Tensor:
-    """`length` items of an axis from `start` on."""
+    """`length` items of an axis from `start` on.
+
+    >>> ps.narrow(ps.arange(5), 0, 1, 3).tolist()
+    [1, 2, 3]
+    """
     (axis,) = axes_of(x, axis, "narrow")
     length = integer(length, "narrow", "a length")
     first = integer(start, "narrow", "the start")
@@ -176,6 +212,9 @@ def one_hot(x: Tensor, /, num_classes: int = -1) -> Tensor:
     """A new last axis with 1 at the class of each item, 0 elsewhere; int64.
 
     With `num_classes` -1, the greatest item is the last class, and the items are read.
+
+    >>> ps.one_hot(ps.asarray([2, 0]), 3).tolist()
+    [[0, 0, 1], [1, 0, 0]]
     """
     _check_index("one_hot", x)
     count = integer(num_classes, "one_hot", "num_classes")
@@ -201,7 +240,11 @@ def _read(name: str, x: Tensor, instead: str) -> Any:
 
 @of_tensor
 def bincount(x: Tensor, /, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """The count of each integer from 0 to the greatest item, or the sum of its weights; reads the items."""
+    """The count of each integer from 0 to the greatest item, or the sum of its weights; reads the items.
+
+    >>> ps.bincount(ps.asarray([0, 2, 2])).tolist()
+    [1, 0, 2]
+    """
     _check_index("bincount", x)
     if x.ndim != 1 or (weights is not None and weights.shape != x.shape):
         shapes = f"{x.shape}" if weights is None else f"{x.shape} and {weights.shape}"
@@ -222,7 +265,11 @@ def bincount(x: Tensor, /, weights: Tensor | None = None, minlength: int = 0) ->
 
 @of_tensor
 def diagonal(x: Tensor, /, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    """The diagonals of the matrices in two axes, as the last axis."""
+    """The diagonals of the matrices in two axes, as the last axis.
+
+    >>> ps.diagonal(ps.asarray([[1, 2], [3, 4]])).tolist()
+    [1, 4]
+    """
     (first,), (second,) = axes_of(x, dim1, "diagonal"), axes_of(x, dim2, "diagonal")
     if first == second:
         raise ValueError(f"diagonal needs two axes, and {dim1} and {dim2} are the same axis")
@@ -242,7 +289,11 @@ def diagonal(x: Tensor, /, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Ten
 
 @of_tensor
 def diag(x: Tensor, /, k: int = 0) -> Tensor:
-    """The diagonal of a matrix, or a matrix with these items on its diagonal."""
+    """The diagonal of a matrix, or a matrix with these items on its diagonal.
+
+    >>> ps.diag(ps.asarray([1, 2])).tolist()
+    [[1, 0], [0, 2]]
+    """
     offset = integer(k, "diag", "a diagonal")
     if x.ndim == 2:
         return diagonal(x, offset)
@@ -253,7 +304,11 @@ def diag(x: Tensor, /, k: int = 0) -> Tensor:
 
 @of_tensor
 def diag_embed(x: Tensor, /, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
-    """Matrices with the items of the last axis on a diagonal, 0 elsewhere, in axes `dim1` and `dim2`."""
+    """Matrices with the items of the last axis on a diagonal, 0 elsewhere, in axes `dim1` and `dim2`.
+
+    >>> ps.diag_embed(ps.zeros((5, 3))).shape
+    (5, 3, 3)
+    """
     offset = integer(offset, "diag_embed", "an offset")
     if (dim1, dim2) != (-2, -1):
         return moveaxis(diag_embed(x, offset), (-2, -1), (dim1, dim2))
@@ -269,7 +324,11 @@ def diag_embed(x: Tensor, /, offset: int = 0, dim1: int = -2, dim2: int = -1) ->
 
 @of_tensor
 def trace(x: Tensor, /) -> Tensor:
-    """The sum of the diagonal of a matrix."""
+    """The sum of the diagonal of a matrix.
+
+    >>> ps.trace(ps.asarray([[1, 2], [3, 4]])).item()
+    5
+    """
     if x.ndim != 2:
         raise ValueError(f"trace takes a matrix, and the shape is {x.shape}; linalg.trace takes several")
     return sum_(diagonal(x))

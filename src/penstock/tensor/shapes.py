@@ -12,7 +12,7 @@ from penstock.tensor.arguments import integer, integers, of_tensor, shape_of
 from penstock.tensor.broadcasting import axes_of, broadcast
 from penstock.tensor.core import Tensor
 from penstock.tensor.indexing import get
-from penstock.tensor.manipulation import concat, permute_dims, repeat, reshape, squeeze, unstack
+from penstock.tensor.manipulation import concat, expand_dims, permute_dims, repeat, reshape, squeeze, unstack
 from penstock.tensor.operands import Array
 
 
@@ -26,7 +26,11 @@ def view(x: Tensor, /, shape: int | Sequence[int]) -> Tensor:
 
 @of_tensor
 def flatten(x: Tensor, /, start_dim: int = 0, end_dim: int = -1) -> Tensor:
-    """Merge the axes from `start_dim` to `end_dim`, by default all."""
+    """Merge the axes from `start_dim` to `end_dim`, by default all.
+
+    >>> ps.flatten(ps.zeros((2, 3, 4)), 1).shape
+    (2, 12)
+    """
     if not x.ndim:
         return reshape(x, 1)
     (first,), (last,) = axes_of(x, start_dim, "flatten"), axes_of(x, end_dim, "flatten")
@@ -38,7 +42,11 @@ def flatten(x: Tensor, /, start_dim: int = 0, end_dim: int = -1) -> Tensor:
 
 @of_tensor
 def unflatten(x: Tensor, /, axis: int, sizes: Sequence[int]) -> Tensor:
-    """Split an axis into several; one length may be -1."""
+    """Split an axis into several; one length may be -1.
+
+    >>> ps.unflatten(ps.zeros((2, 12)), 1, (3, -1)).shape
+    (2, 3, 4)
+    """
     (axis,) = axes_of(x, axis, "unflatten")
     lengths = list(integers(sizes, "unflatten", "a shape"))
     if lengths.count(-1) == 1:
@@ -51,7 +59,11 @@ def unflatten(x: Tensor, /, axis: int, sizes: Sequence[int]) -> Tensor:
 
 @of_tensor
 def transpose(x: Tensor, /, *axes: int | Sequence[int]) -> Tensor:
-    """Swap two axes; without axes, reverse all; with another number, permute them."""
+    """Swap two axes; without axes, reverse all; with another number, permute them.
+
+    >>> ps.transpose(ps.zeros((2, 3, 4)), 0, 1).shape
+    (3, 2, 4)
+    """
     if len(axes) == 2:
         (first,), (second,) = (_axis(x, axis) for axis in axes)
         order = list(range(x.ndim))
@@ -70,7 +82,11 @@ def _axis(x: Tensor, axis: Any) -> tuple[int, ...]:
 
 @of_tensor
 def t(x: Tensor, /) -> Tensor:
-    """The transpose of a matrix; a vector is returned unchanged."""
+    """The transpose of a matrix; a vector is returned unchanged.
+
+    >>> ps.t(ps.zeros((2, 3))).shape
+    (3, 2)
+    """
     if x.ndim > 2:
         raise ValueError(f"t is for matrices, and the shape is {x.shape}; use transpose(-2, -1) or mT")
     return x.T if x.ndim == 2 else x
@@ -78,7 +94,11 @@ def t(x: Tensor, /) -> Tensor:
 
 @of_tensor
 def chunk(x: Tensor, /, chunks: int, axis: int = 0) -> tuple[Tensor, ...]:
-    """At most `chunks` parts along an axis, of equal length except for the last."""
+    """At most `chunks` parts along an axis, of equal length except for the last.
+
+    >>> [part.tolist() for part in ps.chunk(ps.arange(5), 2)]
+    [[0, 1, 2], [3, 4]]
+    """
     chunks = integer(chunks, "chunk", "the number of parts")
     if chunks < 1:
         raise ValueError(f"chunk needs at least 1 part, and {chunks} was given")
@@ -88,7 +108,11 @@ def chunk(x: Tensor, /, chunks: int, axis: int = 0) -> tuple[Tensor, ...]:
 
 @of_tensor
 def split(x: Tensor, /, split_size: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
-    """Parts along an axis, of a length (the last may be shorter) or of several lengths."""
+    """Parts along an axis, of a length (the last may be shorter) or of several lengths.
+
+    >>> [part.tolist() for part in ps.split(ps.arange(5), 2)]
+    [[0, 1], [2, 3], [4]]
+    """
     (axis,) = axes_of(x, axis, "split")
     length = x.shape[axis]
     sizes = integers(split_size, "split", "a length")
@@ -108,7 +132,11 @@ def split(x: Tensor, /, split_size: int | Sequence[int], axis: int = 0) -> tuple
 
 @of_tensor
 def tensor_split(x: Tensor, /, sections: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
-    """Parts along an axis: so many, whose lengths differ by at most 1, or split at indices."""
+    """Parts along an axis: so many, whose lengths differ by at most 1, or split at indices.
+
+    >>> [part.tolist() for part in ps.tensor_split(ps.arange(5), 2)]
+    [[0, 1, 2], [3, 4]]
+    """
     (axis,) = axes_of(x, axis, "tensor_split")
     length = x.shape[axis]
     if isinstance(sections, (list, tuple)):
@@ -124,14 +152,22 @@ def tensor_split(x: Tensor, /, sections: int | Sequence[int], axis: int = 0) -> 
 
 
 def cat(tensors: Sequence[Array], /, axis: int = 0) -> Tensor:
-    """Concatenate tensors along an axis; empty vectors are ignored."""
+    """Concatenate tensors along an axis; empty vectors are ignored.
+
+    >>> ps.cat([ps.asarray([1, 2]), ps.asarray([3])]).tolist()
+    [1, 2, 3]
+    """
     some = [x for x in tensors if x.shape != (0,)]
     return concat(some or tensors, axis=axis)
 
 
 @of_tensor
 def unbind(x: Tensor, /, axis: int = 0) -> tuple[Tensor, ...]:
-    """The slices along an axis, without that axis."""
+    """The slices along an axis, without that axis.
+
+    >>> [row.tolist() for row in ps.unbind(ps.asarray([[1, 2], [3, 4]]))]
+    [[1, 2], [3, 4]]
+    """
     return unstack(x, axis=axis)
 
 
@@ -156,7 +192,11 @@ def expand_as(x: Tensor, /, other: Tensor) -> Tensor:
 
 @of_tensor
 def repeat_interleave(x: Tensor, /, repeats: int | Tensor, axis: int | None = None) -> Tensor:
-    """Repeat each item along an axis, or of the flattened tensor."""
+    """Repeat each item along an axis, or of the flattened tensor.
+
+    >>> ps.repeat_interleave(ps.asarray([1, 2]), 2).tolist()
+    [1, 1, 2, 2]
+    """
     return repeat(x, repeats, axis=axis)
 
 
@@ -171,5 +211,19 @@ def squeezed(x: Tensor, /, axis: int | Sequence[int] | None = None) -> Tensor:
 
 @of_tensor
 def swapaxes(x: Tensor, /, axis1: int, axis2: int) -> Tensor:
-    """Swap two axes."""
+    """Swap two axes.
+
+    >>> ps.swapaxes(ps.zeros((2, 3, 4)), 0, 2).shape
+    (4, 3, 2)
+    """
     return transpose(x, axis1, axis2)
+
+
+@of_tensor
+def unsqueeze(x: Tensor, /, axis: int) -> Tensor:
+    """Insert an axis of length 1.
+
+    >>> ps.unsqueeze(ps.zeros((2, 3)), 1).shape
+    (2, 1, 3)
+    """
+    return expand_dims(x, axis)

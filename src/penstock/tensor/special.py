@@ -43,17 +43,29 @@ from penstock.tensor.reduction import narrowed, widened
 
 
 def scaled_add(x1: Any, x2: Any, /, *, alpha: float = 1) -> Tensor:
-    """The sum `x1 + alpha * x2`."""
+    """The sum `x1 + alpha * x2`.
+
+    >>> ps.add(ps.asarray([1, 2]), ps.asarray([3, 4]), alpha=10).tolist()
+    [31, 42]
+    """
     return add(x1, x2) if alpha == 1 else add(x1, multiply(x2, alpha))
 
 
 def scaled_subtract(x1: Any, x2: Any, /, *, alpha: float = 1) -> Tensor:
-    """The difference `x1 - alpha * x2`."""
+    """The difference `x1 - alpha * x2`.
+
+    >>> ps.sub(ps.asarray([1, 2]), ps.asarray([3, 4])).tolist()
+    [-2, -2]
+    """
     return subtract(x1, x2) if alpha == 1 else subtract(x1, multiply(x2, alpha))
 
 
 def div(x1: Any, x2: Any, /, *, rounding_mode: str | None = None) -> Tensor:
-    """The quotient; rounded towards 0 with 'trunc', down with 'floor'."""
+    """The quotient; rounded towards 0 with 'trunc', down with 'floor'.
+
+    >>> ps.div(ps.asarray([7, -7]), 2, rounding_mode="trunc").tolist()
+    [3, -3]
+    """
     if rounding_mode == "floor":
         return floor_divide(x1, x2)
     if rounding_mode not in (None, "trunc"):
@@ -80,7 +92,11 @@ def _sign(x: Any) -> Any:
 
 
 def fmod(x1: Any, x2: Any, /) -> Tensor:
-    """The remainder of the division rounded towards 0; it has the sign of `x1`."""
+    """The remainder of the division rounded towards 0; it has the sign of `x1`.
+
+    >>> ps.fmod(ps.asarray([7, -7]), 3).tolist()
+    [1, -1]
+    """
     dividend, divisor = operands(x1, x2, name="fmod")
     size = arithmetic.remainder(abs_(dividend), abs_(divisor))
     return where(less(dividend, 0), -size, size)
@@ -93,27 +109,43 @@ def _size(x: Any) -> Any:
 @of_tensor
 @composite
 def exp2(x: Tensor, /) -> Tensor:
-    """2 ** x; integers give float32."""
+    """2 ** x; integers give float32.
+
+    >>> ps.exp2(ps.asarray([3.0])).tolist()
+    [8.0]
+    """
     return pow_(2.0, x if x.dtype.kind in "fc" else astype(x, dtypes.float32))
 
 
 @of_tensor
 @composite
 def rsqrt(x: Tensor, /) -> Tensor:
-    """1 / sqrt(x)."""
+    """1 / sqrt(x).
+
+    >>> ps.rsqrt(ps.asarray([4.0])).tolist()
+    [0.5]
+    """
     return divide(1.0, sqrt(x))
 
 
 @of_tensor
 def frac(x: Tensor, /) -> Tensor:
-    """The fractional part, x - trunc(x)."""
+    """The fractional part, x - trunc(x).
+
+    >>> ps.frac(ps.asarray([2.5, -2.5])).tolist()
+    [0.5, -0.5]
+    """
     return subtract(x, trunc(x))
 
 
 @of_tensor
 @composite
 def logit(x: Tensor, /, eps: float | None = None) -> Tensor:
-    """log(x / (1 - x)), the inverse of the sigmoid; with `eps`, x is first limited to [eps, 1 - eps]."""
+    """log(x / (1 - x)), the inverse of the sigmoid; with `eps`, x is first limited to [eps, 1 - eps].
+
+    >>> ps.logit(ps.asarray([0.5])).tolist()
+    [0.0]
+    """
     if eps is not None:
         x = arithmetic.clip(x if x.dtype.kind == "f" else astype(x, dtypes.float32), eps, 1 - eps)
     return log(divide(x, subtract(1.0, x)))
@@ -122,7 +154,11 @@ def logit(x: Tensor, /, eps: float | None = None) -> Tensor:
 @of_tensor
 @composite
 def rounded(x: Tensor, /, decimals: int = 0) -> Tensor:
-    """The nearest number with so many decimals; ties to even."""
+    """The nearest number with so many decimals; ties to even.
+
+    >>> ps.round(ps.asarray([0.5, 1.5, 2.25])).tolist()
+    [0.0, 2.0, 2.0]
+    """
     decimals = integer(decimals, "round", "decimals")
     if not decimals or x.dtype.kind in "biu":
         if decimals < 0:
@@ -136,7 +172,11 @@ def rounded(x: Tensor, /, decimals: int = 0) -> Tensor:
 
 @of_tensor
 def lerp(x: Tensor, /, end: Any, weight: Any) -> Tensor:
-    """`x + weight * (end - x)`; with weight 1 exactly `end`."""
+    """`x + weight * (end - x)`; with weight 1 exactly `end`.
+
+    >>> ps.lerp(ps.asarray([0.0]), ps.asarray([8.0]), 0.25).tolist()
+    [2.0]
+    """
     way = subtract(end, x)
     if isinstance(weight, Tensor):
         near = less(abs_(weight), 0.5)
@@ -146,20 +186,32 @@ def lerp(x: Tensor, /, end: Any, weight: Any) -> Tensor:
 
 @of_tensor
 def addcmul(x: Tensor, x1: Any, x2: Any, /, *, value: float = 1) -> Tensor:
-    """`x + value * x1 * x2`."""
+    """`x + value * x1 * x2`.
+
+    >>> ps.addcmul(ps.asarray([1]), ps.asarray([2]), ps.asarray([3])).tolist()
+    [7]
+    """
     return add(x, multiply(multiply(x1, x2), value))
 
 
 @of_tensor
 def addcdiv(x: Tensor, x1: Any, x2: Any, /, *, value: float = 1) -> Tensor:
-    """`x + value * x1 / x2`."""
+    """`x + value * x1 / x2`.
+
+    >>> ps.addcdiv(ps.asarray([1.0]), ps.asarray([6.0]), ps.asarray([3.0])).tolist()
+    [3.0]
+    """
     return add(x, multiply(divide(x1, x2), value))
 
 
 def isclose(
     x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False
 ) -> Tensor:
-    """Whether they differ by no more than `atol + rtol * abs(x2)`."""
+    """Whether they differ by no more than `atol + rtol * abs(x2)`.
+
+    >>> ps.isclose(ps.asarray([1.0, 2.0]), ps.asarray([1.0, 3.0])).tolist()
+    [True, False]
+    """
     device_of("isclose", x1, x2)
     distance = abs_(subtract(x1, x2))
     reach = add(atol, multiply(rtol, _size(x2))) if isinstance(x2, Tensor) else atol + rtol * abs(x2)
@@ -172,7 +224,11 @@ def isclose(
 
 
 def allclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> bool:
-    """Whether all items are close; reads the result."""
+    """Whether all items are close; reads the result.
+
+    >>> ps.allclose(ps.asarray([1.0]), ps.asarray([1.0]))
+    True
+    """
     device_of("allclose", x1, x2)
     return bool(all_(isclose(x1, x2, rtol, atol, equal_nan=equal_nan)))
 
@@ -183,11 +239,35 @@ def same(x1: Tensor, x2: Tensor, /) -> bool:
 
 
 @of_tensor
+def clamp_min(x: Tensor, /, min: Any) -> Tensor:
+    """`x`, but at least `min`.
+
+    >>> ps.clamp_min(ps.asarray([-1, 2]), 0).tolist()
+    [0, 2]
+    """
+    return arithmetic.clip(x, min)
+
+
+@of_tensor
+def clamp_max(x: Tensor, /, max: Any) -> Tensor:
+    """`x`, but at most `max`.
+
+    >>> ps.clamp_max(ps.asarray([-1, 2]), 0).tolist()
+    [-1, 0]
+    """
+    return arithmetic.clip(x, None, max)
+
+
+@of_tensor
 @composite
 def nan_to_num(
     x: Tensor, /, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> Tensor:
-    """Replace NaN by `nan`, and infinities by `posinf` and `neginf` or the limits of the dtype."""
+    """Replace NaN by `nan`, and infinities by `posinf` and `neginf` or the limits of the dtype.
+
+    >>> ps.nan_to_num(ps.asarray([ps.nan, 2.0])).tolist()
+    [0.0, 2.0]
+    """
     if x.dtype.kind != "f":
         return x
     most = float(dtypes.limits(x.dtype).max)
@@ -249,7 +329,11 @@ _SHIFT = 8  # of the argument, for the accuracy of the series of the digamma fun
 @of_tensor
 @composite
 def lgamma(x: Tensor, /) -> Tensor:
-    """The logarithm of the absolute value of the gamma function."""
+    """The logarithm of the absolute value of the gamma function.
+
+    >>> ps.lgamma(ps.asarray([1.0])).tolist()
+    [0.0]
+    """
     x = _floating("lgamma", x)
     return lasting_vjp(narrowed(_lgamma(widened(x.detach())), x.dtype), [x], _lgamma_gradient)
 
@@ -282,7 +366,11 @@ def _lgamma(x: Tensor) -> Tensor:
 @of_tensor
 @composite
 def digamma(x: Tensor, /) -> Tensor:
-    """The derivative of `lgamma`."""
+    """The derivative of `lgamma`.
+
+    >>> round(ps.digamma(ps.asarray([1.0])).item(), 4)
+    -0.5772
+    """
     x = _floating("digamma", x)
     wide = widened(x)
     below = less(wide, 0.5)

@@ -14,6 +14,7 @@ import numpy as np
 from penstock.tensor import arithmetic, manipulation, reduction, searching
 from penstock.tensor.arguments import of_tensor
 from penstock.tensor.core import Tensor
+from penstock.tensor.examples import with_example
 from penstock.tensor.operands import device_of
 from penstock.tensor.ordering import extreme, nonzero_places, sorted_pair
 from penstock.tensor.shapes import squeezed
@@ -52,7 +53,9 @@ def _extreme(
         return extreme(x, dim, keepdim, least=name == "min")
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"{standard.__doc__} With `dim`, also the index; of two tensors, item by item."
+    summary = (standard.__doc__ or "").partition("\n")[0]
+    doc = f"{summary} With `dim`, also the index; of two tensors, item by item."
+    function.__doc__ = with_example(name, doc)
     return of_tensor(function)
 
 
@@ -64,7 +67,11 @@ min = _extreme("min", reduction.min, arithmetic.minimum)
 def sort(
     x: Tensor, /, dim: int | None = None, descending: bool = False, stable: bool = True, *, axis: Any = None
 ) -> Any:
-    """The sorted items along an axis, the last by default; with `dim`, also their indices."""
+    """The sorted items along an axis, the last by default; with `dim`, also their indices.
+
+    >>> ps.sort(ps.asarray([3, 1, 2])).tolist()
+    [1, 2, 3]
+    """
     if dim is None:
         return searching.sort(x, axis=-1 if axis is None else axis, descending=descending)
     _refuse_both("sort", axis)
@@ -109,7 +116,8 @@ def _deviation(name: str, standard: Callable[..., Tensor], by_default: float) ->
         return standard(x, axis=axes, correction=correction, keepdims=keepdims)
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"{standard.__doc__} `correction` is 0 by default, and 1 in PyTorch's spelling."
+    doc = f"{standard.__doc__} `correction` is 0 by default, and 1 in PyTorch's spelling."
+    function.__doc__ = with_example(name, doc)
     return of_tensor(function)
 
 
@@ -119,7 +127,11 @@ std, std_method = (_deviation("std", reduction.std, default) for default in (0.0
 
 @of_tensor
 def squeeze(x: Tensor, /, axis: Axis = None, *, dim: Axis = None) -> Tensor:
-    """Remove axes of length 1, by default all; of another length, `dim` keeps an axis and `axis` raises."""
+    """Remove axes of length 1, by default all; of another length, `dim` keeps an axis and `axis` raises.
+
+    >>> ps.squeeze(ps.zeros((1, 3, 1))).shape
+    (3,)
+    """
     if dim is not None:
         _refuse_both("squeeze", axis)
         return squeezed(x, dim)
@@ -134,12 +146,20 @@ def squeeze_method(x: Tensor, /, dim: Axis = None, *, axis: Axis = None) -> Tens
 
 @of_tensor
 def nonzero(x: Tensor, /, *, as_tuple: bool | None = None) -> Any:
-    """The indices of the items that are not 0, a tensor for each axis; with `as_tuple=False`, as rows."""
+    """The indices of the items that are not 0, a tensor for each axis; with `as_tuple=False`, as rows.
+
+    >>> ps.nonzero(ps.asarray([0, 5, 7]), as_tuple=False).tolist()
+    [[1], [2]]
+    """
     return searching.nonzero(x) if as_tuple is None else nonzero_places(x, as_tuple=as_tuple)
 
 
 def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
-    """Items of `x1` where the condition is true, of `x2` elsewhere; of a condition alone, `nonzero`."""
+    """Items of `x1` where the condition is true, of `x2` elsewhere; of a condition alone, `nonzero`.
+
+    >>> ps.where(ps.asarray([True, False]), ps.asarray([1, 2]), ps.asarray([3, 4])).tolist()
+    [1, 4]
+    """
     if x1 is None and x2 is None:
         device_of("where", condition)
         return searching.nonzero(condition)

@@ -32,6 +32,7 @@ from penstock.data import (
     python_sources,
     train_bpe,
 )
+from penstock.data.batches import ChunkBatches
 from penstock.data.files import written_whole
 from penstock.errors import CheckpointError, PenstockError
 from penstock.formatting import format_bytes
@@ -157,14 +158,17 @@ class Trainer:
                 self.stopped_by = received()
         finally:
             self._view.stop()
+            self._store.close()
+            if self._store.replaced:
+                self._view.note(f"not UTF-8, and replaced by U+FFFD: {self._store.replaced} places")
             if self._log.curves:
                 self.report()
             self._let_go()
         return self.step >= steps
 
-    def _batches(self) -> TextBatches:
+    def _batches(self) -> TextBatches | ChunkBatches:
         data, model = self.config.data, self.config.model
-        return TextBatches(self._store.train, data.batch, model.context, self.config.run.seed, self._position)
+        return self._store.batches(data.batch, model.context, self.config.run.seed, self._position)
 
     def prompt(self) -> npt.NDArray[np.int32]:
         """The prompt of the sample: tokens that were not trained on, if there are any."""
@@ -362,13 +366,15 @@ class Trainer:
             self.tokenizer = load_tokenizer(self.folder / TOKENIZER_FILE)
         else:
             self.tokenizer = _make_tokenizer(self.config, text, self._view)
-        self._store = TokenStore.open(text, self.tokenizer, setting.validation, progress=self._view.phase)
-        self._view.note(
-            f"{text.summary()}\n{len(self._store):,} tokens of {self.tokenizer.vocab_size:,} kinds"
+        begun = resumed.text if resumed else None
+        self._store = TokenStore.open(
+            text, self.tokenizer, setting.validation, progress=self._view.phase, begun=begun
         )
+        self._view.note(f"{text.summary()}\n{self._store.summary()}")
         if resumed and resumed.text != self._store.key:
             self._view.note(
-                "the text is not the one that the run began with; its batches are others from here on"
+                "the text is not the one that the run began with, or its files were moved or touched; "
+                "where it differs, so do the batches from here on"
             )
         check_fits(self.config, self.tokenizer.vocab_size, self._device)
         self._validation = []

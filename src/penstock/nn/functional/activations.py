@@ -21,13 +21,21 @@ from penstock.tensor.reduction import sum as sum_
 
 @composite
 def relu(x: Tensor) -> Tensor:
-    """`x` where it is positive, else 0; at 0 the gradient is 0."""
+    """`x` where it is positive, else 0; at 0 the gradient is 0.
+
+    >>> ps.nn.functional.relu(ps.asarray([-1.0, 2.0])).tolist()
+    [0.0, 2.0]
+    """
     return where(x <= 0, 0, x)
 
 
 @composite
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), accurate for large negative x too; integers give float32."""
+    """1 / (1 + exp(-x)), accurate for large negative x too; integers give float32.
+
+    >>> ps.nn.functional.sigmoid(ps.asarray([0.0])).tolist()
+    [0.5]
+    """
     x = astype(x, float32) if x.dtype.kind in "biu" else x
     return with_slope(_sigmoid, _sigmoid_slope, x)
 
@@ -45,7 +53,11 @@ def _sigmoid_slope(x: Tensor) -> Tensor:
 
 @composite
 def silu(x: Tensor) -> Tensor:
-    """`x * sigmoid(x)`."""
+    """`x * sigmoid(x)`.
+
+    >>> ps.nn.functional.silu(ps.asarray([0.0])).tolist()
+    [0.0]
+    """
     return with_slope(lambda x: x * _sigmoid(x), _silu_slope, x)
 
 
@@ -55,7 +67,11 @@ def _silu_slope(x: Tensor) -> Tensor:
 
 @composite
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """`x` times the normal distribution function of `x`; exact, or with 'tanh' the approximation of GPT-2."""
+    """`x` times the normal distribution function of `x`; exact, or with 'tanh' the approximation of GPT-2.
+
+    >>> ps.nn.functional.gelu(ps.asarray([0.0])).tolist()
+    [0.0]
+    """
     if approximate == "tanh":
         return with_slope(lambda x: x * _approximate_cdf(x), _gelu_slope, x)
     if approximate != "none":
@@ -87,19 +103,31 @@ def _normal_cdf(x: Tensor) -> Tensor:
 
 @composite
 def relu6(x: Tensor) -> Tensor:
-    """`x` limited to the range from 0 to 6."""
+    """`x` limited to the range from 0 to 6.
+
+    >>> ps.nn.functional.relu6(ps.asarray([-1.0, 9.0])).tolist()
+    [0.0, 6.0]
+    """
     return hardtanh(x, 0.0, 6.0)
 
 
 @composite
 def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
-    """`x` where it is positive, else `x * negative_slope`."""
+    """`x` where it is positive, else `x * negative_slope`.
+
+    >>> ps.nn.functional.leaky_relu(ps.asarray([-4.0, 2.0]), 0.5).tolist()
+    [-2.0, 2.0]
+    """
     return where(x > 0, x, x * negative_slope)
 
 
 @composite
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
-    """`x` where it is positive, else `x * weight`; a single weight, or one for each channel (axis 1)."""
+    """`x` where it is positive, else `x * weight`; a single weight, or one for each channel (axis 1).
+
+    >>> ps.nn.functional.prelu(ps.asarray([-4.0, 2.0]), ps.asarray([0.5])).tolist()
+    [-2.0, 2.0]
+    """
     if weight.ndim > 1 or (weight.size != 1 and (x.ndim < 2 or weight.size != x.shape[1])):
         raise ValueError(f"prelu: a weight of shape {weight.shape} does not fit items of shape {x.shape}")
     if weight.size != 1:
@@ -111,13 +139,21 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
 
 @composite
 def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
-    """`x` where it is positive, else `alpha * (exp(x) - 1)`."""
+    """`x` where it is positive, else `alpha * (exp(x) - 1)`.
+
+    >>> ps.nn.functional.elu(ps.asarray([0.0, 2.0])).tolist()
+    [0.0, 2.0]
+    """
     return where(x > 0, x, expm1(_not_above_zero(x)) * alpha)
 
 
 @composite
 def celu(x: Tensor, alpha: float = 1.0) -> Tensor:
-    """`x` where it is positive, else `alpha * (exp(x / alpha) - 1)`."""
+    """`x` where it is positive, else `alpha * (exp(x / alpha) - 1)`.
+
+    >>> ps.nn.functional.celu(ps.asarray([0.0, 2.0])).tolist()
+    [0.0, 2.0]
+    """
     return where(x > 0, x, expm1(_not_above_zero(x) / alpha) * alpha)
 
 
@@ -126,7 +162,11 @@ _SELU_SCALE, _SELU_ALPHA = 1.0507009873554805, 1.6732632423543772
 
 @composite
 def selu(x: Tensor) -> Tensor:
-    """`elu` scaled so that activations keep mean 0 and variance 1."""
+    """`elu` scaled so that activations keep mean 0 and variance 1.
+
+    >>> ps.nn.functional.selu(ps.asarray([0.0])).tolist()
+    [0.0]
+    """
     return elu(x, _SELU_ALPHA) * _SELU_SCALE
 
 
@@ -137,7 +177,11 @@ def _not_above_zero(x: Tensor) -> Tensor:
 
 @composite
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    """log(1 + exp(beta * x)) / beta; `x` where `beta * x` is above the threshold."""
+    """log(1 + exp(beta * x)) / beta; `x` where `beta * x` is above the threshold.
+
+    >>> round(ps.nn.functional.softplus(ps.asarray([0.0])).item(), 4)
+    0.6931
+    """
     smooth = with_slope(_softplus, _sigmoid, x * beta) / beta
     return where(x * beta > threshold, x, smooth)
 
@@ -148,13 +192,21 @@ def _softplus(x: Tensor) -> Tensor:
 
 @composite
 def logsigmoid(x: Tensor) -> Tensor:
-    """The logarithm of `sigmoid(x)`, finite where `sigmoid(x)` underflows."""
+    """The logarithm of `sigmoid(x)`, finite where `sigmoid(x)` underflows.
+
+    >>> round(ps.nn.functional.logsigmoid(ps.asarray([0.0])).item(), 4)
+    -0.6931
+    """
     return -with_slope(_softplus, _sigmoid, -x)
 
 
 @composite
 def mish(x: Tensor) -> Tensor:
-    """`x * tanh(softplus(x))`."""
+    """`x * tanh(softplus(x))`.
+
+    >>> ps.nn.functional.mish(ps.asarray([0.0])).tolist()
+    [0.0]
+    """
     return with_slope(lambda x: x * tanh(_softplus(x)), _mish_slope, x)
 
 
@@ -165,19 +217,31 @@ def _mish_slope(x: Tensor) -> Tensor:
 
 @composite
 def softsign(x: Tensor) -> Tensor:
-    """`x / (1 + abs(x))`."""
+    """`x / (1 + abs(x))`.
+
+    >>> ps.nn.functional.softsign(ps.asarray([1.0])).tolist()
+    [0.5]
+    """
     return x / (abs_(x) + 1)
 
 
 @composite
 def tanhshrink(x: Tensor) -> Tensor:
-    """`x - tanh(x)`."""
+    """`x - tanh(x)`.
+
+    >>> ps.nn.functional.tanhshrink(ps.asarray([0.0])).tolist()
+    [0.0]
+    """
     return x - tanh(x)
 
 
 @composite
 def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
-    """`x` limited to the range from `min_val` to `max_val`; at these limits the gradient is 0."""
+    """`x` limited to the range from `min_val` to `max_val`; at these limits the gradient is 0.
+
+    >>> ps.nn.functional.hardtanh(ps.asarray([-3.0, 0.5])).tolist()
+    [-1.0, 0.5]
+    """
     if not min_val < max_val:
         raise ValueError(f"hardtanh needs min_val < max_val, and {min_val}, {max_val} were given")
     if x.dtype.kind in "iu":
@@ -189,19 +253,31 @@ def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
 
 @composite
 def hardsigmoid(x: Tensor) -> Tensor:
-    """`relu6(x + 3) / 6`."""
+    """`relu6(x + 3) / 6`.
+
+    >>> ps.nn.functional.hardsigmoid(ps.asarray([-3.0, 0.0])).tolist()
+    [0.0, 0.5]
+    """
     return relu6(x + 3) / 6
 
 
 @composite
 def hardswish(x: Tensor) -> Tensor:
-    """`x * hardsigmoid(x)`."""
+    """`x * hardsigmoid(x)`.
+
+    >>> ps.nn.functional.hardswish(ps.asarray([0.0, 3.0])).tolist()
+    [0.0, 3.0]
+    """
     return x * hardsigmoid(x)
 
 
 @composite
 def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
-    """`x` moved towards 0 by `lambd`; 0 where abs(x) is at most `lambd`."""
+    """`x` moved towards 0 by `lambd`; 0 where abs(x) is at most `lambd`.
+
+    >>> ps.nn.functional.softshrink(ps.asarray([-2.0, 0.25])).tolist()
+    [-1.5, 0.0]
+    """
     if lambd < 0:
         raise ValueError(f"softshrink needs lambd of 0 or more, and {lambd} was given")
     return where(x > lambd, x - lambd, where(x < -lambd, x + lambd, 0))
@@ -209,20 +285,32 @@ def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
 
 @composite
 def hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
-    """`x`; 0 where abs(x) is at most `lambd`."""
+    """`x`; 0 where abs(x) is at most `lambd`.
+
+    >>> ps.nn.functional.hardshrink(ps.asarray([-2.0, 0.25])).tolist()
+    [-2.0, 0.0]
+    """
     return where(abs_(x) > lambd, x, 0)
 
 
 @composite
 def threshold(x: Tensor, threshold: float, value: float) -> Tensor:
-    """`x` where it is above the threshold, else `value`."""
+    """`x` where it is above the threshold, else `value`.
+
+    >>> ps.nn.functional.threshold(ps.asarray([0.5, 2.0]), 1, 0).tolist()
+    [0.0, 2.0]
+    """
     return where(x > threshold, x, value)
 
 
 @takes_dim
 @composite
 def glu(x: Tensor, axis: int = -1) -> Tensor:
-    """The first half along an axis, times the sigmoid of the second."""
+    """The first half along an axis, times the sigmoid of the second.
+
+    >>> ps.nn.functional.glu(ps.zeros((3, 4))).shape
+    (3, 2)
+    """
     (at,) = axes_of(x, axis, "glu")
     half, rest = divmod(x.shape[at], 2)
     if rest:
@@ -234,7 +322,11 @@ def glu(x: Tensor, axis: int = -1) -> Tensor:
 @takes_dim
 @composite
 def softmax(x: Tensor, axis: int = -1, *, dtype: DType | None = None) -> Tensor:
-    """exp(x) / sum(exp(x)) along an axis; `x` is converted to `dtype` first, if that is given."""
+    """exp(x) / sum(exp(x)) along an axis; `x` is converted to `dtype` first, if that is given.
+
+    >>> ps.nn.functional.softmax(ps.zeros((2, 4))).tolist()[0]
+    [0.25, 0.25, 0.25, 0.25]
+    """
     x = x if dtype is None else astype(x, dtype)
     check_floating("softmax", x)
     (at,) = axes_of(x, axis, "softmax")
@@ -244,7 +336,11 @@ def softmax(x: Tensor, axis: int = -1, *, dtype: DType | None = None) -> Tensor:
 @takes_dim
 @composite
 def log_softmax(x: Tensor, axis: int = -1, *, dtype: DType | None = None) -> Tensor:
-    """The logarithm of `softmax`."""
+    """The logarithm of `softmax`.
+
+    >>> ps.nn.functional.log_softmax(ps.zeros((2, 1))).tolist()
+    [[0.0], [0.0]]
+    """
     x = x if dtype is None else astype(x, dtype)
     check_floating("log_softmax", x)
     (at,) = axes_of(x, axis, "log_softmax")
@@ -258,7 +354,11 @@ def log_softmax(x: Tensor, axis: int = -1, *, dtype: DType | None = None) -> Ten
 @takes_dim
 @composite
 def softmin(x: Tensor, axis: int = -1, *, dtype: DType | None = None) -> Tensor:
-    """`softmax(-x)`."""
+    """`softmax(-x)`.
+
+    >>> ps.nn.functional.softmin(ps.zeros((2, 4))).tolist()[0]
+    [0.25, 0.25, 0.25, 0.25]
+    """
     return softmax(-x, axis, dtype=dtype)
 
 
@@ -278,7 +378,11 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def named_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """An activation by its name."""
+    """An activation by its name.
+
+    >>> ps.nn.functional.named_activation("relu")(ps.asarray([-1.0])).tolist()
+    [0.0]
+    """
     if name not in NAMED:
         raise ValueError(f"{name!r} is no activation; there are {', '.join(NAMED)}")
     return NAMED[name]

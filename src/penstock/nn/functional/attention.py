@@ -44,6 +44,10 @@ def scaled_dot_product_attention(
 
     The scores of all queries are never in memory together: if the device has no kernel for attention, long
     contexts are computed in parts of the queries, and each part is recomputed in the backward pass.
+
+    >>> q = k = v = ps.zeros((2, 4, 5, 8))
+    >>> ps.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).shape
+    (2, 4, 5, 8)
     """
     shapes = f"{query.shape}, {key.shape} and {value.shape}"
     if enable_gqa:
@@ -90,6 +94,9 @@ def packed_attention(packed: Tensor, is_causal: bool = False, scale: float | Non
     """Attention of queries, keys and values in one tensor: (batch, length, 3, heads, width of a head).
 
     The result has the shape (batch, length, heads, width of a head).
+
+    >>> ps.nn.functional.packed_attention(ps.zeros((2, 5, 3, 4, 8)), is_causal=True).shape
+    (2, 5, 4, 8)
     """
     if packed.ndim != 5 or packed.shape[2] != 3:
         raise ValueError(f"attention: shape {packed.shape} is not (batch, length, 3, heads, width)")

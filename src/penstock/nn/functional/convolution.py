@@ -113,6 +113,9 @@ def _conv(
 
     Settings are an integer for all axes after the channels, or one for each. The padding may be 'same', which
     keeps the lengths, or 'valid', which is none. The batch axis may be left out.
+
+    >>> ps.nn.functional.conv2d(ps.zeros((2, 3, 8, 8)), ps.zeros((5, 3, 3, 3)), padding=1).shape
+    (2, 5, 8, 8)
     """
     name = f"conv{axes}d"
     images, weight = _checked(name, axes, x, weight)
@@ -149,6 +152,9 @@ def _conv_transpose(
     """The transpose of a convolution, with a weight (channels, outputs of a group, window), as in PyTorch.
 
     `output_padding` adds items at the end of each axis: several lengths convolve to the same length.
+
+    >>> ps.nn.functional.conv_transpose2d(ps.zeros((2, 3, 4, 4)), ps.zeros((3, 5, 2, 2)), stride=2).shape
+    (2, 5, 8, 8)
     """
     name = f"conv_transpose{axes}d"
     images, weight = _checked(name, axes, x, weight)
@@ -184,7 +190,11 @@ conv_transpose1d, conv_transpose2d, conv_transpose3d = (for_axes(_conv_transpose
 def unfold(
     x: Tensor, kernel_size: Sizes, dilation: Sizes = 1, padding: Sizes = 0, stride: Sizes = 1
 ) -> Tensor:
-    """Windows of (batch, channels, height, width) as (batch, channels * items of a window, windows)."""
+    """Windows of (batch, channels, height, width) as (batch, channels * items of a window, windows).
+
+    >>> ps.nn.functional.unfold(ps.zeros((2, 3, 4, 4)), 2).shape
+    (2, 12, 9)
+    """
     sizes, apart, ends, steps = _window_settings("unfold", kernel_size, dilation, padding, stride)
     if x.ndim not in (3, 4):
         raise ValueError(f"unfold takes (batch, channels, height, width), and the shape {x.shape} was given")
@@ -205,7 +215,11 @@ def fold(
     padding: Sizes = 0,
     stride: Sizes = 1,
 ) -> Tensor:
-    """The transpose of `unfold`: images in which items of overlapping windows are summed."""
+    """The transpose of `unfold`: images in which items of overlapping windows are summed.
+
+    >>> ps.nn.functional.fold(ps.zeros((2, 12, 9)), (4, 4), 2).shape
+    (2, 3, 4, 4)
+    """
     sizes, apart, ends, steps = _window_settings("fold", kernel_size, dilation, padding, stride)
     lengths = sizes_of(output_size, 2, "fold", "output_size")
     counts = Geometry(steps, tuple((n, n) for n in ends), apart).counts(lengths, sizes)

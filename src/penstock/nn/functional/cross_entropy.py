@@ -39,6 +39,9 @@ def cross_entropy(
     The classes are along axis 1, as in PyTorch: (rows, classes), (batch, classes, ...), or (classes). Other
     targets out of range raise. Targets may be probabilities, in the shape of `x`. With a weight for each
     class, the mean is weighted by the classes of the targets. float16 and bfloat16 give float32.
+
+    >>> round(ps.nn.functional.cross_entropy(ps.zeros((3, 2)), ps.asarray([0, 1, 1])).item(), 4)
+    0.6931
     """
     _check_smoothing(label_smoothing)
     if _are_probabilities("cross_entropy", x, target):
@@ -68,7 +71,11 @@ def nll_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """-x[target], with the classes along axis 1: `cross_entropy`, if `x` is a `log_softmax`."""
+    """-x[target], with the classes along axis 1: `cross_entropy`, if `x` is a `log_softmax`.
+
+    >>> ps.nn.functional.nll_loss(ps.asarray([[-1.0, -2.0]]), ps.asarray([1])).item()
+    2.0
+    """
     _check_classes("nll_loss", x, target)
     return _of_logs("nll_loss", _classes_last(x), target, ignore_index, 0.0, weight, reduction)
 
@@ -81,7 +88,12 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`cross_entropy(x @ linear_weight.T, target)` of rows; the logits are never in memory as a whole."""
+    """`cross_entropy(x @ linear_weight.T, target)` of rows; the logits are never in memory as a whole.
+
+    >>> x, weight, target = ps.zeros((3, 8)), ps.zeros((2, 8)), ps.asarray([0, 1, 1])
+    >>> round(ps.nn.functional.linear_cross_entropy(x, weight, target).item(), 4)
+    0.6931
+    """
     _check_smoothing(label_smoothing)
     _check_linear(x, linear_weight)
     _check_integers("linear_cross_entropy", target)

@@ -32,6 +32,10 @@ def ctc_loss(
 
     `log_probs` is (time, batch, classes), `targets` (batch, longest target). If a target has no alignment,
     the loss is infinite, or 0 with `zero_infinity`. The mean divides each loss by the length of its target.
+
+    >>> log_probs = ps.log_softmax(ps.zeros((4, 1, 3)), -1)
+    >>> round(ps.nn.functional.ctc_loss(log_probs, ps.asarray([[1]]), [4], [1]).item(), 4)
+    2.0919
     """
     if log_probs.ndim != 3 or targets.ndim != 2 or targets.shape[0] != log_probs.shape[1]:
         raise ValueError(

@@ -11,22 +11,38 @@ from penstock.tensor.creation import zeros_like
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    """Set items to 0 with probability `p`, and scale the others by 1 / (1 - p)."""
+    """Set items to 0 with probability `p`, and scale the others by 1 / (1 - p).
+
+    >>> ps.nn.functional.dropout(ps.ones(3), 0.5, training=False).tolist()
+    [1.0, 1.0, 1.0]
+    """
     return _dropped(x, p, training, x.shape)
 
 
 def dropout1d(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    """Dropout of whole channels of (batch, channels, length), or without the batch."""
+    """Dropout of whole channels of (batch, channels, length), or without the batch.
+
+    >>> ps.nn.functional.dropout1d(ps.ones((2, 3, 4))).shape
+    (2, 3, 4)
+    """
     return _dropped_channels("dropout1d", x, p, training, 1)
 
 
 def dropout2d(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    """Dropout of whole channels of (batch, channels, height, width), or without the batch."""
+    """Dropout of whole channels of (batch, channels, height, width), or without the batch.
+
+    >>> ps.nn.functional.dropout2d(ps.ones((2, 3, 4, 4))).shape
+    (2, 3, 4, 4)
+    """
     return _dropped_channels("dropout2d", x, p, training, 2)
 
 
 def dropout3d(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    """Dropout of whole channels of (batch, channels, depth, height, width), or without the batch."""
+    """Dropout of whole channels of (batch, channels, depth, height, width), or without the batch.
+
+    >>> ps.nn.functional.dropout3d(ps.ones((2, 3, 2, 2, 2))).shape
+    (2, 3, 2, 2, 2)
+    """
     return _dropped_channels("dropout3d", x, p, training, 3)
 
 
@@ -34,7 +50,11 @@ _ALPHA = -1.7580993408473766  # the limit of selu at minus infinity
 
 
 def alpha_dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    """Set items to the lower limit of selu, and scale all so that mean and variance stay the same."""
+    """Set items to the lower limit of selu, and scale all so that mean and variance stay the same.
+
+    >>> ps.nn.functional.alpha_dropout(ps.ones((2, 3))).shape
+    (2, 3)
+    """
     check_probability(p)
     if not training or p == 0:
         return x

@@ -27,7 +27,11 @@ def reduced(losses: Tensor, reduction: str) -> Tensor:
 
 @composite
 def mse_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """The squared differences."""
+    """The squared differences.
+
+    >>> ps.nn.functional.mse_loss(ps.asarray([1.0, 3.0]), ps.asarray([1.0, 1.0])).item()
+    2.0
+    """
     _check_shapes("mse_loss", x, target)
     difference = x - target
     return reduced(difference * difference, reduction)
@@ -35,14 +39,22 @@ def mse_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 @composite
 def l1_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """The absolute differences."""
+    """The absolute differences.
+
+    >>> ps.nn.functional.l1_loss(ps.asarray([1.0, 3.0]), ps.asarray([1.0, 1.0])).item()
+    1.0
+    """
     _check_shapes("l1_loss", x, target)
     return reduced(abs_(x - target), reduction)
 
 
 @composite
 def smooth_l1_loss(x: Tensor, target: Tensor, reduction: str = "mean", beta: float = 1.0) -> Tensor:
-    """Absolute differences less beta / 2; below `beta`, half their squares divided by `beta`."""
+    """Absolute differences less beta / 2; below `beta`, half their squares divided by `beta`.
+
+    >>> ps.nn.functional.smooth_l1_loss(ps.asarray([1.0, 3.0]), ps.asarray([1.0, 1.0])).item()
+    0.75
+    """
     _check_shapes("smooth_l1_loss", x, target)
     if beta < 0:
         raise ValueError(f"beta is 0 or more, and {beta} was given")
@@ -52,7 +64,11 @@ def smooth_l1_loss(x: Tensor, target: Tensor, reduction: str = "mean", beta: flo
 
 @composite
 def huber_loss(x: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0) -> Tensor:
-    """Half the squared differences up to `delta`, and linear above it."""
+    """Half the squared differences up to `delta`, and linear above it.
+
+    >>> ps.nn.functional.huber_loss(ps.asarray([1.0, 3.0]), ps.asarray([1.0, 1.0])).item()
+    0.75
+    """
     _check_shapes("huber_loss", x, target)
     if delta <= 0:
         raise ValueError(f"delta is above 0, and {delta} was given")
@@ -70,7 +86,11 @@ _LEAST_SPREAD = 1e-12
 def binary_cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: str = "mean"
 ) -> Tensor:
-    """-(target * log(x) + (1 - target) * log(1 - x)) of probabilities; logarithms are at least -100."""
+    """-(target * log(x) + (1 - target) * log(1 - x)) of probabilities; logarithms are at least -100.
+
+    >>> round(ps.nn.functional.binary_cross_entropy(ps.asarray([0.5]), ps.asarray([1.0])).item(), 4)
+    0.6931
+    """
     _check_shapes("binary_cross_entropy", x, target)
     value = target * _log_of(x) + (1 - target) * _log_not(x)
     losses = lasting_vjp(-value.detach(), [x, target], _probability_gradients)
@@ -98,7 +118,12 @@ def binary_cross_entropy_with_logits(
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Tensor:
-    """`binary_cross_entropy(sigmoid(x), target)`, accurate for any `x`; `pos_weight`: of positive targets."""
+    """`binary_cross_entropy(sigmoid(x), target)`, accurate for any `x`; `pos_weight`: of positive targets.
+
+    >>> x, target = ps.asarray([0.0]), ps.asarray([1.0])
+    >>> round(ps.nn.functional.binary_cross_entropy_with_logits(x, target).item(), 4)
+    0.6931
+    """
     _check_shapes("binary_cross_entropy_with_logits", x, target)
     less = logsigmoid(x)
     scaled = less if pos_weight is None else less * ((pos_weight - 1) * target + 1)
@@ -111,6 +136,10 @@ def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool 
     """The Kullback-Leibler divergence of probabilities `target` from those with logarithms `x`.
 
     'batchmean', the sum divided by the length of the first axis, is the mathematical definition.
+
+    >>> p = ps.asarray([0.5, 0.5])
+    >>> ps.nn.functional.kl_div(ps.log(p), p, reduction="sum").item()
+    0.0
     """
     if common_shape(x.shape, target.shape) != x.shape:
         raise ValueError(f"kl_div: shapes {x.shape} and {target.shape} do not fit together")
@@ -130,7 +159,11 @@ def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool 
 @takes_dim
 @composite
 def cosine_similarity(x1: Tensor, x2: Tensor, axis: int = 1, eps: float = 1e-8) -> Tensor:
-    """The cosine of the angle between vectors along an axis."""
+    """The cosine of the angle between vectors along an axis.
+
+    >>> ps.nn.functional.cosine_similarity(ps.asarray([[1.0, 0.0]]), ps.asarray([[0.0, 1.0]])).tolist()
+    [0.0]
+    """
     shape = common_shape(x1.shape, x2.shape)  # first, since the axis counts in the common shape
     first, second = broadcast(wide(x1), shape), broadcast(wide(x2), shape)
     product = sum_(first * second, axis=axis)
@@ -142,7 +175,12 @@ def cosine_similarity(x1: Tensor, x2: Tensor, axis: int = 1, eps: float = 1e-8) 
 def cosine_embedding_loss(
     x1: Tensor, x2: Tensor, target: Tensor, margin: float = 0.0, reduction: str = "mean"
 ) -> Tensor:
-    """1 - cosine where `target` is 1; max(0, cosine - margin) where it is -1."""
+    """1 - cosine where `target` is 1; max(0, cosine - margin) where it is -1.
+
+    >>> x1, x2 = ps.asarray([[1.0, 0.0]]), ps.asarray([[0.0, 1.0]])
+    >>> ps.nn.functional.cosine_embedding_loss(x1, x2, ps.asarray([1])).item()
+    1.0
+    """
     _check_shapes("cosine_embedding_loss", x1, x2)
     cosine = cosine_similarity(x1, x2, -1)
     if target.shape != cosine.shape:

@@ -33,7 +33,11 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Mean 0 and variance 1 along the last axes, whose lengths are given, then scaled and shifted."""
+    """Mean 0 and variance 1 along the last axes, whose lengths are given, then scaled and shifted.
+
+    >>> ps.nn.functional.layer_norm(ps.ones((2, 4)), 4).tolist()[0]
+    [0.0, 0.0, 0.0, 0.0]
+    """
     axes = _normed_axes("layer_norm", x, normalized_shape, weight, bias)
     return _layer_norm(x, weight, bias, eps, axes)
 
@@ -52,6 +56,9 @@ def rms_norm(
     """Mean square 1 along the last axes, whose lengths are given, then scaled.
 
     The default of `eps` is the machine epsilon of the dtype of the computation.
+
+    >>> ps.nn.functional.rms_norm(ps.zeros((2, 4)), 4).tolist()[0]
+    [0.0, 0.0, 0.0, 0.0]
     """
     axes = _normed_axes("rms_norm", x, normalized_shape, weight)
     return _rms_norm(x, weight, float(finfo(wide(x).dtype).eps) if eps is None else eps, axes)
@@ -71,7 +78,11 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Mean 0 and variance 1 of each group of channels (axis 1) of an example, then scaled and shifted."""
+    """Mean 0 and variance 1 of each group of channels (axis 1) of an example, then scaled and shifted.
+
+    >>> ps.nn.functional.group_norm(ps.zeros((2, 6, 4)), 3).shape
+    (2, 6, 4)
+    """
     check_floating("group_norm", x)
     if x.ndim < 2 or num_groups < 1 or x.shape[1] % num_groups:
         raise ValueError(f"group_norm: the channels of shape {x.shape} do not make {num_groups} groups")
@@ -99,6 +110,9 @@ def instance_norm(
     """Mean 0 and variance 1 of each channel of each example, then scaled and shifted.
 
     Running statistics, if given, are moved towards those of the input, or used without `use_input_stats`.
+
+    >>> ps.nn.functional.instance_norm(ps.zeros((2, 3, 4))).shape
+    (2, 3, 4)
     """
     _check_channels("instance_norm", x, running_mean, running_var, weight, bias)
     if x.ndim < 3 or (use_input_stats and math.prod(x.shape[2:]) == 1):
@@ -130,6 +144,9 @@ def batch_norm(
 
     Training uses the statistics of the batch, and moves running statistics towards them; otherwise the
     running statistics are used.
+
+    >>> ps.nn.functional.batch_norm(ps.ones((2, 3)), ps.zeros(3), ps.ones(3), training=True).tolist()[0]
+    [0.0, 0.0, 0.0]
     """
     _check_channels("batch_norm", x, running_mean, running_var, weight, bias)
     if not training:
@@ -210,6 +227,9 @@ def normalize(x: Tensor, p: float = 2.0, axis: int = 1, eps: float = 1e-12) -> T
     """`x` divided by its p-norm along an axis, or by `eps` where that is larger.
 
     The norm for p = 0 is the number of items that are not 0.
+
+    >>> ps.nn.functional.normalize(ps.asarray([[3.0, 0.0]])).tolist()
+    [[1.0, 0.0]]
     """
     check_floating("normalize", x)
     if not x.ndim:  # as in PyTorch, a tensor without axes counts as a vector

@@ -130,6 +130,9 @@ def _max_pool(
     """The maximum of each window; the stride is the window size by default.
 
     With `return_indices`, also its flat index in the image.
+
+    >>> ps.nn.functional.max_pool2d(ps.zeros((2, 3, 8, 8)), 2).shape
+    (2, 3, 4, 4)
     """
     name = f"max_pool{axes}d"
     images = _checked(name, axes, x)
@@ -163,6 +166,9 @@ def _avg_pool(
     """The mean of each window; the stride is the window size by default.
 
     Padding counts as items of 0; with `count_include_pad=False` it does not count.
+
+    >>> ps.nn.functional.avg_pool2d(ps.zeros((2, 3, 8, 8)), 2).shape
+    (2, 3, 4, 4)
     """
     name = f"avg_pool{axes}d"
     if divisor_override is not None and divisor_override == 0:
@@ -196,7 +202,11 @@ def _adaptive_sizes(name: str, x: Tensor, output_size: Any) -> list[int]:
 
 
 def _adaptive_avg_pool(axes: int, x: Tensor, output_size: int | Sequence[int | None] | None) -> Tensor:
-    """The means of `output_size` windows that cover each axis; None keeps the length of an axis."""
+    """The means of `output_size` windows that cover each axis; None keeps the length of an axis.
+
+    >>> ps.nn.functional.adaptive_avg_pool2d(ps.zeros((2, 3, 7, 7)), 1).shape
+    (2, 3, 1, 1)
+    """
     name = f"adaptive_avg_pool{axes}d"
     images = _checked(name, axes, x)
     means = wide(images)
@@ -213,7 +223,11 @@ def _adaptive_avg_pool(axes: int, x: Tensor, output_size: int | Sequence[int | N
 def _adaptive_max_pool(
     axes: int, x: Tensor, output_size: int | Sequence[int | None] | None, return_indices: bool = False
 ) -> Any:
-    """The maximum of `output_size` windows that cover each axis; None keeps the length of an axis."""
+    """The maximum of `output_size` windows that cover each axis; None keeps the length of an axis.
+
+    >>> ps.nn.functional.adaptive_max_pool2d(ps.zeros((2, 3, 7, 7)), 1).shape
+    (2, 3, 1, 1)
+    """
     name = f"adaptive_max_pool{axes}d"
     images = _checked(name, axes, x)
     number = _numbers(images) if return_indices else None
@@ -249,6 +263,10 @@ def _max_unpool(
     """Items at the `indices` of max pooling, and 0 elsewhere.
 
     Images of several sizes are pooled to the same size; `output_size` selects one of them.
+
+    >>> x, at = ps.nn.functional.max_pool2d(ps.zeros((1, 2, 4, 4)), 2, return_indices=True)
+    >>> ps.nn.functional.max_unpool2d(x, at, 2).shape
+    (1, 2, 4, 4)
     """
     name = f"max_unpool{axes}d"
     images = _checked(name, axes, x)
