@@ -65,7 +65,7 @@ class Buffer:
         memory = self.memory
         self.native = memory.native
         self.offset = 0
-        self.place = (memory.serial, 0)  # unique among all allocations ever made
+        self.place = memory.place
         usage = memory.usage
         if usage is None:
             usage = memory.usage = Usage()
@@ -111,9 +111,11 @@ class Buffer:
             raise BufferInUse(f"{self!r} is open in a host view; leave the view's with block first")
 
     def __del__(self) -> None:
-        # The attributes are missing if __init__ or view() failed, or if there was no memory.
-        home, memory = getattr(self, "_home", None), getattr(self, "memory", None)
-        if home is not None and memory is not None:
+        try:
+            home, memory = self._home, self.memory
+        except AttributeError:  # __init__ or part() failed, or there was no memory
+            return
+        if home is not None:
             usage = memory.usage
             if usage is not None and usage.batch is not None and not usage.batch.events:
                 usage.forget()  # the batch is done: idle memory must not keep native events
