@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.drivers.driver import Driver, Event, Memory
 from penstock.errors import BufferInUse
-from penstock.memory.resource import Resource
 
 
 class Usage:
@@ -40,6 +39,18 @@ class Usage:
         self.batch = self.event = self.inherited = None
 
 
+class Source(Protocol):
+    """Where the memory of buffers comes from, and goes to."""
+
+    def give(self, owner: Any, nbytes: int, unused: bool = False) -> None:
+        """Set `owner.memory`."""
+        ...
+
+    def release(self, memory: Memory) -> None:
+        """Take memory back, which commands may still use."""
+        ...
+
+
 class Buffer:
     """Device memory of `nbytes` bytes. It returns to its pool when nothing refers to it.
 
@@ -53,15 +64,16 @@ class Buffer:
 
     memory: Memory
 
-    def __init__(self, driver: Driver, nbytes: int, home: Resource) -> None:
-        """A buffer without memory. A pool sets `memory`, and `attach` then makes the buffer usable."""
+    def __init__(self, driver: Driver, nbytes: int, home: Source, unused: bool = False) -> None:
+        """A buffer in memory that `home` gives and takes back. Raises OutOfDeviceMemory.
+
+        `unused`: no pending command should still use the memory.
+        """
         self.driver = driver
         self.nbytes = nbytes
-        self._home: Resource | None = home
+        self._home: Source | None = home
         self._parent: Buffer | None = None
-
-    def attach(self) -> Buffer:
-        """Make the buffer usable, once it has memory. Returns the buffer."""
+        home.give(self, nbytes, unused)  # it is noted in this object at once, so that an interrupt leaks none
         memory = self.memory
         self.native = memory.native
         self.offset = 0
@@ -74,7 +86,6 @@ class Buffer:
         self.usage: Usage = usage
         self.shared = False  # whether several values share it, so that it must not be overwritten
         self.hosted = False  # whether it is pinned memory of the host for state, which no kernel takes
-        return self
 
     @property
     def whole(self) -> Buffer:
