@@ -56,10 +56,10 @@ def _may_be_part(buffer: Buffer, offset: int, device: Device) -> bool:
 
     A tensor in an allocation with others would move out of it at its next update, if it were shared.
     """
-    if device.dispatcher is not None or device.limit_bytes is not None or buffer.hosted:
+    if device.dispatcher is not None or (buffer.offset + offset) % device.capabilities.offset_alignment:
         return False
     alone = buffer.shared or buffer.whole is buffer
-    return alone and not (buffer.offset + offset) % device.capabilities.offset_alignment
+    return alone and not buffer.hosted and device.limit_bytes is None
 
 
 def source(node: Node) -> Node:
