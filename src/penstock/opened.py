@@ -59,16 +59,13 @@ class Layers:
         buffer = self.host_scratch
         if buffer is None or buffer.nbytes < nbytes:
             self.host_scratch = None  # first, so that both need not be allocated together
-            buffer = Buffer(self.driver, nbytes, self.visible)
-            self.visible.give(buffer, nbytes)
-            self.host_scratch = buffer.attach()
+            buffer = self.host_scratch = Buffer(self.driver, nbytes, self.visible)
         return buffer
 
     def hosted(self, nbytes: int) -> Buffer:
         """Pinned memory of the host for state that lies there between the runs of programs."""
         buffer = Buffer(self.driver, nbytes, self.visible)
-        self.visible.give(buffer, nbytes)
-        buffer.attach().hosted = True
+        buffer.hosted = True
         return buffer
 
     def memory_stats(self) -> DeviceMemory:

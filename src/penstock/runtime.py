@@ -161,19 +161,16 @@ class Device:
         opened = self._opened or self.layers()
         if opened.stream.unavailable:
             opened.stream.check_available()
-        source = opened.source
-        buffer = Buffer(opened.driver, nbytes, source)  # first, so that an interrupt leaks no memory
         try:
-            source.give(buffer, nbytes, unused)
+            return Buffer(opened.driver, nbytes, opened.source, unused)
         except OutOfDeviceMemory:
             self._make_room(opened)
-            try:
-                source.give(buffer, nbytes, unused)
-            except OutOfDeviceMemory as error:
-                if spills and self.capabilities.offloads:
-                    return self._new(nbytes, unused, spills) if self.spill() else opened.hosted(nbytes)
-                raise self._out_of_memory(opened, nbytes, error) from None
-        return buffer.attach()
+        try:
+            return Buffer(opened.driver, nbytes, opened.source, unused)
+        except OutOfDeviceMemory as error:
+            if spills and self.capabilities.offloads:
+                return self._new(nbytes, unused, spills) if self.spill() else opened.hosted(nbytes)
+            raise self._out_of_memory(opened, nbytes, error) from None
 
     def spill(self) -> bool:
         """Have state move to the host, unless a program is about to use it; whether there was any to move."""
@@ -187,9 +184,7 @@ class Device:
         if not opened.driver.reaches_pinned:
             return self._new(nbytes, spills=True)
         opened.stream.check_available()
-        buffer = Buffer(opened.driver, nbytes, opened.visible)
-        opened.visible.give(buffer, nbytes)
-        return buffer.attach()
+        return Buffer(opened.driver, nbytes, opened.visible)
 
     def scratch(self, sizes: Sequence[int], beside: int = 0) -> list[Buffer]:
         """Arenas for temporaries; programs share them because they run in sequence.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from penstock.drivers.driver import Memory
 from penstock.graph.node import Node
@@ -82,9 +83,8 @@ class Locations:
         buffer.shared = True
         memory = Memory(buffer.memory.host[buffer.offset :][: buffer.nbytes], buffer.nbytes, None)
         memory.host = memory.native
-        adopted = Buffer(target.driver, buffer.nbytes, _Lender(buffer))
-        adopted.memory = memory
-        adopted.attach().shared = True
+        adopted = Buffer(target.driver, buffer.nbytes, _Lender(buffer, memory))
+        adopted.shared = True
         return adopted
 
     def forget(self, buffers: Sequence[Buffer]) -> None:
@@ -159,14 +159,16 @@ class _Kept:
 
 
 class _Lender:
-    """The pool of a host buffer that borrows a device's memory: it keeps that memory alive."""
+    """The source of a host buffer that borrows a device's memory: it keeps that memory alive."""
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: Buffer, memory: Memory) -> None:
+        """`memory`: that of the buffer, as the host sees it."""
         self.buffer = buffer
+        self._memory = memory
 
-    def reserve(self, nbytes: int) -> Memory:
-        """It has no memory to give."""
-        raise AssertionError("borrowed memory cannot be allocated from")
+    def give(self, owner: Any, nbytes: int, unused: bool = False) -> None:
+        """Lend it."""
+        owner.memory = self._memory
 
     def release(self, memory: Memory) -> None:
         """Nothing to do: the buffer is released with this object."""

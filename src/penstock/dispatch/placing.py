@@ -24,9 +24,9 @@ from penstock.execution.host_program import HostProgram
 from penstock.execution.realize import (
     executables,
     numpy_text,
-    source,
     to_compute,
 )
+from penstock.execution.sharing import source
 from penstock.execution.structure import Structure
 from penstock.files import parse_json
 from penstock.graph.node import Node, Primitive, topological

@@ -118,9 +118,11 @@ class Memory:
     asked: int = field(init=False)
     idle_since: float = 0.0
     usage: Any = None
+    place: tuple[int, int] = field(init=False)  # where a buffer lies: in which allocation, and its offset
 
     def __post_init__(self) -> None:
         self.asked = self.nbytes
+        self.place = (self.serial, 0)
 
     @property
     def is_freed(self) -> bool:

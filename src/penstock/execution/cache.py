@@ -18,7 +18,7 @@ from penstock.compiler.schedule import Schedule
 from penstock.compiler.target import Budget, Target
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.ahead import Ahead
-from penstock.execution.executable import Executable, kernel_sources
+from penstock.execution.executable import Executable, RunProgram, kernel_sources
 from penstock.execution.host_program import HostProgram
 from penstock.execution.hosting import Residents
 from penstock.execution.memory_plan import MemoryPlan
@@ -75,7 +75,7 @@ class ExecutableCache:
         self._schedules = LRU[Hashable, Schedule](_MAX_BRIDGES)  # of programs whose kernels are compiled
         self._host_programs = LRU[Hashable, HostProgram](_MAX_HOST_PROGRAMS)
         self._sliced = LRU[Hashable, int](_MAX_HOST_PROGRAMS)  # how often `slices_first` saw an expression
-        self.singles: LRU[Hashable, Executable | HostProgram] = LRU(_MAX_PROGRAMS)  # of small expressions
+        self.singles = LRU[Hashable, RunProgram](_MAX_PROGRAMS)  # what runs small expressions
         self.build_seconds = 0.0  # in all
         self._last_built = perf_counter()
         self._ahead: Ahead | None = None
@@ -128,7 +128,7 @@ class ExecutableCache:
         else:
             stays = structure.key not in self._bridges
         if stays:
-            self.singles[key] = program
+            self.singles[key] = program.runner
 
     def _may_be_outgrown(self, program: HostProgram) -> bool:
         """Whether a kernel is better once an expression has come often."""

@@ -6,9 +6,10 @@ memory alive: it knows the buffers of the previous run only by the serial number
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from time import perf_counter
 from typing import Any
 
@@ -40,7 +41,9 @@ from penstock.stream.queue import BufferSizes
 from penstock.stream.recorder import Launch
 from penstock.stream.stream import Stream
 
-_MAX_DIRECT = 1  # launches; more are one CUDA graph
+_native = attrgetter("native")
+# A run of a program, from buffers of its inputs and its constants.
+RunProgram = Callable[[Sequence[Buffer], Sequence[Any]], list[Buffer]]
 _MAX_ARRANGEMENTS = 4  # for which kernels are fused; in others, every buffer is an argument of its own
 
 
@@ -76,6 +79,7 @@ class Executable:
         self.device = device
         self.wrote = False  # of a run that failed: whether anything may have been written
         self._cache = cache
+        self._stream = device.stream
         self._parts = launch_parts(schedule, device.capabilities)
         self._functions = _functions(schedule)
         self._run_buffers = RunBuffers(schedule, fused_buffers(self._parts))
@@ -91,6 +95,7 @@ class Executable:
         self._only = parts[0] if len(parts) == 1 and isinstance(parts[0], _Segment) else None
         self._has_arenas = self._only is not None and self._only.touches(schedule.arenas)
         self._direct = None if self._only is None else self._only.direct(schedule)
+        self._results = schedule.results
         self._shared = [
             buffer for buffer, shared in zip(schedule.results, schedule.shared, strict=True) if shared
         ]
@@ -120,7 +125,8 @@ class Executable:
         if self._offloads and not self.schedule.hosted:
             inputs = on_device(inputs, self.device)
         if self._direct is not None and aliases is None:
-            return self._run_direct(self._direct, inputs, numbers)
+            with self.device.running:
+                return self._run_direct(inputs, numbers)
         if self._only is not None and aliases is None:
             return self._run_only(self._only, inputs, numbers)
         with self.device.running:
@@ -171,29 +177,32 @@ class Executable:
             buffers[at].shared = True
         return [buffers[at] for at in self.schedule.results]
 
-    def _run_direct(
-        self, launches: Sequence[_DirectLaunch], inputs: Sequence[Buffer], numbers: Sequence[Any]
-    ) -> list[Buffer]:
-        """The same for few launches, which get all of their arguments: there is nothing to compare."""
-        device = self.device
-        with device.running:
-            self.wrote = False  # nor will it be: nothing is written but new buffers
-            arena, *more_arenas = self._arenas() if self._has_arenas else [None]
-            buffers: list[Any] = [arena, *inputs]
+    @property
+    def runner(self) -> RunProgram:
+        """What runs it without aliases while `device.running` is held, with little before a launch."""
+        return self.run if self._direct is None or self._offloads else self._run_direct
+
+    def _run_direct(self, inputs: Sequence[Buffer], numbers: Sequence[Any]) -> list[Buffer]:
+        """The same for a single launch, which gets all of its arguments: there is nothing to compare."""
+        device, launch = self.device, self._direct
+        assert launch is not None
+        self.wrote = False  # nor will it be: nothing is written but new buffers
+        if self._has_arenas:
+            arena, *more_arenas = self._arenas()
+            buffers: list[Any] = [arena, *inputs, *map(device.empty, self._output_bytes), *more_arenas]
+        else:
+            buffers = [None, *inputs]
             for nbytes in self._output_bytes:
                 buffers.append(device.empty(nbytes))
-            buffers += more_arenas
-            for launch in launches:
-                touched = [buffers[slot] for slot in launch.slots]
-                native = [buffer.native for buffer in touched]
-                native += launch.scalars
-                for constant in launch.constants:
-                    native.append(numbers[constant])
-                device.stream.launch_native(launch.command, native, touched)
-            self._current = self._segments[()]
+        touched = launch.touched(buffers)
+        native = [*map(_native, touched), *launch.scalars]
+        for constant in launch.constants:
+            native.append(numbers[constant])
+        self._stream.launch_native(launch.command, native, touched)
+        self._current = self._segments[()]
         for at in self._shared:
             buffers[at].shared = True
-        return [buffers[at] for at in self.schedule.results]
+        return [buffers[at] for at in self._results]
 
     def _run_segments(
         self, buffers: Sequence[Buffer], numbers: Sequence[Any], moved: list[int] | None, regrouped: bool
@@ -292,7 +301,7 @@ class _DirectLaunch:
     """A launch that gets all arguments at each run: the sources of the arguments in order."""
 
     command: Launch
-    slots: list[int]
+    touched: Callable[[Sequence[Buffer]], Sequence[Buffer]]  # the buffers that it takes, of those of a run
     scalars: list[int]
     constants: Sequence[int]
 
@@ -359,20 +368,19 @@ class _Segment:
         slots = [slot for slot in moved or () if slot in self._slots] if known else self._slots
         self._replay(device.stream, slots, [buffers[slot] for slot in self._held], buffers, numbers)
 
-    def direct(self, schedule: Schedule) -> list[_DirectLaunch] | None:
-        """Its launches, if they are so few that setting every argument costs less than comparing them."""
-        if len(self._calls) > _MAX_DIRECT:
+    def direct(self, schedule: Schedule) -> _DirectLaunch | None:
+        """Its launch, if it has only one: setting every argument costs less than comparing them."""
+        if len(self._calls) != 1:
             return None
-        result = []
-        for call, (kernel, grid, group, args) in zip(self._calls, self._launches, strict=True):
-            if isinstance(call, Copy):
-                return None
-            slots = [slot for slot, _ in call.locations]
-            sizes = BufferSizes(schedule.buffers[slot].nbytes for slot in slots)
-            scalars = args[len(slots) : len(args) - len(call.constants)]
-            if 0 not in grid:
-                result.append(_DirectLaunch((kernel, grid, group, sizes), slots, scalars, call.constants))
-        return result
+        (call,), ((kernel, grid, group, args),) = self._calls, self._launches
+        if isinstance(call, Copy) or 0 in grid:
+            return None
+        slots = [slot for slot, _ in call.locations]
+        sizes = BufferSizes(schedule.buffers[slot].nbytes for slot in slots)
+        scalars = args[len(slots) : len(args) - len(call.constants)]
+        # By a slice, an item getter gives a sequence of a single buffer too.
+        touched = itemgetter(*slots) if len(slots) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
+        return _DirectLaunch((kernel, grid, group, sizes), touched, scalars, call.constants)
 
     def touches(self, slots: Iterable[int]) -> bool:
         """Whether a launch takes one of these buffers."""

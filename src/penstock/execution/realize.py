@@ -7,10 +7,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 from penstock.execution.host_program import HostProgram, names
-from penstock.execution.single import single
+from penstock.execution.sharing import shared, source
+from penstock.execution.single import Single, is_all_of, single
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.node import Node, topological
-from penstock.graph.shaping import RESHAPE
+from penstock.graph.reference import constant_values
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.recorder import Run
@@ -42,17 +43,25 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
             pending = [reference() for reference in list(updated.values())]  # other threads may add some
             nodes = [*nodes, *(node for node in pending if node is not None)]
             repeated = True
-        alone = single(nodes[0]) if len(nodes) == 1 and device.runs_programs else None
-        if alone is not None:
-            known = (device.executables or executables(device)).singles.use(alone.key)
-            if known is not None:
-                (value,) = known.run(alone.inputs, alone.constants)
-                nodes[0].set_value(value)
+        alone: Single | None = None
+        wanted = nodes
+        if len(nodes) == 1:
+            (node,) = nodes
+            if node.value is not None or shared(node, device):
                 return
-        several = dict.fromkeys(nodes) if len(nodes) > 1 else nodes
-        wanted = [node for node in several if node.value is None and not _alias(node)]
-        if not wanted:
-            return
+            alone = single(node) if device.runs_programs else None
+            if alone is not None:
+                key, inputs, _, constants = alone
+                run = (device.executables or executables(device)).singles.use(key)
+                if run is not None:
+                    (value,) = run(inputs, constant_values(tuple(constants)) if constants else ())
+                    node.set_value(value)
+                    return
+        else:
+            several = dict.fromkeys(nodes)
+            wanted = [node for node in several if node.value is None and not shared(node, device)]
+            if not wanted:
+                return
         structure = Structure(wanted, device.capabilities)
         if not repeated and device.dispatcher is None:
             slices = executables(device).slices_first(structure)
@@ -63,8 +72,8 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
         buffers, program = compute(structure, device, repeated)
         for node, buffer in zip(wanted, buffers, strict=False):
             node.set_value(buffer)
-        if alone is not None and alone.is_all_of(structure):
-            executables(device).keep_single(alone.key, structure, program)
+        if alone is not None and is_all_of(alone, structure):
+            executables(device).keep_single(alone[0], structure, program)
         if structure.unchecked:
             structure.watch(buffers[len(wanted) :], device)
 
@@ -113,26 +122,6 @@ def precompile(node: Node, device: Device) -> None:
     wanted = to_compute([node])
     if wanted and device.dispatcher is None:
         executables(device).precompile(Structure(wanted, device.capabilities))
-
-
-def _alias(node: Node) -> bool:
-    """Settle a node that is another's value unchanged, where that is known."""
-    primitive = node.primitive
-    if not primitive.is_identity and primitive is not RESHAPE:
-        return False
-    known = source(node).value
-    if known is None:
-        return False
-    known.shared = True
-    node.set_value(known)
-    return True
-
-
-def source(node: Node) -> Node:
-    """The node whose value is that of `node` too."""
-    while node.value is None and (node.primitive.is_identity or node.primitive is RESHAPE):
-        node = node.inputs[0]
-    return node
 
 
 def to_compute(nodes: Sequence[Node]) -> list[Node]:

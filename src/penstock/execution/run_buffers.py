@@ -27,7 +27,7 @@ class RunBuffers:
         self.places: list[tuple[int, int]] = []  # of each buffer: its allocation's number, and its offset
         self.allocations: list[tuple[int, bool]] = []  # a buffer of each; False: it stands for itself only
         self._distinct = 0  # allocations among the buffers
-        self._alone: set[int] = set()  # buffers at the start of an allocation that no other lies in
+        self._alone: set[int] = set()  # buffers in an allocation that no other lies in
 
     def set_outputs(self, aliases: Mapping[int, int] | None) -> None:
         """Note which inputs the outputs are written over from now on."""
@@ -52,31 +52,30 @@ class RunBuffers:
         if self._fused.isdisjoint(moved):
             return moved, True
         # A buffer that had an allocation to itself, and has one again, is found there in the same way.
-        alone = all(at in self._alone and not places[at][1] for at in moved)
-        if not alone or len({serial for serial, _ in places}) != self._distinct:
+        if not self._alone.issuperset(moved) or len({serial for serial, _ in places}) != self._distinct:
             return None, True
         taken = [len(places) + number for number, (at, _) in enumerate(self.allocations) if at in moved]
         return moved + taken, False
 
     def arrange(self, buffers: Sequence[Buffer]) -> Arrangement:
         """Find the allocations that horizontally fused kernels take, beside the buffers."""
+        counts = Counter(buffer.place[0] for buffer in buffers)
+        self._distinct = len(counts)
+        self._alone = {at for at, buffer in enumerate(buffers) if counts[buffer.place[0]] == 1}
         allocations: list[tuple[int, bool]] = []
         numbers: dict[Any, int] = {}
         result = []
         for at in self.fused:
             buffer = buffers[at]
             offset = buffer.offset
-            aligned = not offset % ALIGNMENT
-            key = buffer.memory.serial if aligned else buffer
+            # A buffer alone, perhaps a part of a value such as a batch of a dataset, is its own argument: so
+            # kernels do not depend on where it lies.
+            grouped = at not in self._alone and not offset % ALIGNMENT
+            key = buffer.memory.serial if grouped else buffer
             number = numbers.get(key)
             if number is None:
                 number = numbers[key] = len(allocations)
-                allocations.append((at, aligned))
-            result.append((number, offset // ALIGNMENT if aligned else 0))
+                allocations.append((at, grouped))
+            result.append((number, offset // ALIGNMENT if grouped else 0))
         self.allocations = allocations
-        counts = Counter(buffer.place[0] for buffer in buffers)
-        self._distinct = len(counts)
-        self._alone = {
-            at for at, buffer in enumerate(buffers) if counts[buffer.place[0]] == 1 and not buffer.offset
-        }
         return tuple(result)

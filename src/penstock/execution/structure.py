@@ -74,7 +74,7 @@ class Structure:
                 if node.value is not None:
                     position[node] = len(parts)
                     self.inputs.append(node)
-                    parts.append((node.shape, node.dtype))
+                    parts.append((node.shape, node.dtype.name))  # whose hash is known
                     continue
                 inputs = node.inputs
                 if inputs and not (len(inputs) == 1 and inputs[0] in position):
@@ -94,7 +94,8 @@ class Structure:
             self._pending.append(node)
             if primitive is FULL:  # the most frequent of all
                 constant = constant_key(node, "number")
-                parts.append((FULL, node.shape, node.dtype, constants.setdefault(constant, len(constants))))
+                number = constants.setdefault(constant, len(constants))
+                parts.append((FULL, node.shape, node.dtype.name, number))
                 continue
             if primitive is RESULT:
                 parts.append((RESULT, position[inputs[0]], node.attributes["number"]))

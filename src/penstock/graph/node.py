@@ -155,7 +155,8 @@ class Node:
         self.primitive = primitive
         self.inputs = inputs
         self.attributes = attributes
-        shape, dtype = primitive.shape_rule(*inputs, **attributes)
+        rule = primitive.shape_rule
+        shape, dtype = rule(*inputs, **attributes) if attributes else rule(*inputs)
         self.shape: Shape = shape
         self.dtype: DType = dtype
         self.value = value  # the result, once it is computed

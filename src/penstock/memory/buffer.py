@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.drivers.driver import Driver, Event, Memory
 from penstock.errors import BufferInUse
-from penstock.memory.resource import Resource
 
 
 class Usage:
@@ -40,6 +39,18 @@ class Usage:
         self.batch = self.event = self.inherited = None
 
 
+class Source(Protocol):
+    """Where the memory of buffers comes from, and goes to."""
+
+    def give(self, owner: Any, nbytes: int, unused: bool = False) -> None:
+        """Set `owner.memory`."""
+        ...
+
+    def release(self, memory: Memory) -> None:
+        """Take memory back, which commands may still use."""
+        ...
+
+
 class Buffer:
     """Device memory of `nbytes` bytes. It returns to its pool when nothing refers to it.
 
@@ -56,19 +67,20 @@ class Buffer:
 
     memory: Memory
 
-    def __init__(self, driver: Driver, nbytes: int, home: Resource) -> None:
-        """A buffer without memory. A pool sets `memory`, and `attach` then makes the buffer usable."""
+    def __init__(self, driver: Driver, nbytes: int, home: Source, unused: bool = False) -> None:
+        """A buffer in memory that `home` gives and takes back. Raises OutOfDeviceMemory.
+
+        `unused`: no pending command should still use the memory.
+        """
         self.driver = driver
         self.nbytes = nbytes
-        self._home: Resource | None = home
+        self._home: Source | None = home
         self._parent: Buffer | None = None
-
-    def attach(self) -> Buffer:
-        """Make the buffer usable, once it has memory. Returns the buffer."""
+        home.give(self, nbytes, unused)  # it is noted in this object at once, so that an interrupt leaks none
         memory = self.memory
         self.native = memory.native
         self.offset = 0
-        self.place = (memory.serial, 0)  # unique among all allocations ever made
+        self.place = memory.place
         usage = memory.usage
         if usage is None:
             usage = memory.usage = Usage()
@@ -77,7 +89,6 @@ class Buffer:
         self.usage: Usage = usage
         self.shared = False  # whether several values share it, so that it must not be overwritten
         self.hosted = False  # whether it is pinned memory of the host for state, which no kernel takes
-        return self
 
     @property
     def whole(self) -> Buffer:
@@ -114,9 +125,11 @@ class Buffer:
             raise BufferInUse(f"{self!r} is open in a host view; leave the view's with block first")
 
     def __del__(self) -> None:
-        # The attributes are missing if __init__ or view() failed, or if there was no memory.
-        home, memory = getattr(self, "_home", None), getattr(self, "memory", None)
-        if home is not None and memory is not None:
+        try:
+            home, memory = self._home, self.memory
+        except AttributeError:  # __init__ or part() failed, or there was no memory
+            return
+        if home is not None:
             usage = memory.usage
             if usage is not None and usage.batch is not None and not usage.batch.events:
                 usage.forget()  # the batch is done: idle memory must not keep native events

@@ -192,20 +192,20 @@ class BufferPool:
                 return
             if returned or self._leaving:
                 self._collect()
-            allocations = self._counted.allocation_count
             idle = self._idle.get(size_class(nbytes))
             memory = self._idle_block(idle, unused) if idle else None
             if memory is None:
+                allocations = self._counted.allocation_count
                 memory = self._allocate(nbytes)
+                missed = self._counted.allocation_count - allocations
+                self._misses += missed
+                self._hits -= missed
+            self._hits += 1
             owner.memory = memory
             memory.asked = nbytes
             self._live += memory.nbytes
             if self._live > self._peak:
                 self._peak = self._live
-            if self._counted.allocation_count == allocations:
-                self._hits += 1
-            else:
-                self._misses += 1
 
     def shrink_to_fit(self, max_bytes: int = 0) -> int:
         """Give idle blocks back, the longest idle first, down to `max_bytes`; returns the bytes."""

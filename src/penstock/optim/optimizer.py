@@ -254,7 +254,8 @@ class Optimizer:
         if not known_rule or elsewhere or len({*map(id, tensors)}) < len(tensors):
             self._record_step()  # a tensor that occurs twice may be two tensors in the next step
             return
-        kinds = tuple([(tensor._node.shape, tensor._node.dtype) for tensor in tensors])
+        nodes = [tensor._node for tensor in tensors]
+        kinds = tuple([(node.shape, node.dtype.name) for node in nodes])
         cohorts = () if self._counted is None else tuple(self._counted.cohorts)
         key = type(self), tuple(present), kinds, tuple(self._group_of), cohorts, self._settings_key()
         known = recorded_once(self._device, key, lambda: self._recorded_step(tensors))
@@ -262,7 +263,7 @@ class Optimizer:
             self._record_step()
             return
         subgraph, taken, changed = known
-        results = call(subgraph, [tensors[at]._node for at in taken])
+        results = call(subgraph, [nodes[at] for at in taken])
         for at, node in zip(changed, results, strict=True):
             if tensors[at]._actual_requires_grad:
                 ends_at(node, tensors[at])

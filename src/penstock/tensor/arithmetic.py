@@ -364,7 +364,7 @@ _OPERATORS = {
 
 def _operator(function: Callable[[Any, Any], Tensor], swapped: bool = False) -> Callable[[Tensor, Any], Any]:
     def operate(self: Tensor, other: Any) -> Any:
-        if not isinstance(other, OPERANDS):
+        if type(other) is not Tensor and not isinstance(other, OPERANDS):
             return NotImplemented
         return function(other, self) if swapped else function(self, other)
 

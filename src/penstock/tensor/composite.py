@@ -44,7 +44,7 @@ def composite(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
                 key += (type(arg), repr(arg) if type(arg) is float else arg)  # by repr, since 0.0 == -0.0
         if device is None:
             return function(*args, **kwargs)
-        known = recorded_once(device, tuple(key), lambda: _recorded(function, args, kwargs, device))
+        known = recorded_once(device, tuple(key), lambda: _recorded(function, args, kwargs, device), True)
         if known is None:
             return function(*args, **kwargs)
         subgraph, taken = known

@@ -106,7 +106,7 @@ class Tensor(Operators, Methods):
         capturing = capture.get() if _captures else None
         if capturing is not None:
             capturing.made(self)
-        elif much_pending(node):
+        elif (node.depth > MAX_DEPTH or node.pending_bytes > MAX_PENDING_BYTES) and much_pending(node):
             realize([node], device)
         self._actual_node = node
         self.device = device
@@ -186,7 +186,10 @@ class Tensor(Operators, Methods):
 
     def realize(self) -> Tensor:
         """Compute the value now, without reading it. Returns the tensor itself."""
-        self._realize()
+        if _captures:
+            self._realize()
+        else:
+            realize((self._actual_node,), self.device)
         return self
 
     def numpy(self) -> npt.NDArray[Any]:

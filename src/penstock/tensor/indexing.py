@@ -233,6 +233,8 @@ def _plain(shape: Shape, key: Any) -> tuple[Slices, Shape] | None:
 
     None if the key has anything else, or an index out of range.
     """
+    if type(key) is int and shape and -shape[0] <= key < shape[0]:  # the most frequent, and soon done
+        return ((key % shape[0], 1, 1), *[(0, length, 1) for length in shape[1:]]), shape[1:]
     parts = key if type(key) is tuple else (key,)
     taken = dots = 0
     for part in parts:

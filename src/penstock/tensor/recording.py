@@ -37,24 +37,27 @@ def only_recording() -> Iterator[None]:
         _computes.reset(token)
 
 
-def recorded_once(device: Device, key: Hashable, record: Callable[[], T | None]) -> T | None:
+def recorded_once(
+    device: Device, key: Hashable, record: Callable[[], T | None], short: bool = False
+) -> T | None:
     """The result of `record` for a key, cached on the device; None if it cannot be reused.
 
-    That is so if the key is not hashable, or if recording reads the value of a placeholder.
+    That is so if the key is not hashable, or if recording reads the value of a placeholder. `short`: Python
+    hashes the key again at every look-up sooner than it calls a method.
     """
     if not device.reuses_graphs:
         return None
     graphs = device.subgraphs
     with device.running:  # for other threads
         try:
-            key = Key(key)
-            known: T | None = graphs.use(key)
+            kept = key if short else Key(key)
+            known: T | None = graphs.use(kept)
         except TypeError:  # an attribute or an argument is not hashable
             return None
-        if known is None and key not in graphs:
+        if known is None and kept not in graphs:
             with only_recording(), contextlib.suppress(PlaceholderRead):
                 known = record()
-            graphs[key] = known
+            graphs[kept] = known
         return known
 
 
