@@ -1,7 +1,7 @@
 """How the layers of a model attend: to the positions of their own input, or to a cache of keys and values.
 
-A block gets an `Attention`, which knows the positions of the tokens, and gives it queries, keys and values. So
-a block is the same in training, over a prompt, and over a single token.
+A block gets an `Attention`, which knows the positions of the tokens, and gives it queries, keys and values.
+So a block is the same in training, over a prompt, and over a single token.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
+from penstock.nn.layers import Where
 from penstock.tensor.arithmetic import logical_and, minimum, where
 from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor
@@ -36,8 +37,10 @@ class Attention:
     Queries, keys and values have the shape (batch, heads, length, head size).
     """
 
+    cached = False  # whether keys and values come from a cache
+
     def __init__(self, positions: Tensor, lengths: Tensor) -> None:
-        """`positions` are those of the input, (batch, length); `lengths` those of whole sequences, (batch,)."""
+        """The `positions` of the input, (batch, length), and the `lengths` of whole sequences, (batch,)."""
         self.positions, self.lengths = positions, lengths
         self._angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
 
@@ -70,9 +73,9 @@ class Attention:
         )
 
 
-def whole(batch: int, length: int, device: object) -> Attention:
+def whole(batch: int, length: int, device: Where) -> Attention:
     """Attention of whole sequences from their first position on, as in training."""
-    positions = broadcast_to(arange(length, dtype=int32, device=device), (batch, length))  # type: ignore[arg-type]
+    positions = broadcast_to(arange(length, dtype=int32, device=device), (batch, length))
     return Attention(positions, positions[:, -1] + 1)
 
 
@@ -82,6 +85,8 @@ class CachedAttention(Attention):
     A cache is the memory of a layer: (2, slots, heads, capacity, head size), with its keys first. Slot b has
     the sequence of row b. Only the rows of new positions are written.
     """
+
+    cached = True
 
     def __init__(
         self,
@@ -96,8 +101,8 @@ class CachedAttention(Attention):
     ) -> None:
         """The input has `length` positions, of which row b takes `counts[b]`, from `starts[b]` on.
 
-        Queries attend to the first `reach` positions of the cache. With `fresh`, all sequences start here, and
-        the cache is only written.
+        Queries attend to the first `reach` positions of the cache. With `fresh`, all sequences start here,
+        and the cache is only written.
         """
         capacity = caches[0].shape[3]
         slots = starts.shape[0]
@@ -147,7 +152,9 @@ class CachedAttention(Attention):
         """Where in a cache the rows of new keys and values go; -1 where there is no position for them."""
         if heads not in self._rows:
             count = 2 * self._slots * heads
-            each = reshape(arange(count, dtype=int32, device=self.positions.device), (2, self._slots, heads, 1))
+            each = reshape(
+                arange(count, dtype=int32, device=self.positions.device), (2, self._slots, heads, 1)
+            )
             position = reshape(self._written, (1, self._slots, 1, length))
             index = where(position >= 0, each * self._capacity + position, -1)
             self._rows[heads] = reshape(index, (count * length,))

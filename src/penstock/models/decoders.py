@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from penstock.graph.dtypes import DType
 from penstock.models.attending import CachedAttention
 from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample, seed_words
 from penstock.nn.module import evaluating
@@ -22,9 +23,9 @@ from penstock.tensor.arithmetic import maximum, where
 from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor, from_numpy, resolve
 from penstock.tensor.creation import arange, ones, zeros
-from penstock.tensor.dtypes import DType, bool_, float32, int32, uint32
+from penstock.tensor.dtypes import bool_, float32, int32, uint32
 from penstock.tensor.jit import jit
-from penstock.tensor.manipulation import astype, reshape
+from penstock.tensor.manipulation import reshape
 from penstock.tensor.recording import no_grad
 
 if TYPE_CHECKING:
@@ -123,7 +124,12 @@ class Decoder:
             reach = bucket(start + length, _LEAST_REACH, self.capacity)
             control = np.stack([np.full(self.slots, start, np.int32), counts, lengths])
             result = self._run(
-                self._prefill, part, control.astype(np.int32), reach=reach, fresh=start == 0, needs=self._needs
+                self._prefill,
+                part,
+                control.astype(np.int32),
+                reach=reach,
+                fresh=start == 0,
+                needs=self._needs,
             )
         for slot, prompt in given.items():
             self.lengths[slot] = len(prompt)
@@ -162,9 +168,7 @@ class Decoder:
         """A part of the prompts; slots that it completes get a token."""
         starts, counts, lengths = (control[k] for k in range(3))
         slots, length = ids.shape
-        attention = CachedAttention(
-            self._caches, self._shapes, starts, counts, lengths, length, reach, fresh
-        )
+        attention = CachedAttention(self._caches, self._shapes, starts, counts, lengths, length, reach, fresh)
         features = self._model.run(ids, attention)
         rows = reshape(features, (slots * length, features.shape[-1]))
         last = arange(slots, dtype=int32, device=ids.device) * length + maximum(counts - 1, 0)

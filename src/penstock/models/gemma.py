@@ -1,5 +1,7 @@
-"""Gemma 2 and 3 (of text): norms on both sides of each half of a block, soft caps or norms of queries and keys,
-and windows in most layers."""
+"""Gemma 2 and 3 (of text): norms on both sides of each half of a block, and windows in most layers.
+
+Gemma 2 has soft caps, and Gemma 3 norms of queries and keys.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def gemma3(settings: Settings, device: Where) -> Transformer:
     if settings.has("rope_parameters"):
         near = rotary_of(settings, head_size, context, "sliding_attention")
     else:
-        near = plain(settings.number("rope_local_base_freq", _LOCAL_BASE), head_size)
+        near = plain(settings.number("rope_local_base_freq", _LOCAL_BASE), head_size, context)
     windows = layer_windows(settings, kinds)
     rotaries = tuple(distant if window is None else near for window in windows)
     return _gemma(settings, kinds, device, head_norms=True, rotaries=rotaries)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,8 @@ _SAMPLING = tuple(setting.name for setting in fields(Sampling))
 _OWN = ("stop", "stop_tokens", "seed")
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """A token as it is generated. The text is what it completes, and may be empty."""
 
     index: int  # of the prompt
@@ -100,9 +101,7 @@ def _decoded(decoder: Decoder, sequences: list[_Sequence]) -> Iterator[Piece]:
     asked = [1] * len(sequences)  # tokens of each that are on their way or here
     while pending:
         going = [
-            each.index
-            for each in sequences
-            if not each.finish_reason and asked[each.index] < each.max_tokens
+            each.index for each in sequences if not each.finish_reason and asked[each.index] < each.max_tokens
         ]
         full = [index for index in going if decoder.lengths[index] >= limit]
         if full and len(pending) == 1:
@@ -165,9 +164,7 @@ class _Sequence:
         if ends:
             text, self.finish_reason = text[: min(ends)], "stop"
         self._held = "" if self.finish_reason else _beginning(text, self._stop)
-        return Piece(
-            self.index, token, text[: len(text) - len(self._held)], logprob, self.finish_reason
-        )
+        return Piece(self.index, token, text[: len(text) - len(self._held)], logprob, self.finish_reason)
 
 
 def _beginning(text: str, stop: Sequence[str]) -> str:

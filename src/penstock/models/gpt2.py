@@ -32,6 +32,7 @@ _LAYERS = {
     "up": "mlp.c_fc",
     "down": "mlp.c_proj",
 }
+_TABLES = ("transformer.wte", "transformer.wpe")
 _TOP = {"tokens": "wte", "positions": "wpe", "norm": "ln_f"}
 
 
@@ -63,7 +64,7 @@ class CausalSelfAttention(Module):
         batch, length, wide = qkv.shape
         width = wide // 3
         parts = reshape(qkv, (batch, length, 3, self.heads, width // self.heads))
-        if type(attention) in (Attention, type(None)):  # without a cache
+        if attention is None or not attention.cached:
             mixed = F.packed_attention(parts, is_causal=True)
         else:
             query, key, value = (permute_dims(parts[:, :, k], (0, 2, 1, 3)) for k in range(3))
@@ -194,7 +195,7 @@ class GPT(LanguageModel):
         names = {name for name, _, _ in weights}
         for name, tensor, _ in [*weights]:
             bias = name.removesuffix("weight") + "bias"
-            if bias not in names and name not in ("transformer.wte.weight", "transformer.wpe.weight"):
+            if name.endswith("weight") and bias not in names and not name.startswith(_TABLES):
                 zero = zeros((tensor.shape[0],), dtype=tensor.dtype, device=tensor.device)
                 weights.append((bias, zero, False))
         return weights
@@ -208,9 +209,7 @@ class GPT(LanguageModel):
 def gpt2(settings: Settings, device: Where) -> GPT:
     """The model of a configuration."""
     settings.require("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
-    settings.fixed(
-        scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True
-    )
+    settings.fixed(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)
     activation = settings.values.get("activation_function", "gelu_new")
     if activation not in _ACTIVATIONS:
         raise CheckpointError(

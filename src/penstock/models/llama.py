@@ -33,7 +33,6 @@ def architecture_of(settings: Settings, **variants: Any) -> Architecture:
     context, layers = settings.integer("max_position_embeddings", 2048), settings.integer("num_hidden_layers")
     sizes = {
         "vocab_size": settings.integer("vocab_size"),
-        "context": context,
         "width": width,
         "hidden": settings.integer("intermediate_size"),
         "heads": heads,
@@ -47,6 +46,7 @@ def architecture_of(settings: Settings, **variants: Any) -> Architecture:
     }
     if "rotaries" not in variants:
         variants["rotaries"] = (rotary_of(settings, head_size, context),) * layers
+    variants["context"] = max(rotary.context for rotary in variants["rotaries"])
     return Architecture(**sizes | variants)
 
 
@@ -54,7 +54,11 @@ def layer_windows(settings: Settings, kinds: list[str]) -> tuple[int | None, ...
     """The window of each layer, of which `layer_types` says, or else `kinds`, whether it has one."""
     given = settings.values.get("layer_types") or kinds
     count = settings.integer("num_hidden_layers")
-    if not isinstance(given, list) or len(given) != count or set(given) - {"sliding_attention", "full_attention"}:
+    if (
+        not isinstance(given, list)
+        or len(given) != count
+        or set(given) - {"sliding_attention", "full_attention"}
+    ):
         raise settings.error("layer_types", f"a list of {count} times sliding_attention or full_attention")
     if "sliding_attention" not in given:
         return (None,) * count

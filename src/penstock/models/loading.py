@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.errors import CheckpointError
 from penstock.files import parse_json, read_text
+from penstock.graph.dtypes import DType
 from penstock.models.model import LanguageModel
 from penstock.models.registry import Family, configured, family_of
 from penstock.models.settings import Settings
@@ -18,7 +19,7 @@ from penstock.nn.layers import Where
 from penstock.nn.state import assign
 from penstock.printable import shown
 from penstock.tensor.core import Tensor, from_numpy
-from penstock.tensor.dtypes import DType, checked
+from penstock.tensor.dtypes import checked
 
 _LAYER = re.compile(r"\.(\d{1,6})\.")
 # Tensors that older files have beside the weights: masks, and frequencies.
@@ -55,9 +56,7 @@ def json_of(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_layers(
-    folder: Path, kind: Family, settings: Settings, stored: Mapping[str, StoredTensor]
-) -> None:
+def _check_layers(folder: Path, kind: Family, settings: Settings, stored: Mapping[str, StoredTensor]) -> None:
     """Check the number of layers against the files, before a model of that size is built."""
     numbers = {int(match[1]) for name in stored if (match := _LAYER.search(name))}
     if len(numbers) != settings.integer(kind.layers):

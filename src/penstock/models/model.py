@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
+from penstock.errors import CheckpointError
 from penstock.models.attending import Attention, CacheShape, whole
 from penstock.models.decoders import Decoders
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
@@ -18,6 +19,7 @@ from penstock.tensor.linear import matmul
 from penstock.tensor.manipulation import reshape
 
 if TYPE_CHECKING:
+    from penstock.data import Tokenizer
     from penstock.models.generation import Completion, Piece, Prompt
     from penstock.models.tokenizing import TextTokenizer
     from penstock.nn.layers import Where
@@ -35,7 +37,7 @@ class LanguageModel(Module):
     norm: Module  # after the last block
     config: Mapping[str, Any] = {}  # the `config.json` that it was built from
     generation_config: Mapping[str, Any] = {}
-    tokenizer: TextTokenizer | None = None
+    tokenizer: TextTokenizer | Tokenizer | None = None
     _decoders: Decoders | None = None  # of earlier generations
 
     # What a family defines
@@ -90,7 +92,8 @@ class LanguageModel(Module):
             raise ValueError(
                 f"token ids have shape (batch, length up to {self.context}), and {token_ids.shape} was given"
             )
-        return self.run(token_ids, whole(*token_ids.shape, token_ids.device))
+        batch, length = token_ids.shape
+        return self.run(token_ids, whole(batch, length, token_ids.device))
 
     def logits(self, features: Tensor) -> Tensor:
         """The logits of the next token, from features."""
@@ -127,11 +130,14 @@ class LanguageModel(Module):
     # Files
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, device: Where = None) -> LanguageModel:
-        """The model of a folder in Hugging Face's layout; the same as `penstock.models.load`."""
+    def from_pretrained(cls, folder: str | Path, device: Where = None) -> Self:
+        """The model of a folder in Hugging Face's layout: `penstock.models.load`, and of this class."""
         from penstock.models.loading import load
 
-        return load(folder, device=device)
+        model = load(folder, device=device)
+        if not isinstance(model, cls):
+            raise CheckpointError(f"{folder} holds a {type(model).__name__}, not a {cls.__name__}")
+        return model
 
     def save(self, folder: str | Path, shard_bytes: int | str = "5GB") -> None:
         """Write a folder in Hugging Face's layout; weights of more than `shard_bytes` in several files."""
@@ -145,7 +151,9 @@ class LanguageModel(Module):
     def generate(self, prompts: str | Sequence[int], max_tokens: int = ..., **options: Any) -> Completion: ...
 
     @overload
-    def generate(self, prompts: Sequence[Prompt], max_tokens: int = ..., **options: Any) -> list[Completion]: ...
+    def generate(
+        self, prompts: Sequence[Prompt], max_tokens: int = ..., **options: Any
+    ) -> list[Completion]: ...
 
     def generate(self, prompts: Any, max_tokens: int = 128, **options: Any) -> Any:
         """What follows a prompt, or each of several: text if the model has a tokenizer, or token ids.
@@ -159,7 +167,7 @@ class LanguageModel(Module):
         return completed(self, prompts, max_tokens, options)
 
     def stream(self, prompts: Any, max_tokens: int = 128, **options: Any) -> Iterator[Piece]:
-        """Like `generate`, token by token: pieces with `index`, the number of their prompt, `id` and `text`."""
+        """Like `generate`, token by token: pieces with `id`, `text`, and the `index` of their prompt."""
         from penstock.models.generation import streamed
 
         return streamed(self, prompts, max_tokens, options)

@@ -33,9 +33,7 @@ class Family:
 _FAMILIES: dict[str, Family] = {}
 
 
-def family(
-    model_type: str, architecture: str, layers: str = "num_hidden_layers"
-) -> Callable[[Build], Build]:
+def family(model_type: str, architecture: str, layers: str = "num_hidden_layers") -> Callable[[Build], Build]:
     """Register the function that builds the models of a family from their configuration."""
 
     def register(build: Build) -> Build:

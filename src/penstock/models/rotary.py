@@ -6,6 +6,7 @@ The frequencies are computed here once, in float64; two scalings depend on the l
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from penstock.tensor.dtypes import float32
 from penstock.tensor.manipulation import astype, concat, reshape
 
 Frequencies = tuple[float, ...]
+_Scaling = Callable[["Rotary", float, Settings], "Rotary"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Rotary:
     """The frequencies of a rotary embedding, for each pair of items of a head."""
 
     frequencies: Frequencies
+    context: int  # the positions that it is made for
     amplitude: float = 1.0  # of both sine and cosine
     # Sequences that are longer than `length` have other frequencies.
     length: int = 0
@@ -82,28 +85,30 @@ def rotary_of(settings: Settings, head_size: int, context: int, kind: str = "") 
     if head_size % 2:
         raise CheckpointError(f"{settings.where}: a head of {head_size} items cannot be rotated in pairs")
     parameters.fixed(partial_rotary_factor=1.0)
-    return _SCALINGS[name](plain(base, head_size), base, scaling, context)
+    return _SCALINGS[name](plain(base, head_size, context), base, scaling)
 
 
-def plain(base: float, head_size: int) -> Rotary:
+def plain(base: float, head_size: int, context: int) -> Rotary:
     """A rotary embedding without scaling."""
-    return Rotary(tuple(base ** (-2 * k / head_size) for k in range(head_size // 2)))
+    return Rotary(tuple(base ** (-2 * k / head_size) for k in range(head_size // 2)), context)
 
 
-def _linear(rotary: Rotary, base: float, scaling: Settings, context: int) -> Rotary:
+def _linear(rotary: Rotary, base: float, scaling: Settings) -> Rotary:
     factor = scaling.number("factor")
-    return replace(rotary, frequencies=tuple(each / factor for each in rotary.frequencies))
+    frequencies = tuple(frequency / factor for frequency in rotary.frequencies)
+    return replace(rotary, frequencies=frequencies, context=int(rotary.context * factor))
 
 
-def _dynamic(rotary: Rotary, base: float, scaling: Settings, context: int) -> Rotary:
-    return replace(rotary, length=context, growth=scaling.number("factor"))
+def _dynamic(rotary: Rotary, base: float, scaling: Settings) -> Rotary:
+    factor = scaling.number("factor")
+    return replace(rotary, length=rotary.context, growth=factor, context=int(rotary.context * factor))
 
 
-def _yarn(rotary: Rotary, base: float, scaling: Settings, context: int) -> Rotary:
+def _yarn(rotary: Rotary, base: float, scaling: Settings) -> Rotary:
     """High frequencies stay, low ones are divided, and those between are blended."""
     size = 2 * len(rotary.frequencies)
-    length = scaling.integer("original_max_position_embeddings", context)
-    factor = scaling.number("factor", context / length)
+    length = scaling.integer("original_max_position_embeddings", rotary.context)
+    factor = scaling.number("factor", rotary.context / length)
 
     def turning(times: float) -> float:
         """The pair that turns so many times along the original context."""
@@ -124,14 +129,15 @@ def _yarn(rotary: Rotary, base: float, scaling: Settings, context: int) -> Rotar
         amplitude = _magnitude(factor, above or 1.0) if not (above and below) else 1.0
         if above and below:
             amplitude = _magnitude(factor, above) / _magnitude(factor, below)
-    return replace(rotary, frequencies=tuple(blended), amplitude=amplitude)
+    longest = max(rotary.context, int(length * factor))
+    return replace(rotary, frequencies=tuple(blended), amplitude=amplitude, context=longest)
 
 
 def _magnitude(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
 
 
-def _llama3(rotary: Rotary, base: float, scaling: Settings, context: int) -> Rotary:
+def _llama3(rotary: Rotary, base: float, scaling: Settings) -> Rotary:
     """Long wavelengths are divided, short ones stay, and those between are blended."""
     length = scaling.integer("original_max_position_embeddings")
     factor = scaling.number("factor")
@@ -146,11 +152,11 @@ def _llama3(rotary: Rotary, base: float, scaling: Settings, context: int) -> Rot
     return replace(rotary, frequencies=tuple(blended))
 
 
-def _longrope(rotary: Rotary, base: float, scaling: Settings, context: int) -> Rotary:
+def _longrope(rotary: Rotary, base: float, scaling: Settings) -> Rotary:
     """Factors of each pair, others for sequences that are longer than the original context."""
     half = len(rotary.frequencies)
-    length = scaling.integer("original_max_position_embeddings", context)
-    factor = scaling.number("factor", context / length)
+    length = scaling.integer("original_max_position_embeddings", rotary.context)
+    factor = scaling.number("factor", rotary.context / length)
     amplitude = scaling.optional_number("attention_factor")
     if amplitude is None:
         amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
@@ -161,11 +167,11 @@ def _longrope(rotary: Rotary, base: float, scaling: Settings, context: int) -> R
         )
         for name in ("short_factor", "long_factor")
     )
-    return Rotary(short, amplitude, length, long)
+    return Rotary(short, rotary.context, amplitude, length, long)
 
 
-_SCALINGS = {
-    "default": lambda rotary, base, scaling, context: rotary,
+_SCALINGS: dict[str, _Scaling] = {
+    "default": lambda rotary, base, scaling: rotary,
     "linear": _linear,
     "dynamic": _dynamic,
     "yarn": _yarn,

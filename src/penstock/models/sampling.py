@@ -34,10 +34,10 @@ _ALL = 1 << 30  # top_k of those that have none
 class Sampling:
     """How tokens are drawn.
 
-    `temperature`: 0 always takes the likeliest token. `top_k`, `top_p`, `min_p`: only so many of the likeliest
-    tokens, the fewest with this total probability, those with at least this share of the highest probability.
-    `repetition_penalty`: more than 1 makes tokens less likely that are in the prompt or were drawn. `logprobs`:
-    also give the logarithm of each token's probability, before any of these.
+    `temperature`: 0 always takes the likeliest token. `top_k`, `top_p`, `min_p`: only so many of the
+    likeliest tokens, the fewest with this total probability, those with at least this share of the highest
+    probability. `repetition_penalty`: more than 1 makes tokens less likely that are in the prompt or were
+    drawn. `logprobs`: also give the logarithm of each token's probability, before any of these.
     """
 
     temperature: float = 1.0
@@ -99,7 +99,7 @@ def numbers_of(settings: Sequence[Sampling]) -> npt.NDArray[np.float32]:
 def seed_words(seed: int | None) -> npt.NDArray[np.uint32]:
     """Two words of a seed; without a seed, of the system's random numbers."""
     given = int.from_bytes(os.urandom(8)) if seed is None else seed
-    return np.random.SeedSequence(given).generate_state(2, np.uint32)
+    return np.random.SeedSequence(given).generate_state(2, np.uint32).astype(np.uint32)
 
 
 def sample(
@@ -138,7 +138,7 @@ def sample(
 
 def _threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The least value that is among the `top_k` largest, and among the fewest of these with `top_p`."""
-    rows, count = scaled.shape
+    count = scaled.shape[-1]
     ordered = sort(scaled, axis=-1, descending=True)
     rank = astype(arange(count, device=scaled.device), float32)
     first = where(rank < top_k, ordered, -math.inf)

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.files import atomic_file
 from penstock.config import parse_bytes
+from penstock.files import atomic_file
 from penstock.models.model import LanguageModel
+from penstock.models.tokenizing import TOKENIZER, TextTokenizer
 from penstock.models.weights import write_tensors
 
 
@@ -21,7 +22,10 @@ def save(model: LanguageModel, folder: Path, shard_bytes: int | str) -> None:
     if model.generation_config:
         _write_json(folder / "generation_config.json", dict(model.generation_config))
     if model.tokenizer is not None:
-        model.tokenizer.save_to(folder)
+        if isinstance(model.tokenizer, TextTokenizer):
+            model.tokenizer.save_to(folder)
+        else:  # that of a run
+            model.tokenizer.save(folder / TOKENIZER)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

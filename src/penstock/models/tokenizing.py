@@ -1,4 +1,4 @@
-"""The tokenizers of folders in Hugging Face's layout, by the `tokenizers` library, and their chat templates."""
+"""The tokenizers of folders in Hugging Face's layout, and their chat templates."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import numpy.typing as npt
 
 from penstock.data import Tokenizer, load_tokenizer
@@ -43,7 +44,7 @@ class TextTokenizer:
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of ids, without special tokens. What is not UTF-8 becomes U+FFFD."""
-        return self._model.decode([int(token) for token in ids], skip_special_tokens=True)  # type: ignore[union-attr]
+        return self._model.decode(np.asarray(ids, np.int64).ravel().tolist(), skip_special_tokens=True)
 
     def stream(self) -> TextStream:
         """Decodes ids as they come."""

@@ -78,7 +78,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         result |= _in_file(folder / file)
     missing = sorted(set(places) - set(result))
     if missing:
-        raise CheckpointError(f"{folder / INDEX} lists {missing[0]}, which {places[missing[0]]} does not have")
+        raise CheckpointError(
+            f"{folder / INDEX} lists {missing[0]}, which {places[missing[0]]} does not have"
+        )
     return result
 
 

@@ -79,7 +79,9 @@ def scaled_dot_product_attention(
     if groups == 1:
         batch = common_shape(query.shape[:-2], key.shape[:-2], value.shape[:-2])
         scores = (*batch, query.shape[-2], key.shape[-2])
-        return Masked(key, value, attn_mask, scores, offset, window, softcap).attended(query, factor, dropout_p)
+        return Masked(key, value, attn_mask, scores, offset, window, softcap).attended(
+            query, factor, dropout_p
+        )
     # The heads that share keys are a further axis.
     rows = _by_group(query, groups)
     mask = None if attn_mask is None else _by_group(attn_mask, groups)
