@@ -6,10 +6,10 @@ A text is ordinary WGSL, except for its entry points, which are declared as
 
 with buffers first and scalars (`i32`, `u32`, `f32`, `i64`, `u64`) after them. The body may use `GROUP_0`,
 `GROUP_1`, `GROUP_2`, `GROUPS_0` (the first axis of the grid), `THREAD` (in the flattened workgroup) and
-`THREADS`, all of them `i32`, and `same_binding(out, x)`, a constant. A module is specialized for: the workgroup
-size; which buffers of a launch are in the same memory (they share a binding); which memories are larger than a binding (they take several);
-whether an axis of the grid is longer than WebGPU permits (then the grid is folded into a rectangle); and
-whether scalars are immediates or in a uniform buffer.
+`THREADS`, all of them `i32`, and `same_binding(out, x)`, a constant. A module is specialized for: the
+workgroup size; which buffers of a launch are in the same memory (they share a binding); which memories are
+larger than a binding (they take several); whether an axis of the grid is longer than WebGPU permits (then the
+grid is folded into a rectangle); and whether scalars are immediates or in a uniform buffer.
 """
 
 from __future__ import annotations
