@@ -63,7 +63,7 @@ class Decoder:
         self._shapes = model.cache_shapes
         self._caches = [self._empty((2, slots, 1, 1, 1), weight.dtype) for _ in self._shapes]
         self._starts, self._tokens = (self._empty((slots,), int32) for _ in range(2))
-        self._active = self._empty((slots,), int32)
+        self._active, self._logprobs = self._empty((slots,), int32), self._empty((slots,), float32)
         self._numbers, self._seeds = self._empty((5, slots), float32), self._empty((slots, 2), uint32)
         self._seen = self._empty((slots * model.vocab_size,), bool_)
         self._known_active: list[int] = []
@@ -200,7 +200,9 @@ class Decoder:
             self._see(reshape(where(ends, ids, -1), (self.slots, 1)))
         self._tokens._rebind(where(ends, ids, self._tokens))
         self._starts._rebind(where(ends, lengths, self._starts))
-        return ids, logprobs
+        if logprobs is not None:
+            self._logprobs._rebind(where(ends, logprobs, self._logprobs))
+        return self._tokens, None if logprobs is None else self._logprobs
 
     def _see(self, ids: Tensor) -> None:
         """Note tokens, (slots, length), as part of their sequences; -1 is none."""

@@ -76,8 +76,8 @@ class TextTokenizer:
 class TextStream:
     """Decodes ids incrementally: an incomplete character waits for its other tokens.
 
-    A tokenizer may put a space before a word or not, depending on what is before, so that some tokens are
-    decoded again with the next.
+    A tokenizer may put a space before a word or not, depending on what is before, so that the tokens of the
+    last piece are decoded again with the next.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -99,9 +99,11 @@ class TextStream:
         text = self._tokenizer.decode(self._ids)
         if (text.endswith("\ufffd") and not whole) or len(text) < len(before):
             return ""
-        self._ids = self._ids[max(self._shown - 1, 0) :] if self._shown else self._ids
+        new = text[len(before) :]
+        if new:  # what is before it is not needed any more
+            self._ids = self._ids[self._shown :]
         self._shown = len(self._ids)
-        return text[len(before) :]
+        return new
 
 
 def tokenizer_of(folder: Path) -> TextTokenizer | Tokenizer | None:
