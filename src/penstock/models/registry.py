@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CheckpointError
 from penstock.models.settings import Settings
+from penstock.nn.layers import Where, undrawn
 from penstock.printable import shown
 
 if TYPE_CHECKING:
     from penstock.models.model import LanguageModel
-    from penstock.nn.layers import Where
 
     Build = Callable[[Settings, Where], LanguageModel]
 
@@ -74,7 +74,8 @@ def build(config: Mapping[str, Any], device: Where = None) -> LanguageModel:
 def configured(kind: Family, settings: Settings, device: Where) -> LanguageModel:
     """A model of a family without weights."""
     try:
-        model = kind.build(settings, device)
+        with undrawn():
+            model = kind.build(settings, device)
     except (ValueError, TypeError) as error:
         raise CheckpointError(
             f"{settings.where} does not describe a model of the family {kind.model_type}: {error}"
