@@ -31,7 +31,7 @@ _PARTS = (
     "nn/",
     "models/",
     "optim/",
-)  # they send learning rates and tokens of their own, which are no batches
+)  # they send rates and tokens of their own, which are no batches
 _SMALL = 0.1  # of the cost of a launch: work below it is nearly free, so ten times as much would be too
 _LARGER = 8  # times a batch, of which the device would hardly notice
 _FASTER = 1.5  # the measured speed-up from which on half precision is worth its lower accuracy
