@@ -61,7 +61,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 def copy_rate(device: ps.Device, nbytes: int = 1 << 28) -> float:
     """Bytes a second that a copy reads and writes, half of them each."""
     x = ps.zeros(nbytes // 4, device=device).realize()
-    copy = ps.jit(lambda x: x + 1)
+
+    @ps.jit
+    def copy(x: ps.Tensor) -> ps.Tensor:
+        return x + 1
+
     times = []
     for _ in range(8):
         device.sync()

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy.typing as npt
 
 from penstock.errors import CheckpointError
 from penstock.files import parse_json, read_text
 from penstock.graph.dtypes import DType
+from penstock.models.gguf import read_gguf
 from penstock.models.model import LanguageModel
 from penstock.models.registry import Family, configured, family_of
 from penstock.models.settings import Settings
 from penstock.models.tokenizing import tokenizer_of
-from penstock.models.weights import StoredTensor, stored_tensors
+from penstock.models.weights import stored_tensors
 from penstock.nn.layers import Where
 from penstock.nn.state import assign
 from penstock.printable import shown
@@ -26,19 +29,36 @@ _LAYER = re.compile(r"\.(\d{1,6})\.")
 _NO_WEIGHT = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")
 
 
+class Stored(Protocol):
+    """A tensor in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    def array(self) -> npt.NDArray[Any]:
+        """Its values."""
+
+
 def load(folder: str | Path, *, device: Where = None, dtype: DType | str | None = None) -> LanguageModel:
-    """The model in a folder with `config.json` and safetensors files, as Hugging Face has it.
+    """The model in a folder with `config.json` and safetensors files, as Hugging Face has it, or a GGUF file.
 
     Weights go from the mapped files to the device one after another, in the dtype of the files, or in
     `dtype`. Where there are `tokenizer.json` and `generation_config.json`, the model has them too.
     """
-    folder = Path(folder)
-    settings = Settings(json_of(folder / "config.json"), str(folder / "config.json"))
+    path = folder = Path(folder)
+    stored: Mapping[str, Stored]
+    if path.suffix == ".gguf":
+        config, stored = read_gguf(path)
+        settings, folder = Settings(config, str(path)), path.parent
+    else:
+        settings = Settings(json_of(folder / "config.json"), str(folder / "config.json"))
+        family_of(settings)  # before the files are read
+        stored = stored_tensors(folder)
     kind = family_of(settings)
-    stored = stored_tensors(folder)
-    _check_layers(folder, kind, settings, stored)
+    _check_layers(path, kind, settings, stored)
     model = configured(kind, settings, device)
-    _load_weights(folder, kind, model, stored, None if dtype is None else checked(dtype))
+    _load_weights(path, kind, model, stored, None if dtype is None else checked(dtype))
     if (folder / "generation_config.json").is_file():
         model.generation_config = json_of(folder / "generation_config.json")
     model.tokenizer = tokenizer_of(folder)
@@ -56,7 +76,7 @@ def json_of(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_layers(folder: Path, kind: Family, settings: Settings, stored: Mapping[str, StoredTensor]) -> None:
+def _check_layers(folder: Path, kind: Family, settings: Settings, stored: Mapping[str, Stored]) -> None:
     """Check the number of layers against the files, before a model of that size is built."""
     numbers = {int(match[1]) for name in stored if (match := _LAYER.search(name))}
     if len(numbers) != settings.integer(kind.layers):
@@ -70,11 +90,11 @@ def _load_weights(
     folder: Path,
     kind: Family,
     model: LanguageModel,
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, Stored],
     dtype: DType | None,
 ) -> None:
     """Give a model its weights, after a check of all names and shapes."""
-    sources: list[tuple[Tensor, StoredTensor, bool]] = []
+    sources: list[tuple[Tensor, Stored, bool]] = []
     used = set()
     for name, tensor in model.named_parameters():
         theirs, transposed = model.weight_name(name)
