@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -244,6 +246,19 @@ def test_caches_are_written_in_place_and_given_back() -> None:
     assert filled.sum(axis=1).tolist() == [6, 4], "the positions of each sequence"
     decoder.release()
     assert all(cache._node.value is None for cache in decoder._caches)
+
+
+def test_a_model_that_generated_is_freed_at_once() -> None:
+    model = ps.models.build(SIZES, device="host")
+    model.generate([1, 2], 3, temperature=0)
+    weight = weakref.ref(model.head_weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 # Text

@@ -7,7 +7,8 @@ each length. All of the state is on the device: a step needs nothing from the ho
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -58,7 +59,8 @@ class Decoder:
         weight = model.head_weight
         self.slots, self.capacity = slots, capacity
         self.lengths = [0] * slots  # positions of each slot that are written
-        self._model, self._device, self._dtype = model, resolve(weight.device), weight.dtype
+        self._device, self._dtype, self._vocab_size = resolve(weight.device), weight.dtype, model.vocab_size
+        self._model = weakref.ref(model)  # which has this decoder, and is freed together with it
         self._needs = Needs()
         self._shapes = model.cache_shapes
         self._caches = [self._empty((2, slots, 1, 1, 1), weight.dtype) for _ in self._shapes]
@@ -67,11 +69,17 @@ class Decoder:
         self._numbers, self._seeds = self._empty((5, slots), float32), self._empty((slots, 2), uint32)
         self._seen = self._empty((slots * model.vocab_size,), bool_)
         self._known_active: list[int] = []
-        self._prefill, self._next = jit(self._take_prompts), jit(self._take_token)
+        self._prefill, self._next = _jitted(self._take_prompts), _jitted(self._take_token)
 
     def key(self) -> tuple[Any, ...]:
         """Equal for decoders that can take the same batches."""
         return self.slots, self.capacity, self._device, self._dtype
+
+    @property
+    def _network(self) -> LanguageModel:
+        model = self._model()
+        assert model is not None, "who generates holds the model"
+        return model
 
     def _empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         return zeros(shape, dtype=dtype, device=self._device)
@@ -169,7 +177,7 @@ class Decoder:
         starts, counts, lengths = (control[k] for k in range(3))
         slots, length = ids.shape
         attention = CachedAttention(self._caches, self._shapes, starts, counts, lengths, length, reach, fresh)
-        features = self._model.run(ids, attention)
+        features = self._network.run(ids, attention)
         rows = reshape(features, (slots * length, features.shape[-1]))
         last = arange(slots, dtype=int32, device=ids.device) * length + maximum(counts - 1, 0)
         if needs.penalizes:
@@ -185,7 +193,7 @@ class Decoder:
         attention = CachedAttention(
             self._caches, self._shapes, starts, active, starts + 1, 1, reach, fresh=False
         )
-        features = self._model.run(reshape(self._tokens, (self.slots, 1)), attention)
+        features = self._network.run(reshape(self._tokens, (self.slots, 1)), attention)
         rows = reshape(features, (self.slots, features.shape[-1]))
         return self._chosen(rows, starts + active, active > 0, needs)
 
@@ -193,7 +201,7 @@ class Decoder:
         self, features: Tensor, lengths: Tensor, ends: Tensor, needs: Needs
     ) -> tuple[Tensor, Tensor | None]:
         """Draw the next tokens, and note them where sequences end here."""
-        logits = self._model.logits(features)
+        logits = self._network.logits(features)
         seen = reshape(self._seen, (self.slots, -1)) if needs.penalizes else None
         ids, logprobs = sample(logits, self._numbers, self._seeds, lengths, seen, needs)
         if needs.penalizes:
@@ -207,11 +215,23 @@ class Decoder:
     def _see(self, ids: Tensor) -> None:
         """Note tokens, (slots, length), as part of their sequences; -1 is none."""
         slots, length = ids.shape
-        first = arange(slots, dtype=int32, device=ids.device) * self._model.vocab_size
+        first = arange(slots, dtype=int32, device=ids.device) * self._vocab_size
         index = reshape(where(ids >= 0, ids + reshape(first, (slots, 1)), -1), (slots * length,))
         self._seen._rebind(
             with_rows(self._seen, index, ones((slots * length,), dtype=bool_, device=ids.device))
         )
+
+
+def _jitted(method: Callable[..., Any]) -> Any:
+    """A jitted method that does not keep its object, which holds it, alive."""
+    reference = weakref.WeakMethod(method)
+
+    def run(*args: Any, **fixed: Any) -> Any:
+        bound = reference()
+        assert bound is not None
+        return bound(*args, **fixed)
+
+    return jit(run)
 
 
 class Decoders:
