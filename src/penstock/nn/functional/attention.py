@@ -62,10 +62,7 @@ def scaled_dot_product_attention(
         raise ValueError(
             f"lower_right takes is_causal=True and no more queries than keys, not shapes {shapes}"
         )
-    if window is not None and (window < 1 or not is_causal):
-        raise ValueError(f"a window is 1 or more and takes is_causal=True, and {window} was given")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"a softcap is more than 0, and {softcap} was given")
+    _check_limits(is_causal, window, softcap)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     if window is not None and window >= key.shape[-2]:
         window = None  # which hides no key
@@ -87,6 +84,13 @@ def scaled_dot_product_attention(
     mask = None if attn_mask is None else _by_group(attn_mask, groups)
     masked = Masked(key, value, mask, (*rows.shape[:-1], key.shape[-2]), offset, window, softcap)
     return reshape(masked.attended(rows, factor, dropout_p), (*query.shape[:-1], value.shape[-1]))
+
+
+def _check_limits(is_causal: bool, window: int | None, softcap: float | None) -> None:
+    if window is not None and (window < 1 or not is_causal):
+        raise ValueError(f"a window is 1 or more and takes is_causal=True, and {window} was given")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"a softcap is more than 0, and {softcap} was given")
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
