@@ -37,9 +37,9 @@ def main(device: Device | str | None = None, steps: int = 400, text: str = RHYME
         loss = step(ps.tensor(next(batches), device=device))
         if number % 100 == 99:
             print(f"step {number + 1}: loss {loss:.3f}")
-    prompt = ids[:8]
-    written = model.generate(prompt, 60, temperature=0.5, seed=1)
-    print(tokenizer.decode([*prompt, *written]))
+    model.tokenizer = tokenizer
+    prompt = text[:8]
+    print(prompt + model.generate(prompt, 60, temperature=0.5, seed=1).text)
     return loss.item()
 
 

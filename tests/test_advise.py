@@ -364,7 +364,7 @@ def test_changing_shapes_by_the_share_of_first_runs() -> None:
     assert names(nothing(runs=[replace(jit, fresh=9)])) == []  # a few lengths
     assert names(nothing(runs=[replace(jit, runs=400)])) == []
     assert names(nothing(runs=[replace(jit, costly_seconds=0.01)])) == []
-    assert names(nothing(runs=[replace(jit, called="nn/gpt.py:generate")])) == []  # the package's own doing
+    assert names(nothing(runs=[replace(jit, called="models/decoders.py:_run")])) == []  # the package's own
     growing = replace(jit, how="program", nodes=4000, fewest=10, most=400)  # no shape, but a chain
     assert "changing-shapes" not in names(nothing(runs=[growing]))
 
@@ -406,7 +406,7 @@ def test_a_wait_costs_what_device_and_host_could_have_done_at_once() -> None:
         replace(wait, idle_seconds=0.04),
         replace(wait, seconds=0.04),
         replace(wait, why="back-pressure"),
-        replace(wait, called="nn/gpt.py:generate"),
+        replace(wait, called="models/decoders.py:_run"),
     ):
         assert names(nothing(waits=[other])) == []
 

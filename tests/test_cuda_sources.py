@@ -187,6 +187,7 @@ def test_kernels_of_single_nodes(device: Device, given: Given) -> None:
                     build(device, [reducing.linear_recurrence(x, x, axis, reverse)])
         index = given((40,), np.dtype(np.int32))
         build(device, [contraction.scatter_add(given((40, 3), dtype), index, 11)])
+        build(device, [contraction.put_rows(given((60, 3), dtype), given((40, 3), dtype), index)])
     check(device, conftest.examples(150, quick=20))
 
 

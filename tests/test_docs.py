@@ -23,7 +23,14 @@ def snippets(page: str) -> str:
 
 PAGES: list[Any] = ["README.md", pytest.param("docs/advise.md", marks=pytest.mark.alone)]  # by times
 PAGES += [f"docs/{name}.md" for name in ("bench", "kernels", "memory", "profiling", "runtime", "tensors")]
-PAGES += ["docs/dispatch.md", "docs/nn.md", "docs/onnx.md", "docs/training.md", "docs/troubleshooting.md"]
+PAGES += [
+    "docs/dispatch.md",
+    "docs/models.md",
+    "docs/nn.md",
+    "docs/onnx.md",
+    "docs/training.md",
+    "docs/troubleshooting.md",
+]
 PAGES += ["docs/webgpu.md"] if WEBGPU_KINDS else []
 
 

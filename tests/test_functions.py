@@ -508,6 +508,84 @@ def test_grouped_queries_are_repeated_keys() -> None:
         F.scaled_dot_product_attention(q[:, :5], k, v, enable_gqa=True)
 
 
+def attended_by_definition(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    mask: np.ndarray | None,
+    offset: int | None,
+    window: int | None,
+    softcap: float | None,
+) -> np.ndarray:
+    """Attention in NumPy's float64, of heads that share keys."""
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1).astype(np.float64) for x in (k, v))
+    scores = q.astype(np.float64) @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    if offset is not None:
+        last, index = np.arange(q.shape[2])[:, np.newaxis] + offset, np.arange(k.shape[2])
+        scores = np.where((index <= last) & (index > last - (window or 1 << 30)), scores, -np.inf)
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True) @ v
+
+
+@pytest.mark.parametrize("mask", [None, "of a batch", "of heads", "added", "flat"])
+@pytest.mark.parametrize(("offset", "window"), [(None, None), (0, None), (0, 3), (4, 3)])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("heads", [2, 6])
+def test_masks_windows_and_soft_caps(
+    heads: int, softcap: float | None, offset: int | None, window: int | None, mask: str | None
+) -> None:
+    rows, keys = 6, 6 + (offset or 0)
+    q, k, v = normal(2, heads, rows, 8), normal(2, 2, keys, 8), normal(2, 2, keys, 5)
+    given = None
+    if mask is not None:
+        shapes = {"of a batch": (2, 1), "of heads": (2, heads), "added": (1, 1), "flat": ()}
+        given = np.random.default_rng(1).random((*shapes[mask], rows, keys)) > 0.4
+        given[..., np.arange(rows), np.arange(rows) + (offset or 0)] = True
+        if mask == "added":
+            given = np.where(given, normal(*given.shape), -np.inf).astype(np.float32)
+    result = F.scaled_dot_product_attention(
+        *(ps.asarray(x, device="host") for x in (q, k, v)),
+        None if given is None else ps.asarray(given, device="host"),
+        is_causal=offset is not None,
+        lower_right=bool(offset),
+        enable_gqa=True,
+        window=window,
+        softcap=softcap,
+    )
+    wanted = attended_by_definition(q, k, v, given, offset, window, softcap)
+    np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_grouped_queries_with_a_window_and_a_soft_cap() -> None:
+    arrays = [normal(1, heads, 5, 3).astype(np.float64) for heads in (4, 2, 2)]
+    slope = normal(1, 4, 5, 3).astype(np.float64)
+    tensors = [ps.asarray(array, device="host").requires_grad_() for array in arrays]
+    result = F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True, window=3, softcap=1.5)
+    (result * ps.asarray(slope, device="host")).sum().backward()
+    for number, tensor in enumerate(tensors):
+        for place in range(0, tensor.size, 7):
+            values = []
+            for step in (1e-6, -1e-6):
+                moved = [array.copy() for array in arrays]
+                moved[number].flat[place] += step
+                values.append((attended_by_definition(*moved, None, 0, 3, 1.5) * slope).sum())
+            slopes = (values[0] - values[1]) / 2e-6
+            assert tensor.grad is not None
+            assert tensor.grad.numpy().flat[place] == pytest.approx(slopes, rel=1e-5, abs=1e-7)
+
+
+def test_windows_and_soft_caps_that_make_no_sense() -> None:
+    x = ps.zeros((1, 2, 3, 4))
+    with pytest.raises(ValueError, match=r"a window is 1 or more and takes is_causal=True, and 2 was given"):
+        F.scaled_dot_product_attention(x, x, x, window=2)
+    with pytest.raises(ValueError, match="a softcap is more than 0, and -1"):
+        F.scaled_dot_product_attention(x, x, x, softcap=-1.0)
+
+
 def test_dropout_of_attention_keeps_the_mean() -> None:
     ps.random.manual_seed(0)
     q, k = ps.zeros((4, 64, 8)), ps.zeros((4, 64, 8))

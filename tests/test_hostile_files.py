@@ -149,14 +149,14 @@ WRONG_CONFIGS: dict[str, tuple[Any, str]] = {
     "layers": ({"n_layer": 10**6}, "the number of layers is 1"),
     "width": ({"n_embd": 10**9}, "wte.weight has the shape"),
     "context": ({"n_positions": 10**12}, "wpe.weight has the shape"),
-    "boolean": ({"n_layer": True}, "n_layer is an integer, not True"),
-    "fraction": ({"n_layer": 1.5}, "n_layer is an integer, not 1.5"),
-    "none": ({"vocab_size": None}, "vocab_size is an integer, not None"),
-    "heads": ({"n_head": 0}, "does not describe a GPT-2"),
-    "dropout": ({"resid_pdrop": "much"}, "resid_pdrop is a number from 0"),
-    "epsilon": ({"layer_norm_epsilon": [1]}, "layer_norm_epsilon is a number from 0"),
+    "boolean": ({"n_layer": True}, "n_layer is an integer of 1 or more, not True"),
+    "fraction": ({"n_layer": 1.5}, "n_layer is an integer of 1 or more, not 1.5"),
+    "none": ({"vocab_size": None}, "config.json lacks vocab_size"),
+    "heads": ({"n_head": 0}, "n_head is an integer of 1 or more, not 0"),
+    "dropout": ({"resid_pdrop": "much"}, "resid_pdrop is a number, not 'much'"),
+    "epsilon": ({"layer_norm_epsilon": [1]}, "layer_norm_epsilon is a number, not [1]"),
     "activation": ({"activation_function": {"a": 1}}, "the activation {'a': 1} is not"),
-    "escape": ({"model_type": ESCAPE}, r"not '\x1b]0;owned"),
+    "escape": ({"model_type": ESCAPE}, r"the model_type '\x1b]0;owned"),
 }
 
 

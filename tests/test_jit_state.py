@@ -15,6 +15,7 @@ from conftest import DRIVERS, surface
 import penstock as ps
 from penstock import Device
 from penstock.errors import CaptureError
+from penstock.tensor.assigning import with_rows
 
 pytestmark = surface
 
@@ -472,6 +473,46 @@ def test_items_are_assigned_inside(device: Device, name: str) -> None:
         np.testing.assert_array_equal(result, expected)
         np.testing.assert_array_equal(np.signbit(result), np.signbit(expected))
         np.testing.assert_array_equal(x.numpy(), expected)
+
+
+def test_replaced_rows_are_written_in_place(device: Device) -> None:
+    table = ps.zeros((50, 4), device=device).realize()
+
+    @ps.jit
+    def put(index: ps.Tensor, rows: ps.Tensor) -> ps.Tensor:
+        table._rebind(with_rows(table, index, rows))
+        return table.sum()
+
+    wanted, draw = np.zeros((50, 4), np.float32), np.random.default_rng(0)
+    places = set()
+    for step in range(4):
+        index = draw.permutation(60)[:7].astype(np.int32)  # some are out of range
+        rows = draw.integers(0, 9, (7, 4)).astype(np.float32)
+        kept = table.detach() if step == 2 else None  # then the old values are still needed
+        before = wanted.copy()
+        wanted[index[index < 50]] = rows[index < 50]
+        total = put(ps.asarray(index, device=device), ps.asarray(rows, device=device))
+        assert total.item() == wanted.sum()
+        np.testing.assert_array_equal(table.numpy(), wanted)
+        if kept is not None:
+            np.testing.assert_array_equal(kept.numpy(), before)
+        if step in (0, 1):
+            places.add(table._node.value.place)
+    assert len(places) == 1, "in the memory of the table"
+
+
+def test_gradients_of_replaced_rows(device: Device) -> None:
+    draw = np.random.default_rng(0)
+    index, slope = np.array([4, -1, 0, 9]), draw.random((9, 2)).astype(np.float32)
+    x, rows = (ps.zeros(shape, device=device).requires_grad_() for shape in ((9, 2), (4, 2)))
+    (with_rows(x, ps.asarray(index, device=device), rows) * ps.asarray(slope, device=device)).sum().backward()
+    kept, taken = slope.copy(), np.zeros((4, 2), np.float32)
+    kept[[4, 0]] = 0
+    taken[[0, 2]] = slope[[4, 0]]
+    assert x.grad is not None
+    assert rows.grad is not None
+    np.testing.assert_array_equal(x.grad.numpy(), kept)
+    np.testing.assert_array_equal(rows.grad.numpy(), taken)
 
 
 def test_gradients_of_assigned_items(device: Device) -> None:

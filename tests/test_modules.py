@@ -273,22 +273,23 @@ def dropping() -> nn.GPT:
 @pytest.mark.parametrize("training", [True, False])
 def test_overlapping_generations_leave_the_mode_alone(training: bool) -> None:
     model = dropping().train(training)
-    expected = list(model.generate([1, 2], 4, temperature=0))
-    first, second = (model.generate([1, 2], 4, temperature=0) for _ in range(2))
+    expected = model.generate([1, 2], 4, temperature=0).ids
+    streams = [model.stream([1, 2], 4, temperature=0) for _ in range(2)]
+    first, second = ((piece.id for piece in pieces) for pieces in streams)
     result = [[next(first)], [next(second)]]
     assert [module.training for module in model.modules()] == [training] * len(list(model.modules()))
     result[0] += first
     result[1] += second
     assert result == [expected, expected], "neither has dropout, whatever the mode"
     assert [module.training for module in model.modules()] == [training] * len(list(model.modules()))
-    abandoned = model.generate([1, 2], 4)
+    abandoned = model.stream([1, 2], 4)
     next(abandoned)
     assert model.training is training
 
 
 def test_a_training_step_beside_a_generation_has_dropout() -> None:
     model, ids = dropping(), ps.asarray([[1, 2, 3]])
-    generation = model.generate([1, 2], 4, temperature=0)
+    generation = model.stream([1, 2], 4, temperature=0)
     next(generation)
     step = ps.jit(model.features)
     draws = [step(ids).numpy() for _ in range(2)]
@@ -303,8 +304,8 @@ def test_a_training_step_beside_a_generation_has_dropout() -> None:
 
 def test_generations_in_threads_leave_the_mode_alone() -> None:
     model = dropping()
-    expected = list(model.generate([1, 2], 3, temperature=0))
+    expected = model.generate([1, 2], 3, temperature=0).ids
     with ThreadPoolExecutor(3) as pool:
-        result = list(pool.map(lambda _: list(model.generate([1, 2], 3, temperature=0)), range(3)))
+        result = list(pool.map(lambda _: model.generate([1, 2], 3, temperature=0).ids, range(3)))
     assert result == [expected] * 3
     assert model.training

@@ -375,11 +375,11 @@ def test_bad_sizes_shapes_and_dtypes_are_named() -> None:
         r"mse_loss: shapes \(2, 3\) and \(3, 2\)": lambda: F.mse_loss(x, x.T),
         "targets of shape": lambda: F.cross_entropy(x, ids),
         r"label_smoothing is in \[0, 1\), and 1": lambda: F.cross_entropy(x, ids[:, 0], label_smoothing=1),
-        r"from 0 to 4, and \[7\]": lambda: list(model.generate([7], 1)),
-        r"and \[\] was given": lambda: list(model.generate([], 1)),
-        "a temperature is 0 or more": lambda: list(model.generate([1], 1, temperature=-1)),
-        "top_k is 1 or more": lambda: list(model.generate([1], 1, top_k=0)),
-        r"top_p is in \(0, 1\]": lambda: list(model.generate([1], 1, top_p=0.0)),
+        r"from 0 to 4, and \[7\]": lambda: model.generate([7], 1).ids,
+        r"and \[\] was given": lambda: model.generate([], 1).ids,
+        "a temperature is 0 or more": lambda: model.generate([1], 1, temperature=-1).ids,
+        "top_k is 1 or more": lambda: model.generate([1], 1, top_k=0).ids,
+        r"top_p is in \(0, 1\]": lambda: model.generate([1], 1, top_p=0.0).ids,
     }.items():
         with pytest.raises(ValueError, match=message):
             function()
@@ -569,7 +569,7 @@ def test_the_loss_in_parts_is_the_loss_of_the_logits(monkeypatch: pytest.MonkeyP
 def test_generating_with_the_cache_is_what_the_whole_model_says() -> None:
     model = reference_gpt(ps.default_device())
     prompt = REFERENCE["gpt.batches"][0][0][:5].astype(int).tolist()
-    result = list(model.generate(prompt, 8, temperature=0))
+    result = model.generate(prompt, 8, temperature=0).ids
     ids = list(prompt)
     logits = model(ps.asarray(np.array([prompt + result]))).numpy()[0]
     for k, item in enumerate(result):
@@ -578,13 +578,13 @@ def test_generating_with_the_cache_is_what_the_whole_model_says() -> None:
 
 def test_generating_goes_beyond_the_context_and_repeats_with_its_seed() -> None:
     model = nn.GPT(vocab_size=11, context=4, width=8, layers=1, heads=2, dropout=0.3)
-    first = list(model.generate([1, 2, 3, 4, 5, 6], 12, seed=5))
-    assert first == list(model.generate([1, 2, 3, 4, 5, 6], 12, seed=5))
-    assert first != list(model.generate([1, 2, 3, 4, 5, 6], 12, seed=6))
+    first = model.generate([1, 2, 3, 4, 5, 6], 12, seed=5).ids
+    assert first == model.generate([1, 2, 3, 4, 5, 6], 12, seed=5).ids
+    assert first != model.generate([1, 2, 3, 4, 5, 6], 12, seed=6).ids
     assert all(0 <= token < 11 for token in first)
     assert model.training, "the mode is what it was"
-    likely = list(model.generate([1], 6, temperature=0))
-    assert likely == list(model.generate([1], 6, top_k=1)) == list(model.generate([1], 6, top_p=1e-6))
+    likely = model.generate([1], 6, temperature=0).ids
+    assert likely == model.generate([1], 6, top_k=1).ids == model.generate([1], 6, top_p=1e-6).ids
 
 
 def test_dropout_in_a_gpt_is_for_training_alone() -> None:
@@ -613,9 +613,9 @@ def test_a_pretrained_model_comes_back_whole(tmp_path: Path) -> None:
         ({"n_embd": 48}, r"wte.weight has the shape \(27, 24\), and \(27, 48\) by config.json"),
         ({"n_layer": 3}, "the number of layers is 2, and 3 by config.json"),
         ({"n_head": 5}, "24 cannot be divided among 5 heads"),
-        ({"vocab_size": "27"}, "vocab_size is an integer, not '27'"),
+        ({"vocab_size": "27"}, "vocab_size is an integer of 1 or more, not '27'"),
         ({"activation_function": "relu"}, "the activation 'relu' is not GPT-2's"),
-        ({"model_type": "llama"}, "model_type has to be gpt2, not 'llama'"),
+        ({"model_type": "bert"}, "the model_type 'bert' is not known; there are gpt2, llama"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx has to be False"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings has to be True"),
     ],
@@ -640,7 +640,7 @@ def test_broken_pretrained_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
         nn.GPT.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="lacks vocab_size, n_positions"):
+    with pytest.raises(CheckpointError, match="the model_type None is not known"):
         nn.GPT.from_pretrained(tmp_path)
 
 

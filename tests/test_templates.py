@@ -358,6 +358,29 @@ def test_an_index_out_of_range_writes_nothing(bench: Bench, variant: str) -> Non
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("dtype", "index_dtype", "count", "rest"),
+    [
+        ("float32", "int32", 20, (64,)),
+        ("float32", "int64", 1, (3, 5)),
+        ("bfloat16", "int32", 30, (7,)),
+        ("float16", "int64", 9, (128,)),
+        ("bool", "int32", 12, ()),
+        ("int64", "int64", 5, (3,)),
+    ],
+)
+def test_rows_that_are_replaced(
+    bench: Bench, variant: str, dtype: str, index_dtype: str, count: int, rest: tuple[int, ...]
+) -> None:
+    rng = np.random.default_rng(4)
+    numbers = (rng.integers(0, 9, (rows, *rest)).astype(dtype) for rows in (40, count))
+    index = rng.permutation(40)[:count].astype(index_dtype)
+    index[count // 2] = [-1, 40][count % 2]  # which is out of range
+    node = contraction.put_rows(*(at(array) for array in numbers), at(index))
+    check(bench, variant, node)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @given(shape=st.lists(st.integers(1, 70), min_size=1, max_size=3), data=st.data())
 @few
 def test_any_shape(bench: Bench, variant: str, shape: list[int], data: st.DataObject) -> None:

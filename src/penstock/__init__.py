@@ -8,7 +8,7 @@ from importlib import import_module as _import_module
 from importlib.metadata import version as _version
 from math import e, inf, nan, pi
 
-from penstock import data, errors, functions, memory, names, nn, optim, testing
+from penstock import data, errors, functions, memory, models, names, nn, optim, testing
 from penstock.advising import Advice, advise
 from penstock.drivers.rates import StepRates as _StepRates
 from penstock.execution.memory_plan import provide_rates as _provide_rates
@@ -166,6 +166,7 @@ __all__ = [
     "matrix_transpose",
     "memory",
     "meshgrid",
+    "models",
     "nan",
     "newaxis",
     "nn",

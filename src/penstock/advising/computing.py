@@ -27,7 +27,11 @@ _LOOP = 2000  # recorded operations in total: nobody writes so many by hand, so 
 _CHUNKS = 5  # runs: operations whose results are not read are computed many at a time
 _STEPS = 40  # runs that make a loop of a step
 _MANY = 100  # runs that make a loop of an operation
-_PARTS = ("nn/", "optim/")  # they send learning rates and tokens of their own, which are no batches
+_PARTS = (
+    "nn/",
+    "models/",
+    "optim/",
+)  # they send rates and tokens of their own, which are no batches
 _SMALL = 0.1  # of the cost of a launch: work below it is nearly free, so ten times as much would be too
 _LARGER = 8  # times a batch, of which the device would hardly notice
 _FASTER = 1.5  # the measured speed-up from which on half precision is worth its lower accuracy

@@ -16,7 +16,7 @@ LEAST_MEMORY = 0.10  # of the memory: the pool rounds sizes by nearly as much
 OFTEN = 10  # what happens less often belongs to the start or the end, not to a loop
 # Parts of the package that decide when to read, send and compute, for which no line of the user's code is
 # responsible.
-_INNER = ("nn/", "optim/", "data/", "bench/", "checking.py", "testing.py")
+_INNER = ("nn/", "models/", "optim/", "data/", "bench/", "checking.py", "testing.py")
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import numpy as np
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.dtypes import HALF_PRECISION, bfloat16, float32
-from penstock.graph.elementwise import cast
-from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
-from penstock.graph.reducing import BLOCK
-from penstock.graph.shaping import PERMUTE, permute
+from penstock.graph.elementwise import cast, greater_equal, like, logical_and, where
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Rounding, Shape
+from penstock.graph.reducing import BLOCK, expand
+from penstock.graph.shaping import PERMUTE, permute, reshape
 
 _PART = 4096  # the longest sum that NumPy's matmul computes; longer sums are added up in parts
 
@@ -72,6 +72,40 @@ def scatter_add(values: Node, index: Node, length: int) -> Node:
     return Node(SCATTER_ADD, (values, index), {"length": length})
 
 
+def put_rows(x: Node, rows: Node, index: Node) -> Node:
+    """`x` with `rows[i]` in the place of row `index[i]`; the indices inside `x` differ from each other.
+
+    Rows whose index is out of range are dropped. Where the memory of `x` is free to be overwritten, only the
+    rows are written.
+    """
+    return Node(PUT_ROWS, (x, rows, index), {})
+
+
+def _put_shape(x: Node, rows: Node, index: Node) -> tuple[Shape, DType]:
+    assert rows.shape == (*index.shape, *x.shape[1:])
+    assert rows.dtype == x.dtype
+    assert index.ndim == 1
+    return x.shape, x.dtype
+
+
+def _put_reference(x: Array, rows: Array, index: Array) -> Array:
+    inside = (index >= 0) & (index < len(x))
+    result = x.copy()
+    result[index[inside].astype(np.intp)] = rows[inside]
+    return result
+
+
+def _put_gradients(g: Node, node: Node) -> tuple[Node, Node, None]:
+    """The slots that were written pass nothing to what they held, and all to the rows."""
+    x, rows, index = node.inputs
+    count, rest = index.shape[0], tuple(rows.shape[1:])
+    inside = logical_and(
+        greater_equal(index, like(index, 0)), greater_equal(like(index, x.shape[0] - 1), index)
+    )
+    kept = expand(reshape(inside, (count, *(1,) * len(rest))), rows.shape)
+    return put_rows(g, like(rows, 0), index), where(kept, gather(g, index), like(rows, 0)), None
+
+
 def _transposed(x: Node) -> Node:
     return permute(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
@@ -117,4 +151,14 @@ SCATTER_ADD = Primitive(
     _scatter_reference,
     lambda g, n: (gather(g, n.inputs[1]), None),
     weight=4,
+)
+PUT_ROWS = Primitive(
+    "put_rows",
+    Kind.UPDATE,
+    _put_shape,
+    _put_reference,
+    _put_gradients,
+    operations=lambda n: 0,
+    rounding=Rounding.EXACT,
+    as_stored=True,
 )

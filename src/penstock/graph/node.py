@@ -47,6 +47,7 @@ class Kind(Enum):
     ARG_REDUCTION = auto()  # all items along an axis; the result is an index
     SORT = auto()  # all items along an axis
     SCATTER = auto()  # all rows that another input assigns to it
+    UPDATE = auto()  # the item of the first input, or of a row that another input assigns to it
     HOST = auto()  # computed by NumPy only
     OPAQUE = auto()  # a kernel that the user wrote; nothing is known of it
     CALL = auto()  # a subgraph that was recorded before; it is inlined before anything is compiled

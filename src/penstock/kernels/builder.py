@@ -94,6 +94,10 @@ class KernelBuilder:
         """An item of any integer dtype as an index below `length`; -1 if it is out of range."""
         return ir.LoadIndex(memory.name, memory.dtype, ir.integer(index), ir.Const(length))
 
+    def same_memory(self, left: Memory, right: Memory) -> ir.Expr:
+        """Whether two buffers of one dtype are the same bytes."""
+        return ir.SameMemory(left.name, right.name)
+
     def load_vector(
         self, memory: Memory, index: ir.Operand, width: int, aligned: int = 1, mask: ir.Expr | None = None
     ) -> ir.Expr:

@@ -1,6 +1,6 @@
 """Neural networks: modules, layers, and their functions."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.nn import functional, init, utils
 from penstock.nn.activations import (
@@ -35,7 +35,6 @@ from penstock.nn.attention import MultiheadAttention
 from penstock.nn.containers import ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 from penstock.nn.convolution import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from penstock.nn.dropping import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d
-from penstock.nn.gpt import GPT, Block, CausalSelfAttention
 from penstock.nn.layers import Embedding, Flatten, Identity, Linear, Unflatten, Upsample
 from penstock.nn.losses import (
     BCELoss,
@@ -91,6 +90,9 @@ from penstock.nn.transformer import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
+
+if TYPE_CHECKING:
+    from penstock.models.gpt2 import GPT, Block, CausalSelfAttention
 
 __all__ = [
     "CELU",
@@ -219,3 +221,12 @@ def from_torch(module: Any, device: Any = None) -> Module:
     from penstock.nn.torch_modules import converted
 
     return converted(module, device)
+
+
+def __getattr__(name: str) -> Any:
+    """GPT and its parts, which are a family of `penstock.models` and keep their names here."""
+    if name not in ("GPT", "Block", "CausalSelfAttention"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from penstock.models import gpt2
+
+    return getattr(gpt2, name)

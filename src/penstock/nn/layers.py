@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.nn.functional.linear import padding_row
@@ -14,14 +16,34 @@ from penstock.tensor import random
 from penstock.tensor.arithmetic import where
 from penstock.tensor.broadcasting import axes_of
 from penstock.tensor.core import Tensor
-from penstock.tensor.creation import arange
+from penstock.tensor.creation import arange, zeros
 from penstock.tensor.manipulation import reshape
+from penstock.tensor.recording import only_recording
 
 Where = Device | str | None
 
 
+_undrawn: ContextVar[bool] = ContextVar("undrawn", default=False)
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """In this block and this thread, linear layers and embeddings are made without random weights.
+
+    For weights that are loaded or drawn afterwards: until then they take no memory.
+    """
+    token = _undrawn.set(True)
+    try:
+        with only_recording():
+            yield
+    finally:
+        _undrawn.reset(token)
+
+
 def drawn(shape: tuple[int, ...], bound: float, device: Where) -> Parameter:
     """A parameter with uniform values between -bound and bound, computed at the first use."""
+    if _undrawn.get():
+        return Parameter(zeros(shape, device=device))
     values = random.default_generator.uniform(shape, -bound, bound)
     return Parameter(values if device is None else values.to_device(device))
 
@@ -83,8 +105,12 @@ class Embedding(Module):
             raise ValueError(
                 f"an embedding needs sizes of 1 or more, and {num_embeddings}, {embedding_dim} were given"
             )
-        values = random.default_generator.normal((num_embeddings, embedding_dim))
-        values = values if device is None else values.to_device(device)
+        shape = (num_embeddings, embedding_dim)
+        if _undrawn.get():
+            values = zeros(shape, device=device)
+        else:
+            values = random.default_generator.normal(shape)
+            values = values if device is None else values.to_device(device)
         if padding_idx is not None:
             padding_idx = padding_row(padding_idx, num_embeddings)
             rows = reshape(arange(num_embeddings, device=values.device), (num_embeddings, 1))

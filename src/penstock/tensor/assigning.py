@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.graph import creating, elementwise, reducing, shaping
-from penstock.graph.contraction import gather, scatter_add
+from penstock.graph.contraction import gather, put_rows, scatter_add
 from penstock.graph.node import Node, Shape
 from penstock.tensor import dtypes
 from penstock.tensor.broadcasting import broadcast, broadcast_node
@@ -66,6 +66,15 @@ def by_indices(x: Tensor, indices: Tensor, value: Tensor, distinct: bool) -> Ten
     stays = elementwise.equal(taken, none)
     node = elementwise.where(stays, shaping.reshape(x._node, (x.size,)), gather(values, index))
     return record(shaping.reshape(node, x.shape), x, value, indices)
+
+
+def with_rows(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """`x` with `rows` at a one-dimensional index of its first axis, whose items differ.
+
+    Rows whose index is out of range are dropped. In a jitted function that replaces `x` by the result, only
+    the rows are written.
+    """
+    return record(put_rows(x._node, rows._node, index._node), x, rows)
 
 
 def flat_indices(x: Tensor) -> Tensor:

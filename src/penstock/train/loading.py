@@ -1,24 +1,25 @@
-"""Loads trained models from the folder of a run, or from a folder in Hugging Face's layout of GPT-2."""
+"""Loads trained models from the folder of a run, or from a folder in Hugging Face's layout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import numpy.typing as npt
 
 import penstock as ps
 from penstock.data import Tokenizer, load_tokenizer
 from penstock.errors import CheckpointError
-from penstock.nn import GPT
+from penstock.models import LanguageModel, TextTokenizer
 from penstock.train.building import build_model
 from penstock.train.checkpoint import FOLDER, load_last
 from penstock.train.sizing import check_fits
 from penstock.train.trainer import TOKENIZER_FILE
 
 
-def load_model(folder: Path) -> tuple[GPT, Tokenizer | None]:
-    """A model on the default device, in float32, and its tokenizer if the folder has one."""
+def load_model(folder: Path) -> tuple[LanguageModel, Tokenizer | TextTokenizer | None]:
+    """A model on the default device, and its tokenizer if the folder has one."""
     if (folder / FOLDER).is_dir():
         tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
         checkpoint, _ = load_last(folder)
@@ -30,18 +31,19 @@ def load_model(folder: Path) -> tuple[GPT, Tokenizer | None]:
             raise CheckpointError(
                 f"the tokenizer and the checkpoint in {folder} do not fit: {error}"
             ) from None
+        model.tokenizer = tokenizer
         return model, tokenizer
     if (folder / "config.json").is_file():
-        path = folder / TOKENIZER_FILE
-        return GPT.from_pretrained(folder), load_tokenizer(path) if path.is_file() else None
+        loaded = ps.models.load(folder)
+        return loaded, loaded.tokenizer
     raise CheckpointError(
-        f"{folder} is neither the folder of a run nor one with the config.json and safetensors of a GPT-2"
+        f"{folder} is neither the folder of a run nor one with the config.json and safetensors of a model"
     )
 
 
 def stream_text(
-    model: GPT,
-    tokenizer: Tokenizer | None,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
     prompt: npt.ArrayLike,
     count: int,
     temperature: float = 1.0,
@@ -49,9 +51,10 @@ def stream_text(
     top_p: float | None = None,
     seed: int | None = None,
 ) -> Iterator[str]:
-    """The text that follows the tokens of a prompt, piece by piece; without a tokenizer, the ids."""
-    decoder = tokenizer.stream() if tokenizer else None
-    for token in model.generate(prompt, count, temperature, top_k, top_p, seed):
-        yield decoder.push([token]) if decoder else f"{token} "
-    if decoder:
-        yield decoder.finish()
+    """The text that follows the tokens of a prompt, piece by piece."""
+    decoder = tokenizer.stream()
+    ids = np.asarray(prompt).reshape(-1).tolist()
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    for piece in model.stream(ids, count, **options):
+        yield decoder.push([piece.id])
+    yield decoder.finish()

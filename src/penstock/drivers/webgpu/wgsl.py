@@ -6,10 +6,10 @@ A text is ordinary WGSL, except for its entry points, which are declared as
 
 with buffers first and scalars (`i32`, `u32`, `f32`, `i64`, `u64`) after them. The body may use `GROUP_0`,
 `GROUP_1`, `GROUP_2`, `GROUPS_0` (the first axis of the grid), `THREAD` (in the flattened workgroup) and
-`THREADS`, all of them `i32`. A module is specialized for: the workgroup size; which buffers of a launch are
-in the same memory (they share a binding); which memories are larger than a binding (they take several);
-whether an axis of the grid is longer than WebGPU permits (then the grid is folded into a rectangle); and
-whether scalars are immediates or in a uniform buffer.
+`THREADS`, all of them `i32`, and `same_binding(out, x)`, a constant. A module is specialized for: the
+workgroup size; which buffers of a launch are in the same memory (they share a binding); which memories are
+larger than a binding (they take several); whether an axis of the grid is longer than WebGPU permits (then the
+grid is folded into a rectangle); and whether scalars are immediates or in a uniform buffer.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from penstock.errors import CompileError
 
 OFFSET_ALIGNMENT = 256  # bytes; the unit of offsets of buffers
 _KERNEL = re.compile(r"\bkernel\s+(\w+)\s*\(")
+_SAME_BINDING = re.compile(r"\bsame_binding\((\w+), (\w+)\)")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 # The NumPy dtype of a scalar, and its format for `struct`.
 SCALARS = {
@@ -130,6 +131,7 @@ def module_text(
             # Not after a dot, where the name is a component of a vector.
             word, same = rf"(?<![\w.]){buffer.name}\b", kernel.buffers[bindings[position]].name
             body, around = re.sub(word, same, body), re.sub(word, same, around)
+    body = _SAME_BINDING.sub(lambda match: str(match[1] == match[2]).lower(), body)
     if large:
         texts, functions = windowed((body, around), large, window_bytes)
         body, around = texts

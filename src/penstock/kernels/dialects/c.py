@@ -65,6 +65,8 @@ class CPrinter(Printer):
                 item = f"{expr.buffer}[{self.expr(expr.index)}]"
                 unsigned = "ulong" if expr.stored.endswith("64") else "uint"
                 return f"(({unsigned}){item} < {self.operand(expr.length)} ? (int){item} : -1)"
+            case ir.SameMemory(left, right):
+                return f"({left} == {right})"
             case _:
                 raise AssertionError(f"{expr} has no text in C")
 

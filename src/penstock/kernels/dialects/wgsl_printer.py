@@ -100,6 +100,8 @@ class WgslPrinter(Printer):
                 return self._item(expr, lane)
             case ir.LoadIndex(buffer, stored, index, length):
                 return self._words.index(buffer, stored, self.expr(index), self.expr(length))
+            case ir.SameMemory(left, right):
+                return f"(same_binding({left}, {right}) && {left}_place == {right}_place)"
             case _:
                 raise AssertionError(f"{expr} has no text in WGSL")
 

@@ -264,6 +264,14 @@ class LoadIndex(Expr):
     type: Type = INT
 
 
+class SameMemory(Expr):
+    """Whether two buffers are the same bytes: an output that is written over an input."""
+
+    left: str
+    right: str
+    type: Type = BOOL
+
+
 THREAD = ThreadId()
 WORKGROUP = WorkgroupId()
 TRUE = Const(True, BOOL)

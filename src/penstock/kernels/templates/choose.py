@@ -14,6 +14,7 @@ from penstock.kernels.templates.launches import Lowering
 from penstock.kernels.templates.scan import scan
 from penstock.kernels.templates.scatter import scatter
 from penstock.kernels.templates.sort import sort
+from penstock.kernels.templates.update import update
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ _TEMPLATES = {
     Kind.ARG_REDUCTION: _Template(extreme),
     Kind.SORT: _Template(sort, reads_words=True),
     Kind.SCATTER: _Template(scatter, half_precision=True),
+    Kind.UPDATE: _Template(update, half_precision=True),
 }
 _MOST_ITEMS = 1 << 30  # so that no index overflows an int32, even padded or a step further
 

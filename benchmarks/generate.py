@@ -1,0 +1,127 @@
+"""How fast models generate: the prompt, and then each token, for models of known shapes with random weights.
+
+    python benchmarks/generate.py --device cuda:0 --model llama-1b --batch 1 8 32 128
+    python benchmarks/generate.py --model tiny --prompt 64 --tokens 32     # on any machine
+
+The share of bandwidth is that of the bytes which a step has to read, the weights and the cached keys and
+values, at the rate at which the device copies memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+import penstock as ps
+from penstock.models import LanguageModel
+
+LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "vocab_size": 128256}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        **LLAMA,
+        "vocab_size": 1024,
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_positions": 2048,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+    },
+    "llama-1b": {
+        **LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "llama-8b": {
+        **LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+def copy_rate(device: ps.Device, nbytes: int = 1 << 28) -> float:
+    """Bytes a second that a copy reads and writes, half of them each."""
+    x = ps.zeros(nbytes // 4, device=device).realize()
+
+    @ps.jit
+    def copy(x: ps.Tensor) -> ps.Tensor:
+        return x + 1
+
+    times = []
+    for _ in range(8):
+        device.sync()
+        start = time.perf_counter()
+        y = copy(x)
+        device.sync()
+        times.append(time.perf_counter() - start)
+        del y
+    return 2 * nbytes / min(times)
+
+
+def measured(model: LanguageModel, prompt: int, tokens: int, batch: int) -> tuple[float, float]:
+    """The seconds until the first token, and of each token after it."""
+    ids = np.random.default_rng(0).integers(0, model.vocab_size, (batch, prompt)).tolist()
+    first, each = [], []
+    for turn in range(4):
+        start = time.perf_counter()
+        times = []
+        for piece in model.stream(ids, tokens, temperature=0, stop_tokens=()):
+            if piece.index == batch - 1:
+                times.append(time.perf_counter())
+        if turn:  # the first builds the programs
+            first.append(times[0] - start)
+            each.append((times[-1] - times[0]) / (tokens - 1))
+    return statistics.median(first), statistics.median(each)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="tiny")
+    parser.add_argument("--device")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    chosen = parser.parse_args()
+    if chosen.device:
+        ps.use(chosen.device)
+    device = ps.default_device()
+    model = ps.models.build(SHAPES[chosen.model]).to(chosen.dtype)
+    weights = sum(tensor._node.nbytes for tensor in model.parameters())
+    item = model.head_weight.dtype.itemsize
+    rate = copy_rate(device)
+    print(
+        f"{chosen.model} {chosen.dtype}, {weights / 1e9:.2f} GB, {device}; a copy moves {rate / 1e9:.0f} GB/s"
+    )
+    for batch in chosen.batch:
+        prefill, step = measured(model, chosen.prompt, chosen.tokens, batch)
+        kept = sum(2 * shape.heads * shape.head_size for shape in model.cache_shapes)
+        read = weights + batch * kept * item * (chosen.prompt + chosen.tokens // 2)
+        print(
+            f"batch {batch:4}: prompt of {chosen.prompt} {prefill * 1e3:9.2f} ms, "
+            f"{batch * chosen.prompt / prefill:11,.0f} tokens/s; then {step * 1e3:8.3f} ms a step, "
+            f"{batch / step:9,.0f} tokens/s, {100 * read / step / rate:5.1f}% of a copy's bandwidth"
+        )
+
+
+if __name__ == "__main__":
+    main()

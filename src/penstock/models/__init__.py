@@ -1,0 +1,24 @@
+"""Language models: families, folders in Hugging Face's layout, and generation."""
+
+from penstock.models.attending import Attention, CacheShape
+from penstock.models.generation import Completion, Piece
+from penstock.models.loading import load
+from penstock.models.model import LanguageModel
+from penstock.models.registry import Family, build, families, family
+from penstock.models.sampling import Sampling
+from penstock.models.tokenizing import TextTokenizer
+
+__all__ = [
+    "Attention",
+    "CacheShape",
+    "Completion",
+    "Family",
+    "LanguageModel",
+    "Piece",
+    "Sampling",
+    "TextTokenizer",
+    "build",
+    "families",
+    "family",
+    "load",
+]

@@ -1,0 +1,154 @@
+"""GGUF, the files of llama.cpp: a configuration from the metadata, and weights, dequantized when read.
+
+The `gguf` package maps the file and knows its formats. Families are Llama, which is
+Mistral too, and Qwen 2 and 3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import CheckpointError
+from penstock.files import require_regular
+from penstock.printable import shown
+
+_FAMILIES = ("llama", "qwen2", "qwen3")
+_SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_FACTORS = "rope_freqs.weight"  # by which Llama 3's frequencies are divided
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A tensor in a GGUF file."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], npt.NDArray[Any]]
+
+    def array(self) -> npt.NDArray[Any]:
+        """Its values: bfloat16 if the file has weights of it, and else float16."""
+        return self.read()
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, PackedTensor]]:
+    """The configuration of a file with Hugging Face's keys, and its tensors by Hugging Face's names."""
+    try:
+        import gguf
+    except ImportError:
+        raise CheckpointError("GGUF files need the gguf package: pip install 'penstock[gguf]'") from None
+    try:
+        require_regular(path)
+        reader = gguf.GGUFReader(path)
+    except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    config = _config(path, reader)
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors}
+    half = ml_dtypes.bfloat16 if "BF16" in kinds else np.float16
+    tensors: dict[str, PackedTensor] = {}
+    for tensor in reader.tensors:
+        match = _NAME.fullmatch(tensor.name)
+        if tensor.name == _FACTORS:
+            continue
+        if match is None or match[2] not in (_TOP if match[1] is None else _LAYER):
+            raise CheckpointError(f"{path} has a tensor that its family does not: {shown(tensor.name)}")
+        name = _TOP[match[2]] if match[1] is None else f"model.layers.{match[1]}.{_LAYER[match[2]]}"
+        rotated = heads.get(match[2], 0) if config["model_type"] == "llama" else 0
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        tensors[f"{name}.{match[3]}"] = PackedTensor(shape, partial(_values, path, tensor, rotated, half))
+    config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    return config, tensors
+
+
+def _config(path: Path, reader: Any) -> dict[str, Any]:
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    family = fields.get("general.architecture")
+    if family not in _FAMILIES:
+        raise CheckpointError(
+            f"{path} has the architecture {shown(family)}, and {', '.join(_FAMILIES)} are read from GGUF"
+        )
+    config: dict[str, Any] = {"model_type": family}
+    for name, key in _SIZES.items():
+        if (value := fields.get(f"{family}.{name}")) is not None:
+            config[key] = value
+    scaling = fields.get(f"{family}.rope.scaling.type", "none")
+    if scaling not in ("none", "linear", "yarn"):
+        raise CheckpointError(f"{path} has the rotary scaling {shown(scaling)}; linear and yarn are known")
+    if scaling != "none":
+        config["rope_scaling"] = {
+            "rope_type": scaling,
+            "factor": float(fields.get(f"{family}.rope.scaling.factor", 1.0)),
+            "original_max_position_embeddings": fields.get(
+                f"{family}.rope.scaling.original_context_length", config.get("max_position_embeddings")
+            ),
+        }
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if _FACTORS in tensors:
+        factors = [float(factor) for factor in tensors[_FACTORS].data]
+        config["rope_scaling"] = {
+            "rope_type": "longrope",  # with the same factors for all lengths
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": config.get("max_position_embeddings"),
+        }
+    if "token_embd.weight" in tensors:
+        config["vocab_size"] = int(tensors["token_embd.weight"].shape[-1])
+    config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+    missing = [key for key in (*_SIZES.values(), "vocab_size") if key not in config]
+    if set(missing) - {"head_dim", "rope_theta"}:
+        raise CheckpointError(f"{path} lacks the metadata of {', '.join(missing)}")
+    return config
+
+
+def _values(path: Path, tensor: Any, heads: int, half: npt.DTypeLike) -> npt.NDArray[Any]:
+    """The values of a tensor; `heads` of queries or keys are brought from llama.cpp's order to ours.
+
+    llama.cpp turns neighbouring items of a head, and Hugging Face's files have the first halves of all pairs
+    before the second.
+    """
+    from gguf import dequantize
+
+    try:
+        values = dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError:
+        kind = tensor.tensor_type.name
+        raise CheckpointError(f"{path}: {tensor.name} is {kind}, which gguf does not dequantize") from None
+    values = values.reshape([int(size) for size in reversed(tensor.shape)])
+    if heads:
+        rows = values.shape[0]
+        values = values.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)
+    return values.astype(half)

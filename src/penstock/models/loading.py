@@ -1,0 +1,122 @@
+"""Models from folders in Hugging Face's layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from penstock.errors import CheckpointError
+from penstock.files import parse_json, read_text
+from penstock.graph.dtypes import DType
+from penstock.models.gguf import read_gguf
+from penstock.models.model import LanguageModel
+from penstock.models.registry import Family, configured, family_of
+from penstock.models.settings import Settings
+from penstock.models.tokenizing import tokenizer_of
+from penstock.models.weights import stored_tensors
+from penstock.nn.layers import Where
+from penstock.nn.state import assign
+from penstock.printable import shown
+from penstock.tensor.core import Tensor, from_numpy
+from penstock.tensor.dtypes import checked
+
+_LAYER = re.compile(r"\.(\d{1,6})\.")
+# Tensors that older files have beside the weights: masks, and frequencies.
+_NO_WEIGHT = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")
+
+
+class Stored(Protocol):
+    """A tensor in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    def array(self) -> npt.NDArray[Any]:
+        """Its values."""
+
+
+def load(folder: str | Path, *, device: Where = None, dtype: DType | str | None = None) -> LanguageModel:
+    """The model in a folder with `config.json` and safetensors files, as Hugging Face has it, or a GGUF file.
+
+    Weights go from the mapped files to the device one after another, in the dtype of the files, or in
+    `dtype`. Where there are `tokenizer.json` and `generation_config.json`, the model has them too.
+    """
+    path = folder = Path(folder)
+    stored: Mapping[str, Stored]
+    if path.suffix == ".gguf":
+        config, stored = read_gguf(path)
+        settings, folder = Settings(config, str(path)), path.parent
+    else:
+        settings = Settings(json_of(folder / "config.json"), str(folder / "config.json"))
+        family_of(settings)  # before the files are read
+        stored = stored_tensors(folder)
+    kind = family_of(settings)
+    _check_layers(path, kind, settings, stored)
+    model = configured(kind, settings, device)
+    _load_weights(path, kind, model, stored, None if dtype is None else checked(dtype))
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = json_of(folder / "generation_config.json")
+    model.tokenizer = tokenizer_of(folder)
+    return model
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        content = parse_json(read_text(path))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is an object, not {shown(content)}")
+    return content
+
+
+def _check_layers(folder: Path, kind: Family, settings: Settings, stored: Mapping[str, Stored]) -> None:
+    """Check the number of layers against the files, before a model of that size is built."""
+    numbers = {int(match[1]) for name in stored if (match := _LAYER.search(name))}
+    if len(numbers) != settings.integer(kind.layers):
+        raise CheckpointError(
+            f"{folder} does not hold a model of its own configuration: the number of layers is "
+            f"{len(numbers)}, and {settings.integer(kind.layers)} by config.json"
+        )
+
+
+def _load_weights(
+    folder: Path,
+    kind: Family,
+    model: LanguageModel,
+    stored: Mapping[str, Stored],
+    dtype: DType | None,
+) -> None:
+    """Give a model its weights, after a check of all names and shapes."""
+    sources: list[tuple[Tensor, Stored, bool]] = []
+    used = set()
+    for name, tensor in model.named_parameters():
+        theirs, transposed = model.weight_name(name)
+        # Files of a model without its head lack the first part of all names.
+        theirs = theirs if theirs in stored else theirs.partition(".")[2]
+        if theirs not in stored:
+            raise CheckpointError(f"{folder} lacks the weight {model.weight_name(name)[0]}")
+        wanted = tensor.shape[::-1] if transposed else tensor.shape
+        if stored[theirs].shape != wanted:
+            raise CheckpointError(
+                f"{folder} does not hold a model of its own configuration: {theirs} has the shape "
+                f"{stored[theirs].shape}, and {wanted} by config.json"
+            )
+        used.add(theirs)
+        sources.append((tensor, stored[theirs], transposed))
+    beyond = sorted(name for name in stored if name not in used and not _NO_WEIGHT.fullmatch(name))
+    beyond = [name for name in beyond if name != "lm_head.weight"]  # a copy, where the head is the embedding
+    if beyond:
+        raise CheckpointError(
+            f"{folder} has weights that the family {kind.model_type} does not: {', '.join(beyond[:3])}"
+        )
+    for tensor, source, transposed in sources:
+        array = source.array().T if transposed else source.array()
+        given = array if dtype is None else array.astype(dtype.numpy)
+        assign(tensor, from_numpy(given, tensor.device))

@@ -1,0 +1,166 @@
+"""The tokenizers of folders in Hugging Face's layout, and their chat templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.data import Tokenizer, load_tokenizer
+from penstock.errors import CheckpointError
+from penstock.files import atomic_file, parse_json, read_text
+
+if TYPE_CHECKING:
+    import tokenizers
+
+TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class TextTokenizer:
+    """Text to ids and back: any `tokenizer.json`, with the special tokens that its model expects."""
+
+    def __init__(
+        self, model: tokenizers.Tokenizer, settings: Mapping[str, Any] | None = None, template: str = ""
+    ) -> None:
+        model.no_truncation()
+        model.no_padding()
+        self._model, self._settings, self.template = model, dict(settings or {}), template
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are."""
+        return self._model.get_vocab_size()
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The ids of a text; `special`: with the tokens that begin or end one, where the model has them."""
+        whole = text.encode(errors="replace").decode()
+        return list(self._model.encode(whole, add_special_tokens=special).ids)
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """The text of ids, without special tokens. What is not UTF-8 becomes U+FFFD."""
+        return self._model.decode(np.asarray(ids, np.int64).ravel().tolist(), skip_special_tokens=True)
+
+    def stream(self) -> TextStream:
+        """Decodes ids as they come."""
+        return TextStream(self)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> list[int]:
+        """The ids of a conversation, up to where the model is to answer, by the chat template.
+
+        Messages are such as `{"role": "user", "content": "Hello"}`; further values go to the template.
+        """
+        if not self.template:
+            raise CheckpointError(f"there is no chat template in {SETTINGS} or {TEMPLATE}")
+        special = {name: _content(self._settings.get(name)) for name in _SPECIAL}
+        text = _rendered(self.template, {**special, "add_generation_prompt": True, **values}, messages)
+        return self.encode(text, special=False)
+
+    def save_to(self, folder: Path) -> None:
+        """Write the files that `tokenizer_of` reads."""
+        files = {TOKENIZER: self._model.to_str()}
+        if self._settings:
+            files[SETTINGS] = json.dumps(self._settings, indent=2) + "\n"
+        if self.template and "chat_template" not in self._settings:
+            files[TEMPLATE] = self.template
+        for name, text in files.items():
+            with atomic_file(folder / name) as file:
+                file.write(text.encode())
+
+
+class TextStream:
+    """Decodes ids incrementally: an incomplete character waits for its other tokens.
+
+    A tokenizer may put a space before a word or not, depending on what is before, so that the tokens of the
+    last piece are decoded again with the next.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._shown = 0  # ids whose text was returned
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that further ids complete."""
+        self._ids += ids
+        return self._new(whole=False)
+
+    def finish(self) -> str:
+        """The rest that was held back."""
+        return self._new(whole=True)
+
+    def _new(self, whole: bool) -> str:
+        before = self._tokenizer.decode(self._ids[: self._shown])
+        text = self._tokenizer.decode(self._ids)
+        if (text.endswith("\ufffd") and not whole) or len(text) < len(before):
+            return ""
+        new = text[len(before) :]
+        if new:  # what is before it is not needed any more
+            self._ids = self._ids[self._shown :]
+        self._shown = len(self._ids)
+        return new
+
+
+def tokenizer_of(folder: Path) -> TextTokenizer | Tokenizer | None:
+    """The tokenizer of a folder; None where there is none."""
+    path = folder / TOKENIZER
+    if not path.is_file():
+        return None
+    settings: dict[str, Any] = {}
+    try:
+        content = read_text(path)
+        if isinstance(state := parse_json(content), dict) and "type" in state:
+            return load_tokenizer(path)  # of a run
+        if (folder / SETTINGS).is_file():
+            settings = parse_json(read_text(folder / SETTINGS))
+        template = read_text(folder / TEMPLATE) if (folder / TEMPLATE).is_file() else _template(settings)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from None
+    import tokenizers
+
+    try:
+        model = tokenizers.Tokenizer.from_str(content)
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{path} holds no usable tokenizer: {error}") from None
+    return TextTokenizer(model, settings, template)
+
+
+def _template(settings: Mapping[str, Any]) -> str:
+    """The chat template in the settings; if there are several, the one that is called `default`."""
+    given = settings.get("chat_template") or ""
+    if isinstance(given, list):
+        given = next((item["template"] for item in given if item.get("name") == "default"), "")
+    return str(given)
+
+
+def _content(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token or "")
+
+
+def _rendered(template: str, values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise CheckpointError("chat templates need jinja2: pip install 'penstock[chat]'") from None
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
+    try:
+        return environment.from_string(template).render(messages=list(messages), **values)
+    except TemplateError as error:
+        raise CheckpointError(f"the chat template does not take these messages: {error}") from None

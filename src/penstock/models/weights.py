@@ -1,0 +1,147 @@
+"""Safetensors files: weights are read where they lie in the mapped file, and written tensor by tensor.
+
+So neither reading nor writing has a model in the memory of the host.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from penstock.errors import CheckpointError
+from penstock.files import atomic_file, open_regular, parse_json, read_text, require_regular
+from penstock.printable import shown
+from penstock.tensor.core import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES: dict[str, npt.DTypeLike] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+_NAMES = {str(np.dtype(dtype)): name for name, dtype in _DTYPES.items()}
+_WORD = struct.Struct("<Q")  # the length of the header
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def array(self) -> npt.NDArray[Any]:
+        """Its values, mapped from the file."""
+        if self.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{self.path} has weights of {shown(self.dtype)}, and {', '.join(_DTYPES)} are known"
+            )
+        dtype = np.dtype(_DTYPES[self.dtype])
+        if 0 in self.shape:
+            return np.zeros(self.shape, dtype)
+        mapped = np.memmap(self.path, dtype, "r", self.offset, self.shape)
+        return np.asarray(mapped)
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a folder by name: in `model.safetensors`, or in the files of an index."""
+    if not (folder / INDEX).is_file():
+        return dict(_in_file(folder / SINGLE))
+    try:
+        places = parse_json(read_text(folder / INDEX))["weight_map"]
+        files = sorted(set(places.values()))
+        names = [Path(file).name == file for file in files]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}") from None
+    if not all(names):
+        raise CheckpointError(f"{folder / INDEX} names files outside of its folder: {shown(files)}")
+    result: dict[str, StoredTensor] = {}
+    for file in files:
+        result |= _in_file(folder / file)
+    missing = sorted(set(places) - set(result))
+    if missing:
+        raise CheckpointError(
+            f"{folder / INDEX} lists {missing[0]}, which {places[missing[0]]} does not have"
+        )
+    return result
+
+
+def _in_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    try:
+        require_regular(path)
+        with safe_open(path, framework="numpy"):  # checks the header, its offsets and sizes
+            pass
+        with open_regular(path) as file:
+            (length,) = _WORD.unpack(file.read(_WORD.size))
+            header = parse_json(file.read(length).decode())
+    except (OSError, SafetensorError, ValueError, struct.error) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start = _WORD.size + length + entry["data_offsets"][0]
+            yield name, StoredTensor(path, entry["dtype"], tuple(entry["shape"]), start)
+
+
+def write_tensors(folder: Path, weights: Sequence[tuple[str, Tensor, bool]], shard_bytes: int) -> None:
+    """Write tensors with their names; those that are marked are transposed. Several files if need be."""
+    shards: list[list[tuple[str, Tensor, bool]]] = [[]]
+    filled = 0
+    for weight in weights:
+        size = weight[1]._node.nbytes
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(weight)
+        filled += size
+    if len(shards) == 1:
+        _write(folder / SINGLE, shards[0])
+        (folder / INDEX).unlink(missing_ok=True)
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write(folder / file, shard)
+        places |= dict.fromkeys((name for name, _, _ in shard), file)
+    total = sum(tensor._node.nbytes for _, tensor, _ in weights)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    with atomic_file(folder / INDEX) as file_:
+        file_.write((json.dumps(index, indent=2) + "\n").encode())
+    (folder / SINGLE).unlink(missing_ok=True)
+
+
+def _write(path: Path, weights: Sequence[tuple[str, Tensor, bool]]) -> None:
+    header: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor, transposed in weights:
+        start, end = end, end + tensor._node.nbytes
+        shape = tensor.shape[::-1] if transposed else tensor.shape
+        header[name] = {
+            "dtype": _NAMES[str(np.dtype(tensor._node.dtype))],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_file(path) as file:
+        file.write(_WORD.pack(len(text)) + text)
+        for _, tensor, transposed in weights:
+            array = tensor.numpy()
+            file.write(np.ascontiguousarray(array.T if transposed else array).view(np.uint8).data)

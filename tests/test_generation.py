@@ -1,0 +1,372 @@
+"""Generation: sampling on the device, stops, streams, tokenizers, chunks of prompts, and memory."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import model_cases as cases
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+import penstock as ps
+from penstock.errors import CheckpointError
+from penstock.models import LanguageModel, Sampling, TextTokenizer
+from penstock.models import decoders as decoding
+from penstock.models.sampling import needs_of, numbers_of, sample, seed_words
+
+SIZES = {**cases.LLAMA, "vocab_size": 40, "num_hidden_layers": 1, "max_position_embeddings": 128}
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    ps.random.manual_seed(3)
+    made = ps.models.build({**SIZES, "initializer_range": 0.3}, device="host")
+    made.eval()
+    return made
+
+
+# Sampling
+
+
+def drawn(logits: np.ndarray, setting: Sampling, count: int, seen: np.ndarray | None = None) -> np.ndarray:
+    """Tokens of one row of logits, with seeds from 0 on."""
+    tiled = np.tile(logits.astype(np.float32), (count, 1))
+    seeds = np.stack([seed_words(seed) for seed in range(count)])
+    ids, _ = sample(
+        *(ps.asarray(array, device="host") for array in (tiled, numbers_of([setting] * count), seeds)),
+        ps.asarray(np.full(count, 7, np.int32), device="host"),
+        None if seen is None else ps.asarray(np.tile(seen, (count, 1)), device="host"),
+        needs_of([setting]),
+    )
+    return ids.numpy()
+
+
+def probabilities(logits: np.ndarray, setting: Sampling) -> np.ndarray:
+    """By the definitions: temperature, then top_k, then top_p, then min_p."""
+    scaled = logits / setting.temperature
+    order = np.argsort(-scaled, kind="stable")
+    kept = order[: setting.top_k]
+    weights = np.exp(scaled[kept] - scaled[kept].max())
+    weights /= weights.sum()
+    if setting.top_p is not None:
+        kept = kept[: int(np.searchsorted(np.cumsum(weights), setting.top_p)) + 1]
+    if setting.min_p is not None:
+        kept = kept[np.exp(scaled[kept] - scaled.max()) >= setting.min_p]
+    result = np.zeros(len(logits))
+    result[kept] = np.exp(scaled[kept] - scaled[kept].max())
+    return result / result.sum()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(top_k=3),
+        Sampling(top_p=0.7),
+        Sampling(min_p=0.2, temperature=2.0),
+        Sampling(temperature=1.5, top_k=6, top_p=0.8, min_p=0.15),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_with_their_probabilities(setting: Sampling) -> None:
+    logits = np.random.default_rng(2).normal(0, 1.5, 12)
+    count, wanted = 8000, probabilities(logits, setting)
+    ids = drawn(logits, setting, count)
+    counts = np.bincount(ids, minlength=12)
+    assert not counts[wanted == 0].any()
+    expected = wanted[wanted > 0] * count
+    distance = ((counts[wanted > 0] - expected) ** 2 / expected).sum()
+    assert distance < 2 * len(expected) + 20, "chi-squared, far beyond what chance would give"
+
+
+def test_temperature_zero_and_a_single_candidate_are_the_likeliest() -> None:
+    logits = np.random.default_rng(0).normal(size=30)
+    best = int(logits.argmax())
+    for setting in (Sampling(temperature=0), Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(min_p=1.0)):
+        assert set(drawn(logits, setting, 20)) == {best}
+
+
+def test_a_penalty_makes_what_was_seen_less_likely() -> None:
+    logits = np.array([2.0, 1.9, -0.1, -0.2])
+    seen = np.array([True, False, True, False])
+    assert set(drawn(logits, Sampling(temperature=0, repetition_penalty=1.2), 1, seen)) == {1}
+    wanted = np.where(seen, np.where(logits > 0, logits / 4, logits * 4), logits)
+    counts = np.bincount(drawn(logits, Sampling(repetition_penalty=4.0), 4000, seen), minlength=4) / 4000
+    np.testing.assert_allclose(counts, np.exp(wanted) / np.exp(wanted).sum(), atol=0.03)
+
+
+def test_a_penalty_counts_the_prompt_and_what_was_drawn(model: LanguageModel) -> None:
+    prompt = [3, 9, 9, 21]
+    result = model.generate(prompt, 12, temperature=0, repetition_penalty=1.8).ids
+    ids = list(prompt)
+    for token in result:
+        logits = model(ps.asarray([ids], device="host")).numpy()[0, -1]
+        seen = np.isin(np.arange(40), ids)
+        penalized = np.where(seen, np.where(logits > 0, logits / 1.8, logits * 1.8), logits)
+        assert token == int(penalized.argmax())
+        ids.append(token)
+
+
+def test_log_probabilities_are_those_of_the_model(model: LanguageModel) -> None:
+    result = model.generate([5, 6], 6, temperature=0.7, top_k=5, seed=1, logprobs=True)
+    logits = model(ps.asarray([[5, 6, *result.ids]], device="host")).numpy()[0, 1:-1].astype(np.float64)
+    logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    np.testing.assert_allclose(result.logprobs, logs[np.arange(6), result.ids], atol=1e-4)
+    assert model.generate([5, 6], 2).logprobs == []
+
+
+def test_a_sequence_depends_on_its_seed_and_not_on_the_batch(model: LanguageModel) -> None:
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    together = model.generate(prompts, 15, seed=[7, 8, 9], temperature=1.3)
+    alone = [model.generate(prompts[k], 15, seed=7 + k, temperature=1.3).ids for k in range(3)]
+    assert [each.ids for each in together] == alone
+    assert alone[0] != model.generate(prompts[0], 15, seed=10, temperature=1.3).ids
+    several = model.generate([[1, 2]] * 4, 15, seed=3, temperature=1.3)
+    assert len({tuple(each.ids) for each in several}) == 4, "successive seeds"
+    assert several[0].ids == model.generate([1, 2], 15, seed=3, temperature=1.3).ids
+
+
+# Prompts, stops and streams
+
+
+def by_whole_model(model: LanguageModel, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(ps.asarray([ids], device="host")).numpy()[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_long_prompts_are_taken_in_chunks(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "CHUNK", 16)
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(0, 40, length).tolist() for length in (50, 3, 16, 33)]
+    result = model.generate(prompts, 5, temperature=0, logprobs=True)
+    for prompt, completion in zip(prompts, result, strict=True):
+        assert completion.ids == by_whole_model(model, prompt, 5)
+        alone = model.generate(prompt, 5, temperature=0, logprobs=True)
+        assert completion.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+def test_beyond_the_context_the_older_half_is_dropped(model: LanguageModel) -> None:
+    prompt = np.random.default_rng(1).integers(0, 40, 126).tolist()
+    result = model.generate([prompt, [7]], 6, temperature=0)
+    ids = prompt + by_whole_model(model, prompt, 3)  # the last of them after 128 positions
+    assert result[0].ids[:3] == ids[126:]
+    assert result[0].ids[3:] == by_whole_model(model, ids[-64:], 3)
+    assert result[1].ids == by_whole_model(model, [7], 6)
+
+
+def test_stop_tokens_end_their_sequence_only(model: LanguageModel) -> None:
+    prompts = [[1, 2], [30, 31]]
+    free = model.generate(prompts, 20, temperature=0)
+    stop = free[0].ids[4]
+    assert stop not in free[0].ids[:4]
+    result = model.generate(prompts, 20, temperature=0, stop_tokens=[stop])
+    assert (result[0].ids, result[0].finish_reason) == (free[0].ids[:5], "stop")
+    other = free[1].ids
+    cut = other.index(stop) + 1 if stop in other else 20
+    assert result[1].ids == other[:cut]
+    model.generation_config = {"eos_token_id": stop}
+    assert model.generate(prompts[0], 20, temperature=0).ids == free[0].ids[:5]
+    model.generation_config = {}
+
+
+def test_a_stream_gives_what_generate_does(model: LanguageModel) -> None:
+    prompts = [[1, 2], [3]]
+    pieces = list(model.stream(prompts, 6, temperature=0))
+    whole = model.generate(prompts, 6, temperature=0)
+    for index, completion in enumerate(whole):
+        assert [piece.id for piece in pieces if piece.index == index] == completion.ids
+    assert Counter(piece.finish_reason for piece in pieces) == {None: 10, "length": 2}
+    assert list(model.stream([1], 0)) == []
+
+
+def test_generation_config_is_the_default(model: LanguageModel) -> None:
+    model.generation_config = {"do_sample": True, "top_k": 1, "temperature": 0.9}
+    likeliest = by_whole_model(model, [2, 3], 5)
+    assert model.generate([2, 3], 5).ids == likeliest
+    assert model.generate([2, 3], 40, temperature=3.0, top_k=40, seed=1).ids[:5] != likeliest
+    model.generation_config = {}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([50], {}, r"token ids from 0 to 39, and \[50\] was given"),
+        ("text", {}, "the model has no tokenizer"),
+        ([1], {"stop": "x"}, "stop strings need a tokenizer"),
+        ([1], {"min_p": 2.0}, r"min_p is in \[0, 1\], and 2.0"),
+        ([1], {"repetition_penalty": 0.0}, "a repetition_penalty is more than 0"),
+        ([1], {"seed": [1, 2]}, "as many as prompts, 1"),
+    ],
+)
+def test_what_makes_no_sense_is_named(
+    model: LanguageModel, prompts: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.generate(prompts, 4, **options)
+    with pytest.raises(TypeError, match="there is no option 'top_q'; there are temperature"):
+        model.generate([1], 4, top_q=1)
+
+
+# Programs and memory
+
+
+def test_there_is_a_program_for_each_bucket_and_not_for_each_length() -> None:
+    model = ps.models.build(SIZES, device="host")
+    captured = []
+    for length in range(3, 12):
+        model.generate([1] * length, 20, temperature=0)
+        assert model._decoders is not None
+        decoder = model._decoders._idle
+        captured.append((len(decoder._prefill._captured), len(decoder._next._captured)))
+    assert captured[-1] == (1, 1)
+
+
+def test_caches_are_written_in_place_and_given_back() -> None:
+    model = ps.models.build(SIZES, device="host")
+    decoder = decoding.Decoder(model, 2, 64)
+    decoder.begin([Sampling(temperature=0)] * 2, [0, 0])
+    decoder.prompts({0: [1, 2, 3], 1: [4]}).ids.wait()
+    places = [cache._node.value.place for cache in decoder._caches]
+    for _ in range(3):
+        decoder.tokens([0, 1]).ids.wait()
+    assert [cache._node.value.place for cache in decoder._caches] == places
+    shape = decoder._caches[0].numpy()
+    assert shape.shape == (2, 2, 2, 64, 8)
+    filled = np.abs(shape).sum(axis=(0, 2, 4)) > 0
+    assert filled.sum(axis=1).tolist() == [6, 4], "the positions of each sequence"
+    decoder.release()
+    assert all(cache._node.value is None for cache in decoder._caches)
+
+
+def test_a_model_that_generated_is_freed_at_once() -> None:
+    model = ps.models.build(SIZES, device="host")
+    model.generate([1, 2], 3, temperature=0)
+    weight = weakref.ref(model.head_weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+# Text
+
+
+def byte_level(special: bool = False) -> tokenizers.Tokenizer:
+    """Bytes as tokens, with a token that begins every text if it is asked for."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    if special:
+        made.add_special_tokens(["<s>", "</s>"])
+        made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    return made
+
+
+def sentence_pieces() -> tokenizers.Tokenizer:
+    """As Llama 2 has it: words with a mark for the space before them, and bytes for other characters."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"helowrd", "▁w"]
+    vocabulary = {word: at for at, word in enumerate(dict.fromkeys(words))}
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, [("▁", "w")], unk_token="<unk>", byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_pieces])
+@pytest.mark.parametrize("text", ["hello world", "  two  spaces", "h", "éß\n☃ low", "🦫 hello"])
+def test_streamed_text_is_the_whole_text(make: Any, text: str) -> None:
+    tokenizer = TextTokenizer(make())
+    ids = tokenizer.encode(text)
+    stream = tokenizer.stream()
+    pieces = [stream.push([token]) for token in ids]
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join([*pieces, stream.finish()]) == tokenizer.decode(ids)
+    assert tokenizer.decode(ids).strip() == text.strip()
+
+
+@pytest.fixture
+def talking() -> LanguageModel:
+    """A model with a tokenizer, which is wound up to repeat "abcdef" for ever."""
+    tokenizer = TextTokenizer(byte_level(special=True), {"bos_token": "<s>"})
+    model = ps.models.build({**SIZES, "vocab_size": 258, "num_hidden_layers": 1}, device="host")
+    model.tokenizer = tokenizer
+    weights = {name: np.zeros(tensor.shape, np.float32) for name, tensor in model.named_parameters()}
+    weights |= {name: np.ones_like(array) for name, array in weights.items() if "norm" in name}
+    letters = tokenizer.encode("abcdef", special=False)
+    for at, token in enumerate(letters):
+        weights["embed_tokens.weight"][token, at] = 1
+        weights["lm_head.weight"][letters[(at + 1) % 6], at] = 1
+    model.load_state_dict(weights)
+    return model
+
+
+def test_text_in_and_text_out(talking: LanguageModel) -> None:
+    result = talking.generate("cab", 8, temperature=0)
+    assert result.text == "cdefabcd"
+    assert talking.tokenizer is not None
+    assert talking.tokenizer.encode("a")[0] == 256, "what begins a text"
+    several = talking.generate(["a", "abcde"], 3, temperature=0)
+    assert [each.text for each in several] == ["bcd", "fab"]
+
+
+def test_stop_strings_end_the_text_before_them(talking: LanguageModel) -> None:
+    result = talking.generate("a", 20, temperature=0, stop=["fab", "zz"])
+    assert (result.text, result.finish_reason) == ("bcde", "stop")
+    pieces = list(talking.stream("a", 20, temperature=0, stop="fab"))
+    assert [piece.text for piece in pieces] == ["b", "c", "d", "e", "", "", ""], "nothing of a stop is shown"
+    unfinished = talking.generate("a", 6, temperature=0, stop=["fabulous"])
+    assert (unfinished.text, unfinished.finish_reason) == ("bcdefa", "length")
+
+
+def test_a_chat_template_makes_the_prompt(tmp_path: Path) -> None:
+    template = (
+        "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    model = ps.models.build({**SIZES, "vocab_size": 258}, device="host")
+    model.tokenizer = TextTokenizer(byte_level(special=True), {"bos_token": {"content": "<s>"}}, template)
+    model.save(tmp_path)
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    tokenizer = ps.models.load(tmp_path, device="host").tokenizer
+    assert isinstance(tokenizer, TextTokenizer)
+    ids = tokenizer.chat([{"role": "user", "content": "hi"}])
+    assert ids[0] == 256
+    assert tokenizer.decode(ids) == "user: hi\nassistant:"
+    settings = {"chat_template": "{{ raise_exception('no system') }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chat_template.jinja").unlink()
+    tokenizer = ps.models.load(tmp_path, device="host").tokenizer
+    with pytest.raises(CheckpointError, match="does not take these messages: no system"):
+        tokenizer.chat([])
+    with pytest.raises(CheckpointError, match="there is no chat template"):
+        TextTokenizer(byte_level()).chat([])
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    ps.models.build(SIZES, device="host").save(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json holds no usable tokenizer"):
+        ps.models.load(tmp_path, device="host")

@@ -1,0 +1,243 @@
+"""Families of language models against `transformers`, on small models: logits to generated tokens.
+
+`data/make_models.py` wrote what `transformers` computes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import model_cases as cases
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import penstock as ps
+from penstock.errors import CheckpointError
+from penstock.models import LanguageModel, weights
+
+CASES = list(cases.CONFIGS)
+FEW = ["llama", "gemma3"]  # in the quick suite
+Load = Callable[..., LanguageModel]
+
+
+def about(case: str) -> dict[str, Any]:
+    return json.loads(str(np.load(cases.REFERENCE)[f"{case}.about"]))
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Load:
+    def load(case: str, shards: int = 1, **options: Any) -> LanguageModel:
+        folder = cases.write_folder(tmp_path / case, case, about(case)["shapes"], shards)
+        return ps.models.load(folder, **options)
+
+    return load
+
+
+def check_logits(model: LanguageModel, case: str) -> None:
+    wanted = np.load(cases.REFERENCE)[f"{case}.logits"]
+    ids = ps.asarray(cases.tokens(2, cases.LENGTH), device=model.head_weight.device)
+    result = model(ids).numpy()[:, cases.POSITIONS]
+    assert np.abs(result - wanted).max() < 6 * about(case)["noise"], "about as exact as PyTorch"
+
+
+def check_gradients(model: LanguageModel, case: str) -> None:
+    """The loss, and for each gradient its norm and a product with numbers that are known."""
+    array, known = cases.tokens(2, cases.LENGTH), about(case)
+    # Of whole sequences, as scalings may depend on their length; nothing follows the last token.
+    targets = np.concatenate([array[:, 1:], np.full((2, 1), -100)], axis=1)
+    ids, wanted = (ps.asarray(values, device=model.head_weight.device) for values in (array, targets))
+    loss = model.loss(ids, wanted)
+    loss.backward()
+    assert loss.item() == pytest.approx(known["loss"], rel=1e-5)
+    gradients = known["gradients"]
+    for name, tensor in model.named_parameters():
+        theirs, transposed = model.weight_name(name)
+        gradient = tensor.grad.numpy().T if transposed else tensor.grad.numpy()
+        dot, norm = gradients.pop(theirs)
+        assert np.linalg.norm(gradient) == pytest.approx(norm, rel=1e-4), name
+        probed = (gradient * cases.probe(theirs, gradient.shape)).sum()
+        assert probed == pytest.approx(dot, abs=1e-3 * norm), name
+    assert not gradients, "the model has all weights of the reference"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits(case: str, loaded: Load) -> None:
+    check_logits(loaded(case, device="host"), case)
+
+
+@pytest.mark.slow(*(case for case in CASES if case not in FEW))
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_and_all_gradients(case: str, loaded: Load) -> None:
+    check_gradients(loaded(case, device="host"), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_gradients_on_the_device(case: str, loaded: Load) -> None:
+    model = loaded(case)
+    check_logits(model, case)
+    check_gradients(model, case)
+
+
+def check_greedy(model: LanguageModel, case: str, count: int = cases.TOKENS) -> None:
+    prompts = [cases.tokens(length).tolist() for length in cases.PROMPTS]
+    result = model.generate(prompts, count, temperature=0, stop_tokens=())
+    wanted = np.load(cases.REFERENCE)[f"{case}.greedy"]
+    for completion, ids in zip(result, wanted.tolist(), strict=True):
+        assert completion.ids == ids[:count]
+        assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_greedy_tokens_of_a_ragged_batch(case: str, loaded: Load) -> None:
+    check_greedy(loaded(case, device="host"), case, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_hundred_greedy_tokens_of_a_ragged_batch(case: str, loaded: Load) -> None:
+    check_greedy(loaded(case, device="host"), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_hundred_greedy_tokens_on_the_device(case: str, loaded: Load) -> None:
+    check_greedy(loaded(case), case)
+
+
+# Files
+
+
+def test_several_files_are_one(loaded: Load, tmp_path: Path) -> None:
+    whole = loaded("llama", device="host").state_dict()
+    (tmp_path / "llama" / "model.safetensors").unlink()
+    parts = loaded("llama", shards=3, device="host").state_dict()
+    assert whole.keys() == parts.keys()
+    for name, array in whole.items():
+        np.testing.assert_array_equal(parts[name], array)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("shard_bytes", ["5GB", 9000])
+def test_a_saved_model_comes_back(case: str, shard_bytes: int | str, loaded: Load, tmp_path: Path) -> None:
+    model = loaded(case, device="host")
+    model.generation_config = {"do_sample": True, "top_k": 5}
+    model.save(tmp_path / "saved", shard_bytes)
+    files = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert ("model.safetensors.index.json" in files) == (shard_bytes == 9000)
+    assert all(stored in load_names(tmp_path / "saved") for stored in about(case)["shapes"])
+    again = ps.models.load(tmp_path / "saved", device="host")
+    assert again.generation_config == {"do_sample": True, "top_k": 5}
+    assert again.config | cases.CONFIGS[case] == dict(again.config)
+    for (name, array), (_, copy) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        np.testing.assert_array_equal(array, copy, err_msg=name)
+
+
+def load_names(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        names |= load_file(path).keys()
+    return names
+
+
+def test_weights_have_the_dtype_of_the_files_or_another(loaded: Load, tmp_path: Path) -> None:
+    exact = loaded("qwen3", device="host")
+    half = loaded("qwen3", device="host", dtype="bfloat16")
+    assert {tensor.dtype for tensor in half.parameters()} == {ps.bfloat16}
+    half.save(tmp_path / "half")
+    again = ps.models.load(tmp_path / "half", device="host")
+    assert again.head_weight.dtype == ps.bfloat16
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    ids = ps.asarray(cases.tokens(1, 9), device="host")
+    results = [model(ids).numpy().astype(np.float32) for model in (exact, half, again)]
+    np.testing.assert_array_equal(results[1], results[2])
+    assert 0 < np.abs(results[0] - results[1]).max() < 0.2
+    assert len(again.generate([3, 4], 5, temperature=0).ids) == 5
+
+
+def test_a_model_from_a_configuration_trains() -> None:
+    ps.random.manual_seed(0)
+    model = ps.models.build({**cases.LLAMA, "max_position_embeddings": 16}, device="host")
+    optimizer = ps.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = ps.asarray(np.tile(np.arange(17), (2, 1)), device="host")
+    losses = []
+    for _ in range(12):
+        loss = model.loss(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(np.log(61), abs=0.3)
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("llama", {"model_type": "bert"}, r"the model_type 'bert' is not known; there are gpt2, llama"),
+        ("llama", {"hidden_size": None}, "config.json lacks hidden_size"),
+        ("llama", {"hidden_size": 64}, r"embed_tokens.weight has the shape \(61, 32\), and \(61, 64\)"),
+        ("llama", {"num_hidden_layers": 3}, "the number of layers is 2, and 3 by config.json"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads is a divisor of 4"),
+        ("llama", {"hidden_act": "relu9"}, "hidden_act is one of silu, gelu"),
+        ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps is a number, not 'x'"),
+        ("llama", {"rope_scaling": {"rope_type": "odd"}}, "rope_type is one of default, linear"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling lacks factor"),
+        ("llama", {"attention_bias": True}, "lacks the weight model.layers.0.self_attn.q_proj.bias"),
+        ("qwen2", {"model_type": "llama"}, "has weights that the family llama does not: model.layers.0"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types is a list of 3 times"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(case: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = cases.write_folder(tmp_path, case, about(case)["shapes"])
+    (folder / "config.json").write_text(json.dumps(cases.CONFIGS[case] | change))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        ps.models.load(folder, device="host")
+    assert str(folder) in str(caught.value)
+
+
+def test_files_that_are_broken_are_named(tmp_path: Path) -> None:
+    shapes = about("llama")["shapes"]
+    with pytest.raises(CheckpointError, match=r"config.json cannot be read"):
+        ps.models.load(tmp_path)
+    folder = cases.write_folder(tmp_path, "llama", shapes, shards=2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["extra"] = "part-0.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"lists extra, which part-0.safetensors does not have"):
+        ps.models.load(folder)
+    index["weight_map"]["extra"] = "../part-0.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="names files outside of its folder"):
+        ps.models.load(folder)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"index.json cannot be read"):
+        ps.models.load(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+        ps.models.load(folder)
+    cases.write_folder(tmp_path, "llama", shapes)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+        ps.models.load(folder)
+
+
+def test_loading_has_no_second_copy_on_the_host(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[np.ndarray] = []
+    upload = weights.StoredTensor.array
+
+    def array(stored: weights.StoredTensor) -> np.ndarray:
+        values = upload(stored)
+        mapped.append(values)
+        assert isinstance(values.base, np.memmap)
+        return values
+
+    monkeypatch.setattr(weights.StoredTensor, "array", array)
+    model = loaded("llama", device="host")
+    assert len(mapped) == len(model.parameters())
