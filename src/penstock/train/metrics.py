@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ class Metrics:
     loss: float
     learning_rate: float
     seconds: float  # of training so far
-    tokens_per_second: float
+    tokens_per_second: float | None  # of text; None of other data
     data_wait: float  # the share of the step's time spent waiting for data
     device_wait: float  # the share spent waiting for the device; most of it if the device is busy
     live_bytes: int
@@ -37,6 +37,24 @@ class Metrics:
     limit_bytes: int | None
     hit_rate: float  # of the pool
     validation_loss: float | None = None
+    samples_per_second: float | None = None
+    epoch: int | None = None  # the first is 1; None if the data has no end
+    others: Mapping[str, float] = field(default_factory=dict)  # a user's own, by name
+
+    def named(self) -> dict[str, Any]:
+        """All values that there are, by name."""
+        known = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "others"}
+        return {name: value for name, value in known.items() if value is not None} | dict(self.others)
+
+    @property
+    def speed(self) -> tuple[float, str]:
+        """How much data is trained on in a second, and what is counted."""
+        if self.tokens_per_second is not None:
+            return self.tokens_per_second, "tokens"
+        return self.samples_per_second or 0.0, "samples"
+
+
+NAMES = frozenset(item.name for item in fields(Metrics))  # which no metric of a user may have
 
 
 class Curve:
@@ -88,7 +106,7 @@ class MetricsLog:
 
     def add(self, metrics: Metrics) -> None:
         """Write a line; a CheckpointError says that the disk is full."""
-        values = {name: value for name, value in asdict(metrics).items() if value is not None}
+        values = metrics.named()
         try:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(values, allow_nan=False) + "\n")
