@@ -209,7 +209,7 @@ def _score(path: Path) -> float:
 
 def _remove_old(run: Path) -> None:
     paths = checkpoint_files(run)
-    best = min(paths, key=_score)
+    best = best_of(run)
     for path in paths[:-_KEPT]:
         if path != best:
             with suppress(OSError):

@@ -101,6 +101,8 @@ class Feed:
         if self._is_stateful != (state["data"] is not None):
             raise DataError(f"the data was of another kind than {type(self._data).__name__}")
         self.close()
+        if self._is_stateful:
+            self._data.load_state_dict(state["data"])
         self.epoch, self._taken = state["epoch"], state["batches"]
         self._data_state, self._expected = state["data"], state["kind"]
 

@@ -192,6 +192,8 @@ class Trainer(Run):
                 self._ends, self.stopped_by = False, None
                 self._call("on_start")
                 total = self._total_steps()
+                if self._is_done():
+                    self._view.note(f"all is done at step {self.step}; more epochs or steps would go on")
                 self._view.start(self.step, total, self._seconds)
                 left = _UNKNOWN_STEPS if total is None else total - self.step
                 with interruptible(self._view) as received, Window(self._device, left) as window:

@@ -24,6 +24,7 @@ from penstock.train.metrics import Metrics
 
 _LINES = 20  # of a whole run, besides those of evaluations
 _UNKNOWN_LINES = 100  # steps for a line, where nobody knows how many a run has
+_COMPILING = 10  # times as long as others: a step that was compiled; two in a row are just slow
 _SMOOTHING = 0.95  # the decay of the exponential moving average of the loss
 
 
@@ -69,15 +70,16 @@ class _Recent:
 
     def __init__(self) -> None:
         self._means = {name: Smoothed() for name in ("loss", "step", "data_wait", "device_wait")}
-        self._first = True
+        self._first, self._compiled = True, False
         self.step_seconds = math.nan  # until the second step, since the first compiles
 
     def add(self, metrics: Metrics, seconds: float) -> None:
         """Add a step, which took some seconds."""
         self.loss = self._means["loss"].add(metrics.loss)
-        if not self._first:
+        compiles = seconds > _COMPILING * self.step_seconds and not self._compiled  # a batch of another shape
+        if not (self._first or compiles):
             self.step_seconds = self._means["step"].add(seconds)
-        self._first = False
+        self._first, self._compiled = False, compiles
         rate, self._counted = metrics.speed
         self._amount = rate * seconds
         data, device = (
