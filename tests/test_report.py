@@ -15,6 +15,7 @@ from typing import Any
 import chromium
 import numpy as np
 import pytest
+import trainer_models
 from test_train import TEXT, TREE, Silent, measured
 from typer.testing import CliRunner
 
@@ -996,3 +997,30 @@ def test_pages_of_every_kind_work_in_a_browser(page: chromium.Browser, tmp_path:
             assert shown(page) == [tab]
             assert page.ask("document.scrollingElement.scrollWidth") <= NARROW
     page.requests.clear()
+
+
+@pytest.mark.slow("resnet", "lstm")
+@pytest.mark.parametrize("name", trainer_models.RUNS)
+@pytest.mark.usefixtures("_quick")
+def test_the_report_of_a_model_of_one_s_own_works_in_a_browser(
+    tmp_path: Path, browser: chromium.Browser, name: str
+) -> None:
+    trainer_models.make(name, tmp_path / "run").fit()
+    browser.problems.clear()
+    browser.requests.clear()
+    browser.view(1280, 800)
+    browser.open(tmp_path / "run" / "report.html")
+    titles = set(browser.ask("[...document.querySelectorAll('#overview h3')].map(title => title.innerText)"))
+    own = {"resnet": {"accuracy"}, "lstm": set(), "own": {"size"}}[name]
+    assert {"Loss", "Samples per second", "Learning rate", *own} <= titles
+    lines_of = "[...document.querySelectorAll('#overview section')].map(part => part.innerText)"
+    assert any("Loss" in text and "training" in text for text in browser.ask(lines_of))
+    for tab in ("memory", "kernels", "transfers", "advice", "configuration", "overview"):
+        browser.click(f'nav a[href="#{tab}"]')
+        assert shown(browser) == [tab]
+    browser.click('nav a[href="#configuration"]')
+    assert {"resnet": "Sequential", "lstm": "Writer", "own": "Pair"}[name] in text_of(
+        browser, "#configuration"
+    )
+    assert browser.problems == []
+    assert set(browser.requests) == {(tmp_path / "run" / "report.html").resolve().as_uri()}

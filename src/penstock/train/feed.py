@@ -7,7 +7,8 @@ as a `ps.data.Loader`, is resumed by them; of other data, the batches that were 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,9 +110,7 @@ class Feed:
     def close(self) -> None:
         """Stop what reads ahead. Data without a state stays open, since it may give batches only once."""
         if self._is_stateful and self._iterator is not None:
-            close = getattr(self._iterator, "close", None)
-            if close is not None:
-                close()
+            _close(self._iterator)
             self._iterator = self._ahead = None
 
     def _read(self) -> _Ahead | None:
@@ -159,6 +158,21 @@ class Feed:
         if self._expected is not None and kind != self._expected:
             raise DataError(f"the first batch of an epoch was {self._expected}, and is {kind} now")
         self._expected = kind
+
+
+@contextmanager
+def closed_after(data: Iterable[Any]) -> Iterator[Iterator[Any]]:
+    """The batches of an epoch; what reads them ahead ends with the block, also by an exception."""
+    iterator = iter(data)
+    try:
+        yield iterator
+    finally:
+        _close(iterator)
+
+
+def _close(iterator: Iterator[Any]) -> None:
+    if isinstance(iterator, Generator):
+        iterator.close()
 
 
 def uploaded(batch: Any, device: Device) -> Any:

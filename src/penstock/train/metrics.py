@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from penstock.data.files import written_whole
 from penstock.errors import CheckpointError
@@ -95,6 +95,7 @@ class MetricsLog:
     def __init__(self, run: Path, last_step: int) -> None:
         """Continue after a step: lines of later steps, which the checkpoint does not include, are removed."""
         self._path = run / FILE
+        self._file: TextIO | None = None  # open from the first line that is added until `close`
         self.curves: dict[str, Curve] = {}
         lines = []
         for line, values in _lines(self._path):
@@ -107,12 +108,25 @@ class MetricsLog:
     def add(self, metrics: Metrics) -> None:
         """Write a line; a CheckpointError says that the disk is full."""
         values = metrics.named()
+        line = json.dumps(values, allow_nan=False) + "\n"
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(values, allow_nan=False) + "\n")
+            if self._file is None:
+                self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - for many lines
+            self._file.write(line)
+            self._file.flush()
         except OSError as error:
             raise CheckpointError(f"{self._path} could not be written: {error.strerror}") from error
         _note(self.curves, values)
+
+    def close(self) -> None:
+        """Close the file; another line opens it again. Safe to call twice."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # a full disk, which `add` has told
+                file.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _note(curves: dict[str, Curve], values: dict[str, Any]) -> None:

@@ -250,6 +250,8 @@ class Run:
         """Unlock the folder. If no step was done in it, nothing of this run is left there."""
         if self._held is None:
             return
+        if self._opened:
+            self._log.close()
         if self._is_first and not checkpoints.checkpoint_files(self.folder) and not read_curves(self.folder):
             self._held.remove_files([CONFIG_FILE, METRICS_FILE, REPORT_FILE, findings.FILE, *self._own_files])
         elif not (self.folder / CONFIG_FILE).exists():

@@ -30,7 +30,7 @@ from penstock.stream.future import Future
 from penstock.train import stepping
 from penstock.train.callbacks import Callback, EarlyStopping
 from penstock.train.config import Config
-from penstock.train.feed import Feed, samples_in, uploaded
+from penstock.train.feed import Feed, closed_after, samples_in, uploaded
 from penstock.train.interrupting import interruptible
 from penstock.train.metrics import NAMES, Metrics
 from penstock.train.run import Run
@@ -42,6 +42,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _Values = dict[str, Future[npt.NDArray[Any]]]
 _EVALUATED = "validation_"  # before the names of an evaluation's metrics
 _UNKNOWN_STEPS = 1 << 30
+_REPORTING = 20  # times as long as a report took: at least so much training before the next
 
 
 class Trainer(Run):
@@ -119,6 +120,7 @@ class Trainer(Run):
             self.batch_loss(stepping.batch_values(model, loss, self._metrics))
         self._pending: deque[tuple[int, int, float, list[int], list[_Values]]] = deque()
         self._ends = False
+        self._next_report = 0.0  # when it may be written again during training
         self._check_settings()
 
     def _check_settings(self) -> None:
@@ -164,7 +166,8 @@ class Trainer(Run):
         """A decorator: a whole step of one's own, with gradients and updates by any number of optimizers.
 
         The function takes the parts of a batch, and returns the loss, or a dict with "loss" and metrics. It
-        is jitted. Evaluations use `loss` or `batch_loss`.
+        is jitted. Evaluations use `loss` or `batch_loss`. Checkpoints have what belongs to the model, to the
+        optimizers and to callbacks, and nothing else that the function may use.
         """
         if self._accumulate != 1:
             raise SettingError("a step of one's own trains on a single batch: use it with accumulate=1")
@@ -385,7 +388,11 @@ class Trainer(Run):
             self._call("on_epoch", self.epoch)
         if saves or (improved and self._early_stopping):
             self._save(validation, score)
-        self.report()
+        start = time.perf_counter()
+        if start >= self._next_report:
+            self.report()
+            end = time.perf_counter()
+            self._next_report = end + _REPORTING * (end - start)
 
     def _score(self, metrics: Metrics) -> float | None:
         """The score of an evaluation, of which lower is better."""
@@ -410,10 +417,11 @@ class Trainer(Run):
             self._evaluation.load_state_dict(self._evaluation_state)  # type: ignore[attr-defined]
         sizes: list[int] = []
         values: list[_Values] = []
-        for batch in self._evaluation:
-            results = self._evaluate_batch(uploaded(batch, self._device))
-            sizes.append(samples_in(batch))
-            values.append({name: value.numpy_async() for name, value in results.items()})
+        with closed_after(self._evaluation) as batches:
+            for batch in batches:
+                results = self._evaluate_batch(uploaded(batch, self._device))
+                sizes.append(samples_in(batch))
+                values.append({name: value.numpy_async() for name, value in results.items()})
         if not values:
             raise DataError("`evaluation` gave no batch; give what can be iterated again, such as a list")
         means = {_EVALUATED + name: mean for name, mean in _mean(values, sizes).items()}
