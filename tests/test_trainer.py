@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
+import gc
 import json
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,7 +211,7 @@ def killed_often(name: str, run: Path, device: str, times: int, rng: random.Rand
 @pytest.mark.parametrize("name", RUNS)
 def test_kills_at_random_moments_leave_the_same_bits(tmp_path: Path, name: str) -> None:
     assert make(name, tmp_path / "whole").fit()
-    killed_often(name, tmp_path / "run", "host", 2 if name == "own" else 5, random.Random(name))
+    killed_often(name, tmp_path / "run", "host", 1 if name == "own" else 4, random.Random(name))
     assert_same(tmp_path / "run", tmp_path / "whole")
 
 
@@ -218,7 +221,7 @@ def test_kills_at_random_moments_leave_the_same_bits_on_the_default_device(tmp_p
     device = ps.devices()[0]
     ps.use(device)
     assert make(name, tmp_path / "whole").fit()
-    killed_often(name, tmp_path / "run", device.name, 4, random.Random(name))
+    killed_often(name, tmp_path / "run", device.name, 3, random.Random(name))
     assert_same(tmp_path / "run", tmp_path / "whole")
 
 
@@ -248,7 +251,7 @@ def test_a_signal_saves_and_another_fit_goes_on(tmp_path: Path) -> None:
 def test_augmented_samples_of_workers_are_resumed_too(tmp_path: Path) -> None:
     def run(folder: Path, **changed: Any) -> ps.Trainer:
         data = ps.data.Loader(Noisy(), batch=4, shuffle=True, workers=2)
-        return line_run(folder, data=data, evaluation=ps.data.Loader(Noisy(), batch=6, workers=1), **changed)
+        return line_run(folder, data=data, **changed)
 
     assert run(tmp_path / "whole", callbacks=[Callback()]).fit()
     for step in (3, 7):
@@ -396,32 +399,32 @@ def taken(run: Path, name: str) -> list[int]:
 def test_a_budget_is_kept_and_gives_the_same_bits(tmp_path: Path) -> None:
     images = np.random.default_rng(3).normal(size=(64, 40)).astype(np.float32)
 
-    def run(folder: Path, memory: int | None) -> ps.Trainer:
+    def run(folder: Path, memory: int | None = None) -> ps.Trainer:
+        gc.collect()
         ps.random.manual_seed(2)
-        layers = [part for _ in range(12) for part in (nn.Linear(40, 40), nn.Tanh())]
-        model = nn.Sequential(*layers)
+        model = nn.Sequential(*[part for _ in range(12) for part in (nn.Linear(40, 40), nn.Tanh())])
+        model.state_dict()  # initialized, which takes memory too
         optimizer = optim.SGD(model.parameters(), lr=0.01)
         data = [(images, images)] * 4
         return line_run(folder, model=model, optimizer=optimizer, data=data, epochs=2, memory=memory)
 
-    device = ps.default_device()
-    ps.sync()
-    free = run(tmp_path / "free", None)
+    free = run(tmp_path / "free")
+    batch = ps.asarray(images), ps.asarray(images + 0)
+    plan = ps.memory.plan(free._train_step, batch, 64, 64, True, True)  # type: ignore[arg-type]
+    del batch
     free.fit()
-    held = device.memory_stats().live_bytes
-    peak = max(taken(tmp_path / "free", "live_bytes"))
     del free
-    with pytest.raises(OutOfDeviceMemory) as refused:
-        run(tmp_path / "refused", held // 8).fit()
+    most, least = plan.budgets[0].budget_bytes, plan.smallest_bytes
+    assert least < most
+    with pytest.raises(OutOfDeviceMemory, match=r"does not fit|exceed"):
+        run(tmp_path / "refused", least // 2).fit()
     assert not (tmp_path / "refused").exists()
-    smallest = refused.value.smallest
-    assert smallest is None or smallest < peak
-    trainer = run(tmp_path / "tight", (smallest or peak) + (peak - (smallest or peak)) // 4)
-    trainer.fit()
+    assert run(tmp_path / "tight", (least + most) // 2).fit()
     live, limits = (taken(tmp_path / "tight", name) for name in ("live_bytes", "limit_bytes"))
-    assert max(live) <= min(limits) == max(limits) < peak
+    assert max(live) <= min(limits) == max(limits) == (least + most) // 2
+    assert max(taken(tmp_path / "tight", "planned_bytes")) < max(taken(tmp_path / "free", "planned_bytes"))
     assert_same(tmp_path / "tight", tmp_path / "free")
-    assert device.limit_bytes is None  # the budget is that of `fit`
+    assert ps.default_device().limit_bytes is None  # the budget is that of `fit`
 
 
 def test_epochs_and_evaluations_take_no_more_and_more_memory(tmp_path: Path) -> None:
@@ -686,6 +689,13 @@ def test_a_report_has_the_metrics_of_the_user(tmp_path: Path) -> None:
     unknown = line_run(tmp_path / "unknown", data=Copies(), epochs=2)
     unknown.fit()
     assert "6 of 6" in (tmp_path / "unknown" / "report.html").read_text()
+
+
+def test_the_example_in_the_docstring_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    example = doctest.DocTestParser().get_doctest(ps.Trainer.__doc__ or "", {"ps": ps, "np": np}, "", None, 0)
+    assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 @pytest.mark.slow

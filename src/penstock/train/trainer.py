@@ -51,17 +51,19 @@ class Trainer(Run):
     `fit` runs until all epochs or steps are done; another `fit`, also of another process after a kill, goes
     on from the last checkpoint. `step` is how many steps are done, and `epoch` how many epochs.
 
+    >>> import tempfile
     >>> model = ps.nn.Linear(2, 1)
     >>> trainer = ps.Trainer(
     ...     model,
     ...     loss=ps.nn.functional.mse_loss,
     ...     optimizer=ps.optim.SGD(model.parameters(), lr=0.1),
-    ...     data=[(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))],
-    ...     folder="runs/line",
+    ...     data=[(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))],  # a batch of 4 samples
+    ...     folder=tempfile.mkdtemp(),
     ...     epochs=3,
+    ...     view=ps.train.NoView(),
     ... )
-    >>> trainer.fit()
-    True
+    >>> trainer.fit(), trainer.step
+    (True, 3)
     """
 
     _has_epochs = True
