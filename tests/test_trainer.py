@@ -119,7 +119,7 @@ def test_a_few_lines_train_a_model_with_all_that_a_run_has(
     for part in ("a model Sequential of 82 parameters", "step 105/105", "validation_accuracy", "of 1.0 GiB"):
         assert part in said
     assert trainer.fit()  # there is nothing left to do
-    assert "all is done at step 105" in capsys.readouterr().out
+    assert "all 105 steps are done; more epochs or steps go on" in capsys.readouterr().out
     assert len(lines(tmp_path / "run")) == 105
 
 
@@ -277,12 +277,12 @@ def test_what_changed_since_the_checkpoint_is_refused(tmp_path: Path) -> None:
     files = [path for path in run.rglob("*") if path.is_file() and path.name != "run.lock"]
     kept = {path: path.read_bytes() for path in files}
     small = nn.Sequential(nn.Linear(3, 1))
-    with pytest.raises(CheckpointError, match=r"step 4 .* does not fit the model.*lacks \['0.bias'"):
+    with pytest.raises(CheckpointError, match=r"step 4 .* does not fit the program.*lacks \['0.bias'"):
         line_run(run, model=small).fit()
     with pytest.raises(CheckpointError, match=r"weight has shape \(2, 3\), and \(1, 3\) was given"):
         line_run(run, model=nn.Linear(3, 2)).fit()
     model = nn.Linear(3, 1)
-    with pytest.raises(CheckpointError, match="the state of another optimizer"):
+    with pytest.raises(CheckpointError, match=r"the state of another optimizer.*needs another folder"):
         line_run(run, model=model, optimizer=optim.Adam(model.parameters(), lr=0.1)).fit()
     for data, message in (
         (
@@ -472,6 +472,7 @@ def test_a_run_ends_when_nothing_gets_better(tmp_path: Path) -> None:
     assert np.array_equal(trainer.model.state_dict()["weight"], load(best).model["weight"])
     again = scripted(tmp_path / "run", values, early_stopping=stopping)
     assert again.fit()  # it has ended, in another process too
+    assert again._how_done() == "the run has ended at step 7, by its validation_score"
     assert again.epoch == 7
     for epochs in (2, 4, 6):  # the state of early stopping is resumed
         scripted(tmp_path / "parts", values, early_stopping=stopping, epochs=epochs).fit()
@@ -587,7 +588,7 @@ def test_callbacks_are_told_in_order_and_keep_their_state(tmp_path: Path) -> Non
     again = Told()
     line_run(tmp_path / "run", evaluation=[(X, Y)], epochs=2, checkpoint_every=3, callbacks=[again]).fit()
     assert again.events == [*["before"] * 15, "start 8", "end 8"]
-    with pytest.raises(CheckpointError, match="it has 1 callbacks, and there are 2"):
+    with pytest.raises(CheckpointError, match="the state of 1 callbacks, and 2 have one"):
         line_run(tmp_path / "run", callbacks=[Told(), Told()]).fit()
 
 
@@ -637,6 +638,8 @@ def test_missing_functions_are_named(tmp_path: Path) -> None:
     trainer.train_step(lambda x, y: F.mse_loss(trainer.model(x), y))
     with pytest.raises(SettingError, match="evaluations need a loss"):
         trainer.fit()
+    with pytest.raises(SettingError, match=r"a callback is a ps\.train\.Callback, and function was given"):
+        line_run(tmp_path / "run", callbacks=[lambda: None])
     with pytest.raises(SettingError, match="accumulate=1"):
         line_run(tmp_path / "run", accumulate=2).train_step(lambda x, y: x)
     with pytest.raises(SettingError, match=r"loss is a tensor with a single value, and shape \(5, 1\)"):
@@ -644,6 +647,27 @@ def test_missing_functions_are_named(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="no parameters to train"):
         line_run(tmp_path / "run", model=nn.Tanh(), optimizer=several)
     assert not (tmp_path / "run").exists()  # nothing was trained
+
+
+def test_a_step_of_one_s_own_is_evaluated_by_the_loss_of_a_batch(tmp_path: Path) -> None:
+    trainer = line_run(tmp_path / "run", loss=None, evaluation=[(X, Y)], epochs=2)
+
+    @trainer.train_step
+    def step(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        loss = F.mse_loss(trainer.model(x), y)
+        loss.backward()
+        trainer.optimizers[0].step()
+        return {"loss": loss, "rows": ps.asarray(float(x.shape[0]))}
+
+    @trainer.batch_loss
+    def loss(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.l1_loss(trainer.model(x), y), "zero": (x * 0).sum()}
+
+    assert trainer.fit()
+    last = lines(tmp_path / "run")[-1]
+    assert (last["rows"], last["validation_zero"]) == (5.0, 0.0)
+    error = np.abs(trainer.model(ps.asarray(X)).numpy() - Y).mean()
+    assert last["validation_loss"] == pytest.approx(error, rel=1e-5)
 
 
 def test_a_loss_that_is_no_number_ends_a_run_with_advice(tmp_path: Path) -> None:

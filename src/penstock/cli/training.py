@@ -81,8 +81,6 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered
     try:
         trainer = TextTrainer(settings, folder, view, checkpoint, numbered)
         folder = trainer.folder
-        if trainer.step >= settings.run.steps:
-            view.note(f"all {settings.run.steps} steps are done; --steps with a larger number goes on")
         trainer.fit()
         if trainer.stopped_by is not None:
             how = f"; to go on: penstock train --resume {folder}" if folder.is_dir() else ""

@@ -42,7 +42,8 @@ class Run:
     _is_first = False  # whether the folder had no run before
     _opened = False  # whether a checkpoint, if there is one, has been loaded
     _log: MetricsLog
-    _fits = "model, optimizer or data"  # what a checkpoint may not fit
+    _fits = "program"  # what a checkpoint may not fit, and what to do then
+    _otherwise = ". Another model, optimizer or dataset needs another folder"
     _own_files: tuple[str, ...] = ()  # of the folder, besides those that every run has
 
     def __init__(
@@ -64,6 +65,14 @@ class Run:
         self._view = view
         self._feed = Feed(data, self._device)
         self._scheduler, self._callbacks = scheduler, list(callbacks)
+        for callback in self._callbacks:
+            if not isinstance(callback, Callback):
+                raise SettingError(
+                    f"a callback is a ps.train.Callback, and {type(callback).__name__} was given"
+                )
+        self._stateful = [
+            callback for callback in self._callbacks if type(callback).state_dict is not Callback.state_dict
+        ]
         self._best = Best()
         self._seconds = 0.0
         self._saved = 0  # the step of the last checkpoint
@@ -207,7 +216,7 @@ class Run:
             for problem in problems:
                 self._view.note(f"{problem}; the checkpoint of step {self.step} is used")
             return
-        raise CheckpointError(problems[0])
+        raise CheckpointError(problems[0] + self._otherwise)
 
     def _load(self, checkpoint: Checkpoint) -> None:
         self.model.load_state_dict(checkpoint.model)
@@ -225,7 +234,7 @@ class Run:
             "data": data,
             "scheduler": self._scheduler.state_dict() if self._scheduler else None,
             "best": self._best.state_dict(),
-            "callbacks": [callback.state_dict() for callback in self._callbacks],
+            "callbacks": [callback.state_dict() for callback in self._stateful],
             "score": score,
         }
         return {"position": data["batches"], "text": "", "more": more}
@@ -235,15 +244,15 @@ class Run:
         more = checkpoint.more
         if (more["scheduler"] is None) != (self._scheduler is None):
             raise ValueError("only one of them has a scheduler")
-        if len(more["callbacks"]) != len(self._callbacks):
+        if len(more["callbacks"]) != len(self._stateful):
             raise ValueError(
-                f"it has {len(more['callbacks'])} callbacks, and there are {len(self._callbacks)}"
+                f"it has the state of {len(more['callbacks'])} callbacks, and {len(self._stateful)} have one"
             )
         self._feed.load_state(more["data"])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(more["scheduler"])
         self._best.load_state_dict(more["best"])
-        for callback, state in zip(self._callbacks, more["callbacks"], strict=True):
+        for callback, state in zip(self._stateful, more["callbacks"], strict=True):
             callback.load_state_dict(state)
 
     def _let_go(self) -> None:

@@ -43,7 +43,8 @@ class TextTrainer(Trainer):
     """
 
     _has_epochs = False
-    _fits = "settings"
+    _fits, _otherwise = "settings", ""
+    _goes_on = "--steps with a larger number goes on"
     _own_files = (TOKENIZER_FILE,)
 
     def __init__(

@@ -67,6 +67,7 @@ class Trainer(Run):
     """
 
     _has_epochs = True
+    _goes_on = "more epochs or steps go on"
 
     def __init__(
         self,
@@ -117,6 +118,7 @@ class Trainer(Run):
         self._loss_name = "" if loss is None else _name(loss)
         self._values_of: stepping.Step | None = None
         self._train_step: Callable[..., dict[str, ps.Tensor]] | None = None
+        self._has_own_step = False
         self._evaluate_batch: Callable[[Any], dict[str, ps.Tensor]] | None = None
         if loss is not None:
             self.batch_loss(stepping.batch_values(model, loss, self._metrics))
@@ -160,7 +162,7 @@ class Trainer(Run):
         """
         self._values_of = function
         self._evaluate_batch = stepping.evaluation_step(function)
-        if len(self.optimizers) == 1:
+        if len(self.optimizers) == 1 and not self._has_own_step:
             self._train_step = stepping.training_step(function, self.optimizers[0])
         return function
 
@@ -173,7 +175,7 @@ class Trainer(Run):
         """
         if self._accumulate != 1:
             raise SettingError("a step of one's own trains on a single batch: use it with accumulate=1")
-        self._train_step = stepping.own_step(function)
+        self._train_step, self._has_own_step = stepping.own_step(function), True
         return function
 
     def stop(self) -> None:
@@ -198,7 +200,7 @@ class Trainer(Run):
                 self._call("on_start")
                 total = self._total_steps()
                 if self._is_done():
-                    self._view.note(f"all is done at step {self.step}; more epochs or steps would go on")
+                    self._view.note(self._how_done())
                 self._view.start(self.step, total, self._seconds)
                 left = _UNKNOWN_STEPS if total is None else total - self.step
                 with interruptible(self._view) as received, Window(self._device, left) as window:
@@ -255,6 +257,12 @@ class Trainer(Run):
         if self._steps is not None:
             return self.step >= self._steps
         return self._epochs is not None and self.epoch >= self._epochs
+
+    def _how_done(self) -> str:
+        """Why nothing is left to do, and what would go on."""
+        if self._early_stopping and self._best.since >= self._early_stopping.patience:
+            return f"the run has ended at step {self.step}, by its {self._early_stopping.metric}"
+        return f"all {self.step} steps are done; {self._goes_on}"
 
     def _total_steps(self) -> int | None:
         """How many steps the whole run has, if that is known."""
