@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import gc
+import io
 import json
 import random
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trainer_models
+from rich.console import Console
 from trainer_models import RUNS, accuracy, make
 
 import penstock as ps
@@ -29,6 +31,7 @@ from penstock.nn import functional as F  # noqa: N812
 from penstock.optim import lr_scheduler
 from penstock.train import Callback, EarlyStopping, Metrics, NoView, TrainingError, load_last, report_on
 from penstock.train.checkpoint import checkpoint_files, load
+from penstock.train.view import LiveView
 
 
 @pytest.fixture(autouse=True)
@@ -592,6 +595,46 @@ def test_callbacks_are_told_in_order_and_keep_their_state(tmp_path: Path) -> Non
         line_run(tmp_path / "run", callbacks=[Told(), Told()]).fit()
 
 
+class Once(Callback):
+    """Fails once, and stops the run after step 8."""
+
+    step = 6
+
+    def on_step(self, trainer: ps.Trainer, metrics: Metrics) -> None:
+        if metrics.step == self.step:
+            self.step = 0
+            raise InterruptedError
+
+    def on_evaluation(self, trainer: ps.Trainer, metrics: Metrics) -> None:
+        if metrics.step == 8:
+            trainer.stop()
+
+
+@pytest.mark.parametrize("kind", ["loader", "list"])
+def test_another_fit_goes_on_from_the_last_checkpoint(tmp_path: Path, kind: str) -> None:
+    batches = [(X[at : at + 5], Y[at : at + 5]) for at in range(0, 20, 5)]
+    given: dict[str, Any] = {"evaluation": [(X, Y)], "data": batches if kind == "list" else None}
+    line_run(tmp_path / "whole", **given).fit()
+    trainer = line_run(tmp_path / "run", callbacks=[Once()], **given)
+    with pytest.raises(InterruptedError):
+        trainer.fit()
+    assert not trainer.fit()
+    trainer.load_best()
+    with ps.no_grad():
+        trainer.model.weight *= 0
+    assert trainer.fit()
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_an_iterator_cannot_go_back_to_a_checkpoint(tmp_path: Path) -> None:
+    data = iter([(X, Y)] * 12)
+    trainer = line_run(tmp_path / "run", data=data, steps=12, checkpoint_every=2, callbacks=[Once()])
+    with pytest.raises(InterruptedError):
+        trainer.fit()
+    with pytest.raises(CheckpointError, match="a list_iterator cannot go back"):
+        trainer.fit()
+
+
 def test_a_callback_ends_a_run(tmp_path: Path) -> None:
     class Enough(Callback):
         def on_epoch(self, trainer: ps.Trainer, epoch: int) -> None:
@@ -618,6 +661,7 @@ def test_a_callback_ends_a_run(tmp_path: Path) -> None:
         ({"evaluate_every": -1}, "evaluate_every is 1 or more"),
         ({"schedule_every": "day"}, "step or epoch, and 'day'"),
         ({"memory": "much"}, "not a size"),
+        ({"metrics": {"a": accuracy}, "loss": None}, "`metrics` go with `loss`"),
         ({"metrics": {"loss": accuracy}}, "cannot have the name 'loss'"),
         ({"metrics": {"validation_x": accuracy}}, "cannot have the name 'validation_x'"),
     ],
@@ -698,6 +742,9 @@ def test_a_view_without_a_number_of_steps(tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert "step 1  loss" in said
     assert "left" not in said
+    console = Console(record=True, width=200, force_terminal=True, file=io.StringIO())
+    assert line_run(tmp_path / "live", data=Copies(), epochs=2, view=LiveView(console)).fit()
+    assert "6/?" in console.export_text()
 
 
 def test_a_report_has_the_metrics_of_the_user(tmp_path: Path) -> None:

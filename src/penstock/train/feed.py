@@ -104,6 +104,9 @@ class Feed:
         self.close()
         if self._is_stateful:
             self._data.load_state_dict(state["data"])
+        elif self._iterator is not None and self._iterator is self._data:
+            raise DataError(f"a {type(self._data).__name__} cannot go back to where a checkpoint was written")
+        self._iterator = self._ahead = None
         self.epoch, self._taken = state["epoch"], state["batches"]
         self._data_state, self._expected = state["data"], state["kind"]
 

@@ -95,6 +95,7 @@ class Run:
             raise CheckpointError(f"{self.folder} has no checkpoint with an evaluation")
         best = checkpoints.load(path)
         self.model.load_state_dict(best.model)
+        self._opened = False  # another `fit` goes on from the last checkpoint
         return best.step
 
     def _settings(self) -> Config | RunSettings:

@@ -27,6 +27,7 @@ from penstock.optim.optimizer import Optimizer
 from penstock.profiling.profiles import Profile
 from penstock.report import findings
 from penstock.stream.future import Future
+from penstock.train import checkpoint as checkpoints
 from penstock.train import stepping
 from penstock.train.callbacks import Callback, EarlyStopping
 from penstock.train.config import Config
@@ -124,6 +125,7 @@ class Trainer(Run):
             self.batch_loss(stepping.batch_values(model, loss, self._metrics))
         self._pending: deque[tuple[int, int, float, list[int], list[_Values]]] = deque()
         self._ends = False
+        self._reopens = False  # whether another `fit` loads the last checkpoint
         self._next_report = 0.0  # when it may be written again during training
         self._check_settings()
 
@@ -142,6 +144,8 @@ class Trainer(Run):
                 raise SettingError(f"{name} is 1 or more, and {count} was given")
         if self._schedule_every not in ("step", "epoch"):
             raise SettingError(f"schedule_every is step or epoch, and {self._schedule_every!r} was given")
+        if self._metrics and not self._loss_name:
+            raise SettingError("`metrics` go with `loss`; @trainer.batch_loss returns its own in a dict")
         self._check_names(self._metrics)
         stopping = self._early_stopping
         if stopping and self._evaluation is None and stopping.metric.startswith(_EVALUATED):
@@ -196,7 +200,7 @@ class Trainer(Run):
             try:
                 if not self.model.training:
                     self.model.train()
-                self._ends, self.stopped_by = False, None
+                self._ends, self.stopped_by, self._reopens = False, None, False
                 self._call("on_start")
                 total = self._total_steps()
                 if self._is_done():
@@ -207,12 +211,18 @@ class Trainer(Run):
                     self._run(received, window)
                     self.stopped_by = received()
                 self._call("on_end")
+            except BaseException:
+                self._reopens = bool(checkpoints.checkpoint_files(self.folder))
+                if self._reopens:
+                    self._pending.clear()
+                raise
             finally:
                 self._view.stop()
                 self._feed.close()
                 if self._log.curves:
                     self.report()
                 self._let_go()
+                self._opened = not self._reopens
         return self._is_done()
 
     def _check_functions(self) -> None:

@@ -165,7 +165,7 @@ class LiveView:
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._progress.add_task("compiling")
+        self._task = self._progress.add_task("compiling", total=None)
         self._live = Live(self._progress, console=console)
 
     def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
