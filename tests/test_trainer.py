@@ -635,6 +635,15 @@ def test_an_iterator_cannot_go_back_to_a_checkpoint(tmp_path: Path) -> None:
         trainer.fit()
 
 
+def test_a_state_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
+    class Odd(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"self": self}
+
+    with pytest.raises(CheckpointError, match="cannot be written as JSON: Object of type Odd"):
+        line_run(tmp_path / "run", callbacks=[Odd()]).fit()
+
+
 def test_a_callback_ends_a_run(tmp_path: Path) -> None:
     class Enough(Callback):
         def on_epoch(self, trainer: ps.Trainer, epoch: int) -> None:

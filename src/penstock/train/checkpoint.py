@@ -63,18 +63,13 @@ def save(run: Path, checkpoint: Checkpoint) -> Path:
     """
     arrays = {f"model.{name}": _storable(array) for name, array in checkpoint.model.items()}
     arrays |= {f"optimizer.{name}": _storable(array) for name, array in checkpoint.optimizer.items()}
-    state = json.dumps(
-        {
-            "step": checkpoint.step,
-            "config": checkpoint.config.tree(),
-            "generator": checkpoint.generator,
-            "position": checkpoint.position,
-            "text": checkpoint.text,
-            "seconds": checkpoint.seconds,
-            "validation_loss": checkpoint.validation_loss,
-            "more": checkpoint.more,
-        }
-    )
+    values = {name: getattr(checkpoint, name) for name in (*_STATE, "more")}
+    try:
+        state = json.dumps({**values, "config": checkpoint.config.tree()})
+    except TypeError as error:
+        raise CheckpointError(
+            f"the state of the data, the scheduler or a callback cannot be written as JSON: {error}"
+        ) from None
     metadata = {"format": _FORMAT, "state": state, "sum": _sum(state, arrays)}
     path = run / FOLDER / f"step-{checkpoint.step:08}.safetensors"
     try:

@@ -34,11 +34,11 @@ class Feed:
         if not hasattr(data, "__iter__"):
             raise DataError(f"data gives batches in a loop, and {type(data).__name__} cannot be iterated")
         self._data, self._device = data, device
-        self._is_stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        self._data_state = state_of(data)
+        self._is_stateful = self._data_state is not None
         self._iterator: Iterator[Any] | None = None
         self._ahead: _Ahead | None = None
         self._taken = 0  # batches of this epoch
-        self._data_state = data.state_dict() if self._is_stateful else None
         self._expected: str | None = None  # the kind of an epoch's first batch
         self.epoch = 0  # epochs that have ended
         self.waited_seconds = 0.0  # how long it was waited for batches
@@ -129,14 +129,13 @@ class Feed:
             self._iterator = None
             if self._taken:
                 self.epoch, self._taken = self.epoch + 1, 0
-                self._data_state = self._data.state_dict() if self._is_stateful else None
+                self._data_state = state_of(self._data)
             return None
         finally:
             self.waited_seconds += time.perf_counter() - start
         if not self._is_stateful and not self._taken:
             self._check_kind(batch)
-        state = self._data.state_dict() if self._is_stateful else None
-        self._ahead = _Ahead(uploaded(batch, self._device), state)
+        self._ahead = _Ahead(uploaded(batch, self._device), state_of(self._data))
         return self._ahead
 
     def _opened(self) -> Iterator[Any]:
@@ -161,6 +160,11 @@ class Feed:
         if self._expected is not None and kind != self._expected:
             raise DataError(f"the first batch of an epoch was {self._expected}, and is {kind} now")
         self._expected = kind
+
+
+def state_of(data: Any) -> Any:
+    """The state of data that can go on from it; None of other data."""
+    return data.state_dict() if hasattr(data, "state_dict") and hasattr(data, "load_state_dict") else None
 
 
 @contextmanager

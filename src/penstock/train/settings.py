@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,20 @@ class RunSettings:
 
     sections: Mapping[str, Mapping[str, Any]]
 
+    @classmethod
+    def of(cls, sections: Mapping[str, Mapping[str, Any]]) -> RunSettings:
+        """Of values of any kind: those that a file can hold are kept."""
+        return cls(
+            {
+                name: {
+                    key: list(value) if isinstance(value, tuple) else value
+                    for key, value in values.items()
+                    if _is_plain(value)
+                }
+                for name, values in sections.items()
+            }
+        )
+
     def tree(self) -> dict[str, dict[str, Any]]:
         """All values by section and key."""
         return {name: dict(values) for name, values in self.sections.items()}
@@ -40,6 +55,14 @@ class RunSettings:
         """How many steps are planned; 0 if nobody knows."""
         steps = self.sections[SECTION].get("steps")
         return steps if type(steps) is int and steps > 0 else 0
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(_is_plain, value))
+    return isinstance(value, (bool, int)) or (isinstance(value, str) and bool(value))
 
 
 def from_tree(tree: Mapping[str, Any], where: str) -> Config | RunSettings:

@@ -31,7 +31,7 @@ from penstock.train import checkpoint as checkpoints
 from penstock.train import stepping
 from penstock.train.callbacks import Callback, EarlyStopping
 from penstock.train.config import Config
-from penstock.train.feed import Feed, closed_after, samples_in, uploaded
+from penstock.train.feed import Feed, closed_after, samples_in, state_of, uploaded
 from penstock.train.interrupting import interruptible
 from penstock.train.metrics import NAMES, Metrics
 from penstock.train.run import Run
@@ -113,8 +113,8 @@ class Trainer(Run):
         self._evaluate_every, self._checkpoint_every = evaluate_every, checkpoint_every
         self._memory = None if memory is None else parse_bytes(memory)
         self._schedule_every, self._early_stopping = schedule_every, early_stopping
-        self._evaluation = evaluation
-        self._evaluation_state = getattr(evaluation, "state_dict", lambda: None)()
+        self._evaluation: Any = evaluation
+        self._evaluation_state = state_of(evaluation)
         self._metrics = dict(metrics or {})
         self._loss_name = "" if loss is None else _name(loss)
         self._values_of: stepping.Step | None = None
@@ -434,7 +434,7 @@ class Trainer(Run):
         if self._evaluation is None or self._evaluate_batch is None:
             return {}
         if self._evaluation_state is not None:  # always the same batches
-            self._evaluation.load_state_dict(self._evaluation_state)  # type: ignore[attr-defined]
+            self._evaluation.load_state_dict(self._evaluation_state)
         sizes: list[int] = []
         values: list[_Values] = []
         with closed_after(self._evaluation) as batches:
@@ -449,38 +449,30 @@ class Trainer(Run):
         return means
 
     def _settings(self) -> Config | RunSettings:
-        return RunSettings(
-            {
-                SECTION: _there(
-                    {
-                        "model": type(self.model).__name__,
-                        "parameters": sum(tensor.size for tensor in self.model.parameters()),
-                        "loss": self._loss_name,
-                        "metrics": list(self._metrics),
-                        "epochs": self._epochs,
-                        "steps": self._total_steps(),
-                        "accumulate": self._accumulate,
-                        "evaluate_every": self._evaluate_every,
-                        "checkpoint_every": self._checkpoint_every,
-                        "early_stopping": self._early_stopping and str(self._early_stopping),
-                        "memory": self._memory and format_bytes(self._memory),
-                        "device": self._device.name,
-                    }
-                ),
-                **{
-                    f"optimizer{at or ''}": _there(
-                        {
-                            "name": type(optimizer).__name__,
-                            **optimizer.defaults,
-                            "clip_norm": optimizer.clip_norm,
-                            "scheduler": self._scheduler and type(self._scheduler).__name__,
-                        }
-                    )
-                    for at, optimizer in enumerate(self.optimizers)
-                },
-                "data": _there(self._feed.described()),
+        about = {
+            "model": type(self.model).__name__,
+            "parameters": sum(tensor.size for tensor in self.model.parameters()),
+            "loss": self._loss_name,
+            "metrics": list(self._metrics),
+            "epochs": self._epochs,
+            "steps": self._total_steps(),
+            "accumulate": self._accumulate,
+            "evaluate_every": self._evaluate_every,
+            "checkpoint_every": self._checkpoint_every,
+            "scheduler": self._scheduler and type(self._scheduler).__name__,
+            "early_stopping": self._early_stopping and str(self._early_stopping),
+            "memory": self._memory and format_bytes(self._memory),
+            "device": self._device.name,
+        }
+        optimizers = {
+            f"optimizer{at or ''}": {
+                "name": type(each).__name__,
+                **each.defaults,
+                "clip_norm": each.clip_norm,
             }
-        )
+            for at, each in enumerate(self.optimizers)
+        }
+        return RunSettings.of({SECTION: about, **optimizers, "data": self._feed.described()})
 
 
 def _mean(values: Sequence[_Values], sizes: Sequence[int]) -> dict[str, float]:
@@ -492,13 +484,6 @@ def _mean(values: Sequence[_Values], sizes: Sequence[int]) -> dict[str, float]:
 def _finite(values: Mapping[str, float]) -> dict[str, float]:
     """The values that are numbers, which a line of metrics can hold."""
     return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
-def _there(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that there are, as a file can hold them."""
-    plain = (bool, int, float, str, list)
-    kept = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    return {name: value for name, value in kept.items() if isinstance(value, plain) and value not in ("", [])}
 
 
 def _name(function: Any) -> str:
