@@ -103,7 +103,8 @@ class Trainer(Run):
         ReduceLROnPlateau, after every evaluation. `memory`, such as "1GiB", is the budget of the devices.
         Evaluations come after `evaluate_every` steps, or else after each epoch, and checkpoints after
         `checkpoint_every` steps, or else after each evaluation. Of the checkpoints, the last three are kept,
-        and the best: that of the lowest validation loss, or by the metric of `early_stopping`.
+        and the best: that of the lowest validation loss, or by the metric of `early_stopping`. The `view` is
+        the terminal, unless another is given, such as `ps.train.NoView()`.
         """
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         view = view if view is not None else open_view(Console())
