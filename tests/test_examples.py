@@ -29,6 +29,7 @@ import lstm
 import pictures
 import resnet
 import sine
+import trainer
 import vit
 import xor
 
@@ -112,6 +113,21 @@ def test_digits_are_told_apart(drawn: None, capsys: pytest.CaptureFixture[str]) 
 def test_fine_tuning_trains_what_is_not_frozen(drawn: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert finetune.main(steps=100) < 0.5
     assert percent(capsys) > 80
+
+
+@pytest.mark.slow("30")
+@pytest.mark.parametrize(("epochs", "least"), [(1, 0.15), (30, 0.9)])
+def test_a_trainer_tells_digits_apart(
+    drawn: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], epochs: int, least: float
+) -> None:
+    default = ps.default_device()
+    ps.use("host" if epochs == 1 else default)  # which compiles nothing
+    try:
+        assert trainer.main(tmp_path / "run", epochs) > least
+        assert "of new digits right, by the weights of step" in capsys.readouterr().out
+        assert trainer.main(tmp_path / "run", epochs) > least  # nothing is left to do
+    finally:
+        ps.use(default)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from penstock.data.text import silent
 from penstock.errors import PenstockWarning
 from penstock.measuring import ceilings
 from penstock.printable import printable, shown
-from penstock.train import Config, Metrics, Trainer, load_last
+from penstock.train import Config, Metrics, TextTrainer, load_last
 from penstock.train import checkpoint as checkpoints
 from penstock.train.view import LiveView, PlainView
 
@@ -46,7 +46,7 @@ class Silent:
     def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
         return silent(name, total)
 
-    def start(self, done: int, steps: int, seconds: float) -> None: ...
+    def start(self, done: int, steps: int | None, seconds: float) -> None: ...
 
     def show(self, metrics: Metrics) -> None: ...
 
@@ -66,8 +66,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(place)
         ps.use("host")
         Path("text.txt").write_text(TEXT)
-        trainer = Trainer(Config().changed(TREE), Path("run"), Silent())
-        trainer.train()
+        trainer = TextTrainer(Config().changed(TREE), Path("run"), Silent())
+        trainer.fit()
         trainer.report("a sample")
     ps.use(default)
     return place / "run"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
 import threading
@@ -38,6 +40,16 @@ class Squares:
         if index == 2000:
             os.kill(os.getpid(), signal.SIGKILL)
         return np.float32([index, index * index]), index
+
+
+class Counted:
+    """Samples that can only be iterated, the same in each epoch."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._length))
 
 
 class Noisy(Squares):
@@ -361,3 +373,60 @@ def test_folders_without_images(tmp_path: Path) -> None:
         ImageFolder(tmp_path)
     with pytest.raises(DataError, match="give only one of them"):
         ImageFolder(tmp_path, size=(1, 1), transform=np.asarray)
+
+
+def test_epochs_leave_nothing_on_the_device() -> None:
+    loader = Loader(Arrays(np.ones((20, 3), np.float32)), 8, device=HOST)
+    device = ps.registry.find(HOST)
+    before = device.memory_stats().live_bytes
+    for _ in range(3):
+        for batch in loader:
+            assert batch.shape[1] == 3
+        del batch
+        assert device.memory_stats().live_bytes == before
+
+
+@pytest.mark.parametrize("dataset", [Arrays(np.arange(23.0)), Squares(23), Counted(23)])
+def test_a_state_goes_on_in_another_loader(dataset: Any) -> None:
+    def made() -> Loader:
+        return Loader(dataset, 5, shuffle=not isinstance(dataset, Counted), seed=3, device=HOST)
+
+    def numbers(loader: Loader, count: int) -> list[Any]:
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))
+        return [
+            np.asarray(batch[-1] if isinstance(batch, tuple) else batch) for batch in islice(batches, count)
+        ]
+
+    whole = numbers(made(), 12)
+    for taken in range(1, 11):
+        first = made()
+        begun = numbers(first, taken)
+        second = made()
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        for batch, expected in zip([*begun, *numbers(second, 12 - taken)], whole, strict=True):
+            np.testing.assert_array_equal(batch, expected)
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"batch": 4}, "batch"),
+        ({"shuffle": True}, "shuffle"),
+        ({"seed": 2}, "seed"),
+        ({"drop_last": True}, "drop_last"),
+    ],
+)
+def test_the_state_of_another_loader_is_refused(changed: dict[str, Any], name: str) -> None:
+    rows = Arrays(np.arange(20.0))
+    state = Loader(rows, 5, device=HOST).state_dict()
+    with pytest.raises(DataError, match=f"with {name}="):
+        Loader(rows, **{"batch": 5, "device": HOST, **changed}).load_state_dict(state)
+    with pytest.raises(DataError, match="with samples=20, and this has 21"):
+        Loader(Arrays(np.arange(21.0)), 5, device=HOST).load_state_dict(state)
+    with pytest.raises(DataError, match="with contents="):
+        Loader(Arrays(np.arange(20.0) + 1), 5, device=HOST).load_state_dict(state)
+    loader = Loader(rows, 5, device=HOST)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(DataError, match="being iterated"):
+        loader.load_state_dict(state)

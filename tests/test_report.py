@@ -15,6 +15,7 @@ from typing import Any
 import chromium
 import numpy as np
 import pytest
+import trainer_models
 from test_train import TEXT, TREE, Silent, measured
 from typer.testing import CliRunner
 
@@ -30,7 +31,7 @@ from penstock.profiling.records import CopyRecord, DeviceRecord, KernelRecord, O
 from penstock.profiling.words import short_location
 from penstock.report import Certificate, Findings, PlannedStep, Run, charts, findings, render, roofline, words
 from penstock.tensor.jit import schedules
-from penstock.train import Config, Trainer, checkpoint, report_on, window
+from penstock.train import Config, TextTrainer, checkpoint, report_on, window
 from penstock.train.metrics import FILE as METRICS
 
 ATTACK = "<img src=x onerror=alert(1)>\"'&</script><script>alert(2)</script>"
@@ -491,8 +492,8 @@ def config(tmp_path: Path) -> Config:
 @pytest.mark.usefixtures("_quick")
 def test_a_run_profiles_a_few_of_its_steps(tmp_path: Path, config: Config) -> None:
     run = tmp_path / "a <run> & more"
-    trainer = Trainer(config, run, Silent())
-    trainer.train()
+    trainer = TextTrainer(config, run, Silent())
+    trainer.fit()
     trainer.report("a <b>sample</b> & ☃")
     kept = findings.load(run / "profile.json")
     assert kept.steps == (4, 5)  # after which it evaluates
@@ -517,9 +518,9 @@ def test_profiled_steps_give_the_same_bits(
     default = ps.default_device()
     ps.use(ps.devices()[number])
     try:
-        Trainer(config, tmp_path / "with", Silent()).train()
+        TextTrainer(config, tmp_path / "with", Silent()).fit()
         monkeypatch.setattr(window, "_WARM", -1)
-        Trainer(config, tmp_path / "without", Silent()).train()
+        TextTrainer(config, tmp_path / "without", Silent()).fit()
     finally:
         ps.use(default)
     assert (tmp_path / "with" / "profile.json").exists()
@@ -539,7 +540,7 @@ def test_short_runs_profile_what_they_have(
     tmp_path: Path, config: Config, steps: int, every: int, seen: tuple[int, int] | None
 ) -> None:
     run = tmp_path / "run"
-    Trainer(config.changed({"run": {"steps": steps, "evaluate_every": every}}), run, Silent()).train()
+    TextTrainer(config.changed({"run": {"steps": steps, "evaluate_every": every}}), run, Silent()).fit()
     assert (run / "profile.json").exists() == (seen is not None)
     if seen:
         assert findings.load(run / "profile.json").steps == seen
@@ -555,13 +556,13 @@ def test_a_profile_that_cannot_be_kept_stops_no_run(
 
     monkeypatch.setattr(findings, "of_profile", broken)
     view = Silent()
-    assert Trainer(config, tmp_path / "run", view).train()
+    assert TextTrainer(config, tmp_path / "run", view).fit()
     assert any("not in the report: a rule divided" in note for note in view.notes)
 
 
 @pytest.mark.usefixtures("_quick")
 def test_a_failure_inside_the_window_leaves_no_profile_on(tmp_path: Path, config: Config) -> None:
-    trainer = Trainer(config, tmp_path / "run", Silent())
+    trainer = TextTrainer(config, tmp_path / "run", Silent())
     advance = trainer._advance
 
     def fails(batches: Any) -> None:
@@ -571,7 +572,7 @@ def test_a_failure_inside_the_window_leaves_no_profile_on(tmp_path: Path, config
 
     trainer._advance = fails  # type: ignore[method-assign]
     with pytest.raises(DeviceError):
-        trainer.train()
+        trainer.fit()
     assert ps.default_device().stream.recorders == ()
     assert not (tmp_path / "run" / "profile.json").exists()
 
@@ -579,21 +580,21 @@ def test_a_failure_inside_the_window_leaves_no_profile_on(tmp_path: Path, config
 @pytest.mark.usefixtures("_quick")
 def test_a_resumed_run_keeps_its_findings_until_there_are_new_ones(tmp_path: Path, config: Config) -> None:
     run = tmp_path / "run"
-    Trainer(config.changed({"run": {"steps": 6}}), run, Silent()).train()
+    TextTrainer(config.changed({"run": {"steps": 6}}), run, Silent()).fit()
     assert findings.load(run / "profile.json").steps == (4, 5)
     last, _ = checkpoint.load_last(run)
-    Trainer(config.changed({"run": {"steps": 7}}), run, Silent(), last).train()  # too short for another
+    TextTrainer(config.changed({"run": {"steps": 7}}), run, Silent(), last).fit()  # too short for another
     assert findings.load(run / "profile.json").steps == (4, 5)
     assert "steps 4 to 5" in (run / "report.html").read_text()
     last, _ = checkpoint.load_last(run)
-    Trainer(config, run, Silent(), last).train()
+    TextTrainer(config, run, Silent(), last).fit()
     assert findings.load(run / "profile.json").steps == (11, 13)
 
 
 @pytest.mark.usefixtures("_quick")
 def test_a_broken_profile_is_told_when_a_run_goes_on(tmp_path: Path, config: Config) -> None:
     run = tmp_path / "run"
-    Trainer(config.changed({"run": {"steps": 5}}), run, Silent()).train()
+    TextTrainer(config.changed({"run": {"steps": 5}}), run, Silent()).fit()
     (run / "profile.json").write_text("{")
     (run / "checkpoints").rename(tmp_path / "kept")
     with pytest.raises(ReportError, match=r"profile\.json is not JSON"):
@@ -601,15 +602,15 @@ def test_a_broken_profile_is_told_when_a_run_goes_on(tmp_path: Path, config: Con
     (tmp_path / "kept").rename(run / "checkpoints")
     view = Silent()
     last, _ = checkpoint.load_last(run)
-    assert Trainer(config.changed({"run": {"steps": 6}}), run, view, last).train()
+    assert TextTrainer(config.changed({"run": {"steps": 6}}), run, view, last).fit()
     assert any("profile.json is not JSON" in note for note in view.notes)
 
 
 @pytest.mark.usefixtures("_quick")
 def test_a_page_is_written_again_from_the_folder(tmp_path: Path, config: Config) -> None:
     run = tmp_path / "run"
-    trainer = Trainer(config, run, Silent())
-    trainer.train()
+    trainer = TextTrainer(config, run, Silent())
+    trainer.fit()
     trainer.report("once upon a time")
     page = (run / "report.html").read_text("utf-8")
     (run / "report.html").unlink()
@@ -622,7 +623,7 @@ def test_a_page_is_written_again_from_the_folder(tmp_path: Path, config: Config)
 @pytest.mark.usefixtures("_quick")
 def test_a_run_of_an_older_version_has_a_page(tmp_path: Path, config: Config) -> None:
     run = tmp_path / "run"
-    Trainer(config, run, Silent()).train()
+    TextTrainer(config, run, Silent()).fit()
     (run / "profile.json").unlink()
     lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
     for line in lines:
@@ -632,7 +633,7 @@ def test_a_run_of_an_older_version_has_a_page(tmp_path: Path, config: Config) ->
     assert "There is no profile of this run" in page.text
     assert "20 of 20" in page.text
     last, _ = checkpoint.load_last(run)
-    assert Trainer(config.changed({"run": {"steps": 22}}), run, Silent(), last).train()
+    assert TextTrainer(config.changed({"run": {"steps": 22}}), run, Silent(), last).fit()
     assert len(measured(run)) == 22
 
 
@@ -642,7 +643,7 @@ def test_what_is_no_run_is_named(tmp_path: Path, config: Config) -> None:
         report_on(tmp_path / "nowhere")
     with pytest.raises(ReportError, match="holds no run"):
         report_on(tmp_path)
-    Trainer(config.changed({"run": {"steps": 2}}), tmp_path / "run", Silent()).train()
+    TextTrainer(config.changed({"run": {"steps": 2}}), tmp_path / "run", Silent()).fit()
     (tmp_path / "run" / METRICS).write_text(
         '{"step": "x"}\n{"step": 1, "loss": "low", "seconds": NaN}\nnothing\n'
     )
@@ -733,8 +734,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     ps.use(ps.devices()[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ceilings, "_measured", lambda device, what: 3e10 if what == "bytes" else 1e11)
-        trainer = Trainer(config, folder / ("a-long-name-of-a-run_" * 4), Silent())
-        trainer.train()
+        trainer = TextTrainer(config, folder / ("a-long-name-of-a-run_" * 4), Silent())
+        trainer.fit()
         long = replace(
             ADVICE, where="/home/someone/" + "folder/" * 9 + "train.py:123", evidence="many words " * 20
         )
@@ -997,3 +998,30 @@ def test_pages_of_every_kind_work_in_a_browser(page: chromium.Browser, tmp_path:
             assert shown(page) == [tab]
             assert page.ask("document.scrollingElement.scrollWidth") <= NARROW
     page.requests.clear()
+
+
+@pytest.mark.slow("resnet", "lstm")
+@pytest.mark.parametrize("name", trainer_models.RUNS)
+@pytest.mark.usefixtures("_quick")
+def test_the_report_of_a_model_of_one_s_own_works_in_a_browser(
+    tmp_path: Path, browser: chromium.Browser, name: str
+) -> None:
+    trainer_models.make(name, tmp_path / "run").fit()
+    browser.problems.clear()
+    browser.requests.clear()
+    browser.view(1280, 800)
+    browser.open(tmp_path / "run" / "report.html")
+    titles = set(browser.ask("[...document.querySelectorAll('#overview h3')].map(title => title.innerText)"))
+    own = {"resnet": {"accuracy"}, "lstm": set(), "own": {"size"}}[name]
+    assert {"Loss", "Samples per second", "Learning rate", *own} <= titles
+    lines_of = "[...document.querySelectorAll('#overview section')].map(part => part.innerText)"
+    assert any("Loss" in text and "training" in text for text in browser.ask(lines_of))
+    for tab in ("memory", "kernels", "transfers", "advice", "configuration", "overview"):
+        browser.click(f'nav a[href="#{tab}"]')
+        assert shown(browser) == [tab]
+    browser.click('nav a[href="#configuration"]')
+    assert {"resnet": "Sequential", "lstm": "Writer", "own": "Pair"}[name] in text_of(
+        browser, "#configuration"
+    )
+    assert browser.problems == []
+    assert set(browser.requests) == {(tmp_path / "run" / "report.html").resolve().as_uri()}

@@ -25,7 +25,7 @@ from penstock.data import DataError
 from penstock.data.text import silent
 from penstock.errors import OutOfDeviceMemory, PenstockError, SettingError
 from penstock.measuring import ceilings
-from penstock.train import Config, Metrics, Trainer, load_last
+from penstock.train import Config, Metrics, TextTrainer, load_last
 from penstock.train import checkpoint as checkpoints
 from penstock.train.folder import RunFolder, RunInUse
 
@@ -48,7 +48,7 @@ class View:
     def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
         return silent(name, total)
 
-    def start(self, done: int, steps: int, seconds: float) -> None: ...
+    def start(self, done: int, steps: int | None, seconds: float) -> None: ...
 
     def show(self, metrics: Metrics) -> None:
         if metrics.step == self._at:
@@ -129,11 +129,11 @@ def test_runs_of_the_same_second_have_folders_of_their_own(monkeypatch: pytest.M
 
 
 def test_a_folder_in_use_is_refused_by_name(config: Config) -> None:
-    first = Trainer(config, Path("run"), View())
+    first = TextTrainer(config, Path("run"), View())
     with pytest.raises(RunInUse, match=f"run is in use by process {os.getpid()} on .*, since 20"):
-        Trainer(config, Path("run"), View())
-    assert first.train()
-    Trainer(config.changed({"run": {"steps": 13}}), Path("run"), View(), load_last(Path("run"))[0]).train()
+        TextTrainer(config, Path("run"), View())
+    assert first.fit()
+    TextTrainer(config.changed({"run": {"steps": 13}}), Path("run"), View(), load_last(Path("run"))[0]).fit()
     assert [step for step, *_ in measured(Path("run"))] == list(range(1, 14))
 
 
@@ -163,7 +163,7 @@ def test_sigterm_saves_and_a_second_process_is_kept_out(config: Config) -> None:
     while not (path.exists() and path.stat().st_size) and process.poll() is None:
         time.sleep(0.05)
     with pytest.raises(RunInUse, match=f"run is in use by process {process.pid} on"):
-        Trainer(config, Path("run"), View())
+        TextTrainer(config, Path("run"), View())
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 143, errors
@@ -177,15 +177,15 @@ def test_sigterm_saves_and_a_second_process_is_kept_out(config: Config) -> None:
 @pytest.mark.slow("2")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_after_the_step_and_handlers_come_back(config: Config, number: signal.Signals) -> None:
-    Trainer(config, Path("whole"), View()).train()
+    TextTrainer(config, Path("whole"), View()).fit()
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    trainer = Trainer(config, Path("run"), View(7, lambda: signal.raise_signal(number)))
-    assert not trainer.train()
+    trainer = TextTrainer(config, Path("run"), View(7, lambda: signal.raise_signal(number)))
+    assert not trainer.fit()
     assert trainer.stopped_by is number
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     assert load_last(Path("run"))[0].step == 8
     checkpoint = load_last(Path("run"))[0]
-    assert Trainer(checkpoint.config, Path("run"), View(), checkpoint).train()
+    assert TextTrainer(checkpoint.config, Path("run"), View(), checkpoint).fit()
     assert measured(Path("run")) == measured(Path("whole"))
 
 
@@ -197,8 +197,8 @@ def test_a_signal_stops_after_the_step_and_handlers_come_back(config: Config, nu
 def test_checkpoints_come_as_often_as_asked_and_change_nothing(
     config: Config, every: int, steps: list[int]
 ) -> None:
-    Trainer(config, Path("whole"), View()).train()
-    Trainer(config.changed({"run": {"checkpoint_every": every}}), Path("run"), View()).train()
+    TextTrainer(config, Path("whole"), View()).fit()
+    TextTrainer(config.changed({"run": {"checkpoint_every": every}}), Path("run"), View()).fit()
     assert measured(Path("run")) == measured(Path("whole"))
     assert [checkpoints.load(path).step for path in checkpoints.checkpoint_files(Path("run"))] == steps
 
@@ -215,13 +215,13 @@ def test_checkpoint_every_is_an_option_and_is_checked(config: Config) -> None:
 
 
 def test_a_run_without_a_checkpoint_is_resumed_from_its_start(config: Config) -> None:
-    Trainer(config, Path("whole"), View()).train()
+    TextTrainer(config, Path("whole"), View()).fit()
 
     def die() -> None:
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        Trainer(config, Path("runs/dead"), View(3, die)).train()
+        TextTrainer(config, Path("runs/dead"), View(3, die)).fit()
     assert checkpoints.checkpoint_files(Path("runs/dead")) == []
     result = penstock("train", "--resume")
     assert result.exit_code == 0
@@ -231,9 +231,9 @@ def test_a_run_without_a_checkpoint_is_resumed_from_its_start(config: Config) ->
 
 def test_float16_that_always_overflows_is_told(config: Config) -> None:
     view = View()
-    trainer = Trainer(config.changed({"model": {"precision": "float16"}}), Path("run"), view)
-    state = trainer._optimizer.state_dict()
-    trainer._optimizer.load_state_dict(state | {"scale": np.float32(1)})
+    trainer = TextTrainer(config.changed({"model": {"precision": "float16"}}), Path("run"), view)
+    state = trainer.optimizers[0].state_dict()
+    trainer.optimizers[0].load_state_dict(state | {"scale": np.float32(1)})
     trainer._save(None)
     assert any("the gradients overflow float16" in note for note in view.notes)
 
@@ -243,43 +243,45 @@ def test_float16_that_always_overflows_is_told(config: Config) -> None:
 
 def test_a_run_that_did_no_step_leaves_no_folder(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="no file or folder"):
-        Trainer(config.changed({"data": {"path": "nowhere"}}), Path("runs/a"), View())
+        TextTrainer(config.changed({"data": {"path": "nowhere"}}), Path("runs/a"), View())
     with pytest.raises(DataError, match="need 2001 tokens"):
-        Trainer(config.changed({"model": {"context": 2000}}), Path("runs/a"), View()).train()
+        TextTrainer(config.changed({"model": {"context": 2000}}), Path("runs/a"), View()).fit()
     try:
         ps.default_device().limit_bytes = "4KiB"
         with pytest.raises(OutOfDeviceMemory, match=r"4\.0 KiB"):
-            Trainer(config, Path("runs/a"), View()).train()
+            TextTrainer(config, Path("runs/a"), View()).fit()
     finally:
         ps.default_device().limit_bytes = None
 
-    def interrupted(self: Trainer, batches: object) -> None:
+    def interrupted(self: TextTrainer, batches: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Trainer, "_advance", interrupted)
+    monkeypatch.setattr(TextTrainer, "_advance", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Trainer(config, Path("runs/a"), View()).train()
+        TextTrainer(config, Path("runs/a"), View()).fit()
     assert not Path("runs/a").exists()
     Path("mine").mkdir()
     Path("mine/notes").write_text("mine")
     with pytest.raises(KeyboardInterrupt):
-        Trainer(config, Path("mine"), View()).train()
+        TextTrainer(config, Path("mine"), View()).fit()
     with pytest.raises(DataError, match="no file or folder"):
-        Trainer(config.changed({"data": {"path": "nowhere"}}), Path("mine"), View())
+        TextTrainer(config.changed({"data": {"path": "nowhere"}}), Path("mine"), View())
     assert [path.name for path in Path("mine").iterdir()] == ["notes"]
 
 
 def test_a_second_run_that_fails_leaves_the_first(config: Config) -> None:
-    Trainer(config, Path("run"), View()).train()
+    TextTrainer(config, Path("run"), View()).fit()
     kept = [path for path in Path("run").rglob("*") if path.is_file() and path.name != "run.lock"]
     before = {path: path.read_bytes() for path in kept}
     with pytest.raises(DataError, match="no file or folder"):
-        Trainer(config.changed({"data": {"path": "nowhere"}}), Path("run"), View(), load_last(Path("run"))[0])
+        TextTrainer(
+            config.changed({"data": {"path": "nowhere"}}), Path("run"), View(), load_last(Path("run"))[0]
+        )
     assert {path: path.read_bytes() for path in before} == before
 
 
 def test_leftovers_of_a_killed_run_are_removed(config: Config) -> None:
-    Trainer(config, Path("run"), View()).train()
+    TextTrainer(config, Path("run"), View()).fit()
     left = [Path("run/report.html.1-0123abcd.part"), Path("run/checkpoints/x.1-0123abcd.part")]
     for path in left:
         path.touch()
@@ -295,8 +297,8 @@ def test_a_report_that_cannot_be_written_ends_nothing(config: Config) -> None:
     Path("run/report.html").mkdir(parents=True)  # so that no file can take its name
     Path("run/report.html/full").touch()
     view = View()
-    trainer = Trainer(config, Path("run"), view)
-    assert trainer.train()
+    trainer = TextTrainer(config, Path("run"), view)
+    assert trainer.fit()
     assert not trainer.report("a sample")
     assert load_last(Path("run"))[0].step == 12
     assert any("there is no new report: " in note and "report.html" in note for note in view.notes)

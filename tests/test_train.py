@@ -24,7 +24,16 @@ import penstock as ps
 from penstock.data.text import silent
 from penstock.errors import CheckpointError, SettingError
 from penstock.measuring import ceilings
-from penstock.train import Checkpoint, Config, Metrics, Trainer, TrainingError, load, load_last, load_model
+from penstock.train import (
+    Checkpoint,
+    Config,
+    Metrics,
+    TextTrainer,
+    TrainingError,
+    load,
+    load_last,
+    load_model,
+)
 from penstock.train import checkpoint as checkpoints
 from penstock.train.loading import stream_text
 from penstock.train.metrics import Curve, MetricsLog
@@ -49,7 +58,7 @@ class Silent:
     def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
         return silent(name, total)
 
-    def start(self, done: int, steps: int, seconds: float) -> None: ...
+    def start(self, done: int, steps: int | None, seconds: float) -> None: ...
 
     def show(self, metrics: Metrics) -> None:
         self.losses.append(metrics.loss)
@@ -89,9 +98,9 @@ def measured(run: Path) -> list[tuple[Any, ...]]:
     ]
 
 
-def resume(run: Path, view: Silent | None = None) -> Trainer:
+def resume(run: Path, view: Silent | None = None) -> TextTrainer:
     checkpoint, _ = load_last(run)
-    return Trainer(checkpoint.config, run, view or Silent(), checkpoint)
+    return TextTrainer(checkpoint.config, run, view or Silent(), checkpoint)
 
 
 # Settings
@@ -145,8 +154,8 @@ def test_a_run_learns_and_writes_its_folder(tmp_path: Path, config: Config, numb
     ps.use(ps.devices()[number])
     config = config.changed({"run": {"steps": 60}})
     view = Silent()
-    trainer = Trainer(config, tmp_path / "run", view)
-    assert trainer.train()
+    trainer = TextTrainer(config, tmp_path / "run", view)
+    assert trainer.fit()
     assert np.mean(view.losses[-5:]) < 0.8 * np.mean(view.losses[:5])
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 61))
@@ -168,11 +177,11 @@ def test_a_run_learns_and_writes_its_folder(tmp_path: Path, config: Config, numb
 @pytest.mark.usefixtures("default_device")
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, config: Config) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    Trainer(config, whole, Silent()).train()
+    TextTrainer(config, whole, Silent()).fit()
     script = f"""
         import os, signal
         from pathlib import Path
-        from penstock.train import Config, Trainer
+        from penstock.train import Config, TextTrainer
         from test_train import Silent
 
         class Killer(Silent):
@@ -181,7 +190,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, config: Config) -
                     os.kill(os.getpid(), signal.SIGKILL)
 
         config = Config().with_file(Path({str(whole / "config.toml")!r}))
-        Trainer(config, Path({str(killed)!r}), Killer()).train()
+        TextTrainer(config, Path({str(killed)!r}), Killer()).fit()
     """
     place = Path(__file__).parent
     done = subprocess.run(
@@ -191,7 +200,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, config: Config) -
     assert len(measured(killed)) == 13
     with open(killed / "metrics.jsonl", "a") as file:
         file.write('{"step": 14, "lo')  # a kill can come inside a line
-    assert resume(killed).train()
+    assert resume(killed).fit()
     assert measured(killed) == measured(whole)
     assert measured(whole)[-1][0] == 20
 
@@ -199,7 +208,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, config: Config) -
 @pytest.mark.usefixtures("default_device")
 def test_a_stop_at_any_step_resumes_to_the_same_bits(tmp_path: Path, config: Config) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    Trainer(config, whole, Silent()).train()
+    TextTrainer(config, whole, Silent()).fit()
 
     class Interrupter(Silent):
         def show(self, metrics: Metrics) -> None:
@@ -208,13 +217,13 @@ def test_a_stop_at_any_step_resumes_to_the_same_bits(tmp_path: Path, config: Con
 
     view = Interrupter()
     before = signal.getsignal(signal.SIGINT)
-    trainer = Trainer(config, stopped, view)
-    assert not trainer.train()
+    trainer = TextTrainer(config, stopped, view)
+    assert not trainer.fit()
     assert signal.getsignal(signal.SIGINT) is before
     assert "stopping after this step" in view.notes[-1]
     assert trainer.step == 7
     assert checkpoints.checkpoint_files(stopped)[-1].name == "step-00000007.safetensors"
-    assert resume(stopped).train()
+    assert resume(stopped).fit()
     assert measured(stopped) == measured(whole)
 
 
@@ -226,7 +235,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path, config: Config) -> None
                 signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        Trainer(config, tmp_path / "run", Impatient()).train()
+        TextTrainer(config, tmp_path / "run", Impatient()).fit()
     assert load_last(tmp_path / "run")[0].step == 5
 
 
@@ -234,9 +243,9 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path, config: Config) -> None
 @pytest.mark.usefixtures("default_device")
 def test_accumulated_batches_are_like_one_large_batch(tmp_path: Path, config: Config) -> None:
     config = config.changed({"model": {"dropout": 0.0}, "run": {"steps": 4}, "data": {"validation": 0.0}})
-    Trainer(config.changed({"data": {"batch": 6}}), tmp_path / "large", Silent()).train()
+    TextTrainer(config.changed({"data": {"batch": 6}}), tmp_path / "large", Silent()).fit()
     parts = config.changed({"data": {"batch": 2}, "optimizer": {"accumulate": 3}})
-    Trainer(parts, tmp_path / "parts", Silent()).train()
+    TextTrainer(parts, tmp_path / "parts", Silent()).fit()
     large, small = measured(tmp_path / "large"), measured(tmp_path / "parts")
     np.testing.assert_allclose([item[1] for item in small], [item[1] for item in large], rtol=1e-4)
 
@@ -247,21 +256,21 @@ def test_accumulated_batches_are_like_one_large_batch(tmp_path: Path, config: Co
 def test_half_precision_trains_and_resumes(tmp_path: Path, config: Config, precision: str) -> None:
     config = config.changed({"model": {"precision": precision}, "run": {"steps": 20}})
     view = Silent()
-    Trainer(config, tmp_path / "run", view).train()
+    TextTrainer(config, tmp_path / "run", view).fit()
     assert np.mean(view.losses[-3:]) < np.mean(view.losses[:3])
     before = measured(tmp_path / "run")
     checkpoints.checkpoint_files(tmp_path / "run")[-1].unlink()
     trainer = resume(tmp_path / "run")
     assert trainer.step == 15
     assert str(trainer.model.tokens.weight.dtype) == precision
-    trainer.train()
+    trainer.fit()
     assert measured(tmp_path / "run") == before
     assert "".join(stream_text(trainer.model, trainer.tokenizer, trainer.prompt(), 3, temperature=0))
 
 
 def test_an_infinite_loss_stops_and_keeps_the_last_good_checkpoint(tmp_path: Path, config: Config) -> None:
     run = tmp_path / "run"
-    trainer = Trainer(config, run, Silent())
+    trainer = TextTrainer(config, run, Silent())
     weight = trainer.model.norm.weight
 
     def spoil(metrics: Metrics) -> None:
@@ -273,14 +282,14 @@ def test_an_infinite_loss_stops_and_keeps_the_last_good_checkpoint(tmp_path: Pat
     with pytest.raises(
         TrainingError, match=r"loss is nan at step 10.*step-00000005.*learning_rate \(now 0.01\)"
     ):
-        trainer.train()
+        trainer.fit()
     assert [case[0] for case in measured(run)] == list(range(1, 10))
     assert load_last(run)[0].step == 5
-    assert resume(run).train()
+    assert resume(run).fit()
 
 
 def test_weights_that_are_no_numbers_are_never_saved(tmp_path: Path, config: Config) -> None:
-    trainer = Trainer(config, tmp_path / "run", Silent())
+    trainer = TextTrainer(config, tmp_path / "run", Silent())
     with ps.no_grad():
         trainer.model.norm.bias.__imul__(math.inf)
     with pytest.raises(TrainingError, match=r"norm\.bias.*There is no checkpoint yet"):
@@ -290,22 +299,22 @@ def test_weights_that_are_no_numbers_are_never_saved(tmp_path: Path, config: Con
 
 def test_another_text_is_told_and_another_model_refused(tmp_path: Path, config: Config) -> None:
     run = tmp_path / "run"
-    Trainer(config, run, Silent()).train()
+    TextTrainer(config, run, Silent()).fit()
     checkpoint, _ = load_last(run)
     (tmp_path / "text.txt").write_text(TEXT[:-100])
     view = Silent()
-    Trainer(config.changed({"run": {"steps": 22}}), run, view, checkpoint).train()
+    TextTrainer(config.changed({"run": {"steps": 22}}), run, view, checkpoint).fit()
     assert any("not the one that the run began with" in note for note in view.notes)
     assert len(measured(run)) == 22
     wider = config.changed({"model": {"width": 32}})
     with pytest.raises(CheckpointError, match=r"step 20 .* does not fit the settings"):
-        Trainer(wider, run, Silent(), checkpoint)
+        TextTrainer(wider, run, Silent(), checkpoint)
 
 
 def test_a_text_too_short_for_validation_is_told(tmp_path: Path, config: Config) -> None:
     (tmp_path / "text.txt").write_text("a tiny text, but enough of it for one batch or two")
     view = Silent()
-    assert Trainer(config.changed({"run": {"steps": 5}}), tmp_path / "run", view).train()
+    assert TextTrainer(config.changed({"run": {"steps": 5}}), tmp_path / "run", view).fit()
     assert any("too short for validation" in note for note in view.notes)
     assert [case[3] for case in measured(tmp_path / "run")] == [None] * 5
 
@@ -436,7 +445,7 @@ def test_a_write_that_ends_half_way_leaves_nothing(tmp_path: Path, checkpoint: C
 def test_a_full_disk_ends_a_run_with_its_checkpoints(
     tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(config, tmp_path / "run", Silent())
+    trainer = TextTrainer(config, tmp_path / "run", Silent())
     save = checkpoints.save
 
     def saved(run: Path, checkpoint: Checkpoint) -> Path:
@@ -446,7 +455,7 @@ def test_a_full_disk_ends_a_run_with_its_checkpoints(
 
     monkeypatch.setattr(checkpoints, "save", saved)
     with pytest.raises(CheckpointError, match="full"):
-        trainer.train()
+        trainer.fit()
     assert load_last(tmp_path / "run")[0].step == 5
     assert len(measured(tmp_path / "run")) == 10
 

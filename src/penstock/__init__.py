@@ -102,12 +102,15 @@ _provide_rates(_step_rates)
 
 
 if _typing.TYPE_CHECKING:
-    from penstock import onnx
+    from penstock import onnx, train
+    from penstock.train import Trainer
 else:  # type checkers report missing names themselves
 
     def __getattr__(name: str) -> object:
-        if name == "onnx":  # imported late: few programs use it, and it takes its time
-            return _import_module("penstock.onnx")
+        if name in ("onnx", "train"):  # imported late: few programs use them, and they take their time
+            return _import_module(f"penstock.{name}")
+        if name == "Trainer":
+            return _import_module("penstock.train").Trainer
         if name.startswith("_"):
             raise AttributeError(f"penstock has no {name!r}")
         raise names.missing(name, __all__)
@@ -120,6 +123,7 @@ __all__ = [
     "Future",
     "FutureState",
     "Tensor",
+    "Trainer",
     "__array_namespace_info__",
     "advise",
     "asarray",
@@ -183,6 +187,7 @@ __all__ = [
     "short",
     "sync",
     "testing",
+    "train",
     "uint8",
     "uint16",
     "uint32",

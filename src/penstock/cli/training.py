@@ -56,7 +56,7 @@ def train(
 def _resumed(folder: Path) -> tuple[Config, Checkpoint | None]:
     """The settings of a run, and its last valid checkpoint; None if it ended before the first."""
     from penstock.train import Config, load_last
-    from penstock.train.checkpoint import checkpoint_files
+    from penstock.train.checkpoint import checkpoint_files, text_config
     from penstock.train.report import CONFIG_FILE
 
     if not checkpoint_files(folder) and (folder / CONFIG_FILE).is_file():
@@ -65,11 +65,11 @@ def _resumed(folder: Path) -> tuple[Config, Checkpoint | None]:
     checkpoint, problems = load_last(folder)
     for problem in problems:
         complain(problem)
-    return checkpoint.config, checkpoint
+    return text_config(checkpoint, folder), checkpoint
 
 
 def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered: bool) -> None:
-    from penstock.train import Trainer, open_view
+    from penstock.train import TextTrainer, open_view
     from penstock.train.loading import stream_text
 
     console = Console()
@@ -79,11 +79,9 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered
     if settings.run.memory:
         penstock.default_device().limit_bytes = settings.run.memory
     try:
-        trainer = Trainer(settings, folder, view, checkpoint, numbered)
+        trainer = TextTrainer(settings, folder, view, checkpoint, numbered)
         folder = trainer.folder
-        if trainer.step >= settings.run.steps:
-            view.note(f"all {settings.run.steps} steps are done; --steps with a larger number goes on")
-        trainer.train()
+        trainer.fit()
         if trainer.stopped_by is not None:
             how = f"; to go on: penstock train --resume {folder}" if folder.is_dir() else ""
             view.note(f"stopped at step {trainer.step}{how}")
@@ -93,7 +91,7 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered
         view.note("\na sample:")
         say(console, text, style="dim", end="")
         seed = settings.run.seed
-        pieces = stream_text(trainer.model, trainer.tokenizer, prompt, _SAMPLE, 0.8, top_k=40, seed=seed)
+        pieces = stream_text(trainer.gpt, trainer.tokenizer, prompt, _SAMPLE, 0.8, top_k=40, seed=seed)
         text += stream(pieces)
         reported = trainer.report(text)
     except OutOfDeviceMemory as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
@@ -96,6 +97,34 @@ class Loader:
     def state(self) -> int:
         """The number of the sample after the last batch that was taken: what `start` takes to go on there."""
         return self._next
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was taken, with what tells whether the data is the same."""
+        return {"next": self._next, "first": self._first, **self._kind}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`; a DataError says where the dataset or a setting is another."""
+        if self._iterating:
+            raise DataError("this Loader is being iterated; load its state before the loop, or after it")
+        for name, value in self._kind.items():
+            if state.get(name) != value:
+                raise DataError(
+                    f"the state is of a Loader with {name}={state.get(name)}, and this has {value}"
+                )
+        self._next, self._first = int(state["next"]), int(state["first"])
+
+    @cached_property
+    def _kind(self) -> dict[str, Any]:
+        """What decides which batches come, as far as it is known without reading all of the data."""
+        dataset = self._make.dataset
+        return {
+            "samples": self._size,
+            "batch": self._batch,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "drop_last": self._drop_last,
+            "contents": dataset.key() if isinstance(dataset, Arrays) else None,
+        }
 
     def close(self) -> None:
         """End the worker processes; another loop starts them anew. Safe to call twice."""

@@ -142,6 +142,8 @@ class _Line:
                 if self.taken is not None:
                     _wake(self._for_thread)
                     return
+                if isinstance(self._error, StopIteration):
+                    raise StopIteration  # a new one: the frames that it passes refer to this object
                 if self._error is not None:
                     raise self._error
             self._for_consumer.get()

@@ -17,6 +17,7 @@ from penstock.report.findings import Findings
 from penstock.report.tables import settings_tables
 
 # Nothing is loaded from elsewhere, whatever the texts of a run contain.
+_EVALUATED = "validation_"  # before the name of a metric of an evaluation
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
@@ -28,6 +29,7 @@ class Run:
     curves: Mapping[str, Sequence[Point]]  # by the names of the metrics, over the steps
     settings: Mapping[str, Mapping[str, object]]
     sample: str = ""
+    metrics: Sequence[str] = ()  # the names of a user's own
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def _sections(run: Run | None, findings: Findings | None) -> list[_Section]:
     ]
     if run:
         parts.append(_Section("configuration", "Configuration", settings_tables(run.settings)))
-        parts.append(_Section("sample", "Sample", _sample(run.sample)))
+        if _speed(run)[0] == "tokens":
+            parts.append(_Section("sample", "Sample", _sample(run.sample)))
     return parts
 
 
@@ -117,14 +120,37 @@ def _overview(run: Run | None, findings: Findings | None) -> str:
         Line("training", run.curves.get("loss", ())),
         Line("validation", run.curves.get("validation_loss", ()), color=1),
     ]
-    speed = [Line("", run.curves.get("tokens_per_second", ()))]
+    unit, rates = _speed(run)
+    speed = [Line("", rates)]
     rate = [Line("", run.curves.get("learning_rate", ()))]
     charts = [
         line_chart("Loss", loss, words.loss),
-        line_chart("Tokens per second", speed, from_zero=True),
+        *[line_chart(name, lines) for name, lines in _own_charts(run)],
+        line_chart(f"{unit.capitalize()} per second", speed, from_zero=True),
         line_chart("Learning rate", rate, from_zero=True),
     ]
     return fact_grid(_run_facts(run)) + grid(*charts, sections.in_short(findings))
+
+
+def _speed(run: Run) -> tuple[str, Sequence[Point]]:
+    """What a run counts as its data, and how much of it there was in a second."""
+    unit = "samples" if "samples_per_second" in run.curves else "tokens"
+    return unit, run.curves.get(f"{unit}_per_second", ())
+
+
+def _own_charts(run: Run) -> list[tuple[str, list[Line]]]:
+    """Charts of a user's own metrics: in training, and under the same name in evaluations."""
+    names = dict.fromkeys(name.removeprefix(_EVALUATED) for name in run.metrics)
+    return [
+        (
+            name,
+            [
+                Line("training", run.curves.get(name, ())),
+                Line("validation", run.curves.get(_EVALUATED + name, ()), color=1),
+            ],
+        )
+        for name in names
+    ]
 
 
 def _run_facts(run: Run) -> list[tuple[str, str]]:
@@ -142,13 +168,14 @@ def _run_facts(run: Run) -> list[tuple[str, str]]:
     best = min((value for _, value in run.curves.get("validation_loss", ())), default=math.nan)
     done = last("step")
     steps = f"{0 if math.isnan(done) else done:,.0f} of {run.steps:,}"
-    speed, data, device = middle("tokens_per_second"), middle("data_wait"), middle("device_wait")
+    unit, _ = _speed(run)
+    speed, data, device = middle(f"{unit}_per_second"), middle("data_wait"), middle("device_wait")
     return [
         ("steps", steps),
         ("loss", of(words.loss(last("loss")), last("loss"))),
         ("best validation loss", of(words.loss(best), best)),
         ("time of training", format_duration(last("seconds"))),
-        ("tokens per second", of(format_number(speed), speed)),
+        (f"{unit} per second", of(format_number(speed), speed)),
         ("peak memory", words.nbytes(last("peak_bytes"))),
         ("waiting for data", of(format_share(data), data)),
         ("waiting for the device", of(format_share(device), device)),

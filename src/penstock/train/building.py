@@ -1,4 +1,4 @@
-"""What a configuration trains: the model, its optimizer, and the step."""
+"""What a configuration trains: the model, its optimizer, and the loss."""
 
 from __future__ import annotations
 
@@ -29,24 +29,10 @@ def make_optimizer(model: GPT, config: Config) -> AdamW:
     )
 
 
-def make_steps(
-    model: GPT, optimizer: AdamW, config: Config
-) -> tuple[Callable[[ps.Tensor, bool, bool], ps.Tensor], Callable[[ps.Tensor], ps.Tensor]]:
-    """The step that trains on a batch of tokens, and the loss of a batch without training."""
-    accumulate = config.optimizer.accumulate
+def loss_of(model: GPT) -> Callable[[ps.Tensor], ps.Tensor]:
+    """The loss of a batch of tokens (B, context + 1)."""
 
-    @ps.jit
-    def train_step(tokens: ps.Tensor, first: bool, last: bool) -> ps.Tensor:
-        # At the `first` batch there are no gradients yet to add to.
-        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
-        optimizer.backward(loss if accumulate == 1 else loss / accumulate)
-        if last:
-            optimizer.step()
-        return loss
+    def loss(tokens: ps.Tensor) -> ps.Tensor:
+        return model.loss(tokens[:, :-1], tokens[:, 1:])
 
-    @ps.jit
-    def loss_of(tokens: ps.Tensor) -> ps.Tensor:
-        with ps.no_grad():
-            return model.loss(tokens[:, :-1], tokens[:, 1:])
-
-    return train_step, loss_of
+    return loss

@@ -7,7 +7,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from penstock.errors import CheckpointError, SettingError
 from penstock.files import parse_json, require_regular
 from penstock.printable import shown
 from penstock.train.config import Config
+from penstock.train.settings import RunSettings, from_tree
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -44,14 +45,15 @@ class Checkpoint:
     """The state of a run after a step."""
 
     step: int
-    config: Config
+    config: Config | RunSettings
     model: Arrays
     optimizer: Arrays
     generator: dict[str, int]  # the state of the random generator
-    position: int  # the number of the next sample of the data
-    text: str  # a key of the text and of its tokenizer
+    position: int  # the number of the next sample of a text; of other data, that of the epoch's next batch
+    text: str  # a key of the text and of its tokenizer; empty for other data
     seconds: float  # of training so far
     validation_loss: float | None
+    more: dict[str, Any] = field(default_factory=dict)  # of data, schedulers and callbacks; plain values
 
 
 def save(run: Path, checkpoint: Checkpoint) -> Path:
@@ -61,17 +63,13 @@ def save(run: Path, checkpoint: Checkpoint) -> Path:
     """
     arrays = {f"model.{name}": _storable(array) for name, array in checkpoint.model.items()}
     arrays |= {f"optimizer.{name}": _storable(array) for name, array in checkpoint.optimizer.items()}
-    state = json.dumps(
-        {
-            "step": checkpoint.step,
-            "config": checkpoint.config.tree(),
-            "generator": checkpoint.generator,
-            "position": checkpoint.position,
-            "text": checkpoint.text,
-            "seconds": checkpoint.seconds,
-            "validation_loss": checkpoint.validation_loss,
-        }
-    )
+    values = {name: getattr(checkpoint, name) for name in (*_STATE, "more")}
+    try:
+        state = json.dumps({**values, "config": checkpoint.config.tree()})
+    except TypeError as error:
+        raise CheckpointError(
+            f"the state of the data, the scheduler or a callback cannot be written as JSON: {error}"
+        ) from None
     metadata = {"format": _FORMAT, "state": state, "sum": _sum(state, arrays)}
     path = run / FOLDER / f"step-{checkpoint.step:08}.safetensors"
     try:
@@ -99,20 +97,34 @@ def load(path: Path) -> Checkpoint:
         for name, kinds in _STATE.items():
             if type(state[name]) not in kinds:
                 raise ValueError(f"{name} is {shown(state[name])}")
+        more = state.get("more", {})  # older checkpoints have none
+        if not isinstance(more, dict):
+            raise ValueError(f"more is {shown(more)}")
         for name in ("step", "position", "seconds"):
             if not 0 <= state[name] < math.inf:
                 raise ValueError(f"{name} is {shown(state[name])}")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} lacks a part of its state, or a part is wrong: {error}") from None
     try:
-        config = Config().changed(state["config"], str(path))
+        config = from_tree(state["config"], str(path))
     except SettingError as error:
         raise CheckpointError(f"{path} was written by another version of Penstock: {error}") from None
     return Checkpoint(
         config=config,
         model=_part(arrays, "model."),
         optimizer=_part(arrays, "optimizer."),
+        more=more,
         **{name: state[name] for name in _STATE if name != "config"},
+    )
+
+
+def text_config(checkpoint: Checkpoint, run: Path) -> Config:
+    """The settings of a run of `penstock train`; a CheckpointError if it is another run."""
+    if isinstance(checkpoint.config, Config):
+        return checkpoint.config
+    raise CheckpointError(
+        f"{run} is a run of ps.Trainer, with a model of its own: start the program that made it again, and "
+        "its fit() goes on; `penstock train` and `penstock generate` are for a GPT on text"
     )
 
 
@@ -171,17 +183,28 @@ def _reading(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path} is damaged, or no checkpoint ({error}); use an older one") from None
 
 
-def _validation_loss(path: Path) -> float:
-    """The validation loss of a checkpoint; infinity if it has none."""
-    with suppress(CheckpointError, ValueError, TypeError, OverflowError), _reading(path) as file:
-        loss = parse_json((file.metadata() or {})["state"])["validation_loss"]
-        return math.inf if loss is None else float(loss)
+def best_of(run: Path) -> Path | None:
+    """The checkpoint of a run with the best evaluation; None if none was evaluated."""
+    scores = {path: _score(path) for path in checkpoint_files(run)}
+    best = min(scores, key=lambda path: scores[path], default=None)
+    return None if best is None or math.isinf(scores[best]) else best
+
+
+def _score(path: Path) -> float:
+    """The score of a checkpoint, of which lower is better: its validation loss, unless it has another."""
+    with (
+        suppress(CheckpointError, ValueError, TypeError, OverflowError, AttributeError),
+        _reading(path) as file,
+    ):
+        state = parse_json((file.metadata() or {})["state"])
+        score = state.get("more", {}).get("score", state["validation_loss"])
+        return math.inf if score is None else float(score)
     return math.inf
 
 
 def _remove_old(run: Path) -> None:
     paths = checkpoint_files(run)
-    best = min(paths, key=_validation_loss)
+    best = best_of(run)
     for path in paths[:-_KEPT]:
         if path != best:
             with suppress(OSError):

@@ -13,18 +13,19 @@ from penstock.data import Tokenizer, load_tokenizer
 from penstock.errors import CheckpointError
 from penstock.models import LanguageModel, TextTokenizer
 from penstock.train.building import build_model
-from penstock.train.checkpoint import FOLDER, load_last
+from penstock.train.checkpoint import FOLDER, load_last, text_config
 from penstock.train.sizing import check_fits
-from penstock.train.trainer import TOKENIZER_FILE
+from penstock.train.text_trainer import TOKENIZER_FILE
 
 
 def load_model(folder: Path) -> tuple[LanguageModel, Tokenizer | TextTokenizer | None]:
     """A model on the default device, and its tokenizer if the folder has one."""
     if (folder / FOLDER).is_dir():
-        tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
         checkpoint, _ = load_last(folder)
-        check_fits(checkpoint.config, tokenizer.vocab_size, ps.default_device(), training=False)
-        model = build_model(checkpoint.config, tokenizer.vocab_size)
+        config = text_config(checkpoint, folder)
+        tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
+        check_fits(config, tokenizer.vocab_size, ps.default_device(), training=False)
+        model = build_model(config, tokenizer.vocab_size)
         try:
             model.load_state_dict(checkpoint.model)
         except (KeyError, ValueError) as error:

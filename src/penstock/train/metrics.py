@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from penstock.data.files import written_whole
 from penstock.errors import CheckpointError
@@ -27,7 +27,7 @@ class Metrics:
     loss: float
     learning_rate: float
     seconds: float  # of training so far
-    tokens_per_second: float
+    tokens_per_second: float | None  # of text; None of other data
     data_wait: float  # the share of the step's time spent waiting for data
     device_wait: float  # the share spent waiting for the device; most of it if the device is busy
     live_bytes: int
@@ -37,6 +37,24 @@ class Metrics:
     limit_bytes: int | None
     hit_rate: float  # of the pool
     validation_loss: float | None = None
+    samples_per_second: float | None = None
+    epoch: int | None = None  # the first is 1; None if the data has no end
+    others: Mapping[str, float] = field(default_factory=dict)  # a user's own, by name
+
+    def named(self) -> dict[str, Any]:
+        """All values that there are, by name."""
+        known = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "others"}
+        return {name: value for name, value in known.items() if value is not None} | dict(self.others)
+
+    @property
+    def speed(self) -> tuple[float, str]:
+        """How much data is trained on in a second, and what is counted."""
+        if self.tokens_per_second is not None:
+            return self.tokens_per_second, "tokens"
+        return self.samples_per_second or 0.0, "samples"
+
+
+NAMES = frozenset(item.name for item in fields(Metrics))  # which no metric of a user may have
 
 
 class Curve:
@@ -77,6 +95,7 @@ class MetricsLog:
     def __init__(self, run: Path, last_step: int) -> None:
         """Continue after a step: lines of later steps, which the checkpoint does not include, are removed."""
         self._path = run / FILE
+        self._file: TextIO | None = None  # open from the first line that is added until `close`
         self.curves: dict[str, Curve] = {}
         lines = []
         for line, values in _lines(self._path):
@@ -88,13 +107,26 @@ class MetricsLog:
 
     def add(self, metrics: Metrics) -> None:
         """Write a line; a CheckpointError says that the disk is full."""
-        values = {name: value for name, value in asdict(metrics).items() if value is not None}
+        values = metrics.named()
+        line = json.dumps(values, allow_nan=False) + "\n"
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(values, allow_nan=False) + "\n")
+            if self._file is None:
+                self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - for many lines
+            self._file.write(line)
+            self._file.flush()
         except OSError as error:
             raise CheckpointError(f"{self._path} could not be written: {error.strerror}") from error
         _note(self.curves, values)
+
+    def close(self) -> None:
+        """Close the file; another line opens it again. Safe to call twice."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # a full disk, which `add` has told
+                file.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _note(curves: dict[str, Curve], values: dict[str, Any]) -> None:

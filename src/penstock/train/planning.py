@@ -13,8 +13,9 @@ from penstock.data.prefetch import DEPTH
 from penstock.errors import SettingError
 from penstock.execution.memory_plan import MemoryPlan
 from penstock.formatting import format_bytes
-from penstock.train.building import build_model, make_optimizer, make_steps
+from penstock.train.building import build_model, loss_of, make_optimizer
 from penstock.train.config import Config
+from penstock.train.stepping import training_step
 
 Fitted = Literal["batch", "context"]
 
@@ -27,10 +28,12 @@ def plan_step(config: Config) -> MemoryPlan:
     ps.random.manual_seed(config.run.seed)
     model = build_model(config, _vocabulary(config))
     model.to(getattr(ps, config.model.precision))
-    step, _ = make_steps(model, make_optimizer(model, config), config)
-    empty = np.zeros((config.data.batch, config.model.context + 1), np.int32)
-    tokens, *_waiting = [ps.asarray(empty) for _ in range(1 + DEPTH + config.run.evaluate_batches)]
-    plan: MemoryPlan = ps.memory.plan(step, tokens, True, config.optimizer.accumulate == 1)
+    step = training_step(loss_of(model), make_optimizer(model, config))
+    batch, accumulate = config.data.batch, config.optimizer.accumulate
+    empty = np.zeros((batch, config.model.context + 1), np.int32)
+    waiting = 1 + DEPTH + config.run.evaluate_batches  # one more is read ahead
+    tokens, *_waiting = [ps.asarray(empty) for _ in range(accumulate + waiting)]
+    plan: MemoryPlan = ps.memory.plan(step, tokens, batch, batch * accumulate, True, accumulate == 1)
     return plan
 
 

@@ -12,6 +12,7 @@ from penstock.report import Findings, Run, findings, of_trace, render
 from penstock.train import metrics
 from penstock.train.config import Config
 from penstock.train.metrics import Curve
+from penstock.train.settings import RunSettings, from_file
 
 FILE = "report.html"
 CONFIG_FILE = "config.toml"
@@ -20,11 +21,18 @@ _MOST_SAMPLE = 16 << 20  # bytes
 
 
 def write_report(
-    run: Path, config: Config, curves: Mapping[str, Curve], findings: Findings | None, sample: str
+    run: Path,
+    config: Config | RunSettings,
+    curves: Mapping[str, Curve],
+    findings: Findings | None,
+    sample: str,
 ) -> Path:
     """Write the page of a run into its folder."""
     points = {name: curve.shown() for name, curve in curves.items()}
-    page = render(run.resolve().name, Run(config.run.steps, points, config.tree(), sample), findings)
+    done = int(points["step"][-1][1]) if "step" in points else 0
+    steps = config.run.steps if isinstance(config, Config) else config.steps or done
+    own = [name for name in points if name not in metrics.NAMES]
+    page = render(run.resolve().name, Run(steps, points, config.tree(), sample, own), findings)
     return _written(run / FILE, page)
 
 
@@ -47,7 +55,7 @@ def _of_run(run: Path) -> Path:
         )
     for name in (CONFIG_FILE, metrics.FILE, findings.FILE):
         _check_inside(run, name)
-    config = Config().with_file(run / CONFIG_FILE)
+    config = from_file(run / CONFIG_FILE)
     return write_report(run, config, metrics.read_curves(run), read_findings(run), read_sample(run))
 
 

@@ -1,233 +1,343 @@
-"""The training loop of a run, with its data, model, optimizer, checkpoints, metrics and report."""
+"""The training loop of a run: steps, evaluations, checkpoints, metrics, callbacks and the report."""
 
 from __future__ import annotations
 
-import itertools
 import math
+import os
 import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
 
 import penstock as ps
-from penstock.compiler.launches import timeline
-from penstock.data import (
-    ByteTokenizer,
-    CharTokenizer,
-    Prefetch,
-    Text,
-    TextBatches,
-    Tokenizer,
-    TokenStore,
-    find_text,
-    load_tokenizer,
-    python_sources,
-    train_bpe,
-)
-from penstock.data.batches import ChunkBatches
-from penstock.data.files import written_whole
-from penstock.errors import CheckpointError, PenstockError
+from penstock.config import parse_bytes
+from penstock.data import DataError
+from penstock.errors import SettingError
 from penstock.formatting import format_bytes
-from penstock.measuring.step_rates import step_rates
-from penstock.optim import cosine
-from penstock.optim.optimizer import LEAST_SCALE
+from penstock.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from penstock.optim.optimizer import Optimizer
 from penstock.profiling.profiles import Profile
-from penstock.report import Certificate, Findings, PlannedStep, findings
+from penstock.report import findings
 from penstock.stream.future import Future
-from penstock.tensor.jit import schedules
 from penstock.train import checkpoint as checkpoints
-from penstock.train.building import build_model, make_optimizer, make_steps
-from penstock.train.checkpoint import Checkpoint
+from penstock.train import stepping
+from penstock.train.callbacks import Callback, EarlyStopping
 from penstock.train.config import Config
-from penstock.train.folder import RunFolder
-from penstock.train.metrics import FILE as METRICS_FILE
-from penstock.train.metrics import Metrics, MetricsLog, read_curves
-from penstock.train.report import CONFIG_FILE, read_findings, read_sample, write_report, write_sample
-from penstock.train.report import FILE as REPORT_FILE
-from penstock.train.sizing import check_fits
-from penstock.train.view import View
-from penstock.train.window import Window
+from penstock.train.feed import Feed, closed_after, samples_in, state_of, uploaded
+from penstock.train.interrupting import interruptible
+from penstock.train.metrics import NAMES, Metrics
+from penstock.train.run import Run
+from penstock.train.settings import SECTION, RunSettings
+from penstock.train.view import View, open_view
+from penstock.train.window import Window, planned_step
 
-TOKENIZER_FILE = "tokenizer.json"
-_PROMPT = 16  # tokens of the sample's prompt
-
-
-class TrainingError(PenstockError, RuntimeError):
-    """Training cannot continue: its loss is not finite."""
+F = TypeVar("F", bound=Callable[..., Any])
+_Values = dict[str, Future[npt.NDArray[Any]]]
+_EVALUATED = "validation_"  # before the names of an evaluation's metrics
+_UNKNOWN_STEPS = 1 << 30
+_REPORTING = 20  # times as long as a report took: at least so much training before the next
 
 
-class Trainer:
-    """A run in its folder, new or from a checkpoint. `train` runs until its steps are done.
+class Trainer(Run):
+    """Trains a model, in a folder that has all of the run, and from which it is resumed to the same bits.
 
-    It computes on the default device, and uses the default random generator.
+    `fit` runs until all epochs or steps are done; another `fit`, also of another process after a kill, goes
+    on from the last checkpoint. `step` is how many steps are done, and `epoch` how many epochs.
+
+    >>> import tempfile
+    >>> model = ps.nn.Linear(2, 1)
+    >>> trainer = ps.Trainer(
+    ...     model,
+    ...     loss=ps.nn.functional.mse_loss,
+    ...     optimizer=ps.optim.SGD(model.parameters(), lr=0.1),
+    ...     data=[(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))],  # a batch of 4 samples
+    ...     folder=tempfile.mkdtemp(),
+    ...     epochs=3,
+    ...     view=ps.train.NoView(),
+    ... )
+    >>> trainer.fit(), trainer.step
+    (True, 3)
     """
+
+    _has_epochs = True
+    _goes_on = "more epochs or steps go on"
 
     def __init__(
         self,
-        config: Config,
-        folder: Path,
-        view: View,
-        resumed: Checkpoint | None = None,
-        numbered: bool = False,
+        model: ps.nn.Module,
+        loss: stepping.Loss | None,
+        optimizer: Optimizer | Sequence[Optimizer],
+        data: Iterable[Any],
+        *,
+        folder: str | os.PathLike[str],
+        epochs: int | None = None,
+        steps: int | None = None,
+        evaluation: Iterable[Any] | None = None,
+        metrics: Mapping[str, stepping.Loss] | None = None,
+        scheduler: LRScheduler | ReduceLROnPlateau | None = None,
+        schedule_every: Literal["step", "epoch"] = "step",
+        accumulate: int = 1,
+        memory: int | str | None = None,
+        evaluate_every: int | None = None,
+        checkpoint_every: int | None = None,
+        early_stopping: EarlyStopping | None = None,
+        callbacks: Sequence[Callback] = (),
+        view: View | None = None,
     ) -> None:
-        """Prepare everything. The folder is locked, and created if it is new, after all else has succeeded.
+        """`loss` is a function of the model's outputs and the targets; so are `metrics`, by name.
 
-        It stays locked until `train` ends; RunInUse names the process that uses it. With `numbered`, a new
-        folder is created in any case, with a number after its name if that exists.
+        `data` gives a batch at a time, and an epoch in a loop: a `ps.data.Loader`, a list, or anything else
+        that can be iterated. A batch is a tuple of the model's inputs and, last, the targets; for others, or
+        with loss=None, see `batch_loss` and `train_step`. `evaluation` is the same for evaluations.
+
+        Either `epochs` or `steps` say how long it trains; a step takes `accumulate` batches, whose gradients
+        are those of all of their samples together. The `scheduler` advances after every step or epoch;
+        ReduceLROnPlateau, after every evaluation. `memory`, such as "1GiB", is the budget of the devices.
+        Evaluations come after `evaluate_every` steps, or else after each epoch, and checkpoints after
+        `checkpoint_every` steps, or else after each evaluation. Of the checkpoints, the last three are kept,
+        and the best: that of the lowest validation loss, or by the metric of `early_stopping`. The `view` is
+        the terminal, unless another is given, such as `ps.train.NoView()`.
         """
-        self.config, self.folder = config, folder
-        self.step = 0
-        self.stopped_by: signal.Signals | None = None  # the signal that ended `train` early
-        self._view = view
-        self._device = ps.default_device()
-        self._is_first = False  # whether the folder had no run before
-        self._held = RunFolder(folder) if folder.is_dir() and not numbered else None
-        try:
-            self._build(resumed)
-            if self._held is None:
-                self._held = RunFolder(folder, numbered)
-                self.folder = self._held.path
-            self._is_first = not (self.folder / CONFIG_FILE).exists()
-            self._write_settings()
-            self._log = MetricsLog(self.folder, self.step)
-            self._findings = self._earlier_findings()
-        except BaseException:
-            self._let_go()
-            raise
-        self._saved = self.step
-        self._pending: deque[tuple[int, float, list[Future[npt.NDArray[np.float32]]]]] = deque()
-        self._train_step, self._loss_of = make_steps(self.model, self._optimizer, config)
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        view = view if view is not None else open_view(Console())
+        super().__init__(model, optimizers, data, Path(folder), view, scheduler, callbacks)
+        self.stopped_by: signal.Signals | None = None  # the signal that ended `fit` early
+        self._epochs, self._steps, self._accumulate = epochs, steps, accumulate
+        self._evaluate_every, self._checkpoint_every = evaluate_every, checkpoint_every
+        self._memory = None if memory is None else parse_bytes(memory)
+        self._schedule_every, self._early_stopping = schedule_every, early_stopping
+        self._evaluation: Any = evaluation
+        self._evaluation_state = state_of(evaluation)
+        self._metrics = dict(metrics or {})
+        self._loss_name = "" if loss is None else _name(loss)
+        self._values_of: stepping.Step | None = None
+        self._train_step: Callable[..., dict[str, ps.Tensor]] | None = None
+        self._has_own_step = False
+        self._evaluate_batch: Callable[[Any], dict[str, ps.Tensor]] | None = None
+        if loss is not None:
+            self.batch_loss(stepping.batch_values(model, loss, self._metrics))
+        self._pending: deque[tuple[int, int, float, list[int], list[_Values]]] = deque()
+        self._ends = False
+        self._reopens = False  # whether another `fit` loads the last checkpoint
+        self._next_report = 0.0  # when it may be written again during training
+        self._check_settings()
 
-    def _build(self, resumed: Checkpoint | None) -> None:
-        """Create text, model and optimizer, new or from a checkpoint."""
-        ps.random.manual_seed(self.config.run.seed)
-        self._open_text(resumed)
-        self.model = build_model(self.config, self.tokenizer.vocab_size)
-        self.model.to(getattr(ps, self.config.model.precision))
-        self._optimizer = make_optimizer(self.model, self.config)
-        self._position = 0
-        self._seconds = 0.0
-        if resumed:
-            self._restore(resumed)
+    def _check_settings(self) -> None:
+        if (self._epochs is None) == (self._steps is None):
+            raise SettingError("a run has epochs or steps: give just one of them")
+        counts = {
+            "epochs": self._epochs,
+            "steps": self._steps,
+            "accumulate": self._accumulate,
+            "evaluate_every": self._evaluate_every,
+            "checkpoint_every": self._checkpoint_every,
+        }
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise SettingError(f"{name} is 1 or more, and {count} was given")
+        if self._schedule_every not in ("step", "epoch"):
+            raise SettingError(f"schedule_every is step or epoch, and {self._schedule_every!r} was given")
+        if self._metrics and not self._loss_name:
+            raise SettingError("`metrics` go with `loss`; @trainer.batch_loss returns its own in a dict")
+        self._check_names(self._metrics)
+        stopping = self._early_stopping
+        if stopping and self._evaluation is None and stopping.metric.startswith(_EVALUATED):
+            raise SettingError(f"early stopping by {stopping.metric!r} needs `evaluation`, the data for it")
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in NAMES or name.startswith(_EVALUATED):
+                raise SettingError(f"a metric cannot have the name {name!r}, which the run uses itself")
+
+    # What a user defines
+
+    def batch_loss(self, function: F) -> F:
+        """A decorator: the loss of a batch, for batches that are not a pair of inputs and targets.
+
+        The function takes the parts of a batch, and returns the loss, or a dict with "loss" and metrics. It
+        is called in training and in evaluations, as a part of a jitted function.
+        """
+        self._values_of = function
+        self._evaluate_batch = stepping.evaluation_step(function)
+        if len(self.optimizers) == 1 and not self._has_own_step:
+            self._train_step = stepping.training_step(function, self.optimizers[0])
+        return function
+
+    def train_step(self, function: F) -> F:
+        """A decorator: a whole step of one's own, with gradients and updates by any number of optimizers.
+
+        The function takes the parts of a batch, and returns the loss, or a dict with "loss" and metrics. It
+        is jitted. Evaluations use `loss` or `batch_loss`. Checkpoints have what belongs to the model, to the
+        optimizers and to callbacks, and nothing else that the function may use.
+        """
+        if self._accumulate != 1:
+            raise SettingError("a step of one's own trains on a single batch: use it with accumulate=1")
+        self._train_step, self._has_own_step = stepping.own_step(function), True
+        return function
+
+    def stop(self) -> None:
+        """End `fit` after this step, with a checkpoint; for callbacks."""
+        self._ends = True
 
     # Training
 
-    def train(self) -> bool:
-        """Run until all steps are done, or until Ctrl-C or SIGTERM; whether all are done."""
-        steps, every = self.config.run.steps, self.config.run.evaluate_every
-        if self._held is None:
-            self._held = RunFolder(self.folder)
-        try:
-            batches = self._batches()
-            self._view.start(self.step, steps, self._seconds)
-            with (
-                Prefetch(batches, self._device) as prefetch,
-                _interruptible(self._view) as received,
-                Window(self._device, steps - self.step) as window,
-            ):
-                self._start_clock(prefetch)
-                while self.step < steps and not received():
-                    if window.due:
-                        self._record_all(prefetch)
-                        window.begin()
-                    self._advance(prefetch)
-                    evaluates = self.step % every == 0 or self.step == steps
-                    saves = self._saves(evaluates)
-                    profiled = window.after_step(last=evaluates or saves or received() is not None)
-                    if profiled:
-                        self._keep_profile(*profiled, prefetch)
-                    if evaluates or saves:
-                        self._pause(prefetch, evaluates, saves)
-                        self._start_clock(prefetch)
-                    elif profiled:
-                        self._record_all(prefetch)
-                    # All losses except the last, since the device is still computing that step.
-                    for metrics in self._finished(prefetch, leave=1):
-                        self._record(metrics)
-                if self.step > self._saved:
-                    self._record_all(prefetch)
-                    self._save(None)
-                self.stopped_by = received()
-        finally:
-            self._view.stop()
-            self._store.close()
-            if self._store.replaced:
-                self._view.note(f"not UTF-8, and replaced by U+FFFD: {self._store.replaced} places")
-            if self._log.curves:
-                self.report()
-            self._let_go()
-        return self.step >= steps
+    def fit(self) -> bool:
+        """Train until all epochs or steps are done, or it ends early; whether nothing is left to do.
 
-    def _batches(self) -> TextBatches | ChunkBatches:
-        data, model = self.config.data, self.config.model
-        return self._store.batches(data.batch, model.context, self.config.run.seed, self._position)
-
-    def prompt(self) -> npt.NDArray[np.int32]:
-        """The prompt of the sample: tokens that were not trained on, if there are any."""
-        tokens = self._store.validation if len(self._store.validation) else self._store.train
-        return tokens[:_PROMPT].astype(np.int32)
-
-    def report(self, sample: str = "") -> bool:
-        """Write `report.html`, with the last sample of text if there is one; whether it succeeded.
-
-        If the report cannot be written, a note says why, and the run goes on.
+        Ctrl-C and SIGTERM end it after the step, with a checkpoint; then it is False, and `stopped_by` is the
+        signal. A checkpoint that does not fit model, optimizer or data raises a CheckpointError.
         """
-        try:
-            if sample:
-                write_sample(self.folder, sample)
-            write_report(
-                self.folder, self.config, self._log.curves, self._findings, sample or read_sample(self.folder)
+        self._check_functions()
+        with ps.memory.budget(self._memory) if self._memory is not None else nullcontext():
+            self._hold()
+            try:
+                if not self.model.training:
+                    self.model.train()
+                self._ends, self.stopped_by, self._reopens = False, None, False
+                self._call("on_start")
+                total = self._total_steps()
+                if self._is_done():
+                    self._view.note(self._how_done())
+                self._view.start(self.step, total, self._seconds)
+                left = _UNKNOWN_STEPS if total is None else total - self.step
+                with interruptible(self._view) as received, Window(self._device, left) as window:
+                    self._run(received, window)
+                    self.stopped_by = received()
+                self._call("on_end")
+            except BaseException:
+                self._reopens = bool(checkpoints.checkpoint_files(self.folder))
+                if self._reopens:
+                    self._pending.clear()
+                raise
+            finally:
+                self._view.stop()
+                self._feed.close()
+                if self._log.curves:
+                    self.report()
+                self._let_go()
+                self._opened = not self._reopens
+        return self._is_done()
+
+    def _check_functions(self) -> None:
+        if self._train_step is None and self._values_of is None:
+            raise SettingError("there is no loss: give `loss`, or define it with @trainer.batch_loss")
+        if self._train_step is None:
+            raise SettingError(
+                "several optimizers need a step of one's own: define it with @trainer.train_step"
             )
-        except Exception as error:  # a run is worth more than its report
-            self._view.note(f"there is no new report: {error}")
-            return False
-        return True
+        if self._evaluation is not None and self._evaluate_batch is None:
+            raise SettingError("evaluations need a loss: give `loss`, or define it with @trainer.batch_loss")
 
-    # One step
+    def _run(self, received: Callable[[], signal.Signals | None], window: Window) -> None:
+        self._start_clock()
+        while not (self._is_done() or self._ends or received()):
+            if window.due:
+                self._record_all()
+                window.begin()
+            self._advance(self._feed)
+            ended = self._feed.at_start()  # the epoch
+            evaluates = self._evaluates(ended)
+            saves = self._saves(evaluates)
+            profiled = window.after_step(last=evaluates or saves or ended or received() is not None)
+            if profiled:
+                self._keep_profile(*profiled)
+            if evaluates or saves or ended:
+                self._pause(evaluates, saves, ended)
+                self._start_clock()
+            elif profiled:
+                self._record_all()
+            # All losses except the last, since the device is still computing that step.
+            for metrics in self._finished(leave=1):
+                self._record(metrics)
+        if self.step > self._saved:
+            self._record_all()
+            self._save(None)
 
-    def _advance(self, batches: Prefetch[ps.Tensor]) -> None:
+    def _is_done(self) -> bool:
+        stopping = self._early_stopping
+        if stopping and self._best.since >= stopping.patience:
+            return True
+        if self._steps is not None:
+            return self.step >= self._steps
+        return self._epochs is not None and self.epoch >= self._epochs
+
+    def _how_done(self) -> str:
+        """Why nothing is left to do, and what would go on."""
+        if self._early_stopping and self._best.since >= self._early_stopping.patience:
+            return f"the run has ended at step {self.step}, by its {self._early_stopping.metric}"
+        return f"all {self.step} steps are done; {self._goes_on}"
+
+    def _total_steps(self) -> int | None:
+        """How many steps the whole run has, if that is known."""
+        if self._steps is not None or self._epochs is None:
+            return self._steps
+        batches = self._feed.batches_in_epoch()
+        return None if batches is None else self._epochs * -(-batches // self._accumulate)
+
+    def _evaluates(self, epoch_ended: bool) -> bool:
+        every = self._evaluate_every
+        return (self.step % every == 0 if every else epoch_ended) or self._is_done()
+
+    def _saves(self, evaluates: bool) -> bool:
+        """Whether a checkpoint follows this step."""
+        every = self._checkpoint_every
+        return self.step % every == 0 or self._is_done() if every else evaluates
+
+    # A step
+
+    def _advance(self, feed: Feed) -> None:
         """Submit a step. Its losses are read later."""
-        setting, number = self.config.optimizer, self.config.optimizer.accumulate
-        warmup = min(setting.warmup, self.config.run.steps)
-        schedule = cosine(setting.learning_rate, self.config.run.steps, warmup, setting.final_rate)
-        self._optimizer.lr = rate = schedule(self.step)
-        losses = []
-        for at in range(number):
-            loss = self._train_step(next(batches), at == 0, at == number - 1)
-            losses.append(loss.numpy_async())
+        assert self._train_step is not None
+        epoch = feed.epoch + 1
+        batches = feed.take(self._accumulate)
+        self._before_step()
+        rate = self.optimizers[0].lr
+        sizes = [samples_in(batch) for batch in batches]
+        values: list[_Values] = []
+        for at, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
+            last = at == len(batches) - 1
+            results = self._train_step(batch, size, sum(sizes), at == 0, last)
+            values.append({name: value.numpy_async() for name, value in results.items()})
         self.step += 1
-        self._position = batches.state()
-        self._pending.append((self.step, rate, losses))
+        if isinstance(self._scheduler, LRScheduler) and self._schedule_every == "step":
+            self._scheduler.step()
+        self._pending.append((self.step, epoch, rate, sizes, values))
+        del batches
+        feed.look_ahead()
 
-    def _finished(self, batches: Prefetch[ps.Tensor], leave: int) -> Iterator[Metrics]:
+    def _before_step(self) -> None:
+        """For trainers with a schedule of their own."""
+
+    def _finished(self, leave: int) -> Iterator[Metrics]:
         """The metrics of all steps except the last submitted; waits for them."""
-        tokens = self.config.data.batch * self.config.model.context * self.config.optimizer.accumulate
         done = [self._pending.popleft() for _ in range(len(self._pending) - leave)]
         if not done:
             return
-        losses = [float(np.mean([future.wait() for future in futures])) for _, _, futures in done]
+        read = [_mean(values, sizes) for _, _, _, sizes, values in done]
         then, waited = self._clock
-        self._start_clock(batches)
+        self._start_clock()
         now, waits = self._clock
         took = max(now - then, 1e-9)
         memory = self._device.memory_stats()
-        for (step, rate, _), loss in zip(done, losses, strict=True):
+        rate_of = sum(sum(sizes) for _, _, _, sizes, _ in done) / took
+        for (step, epoch, rate, _, _), values in zip(done, read, strict=True):
+            loss = values.pop(stepping.LOSS)
             self._check(loss, "loss", step)
+            self._check_names(values)
             self._seconds += took / len(done)
             yield Metrics(
                 step=step,
                 loss=loss,
                 learning_rate=rate,
                 seconds=self._seconds,
-                tokens_per_second=tokens * len(done) / took,
                 data_wait=(waits[0] - waited[0]) / took,
                 device_wait=(waits[1] - waited[1]) / took,
                 live_bytes=memory.live_bytes,
@@ -236,224 +346,146 @@ class Trainer:
                 peak_bytes=memory.peak_bytes,
                 limit_bytes=memory.limit_bytes,
                 hit_rate=memory.pool.hit_rate,
+                epoch=epoch if self._has_epochs else None,
+                others=_finite(values),
+                **self._speed(rate_of),
             )
 
-    def _start_clock(self, batches: Prefetch[ps.Tensor]) -> None:
-        self._clock = self._now(batches)
+    def _speed(self, samples_per_second: float) -> dict[str, float | None]:
+        """The metrics of speed."""
+        return {"tokens_per_second": None, "samples_per_second": samples_per_second}
 
-    def _now(self, batches: Prefetch[ps.Tensor]) -> tuple[float, tuple[float, float]]:
+    def _start_clock(self) -> None:
+        self._clock = self._now()
+
+    def _now(self) -> tuple[float, tuple[float, float]]:
         """The time, and how long it was waited for data and for the device until then."""
-        return time.perf_counter(), (batches.waited_seconds, self._device.stream.waits.seconds)
+        return time.perf_counter(), (self._feed.waited_seconds, self._device.stream.waits.seconds)
 
-    def _record_all(self, batches: Prefetch[ps.Tensor]) -> None:
+    def _record_all(self) -> None:
         """Record the metrics of every submitted step; waits for them."""
-        for metrics in self._finished(batches, leave=0):
+        for metrics in self._finished(leave=0):
             self._record(metrics)
 
     def _record(self, metrics: Metrics) -> None:
         self._log.add(metrics)
         self._view.show(metrics)
+        self._call("on_step", metrics)
 
-    # The profile
-
-    def _keep_profile(self, profile: Profile, steps: int, batches: Prefetch[ps.Tensor]) -> None:
+    def _keep_profile(self, profile: Profile, steps: int) -> None:
         """Keep the findings of the profile of the last steps for the report. Its time counts for no step."""
-        start, (data, device) = self._now(batches)
+        start, (data, device) = self._now()
         try:
             window = (self.step - steps + 1, self.step)
-            self._findings = findings.of_profile(profile, window, *self._planned())
+            plans = planned_step(self._device, self._train_step, self._accumulate)
+            self._findings = findings.of_profile(profile, window, *plans)
             self._findings.save(self.folder / findings.FILE)
         except Exception as error:  # a run is worth more than its report
             self._view.note(f"the profile of steps up to {self.step} is not in the report: {error}")
-        end, (data_end, device_end) = self._now(batches)
+        end, (data_end, device_end) = self._now()
         then, waited = self._clock
         self._clock = then + end - start, (waited[0] + data_end - data, waited[1] + device_end - device)
 
-    def _planned(self) -> tuple[Certificate | None, PlannedStep | None]:
-        """The plan of the training step, and what is predicted of it."""
-        known = schedules(self._train_step)
-        if not known:
-            return None, None
-        rates = step_rates(self._device, measure=False)
-        seconds = None
-        if rates is not None:
-            planned = timeline(known[0], self._device.capabilities)
-            seconds = self.config.optimizer.accumulate * rates.seconds(*planned)
-        return Certificate.of(known[0].plan), PlannedStep.of(known[0], self._device.held_bytes(), seconds)
-
-    def _earlier_findings(self) -> Findings | None:
-        """The findings of an earlier part of the run."""
-        try:
-            return read_findings(self.folder)
-        except PenstockError as error:
-            self._view.note(f"{error}; the report goes without it")
-            return None
-
     # Evaluations and checkpoints
 
-    def _saves(self, evaluates: bool) -> bool:
-        """Whether a checkpoint follows this step."""
-        every = self.config.run.checkpoint_every
-        return self.step % every == 0 or self.step == self.config.run.steps if every else evaluates
-
-    def _pause(self, batches: Prefetch[ps.Tensor], evaluates: bool, saves: bool) -> None:
-        """Record the metrics of every submitted step, then evaluate, or save a checkpoint, or both."""
-        validation = None
-        for metrics in self._finished(batches, leave=0):
+    def _pause(self, evaluates: bool, saves: bool, epoch_ended: bool) -> None:
+        """Record the metrics of every submitted step, then what follows an evaluation or an epoch."""
+        validation = score = None
+        improved = False
+        for metrics in self._finished(leave=0):
+            results = self._evaluate() if evaluates and metrics.step == self.step else {}
+            if results:
+                validation = results.pop(_EVALUATED + stepping.LOSS)
+                others = {**metrics.others, **_finite(results)}
+                metrics = replace(metrics, validation_loss=validation, others=others)
+            self._record(metrics)
             if evaluates and metrics.step == self.step:
-                validation = self._evaluate()
-            self._record(replace(metrics, validation_loss=validation))
-        if saves:
-            self._save(validation)
-        self.report()
+                score = self._score(metrics)
+                improved = score is not None and self._best.add(score)
+                self._after_evaluation(metrics)
+        if epoch_ended and self._has_epochs:
+            if isinstance(self._scheduler, LRScheduler) and self._schedule_every == "epoch":
+                self._scheduler.step()
+            self._call("on_epoch", self.epoch)
+        if saves or (improved and self._early_stopping):
+            self._save(validation, score)
+        start = time.perf_counter()
+        if start >= self._next_report:
+            self.report()
+            end = time.perf_counter()
+            self._next_report = end + _REPORTING * (end - start)
 
-    def _evaluate(self) -> float | None:
-        """The mean loss of the validation batches, which are always the same; None if there are none."""
-        if not self._validation:
-            return None
-        self.model.eval()
-        losses = [self._loss_of(tokens).numpy_async() for tokens in self._validation]
-        self.model.train()
-        loss = float(np.mean([float(future.wait()) for future in losses]))
-        self._check(loss, "validation loss", self.step)
-        return loss
+    def _score(self, metrics: Metrics) -> float | None:
+        """The score of an evaluation, of which lower is better."""
+        return self._early_stopping.score(metrics) if self._early_stopping else metrics.validation_loss
 
-    def _save(self, validation: float | None) -> None:
-        model = self.model.state_dict()
-        for name, array in model.items():
-            self._check(float(np.abs(array.astype(np.float32)).max()), f"largest of {name}", self.step)
-        optimizer = self._optimizer.state_dict()
-        if optimizer.get("scale", math.inf) <= LEAST_SCALE:
-            self._view.note(
-                f"at step {self.step} the gradients overflow float16 even though the loss is not scaled any "
-                "more; such steps change nothing. Use bfloat16 or float32, or a lower learning_rate"
-            )
-        checkpoints.save(
-            self.folder,
-            Checkpoint(
-                step=self.step,
-                config=self.config,
-                model=model,
-                optimizer=optimizer,
-                generator=ps.random.state(),
-                position=self._position,
-                text=self._store.key,
-                seconds=self._seconds,
-                validation_loss=validation,
-            ),
-        )
-        self._saved = self.step
+    def _after_evaluation(self, metrics: Metrics) -> None:
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            metric = self._early_stopping.metric if self._early_stopping else f"{_EVALUATED}{stepping.LOSS}"
+            self._scheduler.step(metrics.named().get(metric, metrics.loss))
+        self._call("on_evaluation", metrics)
 
-    def _check(self, value: float, what: str, step: int) -> None:
-        if math.isfinite(value):
-            return
-        kept = checkpoints.checkpoint_files(self.folder)
-        there = f"The last good checkpoint is {kept[-1]}" if kept else "There is no checkpoint yet"
-        how = f"penstock train {f'--resume {self.folder} ' if kept else ''}--config FILE"
-        raise TrainingError(
-            f"the {what} is {value} at step {step}. {there}. A lower learning_rate (now "
-            f"{self.config.optimizer.learning_rate}) or a longer warmup, under [optimizer] in a file, mostly "
-            f"helps: {how}"
-        )
+    def evaluate(self) -> dict[str, float]:
+        """The loss and the metrics of the evaluation data, by name."""
+        self._check_functions()
+        return {name.removeprefix(_EVALUATED): value for name, value in self._evaluate().items()}
 
-    # Setup
+    def _evaluate(self) -> dict[str, float]:
+        """The means over the samples of the evaluation's data; empty if there is none."""
+        if self._evaluation is None or self._evaluate_batch is None:
+            return {}
+        if self._evaluation_state is not None:  # always the same batches
+            self._evaluation.load_state_dict(self._evaluation_state)
+        sizes: list[int] = []
+        values: list[_Values] = []
+        with closed_after(self._evaluation) as batches:
+            for batch in batches:
+                results = self._evaluate_batch(uploaded(batch, self._device))
+                sizes.append(samples_in(batch))
+                values.append({name: value.numpy_async() for name, value in results.items()})
+        if not values:
+            raise DataError("`evaluation` gave no batch; give what can be iterated again, such as a list")
+        means = {_EVALUATED + name: mean for name, mean in _mean(values, sizes).items()}
+        self._check(means[_EVALUATED + stepping.LOSS], "validation loss", self.step)
+        return means
 
-    def _open_text(self, resumed: Checkpoint | None) -> None:
-        setting = self.config.data
-        text = find_text(setting.path) if setting.path else python_sources()
-        self._view.note(f"text: {setting.path or 'the sources of this Python'}")
-        if resumed:
-            self.tokenizer = load_tokenizer(self.folder / TOKENIZER_FILE)
-        else:
-            self.tokenizer = _make_tokenizer(self.config, text, self._view)
-        begun = resumed.text if resumed else None
-        self._store = TokenStore.open(
-            text, self.tokenizer, setting.validation, progress=self._view.phase, begun=begun
-        )
-        self._view.note(f"{text.summary()}\n{self._store.summary()}")
-        if resumed and resumed.text != self._store.key:
-            self._view.note(
-                "the text is not the one that the run began with, or its files were moved or touched; "
-                "where it differs, so do the batches from here on"
-            )
-        check_fits(self.config, self.tokenizer.vocab_size, self._device)
-        self._validation = []
-        if len(self._store.validation) > self.config.model.context:
-            batches = TextBatches(self._store.validation, setting.batch, self.config.model.context, seed=0)
-            self._validation = [ps.asarray(next(batches)) for _ in range(self.config.run.evaluate_batches)]
-        elif setting.validation:
-            self._view.note("the text is too short for validation; there is none")
-
-    def _restore(self, resumed: Checkpoint) -> None:
-        """Resume from a checkpoint; from an earlier one, with a note, if a part of it is missing."""
-        problems: list[str] = []
-        for checkpoint in itertools.chain([resumed], checkpoints.older(self.folder, resumed.step)):
-            try:
-                self.model.load_state_dict(checkpoint.model)
-                self._optimizer.load_state_dict(checkpoint.optimizer)
-                ps.random.set_state(checkpoint.generator)
-            except (KeyError, ValueError, TypeError) as error:
-                which = f"the checkpoint of step {checkpoint.step} in {self.folder}"
-                problems.append(f"{which} does not fit the settings: {error}")
-                continue
-            self.step = checkpoint.step
-            self._position, self._seconds = checkpoint.position, checkpoint.seconds
-            for problem in problems:
-                self._view.note(f"{problem}; the checkpoint of step {self.step} is used")
-            return
-        raise CheckpointError(problems[0])
-
-    def _let_go(self) -> None:
-        """Unlock the folder. If no step was done in it, nothing of this run is left there."""
-        if self._held is None:
-            return
-        if self._is_first and not checkpoints.checkpoint_files(self.folder) and not read_curves(self.folder):
-            self._held.remove_files([CONFIG_FILE, TOKENIZER_FILE, METRICS_FILE, REPORT_FILE, findings.FILE])
-        elif not (self.folder / CONFIG_FILE).exists():
-            self._held.remove_files([])
-        self._held.release()
-        self._held = None
-
-    def _write_settings(self) -> None:
-        with written_whole(self.folder / CONFIG_FILE) as file:
-            file.write(self.config.toml().encode())
-        self.tokenizer.save(self.folder / TOKENIZER_FILE)
-        size = sum(tensor.size for tensor in self.model.parameters())
-        where = f"{self._device.name} ({self._device.capabilities.description})"
-        limit = self._device.limit_bytes
-        within = "" if limit is None else f", within {format_bytes(limit)}"
-        self._view.note(f"a GPT of {size:,} parameters in {self.config.model.precision} on {where}{within}")
-        self._view.note(f"run: {self.folder}")
+    def _settings(self) -> Config | RunSettings:
+        about = {
+            "model": type(self.model).__name__,
+            "parameters": sum(tensor.size for tensor in self.model.parameters()),
+            "loss": self._loss_name,
+            "metrics": list(self._metrics),
+            "epochs": self._epochs,
+            "steps": self._total_steps(),
+            "accumulate": self._accumulate,
+            "evaluate_every": self._evaluate_every,
+            "checkpoint_every": self._checkpoint_every,
+            "scheduler": self._scheduler and type(self._scheduler).__name__,
+            "early_stopping": self._early_stopping and str(self._early_stopping),
+            "memory": self._memory and format_bytes(self._memory),
+            "device": self._device.name,
+        }
+        optimizers = {
+            f"optimizer{at or ''}": {
+                "name": type(each).__name__,
+                **each.defaults,
+                "clip_norm": each.clip_norm,
+            }
+            for at, each in enumerate(self.optimizers)
+        }
+        return RunSettings.of({SECTION: about, **optimizers, "data": self._feed.described()})
 
 
-def _make_tokenizer(config: Config, text: Text, view: View) -> Tokenizer:
-    match config.data.tokenizer:
-        case "bytes":
-            return ByteTokenizer()
-        case "characters":
-            with view.phase("looking for characters"):
-                return CharTokenizer(text)
-    return train_bpe(text, config.data.vocabulary, view.phase)
+def _mean(values: Sequence[_Values], sizes: Sequence[int]) -> dict[str, float]:
+    """The means of the values of batches over their samples, by name; waits for them."""
+    read = [{name: float(future.wait()) for name, future in batch.items()} for batch in values]
+    return {name: float(np.average([batch[name] for batch in read], weights=sizes)) for name in read[0]}
 
 
-@contextmanager
-def _interruptible(view: View) -> Iterator[Callable[[], signal.Signals | None]]:
-    """A function that tells which of Ctrl-C and SIGTERM was received. A second ends the process at once."""
-    received: signal.Signals | None = None
+def _finite(values: Mapping[str, float]) -> dict[str, float]:
+    """The values that are numbers, which a line of metrics can hold."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
-    def handler(number: int, _: FrameType | None) -> None:
-        nonlocal received
-        received = signal.Signals(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        view.note("stopping after this step, with a checkpoint; Ctrl-C again stops at once")
 
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: received  # only the main thread receives signals
-        return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: received
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -23,6 +23,8 @@ from penstock.terminal import phase, say, table
 from penstock.train.metrics import Metrics
 
 _LINES = 20  # of a whole run, besides those of evaluations
+_UNKNOWN_LINES = 100  # steps for a line, where nobody knows how many a run has
+_COMPILING = 10  # times as long as others: a step that was compiled; two in a row are just slow
 _SMOOTHING = 0.95  # the decay of the exponential moving average of the loss
 
 
@@ -32,8 +34,8 @@ class View(Protocol):
     def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
         """Show some work before training; the function given says how much of `total` is done."""
 
-    def start(self, done: int, steps: int, seconds: float) -> None:
-        """Training starts after `done` steps of `steps`, which took some seconds."""
+    def start(self, done: int, steps: int | None, seconds: float) -> None:
+        """Training starts after `done` steps of `steps`, if that is known; they took some seconds."""
 
     def show(self, metrics: Metrics) -> None:
         """A step is done."""
@@ -68,16 +70,18 @@ class _Recent:
 
     def __init__(self) -> None:
         self._means = {name: Smoothed() for name in ("loss", "step", "data_wait", "device_wait")}
-        self._first = True
+        self._first, self._compiled = True, False
         self.step_seconds = math.nan  # until the second step, since the first compiles
 
     def add(self, metrics: Metrics, seconds: float) -> None:
         """Add a step, which took some seconds."""
         self.loss = self._means["loss"].add(metrics.loss)
-        if not self._first:
+        compiles = seconds > _COMPILING * self.step_seconds and not self._compiled  # a batch of another shape
+        if not (self._first or compiles):
             self.step_seconds = self._means["step"].add(seconds)
-        self._first = False
-        self._tokens = metrics.tokens_per_second * seconds
+        self._first, self._compiled = False, compiles
+        rate, self._counted = metrics.speed
+        self._amount = rate * seconds
         data, device = (
             self._means[name].add(getattr(metrics, name)) for name in ("data_wait", "device_wait")
         )
@@ -88,10 +92,10 @@ class _Recent:
 
     @property
     def speed(self) -> str:
-        """Tokens per second."""
+        """Tokens or samples per second."""
         if math.isnan(self.step_seconds):
             return "compiled"
-        return f"{self._tokens / self.step_seconds:,.0f} tokens/s"
+        return f"{self._amount / self.step_seconds:,.0f} {self._counted}/s"
 
 
 class PlainView:
@@ -100,14 +104,15 @@ class PlainView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._recent = _Recent()
-        self._steps, self._seconds = 1, 0.0
+        self._steps: int | None = 1
+        self._seconds = 0.0
         self._compiling = ExitStack()  # until the first step is done
 
     def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
         """See `View`."""
         return phase(self._console, name, total)
 
-    def start(self, done: int, steps: int, seconds: float) -> None:
+    def start(self, done: int, steps: int | None, seconds: float) -> None:
         """See `View`."""
         self._steps, self._seconds = steps, seconds
         self._compiling.enter_context(self.phase("compiling the step"))
@@ -118,14 +123,17 @@ class PlainView:
         recent = self._recent
         recent.add(metrics, metrics.seconds - self._seconds)
         self._seconds = metrics.seconds
-        regular = metrics.step % max(1, self._steps // _LINES) == 0
+        every = self._steps // _LINES if self._steps else _UNKNOWN_LINES
+        regular = metrics.step % max(1, every) == 0
         if not (math.isnan(recent.step_seconds) or regular or metrics.validation_loss is not None):
             return
-        parts = [f"step {metrics.step:>{len(str(self._steps))}}/{self._steps}", f"loss {recent.loss:.4f}"]
+        whole = f"/{self._steps}" if self._steps else ""
+        parts = [f"step {metrics.step:>{len(str(self._steps or 1))}}{whole}", f"loss {recent.loss:.4f}"]
         if metrics.validation_loss is not None:
             parts.append(f"validation {metrics.validation_loss:.4f}")
+        parts += [f"{name} {value:.4f}" for name, value in metrics.others.items()]
         parts.append(recent.speed)
-        if not math.isnan(recent.step_seconds):
+        if self._steps and not math.isnan(recent.step_seconds):
             parts.append(f"{format_clock(recent.step_seconds * (self._steps - metrics.step))} left")
         self.note("  ".join([*parts, recent.memory, recent.waiting]))
 
@@ -147,6 +155,7 @@ class LiveView:
         self._seconds = 0.0
         self._validation = ""
         self._best = math.inf
+        self._others: dict[str, float] = {}  # the last of each
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(None),
@@ -156,14 +165,14 @@ class LiveView:
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._progress.add_task("compiling")
+        self._task = self._progress.add_task("compiling", total=None)
         self._live = Live(self._progress, console=console)
 
     def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
         """See `View`."""
         return phase(self._console, name, total)
 
-    def start(self, done: int, steps: int, seconds: float) -> None:
+    def start(self, done: int, steps: int | None, seconds: float) -> None:
         """See `View`."""
         self._seconds = seconds
         self._progress.update(self._task, total=steps, completed=done)
@@ -177,9 +186,12 @@ class LiveView:
         if metrics.validation_loss is not None:
             self._best = min(self._best, metrics.validation_loss)
             self._validation = f"; validation {metrics.validation_loss:.4f}, the best {self._best:.4f}"
+        self._others |= metrics.others
         rows = table(padding=(0, 2))
         rate = f"; learning rate {metrics.learning_rate:.2e}"
         rows.add_row("loss", f"{recent.loss:.4f}{self._validation}{rate}")
+        if self._others:
+            rows.add_row("metrics", "; ".join(f"{name} {value:.4f}" for name, value in self._others.items()))
         rows.add_row("speed", f"{recent.speed}; {recent.waiting}")
         rows.add_row("memory", f"{recent.memory}; {metrics.hit_rate:.0%} of requests served by the pool")
         self._progress.update(self._task, completed=metrics.step, description="training")
@@ -192,3 +204,23 @@ class LiveView:
     def stop(self) -> None:
         """See `View`."""
         self._live.stop()
+
+
+class NoView:
+    """Shows nothing."""
+
+    def phase(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[int], None]]:
+        """See `View`."""
+        return nullcontext(lambda done: None)
+
+    def start(self, done: int, steps: int | None, seconds: float) -> None:
+        """See `View`."""
+
+    def show(self, metrics: Metrics) -> None:
+        """See `View`."""
+
+    def note(self, text: str) -> None:
+        """See `View`."""
+
+    def stop(self) -> None:
+        """See `View`."""

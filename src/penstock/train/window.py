@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
+from typing import Any
 
+from penstock.compiler.launches import timeline
 from penstock.errors import PenstockError
+from penstock.measuring.step_rates import step_rates
 from penstock.profiling import profile
 from penstock.profiling.profiles import Profile
+from penstock.report import Certificate, PlannedStep
 from penstock.runtime import Device
+from penstock.tensor.jit import schedules
 
 _WARM = 3  # steps before it: they compile, and capture graphs if the device has them
 _STEPS = 3  # that are profiled; fewer if an evaluation or a checkpoint comes before
+
+
+def planned_step(
+    device: Device, train_step: Callable[..., Any] | None, batches: int
+) -> tuple[Certificate | None, PlannedStep | None]:
+    """The plan of a training step, and what is predicted of a step of several batches."""
+    known = schedules(train_step) if train_step else []
+    if not known:
+        return None, None
+    rates = step_rates(device, measure=False)
+    seconds = batches * rates.seconds(*timeline(known[0], device.capabilities)) if rates else None
+    return Certificate.of(known[0].plan), PlannedStep.of(known[0], device.held_bytes(), seconds)
 
 
 class Window:
