@@ -326,7 +326,7 @@ def trained(config: Config, run: Path, steps: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ceilings, "_measured", lambda device, what: 1e11)  # which takes its time
     resumed = load_last(run)[0] if (run / "checkpoints").is_dir() else None
     view = PlainView(Console(file=io.StringIO()))
-    trainer = Trainer(config, run, view, resumed)
+    trainer = TextTrainer(config, run, view, resumed)
     if steps < config.run.steps:
         step = trainer._record
 
@@ -336,7 +336,7 @@ def trained(config: Config, run: Path, steps: int, monkeypatch: pytest.MonkeyPat
                 os.kill(os.getpid(), signal.SIGINT)
 
         monkeypatch.setattr(trainer, "_record", record)
-    trainer.train()
+    trainer.fit()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["loss"], line.get("validation_loss")) for line in lines]
 
