@@ -9,7 +9,7 @@ time or small. Several small operations that come again and again get a kernel, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
@@ -21,7 +21,7 @@ from penstock.errors import OutOfDeviceMemory
 from penstock.execution.ahead import Ahead
 from penstock.execution.executable import Executable, kernel_sources
 from penstock.execution.host_program import HostProgram
-from penstock.execution.hosting import Residents
+from penstock.execution.hosting import Residents, State
 from penstock.execution.memory_plan import MemoryPlan
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.dtypes import HALF_PRECISION
@@ -30,10 +30,8 @@ from penstock.graph.reference import Constant
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.source import KernelSource
 from penstock.lru import LRU
+from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
-
-# Inputs of a program, by number, that are state: what holds the value of each at the time.
-StateNodes = Mapping[int, Callable[[], Node]]
 
 _MAX_PROGRAMS = 256
 _MAX_HOST_PROGRAMS = 1024
@@ -135,14 +133,16 @@ class ExecutableCache:
         """Whether a kernel is better once an expression has come often."""
         return program.operations > 1 and self._ahead is not None
 
-    def known(self, structure: Structure, repeated: bool = False) -> Executable | HostProgram:
+    def known(
+        self, structure: Structure, repeated: bool = False, state: State | None = None
+    ) -> Executable | HostProgram:
         """The program of a structure: of NumPy as long as building kernels would not pay.
 
-        `repeated`: it will be computed many times.
+        `repeated`: it will be computed many times. `state`: see `build`.
         """
         key = structure.key
         program = self._programs.use(key)
-        if program is not None and self._in_budget(program.schedule):
+        if program is not None and self._in_budget(program.schedule, state):
             return program
         bridge = self._bridges.use(key)
         if not repeated:
@@ -162,7 +162,7 @@ class ExecutableCache:
             self._bridges.pop(key)
             self._schedules[key] = bridge.schedule
             bridge.end()  # what could not be compiled is told by the program below
-        program = Executable(self.schedule(structure), self._device, self.kernels)
+        program = Executable(self.schedule(structure, state), self._device, self.kernels)
         self._schedules.pop(key, None)
         self._programs[key] = program
         self._note_built(start)
@@ -235,16 +235,16 @@ class ExecutableCache:
         with self._device.running:
             self.kernels.keep(kernels)
 
-    def schedule(self, structure: Structure) -> Schedule:
-        """The schedule of a structure; kept until there is a program of it."""
+    def schedule(self, structure: Structure, state: State | None = None) -> Schedule:
+        """The schedule of a structure; kept until there is a program of it. `state`: see `build`."""
         program = self._programs.get(structure.key)
-        if program is not None and self._in_budget(program.schedule):
+        if program is not None and self._in_budget(program.schedule, state):
             return program.schedule
         schedule = self._schedules.use(structure.key)
-        if schedule is None or not self._in_budget(schedule):
+        if schedule is None or not self._in_budget(schedule, state):
             start = perf_counter()
             nodes, inputs = prepare(structure.wanted, structure.inputs)
-            schedule = self._compiled(nodes, inputs, structure.numbers)
+            schedule = self._compiled(nodes, inputs, structure.numbers, state=state)
             self._schedules[structure.key] = schedule
             self._note_built(start)
         return schedule
@@ -259,27 +259,27 @@ class ExecutableCache:
         device = self._device
         return Target(device.name, device.capabilities, lower, budget, fuses, lambda: device.link_cost)
 
-    def budget(self, results: int = 1, state: StateNodes | None = None) -> Budget | None:
-        """The memory of the device as a program finds it; None where it has no limit.
-
-        `state`: inputs that may lie at the host between runs.
-        """
+    def budget(self, results: int = 1, state: State | None = None) -> Budget | None:
+        """The memory of the device as a program finds it; None where it has no limit."""
         limit = self._device.limit_bytes
         return None if limit is None else self._budget(limit, results, state)
 
-    def _budget(self, limit: int, results: int, state: StateNodes | None) -> Budget:
+    def _budget(self, limit: int, results: int, state: State | None) -> Budget:
         held = self._device.held_bytes()
-        if not state or not self._device.capabilities.offloads:
+        if state is None:
             return Budget(limit, held, results)
-        own = Residents({at: node() for at, node in state.items()}, self._device)
-        return Budget(limit, held + own.away_bytes, results, own.numbers, own.freed)
+        if not self._device.capabilities.offloads:
+            return Budget(limit, held, results, state_results=state.results)
+        own = Residents(state.nodes(), self._device, state.lasts)
+        return Budget(limit, held + own.away_bytes, results, own.numbers, own.freed, state.results)
 
-    def _in_budget(self, schedule: Schedule) -> bool:
+    def _in_budget(self, schedule: Schedule, state: State | None) -> bool:
         """Whether a schedule can run within the limit now, and keeps all values where there is none."""
-        budget = self.budget()
+        budget = self.budget(state=state)
         if budget is None:
-            return not schedule.recomputed and not schedule.moved
-        return budget.held + schedule.taken_bytes <= budget.limit
+            return not schedule.recomputed and not schedule.moved and not schedule.hosted
+        held = budget.held - budget.freed(schedule.hosted)
+        return schedule.hosted <= budget.state and held + schedule.taken_bytes <= budget.limit
 
     def _compiled(
         self,
@@ -288,7 +288,7 @@ class ExecutableCache:
         constants: Mapping[Constant, int],
         aliases: Mapping[int, int] | None = None,
         results: int = 1,
-        state: StateNodes | None = None,
+        state: State | None = None,
     ) -> Schedule:
         """The schedule of a prepared graph within the limit of the device."""
         budget = self.budget(results, state)
@@ -302,16 +302,22 @@ class ExecutableCache:
         try:
             return compile_graph(nodes, inputs, constants, self._target(budget=budget), aliases)
         except OutOfDeviceMemory as error:
-            # What moves is no state of this program.
-            if state is None and self._device.capabilities.offloads and self._device.spill():
-                return self._compiled(nodes, inputs, constants, aliases, results)
+            if self._device.capabilities.offloads and self._spill(state):
+                return self._compiled(nodes, inputs, constants, aliases, results, state)
             raise self._device.with_owners(error) from None
+
+    def _spill(self, state: State | None) -> bool:
+        """Have state move to the host that is not this program's; whether there was any.
+
+        A function of its own: a refusal, while somebody looks at it, must not refer to nodes.
+        """
+        return self._device.spill(() if state is None else set(state.nodes().values()))
 
     def build(
         self,
         structure: Structure,
         aliases: Mapping[int, int] | None = None,
-        state: StateNodes | None = None,
+        state: State | None = None,
     ) -> Executable:
         """A new executable. `aliases` names wanted nodes that should be written over inputs, by numbers.
 
@@ -326,14 +332,27 @@ class ExecutableCache:
         self,
         structure: Structure,
         aliases: Mapping[int, int] | None = None,
-        state: StateNodes | None = None,
+        state: State | None = None,
     ) -> MemoryPlan:
         """What `build` would take under budgets from none to the smallest."""
         nodes, inputs = prepare(structure.wanted, structure.inputs)
         self._device.make_room()  # so that nothing counts that nobody needs, as where a budget is refused
         budget = self._budget(self._device.capabilities.total_bytes, 2, state)
         levels = budget_levels(nodes, inputs, structure.numbers, self._target(budget=budget), aliases)
-        return MemoryPlan.of(self._device, budget.held, levels)
+        return MemoryPlan.of(self._device, budget.held, levels, self._idle_bytes(state))
+
+    def _idle_bytes(self, state: State | None) -> int:
+        """What is free on the device where all state moves to the host that a program does not use."""
+        if not self._device.capabilities.offloads:
+            return 0
+        own = set() if state is None else set(state.nodes().values())
+        owners = list(self._device.state_owners)
+        idle = [node for owner in owners for node in owner.state_nodes() if node not in own]
+        there = [
+            node for node in dict.fromkeys(idle) if isinstance(node.value, Buffer) and not node.value.hosted
+        ]
+        residents = Residents(dict(enumerate(there)), self._device)
+        return residents.freed(residents.numbers)
 
     def compile(
         self,
@@ -341,7 +360,7 @@ class ExecutableCache:
         inputs: Sequence[Node],
         constants: Mapping[Constant, int],
         aliases: Mapping[int, int] | None = None,
-        state: StateNodes | None = None,
+        state: State | None = None,
     ) -> Executable:
         """The executable of a prepared graph; see `compile_graph`.
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
+from penstock.errors import OutOfDeviceMemory
 from penstock.execution.host_program import HostProgram, names
+from penstock.execution.hosting import State, send
 from penstock.execution.single import single
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.node import Node, topological
@@ -46,9 +49,10 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
         if alone is not None:
             known = (device.executables or executables(device)).singles.use(alone.key)
             if known is not None:
-                (value,) = known.run(alone.inputs, alone.constants)
-                nodes[0].set_value(value)
-                return
+                with suppress(OutOfDeviceMemory):  # below, it is planned for what is left
+                    (value,) = known.run(alone.inputs, alone.constants)
+                    nodes[0].set_value(value)
+                    return
         several = dict.fromkeys(nodes) if len(nodes) > 1 else nodes
         wanted = [node for node in several if node.value is None and not _alias(node)]
         if not wanted:
@@ -76,11 +80,27 @@ def _computed(
     if device.dispatcher is not None:
         result: tuple[list[Buffer], Executable | HostProgram] = device.dispatcher.computed(structure)
         return result
-    program = executables(device).known(structure, repeated)
-    inputs, numbers = [node.value for node in structure.inputs], structure.constants()
+    state = None
+    if device.capabilities.offloads and device.limit_bytes is not None:
+        state = State.of_expression(structure)
+    program = executables(device).known(structure, repeated, state)
+    try:
+        return _run(program, structure, device), program
+    except OutOfDeviceMemory:
+        if device.limit_bytes is None:
+            raise
+    # What computes it until its kernels are compiled takes more than these, which are planned for the limit.
+    program = executables(device).known(structure, True, state)
+    return _run(program, structure, device), program
+
+
+def _run(program: Executable | HostProgram, structure: Structure, device: Device) -> list[Buffer]:
+    numbers = structure.constants()
     if isinstance(program, HostProgram):
-        return program.run(inputs, numbers, structure.bounds), program
-    return program.run(inputs, numbers), program
+        return program.run([node.value for node in structure.inputs], numbers, structure.bounds)
+    if program.schedule.hosted:
+        send(structure.inputs, program.schedule.hosted, device)
+    return program.run([node.value for node in structure.inputs], numbers)
 
 
 def _told(

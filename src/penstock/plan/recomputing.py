@@ -67,13 +67,14 @@ def sequels(
     kept: frozenset[int],
     link: Link | None = None,
     state: State | None = None,
+    new: frozenset[int] = frozenset(),
 ) -> Iterator[Sequel]:
     """The given order, and then sequences that take less and less memory.
 
     What is in `kept` is never freed and takes no memory here: what the caller gives and gets. But `state`
-    counts, at all times, unless it is moved. Without `link`, nothing is.
+    counts, at all times, unless it is moved; and so do the results `new`. Without `link`, nothing is.
     """
-    search = Search(tasks, order, nbytes, kept, link, state or {})
+    search = Search(tasks, order, nbytes, kept, link, state or {}, new)
     best = search.unfolded({}, frozenset())
     assert best is not None
     yield best.sequel
@@ -130,8 +131,9 @@ class Search:
         kept: frozenset[int],
         link: Link | None,
         state: State,
+        new: frozenset[int],
     ) -> None:
-        self.state = state
+        self.state, self.new = state, new
         self.tasks, self.order, self.nbytes, self._moves = tasks, order, nbytes, link is not None
         self._link = link or Link(0.0, 0.0)
         self._writer = {value: number for number, task in enumerate(tasks) for value in task.writes}
@@ -156,7 +158,8 @@ class Search:
 
     def unfolded(self, dropped: dict[_Gap, _Drop], stays: frozenset[int]) -> Unfolded | None:
         """The order with what was dropped brought back; None where something may not run twice."""
-        state = Unfolding(self, frozenset(gap.value for gap in dropped if gap.use < 0))
+        new = frozenset(gap.value for gap in dropped if gap.value in self.new and gap == self._end(gap.value))
+        state = Unfolding(self, frozenset(gap.value for gap in dropped if gap.use < 0), new)
         leaving = self._leaving(dropped)
         current = state.current
         for place, number in enumerate(self.order):
@@ -280,10 +283,16 @@ class Search:
             if 0 <= use < len(uses) - 1:
                 gaps.append(_Gap(value, use))
             if new is not None:
-                gaps.append(_Gap(new, len(self._uses[new]) - 1))
+                gaps.append(self._end(new))
             price = sum(self._moving(gap, copies, place) for gap in gaps)
             rank = self.nbytes[value] / price
             yield _Choice(rank, price, gaps[0], _Drop.MOVE, frozenset(), tuple(gaps[1:]))
+        for value in sorted(self.new - best.results):
+            idle = place < self._uses[value][0] or place > self._uses[value][-1]
+            if idle and self.nbytes[value] >= self.least:
+                gap = self._end(value)
+                price = self._moving(gap, copies, place)
+                yield _Choice(self.nbytes[value] / price, price, gap, _Drop.MOVE, frozenset())
 
     def _traffic(self, dropped: dict[_Gap, _Drop], place: int) -> _Copies:
         """The copies to the host, and from there, of all that is moved."""
@@ -310,6 +319,10 @@ class Search:
         sent = None if gap.value in self.state else Window(start + 1, place if apart else end, takes)
         fetched = None if end == len(self.order) else Window(place + 1 if apart else start + 1, end, takes)
         return sent, fetched
+
+    def _end(self, value: int) -> _Gap:
+        """The time after the last use of a value."""
+        return _Gap(value, len(self._uses[value]) - 1)
 
     def _between(self, gap: _Gap) -> tuple[int, int]:
         """The places of the uses before and after a gap."""
