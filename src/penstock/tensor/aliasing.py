@@ -1,4 +1,4 @@
-"""Which results of a captured function are written over what they replace: values of tensors, and gradients."""
+"""Which results of a captured function are written over what they replace: values, and gradients."""
 
 from __future__ import annotations
 
