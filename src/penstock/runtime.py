@@ -173,7 +173,7 @@ class Device:
         return buffer.attach()
 
     def spill(self, but: Collection[Any] = ()) -> bool:
-        """Have state but some nodes move to the host, unless a program is about to use it; whether any did."""
+        """Have state but some move to the host, unless a program is about to use it; whether any did."""
         with self.running:
             moved = [not self.replaying and owner.move_to_host(but) for owner in list(self.state_owners)]
         return any(moved)
