@@ -351,12 +351,7 @@ def _moved(group: Group, bases: Mapping[Node, Node]) -> Group:
         new[node] = given(node)
     for node in group.nodes:
         new[node] = Node(node.primitive, tuple(new[parent] for parent in node.inputs), node.attributes)
-    return replace(
-        group,
-        outputs=tuple(new[node] for node in group.outputs),
-        inputs=tuple(new[node] for node in group.inputs),
-        nodes=tuple(new[node] for node in group.nodes),
-    )
+    return group.on(new)
 
 
 def _smallest(state: Compilation, outlines: Sequence[_Outline], target: Target) -> Compilation:

@@ -47,6 +47,7 @@ class _Drop(Enum):
 
 
 _Copies = tuple[Traffic, Traffic]  # to the host, and from there
+_Kind = tuple[_Drop, int, int, float | None]  # of choices: bytes, the number of a use, and a task's price
 
 
 class _Choice(NamedTuple):
@@ -81,21 +82,22 @@ def sequels(
     step = int(best.peak * _STEP)
     search.least = int(best.peak * _LEAST)
     lowest = best.peak
-    refused: set[tuple[_Gap, _Drop]] = set()
+    refused = _Refused(search)
     dear = _DEAR
     dropped: dict[_Gap, _Drop] = {}
     stays: frozenset[int] = frozenset()  # values that stay beyond their last use, for what is computed again
+    possible = search.choices(best, dropped)
+    width = len(possible)  # the most that are tried together: fewer after that has failed
     for _ in range(_MOST_TRIES):
-        possible = search.choices(best, dropped)
-        choices = _first_of_each([each for each in possible if (each.gap, each.drop) not in refused])
+        choices = _first_of_each([each for each in possible if each not in refused])
         if not choices:
-            if dear > _DEAREST:
+            if dear > _DEAREST or not refused.may_change:
                 return
             dear *= 4  # the price is raised, and all is tried again
-            refused.clear()
+            refused = _Refused(search)
             continue
         freed = np.cumsum([nbytes[choice.gap.value] for choice in choices])
-        several = choices[: 1 + int(freed.searchsorted(step))]
+        several = choices[: min(1 + int(freed.searchsorted(step)), width)]
         for chosen in (several, choices[:1]) if len(several) > 1 else (several,):
             trial_drops = {**dropped, **{gap: each.drop for each in chosen for gap in (each.gap, *each.also)}}
             trial_stays = stays.union(*(choice.stays for choice in chosen))
@@ -103,13 +105,39 @@ def sequels(
             most = best.price + dear * sum(choice.price for choice in chosen)
             if trial is not None and trial.price <= most and trial.improves(best):
                 best, dropped, stays = trial, trial_drops, trial_stays
+                width = 2 * len(chosen)
                 break
+            width = max(len(chosen) // 2, 1)
         else:
-            refused.add((choices[0].gap, choices[0].drop))
+            refused.add(choices[0], trial is not None and trial.price > most)
+            width = len(possible)
             continue
+        refused.may_change = True
+        possible = search.choices(best, dropped)
         if best.peak < lowest:
             lowest = best.peak
             yield best.sequel
+
+
+class _Refused:
+    """Choices that did not help, or not for their price."""
+
+    def __init__(self, search: Search) -> None:
+        self._search = search
+        self._each: set[tuple[_Gap, _Drop]] = set()
+        self._alike: set[_Kind] = set()  # repeated layers have choices that are alike
+        self.may_change = False  # whether one may help for a higher price, or since another was taken
+
+    def add(self, choice: _Choice, dear: bool) -> None:
+        """Refuse a choice; `dear`: for its price."""
+        self._each.add((choice.gap, choice.drop))
+        if dear:
+            self.may_change = True
+            self._alike.add(self._search.kind(choice))
+
+    def __contains__(self, choice: _Choice) -> bool:
+        alike = choice.drop is not _Drop.ONCE and self._search.kind(choice) in self._alike
+        return alike or (choice.gap, choice.drop) in self._each
 
 
 def _first_of_each(choices: Sequence[_Choice]) -> list[_Choice]:
@@ -233,6 +261,12 @@ class Search:
         return list(result)
 
     # What to drop
+
+    def kind(self, choice: _Choice) -> _Kind:
+        """What choices of the same kind in repeated layers have in common."""
+        value, use = choice.gap
+        writer = self._writer.get(value)
+        return choice.drop, self.nbytes[value], use, None if writer is None else self.tasks[writer].price
 
     def choices(self, best: Unfolded, dropped: dict[_Gap, _Drop]) -> list[_Choice]:
         """What is live and idle where the most is live; first what frees the most for its price."""
