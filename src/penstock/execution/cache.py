@@ -151,7 +151,7 @@ class ExecutableCache:
             if on_host is not None and not often:
                 return on_host
             if bridge is None:
-                bridge = self._bridge(structure, on_host)
+                bridge = self._bridge(structure, on_host, state)
             elif bridge.compiled is None:
                 assert self._ahead is not None
                 bridge.compiled = self._ahead.compile(bridge.missing)
@@ -178,7 +178,9 @@ class ExecutableCache:
         known = self._host_programs[structure.key] = HostProgram(structure, self._device)
         return known
 
-    def _bridge(self, structure: Structure, on_host: HostProgram | None) -> _Bridge | None:
+    def _bridge(
+        self, structure: Structure, on_host: HostProgram | None, state: State | None
+    ) -> _Bridge | None:
         """What computes a structure while a thread compiles its kernels: NumPy, or single operations.
 
         None where no compiler is needed, and where single operations are not compiled yet, or give other
@@ -188,7 +190,7 @@ class ExecutableCache:
             return None
         if on_host is None and not self._may_be_apart(structure):
             return None
-        schedule = self.schedule(structure)
+        schedule = self.schedule(structure, state)
         missing = self.kernels.missing(kernel_sources(schedule, self._device, self.kernels))
         if not missing:
             return None
@@ -229,11 +231,16 @@ class ExecutableCache:
         with self._device.running:
             if not self.builds(structure):
                 return
-            schedule = self.schedule(structure)
+            schedule = self.schedule(structure, self.state_of(structure))
             missing = self.kernels.missing(kernel_sources(schedule, self._device, self.kernels))
         kernels = self.kernels.compiled(missing)
         with self._device.running:
             self.kernels.keep(kernels)
+
+    def state_of(self, structure: Structure) -> State | None:
+        """What may lie at the host under a limit, of an expression outside of jitted functions."""
+        limited = self._device.capabilities.offloads and self._device.limit_bytes is not None
+        return State.of_expression(structure) if limited else None
 
     def schedule(self, structure: Structure, state: State | None = None) -> Schedule:
         """The schedule of a structure; kept until there is a program of it. `state`: see `build`."""
@@ -259,13 +266,16 @@ class ExecutableCache:
         device = self._device
         return Target(device.name, device.capabilities, lower, budget, fuses, lambda: device.link_cost)
 
-    def budget(self, results: int = 1, state: State | None = None) -> Budget | None:
-        """The memory of the device as a program finds it; None where it has no limit."""
-        limit = self._device.limit_bytes
-        return None if limit is None else self._budget(limit, results, state)
+    def budget(self, results: int = 1, state: State | None = None, arriving: int = 0) -> Budget | None:
+        """The memory of the device as a program finds it; None where it has no limit.
 
-    def _budget(self, limit: int, results: int, state: State | None) -> Budget:
-        held = self._device.held_bytes()
+        `arriving`: bytes of inputs that will come to the device before it runs.
+        """
+        limit = self._device.limit_bytes
+        return None if limit is None else self._budget(limit, results, state, arriving)
+
+    def _budget(self, limit: int, results: int, state: State | None, arriving: int = 0) -> Budget:
+        held = self._device.held_bytes() + arriving
         if state is None:
             return Budget(limit, held, results)
         if not self._device.capabilities.offloads:
@@ -289,21 +299,22 @@ class ExecutableCache:
         aliases: Mapping[int, int] | None = None,
         results: int = 1,
         state: State | None = None,
+        arriving: int = 0,
     ) -> Schedule:
         """The schedule of a prepared graph within the limit of the device."""
-        budget = self.budget(results, state)
+        budget = self.budget(results, state, arriving)
         try:
             return compile_graph(nodes, inputs, constants, self._target(budget=budget), aliases)
         except OutOfDeviceMemory:
             if budget is None:
                 raise
         self._device.make_room()
-        budget = self.budget(results, state)
+        budget = self.budget(results, state, arriving)
         try:
             return compile_graph(nodes, inputs, constants, self._target(budget=budget), aliases)
         except OutOfDeviceMemory as error:
             if self._device.capabilities.offloads and self._spill(state):
-                return self._compiled(nodes, inputs, constants, aliases, results, state)
+                return self._compiled(nodes, inputs, constants, aliases, results, state, arriving)
             raise self._device.with_owners(error) from None
 
     def _spill(self, state: State | None) -> bool:
@@ -361,13 +372,14 @@ class ExecutableCache:
         constants: Mapping[Constant, int],
         aliases: Mapping[int, int] | None = None,
         state: State | None = None,
+        arriving: int = 0,
     ) -> Executable:
-        """The executable of a prepared graph; see `compile_graph`.
+        """The executable of a prepared graph; see `compile_graph` and `budget`.
 
         Whoever has it run again may still hold the results of the last run, so there are two of each.
         """
         start = perf_counter()
-        schedule = self._compiled(nodes, inputs, constants, aliases, results=2, state=state)
+        schedule = self._compiled(nodes, inputs, constants, aliases, 2, state, arriving)
         built = Executable(schedule, self._device, self.kernels)
         self._note_built(start)
         return built

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.host_program import HostProgram, names
-from penstock.execution.hosting import State, send
+from penstock.execution.hosting import send
 from penstock.execution.single import single
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.node import Node, topological
@@ -53,6 +53,7 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
                     (value,) = known.run(alone.inputs, alone.constants)
                     nodes[0].set_value(value)
                     return
+            alone.inputs.clear()  # what somebody refers to stays on the device
         several = dict.fromkeys(nodes) if len(nodes) > 1 else nodes
         wanted = [node for node in several if node.value is None and not _alias(node)]
         if not wanted:
@@ -80,17 +81,16 @@ def _computed(
     if device.dispatcher is not None:
         result: tuple[list[Buffer], Executable | HostProgram] = device.dispatcher.computed(structure)
         return result
-    state = None
-    if device.capabilities.offloads and device.limit_bytes is not None:
-        state = State.of_expression(structure)
-    program = executables(device).known(structure, repeated, state)
+    own = executables(device)
+    state = own.state_of(structure)
+    program = own.known(structure, repeated, state)
     try:
         return _run(program, structure, device), program
     except OutOfDeviceMemory:
         if device.limit_bytes is None:
             raise
     # What computes it until its kernels are compiled takes more than these, which are planned for the limit.
-    program = executables(device).known(structure, True, state)
+    program = own.known(structure, True, state)
     return _run(program, structure, device), program
 
 
@@ -171,9 +171,10 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
     with device.running:
         own, structure = executables(device), Structure(wanted, device.capabilities)
         called = f"; {structure.called} operations were recorded before" if structure.called else ""
+        schedule = own.schedule(structure, own.state_of(structure))
         if not own.waits_for_no_compiler(structure):
-            return f"{own.schedule(structure)}{called}"
-        return f"{numpy_text(structure)}; in a jitted function:\n{own.schedule(structure)}{called}"
+            return f"{schedule}{called}"
+        return f"{numpy_text(structure)}; in a jitted function:\n{schedule}{called}"
 
 
 def numpy_text(structure: Structure) -> str:

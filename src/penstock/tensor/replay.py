@@ -207,7 +207,8 @@ class Captured:
         except OutOfDeviceMemory:
             if not self._can_repeat:
                 raise
-        if self.device.capabilities.offloads and self._spill_others(arguments):
+        offloads = self.device.capabilities.offloads and self.device.dispatcher is None
+        if offloads and self._spill_others(arguments):
             try:
                 return self._replay(arguments)
             except OutOfDeviceMemory:
@@ -224,8 +225,7 @@ class Captured:
     @property
     def _can_repeat(self) -> bool:
         """Whether a replay under a limit that failed has changed nothing, and can be planned again."""
-        program = None if self.device.dispatcher is not None else self.program
-        return self.build is not None and program is not None and not program.wrote
+        return self.build is not None and self.program is not None and not self.program.wrote
 
     def _replay(self, arguments: list[Tensor]) -> Any:
         with _replaying(self.device):
