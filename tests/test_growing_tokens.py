@@ -41,7 +41,8 @@ from penstock.data.growing import GrowingTokens
 from penstock.data.tokenizing import Job
 from penstock.errors import PenstockWarning
 from penstock.measuring import ceilings
-from penstock.train import Config, Trainer, load_last
+from penstock.train import Config, load_last
+from penstock.train.text_trainer import TextTrainer
 from penstock.train.view import PlainView
 
 PROSE = "The water falls, the wheel turns; it's 1234 times a day.\n\n  Das Wasser fällt — 水が落ちる 🌊\n"

@@ -34,8 +34,11 @@ from penstock.plan.sequences import HOLD, IN, OUT, Link, Sequel, State, Task
 
 
 @st.composite
-def steps_with_state(draw: st.DrawFn) -> tuple[Steps, State]:
-    """Random steps, in which some of the given values have a next value, and others are only read."""
+def steps_with_state(draw: st.DrawFn) -> tuple[Steps, State, frozenset[int]]:
+    """Random steps, in which some of the given values have a next value, and others are only read.
+
+    Some results are state, too, that no given value was before.
+    """
     tasks, nbytes, kept = draw(steps())
     last = {value: at for at, task in enumerate(tasks) for value in task.reads}
     results = [value for value in kept if value > 1]
@@ -43,13 +46,17 @@ def steps_with_state(draw: st.DrawFn) -> tuple[Steps, State]:
     for value in sorted({0, 1} & last.keys()):
         free = [new for new in results if new not in state.values() and nbytes[new] == nbytes[value]]
         state[value] = draw(st.sampled_from([None, *free]))
-    return (tasks, nbytes, kept), state
+    others = [value for value in results if value not in state.values()]
+    new = draw(st.frozensets(st.sampled_from(others))) if others else frozenset()
+    return (tasks, nbytes, kept), state, new
 
 
-def check_sequel(sequel: Sequel, case: Steps, state: State) -> int:
+def check_sequel(sequel: Sequel, case: Steps, state: State, new: frozenset[int]) -> int:
     """Whether all is where it is read; the most that is live, counted one by tensor, and state that stays."""
     tasks, nbytes, kept = case
-    results = {new for value in sequel.hosted if (new := state[value]) is not None}
+    results = {result for value in sequel.hosted if (result := state[value]) is not None}
+    results |= sequel.results & new
+    assert results == sequel.results
     here = {0, 1} - sequel.hosted
     there = set(sequel.hosted)
     numbers = {
@@ -80,23 +87,25 @@ def check_sequel(sequel: Sequel, case: Steps, state: State) -> int:
                 taken.add(free[0])
                 saved += size[number]
         most = max(most, sum(size[number] for number in live) + task.scratch - saved)
-    return most + sum(nbytes[value] for value in state if value not in sequel.hosted)
+    stays = (state.keys() - sequel.hosted) | (new - sequel.results)
+    return most + sum(nbytes[value] for value in stays)
 
 
 @given(steps_with_state(), LINKS)
 def test_sequences_with_state_at_the_host_take_less_and_less_memory(
-    case: tuple[Steps, State], link: Link
+    case: tuple[Steps, State, frozenset[int]], link: Link
 ) -> None:
-    (tasks, nbytes, kept), state = case
+    (tasks, nbytes, kept), state, new = case
     tasks = [task._replace(price=None) for task in tasks]  # nothing is computed again
-    found = list(sequels(tasks, range(len(tasks)), nbytes, kept, link, state))
+    found = list(sequels(tasks, range(len(tasks)), nbytes, kept, link, state, new))
     assert not found[0].hosted
+    assert not found[0].results
     for sequel in found:
-        assert check_sequel(sequel, (tasks, nbytes, kept), state) == sequel.peak_bytes
+        assert check_sequel(sequel, (tasks, nbytes, kept), state, new) == sequel.peak_bytes
         early = prefetched(sequel, tasks, nbytes, link)
         without = [run for run in early.runs if run.task not in (IN, HOLD)]
         assert without == [run for run in sequel.runs if run.task != IN]
-        assert check_sequel(early, (tasks, nbytes, kept), state) <= sequel.peak_bytes
+        assert check_sequel(early, (tasks, nbytes, kept), state, new) <= sequel.peak_bytes
     peaks = [sequel.peak_bytes for sequel in found]
     assert peaks == sorted(set(peaks), reverse=True)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
 from penstock.config import Settings
 from penstock.drivers.driver import Driver
@@ -21,8 +21,12 @@ from penstock.stream.transfer import Transfers
 class StateOwner(Protocol):
     """What has state that programs use now and then, such as an optimizer."""
 
-    def move_to_host(self) -> bool:
-        """Move what lies on the device to the host; whether there was any."""
+    def state_nodes(self) -> Sequence[Any]:
+        """The nodes that hold it."""
+        ...
+
+    def move_to_host(self, but: Collection[Any]) -> bool:
+        """Move what lies on the device to the host, but for some nodes; whether there was any."""
         ...
 
 

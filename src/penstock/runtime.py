@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future as Result
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -172,10 +172,10 @@ class Device:
                 return self._new(nbytes, unused, spills) if self.spill() else opened.hosted(nbytes)
             raise self._out_of_memory(opened, nbytes, error) from None
 
-    def spill(self) -> bool:
-        """Have state move to the host, unless a program is about to use it; whether there was any to move."""
+    def spill(self, but: Collection[Any] = ()) -> bool:
+        """Have state but some move to the host, unless a program is about to use it; whether any did."""
         with self.running:
-            moved = [not self.replaying and owner.move_to_host() for owner in list(self.state_owners)]
+            moved = [not self.replaying and owner.move_to_host(but) for owner in list(self.state_owners)]
         return any(moved)
 
     def visible(self, nbytes: int) -> Buffer:

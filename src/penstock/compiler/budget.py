@@ -17,7 +17,7 @@ from functools import partial
 from penstock.compiler.compilation import Compilation, Move
 from penstock.compiler.layout import lay_out, own_buffers, plan
 from penstock.compiler.passes import Works, turns_of, works_of
-from penstock.compiler.target import Target
+from penstock.compiler.target import Budget, Target
 from penstock.drivers.driver import Cost
 from penstock.drivers.rates import Crossing
 from penstock.errors import OutOfDeviceMemory
@@ -147,21 +147,32 @@ def taken_bytes(state: Compilation, target: Target) -> int:
     assert state.plan is not None
     arenas = sum(size_class(max(arena.arena_bytes, 1)) for arena in state.plan.plans)
     freed = target.budget.freed(state.hosted_state) if target.budget else 0
-    return arenas + _results(target) * result_bytes(state) - freed
+    return arenas + sum(_counted_results(state, target).values()) - freed
 
 
-def _results(target: Target) -> int:
-    return 1 if target.budget is None else target.budget.results
+def _counted_results(state: Compilation, target: Target) -> dict[Node, int]:
+    """What results take, with those of the last call."""
+    budget = target.budget or Budget(0)
+    once = {base(state.wanted[at]) for at in budget.state_results}
+    return {
+        node: size_class(node.nbytes) * (1 if node in once else budget.results)
+        for node in _fresh_results(state)
+    }
 
 
 def result_bytes(state: Compilation) -> int:
     """What results take that take over no input."""
+    return sum(size_class(node.nbytes) for node in _fresh_results(state))
+
+
+def _fresh_results(state: Compilation) -> list[Node]:
+    """Results that get memory of their own on the device."""
     layout = state.layout
     assert layout is not None
     written = {at: layout.buffers[base(state.wanted[at])] for at in state.aliases}
     over = {written[at] for at, given in state.aliases.items() if layout.may_alias(written[at], 1 + given)}
     over |= {layout.buffers[move.hosted] for move in state.moves if move.hosted in layout.outputs}
-    return sum(size_class(node.nbytes) for node in layout.outputs if layout.buffers[node] not in over)
+    return [node for node in layout.outputs if layout.buffers[node] not in over]
 
 
 def price(group: Group, written: Lowering | None, target: Target) -> float | None:
@@ -192,17 +203,19 @@ def _outlines(state: Compilation, target: Target) -> Iterator[_Outline]:
         )
         for step, group, written in zip(works.steps, state.groups, state.lowered, strict=True)
     ]
-    results = _results(target) * result_bytes(state)
+    results = _counted_results(state, target)
     order = deferred(ordered(works.steps, works.nbytes, works.kept), works.steps, works.nbytes, works.kept)
     # NumPy on the host waits for the device, and with it for all copies.
     cost = None if None in state.lowered else target.link_cost()
     link = None if cost is None else Link(cost / target.rates.bandwidth, target.rates.launch)
     nbytes = list(map(_aligned, works.nbytes))
     own = _state(state, target, works, fixed) if link else {}
-    for sequel in _frontier(tasks, order, nbytes, kept, link, own):
-        stays = sum(nbytes[number] for number in own if number not in sequel.hosted)
+    new = _new_state(state, target, works, fixed) - {new for _, new in own.values()} if link else frozenset()
+    for sequel in _frontier(tasks, order, nbytes, kept, link, own, new):
+        stays = sum(nbytes[number] for number in (own.keys() - sequel.hosted) | (new - sequel.results))
         freed = target.budget.freed([own[number][0] for number in sequel.hosted]) if target.budget else 0
-        least = results + int(_SURE * (sequel.peak_bytes - stays)) - freed
+        freed += sum(results.get(works.nodes[number], 0) for number in sequel.results)
+        least = sum(results.values()) + int(_SURE * (sequel.peak_bytes - stays)) - freed
         if link is not None and sequel.moves:  # with time for the copies, or else in the least memory
             early = partial(prefetched, sequel, tasks, nbytes, link)
             yield _Outline(least, partial(_planned, state, target, works.nodes, early))
@@ -233,6 +246,18 @@ def _state(
     return result
 
 
+def _new_state(state: Compilation, target: Target, works: Works, fixed: Collection[Node]) -> frozenset[int]:
+    """Results that are state without another value before: by their numbers among the values."""
+    number = {node: at for at, node in enumerate(works.nodes)}
+    wanted = Counter(base(node) for node in state.wanted)
+    computed = {node for group in state.groups for node in group.outputs}
+    fresh = set(_fresh_results(state)) & computed
+    results = [base(state.wanted[at]) for at in target.budget.state_results] if target.budget else []
+    return frozenset(
+        number[node] for node in results if node in fresh and wanted[node] == 1 and node not in fixed
+    )
+
+
 def _frontier(
     tasks: Sequence[Task],
     order: Sequence[int],
@@ -240,17 +265,18 @@ def _frontier(
     kept: frozenset[int],
     link: Link | None,
     own: Mapping[int, tuple[int, int | None]],
+    new: frozenset[int],
 ) -> Iterator[Sequel]:
     """Sequences that take less and less memory. With a link, none for which a cheaper one takes no more.
 
     A search that may move values decides greedily, and can end with dearer sequences than one that may not.
     """
     state = {value: new for value, (_, new) in own.items()}
-    plain = sequels(tasks, order, nbytes, kept, state=state)
+    plain = sequels(tasks, order, nbytes, kept, state=state, new=new)
     if link is None:
         yield from plain
         return
-    every = [*plain, *sequels(tasks, order, nbytes, kept, link, state)]
+    every = [*plain, *sequels(tasks, order, nbytes, kept, link, state, new)]
     best: list[Sequel] = []
     for sequel in sorted(every, key=lambda sequel: (sequel.peak_bytes, sequel.price)):
         if not best or sequel.price < best[-1].price:
@@ -325,12 +351,7 @@ def _moved(group: Group, bases: Mapping[Node, Node]) -> Group:
         new[node] = given(node)
     for node in group.nodes:
         new[node] = Node(node.primitive, tuple(new[parent] for parent in node.inputs), node.attributes)
-    return replace(
-        group,
-        outputs=tuple(new[node] for node in group.outputs),
-        inputs=tuple(new[node] for node in group.inputs),
-        nodes=tuple(new[node] for node in group.nodes),
-    )
+    return group.on(new)
 
 
 def _smallest(state: Compilation, outlines: Sequence[_Outline], target: Target) -> Compilation:
@@ -347,7 +368,7 @@ def _smallest(state: Compilation, outlines: Sequence[_Outline], target: Target) 
 def _refusal(smallest: Compilation, target: Target) -> OutOfDeviceMemory:
     budget = target.budget
     assert budget is not None
-    taken, results = taken_bytes(smallest, target), _results(target) * result_bytes(smallest)
+    taken, results = taken_bytes(smallest, target), sum(_counted_results(smallest, target).values())
     needed = budget.held + taken
     freed = budget.freed(smallest.hosted_state)
     parts = [

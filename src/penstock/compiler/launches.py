@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from penstock.compiler.schedule import Copy, Schedule, Step
+from penstock.compiler.schedule import Copy, InputUse, Schedule, Step, may_alias
 from penstock.drivers.driver import Capabilities, Cost
 from penstock.drivers.rates import Crossing
 from penstock.kernels.concatenation import Call, concatenated
@@ -112,11 +112,11 @@ def _touched(item: Call | list[Call] | Copy) -> Touched:
 
 def _aliases(schedule: Schedule) -> dict[int, list[int]]:
     """For each output, the inputs that it may be written over."""
-    sized: dict[int, list[int]] = {}  # the inputs of each size: others do not fit
+    sized: dict[int, dict[int, InputUse]] = {}  # the inputs of each size: others do not fit
     for given, use in schedule.input_uses.items():
-        sized.setdefault(use.nbytes, []).append(given)
+        sized.setdefault(use.nbytes, {})[given] = use
     return {
-        output: [given for given in sized.get(write.nbytes, ()) if schedule.may_alias(output, given)]
+        output: [given for given, use in sized.get(write.nbytes, {}).items() if may_alias(write, use, given)]
         for output, write in schedule.output_writes.items()
     }
 

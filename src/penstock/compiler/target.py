@@ -21,6 +21,8 @@ class Budget:
     results: int = 1  # copies of the results: a caller may still hold those of the last call
     state: frozenset[int] = frozenset()  # inputs that may lie in the memory of the host between runs
     freed: Callable[[Collection[int]], int] = lambda hosted: 0  # how much of `held` is free if some do
+    # Results that are state: the values before are held or gone, so they count once. They may lie there too.
+    state_results: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

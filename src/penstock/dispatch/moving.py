@@ -17,6 +17,7 @@ from penstock.kernels.source import ALIGNMENT
 from penstock.lru import LRU
 from penstock.measuring.rates import Rates, at
 from penstock.memory.buffer import Buffer
+from penstock.memory.pool import size_class
 from penstock.runtime import Device
 
 _KEPT_BYTES = 256 << 20  # of copies on devices that values were moved from
@@ -57,6 +58,13 @@ class Locations:
     def missed(self, node: Node) -> None:
         """Note that a program would have run on another device if a value had been there."""
         self._missed[node] = self._missed.get(node, 0) + 1
+
+    def arriving_bytes(self, nodes: Sequence[Node], target: Device) -> int:
+        """What a device would take for the values of nodes that are elsewhere."""
+        away = [node for node in dict.fromkeys(nodes) if not target.holds(node.value)]
+        if _looks_on(target):
+            away = [node for node in away if node.value.memory.host is None]
+        return sum(size_class(node.nbytes) for node in away)
 
     def bring(self, nodes: Sequence[Node], target: Device) -> list[Buffer]:
         """Move the values of nodes to a device; their buffers there."""
@@ -125,8 +133,11 @@ class Locations:
             total -= sum(copy.nbytes for copy in oldest.copies)
 
     def _wholes(self, nodes: Sequence[Node], target: Device) -> dict[Buffer, Buffer]:
-        """Copy whole allocations of which several values are needed, so that these stay contiguous."""
-        if _looks_on(target):
+        """Copy whole allocations of which several values are needed, so that these stay contiguous.
+
+        Not under a limit, as that can take more memory.
+        """
+        if _looks_on(target) or target.limit_bytes is not None:
             return {}
         parts: dict[Buffer, dict[int, Buffer]] = {}
         for node in nodes:

@@ -12,20 +12,16 @@ from typing import Any
 
 from penstock.compiler.pipeline import prepare
 from penstock.compiler.schedule import Schedule
-from penstock.dispatch.cutting import best_cut, cut
-from penstock.dispatch.moving import Locations, move_seconds
+from penstock.dispatch.candidates import CUT_GAIN, candidates
+from penstock.dispatch.cutting import cut
+from penstock.dispatch.moving import Locations
 from penstock.dispatch.placements import Candidate, Placement
 from penstock.dispatch.predictions import Predictions
-from penstock.dispatch.pricing import price
 from penstock.dispatch.running import InTwo, OnOne, Wants, seconds_of
-from penstock.errors import DeviceError, DeviceUnavailable, OutOfDeviceMemory
+from penstock.errors import DeviceUnavailable, OutOfDeviceMemory
 from penstock.execution.executable import Executable
 from penstock.execution.host_program import HostProgram
-from penstock.execution.realize import (
-    executables,
-    numpy_text,
-    to_compute,
-)
+from penstock.execution.realize import executables, numpy_text, to_compute
 from penstock.execution.sharing import source
 from penstock.execution.structure import Structure
 from penstock.files import parse_json
@@ -39,7 +35,6 @@ from penstock.runtime import Device
 from penstock.tuning_cache import TuningCache
 
 _CLOSE = 3.0  # if prices differ by a smaller factor, the programs are timed
-_CUT_GAIN = 0.9  # a cut has to take less than this part of the best placement without one
 _MAX_PLACED = 256  # structures whose placements are remembered
 _MAX_SEEN = 4096
 
@@ -112,6 +107,15 @@ class Dispatcher:
 
     def computed(self, structure: Structure) -> tuple[list[Buffer], Executable | HostProgram]:
         """The values of nodes, and a program that computed them."""
+        try:
+            return self._computed(structure)
+        except OutOfDeviceMemory:
+            if self.device.limit_bytes is None:
+                raise
+        self._placed[structure.key] = self.build(structure)  # planned for what is left
+        return self._computed(structure)
+
+    def _computed(self, structure: Structure) -> tuple[list[Buffer], Executable | HostProgram]:
         constants = structure.constants()
         member = self._staying(structure)
         if member is not None:
@@ -156,7 +160,7 @@ class Dispatcher:
         This holds if some inputs are not in host memory: for so little, choosing a device does not pay.
         """
         placed = self.dictate is not None or structure.key in self._placed
-        if placed or not structure.far or not structure.small(seen=True):
+        if placed or self.device.limit_bytes is not None or not structure.far or not structure.small(True):
             return None
         held: Counter[Device] = Counter()
         for node in structure.inputs:
@@ -207,6 +211,12 @@ class Placed:
         self._best: Candidate | None = None  # once it is known
         self._ready: OnOne | None = None  # the program of `_best`, if it is on a single device
         self._driver: Any = None  # of that device
+        self._limit: int | None = None  # of the memory of each device, for which the programs were planned
+
+    @property
+    def wrote(self) -> bool:
+        """Of a run that failed: whether anything may have been written."""
+        return any(program.wrote for way in self._programs.values() for program in way.programs)
 
     def chosen(
         self, inputs: list[Buffer], holders: Callable[[], Sequence[Node]], constants: Sequence[Any]
@@ -216,6 +226,7 @@ class Placed:
         `holders` returns the nodes that hold the inputs.
         """
         dispatcher = self._dispatcher
+        self._heed_limit()
         ready = self._ready
         # Usually all inputs are on the same device as last time, which is quick to check.
         there = [buffer.driver for buffer in inputs].count(self._driver) == len(inputs)
@@ -230,7 +241,7 @@ class Placed:
     def candidates(self) -> list[Candidate]:
         """The possible placements, with their prices."""
         if not self._candidates:
-            self._candidates = self._priced()
+            self._candidates = candidates(self.nodes, self._dispatcher.rates)
             self._recall()
         return self._candidates
 
@@ -249,6 +260,9 @@ class Placed:
     def explained(self, held: Sequence[Node]) -> str:
         """See `Dispatcher.explain`; `held` are the nodes that hold the inputs."""
         with self._dispatcher.device.running:
+            self._heed_limit()
+            if self._limit is not None:
+                self._within_limit(held)
             totals = {
                 candidate.placement: candidate.seconds + self._moving(candidate, held)
                 for candidate in self.candidates
@@ -278,10 +292,20 @@ class Placed:
 
     # Choosing
 
+    def _heed_limit(self) -> None:
+        """Forget what was decided for another limit of memory."""
+        limit = self._dispatcher.device.limit_bytes
+        if limit != self._limit:
+            self._limit, self._programs, self._best, self._ready = limit, {}, None, None
+            for candidate in self._candidates:
+                candidate.measured = None if candidate.measured == math.inf else candidate.measured
+
     def _decided(self, held: Sequence[Node], constants: Sequence[Any]) -> OnOne | InTwo:
         dictate = self._dispatcher.dictate
         if dictate is not None:
             return self._program(dictate(self))
+        if self._limit is not None:
+            return self._within_limit(held)
         candidates = self.candidates
         if self._best is None:
             self._time(held, constants)
@@ -302,9 +326,31 @@ class Placed:
                         self._dispatcher.locations.missed(node)
         return self._program(best.placement)
 
+    def _within_limit(self, held: Sequence[Node]) -> OnOne | InTwo:
+        """A program that fits into the memory of a single device, beside the inputs; the soonest first."""
+        if self._best is not None:
+            return self._program(self._best.placement)
+        locations, refusals = self._dispatcher.locations, list[OutOfDeviceMemory]()
+        locations.clear()
+        wholes = [candidate for candidate in self.candidates if candidate.placement.second is None]
+        for candidate in sorted(wholes, key=lambda given: given.seconds + self._moving(given, held)):
+            member = candidate.placement.first
+            arriving = locations.arriving_bytes(held, member)
+            try:
+                built = self._on(member, self.nodes, self.inputs, self._aliases, arriving)
+            except OutOfDeviceMemory as refusal:
+                refusals.append(refusal)
+                candidate.measured = math.inf
+                continue
+            self._best = candidate
+            self._ready, self._driver = OnOne(locations, built), member.driver
+            self._programs = {candidate.placement: self._ready}
+            return self._ready
+        raise min(refusals, key=lambda refusal: refusal.smallest or math.inf)
+
     @staticmethod
     def _gain(candidate: Candidate) -> float:
-        return 1.0 if candidate.placement.second is None else _CUT_GAIN
+        return 1.0 if candidate.placement.second is None else CUT_GAIN
 
     def _moving(self, candidate: Candidate, held: Sequence[Node], shared: bool = False) -> float:
         """Seconds to move the inputs; `shared`: divided by the uses that are expected of each."""
@@ -340,7 +386,7 @@ class Placed:
     def _time(self, held: Sequence[Node], constants: Sequence[Any]) -> None:
         """Run the candidates that are close, to see which is the fastest."""
         near = [self._candidates[at] for at in self._near()]
-        if len(near) < 2:
+        if len(near) < 2 or all(candidate.measured is not None for candidate in near):
             return
         ways = self._that_fit(near)
         measure = partial(seconds_of, list(ways.values()), held, constants, self._dispatcher.members)
@@ -402,50 +448,9 @@ class Placed:
         if kept and set(kept) <= set(names) and all(seconds > 0 for seconds in kept.values()):
             for candidate in self._candidates:
                 candidate.measured = kept.get(candidate.placement.name)
-            self._settle()
+            if self._limit is None:
+                self._settle()
             self._why = "which took the least time when it was tried in an earlier run"
-
-    # Prices
-
-    def _priced(self) -> list[Candidate]:
-        rates = self._dispatcher.rates
-        host = next((rates[member] for member in rates if member.capabilities.kind == "host"), None)
-        prices = {
-            member: priced
-            for member in rates
-            if (priced := price(self.nodes, member, rates[member], host or rates[member])) is not None
-        }
-        wholes = [Candidate(Placement(member), priced.seconds) for member, priced in prices.items()]
-        if not wholes:
-            raise DeviceError("none of the devices can compute this")
-        least = min(candidate.estimated for candidate in wholes)
-        cuts = []
-        for first, before in prices.items():
-            for second, after in prices.items():
-                if first is not second:
-                    moving = partial(move_seconds, first, second, rates)
-                    count, seconds = best_cut(self.nodes, before, after, moving)
-                    if seconds < _CUT_GAIN * least:
-                        cuts.append((seconds, Placement(first, second, count)))
-        for _, placement in sorted(cuts, key=lambda priced: priced[0]):
-            candidate = self._priced_cut(placement, rates, host)
-            if candidate is not None and candidate.estimated < _CUT_GAIN * least:
-                return [*wholes, candidate]
-        return wholes
-
-    def _priced_cut(
-        self, placement: Placement, rates: Mapping[Device, Rates], host: Rates | None
-    ) -> Candidate | None:
-        first, second = placement.first, placement.second
-        parts = cut(self.nodes, placement.count)
-        if parts is None or second is None:
-            return None
-        before = price(parts.heads, first, rates[first], host or rates[first])
-        after = price(parts.tails, second, rates[second], host or rates[second])
-        if before is None or after is None:
-            return None
-        moved = sum(move_seconds(first, second, rates, node.nbytes) for node in parts.crossing)
-        return Candidate(placement, before.seconds + moved + after.seconds, moved)
 
     # Programs
 
@@ -472,11 +477,12 @@ class Placed:
         nodes: Sequence[Node],
         inputs: Sequence[Node],
         aliases: Mapping[int, int] | None = None,
+        arriving: int = 0,
     ) -> Executable:
-        """A program of a part of the graph."""
+        """A program of a part of the graph; `arriving`: bytes of inputs that are not on the device yet."""
         there = executables(device)
         before = there.build_seconds
-        built = there.compile(nodes, inputs, self._constants, aliases)
+        built = there.compile(nodes, inputs, self._constants, aliases, arriving=arriving)
         self._dispatcher.build_seconds += there.build_seconds - before
         return built
 

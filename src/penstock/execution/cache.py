@@ -8,7 +8,7 @@ the host sees the memory of all inputs, and it is small or new. Small expression
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
@@ -20,7 +20,7 @@ from penstock.errors import OutOfDeviceMemory
 from penstock.execution.ahead import Ahead
 from penstock.execution.executable import Executable, RunProgram, kernel_sources
 from penstock.execution.host_program import HostProgram
-from penstock.execution.hosting import Residents
+from penstock.execution.hosting import Residents, State
 from penstock.execution.memory_plan import MemoryPlan
 from penstock.execution.structure import MIN_ITEMS, Structure
 from penstock.graph.dtypes import HALF_PRECISION
@@ -29,10 +29,8 @@ from penstock.graph.reference import Constant
 from penstock.kernels.cache import KernelCache
 from penstock.kernels.source import KernelSource
 from penstock.lru import LRU
+from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
-
-# Inputs of a program, by number, that are state: what holds the value of each at the time.
-StateNodes = Mapping[int, Callable[[], Node]]
 
 _MAX_PROGRAMS = 256
 _MAX_HOST_PROGRAMS = 1024
@@ -134,14 +132,16 @@ class ExecutableCache:
         """Whether a kernel is better once an expression has come often."""
         return program.operations > 1 and self._ahead is not None
 
-    def known(self, structure: Structure, repeated: bool = False) -> Executable | HostProgram:
+    def known(
+        self, structure: Structure, repeated: bool = False, state: State | None = None
+    ) -> Executable | HostProgram:
         """The program of a structure: of NumPy as long as building kernels would not pay.
 
-        `repeated`: it will be computed many times.
+        `repeated`: it will be computed many times. `state`: see `build`.
         """
         key = structure.key
         program = self._programs.use(key)
-        if program is not None and self._in_budget(program.schedule):
+        if program is not None and self._in_budget(program.schedule, state):
             return program
         bridge = self._bridges.use(key)
         if not repeated:
@@ -150,7 +150,7 @@ class ExecutableCache:
             if on_host is not None and not often:
                 return on_host
             if bridge is None:
-                bridge = self._bridge(structure, on_host)
+                bridge = self._bridge(structure, on_host, state)
             elif bridge.compiled is None:
                 assert self._ahead is not None
                 bridge.compiled = self._ahead.compile(bridge.missing)
@@ -161,7 +161,7 @@ class ExecutableCache:
             self._bridges.pop(key)
             self._schedules[key] = bridge.schedule
             bridge.end()  # what could not be compiled is told by the program below
-        program = Executable(self.schedule(structure), self._device, self.kernels)
+        program = Executable(self.schedule(structure, state), self._device, self.kernels)
         self._schedules.pop(key, None)
         self._programs[key] = program
         self._note_built(start)
@@ -177,7 +177,9 @@ class ExecutableCache:
         known = self._host_programs[structure.key] = HostProgram(structure, self._device)
         return known
 
-    def _bridge(self, structure: Structure, on_host: HostProgram | None) -> _Bridge | None:
+    def _bridge(
+        self, structure: Structure, on_host: HostProgram | None, state: State | None
+    ) -> _Bridge | None:
         """What computes a structure while a thread compiles its kernels: NumPy, or single operations.
 
         None where no compiler is needed, and where single operations are not compiled yet, or give other
@@ -187,7 +189,7 @@ class ExecutableCache:
             return None
         if on_host is None and not self._may_be_apart(structure):
             return None
-        schedule = self.schedule(structure)
+        schedule = self.schedule(structure, state)
         missing = self.kernels.missing(kernel_sources(schedule, self._device, self.kernels))
         if not missing:
             return None
@@ -228,22 +230,27 @@ class ExecutableCache:
         with self._device.running:
             if not self.builds(structure):
                 return
-            schedule = self.schedule(structure)
+            schedule = self.schedule(structure, self.state_of(structure))
             missing = self.kernels.missing(kernel_sources(schedule, self._device, self.kernels))
         kernels = self.kernels.compiled(missing)
         with self._device.running:
             self.kernels.keep(kernels)
 
-    def schedule(self, structure: Structure) -> Schedule:
-        """The schedule of a structure; kept until there is a program of it."""
+    def state_of(self, structure: Structure) -> State | None:
+        """What may lie at the host under a limit, of an expression outside of jitted functions."""
+        limited = self._device.capabilities.offloads and self._device.limit_bytes is not None
+        return State.of_expression(structure) if limited else None
+
+    def schedule(self, structure: Structure, state: State | None = None) -> Schedule:
+        """The schedule of a structure; kept until there is a program of it. `state`: see `build`."""
         program = self._programs.get(structure.key)
-        if program is not None and self._in_budget(program.schedule):
+        if program is not None and self._in_budget(program.schedule, state):
             return program.schedule
         schedule = self._schedules.use(structure.key)
-        if schedule is None or not self._in_budget(schedule):
+        if schedule is None or not self._in_budget(schedule, state):
             start = perf_counter()
             nodes, inputs = prepare(structure.wanted, structure.inputs)
-            schedule = self._compiled(nodes, inputs, structure.numbers)
+            schedule = self._compiled(nodes, inputs, structure.numbers, state=state)
             self._schedules[structure.key] = schedule
             self._note_built(start)
         return schedule
@@ -258,27 +265,30 @@ class ExecutableCache:
         device = self._device
         return Target(device.name, device.capabilities, lower, budget, fuses, lambda: device.link_cost)
 
-    def budget(self, results: int = 1, state: StateNodes | None = None) -> Budget | None:
+    def budget(self, results: int = 1, state: State | None = None, arriving: int = 0) -> Budget | None:
         """The memory of the device as a program finds it; None where it has no limit.
 
-        `state`: inputs that may lie at the host between runs.
+        `arriving`: bytes of inputs that will come to the device before it runs.
         """
         limit = self._device.limit_bytes
-        return None if limit is None else self._budget(limit, results, state)
+        return None if limit is None else self._budget(limit, results, state, arriving)
 
-    def _budget(self, limit: int, results: int, state: StateNodes | None) -> Budget:
-        held = self._device.held_bytes()
-        if not state or not self._device.capabilities.offloads:
+    def _budget(self, limit: int, results: int, state: State | None, arriving: int = 0) -> Budget:
+        held = self._device.held_bytes() + arriving
+        if state is None:
             return Budget(limit, held, results)
-        own = Residents({at: node() for at, node in state.items()}, self._device)
-        return Budget(limit, held + own.away_bytes, results, own.numbers, own.freed)
+        if not self._device.capabilities.offloads:
+            return Budget(limit, held, results, state_results=state.results)
+        own = Residents(state.nodes(), self._device, state.lasts)
+        return Budget(limit, held + own.away_bytes, results, own.numbers, own.freed, state.results)
 
-    def _in_budget(self, schedule: Schedule) -> bool:
+    def _in_budget(self, schedule: Schedule, state: State | None) -> bool:
         """Whether a schedule can run within the limit now, and keeps all values where there is none."""
-        budget = self.budget()
+        budget = self.budget(state=state)
         if budget is None:
-            return not schedule.recomputed and not schedule.moved
-        return budget.held + schedule.taken_bytes <= budget.limit
+            return not schedule.recomputed and not schedule.moved and not schedule.hosted
+        held = budget.held - budget.freed(schedule.hosted)
+        return schedule.hosted <= budget.state and held + schedule.taken_bytes <= budget.limit
 
     def _compiled(
         self,
@@ -287,30 +297,37 @@ class ExecutableCache:
         constants: Mapping[Constant, int],
         aliases: Mapping[int, int] | None = None,
         results: int = 1,
-        state: StateNodes | None = None,
+        state: State | None = None,
+        arriving: int = 0,
     ) -> Schedule:
         """The schedule of a prepared graph within the limit of the device."""
-        budget = self.budget(results, state)
+        budget = self.budget(results, state, arriving)
         try:
             return compile_graph(nodes, inputs, constants, self._target(budget=budget), aliases)
         except OutOfDeviceMemory:
             if budget is None:
                 raise
         self._device.make_room()
-        budget = self.budget(results, state)
+        budget = self.budget(results, state, arriving)
         try:
             return compile_graph(nodes, inputs, constants, self._target(budget=budget), aliases)
         except OutOfDeviceMemory as error:
-            # What moves is no state of this program.
-            if state is None and self._device.capabilities.offloads and self._device.spill():
-                return self._compiled(nodes, inputs, constants, aliases, results)
+            if self._device.capabilities.offloads and self._spill(state):
+                return self._compiled(nodes, inputs, constants, aliases, results, state, arriving)
             raise self._device.with_owners(error) from None
+
+    def _spill(self, state: State | None) -> bool:
+        """Have state move to the host that is not this program's; whether there was any.
+
+        A function of its own: a refusal, while somebody looks at it, must not refer to nodes.
+        """
+        return self._device.spill(() if state is None else set(state.nodes().values()))
 
     def build(
         self,
         structure: Structure,
         aliases: Mapping[int, int] | None = None,
-        state: StateNodes | None = None,
+        state: State | None = None,
     ) -> Executable:
         """A new executable. `aliases` names wanted nodes that should be written over inputs, by numbers.
 
@@ -325,14 +342,27 @@ class ExecutableCache:
         self,
         structure: Structure,
         aliases: Mapping[int, int] | None = None,
-        state: StateNodes | None = None,
+        state: State | None = None,
     ) -> MemoryPlan:
         """What `build` would take under budgets from none to the smallest."""
         nodes, inputs = prepare(structure.wanted, structure.inputs)
         self._device.make_room()  # unused memory must not count, as when a budget is refused
         budget = self._budget(self._device.capabilities.total_bytes, 2, state)
         levels = budget_levels(nodes, inputs, structure.numbers, self._target(budget=budget), aliases)
-        return MemoryPlan.of(self._device, budget.held, levels)
+        return MemoryPlan.of(self._device, budget.held, levels, self._idle_bytes(state))
+
+    def _idle_bytes(self, state: State | None) -> int:
+        """What is free on the device where all state moves to the host that a program does not use."""
+        if not self._device.capabilities.offloads:
+            return 0
+        own = set() if state is None else set(state.nodes().values())
+        owners = list(self._device.state_owners)
+        idle = [node for owner in owners for node in owner.state_nodes() if node not in own]
+        there = [
+            node for node in dict.fromkeys(idle) if isinstance(node.value, Buffer) and not node.value.hosted
+        ]
+        residents = Residents(dict(enumerate(there)), self._device)
+        return residents.freed(residents.numbers)
 
     def compile(
         self,
@@ -340,14 +370,15 @@ class ExecutableCache:
         inputs: Sequence[Node],
         constants: Mapping[Constant, int],
         aliases: Mapping[int, int] | None = None,
-        state: StateNodes | None = None,
+        state: State | None = None,
+        arriving: int = 0,
     ) -> Executable:
-        """The executable of a prepared graph; see `compile_graph`.
+        """The executable of a prepared graph; see `compile_graph` and `budget`.
 
         Whoever has it run again may still hold the results of the last run, so there are two of each.
         """
         start = perf_counter()
-        schedule = self._compiled(nodes, inputs, constants, aliases, results=2, state=state)
+        schedule = self._compiled(nodes, inputs, constants, aliases, 2, state, arriving)
         built = Executable(schedule, self._device, self.kernels)
         self._note_built(start)
         return built

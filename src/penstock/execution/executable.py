@@ -122,8 +122,8 @@ class Executable:
 
         `aliases` names wanted values that are written over inputs. Some, `schedule.hosted`, lie at the host.
         """
-        if self._offloads and not self.schedule.hosted:
-            inputs = on_device(inputs, self.device)
+        if self._offloads:
+            inputs = on_device(inputs, self.schedule.hosted, self.device)
         if self._direct is not None and aliases is None:
             with self.device.running:
                 return self._run_direct(inputs, numbers)
@@ -163,9 +163,7 @@ class Executable:
             self.wrote = False
             before = stream.replayed
             arena, *more_arenas = self._arenas() if self._has_arenas else [None]
-            buffers: list[Any] = [arena, *inputs]
-            buffers += [device.empty(nbytes) for nbytes in self._output_bytes]
-            buffers += more_arenas
+            buffers: list[Any] = [arena, *inputs, *map(self._new, self.schedule.outputs), *more_arenas]
             try:
                 segment.run_all(stream, buffers, numbers)
             except BaseException:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from penstock.drivers.driver import Capabilities
 from penstock.errors import OutOfDeviceMemory
@@ -19,11 +22,38 @@ from penstock.memory.buffer import Buffer
 from penstock.memory.pool import size_class
 from penstock.runtime import Device
 
+if TYPE_CHECKING:
+    from penstock.execution.structure import Structure
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a program: inputs and results that its caller has lie where the program wants.
+
+    Of an expression outside of jitted functions: all of them.
+    """
+
+    holders: Mapping[int, Callable[[], Node]]  # by the numbers of inputs: what holds each value at the time
+    results: frozenset[int] = frozenset()  # the numbers of those that are gradients or new values of tensors
+
+    lasts: bool = True  # whether the same program runs again, so that what it has on the device stays there
+
+    @classmethod
+    def of_expression(cls, structure: Structure) -> State:
+        """Of a program that runs once: what it needs of the host comes for that time."""
+        holders = {at: partial(_same, node) for at, node in enumerate(structure.inputs)}
+        return cls(holders, frozenset(range(len(structure.recorded))), lasts=False)
+
+    def nodes(self) -> dict[int, Node]:
+        """The inputs, by number."""
+        return {at: holder() for at, holder in self.holders.items()}
+
 
 class Residents:
-    """The state of a program: inputs that may lie at the host between its runs, by number."""
+    """Inputs of a program that may lie at the host between its runs, by number."""
 
-    def __init__(self, nodes: Mapping[int, Node], device: Device) -> None:
+    def __init__(self, nodes: Mapping[int, Node], device: Device, lasts: bool = True) -> None:
+        """`lasts`: what is at the host comes with all of its allocation; or else alone."""
         self._capabilities = device.capabilities
         self._sizes = {at: node.nbytes for at, node in nodes.items() if node.nbytes}
         wholes: dict[int, Buffer] = {}
@@ -31,7 +61,7 @@ class Residents:
         for at in self._sizes:
             # A buffer that something else refers to stays. Two references: the node's, and of this call.
             if nodes[at].value.hosted or sys.getrefcount(nodes[at].value) == 2:
-                key = nodes[at].value.memory.serial
+                key = nodes[at].value.memory.serial if lasts or not nodes[at].value.hosted else ~at
                 wholes[key] = nodes[at].value.whole
                 members.setdefault(key, []).append(at)
         # By allocations: those at the host, and those in which nothing else lies, as of each part there is a
@@ -64,13 +94,18 @@ class Residents:
 
 
 def settle(nodes: Sequence[Node], hosted: Collection[int], device: Device) -> None:
-    """Have every input of a program lie where that expects it; `hosted`: the numbers of those at the host.
+    """Have every input of a program lie where that expects it; `hosted`: the numbers of those at the host."""
+    send(nodes, hosted, device)
+    _move_groups([node for at, node in enumerate(nodes) if at not in hosted and node.value.hosted], device)
+
+
+def send(nodes: Sequence[Node], hosted: Collection[int], device: Device) -> None:
+    """Have those inputs of a program lie at the host that it expects there.
 
     What shares an allocation with values that leave it moves too, through the host, so that no more of the
     device's memory is taken at any time.
     """
     leaving = [node for at, node in enumerate(nodes) if at in hosted and not node.value.hosted]
-    arriving = [node for at, node in enumerate(nodes) if at not in hosted and node.value.hosted]
     if leaving:
         left = {node.value.memory.serial for node in leaving}
         others = [node for at, node in enumerate(nodes) if at not in hosted and not node.value.hosted]
@@ -78,11 +113,10 @@ def settle(nodes: Sequence[Node], hosted: Collection[int], device: Device) -> No
         _move_groups(leaving, device, to_host=True)
         _move_groups(staying, device, to_host=True)
         device.stream.drain("state moved to the host")  # so that its memory is free
-        _move_groups(staying, device, to_host=False)
-    _move_groups(arriving, device, to_host=False)
+        _move_groups(staying, device)
 
 
-def _move_groups(nodes: Sequence[Node], device: Device, to_host: bool) -> None:
+def _move_groups(nodes: Sequence[Node], device: Device, to_host: bool = False) -> None:
     """Move values, those that lie in one allocation together."""
     groups: dict[int, list[Node]] = {}
     for node in nodes:
@@ -120,9 +154,16 @@ def _move(nodes: Sequence[Node], device: Device, to_host: bool) -> None:
             node.value = new
 
 
-def on_device(buffers: Sequence[Buffer], device: Device) -> list[Buffer]:
-    """The buffers, with copies on the device of those that lie at the host: for a program that reads them."""
-    return [_fetched(buffer, device) if buffer.hosted else buffer for buffer in buffers]
+def on_device(buffers: Sequence[Buffer], hosted: Collection[int], device: Device) -> list[Buffer]:
+    """Inputs of a program, with copies on the device of those at the host that it does not expect there."""
+    return [
+        _fetched(buffer, device) if buffer.hosted and at not in hosted else buffer
+        for at, buffer in enumerate(buffers)
+    ]
+
+
+def _same(node: Node) -> Node:
+    return node
 
 
 def _fetched(buffer: Buffer, device: Device) -> Buffer:

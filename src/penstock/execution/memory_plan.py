@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -53,6 +53,19 @@ def _listed(counts: Sequence[tuple[str, int]]) -> str:
     return ", ".join([*shown, *([f"{rest} more"] if rest else [])])
 
 
+def _planned(held: int, level: Level) -> PlannedBudget:
+    return PlannedBudget(
+        held + level.taken_bytes,
+        level.arena_bytes,
+        level.extra_work,
+        level.recomputed,
+        level.launches,
+        level.copies,
+        level.moved,
+        level.host_bytes,
+    )
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Budgets from no limit to the smallest, with what each one costs. Printed, it is a table."""
@@ -63,20 +76,21 @@ class MemoryPlan:
     _planned_for: Device = field(repr=False)
 
     @classmethod
-    def of(cls, device: Device, held: int, levels: Sequence[Level]) -> MemoryPlan:
-        """From what the compiler says of each level."""
-        budgets = [
-            PlannedBudget(
-                held + level.taken_bytes,
-                level.arena_bytes,
-                level.extra_work,
-                level.recomputed,
-                level.launches,
-                level.copies,
-                level.moved,
-                level.host_bytes,
+    def of(cls, device: Device, held: int, levels: Sequence[Level], idle: int = 0) -> MemoryPlan:
+        """From what the compiler says of each level.
+
+        `idle`: bytes of `held` that go to the host where all levels take too much, before the program runs.
+        """
+        least = held + levels[-1].taken_bytes
+        budgets = [_planned(held, level) for level in levels]
+        budgets += [
+            replace(
+                _planned(held - idle, level),
+                moved=(("state that it does not use", 1), *level.moved),
+                host_bytes=level.host_bytes + idle,
             )
             for level in levels
+            if held - idle + level.taken_bytes < least
         ]
         return cls(device.name, held, tuple(budgets), device)
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
+from penstock.errors import OutOfDeviceMemory
 from penstock.execution.host_program import HostProgram, names
+from penstock.execution.hosting import send
 from penstock.execution.sharing import shared, source
 from penstock.execution.single import Single, is_all_of, single
 from penstock.execution.structure import MIN_ITEMS, Structure
@@ -54,9 +56,14 @@ def realize(nodes: Sequence[Node], device: Device, repeated: bool = False) -> No
                 key, inputs, _, constants = alone
                 run = (device.executables or executables(device)).singles.use(key)
                 if run is not None:
-                    (value,) = run(inputs, constant_values(tuple(constants)) if constants else ())
-                    node.set_value(value)
-                    return
+                    try:
+                        (value,) = run(inputs, constant_values(tuple(constants)) if constants else ())
+                    except OutOfDeviceMemory:  # below, it is planned for what is left
+                        pass
+                    else:
+                        node.set_value(value)
+                        return
+                inputs.clear()  # what somebody refers to stays on the device
         else:
             several = dict.fromkeys(nodes)
             wanted = [node for node in several if node.value is None and not shared(node, device)]
@@ -85,11 +92,26 @@ def _computed(
     if device.dispatcher is not None:
         result: tuple[list[Buffer], Executable | HostProgram] = device.dispatcher.computed(structure)
         return result
-    program = executables(device).known(structure, repeated)
-    inputs, numbers = [node.value for node in structure.inputs], structure.constants()
+    own = executables(device)
+    state = own.state_of(structure)
+    program = own.known(structure, repeated, state)
+    try:
+        return _run(program, structure, device), program
+    except OutOfDeviceMemory:
+        if device.limit_bytes is None:
+            raise
+    # What computes it until its kernels are compiled takes more than these, which are planned for the limit.
+    program = own.known(structure, True, state)
+    return _run(program, structure, device), program
+
+
+def _run(program: Executable | HostProgram, structure: Structure, device: Device) -> list[Buffer]:
+    numbers = structure.constants()
     if isinstance(program, HostProgram):
-        return program.run(inputs, numbers, structure.bounds), program
-    return program.run(inputs, numbers), program
+        return program.run([node.value for node in structure.inputs], numbers, structure.bounds)
+    if program.schedule.hosted:
+        send(structure.inputs, program.schedule.hosted, device)
+    return program.run([node.value for node in structure.inputs], numbers)
 
 
 def _told(
@@ -140,9 +162,10 @@ def explain(nodes: Sequence[Node], device: Device) -> str:
     with device.running:
         own, structure = executables(device), Structure(wanted, device.capabilities)
         called = f"; {structure.called} operations were recorded before" if structure.called else ""
+        schedule = own.schedule(structure, own.state_of(structure))
         if not own.waits_for_no_compiler(structure):
-            return f"{own.schedule(structure)}{called}"
-        return f"{numpy_text(structure)}; in a jitted function:\n{own.schedule(structure)}{called}"
+            return f"{schedule}{called}"
+        return f"{numpy_text(structure)}; in a jitted function:\n{schedule}{called}"
 
 
 def numpy_text(structure: Structure) -> str:

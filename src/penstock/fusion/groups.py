@@ -7,7 +7,7 @@ stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,6 +49,15 @@ class Group:
             for node in self.nodes
         )
         return self.kind.value, leaves, inside, tuple(number[node] for node in self.outputs)
+
+    def on(self, values: Mapping[Node, Node]) -> Group:
+        """The same group on other values: for each node another of the same kind."""
+        outputs, inputs, nodes = (
+            tuple([values[node] for node in own]) for own in (self.outputs, self.inputs, self.nodes)
+        )
+        moved = Group(self.kind, outputs, inputs, nodes, self.columns)
+        vars(moved)["structure"] = self.structure  # which depends on kinds only
+        return moved
 
 
 def partition(

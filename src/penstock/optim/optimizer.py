@@ -20,7 +20,7 @@ from penstock.errors import CaptureError, OutOfDeviceMemory
 from penstock.execution.hosting import move_to_host
 from penstock.graph.calls import Subgraph, call, subgraph_between
 from penstock.graph.decompose import decompose
-from penstock.graph.node import placeholder
+from penstock.graph.node import Node, placeholder
 from penstock.memory.buffer import Buffer
 from penstock.nn.parameter import Parameter
 from penstock.optim.counting import Counts
@@ -102,10 +102,11 @@ class Optimizer:
         self._numbers: dict[str, Tensor] = {}
         kinds = [tuple(self._of(at)[name] for name in self._counted_by) for at in range(len(self.parameters))]
         self._counted = Counts(dict(self._first_counts), kinds, self._device) if self._first_counts else None
+        self._masters: dict[int, Tensor] = {}  # by position
         self._device.state_owners.add(self)
         narrow = {at: tensor for at, tensor in enumerate(self.parameters) if tensor._node.dtype.itemsize == 2}
         masters = gathered_as([*narrow.values()], float32, self._device)
-        self._masters: dict[int, Tensor] = dict(zip(narrow, masters, strict=True))  # by position
+        self._masters.update(zip(narrow, masters, strict=True))
         if any(str(tensor.dtype) == "float16" for tensor in narrow.values()):
             self._numbers["scale"] = self._number(_FIRST_SCALE)
             self._numbers["good_steps"] = self._number(0)
@@ -312,12 +313,14 @@ class Optimizer:
         """The 2-norm of all gradients together."""
         return sqrt(sum_(_together([sum_(multiply(grad, grad)) for grad in grads])))
 
-    def move_to_host(self) -> bool:
-        """Have parameters and state lie at the host until a program wants them; whether any did not.
+    def state_nodes(self) -> list[Node]:
+        """What holds parameters, their gradients and state."""
+        gradients = [grad for tensor in self.parameters if (grad := tensor._actual_grad) is not None]
+        return [tensor._actual_node for tensor in (*self._all(), *gradients)]
 
-        A device with memory of its own asks for it where a limit leaves no room for something else.
-        """
-        return move_to_host([tensor._actual_node for tensor in self._all()], self._device)
+    def move_to_host(self, but: Collection[Node]) -> bool:
+        """Have all of that but some lie at the host until a program wants it, as a limit leaves no room."""
+        return move_to_host([node for node in self.state_nodes() if node not in but], self._device)
 
     # Checkpoints
 

@@ -47,6 +47,7 @@ class _Drop(Enum):
 
 
 _Copies = tuple[Traffic, Traffic]  # to the host, and from there
+_Kind = tuple[_Drop, int, int, float | None]  # of choices: bytes, the number of a use, and a task's price
 
 
 class _Choice(NamedTuple):
@@ -67,34 +68,36 @@ def sequels(
     kept: frozenset[int],
     link: Link | None = None,
     state: State | None = None,
+    new: frozenset[int] = frozenset(),
 ) -> Iterator[Sequel]:
     """The given order, and then sequences that take less and less memory.
 
     What is in `kept` is never freed and takes no memory here: what the caller gives and gets. But `state`
-    counts, at all times, unless it is moved. Without `link`, nothing is.
+    counts, at all times, unless it is moved; and so do the results `new`. Without `link`, nothing is.
     """
-    search = Search(tasks, order, nbytes, kept, link, state or {})
+    search = Search(tasks, order, nbytes, kept, link, state or {}, new)
     best = search.unfolded({}, frozenset())
     assert best is not None
     yield best.sequel
     step = int(best.peak * _STEP)
     search.least = int(best.peak * _LEAST)
     lowest = best.peak
-    refused: set[tuple[_Gap, _Drop]] = set()
+    refused = _Refused(search)
     dear = _DEAR
     dropped: dict[_Gap, _Drop] = {}
     stays: frozenset[int] = frozenset()  # values that stay beyond their last use, for what is computed again
+    possible = search.choices(best, dropped)
+    width = len(possible)  # the most that are tried together: fewer after that has failed
     for _ in range(_MOST_TRIES):
-        possible = search.choices(best, dropped)
-        choices = _first_of_each([each for each in possible if (each.gap, each.drop) not in refused])
+        choices = _first_of_each([each for each in possible if each not in refused])
         if not choices:
-            if dear > _DEAREST:
+            if dear > _DEAREST or not refused.may_change:
                 return
             dear *= 4  # the price is raised, and all is tried again
-            refused.clear()
+            refused = _Refused(search)
             continue
         freed = np.cumsum([nbytes[choice.gap.value] for choice in choices])
-        several = choices[: 1 + int(freed.searchsorted(step))]
+        several = choices[: min(1 + int(freed.searchsorted(step)), width)]
         for chosen in (several, choices[:1]) if len(several) > 1 else (several,):
             trial_drops = {**dropped, **{gap: each.drop for each in chosen for gap in (each.gap, *each.also)}}
             trial_stays = stays.union(*(choice.stays for choice in chosen))
@@ -102,13 +105,39 @@ def sequels(
             most = best.price + dear * sum(choice.price for choice in chosen)
             if trial is not None and trial.price <= most and trial.improves(best):
                 best, dropped, stays = trial, trial_drops, trial_stays
+                width = 2 * len(chosen)
                 break
+            width = max(len(chosen) // 2, 1)
         else:
-            refused.add((choices[0].gap, choices[0].drop))
+            refused.add(choices[0], trial is not None and trial.price > most)
+            width = len(possible)
             continue
+        refused.may_change = True
+        possible = search.choices(best, dropped)
         if best.peak < lowest:
             lowest = best.peak
             yield best.sequel
+
+
+class _Refused:
+    """Choices that did not help, or not for their price."""
+
+    def __init__(self, search: Search) -> None:
+        self._search = search
+        self._each: set[tuple[_Gap, _Drop]] = set()
+        self._alike: set[_Kind] = set()  # repeated layers have choices that are alike
+        self.may_change = False  # whether one may help for a higher price, or since another was taken
+
+    def add(self, choice: _Choice, dear: bool) -> None:
+        """Refuse a choice; `dear`: for its price."""
+        self._each.add((choice.gap, choice.drop))
+        if dear:
+            self.may_change = True
+            self._alike.add(self._search.kind(choice))
+
+    def __contains__(self, choice: _Choice) -> bool:
+        alike = choice.drop is not _Drop.ONCE and self._search.kind(choice) in self._alike
+        return alike or (choice.gap, choice.drop) in self._each
 
 
 def _first_of_each(choices: Sequence[_Choice]) -> list[_Choice]:
@@ -130,8 +159,9 @@ class Search:
         kept: frozenset[int],
         link: Link | None,
         state: State,
+        new: frozenset[int],
     ) -> None:
-        self.state = state
+        self.state, self.new = state, new
         self.tasks, self.order, self.nbytes, self._moves = tasks, order, nbytes, link is not None
         self._link = link or Link(0.0, 0.0)
         self._writer = {value: number for number, task in enumerate(tasks) for value in task.writes}
@@ -156,7 +186,8 @@ class Search:
 
     def unfolded(self, dropped: dict[_Gap, _Drop], stays: frozenset[int]) -> Unfolded | None:
         """The order with what was dropped brought back; None where something may not run twice."""
-        state = Unfolding(self, frozenset(gap.value for gap in dropped if gap.use < 0))
+        new = frozenset(gap.value for gap in dropped if gap.value in self.new and gap == self._end(gap.value))
+        state = Unfolding(self, frozenset(gap.value for gap in dropped if gap.use < 0), new)
         leaving = self._leaving(dropped)
         current = state.current
         for place, number in enumerate(self.order):
@@ -231,6 +262,12 @@ class Search:
 
     # What to drop
 
+    def kind(self, choice: _Choice) -> _Kind:
+        """What choices of the same kind in repeated layers have in common."""
+        value, use = choice.gap
+        writer = self._writer.get(value)
+        return choice.drop, self.nbytes[value], use, None if writer is None else self.tasks[writer].price
+
     def choices(self, best: Unfolded, dropped: dict[_Gap, _Drop]) -> list[_Choice]:
         """What is live and idle where the most is live; first what frees the most for its price."""
         at = int(best.load.argmax())
@@ -280,10 +317,16 @@ class Search:
             if 0 <= use < len(uses) - 1:
                 gaps.append(_Gap(value, use))
             if new is not None:
-                gaps.append(_Gap(new, len(self._uses[new]) - 1))
+                gaps.append(self._end(new))
             price = sum(self._moving(gap, copies, place) for gap in gaps)
             rank = self.nbytes[value] / price
             yield _Choice(rank, price, gaps[0], _Drop.MOVE, frozenset(), tuple(gaps[1:]))
+        for value in sorted(self.new - best.results):
+            idle = place < self._uses[value][0] or place > self._uses[value][-1]
+            if idle and self.nbytes[value] >= self.least:
+                gap = self._end(value)
+                price = self._moving(gap, copies, place)
+                yield _Choice(self.nbytes[value] / price, price, gap, _Drop.MOVE, frozenset())
 
     def _traffic(self, dropped: dict[_Gap, _Drop], place: int) -> _Copies:
         """The copies to the host, and from there, of all that is moved."""
@@ -310,6 +353,10 @@ class Search:
         sent = None if gap.value in self.state else Window(start + 1, place if apart else end, takes)
         fetched = None if end == len(self.order) else Window(place + 1 if apart else start + 1, end, takes)
         return sent, fetched
+
+    def _end(self, value: int) -> _Gap:
+        """The time after the last use of a value."""
+        return _Gap(value, len(self._uses[value]) - 1)
 
     def _between(self, gap: _Gap) -> tuple[int, int]:
         """The places of the uses before and after a gap."""

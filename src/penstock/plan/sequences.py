@@ -53,6 +53,7 @@ class Sequel:
     again: tuple[int, ...]  # the tasks that are, in order
     load: tuple[int, ...] = ()  # bytes that are live at each run
     hosted: frozenset[int] = frozenset()  # state that is at the host when nothing uses it
+    results: frozenset[int] = frozenset()  # what is at the host in the end: next values of these, and others
 
     @property
     def moves(self) -> bool:

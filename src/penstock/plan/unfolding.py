@@ -22,11 +22,12 @@ class Unfolded:
 
     def __init__(self, search: Search, unfolding: Unfolding) -> None:
         self.runs, self.places, self.value_of = unfolding.runs, unfolding.places, unfolding.value_of
-        self.hosted, self._results = unfolding.state, unfolding.results
+        self.hosted, self.results = unfolding.state, unfolding.results
         value_of = self.value_of
         late = unfolding.late - self.hosted
+        stays = (search.state.keys() - self.hosted) | (search.new - self.results)
         # Bytes of results that cannot take over the memory of what they replace, and of state on the device.
-        self.apart = sum(search.nbytes[value] for value in late | (search.state.keys() - self.hosted))
+        self.apart = sum(search.nbytes[value] for value in late | stays)
         self.again = unfolding.again  # tasks that run again, and where
         self.price = 0.0
         self._search = search
@@ -76,11 +77,11 @@ class Unfolded:
     def _is_free(self, number: int) -> bool:
         """Whether a value is in memory of the caller: not a temporary, and neither recomputed nor moved."""
         value = self.value_of[number]
-        return number == value and not self._search.temporary[value] and value not in self._results
+        return number == value and not self._search.temporary[value] and value not in self.results
 
     def may_go(self, value: int) -> bool:
         """Whether a value is not the caller's on the device."""
-        return self._search.temporary[value] or value in self.hosted or value in self._results
+        return self._search.temporary[value] or value in self.hosted or value in self.results
 
     @property
     def peak(self) -> int:
@@ -110,17 +111,29 @@ class Unfolded:
         """The result of the search, for the planner."""
         again = tuple(task for task, runs in self.again.items() for _ in runs)
         load = tuple((self.load + self.apart).tolist())
-        return Sequel(tuple(self.runs), tuple(self.value_of), self.peak, self.price, again, load, self.hosted)
+        return Sequel(
+            tuple(self.runs),
+            tuple(self.value_of),
+            self.peak,
+            self.price,
+            again,
+            load,
+            self.hosted,
+            self.results,
+        )
 
 
 class Unfolding:
     """Builds a sequence: the runs so far, and where values are."""
 
-    def __init__(self, search: Search, state: frozenset[int]) -> None:
-        """`state`: what the host has at the start. The number of such a value is that which is there."""
+    def __init__(self, search: Search, state: frozenset[int], new: frozenset[int]) -> None:
+        """`state`: what the host has at the start. The number of such a value is that which is there.
+
+        `new`: results that it has in the end, beside the next values of these.
+        """
         self._search = search
         self.state = state
-        self.results = {new for value in state if (new := search.state[value]) is not None}
+        self.results = new.union(result for value in state if (result := search.state[value]) is not None)
         away = [gone or value in state for value, gone in enumerate(search.temporary)]
         self.current = [-1 if gone else value for value, gone in enumerate(away)]
         # Values at the host, with the indices of their copies there.

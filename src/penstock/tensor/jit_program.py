@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CaptureError
+from penstock.execution.hosting import State
 from penstock.execution.realize import executables, realize
 from penstock.execution.structure import Structure
 from penstock.graph.custom_vjp import refusing
@@ -85,20 +87,48 @@ class _Traced:
         self.outputs = {node: at for at, node in enumerate(self.pending)}
         self.structure = Structure(self.pending, device.capabilities, checked=False)
         self.over = _replaced_inputs(stand_ins, self.outputs, self.structure.inputs)
+        self.over |= self._replaced_gradients(tracing)
         # What each replay puts where its program expects it; none if several devices may run it.
-        state: dict[int, Callable[[], Node]] = {}
-        for at, node in enumerate(self.structure.inputs):
-            known = tracing.of_node(node)
-            if known is not None and known.origin.outside is not None and known.actual.device is device:
-                state[at] = _holder(known)
-        self.state = [state] if device.dispatcher is None else []
+        self.state = [self._state(tracing)] if device.dispatcher is None else []
         if device.limit_bytes is not None:
             _realize_outside(tracing, device)
 
+    def _state(self, tracing: Tracing) -> State:
+        """Inputs and results that are tensors from outside, or gradients of these."""
+        holders: dict[int, Callable[[], Node]] = {}
+        for at, node in enumerate(self.structure.inputs):
+            known = tracing.of_node(node)
+            if known is not None and known.origin.lasts and known.actual.device is self.device:
+                holders[at] = _holder(known.origin)
+        new = [item.tensor._node for item in tracing.stand_ins if item.changed and item.origin.lasts]
+        new += [
+            gradient._node
+            for item, gradient, _ in _new_gradients(tracing)
+            if gradient is not None and item.origin.lasts
+        ]
+        times = Counter(self.wanted)
+        return State(
+            holders,
+            frozenset(self.outputs[node] for node in new if times[node] == 1 and node in self.outputs),
+        )
 
-def _holder(stand_in: StandIn) -> Callable[[], Node]:
+    def _replaced_gradients(self, tracing: Tracing) -> dict[int, int]:
+        """The outputs that are written over inputs, by position: new gradients of tensors from outside."""
+        positions = {node: at for at, node in enumerate(self.structure.inputs)}
+        over: dict[int, int] = {}
+        for stand_in, gradient, _ in _new_gradients(tracing):
+            first = None if stand_in.first_grad is None else tracing.of_tensor(stand_in.first_grad)
+            if gradient is None or first is None or first.origin.gradient_of is not stand_in.origin:
+                continue
+            old, new = first.first, gradient._node
+            if first.origin.lasts and new in self.outputs and old in positions and old not in self.wanted:
+                over[self.outputs[new]] = positions[old]
+        return over
+
+
+def _holder(origin: Origin) -> Callable[[], Node]:
     """What holds the value of a tensor from outside, when it is asked for."""
-    return lambda: stand_in.actual._actual_node
+    return lambda: origin.tensor(())._actual_node
 
 
 def _realize_outside(tracing: Tracing, device: Device) -> None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from penstock.interrupts import held_back
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.stream.recorder import Run
+from penstock.tensor.aliasing import Aliasing
 from penstock.tensor.core import Tensor
 from penstock.tensor.index_watch import IndexWatch
 from penstock.tensor.jit_gradients import Differentiable
@@ -181,7 +183,7 @@ class Captured:
 
     def replay(self, arguments: list[Tensor]) -> Any:
         """Run the program on the present values of the arguments and of tensors from outside."""
-        with self.device.running, _replaying(self.device):
+        with self.device.running:
             if not self.parts:
                 return self._replay_in_budget(arguments)
             self._launched = False
@@ -196,18 +198,40 @@ class Captured:
                 raise
 
     def _replay_in_budget(self, arguments: list[Tensor]) -> Any:
-        """Replay; if more is live under a limit than when the program was planned, plan it again."""
+        """Replay; if more is live under a limit than when the program was planned, plan it again.
+
+        State of others that it does not use moves to the host first, where the device has a link.
+        """
         try:
             return self._replay(arguments)
         except OutOfDeviceMemory:
-            program = None if self.device.dispatcher is not None else self.program
-            if self.build is None or program is None or program.wrote:
+            if not self._can_repeat:
                 raise
+        offloads = self.device.capabilities.offloads and self.device.dispatcher is None
+        if offloads and self._spill_others(arguments):
+            try:
+                return self._replay(arguments)
+            except OutOfDeviceMemory:
+                if not self._can_repeat:
+                    raise
+        assert self.build is not None
         self.program = self.build()
         self._aliasing.clear()
         return self._replay(arguments)
 
+    def _spill_others(self, arguments: list[Tensor]) -> bool:
+        return self.device.spill({self._node(source, arguments) for source in self.inputs})
+
+    @property
+    def _can_repeat(self) -> bool:
+        """Whether a replay under a limit that failed has changed nothing, and can be planned again."""
+        return self.build is not None and self.program is not None and not self.program.wrote
+
     def _replay(self, arguments: list[Tensor]) -> Any:
+        with _replaying(self.device):
+            return self._replay_now(arguments)
+
+    def _replay_now(self, arguments: list[Tensor]) -> Any:
         inputs = [
             (arguments[at] if outside is None else outside)._actual_node.value for outside, at in self._simple
         ]
@@ -378,14 +402,15 @@ class Captured:
         Inputs are overwritten only if nothing else refers to them.
         """
         if not self.donated:  # the fast path: usually all tensors can be overwritten
-            nodes = [tensor._actual_node for tensor in aliasing.tensors]
+            old: list[Any] = [owner._actual_grad for _, owner, _ in aliasing.gradients]
+            nodes = [tensor._actual_node for tensor in (*aliasing.tensors, *old)]
             shared = [inputs[at].shared for at in aliasing.numbers]
             kinds = [node.primitive for node in nodes]
             # 3 references are those of the tensor, the list and the argument of getrefcount.
-            most = max(map(sys.getrefcount, nodes), default=0)
+            most = max(map(sys.getrefcount, chain(nodes, old)), default=0)
             if most <= 3 and True not in shared and kinds.count(LEAF) == len(kinds):
                 return aliasing.replaced_inputs, aliasing.kept
-            del nodes
+            del nodes, old
         replaced_inputs: dict[int, int] = {}
         kept: set[int] = set()
         for at, tensor, output, position in aliasing.in_place:
@@ -396,6 +421,11 @@ class Captured:
                 replaced_inputs[output] = at
                 if tensor._actual_node.primitive is LEAF and position in aliasing.kept:
                     kept.add(position)
+        for at, owner, output in aliasing.gradients:
+            gradient: Any = owner._actual_grad
+            held = sys.getrefcount(gradient) > 3 or sys.getrefcount(gradient._actual_node) > 2
+            if not held and not inputs[at].shared:
+                replaced_inputs[output] = at
         for at, source in enumerate(self.inputs) if self.donated else ():
             if isinstance(source, Origin) and source.argument in self.donated and not inputs[at].shared:
                 if source in self.wanted or sys.getrefcount(arguments[source.argument]._actual_node) > 2:
@@ -434,33 +464,6 @@ class _Outcome:
             tensor._actual_grad = gradient
         for tensor, flag in self.flags:
             tensor.requires_grad_(flag)
-
-
-class Aliasing:
-    """Which outputs of a program may take the memory of which inputs."""
-
-    def __init__(self, captured: Captured, may_overwrite: Callable[[int, int], bool] | None) -> None:
-        self.may = may_overwrite or (lambda output, at: False)
-        changes = captured.changes
-        outside = {
-            id(origin.outside): captured.results + at
-            for at, origin in enumerate(changes.values)
-            if origin.outside is not None and at not in changes.histories
-        }
-        # Tensors whose new value can overwrite the old: input, tensor, output, position in `wanted`.
-        self.in_place: list[tuple[int, Tensor, int, int]] = []
-        for number, source in enumerate(captured.inputs):
-            if isinstance(source, Origin) and source.outside is not None and id(source.outside) in outside:
-                where = outside[id(source.outside)]
-                output = captured.wanted[where]
-                if isinstance(output, int) and self.may(output, number):
-                    self.in_place.append((number, source.outside, output, where))
-        self.tensors = [tensor for _, tensor, _, _ in self.in_place]
-        self.numbers = [number for number, _, _, _ in self.in_place]
-        self.replaced_inputs = {output: number for number, _, output, _ in self.in_place}
-        # Those that can keep their node. Integers cannot: a node holds the known range of an index.
-        self.kept = {where for _, tensor, _, where in self.in_place if tensor.dtype.kind not in "iu"}
-        self.others = [where for where in range(len(captured.wanted)) if where not in self.kept]
 
 
 @contextmanager

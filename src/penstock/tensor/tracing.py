@@ -48,6 +48,11 @@ class Origin:
     outside: Tensor | None = None
     gradient_of: Origin | None = None
 
+    @property
+    def lasts(self) -> bool:
+        """Whether it is no argument, nor the gradient of an argument."""
+        return self.outside is not None or (self.gradient_of is not None and self.gradient_of.lasts)
+
     def tensor(self, arguments: Sequence[Tensor]) -> Tensor:
         """The tensor in a call with these arguments."""
         if self.outside is not None:

@@ -1,0 +1,123 @@
+"""How long kernels wait for copies, by hand and by bounds; and what smaller budgets take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_budget import planned, smallest, trained
+from test_schedule import TARGETS
+
+from penstock.compiler.target import Budget
+from penstock.drivers.driver import Cost
+from penstock.drivers.rates import Crossing, StepRates
+from penstock.errors import OutOfDeviceMemory
+from penstock.plan.copying import Traffic, Window, elapsed
+from penstock.plan.sequences import IN, OUT, Link, Run, Task
+
+PLAIN = StepRates(1.0, {"float32": 1.0}, 0.0, 1.0)  # a byte takes a second, here and on the link
+
+
+def kernels(*nbytes: int) -> list[Cost]:
+    return [Cost(0, size, 0, "") for size in nbytes]
+
+
+# Predicted times of steps
+
+
+def test_copies_beside_kernels_take_no_time_until_somebody_waits_for_them() -> None:
+    launches = kernels(10, 10, 10)
+    assert PLAIN.seconds(launches) == 30
+    sent = Crossing(5, True, 1, 1, (), None)
+    assert PLAIN.seconds(launches, [sent]) == 30
+    assert PLAIN.seconds(launches, [sent._replace(nbytes=25)]) == 35  # a step ends when its last copy has
+    fetched = Crossing(25, False, 2, 0, (0,), 2)  # after it was sent, and before the last kernel
+    assert PLAIN.seconds(launches, [sent._replace(nbytes=25), fetched]) == 10 + 25 + 25 + 10
+    assert PLAIN.seconds(launches, [fetched._replace(copies=())]) == 25 + 10
+    two = [fetched._replace(copies=()), fetched._replace(copies=())]
+    assert PLAIN.seconds(launches, two) == 2 * 25 + 10  # one after the other
+    both = [sent._replace(nbytes=25), fetched._replace(copies=())]
+    assert PLAIN.seconds(launches, both) == 35  # beside each other
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[list[Cost], list[Crossing]]:
+    sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+    copies: list[Crossing] = []
+    for at in sorted(draw(st.lists(st.integers(0, len(sizes)), max_size=6))):
+        before = draw(st.none() | st.integers(at, len(sizes) - 1)) if at < len(sizes) else None
+        others = st.sets(st.sampled_from(range(len(copies)))) if copies else st.just(set[int]())
+        after, size = draw(st.integers(0, at)), draw(st.integers(0, 9))
+        copies.append(Crossing(size, draw(st.booleans()), at, after, tuple(draw(others)), before))
+    return kernels(*sizes), copies
+
+
+@given(programs())
+def test_a_step_takes_as_long_as_its_kernels_and_copies_at_most(
+    case: tuple[list[Cost], list[Crossing]],
+) -> None:
+    launches, copies = case
+    computing = sum(cost.nbytes for cost in launches)
+    there = sum(copy.nbytes for copy in copies if copy.to_host)
+    back = sum(copy.nbytes for copy in copies if not copy.to_host)
+    assert max(computing, there, back) <= PLAIN.seconds(launches, copies) <= computing + there + back
+    slower = [replace(PLAIN, link=link).seconds(launches, copies) for link in (2.0, 1.0, 0.5)]
+    assert slower == sorted(slower)
+
+
+# Times by which the search decides
+
+
+def unfolded(runs: list[Run], load: list[int], hosted: frozenset[int] = frozenset()) -> Any:
+    return SimpleNamespace(runs=runs, load=np.array(load), hosted=hosted, value_of=range(8))
+
+
+def test_kernels_wait_for_what_they_read_and_for_room() -> None:
+    tasks, nbytes, link = [Task((), (0,), price=10.0)] * 3, [4] * 8, Link(1.0, 0.0)
+    first, second, third = (Run(number, (), (number,)) for number in range(3))
+    send, fetch = Run(OUT, (0,), (3,)), Run(IN, (3,), (4,))
+    assert elapsed(unfolded([first, second, third], [4, 4, 4]), tasks, nbytes, link) == 30
+    assert elapsed(unfolded([first, send], [4, 4]), tasks, nbytes, link) == 10 + 4
+    moved = [first, send, second, fetch, third]
+    # No room for an earlier copy back, and room for one: it begins when the host has the value.
+    assert elapsed(unfolded(moved, [4, 4, 0, 4, 4]), tasks, nbytes, link) == 30 + 4
+    assert elapsed(unfolded(moved, [4, 4, 0, 4, 8]), tasks, nbytes, link) == 30
+    # The second kernel needs the memory that is being sent.
+    assert elapsed(unfolded([first, send, second], [4, 4, 4]), tasks, nbytes, link) == 10 + 4 + 10
+    # State is at the host from the start, and to begin a copy takes the time of kernels.
+    state = unfolded([Run(IN, (3,), (4,)), first], [4, 4], frozenset({3}))
+    assert elapsed(state, tasks, nbytes, link) == 4 + 10
+    assert elapsed(unfolded([first, send], [4, 4]), tasks, nbytes, Link(1.0, 0.5)) == 10 + 0.5 + 4
+
+
+def test_a_copy_costs_what_its_window_is_too_short_for() -> None:
+    until = np.array([0.0, 10.0, 20.0, 30.0])
+    free = Traffic([], until)
+    assert 0 < free.wait(Window(0, 2, 5.0)) < 0.5  # beside kernels, it costs little but never nothing
+    assert free.wait(Window(0, 1, 15.0)) == 5
+    busy = Traffic([Window(0, 1, 8.0), Window(1, 3, 20.0)], until)
+    assert busy.wait(Window(0, 1, 5.0)) == 3
+    assert busy.wait(Window(1, 2, 5.0)) == 5  # the link is busy until the end
+    assert busy.wait(Window(0, 3, 2.0)) == pytest.approx(2 / 64)  # two seconds are left
+
+
+# Budgets
+
+
+@pytest.mark.parametrize("link", [None, 1.0, 64.0])
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_smaller_budget_never_takes_more_memory(target: str, link: float | None) -> None:
+    wanted, _ = trained(6, 24, 8)
+    within, _ = planned(wanted, TARGETS[target], link)
+    least, most = smallest(within), within(None).taken_bytes
+    limits = [least + (most - least) * share // 12 for share in range(13)]
+    sizes = [within(Budget(limit)).taken_bytes for limit in limits]
+    assert sizes == sorted(sizes)
+    assert all(size <= limit for size, limit in zip(sizes, limits, strict=True))
+    with pytest.raises(OutOfDeviceMemory):
+        within(Budget(least - 1))
