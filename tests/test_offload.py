@@ -197,9 +197,11 @@ def far(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 def matrices(device: Device) -> tuple[ps.Tensor, ps.Tensor]:
+    """So large on a GPU that copies cost less than products."""
     rng = np.random.default_rng(0)
-    x, w = rng.standard_normal((300, 64)).astype(np.float32), rng.standard_normal((64, 64)).astype(np.float32)
-    return ps.asarray(x, device=device), ps.asarray(w / 8, device=device)
+    rows, width = (3000, 640) if device.capabilities.vector_width == 1 else (300, 64)
+    x, w = (rng.standard_normal((length, width)).astype(np.float32) for length in (rows, width))
+    return ps.asarray(x, device=device), ps.asarray(w / np.float32(width**0.5), device=device)
 
 
 def deep(x: ps.Tensor, w: ps.Tensor) -> ps.Tensor:
