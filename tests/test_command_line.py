@@ -29,7 +29,19 @@ from penstock.measuring import ceilings
 from penstock.terminal import phase, show, table
 from penstock.train import Config
 
-COMMANDS = ("devices", "train", "plan", "config", "generate", "report", "bench", "cache", "advise")
+COMMANDS = (
+    "devices",
+    "train",
+    "plan",
+    "config",
+    "generate",
+    "chat",
+    "eval",
+    "report",
+    "bench",
+    "cache",
+    "advise",
+)
 
 
 def penstock(*arguments: str, columns: int = 80) -> str:

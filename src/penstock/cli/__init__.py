@@ -17,7 +17,9 @@ from penstock.cli import (
     advising,
     benching,
     caches,
+    chatting,
     configuring,
+    evaluating,
     generating,
     listing,
     planning,
@@ -56,11 +58,13 @@ for _command in (
     planning.plan,
     configuring.config,
     generating.generate,
+    chatting.chat,
     reporting.report,
     benching.bench,
     caches.cache,
 ):
     app.command(_command.__name__)(_command)
+app.command("eval")(evaluating.evaluate)
 # What follows the name of a script belongs to the script.
 app.command("advise", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     advising.advise

@@ -1,6 +1,7 @@
 """Language models: families, folders in Hugging Face's layout, and generation."""
 
 from penstock.models.attending import Attention, CacheShape
+from penstock.models.evaluating import Evaluation, evaluate
 from penstock.models.generation import Completion, Piece
 from penstock.models.loading import load
 from penstock.models.model import LanguageModel
@@ -12,12 +13,14 @@ __all__ = [
     "Attention",
     "CacheShape",
     "Completion",
+    "Evaluation",
     "Family",
     "LanguageModel",
     "Piece",
     "Sampling",
     "TextTokenizer",
     "build",
+    "evaluate",
     "families",
     "family",
     "load",

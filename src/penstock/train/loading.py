@@ -34,11 +34,12 @@ def load_model(folder: Path) -> tuple[LanguageModel, Tokenizer | TextTokenizer |
             ) from None
         model.tokenizer = tokenizer
         return model, tokenizer
-    if (folder / "config.json").is_file():
+    if folder.suffix == ".gguf" or (folder / "config.json").is_file():
         loaded = ps.models.load(folder)
         return loaded, loaded.tokenizer
     raise CheckpointError(
-        f"{folder} is neither the folder of a run nor one with the config.json and safetensors of a model"
+        f"{folder} is neither the folder of a run nor one with the config.json and safetensors of a model, "
+        f"nor a file such as model.gguf"
     )
 
 
