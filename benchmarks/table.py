@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-FILES = ("gpu-h200.json", "zoo-h200.json", "train-pocl.json")  # in the order of the table; missing files are left out
+# In the order of the table; missing files are left out.
+FILES = ("gpu-h200.json", "zoo-h200.json", "train-pocl.json")
 BEGIN, END = "<!-- table: python benchmarks/table.py -->\n", "<!-- end of the table -->\n"
 
 
