@@ -29,7 +29,10 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.", min=0)] = None,
     device: Annotated[str | None, typer.Option(help="A name from `penstock devices`, or auto.")] = None,
 ) -> None:
-    """Talk to a model: a line is a message, Ctrl-C ends an answer, and Ctrl-D the conversation."""
+    """Talk to a model that has a chat template.
+
+    A line is a message. Ctrl-C ends an answer, and Ctrl-D the conversation.
+    """
     from penstock.models import TextTokenizer, load
 
     if device:

@@ -27,9 +27,10 @@ def evaluate(
     device: Annotated[str | None, typer.Option(help="A name from `penstock devices`, or auto.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for other programs.")] = False,
 ) -> None:
-    """Measure how well a model predicts a text: its loss and perplexity.
+    """Measure how well a model predicts a text.
 
-    Every token but the first is predicted from those before it in its window.
+    That is its loss and its perplexity. Every token but the first is predicted from those before it in its
+    window.
     """
     from penstock.data import find_text
     from penstock.models.evaluating import evaluate as evaluated
