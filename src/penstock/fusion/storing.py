@@ -13,6 +13,8 @@ from penstock.fusion.views import trailing
 from penstock.graph.elementwise import CAST
 from penstock.graph.node import Kind, Node
 
+_AS_MUCH = 1.1  # times the bytes of a value: vectors of means and the like are small beside it
+
 
 class Storing:
     """Which values are stored, and which are recomputed wherever they are needed."""
@@ -128,6 +130,9 @@ class Storing:
         large = [leaf for leaf in leaves if leaf.size >= node.size]
         simple = not any(part.primitive.is_slow or part.primitive.reads_elsewhere for part in inside)
         little = len(large) <= 1 or sum(leaf.nbytes for leaf in large) <= node.nbytes
+        if any(self._clustering.cluster.get(part) is not cluster for part in inside):
+            # By way of what others recompute: only if that is no more to read than the value itself.
+            little = sum(leaf.nbytes for leaf in leaves) <= _AS_MUCH * node.nbytes
         return leaves if simple and little and len(inside) <= RECOMPUTED_NODES else None
 
     def _store_instead(self, node: Node, cluster: Cluster) -> None:
