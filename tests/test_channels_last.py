@@ -13,7 +13,7 @@ from test_products import GPU
 
 from penstock.graph import convolution, elementwise, reducing, shaping
 from penstock.graph.channels_last import channels_last
-from penstock.graph.convolution import Geometry
+from penstock.graph.convolution_reference import Geometry
 from penstock.graph.decompose import decompose
 from penstock.graph.node import Kind, Node, leaf, topological
 from penstock.graph.reference import computed

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from penstock.drivers.driver import Capabilities
 from penstock.graph.checkpoint import BARRIER
 from penstock.graph.contraction import matmul
+from penstock.graph.convolution_reference import (
+    Geometry,
+    Pairs,
+    convolution_reference,
+    reached,
+    transpose_reference,
+    weight_reference,
+)
 from penstock.graph.elementwise import full
-from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
+from penstock.graph.node import DType, Kind, Node, Primitive, Shape
 from penstock.graph.reducing import expand, reverse
 from penstock.graph.shaping import concat, pad, permute, reshape, slice_, slice_axis
 from penstock.graph.windows import overlap_add, window_count, windows
@@ -29,23 +34,6 @@ from penstock.graph.windows import overlap_add, window_count, windows
 _FEW = 64  # windows of an image; with fewer, the images of a batch are columns of a single product
 _MOST_PHASES = 16  # products that a transpose with a stride is computed by
 _ALIGNED = 8  # items that a library reads at once; rows of other lengths are padded with zeros
-_Pairs = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The settings of windows, for each axis."""
-
-    stride: tuple[int, ...]
-    padding: _Pairs  # zeros before and after
-    dilation: tuple[int, ...]
-    groups: int = 1
-
-    def counts(self, lengths: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-        """How many windows there are along each axis."""
-        whole = [n + before + after for n, (before, after) in zip(lengths, self.padding, strict=True)]
-        along = zip(whole, sizes, self.stride, self.dilation, strict=True)
-        return tuple(window_count(*axis) for axis in along)
 
 
 def convolution(x: Node, weight: Node, geometry: Geometry) -> Node:
@@ -151,18 +139,12 @@ def _transpose_in_place(x: Node, weight: Node, geometry: Geometry, lengths: tupl
     right = reshape(x, (x.shape[0], groups, outputs // groups, math.prod(x.shape[2:])))
     product = matmul(_repeated(left, x.shape[0]), right)
     flat = reshape(product, (x.shape[0], groups * channels, math.prod(sizes), right.shape[3]))
-    reached = _reached(x.shape[2:], sizes, geometry)
-    added = from_columns(flat, reached, sizes, geometry.stride, geometry.dilation)
-    return padded(added, _to_lengths(lengths, reached, geometry))
+    ends = reached(x.shape[2:], sizes, geometry)
+    added = from_columns(flat, ends, sizes, geometry.stride, geometry.dilation)
+    return padded(added, _to_lengths(lengths, ends, geometry))
 
 
-def _reached(counts: Sequence[int], sizes: Sequence[int], geometry: Geometry) -> tuple[int, ...]:
-    """The lengths up to the last window; items after it, of an output padding, are 0."""
-    along = zip(counts, sizes, geometry.stride, geometry.dilation, strict=True)
-    return tuple((n - 1) * step + (size - 1) * apart + 1 for n, size, step, apart in along)
-
-
-def _to_lengths(lengths: Sequence[int], reached: Sequence[int], geometry: Geometry) -> _Pairs:
+def _to_lengths(lengths: Sequence[int], reached: Sequence[int], geometry: Geometry) -> Pairs:
     """What is added or removed at the ends, so that images with padding become images of `lengths`."""
     along = zip(lengths, reached, geometry.padding, strict=True)
     return tuple((-before, length + before - end) for length, end, (before, _) in along)
@@ -318,9 +300,9 @@ def _transpose_by_rows(x: Node, weight: Node, geometry: Geometry, lengths: tuple
     node = reshape(product, (*g.shape[:-1], *last.shape[1:]))
     order = [axis for at in range(axes) for axis in (1 + at, 1 + axes + at)]
     node = permute(node, (0, *order, node.ndim - 1))
-    reached = _reached(x.shape[2:], sizes, geometry)
-    added = _added(node, 1, reached, geometry.stride, geometry.dilation)
-    return _channels_from_end(padded(added, _to_lengths(lengths, reached, geometry), 1))
+    ends = reached(x.shape[2:], sizes, geometry)
+    added = _added(node, 1, ends, geometry.stride, geometry.dilation)
+    return _channels_from_end(padded(added, _to_lengths(lengths, ends, geometry), 1))
 
 
 def _weight_by_rows(x: Node, g: Node, geometry: Geometry, sizes: tuple[int, ...]) -> Node:
@@ -375,73 +357,6 @@ def _operations(node: Node) -> int:
     return 2 * weight.size * images.size // images.shape[1]
 
 
-def _items(
-    geometry: Geometry, sizes: Sequence[int], counts: Sequence[int]
-) -> list[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """The items of a window, each with the slices of padded images that it is at in all windows."""
-    items = []
-    for item in itertools.product(*map(range, sizes)):
-        starts = [k * apart for k, apart in zip(item, geometry.dilation, strict=True)]
-        ends = zip(starts, counts, geometry.stride, strict=True)
-        items.append((item, tuple(slice(k, k + (n - 1) * step + 1, step) for k, n, step in ends)))
-    return items
-
-
-def _last(indices: Iterable[Any]) -> Any:
-    """An index of the last axes."""
-    return (..., *indices)
-
-
-def _padded_array(x: Array, geometry: Geometry) -> Array:
-    ends = [(max(0, before), max(0, after)) for before, after in geometry.padding]
-    wide = np.pad(x, [(0, 0), (0, 0), *ends])
-    along = zip(wide.shape[2:], geometry.padding, strict=True)
-    kept = (slice(max(0, -before), n - max(0, -after)) for n, (before, after) in along)
-    return np.asarray(wide[_last(kept)])
-
-
-def _in_groups(x: Array, axis: int, groups: int) -> Array:
-    return x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
-
-
-def _reference(x: Array, weight: Array, geometry: Geometry) -> Array:
-    sizes, groups = weight.shape[2:], geometry.groups
-    counts = geometry.counts(x.shape[2:], sizes)
-    images, matrices = _in_groups(_padded_array(x, geometry), 1, groups), _in_groups(weight, 0, groups)
-    parts = (
-        np.einsum("bgc...,goc->bgo...", images[_last(at)], matrices[_last(item)])
-        for item, at in _items(geometry, sizes, counts)
-    )
-    return np.asarray(sum(parts)).reshape(x.shape[0], weight.shape[0], *counts)
-
-
-def _transpose_reference(x: Array, weight: Array, geometry: Geometry, lengths: tuple[int, ...]) -> Array:
-    sizes, groups = weight.shape[2:], geometry.groups
-    reached = [
-        max(end, n + before + max(0, after))
-        for end, n, (before, after) in zip(
-            _reached(x.shape[2:], sizes, geometry), lengths, geometry.padding, strict=True
-        )
-    ]
-    whole = np.zeros((x.shape[0], groups, weight.shape[1], *reached), x.dtype)
-    images, matrices = _in_groups(x, 1, groups), _in_groups(weight, 0, groups)
-    for item, at in _items(geometry, sizes, x.shape[2:]):
-        whole[_last(at)] += np.einsum("bgo...,goc->bgc...", images, matrices[_last(item)])
-    kept = (slice(before, before + n) for n, (before, _) in zip(lengths, geometry.padding, strict=True))
-    return np.reshape(whole[_last(kept)], (x.shape[0], -1, *lengths))
-
-
-def _weight_reference(x: Array, g: Array, geometry: Geometry, sizes: tuple[int, ...]) -> Array:
-    groups = geometry.groups
-    images, outputs = _in_groups(_padded_array(x, geometry), 1, groups), _in_groups(g, 1, groups)
-    result = np.zeros((g.shape[1], x.shape[1] // groups, *sizes), x.dtype)
-    for item, at in _items(geometry, sizes, g.shape[2:]):
-        flat = (each.reshape(*each.shape[:3], -1) for each in (images[_last(at)], outputs))
-        part = np.einsum("bgcn,bgon->goc", *flat)
-        result[_last(item)] = part.reshape(g.shape[1], -1)
-    return result
-
-
 def _shape(x: Node, weight: Node, *, geometry: Geometry) -> tuple[Shape, DType]:
     return (x.shape[0], weight.shape[0], *geometry.counts(x.shape[2:], weight.shape[2:])), x.dtype
 
@@ -476,7 +391,7 @@ CONVOLUTION = Primitive(
     "convolution",
     Kind.CONTRACTION,
     _shape,
-    _reference,
+    convolution_reference,
     _gradient,
     operations=_operations,
     decompose=_convolution_parts,
@@ -485,7 +400,7 @@ CONVOLUTION_TRANSPOSE = Primitive(
     "convolution_transpose",
     Kind.CONTRACTION,
     _transpose_shape,
-    _transpose_reference,
+    transpose_reference,
     _transpose_gradient,
     operations=_operations,
     decompose=_transpose_parts,
@@ -494,7 +409,7 @@ CONVOLUTION_WEIGHT = Primitive(
     "convolution_weight",
     Kind.CONTRACTION,
     _weight_shape,
-    _weight_reference,
+    weight_reference,
     _weight_gradient,
     operations=_operations,
     decompose=_weight_parts,

@@ -9,14 +9,8 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from penstock.graph import shaping
-from penstock.graph.convolution import (
-    Geometry,
-    columns,
-    convolution,
-    convolution_transpose,
-    from_columns,
-    padded,
-)
+from penstock.graph.convolution import columns, convolution, convolution_transpose, from_columns, padded
+from penstock.graph.convolution_reference import Geometry
 from penstock.tensor import dtypes
 from penstock.tensor.arguments import integers
 from penstock.tensor.core import Tensor, record
