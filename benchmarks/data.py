@@ -167,6 +167,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=24, help="of the text that is tokenized")
     given = parser.parse_args()
+    if given.megabytes < 17:
+        parser.error("text is tokenized during training from 16 MiB on; give --megabytes 17 or more")
     with TemporaryDirectory() as name:
         loading(Path(name), given.workers, given.rounds)
         tokenizing(Path(name), given.megabytes)

@@ -7,6 +7,7 @@ have the same sizes, batches and optimizer. PyTorch runs with as many threads as
 compiled (`torch.compile`), and the faster of the two counts; a line says which. On CUDA, both sides multiply
 float32 on tensor cores (TF32), as PyTorch does in convolutions unless it is told otherwise. A ratio of time
 is PyTorch's over Penstock's, of memory Penstock's planned peak over PyTorch's measured peak, on CUDA only.
+That peak has both sides of PyTorch in it: parameters, gradients and moments of the eager model, too.
 """
 
 from __future__ import annotations
