@@ -89,6 +89,10 @@ class Capabilities:
         return max(1, -(-nbytes // self.binding_bytes))
 
 
+# With which the body of a generated CUDA kernel begins: it waits for the kernels that it depends on.
+WAIT = " WAIT_FOR_EARLIER;"
+
+
 class LibraryLaunch(Protocol):
     """A library's launch in place of a kernel: it enqueues itself, given native arguments."""
 

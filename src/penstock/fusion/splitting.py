@@ -18,6 +18,7 @@ from penstock.graph.reducing import WIDE_SUM, sum_
 from penstock.graph.shaping import CONCAT, permute, reshape, slice_axis
 
 _MIN_PART = 64  # items of a part; smaller parts do not pay
+_MIN_ROW = 1 << 13  # the same of a row on a GPU: a workgroup takes less time for it than a second kernel
 _LARGE = 1 << 15  # items from which on a second kernel pays
 _GROUPS = 8  # workgroups per compute unit of a GPU
 _GROUP_COLUMNS = 128  # that a workgroup of a GPU reduces
@@ -161,5 +162,6 @@ def _parts(length: int, results: int, rows: bool, capabilities: Capabilities) ->
         # A workgroup of a GPU takes a row, or some columns.
         busy = results if rows else results // _GROUP_COLUMNS
         wanted = _GROUPS * capabilities.compute_units
-    most = min(-(-wanted // max(busy, 1)), length // _MIN_PART)
+    least = _MIN_ROW if rows and capabilities.vector_width == 1 else _MIN_PART
+    most = min(-(-wanted // max(busy, 1)), length // least)
     return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)

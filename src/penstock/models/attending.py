@@ -17,6 +17,7 @@ from penstock.tensor.core import Tensor
 from penstock.tensor.creation import arange
 from penstock.tensor.dtypes import int32
 from penstock.tensor.manipulation import broadcast_to, reshape, stack
+from penstock.tensor.paged_attention import paged_attention
 
 if TYPE_CHECKING:
     from penstock.models.rotary import Rotary
@@ -131,6 +132,8 @@ class CachedAttention(Attention):
         self._write(layer, key, value)
         if self._fresh:
             return super().attend(layer, query, key, value, scale, window, softcap)
+        if query.shape[2] == 1:
+            return self._attend_last(layer, query, scale, window, softcap)
         keys, values = (self._caches[layer][side, :, :, : self._reach] for side in range(2))
         return F.scaled_dot_product_attention(
             query,
@@ -141,6 +144,17 @@ class CachedAttention(Attention):
             enable_gqa=True,
             softcap=softcap,
         )
+
+    def _attend_last(
+        self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Attention of the last position of each sequence; a slot is a page of its capacity."""
+        slots, heads, _, size = query.shape
+        pages = reshape(arange(slots, dtype=int32, device=query.device), (slots, 1))
+        rows = reshape(query, (slots, heads, size))
+        lengths = self.positions[:, 0] + 1
+        attended = paged_attention(rows, self._caches[layer], pages, lengths, scale, window, softcap)
+        return reshape(attended, query.shape)
 
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         cache, (slots, heads, length, size) = self._caches[layer], key.shape

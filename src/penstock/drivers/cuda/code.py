@@ -13,13 +13,15 @@ from cuda.bindings import nvrtc
 
 from penstock.drivers.binaries import Binaries
 from penstock.drivers.cuda.calls import CudaError, checked
-from penstock.drivers.driver import Handles, check_parameter_count
+from penstock.drivers.driver import WAIT, Handles, check_parameter_count
 from penstock.errors import CompileError
 
 SLOT = 8  # bytes of an argument in a launch's block; no scalar has more
 # The format of a scalar for `struct`, by NumPy's type code.
 _FORMATS = {"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q"}
 _FORMATS |= {"f2": "e", "f4": "f", "f8": "d"}
+
+_WAITING = 90  # the first architecture, sm_90, whose kernels can wait for others
 
 _import_lock = threading.Lock()
 
@@ -55,8 +57,14 @@ class Compiler:
         """The kernels of a text by name. Raises CompileError, or CudaError if CUDA refuses the code."""
         module = _Module(self._code(text), self.modules)
         return {
-            name: Function(module, name, signature, dtypes[name]) for name, signature in signatures.items()
+            name: Function(module, name, signature, dtypes[name], self._waits(text, name))
+            for name, signature in signatures.items()
         }
+
+    def _waits(self, text: str, name: str) -> bool:
+        """Whether a kernel waits, by itself, for those that it depends on."""
+        body = text.partition(f" {name}(")[2].partition("{")[2]
+        return body.startswith(WAIT) and int(self._architecture[3:].rstrip("a")) >= _WAITING
 
     def has(self, text: str) -> bool:
         """Whether the compiled code of a text is on disk."""
@@ -93,8 +101,14 @@ class Function:
     """A loaded kernel, and the formats of its arguments."""
 
     def __init__(
-        self, module: _Module, name: str, signature: Sequence[str], dtypes: Sequence[np.dtype[Any]]
+        self,
+        module: _Module,
+        name: str,
+        signature: Sequence[str],
+        dtypes: Sequence[np.dtype[Any]],
+        waits: bool,
     ) -> None:
+        self.waits = waits  # for the kernels that it depends on, so that it may be launched while they run
         try:
             self.native = checked(cu.cuModuleGetFunction(module.native, name.encode()))
         except CudaError as error:

@@ -8,7 +8,7 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from penstock.drivers.cuda.calls import FATAL, CudaError, checked
-from penstock.drivers.cuda.launches import Bound
+from penstock.drivers.cuda.launches import Bound, Launch
 from penstock.drivers.driver import Handles, Queue
 
 
@@ -33,8 +33,13 @@ class Graph:
         nodes: dict[Bound, Any] = {}
         try:
             for number in _soonest(self._after):
-                before = [nodes[self._bound[earlier]] for earlier in self._after[number]]
-                nodes[self._bound[number]] = self._bound[number].add_to(graph, before, self._queue)
+                launch, before = self._bound[number], [self._bound[earlier] for earlier in self._after[number]]
+                node = nodes[launch] = launch.add_to(graph, self._queue)
+                edges = [_edge(earlier, launch) for earlier in before]
+                sources = [nodes[earlier] for earlier in before]
+                checked(
+                    cu.cuGraphAddDependencies(graph, sources, [node] * len(before), edges, len(before))
+                )
             native = checked(cu.cuGraphInstantiate(graph, 0))
         except BaseException:
             cu.cuGraphDestroy(graph)
@@ -70,6 +75,19 @@ class Graph:
         for launch in self._bound:
             if launch.changes is self._changes:
                 launch.changes = None
+
+
+def _edge(earlier: Bound, later: Bound) -> Any:
+    """How a launch depends on another.
+
+    A kernel that waits by itself may be launched before the other has ended: that hides how long launching
+    takes. Libraries' kernels, and copies, start when all before them is done.
+    """
+    edge = cu.CUgraphEdgeData()
+    if isinstance(earlier, Launch) and isinstance(later, Launch) and later.function.waits:
+        edge.from_port = cu.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+        edge.type = cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC.value
+    return edge
 
 
 def _soonest(after: Sequence[Sequence[int]]) -> list[int]:

@@ -68,14 +68,14 @@ class Launch:
         if code:
             raise CudaError(code)
 
-    def add_to(self, graph: Any, after: list[Any], queue: Queue) -> Any:
+    def add_to(self, graph: Any, queue: Queue) -> Any:
         """Add the launch to a graph as a node."""
         self._node = cu.CUDA_KERNEL_NODE_PARAMS()
         self._node.func = self.function.native
         self._node.gridDimX, self._node.gridDimY, self._node.gridDimZ = self._sizes[:3]
         self._node.blockDimX, self._node.blockDimY, self._node.blockDimZ = self._sizes[3:]
         self._node.kernelParams = self._params
-        return checked(cu.cuGraphAddKernelNode(graph, after, len(after), self._node))
+        return checked(cu.cuGraphAddKernelNode(graph, None, 0, self._node))
 
     def update(self, graph: Any, node: Any, queue: Queue) -> None:
         """Copy the arguments to a node of an executable graph."""
@@ -105,11 +105,11 @@ class LibraryCall:
         except Exception as error:  # any error of a library is a failure of the device
             raise DeviceError(f"{type(error).__name__}: {error}") from error
 
-    def add_to(self, graph: Any, after: list[Any], queue: Queue) -> Any:
+    def add_to(self, graph: Any, queue: Queue) -> Any:
         """Add what the library launches to a graph as a node."""
         inside = self._captured(queue)
         try:
-            return checked(cu.cuGraphAddChildGraphNode(graph, after, len(after), inside))
+            return checked(cu.cuGraphAddChildGraphNode(graph, None, 0, inside))
         finally:
             cu.cuGraphDestroy(inside)
 
@@ -165,9 +165,9 @@ class GraphCopy:
         result.WidthInBytes, result.Height, result.Depth = self._nbytes, 1, 1
         return result
 
-    def add_to(self, graph: Any, after: list[Any], queue: Queue) -> Any:
+    def add_to(self, graph: Any, queue: Queue) -> Any:
         """Add the copy to a graph as a node."""
-        return checked(cu.cuGraphAddMemcpyNode(graph, after, len(after), self.parameters, self._context))
+        return checked(cu.cuGraphAddMemcpyNode(graph, None, 0, self.parameters, self._context))
 
     def update(self, graph: Any, node: Any, queue: Queue) -> None:
         """Set where a node of an executable graph copies from and to."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from penstock.drivers.driver import WAIT
 from penstock.kernels.dialects.c_dialect import CDialect
 from penstock.kernels.dialects.thread_prelude import TANH, THREAD_NAMES, THREAD_WORDS
 from penstock.kernels.source import C_TYPES, KernelSource
@@ -28,6 +29,13 @@ typedef unsigned long ulong;
 #define DEVICE static __device__ __forceinline__
 #define CALLED static __device__ __noinline__
 #define RESTRICT __restrict__
+// A kernel may be launched while those that it depends on still run, and waits for them before anything else.
+// What depends on it may be launched at once, too.
+#if __CUDA_ARCH__ >= 900
+#define WAIT_FOR_EARLIER asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory")
+#else
+#define WAIT_FOR_EARLIER
+#endif
 #define BARRIER __syncthreads()
 #define DEVICE_BARRIER __syncthreads()
 #define GROUP(axis) ((int)GROUP_##axis)
@@ -177,7 +185,14 @@ class Cuda(CDialect):
     }
 
     def text(self, source: KernelSource) -> str:
-        """A kernel's text with its launch bounds, or NVRTC gives each thread too many registers."""
+        """A kernel's text with its launch bounds, or NVRTC gives each thread too many registers.
+
+        Its first statement waits for the kernels that it depends on; a user's own kernel has none.
+        """
+        before, opening, rest = source.text.partition(f"KERNEL {source.name}(")
+        if not opening:
+            return source.text
         bounds = [math.prod(source.group), *([source.resident] if source.resident > 1 else ())]
+        parameters, brace, body = rest.partition("{")
         opening = f"KERNEL __launch_bounds__({', '.join(map(str, bounds))}) {source.name}("
-        return source.text.replace(f"KERNEL {source.name}(", opening)
+        return f"{before}{opening}{parameters}{brace}{WAIT}{body}"
