@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.drivers.driver import Driver, Event, Kernel, Queue
 from penstock.errors import DeviceError
-from penstock.memory.buffer import Buffer
+from penstock.memory.buffer import Buffer, Usage
 from penstock.stream.recorder import Command, Ran, Recorder
 
 _MARKER_BYTES = 256  # of the copy that `finish_unknown` waits for
@@ -98,18 +98,25 @@ class CommandQueue:
 
     def _admit(self, buffers: Sequence[Buffer], reads_only: bool) -> list[Event] | None:
         waits = []
-        for buffer in {id(buffer.usage): buffer for buffer in buffers}.values():  # each memory once
+        opened, driver, nbytes = self._open, self._driver, 0
+        usages: set[Usage] = set()  # each memory counts once
+        for buffer in buffers:
             usage = buffer.usage
-            if buffer.driver is not self._driver:
-                raise ValueError(f"{buffer!r} cannot be used on {self._driver.name}; copy it there first")
-            buffer.refuse_if_viewed(reads_only)
-            if usage.batch is not self._open:
-                self._open.nbytes += buffer.memory.nbytes
-            queue = usage.batch.queue if usage.batch else None
-            if queue is not self and usage.event is not None and not self._driver.is_done(usage.event):
+            if buffer.driver is not driver:
+                raise ValueError(f"{buffer!r} cannot be used on {driver.name}; copy it there first")
+            if usage.viewers:
+                buffer.refuse_if_viewed(reads_only)
+            batch = usage.batch
+            if batch is opened or usage in usages:
+                continue
+            usages.add(usage)
+            nbytes += buffer.memory.nbytes
+            queue = None if batch is None else batch.queue
+            if queue is not self and usage.event is not None and not driver.is_done(usage.event):
                 if queue is not None:
                     queue.submit()  # only a submitted command is certain to run, so that it can be waited for
                 waits.append(usage.event)
+        opened.nbytes += nbytes
         return waits or None
 
     def record(self, event: Event, command: Command, buffers: Sequence[Buffer]) -> None:

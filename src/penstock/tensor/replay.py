@@ -84,6 +84,13 @@ class Changes:
 
 
 @dataclass
+class _Fixed:
+    """A node in the place of a tensor: a value that the program always takes."""
+
+    _actual_node: Node
+
+
+@dataclass
 class Captured:
     """A captured program of a function, its inputs and its outputs."""
 
@@ -117,15 +124,17 @@ class Captured:
             for position, source in enumerate(self.wanted)
             if not isinstance(source, int) or self.wanted.count(source) > 1
         ]
-        origins = [source for source in self.inputs if isinstance(source, Origin)]
-        # The origins of inputs, if all are arguments or tensors from outside that are no gradients.
-        simple = len(origins) == len(self.inputs) and all(origin.gradient_of is None for origin in origins)
-        self._simple = [(origin.outside, origin.argument) for origin in origins] if simple else []
+        # What holds each input, or the number of an argument, if none is a gradient.
+        self._holders: list[tuple[Tensor | _Fixed | None, int]] = []
+        if not any(isinstance(source, Origin) and source.gradient_of is not None for source in self.inputs):
+            self._holders = [
+                (_Fixed(source), -1) if isinstance(source, Node) else (source.outside, source.argument)
+                for source in self.inputs
+            ]
         # Tensors from outside, and their nodes when they were last checked, by weak references.
         watched = [origin for origin, *_ in self.guards.kinds]
         self._watched = [origin.outside for origin in watched if origin.outside is not None]
-        self._quick = len(self._watched) == len(watched)
-        self._seen: list[weakref.ref[Node]] = []
+        self._seen: list[Callable[[], Node | None]] = [lambda: None] * len(self._watched)
         self._graded = [
             (origin.outside, without) for origin, without in self.guards.grads if origin.outside is not None
         ]
@@ -150,20 +159,31 @@ class Captured:
                 return False
         if self.guards.outside and not self._same_aliases(arguments):
             return False
-        if self._quick and self._seen_again():
-            return True
-        device = self.device
-        for origin, shape, dtype, requires_grad, ends in self.guards.kinds:
-            tensor = origin.tensor(arguments)
-            node = tensor._actual_node
-            if node.shape != shape or node.dtype is not dtype or tensor.device is not device:
+        changed = self._changed()
+        if changed is None:
+            return all(self._is(origin.tensor(arguments), *kind) for origin, *kind in self.guards.kinds)
+        for at in changed:
+            if not self._is(self._watched[at], *self.guards.kinds[at][1:]):
                 return False
-            if tensor._actual_requires_grad != requires_grad:
-                return False
-            if requires_grad and ends_in(tensor, node) != ends:
-                return False
-        self._seen = [weakref.ref(tensor._actual_node) for tensor in self._watched]
+        for at in changed:
+            self._seen[at] = weakref.ref(self._watched[at]._actual_node)
         return True
+
+    def _is(self, tensor: Tensor, shape: Shape, dtype: DType, requires_grad: bool, ends: bool) -> bool:
+        """Whether a tensor is still what it was at the capture."""
+        node = tensor._actual_node
+        if node.shape != shape or node.dtype is not dtype or tensor.device is not self.device:
+            return False
+        if tensor._actual_requires_grad != requires_grad:
+            return False
+        return not requires_grad or ends_in(tensor, node) == ends
+
+    def _changed(self) -> list[int] | None:
+        """Which of the watched tensors have other nodes than at the last check; None: all may."""
+        if len(self._watched) < len(self.guards.kinds):
+            return None
+        seen = enumerate(zip(self._seen, self._watched, strict=True))
+        return [at for at, (reference, tensor) in seen if reference() is not tensor._actual_node]
 
     def _same_aliases(self, arguments: Sequence[Tensor]) -> bool:
         known = self.guards.aliases
@@ -171,13 +191,6 @@ class Captured:
             return True
         present = {at: tensor for at, tensor in enumerate(arguments) if id(tensor) in self.guards.outside}
         return present.keys() == known.keys() and all(present[at] is known[at] for at in known)
-
-    def _seen_again(self) -> bool:
-        """Whether all watched tensors have the nodes that they had at the last check."""
-        seen = self._seen
-        if not seen:
-            return not self._watched
-        return [reference() for reference in seen] == [tensor._actual_node for tensor in self._watched]
 
     # Running
 
@@ -233,7 +246,7 @@ class Captured:
 
     def _replay_now(self, arguments: list[Tensor]) -> Any:
         inputs = [
-            (arguments[at] if outside is None else outside)._actual_node.value for outside, at in self._simple
+            (arguments[at] if holder is None else holder)._actual_node.value for holder, at in self._holders
         ]
         if not inputs or None in inputs:
             inputs = [self._node(source, arguments).value for source in self.inputs]
