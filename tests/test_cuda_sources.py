@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,6 +20,7 @@ from penstock import Device, nn, optim
 from penstock.drivers.binaries import Binaries
 from penstock.drivers.cuda import compile_text
 from penstock.drivers.cuda import launches as cuda_launches
+from penstock.drivers.cuda.graphs import _edge
 from penstock.drivers.driver import Event, Grid, Kernel, Queue, Source
 from penstock.drivers.host import HostDriver
 from penstock.errors import CompileError, PenstockWarning
@@ -28,6 +30,7 @@ from penstock.execution.structure import Structure
 from penstock.graph import contraction, elementwise, reducing, shaping
 from penstock.graph.dtypes import bfloat16
 from penstock.graph.node import Node, leaf
+from penstock.graph.paged_attention import paged_attention
 from penstock.kernels.cache import KernelCache, whole_text
 from penstock.kernels.source import KernelSource
 
@@ -188,6 +191,12 @@ def test_kernels_of_single_nodes(device: Device, given: Given) -> None:
         index = given((40,), np.dtype(np.int32))
         build(device, [contraction.scatter_add(given((40, 3), dtype), index, 11)])
         build(device, [contraction.put_rows(given((60, 3), dtype), given((40, 3), dtype), index)])
+        if dtype.kind == "f" and dtype.itemsize <= 4 or dtype == bfloat16:
+            for positions in (4, 40):  # attended to by a workgroup, and by several
+                cache, table = given((2, 9, 2, 8, 24), dtype), given((3, positions), np.dtype("int32"))
+                lengths = given((3,), np.dtype("int32"))
+                attended = paged_attention(given((3, 4, 24), dtype), cache, table, lengths, 0.5, 7, 3.0)
+                build(device, [attended])
     check(device, conftest.examples(150, quick=20))
 
 
@@ -271,6 +280,41 @@ def test_code_is_kept_on_disk_within_bounds(tmp_path: Path) -> None:
     assert Binaries(tmp_path / "taken").get("x") is None
 
 
+# Edges of graphs
+
+
+class _Function:
+    """A kernel of which only its arguments and whether it waits by itself matter."""
+
+    formats = dtypes = ()
+    format = struct.Struct("")
+
+    def __init__(self, waits: bool) -> None:
+        self.waits = waits
+
+
+def test_only_kernels_that_wait_by_themselves_start_before_others_have_ended() -> None:
+    waiting, own = (cuda_launches.Launch(_Function(waits)) for waits in (True, False))
+    library, copy = cuda_launches.LibraryCall(print, ()), cuda_launches.GraphCopy(0, 0, 16, True, None)
+    early = {
+        (first, later): bool(_edge(first, later).type)
+        for first, later in itertools.product((waiting, own, library, copy), repeat=2)
+    }
+    assert [pair for pair, starts_early in early.items() if starts_early] == [
+        (waiting, waiting),
+        (own, waiting),
+    ]
+
+
+def test_generated_kernels_wait_before_they_read(device: Device, given: Given) -> None:
+    build(device, [reducing.sum_(given((70, 1024), np.dtype("float32")), (1,))])
+    gathered = executables(device).kernels
+    assert isinstance(gathered, Gathering)
+    (source,) = gathered.sources.values()
+    body = whole_text([source], "cuda").partition(f" {source.name}(")[2]
+    assert 0 < body.index("WAIT_FOR_EARLIER;") < body.index("in0 +=")
+
+
 # Copies in graphs
 
 
@@ -283,14 +327,14 @@ def test_a_copy_is_a_node_that_knows_which_end_is_the_hosts(
         answer = (0, "node") if name.endswith("Node") else (0,)
         monkeypatch.setattr(cuda_launches.cu, name, lambda *args, answer=answer: given.append(args) or answer)
     copy = cuda_launches.GraphCopy(1 << 40, 2 << 40, 4096, to_device, "context")
-    assert copy.add_to("graph", ["before"], "queue") == "node"
+    assert copy.add_to("graph", "queue") == "node"
     copy.changes = changes = []
     copy.change(0, 3 << 40)
     copy.change(1, 4 << 40)
     assert changes == [copy, copy]
     copy.update("executable", "node", "queue")
     (graph, after, count, first, context), (executable, node, second, again) = given
-    assert (graph, after, count, context) == ("graph", ["before"], 1, "context")
+    assert (graph, after, count, context) == ("graph", None, 0, "context")
     assert (executable, node, again) == ("executable", "node", "context")
     for target, source, parameters in ((1 << 40, 2 << 40, first), (3 << 40, 4 << 40, second)):
         host, device = (source, target) if to_device else (target, source)
