@@ -132,7 +132,6 @@ PAGED_ATTENTION = Primitive(
     _reference,
     operations=lambda n: 4 * n.size * n.inputs[2].shape[1] * n.inputs[1].shape[3],
     decompose=_decomposed,
-    refuses="attention to pages of keys and values has no gradient: it is for generation",
 )
 
 

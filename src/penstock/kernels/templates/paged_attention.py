@@ -7,6 +7,7 @@ weighs the parts of a sequence by their sums, unless there is only one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd, inf
 
@@ -17,10 +18,11 @@ from penstock.kernels.ir.expressions import Expr, Var
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import Launch, Lowering, group_size
 
-_CHUNK = 128  # positions, each with the scores of a thread
+_CHUNK = 128  # positions that a workgroup attends to at a time, and its threads
 _LOAD_BYTES = 16  # that a thread reads at once
 _MOST_QUERIES = 8  # heads of queries whose sums a thread holds
 _MOST_PARTS = 64  # of a sequence, which the second kernel reads one after the other
+_GROUPS = 16  # workgroups for each compute unit; where there are more, each has several chunks
 _UNROLLED = 8  # loads that are under way together
 
 
@@ -44,6 +46,26 @@ class _Problem:
     queries: int  # heads of queries of a workgroup
     parts: int
     chunks: int  # of a part
+
+    @property
+    def lanes(self) -> int:
+        """Threads that read a position together: a power of two, so that some may have nothing to read."""
+        return 1 << (self.width // self.vector - 1).bit_length()
+
+    @property
+    def padded(self) -> bool:
+        """Whether some threads have nothing to read."""
+        return self.lanes * self.vector > self.width
+
+    @property
+    def together(self) -> int:
+        """Positions that are read at a time."""
+        return self.threads // self.lanes
+
+    @property
+    def weighing(self) -> int:
+        """Threads that weigh the positions for a query: a power of two."""
+        return 1 << (self.threads // self.queries).bit_length() - 1
 
     @property
     def per_key(self) -> int:
@@ -83,8 +105,9 @@ def _problem(node: Node, capabilities: Capabilities) -> _Problem:
     (sequences, heads, width), (_, pages, key_heads, page, _) = query.shape, cache.shape
     threads = group_size(_CHUNK, capabilities)
     chunks = -(-table.shape[1] * page // threads)
-    parts = min(chunks, _MOST_PARTS)
     queries = next(n for n in range(_MOST_QUERIES, 0, -1) if heads // key_heads % n == 0)
+    enough = -(-_GROUPS * capabilities.compute_units // (sequences * heads // queries))
+    parts = min(chunks, _MOST_PARTS, enough)
     return _Problem(
         str(node.dtype),
         sequences,
@@ -114,21 +137,29 @@ def _attend(p: _Problem, capabilities: Capabilities) -> KernelSource:
     memory = _Local(k, p)
     with k.when(k.thread.eq(0)):
         k.store(memory.length, 0, k.load(k.inputs[3], row))
-    _load_queries(k, p, memory.query, row * p.heads + head)
-    k.barrier()
+    with k.when(k.thread < p.queries):
+        k.store(memory.most, k.thread, -inf)
+        k.store(memory.total, k.thread, 0.0)
+    lane = k.let("lane", k.thread % p.lanes * p.vector)  # the first of the thread's items of a head
+    queries = _queries(k, p, (row * p.heads + head) * p.width, lane)
     length = k.let("length", k.call("minimum", k.uniform("given", memory.length), p.listed * p.page))
     first = k.let("first", p.first(k, length))
-    most = [k.variable(f"most{q}", -inf, "float32") for q in range(p.queries)]
-    total = [k.variable(f"total{q}", 0.0, "float32") for q in range(p.queries)]
     sums = [k.registers(f"sums{q}", "float32", p.vector) for q in range(p.queries)]
     for own in sums:
-        for lane in range(p.vector):
-            k.store(own, lane, 0.0)
+        for item in range(p.vector):
+            k.store(own, item, 0.0)
     with k.loop("chunk", 0, p.chunks) as chunk:
         start = k.let("start", (part * p.chunks + chunk) * p.threads)
         with k.when((start < length) & (start + p.threads > first)):
-            _chunk(k, p, memory, _Place(row, key_head, start, first, length), most, total, sums)
-    _finish(k, p, memory, sums, most, total, _Target(row, head, part))
+            _find(k, p, memory, row, key_head, start, first, length)
+            k.barrier()
+            _score(k, p, memory, queries, lane)
+            k.barrier()
+            _weigh(k, p, memory)
+            k.barrier()
+            _add(k, p, memory, sums, lane)
+            k.barrier()  # before the next chunk overwrites what this has read
+    _finish(k, p, memory, sums, _Target(row, head, part))
     return k.source((p.sequences * p.key_heads * p.shares * p.parts,), (p.threads,))
 
 
@@ -136,119 +167,134 @@ class _Local:
     """The memory of a workgroup."""
 
     def __init__(self, k: KernelBuilder, p: _Problem) -> None:
-        self.quads = 4 if p.width % 4 == 0 else 1  # items of a query that are read at once
         self.length = k.shared("lengths", "int32", 1)
-        self.query = k.shared("query", "float32", p.queries * p.width, width=self.quads)
-        self.rows = k.shared("rows", "int32", p.threads)  # where the keys of each position lie
-        self.weights = k.shared("weights", "float32", p.queries * p.threads)
+        self.rows = k.shared("rows", "int32", p.threads)  # where the keys of positions lie; -1: not seen
+        self.weights = k.shared("weights", "float32", p.queries * p.threads)  # scores before
+        self.most = k.shared("most", "float32", p.queries)  # the largest score so far
+        self.total = k.shared("total", "float32", p.queries)  # of the weights so far
+        self.old = k.shared("old", "float32", p.queries)  # by which sums so far are multiplied
         self.sums = k.shared("partial_sums", "float32", p.threads * p.vector)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The chunk of a workgroup, and which positions its query attends to."""
-
-    row: Expr
-    key_head: Expr
-    start: Expr
-    first: Expr
-    length: Expr
-
-    def seen(self, offset: Expr) -> Expr:
-        """Whether the query attends to a position of the chunk."""
-        position = self.start + offset
-        return (position < self.length) & (position >= self.first)
+def _queries(k: KernelBuilder, p: _Problem, first: Expr, lane: Expr) -> list[Memory]:
+    """The thread's items of all queries, times the scale of the scores."""
+    queries = []
+    mask = lane < p.width if p.padded else None
+    for q in range(p.queries):
+        place = first + lane + q * p.width
+        given = k.let(f"given{q}", k.load_vector(k.inputs[0], place, p.vector, p.vector, mask))
+        own = k.registers(f"query{q}", "float32", p.vector)
+        for item in range(p.vector):
+            k.store(own, item, k.lane(given, item) * p.scale)
+        queries.append(own)
+    return queries
 
 
-def _load_queries(k: KernelBuilder, p: _Problem, query: Memory, first: Expr) -> None:
-    """The queries, times the scale of the scores, to local memory."""
-    each = 4 if p.width % 4 == 0 else 1
-    with k.loop("item", k.thread, p.queries * p.width // each, p.threads) as item:
-        if each == 1:
-            k.store(query, item, k.load(k.inputs[0], first * p.width + item) * p.scale)
-        else:
-            given = k.let("given_query", k.load_vector(k.inputs[0], first * p.width + item * 4, 4, 4))
-            lanes = [k.let(f"scaled{lane}", k.lane(given, lane) * p.scale) for lane in range(4)]
-            k.store(query, item * 4, k.let("scaled", k.vector(lanes)), 4)
-
-
-def _chunk(
+def _find(
     k: KernelBuilder,
     p: _Problem,
     memory: _Local,
-    place: _Place,
-    most: list[Var],
-    total: list[Var],
-    sums: list[Memory],
+    row: Expr,
+    key_head: Expr,
+    start: Expr,
+    first: Expr,
+    length: Expr,
 ) -> None:
-    """Attend to a chunk, and add it to the sums, which are relative to the largest score so far."""
-    position = k.let("position", place.start + k.thread)
-    seen = k.let("seen", place.seen(k.thread))
-    page = k.let("page", k.load_index(k.inputs[2], _listed(k, p, place.row, position), p.pages))
-    inside = k.let("inside", seen & (page >= 0))
-    own = (page * p.key_heads + place.key_head) * p.page + position % p.page
-    key = k.let("key", k.select(inside, own * p.width, -1))
-    k.store(memory.rows, k.thread, key)
-    scores = [k.variable(f"score{q}", 0.0, "float32") for q in range(p.queries)]
-    with k.when(inside):
-        _scores(k, p, memory, key, scores)
-    for q, score in enumerate(scores):
-        if p.softcap:
-            k.assign(score, k.call("tanh", score / p.softcap) * p.softcap)
-        k.assign(score, k.select(inside, score, -inf))
-        largest = k.block_reduce(f"largest{q}", "max", score, p.threads, p.threads)
-        new = k.let(f"new{q}", k.call("maximum", most[q], largest))
-        # Nothing was seen so far, or will be weighed with what was.
-        old = k.let(f"old{q}", k.select(most[q].eq(-inf), 0.0, k.call("exp", most[q] - new)))
-        weight = k.variable(f"weight{q}", k.select(inside, k.call("exp", score - new), 0.0))
-        k.store(memory.weights, k.thread + q * p.threads, weight)
-        added = k.block_reduce(f"added{q}", "sum", weight, p.threads, p.threads)
-        k.assign(total[q], total[q] * old + added)
-        k.assign(most[q], new)
-        for lane in range(p.vector):
-            k.store(sums[q], lane, k.load(sums[q], lane) * old)
-    k.barrier()
-    _values(k, p, memory, sums)
-    k.barrier()  # before the next chunk overwrites weights and rows
+    """Where the keys of the chunk's positions lie, a position for each thread."""
+    position = k.let("position", start + k.thread)
+    listed = k.call("minimum", position // p.page, p.listed - 1)
+    page = k.let("page", k.load_index(k.inputs[2], row * p.listed + listed, p.pages))
+    seen = (position < length) & (position >= first) & (page >= 0)
+    place = ((page * p.key_heads + key_head) * p.page + position % p.page) * p.width
+    k.store(memory.rows, k.thread, k.select(seen, place, -1))
 
 
-def _listed(k: KernelBuilder, p: _Problem, row: Expr, position: Expr) -> Expr:
-    """Where the table has the page of a position."""
-    return row * p.listed + k.call("minimum", position // p.page, p.listed - 1)
+def _score(k: KernelBuilder, p: _Problem, memory: _Local, queries: list[Memory], lane: Expr) -> None:
+    """Products of keys and queries. Neighbouring threads read neighbouring items, and add their parts."""
+    for places, rows, keys in _batches(k, p, memory, lane, 0):
+        for place, key, item in zip(places, rows, keys, strict=True):
+            for q, query in enumerate(queries):
+                part = k.variable(k.fresh("part"), 0.0, "float32")
+                for number in range(p.vector):
+                    k.multiply_add(part, k.lane(item, number), k.load(query, number))
+                score = k.block_reduce(k.fresh("score"), "sum", part, p.threads, p.lanes)
+                with k.when(lane.eq(0)):
+                    k.store(memory.weights, place + q * p.threads, k.select(key >= 0, score, -inf))
 
 
-def _scores(k: KernelBuilder, p: _Problem, memory: _Local, key: Expr, scores: list[Var]) -> None:
-    """Products of a key with the queries."""
-    each = memory.quads if p.vector % memory.quads == 0 else 1
-    with k.loop("item", 0, p.width, p.vector, unrolled=_UNROLLED) as item:
-        given = k.let("given_key", k.load_vector(k.inputs[1], key + item, p.vector, p.vector))
-        for q, score in enumerate(scores):
-            for start in range(0, p.vector, each):
-                place = q * p.width + item + start
-                if each == 1:
-                    k.multiply_add(score, k.lane(given, start), k.load(memory.query, place))
-                    continue
-                query = k.let(f"query{q}_{start}", k.load_vector(memory.query, place, each, each))
-                for lane in range(each):
-                    k.multiply_add(score, k.lane(given, start + lane), k.lane(query, lane))
+def _batches(
+    k: KernelBuilder, p: _Problem, memory: _Local, lane: Expr, skipped: int
+) -> Iterator[tuple[list[Var], list[Var], list[Var]]]:
+    """Positions of the chunk that are read together, where their keys lie, and the thread's items of each.
+
+    All of a batch are read before any is used. `skipped` items lie before those that are read.
+    """
+    turns = p.threads // p.together
+    batch = min(turns, _UNROLLED)
+    with k.loop("turn", 0, turns, batch) as turn:
+        places = [
+            k.let(f"place{n}", (turn + n) * p.together + k.thread // p.lanes) for n in range(batch)
+        ]
+        rows = [k.let(f"row{n}", k.load(memory.rows, place)) for n, place in enumerate(places)]
+        items = []
+        for n, row in enumerate(rows):
+            mask = (row >= 0) & (lane < p.width) if p.padded else row >= 0
+            at = row + lane + skipped if skipped else row + lane
+            items.append(k.let(f"item{n}", k.load_vector(k.inputs[1], at, p.vector, p.vector, mask)))
+        yield places, rows, items
 
 
-def _values(k: KernelBuilder, p: _Problem, memory: _Local, sums: list[Memory]) -> None:
-    """Add the values of a chunk by their weights. Neighbouring threads read neighbouring items."""
-    threads = p.width // p.vector  # that read the values of a position
-    together = p.threads // threads  # positions
+def _weigh(k: KernelBuilder, p: _Problem, memory: _Local) -> None:
+    """Weights from scores, relative to the largest so far. Each query has threads of its own."""
+    rank, q = k.let("rank", k.thread % p.weighing), k.let("q", k.thread // p.weighing)
+    mine = k.let("mine", q < p.queries)
+    steps = -(-p.threads // p.weighing)
+    scores = k.registers("scores", "float32", steps)
+    highest = k.variable("highest", -inf, "float32")
+    for step in range(steps):
+        score = k.variable(f"read{step}", -inf, "float32")
+        with k.when(mine):
+            k.assign(score, k.load(memory.weights, q * p.threads + rank + step * p.weighing))
+            if p.softcap:
+                k.assign(score, k.call("tanh", score / p.softcap) * p.softcap)
+                seen = k.load(memory.rows, rank + step * p.weighing) >= 0
+                k.assign(score, k.select(seen, score, -inf))
+        k.store(scores, step, score)
+        k.assign(highest, k.call("maximum", highest, score))
+    chunk_most = k.block_reduce("chunk_most", "max", highest, p.threads, p.weighing)
+    before = k.variable("before", -inf, "float32")
+    with k.when(mine):
+        k.assign(before, k.load(memory.most, q))
+    latest = k.let("latest", k.call("maximum", before, chunk_most))
+    added = k.variable("added", 0.0, "float32")
+    for step in range(steps):
+        score = k.let(f"own{step}", k.load(scores, step))
+        weight = k.let(f"weight{step}", k.select(score.eq(-inf), 0.0, k.call("exp", score - latest)))
+        k.assign(added, added + weight)
+        with k.when(mine):
+            k.store(memory.weights, q * p.threads + rank + step * p.weighing, weight)
+    sum_ = k.block_reduce("chunk_sum", "sum", added, p.threads, p.weighing)
+    with k.when(mine & rank.eq(0)):
+        old = k.let("factor", k.select(before.eq(-inf), 0.0, k.call("exp", before - latest)))
+        k.store(memory.old, q, old)
+        k.store(memory.most, q, latest)
+        k.store(memory.total, q, k.load(memory.total, q) * old + sum_)
+
+
+def _add(k: KernelBuilder, p: _Problem, memory: _Local, sums: list[Memory], lane: Expr) -> None:
+    """Add the values of the chunk by their weights."""
     half = p.pages * p.key_heads * p.page * p.width  # the values lie after all keys
-    item = k.let("value_item", k.thread % threads * p.vector)
-    with k.loop("offset", k.thread // threads, p.threads, together, unrolled=_UNROLLED) as offset:
-        key = k.let("value_row", k.load(memory.rows, offset))
-        used = k.let("used", (key >= 0) & (k.thread < together * threads))
-        value = k.let(
-            "value", k.load_vector(k.inputs[1], key + item + half, p.vector, p.vector, mask=used)
-        )
+    if p.chunks > 1:
         for q, own in enumerate(sums):
-            weight = k.let(f"value_weight{q}", k.load(memory.weights, offset + q * p.threads))
-            for lane in range(p.vector):
-                k.store(own, lane, k.load(own, lane) + k.lane(value, lane) * weight)
+            old = k.let(f"old{q}", k.load(memory.old, q))
+            for item in range(p.vector):
+                k.store(own, item, k.load(own, item) * old)
+    for places, _, values in _batches(k, p, memory, lane, half):
+        for place, value in zip(places, values, strict=True):
+            for q, own in enumerate(sums):
+                weight = k.let(k.fresh("weight"), k.load(memory.weights, place + q * p.threads))
+                for item in range(p.vector):
+                    k.store(own, item, k.load(own, item) + k.lane(value, item) * weight)
 
 
 @dataclass(frozen=True)
@@ -260,35 +306,25 @@ class _Target:
     part: Expr
 
 
-def _finish(
-    k: KernelBuilder,
-    p: _Problem,
-    memory: _Local,
-    sums: list[Memory],
-    most: list[Var],
-    total: list[Var],
-    target: _Target,
-) -> None:
+def _finish(k: KernelBuilder, p: _Problem, memory: _Local, sums: list[Memory], target: _Target) -> None:
     """Add up what the threads have of each item, and write it."""
-    threads = p.width // p.vector
-    together = p.threads // threads
     for q, own in enumerate(sums):
-        for lane in range(p.vector):
-            k.store(memory.sums, k.thread * p.vector + lane, k.load(own, lane))
+        for item in range(p.vector):
+            k.store(memory.sums, k.thread * p.vector + item, k.load(own, item))
         k.barrier()
         result = k.let(f"result{q}", target.row * p.heads + target.head + q)
         place = result if p.parts == 1 else result * p.parts + target.part
+        total = k.let(f"total{q}", k.load(memory.total, q))
         with k.loop(f"item{q}", k.thread, p.width, p.threads) as item:
             sum_ = k.variable(f"sum{q}", 0.0, "float32")
-            with k.loop(f"other{q}", 0, together, unrolled=_UNROLLED) as other:
-                k.assign(sum_, sum_ + k.load(memory.sums, other * p.width + item))
-            if p.parts == 1:
-                sum_ = k.select(total[q] > 0, sum_ / total[q], 0.0)
-            k.store(k.outputs[0], place * p.width + item, sum_)
+            with k.loop(f"other{q}", 0, p.together, unrolled=_UNROLLED) as other:
+                k.assign(sum_, sum_ + k.load(memory.sums, other * (p.lanes * p.vector) + item))
+            whole = sum_ if p.parts > 1 else k.select(total > 0, sum_ / total, 0.0)
+            k.store(k.outputs[0], place * p.width + item, whole)
         if p.parts > 1:
             with k.when(k.thread.eq(0)):
-                k.store(k.outputs[1], place * 2, most[q])
-                k.store(k.outputs[1], place * 2 + 1, total[q])
+                k.store(k.outputs[1], place * 2, k.load(memory.most, q))
+                k.store(k.outputs[1], place * 2 + 1, total)
         if q + 1 < p.queries:
             k.barrier()
 
