@@ -42,13 +42,22 @@ class _Sinking:
                 self._new[node] = node
                 continue
             sunk = self._sunk(node)
-            if sunk is None:
+            if sunk is None and node.attributes.get("ordered") and not self._is_permuted(node.inputs[0]):
+                self._new[node] = self._whole(node.inputs[0])  # it is in order as it is
+            elif sunk is None:
                 self._new[node] = node.on(tuple(self._whole(parent) for parent in node.inputs))
             elif sunk[1] == tuple(range(node.ndim)):
                 self._new[node] = sunk[0]
             else:
                 self._below[node] = sunk
         return [self._whole(node) for node in outputs]
+
+    def _is_permuted(self, node: Node) -> bool:
+        """Whether the order of a node's items would differ from that of the values that it is computed from."""
+        new = self._whole(node)
+        while new.primitive.kind is Kind.VIEW and new.primitive is not PERMUTE and new.value is None:
+            new = new.inputs[0]
+        return new.primitive is PERMUTE and new.value is None
 
     def _whole(self, node: Node) -> Node:
         """The node in the new graph, in its own order."""

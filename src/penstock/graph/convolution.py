@@ -25,7 +25,9 @@ from penstock.graph.convolution_reference import (
     transpose_reference,
     weight_reference,
 )
-from penstock.graph.elementwise import full
+from penstock.graph.creating import sequence
+from penstock.graph.dtypes import int32
+from penstock.graph.elementwise import full, greater, like, where
 from penstock.graph.node import DType, Kind, Node, Primitive, Shape
 from penstock.graph.reducing import expand, reverse
 from penstock.graph.shaping import concat, pad, permute, reshape, slice_, slice_axis
@@ -262,8 +264,13 @@ def _channels_from_end(x: Node) -> Node:
 
 def _rows(x: Node, sizes: tuple[int, ...], geometry: Geometry) -> Node:
     """Every window as a row of a matrix: the channels of its first item, then of its second, and so on."""
+    if _in_runs(x.shape[1], sizes, geometry):
+        return _rows_of_runs(x, sizes, geometry)
     axes = len(sizes)
-    node = padded(_channels_to_end(x), geometry.padding, 1)
+    last = _channels_to_end(x)
+    # Windows read the channels of an item together, so that they should be neighbours in memory.
+    ordered = Node(BARRIER, (last,), {"ordered": True}) if math.prod(sizes) > 1 else last
+    node = padded(ordered, geometry.padding, 1)
     for at in range(axes):
         node = windows(node, 1 + 2 * at, sizes[at], geometry.stride[at], geometry.dilation[at])
     order = (*range(1, 1 + 2 * axes, 2), *range(2, 2 + 2 * axes, 2))
@@ -272,19 +279,51 @@ def _rows(x: Node, sizes: tuple[int, ...], geometry: Geometry) -> Node:
     return _widened(reshape(node, (math.prod(node.shape[: 1 + axes]), inner)))
 
 
+def _in_runs(channels: int, sizes: tuple[int, ...], geometry: Geometry) -> bool:
+    """Whether the items of a window along its last axis, with few channels each, are read as a single run."""
+    return 1 < sizes[-1] and channels < _ALIGNED <= channels * sizes[-1] and geometry.dilation[-1] == 1
+
+
+def _run(channels: int, sizes: tuple[int, ...]) -> int:
+    """The items of a run, with those that are read beyond it, up to what is read at once."""
+    return -(-channels * sizes[-1] // _ALIGNED) * _ALIGNED
+
+
+def _rows_of_runs(x: Node, sizes: tuple[int, ...], geometry: Geometry) -> Node:
+    """The same, with zeros after each run. The image is padded first, so that runs are read as they lie."""
+    channels, axes, run = x.shape[1], len(sizes), _run(x.shape[1], sizes)
+    node = padded(_channels_to_end(x), geometry.padding, 1)
+    node = reshape(node, (*node.shape[:-2], node.shape[-2] * channels))
+    node = padded(node, [(0, run - channels * sizes[-1])], axes)  # the last run is read beyond the image
+    node = Node(BARRIER, (node,), {})
+    for at in range(axes - 1):
+        node = windows(node, 1 + 2 * at, sizes[at], geometry.stride[at], geometry.dilation[at])
+    node = windows(node, 2 * axes - 1, run, geometry.stride[-1] * channels)
+    order = (*range(1, 1 + 2 * axes, 2), *range(2, 1 + 2 * axes, 2))
+    node = permute(node, (0, *order))
+    inside = greater(full((run,), int32, channels * sizes[-1]), sequence(0, 1, run, int32))
+    inside = expand(reshape(inside, (1,) * (node.ndim - 1) + (run,)), node.shape)
+    node = where(inside, node, like(node, 0))
+    return reshape(node, (math.prod(node.shape[: 1 + axes]), math.prod(node.shape[1 + axes :])))
+
+
 def _widened(matrix: Node) -> Node:
     """With zeros at the end of each row, up to a multiple of what a library reads at once."""
     short = matrix.shape[1] % _ALIGNED == 0 or matrix.shape[1] < 2 * _ALIGNED
     return matrix if short else padded(matrix, [(0, -matrix.shape[1] % _ALIGNED)], 1)
 
 
-def _weight_rows(weight: Node) -> Node:
-    last = _channels_to_end(weight)
-    return _widened(reshape(last, (weight.shape[0], weight.size // weight.shape[0])))
+def _weight_rows(weight: Node, geometry: Geometry) -> Node:
+    last, outputs, sizes = _channels_to_end(weight), weight.shape[0], weight.shape[2:]
+    if not _in_runs(weight.shape[1], sizes, geometry):
+        return _widened(reshape(last, (outputs, weight.size // outputs)))
+    length, run = weight.shape[1] * sizes[-1], _run(weight.shape[1], sizes)
+    runs = padded(reshape(last, (outputs, *sizes[:-1], length)), [(0, run - length)], len(sizes))
+    return reshape(runs, (outputs, runs.size // outputs))
 
 
 def _by_rows(x: Node, weight: Node, geometry: Geometry) -> Node:
-    rows, matrix = _rows(x, weight.shape[2:], geometry), _weight_rows(weight)
+    rows, matrix = _rows(x, weight.shape[2:], geometry), _weight_rows(weight, geometry)
     product = matmul(rows, permute(matrix, (1, 0)))
     counts = geometry.counts(x.shape[2:], weight.shape[2:])
     return _channels_from_end(reshape(product, (x.shape[0], *counts, weight.shape[0])))
@@ -313,6 +352,10 @@ def _weight_by_rows(x: Node, g: Node, geometry: Geometry, sizes: tuple[int, ...]
     matrix = reshape(last, (last.size // last.shape[-1], last.shape[-1]))
     product = matmul(permute(matrix, (1, 0)), rows)
     inner = x.shape[1] * math.prod(sizes)
+    if _in_runs(x.shape[1], sizes, geometry):
+        length, run = x.shape[1] * sizes[-1], _run(x.shape[1], sizes)
+        runs = reshape(product, (g.shape[1], product.shape[1] // run, run))
+        product = reshape(slice_axis(runs, 2, 0, length), (g.shape[1], inner))
     return _channels_from_end(reshape(slice_axis(product, 1, 0, inner), (g.shape[1], *sizes, x.shape[1])))
 
 
