@@ -33,13 +33,14 @@ class Graph:
         nodes: dict[Bound, Any] = {}
         try:
             for number in _soonest(self._after):
-                launch, before = self._bound[number], [self._bound[earlier] for earlier in self._after[number]]
+                launch, before = (
+                    self._bound[number],
+                    [self._bound[earlier] for earlier in self._after[number]],
+                )
                 node = nodes[launch] = launch.add_to(graph, self._queue)
                 edges = [_edge(earlier, launch) for earlier in before]
                 sources = [nodes[earlier] for earlier in before]
-                checked(
-                    cu.cuGraphAddDependencies(graph, sources, [node] * len(before), edges, len(before))
-                )
+                checked(cu.cuGraphAddDependencies(graph, sources, [node] * len(before), edges, len(before)))
             native = checked(cu.cuGraphInstantiate(graph, 0))
         except BaseException:
             cu.cuGraphDestroy(graph)

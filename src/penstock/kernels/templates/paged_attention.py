@@ -232,9 +232,7 @@ def _batches(
     turns = p.threads // p.together
     batch = min(turns, _UNROLLED)
     with k.loop("turn", 0, turns, batch) as turn:
-        places = [
-            k.let(f"place{n}", (turn + n) * p.together + k.thread // p.lanes) for n in range(batch)
-        ]
+        places = [k.let(f"place{n}", (turn + n) * p.together + k.thread // p.lanes) for n in range(batch)]
         rows = [k.let(f"row{n}", k.load(memory.rows, place)) for n, place in enumerate(places)]
         items = []
         for n, row in enumerate(rows):
@@ -334,9 +332,7 @@ def _join(p: _Problem, capabilities: Capabilities) -> KernelSource:
     threads = group_size(p.width, capabilities)
     k = KernelBuilder("join_attended", capabilities, [p.dtype], ["float32", "float32", "int32"])
     result = k.let("result", k.group())
-    length = k.let(
-        "length", k.call("minimum", k.load(k.inputs[2], result // p.heads), p.listed * p.page)
-    )
+    length = k.let("length", k.call("minimum", k.load(k.inputs[2], result // p.heads), p.listed * p.page))
     span = p.chunks * p.threads  # positions of a part
     begin = k.let("begin", p.first(k, length) // span)
     end = k.let("end", k.call("minimum", (length + (span - 1)) // span, p.parts))
