@@ -1,6 +1,7 @@
 """Training steps inside memory budgets, beside PyTorch: plain, with a checkpoint per block, and compiled.
 
     python benchmarks/budget.py [--device opencl:0] [--model nano] [--compile] [--save FILE]
+    python benchmarks/budget.py --within 8GiB 24GiB     # the largest batch inside, and its speed
 
 The budgets are shares of what the step takes without a budget, and the smallest that would do. All train
 the same model, in turn, in one process; a ratio of time is that to the step without a budget. Memory is what
@@ -24,6 +25,7 @@ import penstock.nn
 import penstock.optim
 from measuring import Report, Sides, best_of, installed
 from penstock.bench.steps import Gpt, torch_gpt
+from penstock.config import parse_bytes
 
 MODELS = {"nano": Gpt(2048, 128, 128, 4, 4, 16), "gpt2-124M": Gpt(50304, 1024, 768, 12, 12, 16)}
 SHARES = (1.0, 0.75, 0.5, 0.35, 0.25)
@@ -178,17 +180,62 @@ def lines(name: str, device: ps.Device, compiles: bool, report: Report) -> None:
         report.add(f"{name}: {what} over ours at 100%", best[what] / best["100%"], "x", "", None, detail)
 
 
+def within(name: str, device: ps.Device, limits: list[str], report: Report) -> None:
+    """The largest batches, by multiples of a quarter of the model's own, that train inside budgets."""
+    base, unit = MODELS[name], max(1, MODELS[name].batch // 4)
+    tokens = np.random.default_rng(0).integers(0, base.vocab, (1, base.context + 1))
+
+    def needed(count: int) -> int:
+        ours = Budgets(base, np.repeat(tokens, count * unit, 0), device)
+        return int(ps.memory.plan(ours.step(None), ours.tokens).smallest_bytes) + SLACK
+
+    def measured(batch: int, limit: int) -> tuple[float, int]:
+        """Tokens a second inside a budget, and the bytes taken."""
+        gc.collect()
+        device.cleanup()
+        ours = Budgets(base, np.repeat(tokens, batch, 0), device)
+        run = ours.side(limit)
+        taken = ours.physical_bytes(run)
+        seconds = best_of({"ours": run}, rounds=5)["ours"] / STEPS
+        return batch * base.context / seconds, taken
+
+    for text in limits:
+        limit, few, many = parse_bytes(text), 0, 1
+        while needed(many) <= limit:
+            few, many = many, 2 * many
+        while many - few > 1:
+            middle = (few + many) // 2
+            few, many = (middle, many) if needed(middle) <= limit else (few, middle)
+        # The largest, and one that leaves room: less is computed again. State that the plan does not count,
+        # such as the last losses, may take what is left of the budget.
+        for batch in sorted({few * unit, (few - 1) * unit, few * unit * 2 // 3}, reverse=True):
+            if batch <= 0:
+                continue
+            try:
+                rate, taken = measured(batch, limit)
+            except ps.OutOfDeviceMemory as error:
+                report.add(f"{name}: batch {batch} inside {text}", 0, "", "", None, str(error)[:60])
+                continue
+            detail = f"{rate:,.0f} tokens/s; {taken / MIB:.1f} MiB taken"
+            report.add(f"{name}: batch inside {text}", batch, "", "in budget", taken <= limit, detail)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="opencl")
     parser.add_argument("--model", choices=MODELS, help="gpt2-124M on CUDA, else nano, if nothing is said")
     parser.add_argument("--compile", action="store_true", help="torch.compile on a CPU, too")
+    parser.add_argument("--within", nargs="+", default=[], help="budgets to fill with as large a batch as fits")
     parser.add_argument("--save", type=Path, help="write the table as JSON, with the commit and the device")
     options = parser.parse_args()
     device = ps.use(options.device)
     cuda = device.name.startswith("cuda")
     report = Report()
-    lines(options.model or ("gpt2-124M" if cuda else "nano"), device, options.compile or cuda, report)
+    name = options.model or ("gpt2-124M" if cuda else "nano")
+    if options.within:
+        within(name, device, options.within, report)
+    else:
+        lines(name, device, options.compile or cuda, report)
     if options.save:
         versions = {"torch": "none" if torch is None else torch.__version__}
         report.save(options.save, "budget", device, versions)

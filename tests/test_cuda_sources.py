@@ -191,7 +191,7 @@ def test_kernels_of_single_nodes(device: Device, given: Given) -> None:
         index = given((40,), np.dtype(np.int32))
         build(device, [contraction.scatter_add(given((40, 3), dtype), index, 11)])
         build(device, [contraction.put_rows(given((60, 3), dtype), given((40, 3), dtype), index)])
-        if dtype.kind == "f" and dtype.itemsize <= 4 or dtype == bfloat16:
+        if dtype == bfloat16 or (dtype.kind == "f" and dtype.itemsize <= 4):
             for positions in (4, 40):  # attended to by a workgroup, and by several
                 cache, table = given((2, 9, 2, 8, 24), dtype), given((3, positions), np.dtype("int32"))
                 lengths = given((3,), np.dtype("int32"))

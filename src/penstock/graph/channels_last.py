@@ -53,7 +53,7 @@ class _Sinking:
         return [self._whole(node) for node in outputs]
 
     def _is_permuted(self, node: Node) -> bool:
-        """Whether the order of a node's items would differ from that of the values that it is computed from."""
+        """Whether the items of a node lie in another order than those of what it is computed from."""
         new = self._whole(node)
         while new.primitive.kind is Kind.VIEW and new.primitive is not PERMUTE and new.value is None:
             new = new.inputs[0]

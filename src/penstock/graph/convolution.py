@@ -281,7 +281,7 @@ def _rows(x: Node, sizes: tuple[int, ...], geometry: Geometry) -> Node:
 
 def _in_runs(channels: int, sizes: tuple[int, ...], geometry: Geometry) -> bool:
     """Whether the items of a window along its last axis, with few channels each, are read as a single run."""
-    return 1 < sizes[-1] and channels < _ALIGNED <= channels * sizes[-1] and geometry.dilation[-1] == 1
+    return sizes[-1] > 1 and channels < _ALIGNED <= channels * sizes[-1] and geometry.dilation[-1] == 1
 
 
 def _run(channels: int, sizes: tuple[int, ...]) -> int:

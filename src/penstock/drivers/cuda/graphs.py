@@ -33,10 +33,8 @@ class Graph:
         nodes: dict[Bound, Any] = {}
         try:
             for number in _soonest(self._after):
-                launch, before = (
-                    self._bound[number],
-                    [self._bound[earlier] for earlier in self._after[number]],
-                )
+                launch = self._bound[number]
+                before = [self._bound[earlier] for earlier in self._after[number]]
                 node = nodes[launch] = launch.add_to(graph, self._queue)
                 edges = [_edge(earlier, launch) for earlier in before]
                 sources = [nodes[earlier] for earlier in before]

@@ -78,15 +78,16 @@ def _put_few(node: Node, capabilities: Capabilities) -> KernelSource:
     fewest = -(-node.size // (threads * dialect_of(capabilities).most_steps(capabilities)))
     groups = max(min(capabilities.compute_units, -(-node.size // threads)), -(-rows.size // threads), fewest)
     first = k.let("first", k.group() * threads + k.thread)
-    with k.when(k.same_memory(k.outputs[0], k.inputs[0])):
-        with k.loop("item", first, rows.size, groups * threads) as item:
-            row = k.let("row", k.load_index(k.inputs[2], item // rest, length))
-            with k.when(row >= 0):
-                k.store(k.outputs[0], row * rest + item % rest, k.load(k.inputs[1], item))
+    in_place = k.same_memory(k.outputs[0], k.inputs[0])
+    with k.when(in_place), k.loop("item", first, rows.size, groups * threads) as item:
+        row = k.let("row", k.load_index(k.inputs[2], item // rest, length))
+        with k.when(row >= 0):
+            k.store(k.outputs[0], row * rest + item % rest, k.load(k.inputs[1], item))
     with k.otherwise(), k.loop("item", first, node.size, groups * threads) as item:
         value = k.variable("value", k.load(k.inputs[0], item))
         with k.loop("position", 0, index.size) as position:
-            with k.when(k.load_index(k.inputs[2], position, length).eq(item // rest)):
+            replaces = k.let("replaces", k.load_index(k.inputs[2], position, length).eq(item // rest))
+            with k.when(replaces):
                 k.assign(value, k.load(k.inputs[1], position * rest + item % rest))
         k.store(k.outputs[0], item, value)
     return k.source((groups,), (threads,))
