@@ -26,6 +26,7 @@ import penstock.optim
 from measuring import Report, Sides, best_of, installed
 from penstock.bench.steps import Gpt, torch_gpt
 from penstock.config import parse_bytes
+from penstock.errors import OutOfDeviceMemory
 
 MODELS = {"nano": Gpt(2048, 128, 128, 4, 4, 16), "gpt2-124M": Gpt(50304, 1024, 768, 12, 12, 16)}
 SHARES = (1.0, 0.75, 0.5, 0.35, 0.25)
@@ -213,7 +214,7 @@ def within(name: str, device: ps.Device, limits: list[str], report: Report) -> N
                 continue
             try:
                 rate, taken = measured(batch, limit)
-            except ps.OutOfDeviceMemory as error:
+            except OutOfDeviceMemory as error:
                 report.add(f"{name}: batch {batch} inside {text}", 0, "", "", None, str(error)[:60])
                 continue
             detail = f"{rate:,.0f} tokens/s; {taken / MIB:.1f} MiB taken"
