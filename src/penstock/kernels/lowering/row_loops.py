@@ -189,8 +189,10 @@ class RowLoops(LoopNest):
         def busy(threads: int) -> float:
             return vectors / (-(-vectors // threads) * threads)
 
-        enough = (threads for threads in (32, 16, 8) if busy(threads) >= _ENOUGH)
-        return next(enough, max((32, 16, 8), key=busy))
+        # Few threads read apart from each other, which only pays where a row has little for more of them.
+        choices = (32, 16, 8) if vectors >= 8 else (32, 16, 8, 4, 2, 1)
+        enough = (threads for threads in choices if busy(threads) >= _ENOUGH)
+        return next(enough, max(choices, key=busy))
 
     def _by_first_thread(self, stores: list[ir.Statement], outputs: list[int]) -> list[ir.Statement]:
         """Stores of the reduced values of a row, by its first thread."""
