@@ -187,9 +187,7 @@ def _chosen(layers: Mapping[str, str], targets: Sequence[str]) -> list[str]:
         named = [name for name in layers if target == ALL_LINEAR or f".{name}".endswith(f".{target}")]
         if not named:
             known = sorted({re.split(r"\.\d+\.", name)[-1] for name in layers})
-            raise ValueError(
-                f"no layer has the name {target!r}; there are {', '.join(known)}, or {ALL_LINEAR}"
-            )
+            raise ValueError(f"no layer is called {target!r}; there are {', '.join(known)}, or {ALL_LINEAR}")
         chosen += named
     return list(dict.fromkeys(chosen))
 

@@ -16,7 +16,7 @@ from penstock.models.settings import Settings, json_of
 from penstock.models.tokenizing import tokenizer_of
 from penstock.models.weights import stored_tensors
 from penstock.nn.layers import Where
-from penstock.train.checkpoint import Arrays, Checkpoint, checkpoint_files
+from penstock.train.checkpoint import Arrays, Checkpoint, checkpoint_files, text_config
 from penstock.train.config import MOST_LAYERS, Config
 from penstock.train.report import CONFIG_FILE
 
@@ -99,6 +99,15 @@ def model_of_run(
     config: Config, run: Path, checkpoint: Checkpoint, device: Where = None
 ) -> LanguageModel | None:
     """The model of a run, whose checkpoint is to be loaded into it; None for a GPT of one's own."""
+    first = text_config(checkpoint, run)
+    began = first.model.name
+    if config.lora != first.lora:
+        raise SettingError(f"{run} goes on with its adapters: the settings under [lora] cannot change")
+    if config.model.name != began and not config.lora.rank:
+        raise SettingError(
+            f"{run} goes on with its model, {began or 'a GPT of its own'}; "
+            f"a run with {config.model.name} is a new one"
+        )
     if not config.model.name:
         return None
     if config.lora.rank:
