@@ -183,20 +183,26 @@ class Packed(ps.nn.Module):
         self.in_features, self.out_features = in_features, out_features
         values = np.random.default_rng(1).integers(-9, 9, (out_features, in_features)).astype(np.int8)
         self.packed = ps.asarray(values, device="host")
+        self.scales = ps.asarray(np.full((out_features, 1), 0.1, np.float16), device="host")
+
+    @property
+    def weight(self) -> ps.Tensor:
+        return self.packed.astype(ps.float16) * self.scales
 
     def forward(self, x: ps.Tensor) -> ps.Tensor:
-        return ps.nn.functional.linear(x, self.packed.astype(x.dtype) * 0.1)
+        return ps.nn.functional.linear(x, self.weight.astype(x.dtype))
 
 
 def test_any_layer_with_sizes_has_adapters_and_only_weights_merge() -> None:
     adapted = ps.nn.LoRA(Packed(6, 4), rank=2)
     assert [name for name, _ in adapted.named_parameters()] == ["lora_A.weight", "lora_B.weight"]
+    assert {str(tensor.dtype) for tensor in adapted.parameters()} == {"float16"}, "that of the scales"
     x = ps.asarray(np.ones((3, 6), np.float32), device="host")
     optimizer = ps.optim.SGD(adapted.parameters(), lr=0.1)
     losses = []
     for _ in range(8):
         loss = (adapted(x) ** 2).mean()
-        loss.backward()
+        optimizer.backward(loss)
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2

@@ -19,6 +19,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file
 from test_gguf import finish, renamed, writer
+from test_lora import Packed
 from test_train import TEXT, Silent, measured, resume
 from typer.testing import CliRunner, Result
 
@@ -380,11 +381,18 @@ def test_settings_that_do_not_go_together_are_named(
 
 
 def test_what_cannot_be_fine_tuned_is_named(
-    base: Callable[[str], Path], config: Config, tmp_path: Path
+    base: Callable[[str], Path], config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = base("folder")
     with pytest.raises(SettingError, match=r"lora.targets: no layer is called 'wq'; there are mlp.down_proj"):
         TextTrainer(of(config, folder, 2).changed({"lora": {"targets": "wq"}}), tmp_path / "run", Silent())
+    packed = ps.models.load(folder)
+    packed.layers[0].mlp.up_proj = Packed(32, 40)
+    with monkeypatch.context() as patched:
+        patched.setattr(ps.models, "load", lambda *args, **options: packed)
+        with pytest.raises(SettingError, match=r"layers.0.mlp.up_proj is quantized; --lora 8"):
+            TextTrainer(of(config, folder), tmp_path / "run", Silent())
+        train(of(config, folder, 2), tmp_path / "packed")
     ps.data.train_bpe(TEXT, 300).save(folder / "tokenizer.json")
     with pytest.raises(SettingError, match="has 300 tokens, and the model only 280"):
         TextTrainer(of(config, folder), tmp_path / "run", Silent())

@@ -53,23 +53,12 @@ def load(
     `dtype`. Where there are `tokenizer.json` and `generation_config.json`, the model has them too. `adapter`
     is a folder with LoRA adapters in PEFT's layout, which stay beside the weights; see `merge_lora`.
     """
-    path = Path(folder)
-    wanted = None if dtype is None else checked(dtype)
+    path = folder = Path(folder)
     if (path / "checkpoints").is_dir():
         from penstock.train.loading import load_run
 
         model = load_run(path, device)
-        model = model if wanted is None else model.to(wanted)
-    else:
-        model = _load_files(path, device, wanted)
-    model.source = path.absolute()
-    if adapter is not None:
-        load_lora(model, Path(adapter))
-    return model
-
-
-def _load_files(path: Path, device: Where, dtype: DType | None) -> LanguageModel:
-    folder = path
+        return _adapted(model if dtype is None else model.to(checked(dtype)), path, adapter)
     stored: Mapping[str, Stored]
     if path.suffix == ".gguf":
         config, stored = read_gguf(path)
@@ -81,10 +70,18 @@ def _load_files(path: Path, device: Where, dtype: DType | None) -> LanguageModel
     kind = family_of(settings)
     _check_layers(path, kind, settings, stored)
     model = configured(kind, settings, device)
-    _load_weights(path, kind, model, stored, dtype)
+    _load_weights(path, kind, model, stored, None if dtype is None else checked(dtype))
     if (folder / "generation_config.json").is_file():
         model.generation_config = json_of(folder / "generation_config.json")
     model.tokenizer = tokenizer_of(folder)
+    return _adapted(model, path, adapter)
+
+
+def _adapted(model: LanguageModel, path: Path, adapter: str | Path | None) -> LanguageModel:
+    """A model that was loaded from a path, with its adapters."""
+    model.source = path.absolute()
+    if adapter is not None:
+        load_lora(model, Path(adapter))
     return model
 
 

@@ -17,6 +17,10 @@ from penstock.tensor.manipulation import astype
 from penstock.tensor.recording import no_grad
 
 
+class Adapter(Linear):
+    """A thin matrix. It is no plain `Linear`, so that what replaces these in a model leaves it as it is."""
+
+
 class LoRA(Module):
     """`base_layer(x) + alpha / rank * lora_B(lora_A(dropout(x)))`, of which only the last part is trained.
 
@@ -39,14 +43,13 @@ class LoRA(Module):
         self.in_features, self.out_features = map(int, sizes)  # type: ignore[arg-type]
         self.rank, self.alpha = rank, alpha
         self.base_layer = base_layer.requires_grad_(False)
-        tensor = next(tensor for _, tensor in base_layer.named_tensors())
         self.dropout = Dropout(dropout)
-        self.lora_A = Linear(self.in_features, rank, False, tensor.device)
-        self.lora_B = Linear(rank, self.out_features, False, tensor.device)
-        self.lora_B.weight = Parameter(zeros((self.out_features, rank), device=tensor.device))
-        if isdtype(tensor.dtype, "real floating"):
-            self.lora_A.to(tensor.dtype)
-            self.lora_B.to(tensor.dtype)
+        tensors = [tensor for _, tensor in base_layer.named_tensors()]
+        floating = [tensor.dtype for tensor in tensors if isdtype(tensor.dtype, "real floating")]
+        device, dtype = tensors[0].device, (floating or [float32])[0]
+        self.lora_A = Adapter(self.in_features, rank, False, device).to(dtype)
+        self.lora_B = Adapter(rank, self.out_features, False, device)
+        self.lora_B.weight = Parameter(zeros((self.out_features, rank), dtype=dtype, device=device))
 
     @property
     def scale(self) -> float:
@@ -62,7 +65,7 @@ class LoRA(Module):
     @property
     def base_weight(self) -> Tensor:
         """The weight that the adapter can be merged into; a TypeError if the base layer has no such."""
-        weight = getattr(self.base_layer, "weight", None)
+        weight = vars(self.base_layer).get("weight")  # not a property that computes it
         shape = (self.out_features, self.in_features)
         if isinstance(weight, Tensor) and weight.shape == shape and isdtype(weight.dtype, "real floating"):
             return weight

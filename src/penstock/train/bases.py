@@ -16,6 +16,7 @@ from penstock.models.settings import Settings, json_of
 from penstock.models.tokenizing import tokenizer_of
 from penstock.models.weights import stored_tensors
 from penstock.nn.layers import Where
+from penstock.nn.module import Module
 from penstock.train.checkpoint import Arrays, Checkpoint, checkpoint_files, text_config
 from penstock.train.config import MOST_LAYERS, Config
 from penstock.train.report import CONFIG_FILE
@@ -37,6 +38,12 @@ def load_base(config: Config, device: Where = None) -> LanguageModel:
             f"the tokenizer of {setting.name} has {model.tokenizer.vocab_size:,} tokens, and the model only "
             f"{model.vocab_size:,}"
         )
+    packed = [path for path, module in model.named_modules() if _is_packed(module)]
+    if packed and not lora.rank:
+        raise SettingError(
+            f"{setting.name} has weights that cannot be trained, as {packed[0]} is quantized; "
+            "--lora 8 trains adapters beside them"
+        )
     if lora.rank:
         targets = [name.strip() for name in lora.targets.split(",")]
         try:
@@ -44,6 +51,11 @@ def load_base(config: Config, device: Where = None) -> LanguageModel:
         except ValueError as error:
             raise SettingError(f"lora.targets: {error}") from None
     return model
+
+
+def _is_packed(layer: Module) -> bool:
+    """Whether a linear layer has no weight that can be trained."""
+    return hasattr(layer, "in_features") and not isinstance(vars(layer).get("weight"), ps.Tensor)
 
 
 def described(path: Path, device: Where = None) -> LanguageModel:

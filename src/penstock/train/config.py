@@ -28,7 +28,7 @@ class ModelConfig:
     """The model: a GPT of some shape, a named size, or the model in a folder."""
 
     name: str = setting(
-        "", "a named size, a folder or GGUF file with a model, or a run; empty: a GPT of the shape below"
+        "", "a named size, a folder or GGUF file with a model, or a run; empty: a GPT of these sizes"
     )
     context: int = setting(
         0,
@@ -136,7 +136,7 @@ class RunConfig:
 class LoRAConfig:
     """Adapters that are trained instead of all weights."""
 
-    rank: int = setting(0, "of the adapters that are trained in place of all weights; 0: no adapters")
+    rank: int = setting(0, "rank of LoRA adapters, which are trained in place of all weights; 0: no adapters")
     alpha: float = setting(16.0, "adapters are multiplied by alpha / rank")
     dropout: float = setting(0.0, "the chance of each input of an adapter to be left out in training")
     targets: str = setting("all-linear", "layers with adapters, such as q_proj,v_proj; or all-linear")
