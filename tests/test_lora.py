@@ -246,6 +246,8 @@ def test_targets_are_names_of_files() -> None:
     ):
         paths("gpt2", "wte")
     model = ps.models.add_lora(ps.models.build(cases.CONFIGS["gpt2"], device="host"))
+    names = {model.weight_name(name)[0] for name, _ in model.named_parameters() if "lora" not in name}
+    assert names == set(shapes("gpt2")), "the names of weights beside adapters"
     with pytest.raises(ValueError, match="has LoRA adapters already"):
         ps.models.add_lora(model)
 
