@@ -428,6 +428,7 @@ def test_the_command_fine_tunes_with_adapters(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training, "_SAMPLE", 3)
     base("folder")
+    Path("folder/checkpoints").mkdir()  # which may be anybody's
     Path("c.toml").write_text(config.toml())
     words = ["--config", "c.toml", "--model", "folder", "--lora", "2", "--set", "lora.alpha=8"]
     result = penstock("train", *words, "--steps", "3", "--out", "run", "--device", "host")

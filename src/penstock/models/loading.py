@@ -54,7 +54,7 @@ def load(
     is a folder with LoRA adapters in PEFT's layout, which stay beside the weights; see `merge_lora`.
     """
     path = folder = Path(folder)
-    if (path / "checkpoints").is_dir():
+    if (path / "checkpoints").is_dir() and not any(path.glob("model*.safetensors")):
         from penstock.train.loading import load_run
 
         model = load_run(path, device)

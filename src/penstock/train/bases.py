@@ -17,9 +17,11 @@ from penstock.models.tokenizing import tokenizer_of
 from penstock.models.weights import stored_tensors
 from penstock.nn.layers import Where
 from penstock.nn.module import Module
+from penstock.tensor.core import resolve
 from penstock.train.checkpoint import Arrays, Checkpoint, checkpoint_files, text_config
 from penstock.train.config import MOST_LAYERS, Config
 from penstock.train.report import CONFIG_FILE
+from penstock.train.sizing import check_fits
 
 BASE = "base"  # of a checkpoint of adapters: the fingerprint of the model that they belong to
 _CHUNK = 1 << 20  # bytes
@@ -127,7 +129,9 @@ def model_of_run(
         model = load_base(config, device)
     else:
         model = described(run, device)
-        model.to(config.model.precision)
+        check_fits(config, model.vocab_size, resolve(device), model, training=False)
+        if config.model.precision != "float32":
+            model.to(config.model.precision)
         if (run / "generation_config.json").is_file():
             model.generation_config = json_of(run / "generation_config.json")
     model.tokenizer = tokenizer_of(run)
@@ -138,7 +142,9 @@ def trained_state(model: LanguageModel) -> Arrays:
     """What a checkpoint has of a model: all of it, or only its adapters."""
     if not adapters(model):
         return model.state_dict()
-    return {name: tensor.numpy() for name, tensor in model.named_parameters() if tensor.requires_grad}
+    learned = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    futures = {name: tensor.numpy_async() for name, tensor in learned.items()}
+    return {name: future.wait() for name, future in futures.items()}
 
 
 def load_trained(model: LanguageModel, state: Arrays) -> None:
