@@ -230,6 +230,19 @@ def test_checkpoints_of_adapters_have_nothing_else(
     assert json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
     assert model.generation_config == {"top_k": 3}
     check_resumes(run)
+    again = resume(run)
+    assert again.best_checkpoint is not None
+    best = checkpoints.load(again.best_checkpoint)
+    assert again.load_best() == best.step
+    for name, array in best.model.items():
+        np.testing.assert_array_equal(again.model.get_parameter(name).numpy(), array)
+
+
+def test_a_run_without_a_step_leaves_nothing(
+    base: Callable[[str], Path], config: Config, tmp_path: Path
+) -> None:
+    TextTrainer(of(config, base("folder"), 2), tmp_path / "run", Silent())._let_go()
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_model_of_adapters_has_to_be_there_as_it_was(
@@ -263,6 +276,9 @@ def test_a_run_goes_on_with_its_own_model(
     other = checkpoint.config.changed({"model": {"name": "llama-tiny"}})
     with pytest.raises(SettingError, match=r"goes on with its model, .*folder; .* llama-tiny is a new one"):
         TextTrainer(other, run, Silent(), checkpoint)
+    longer = checkpoint.config.changed({"model": {"context": 33}})
+    with pytest.raises(SettingError, match="context is at most 32"):
+        TextTrainer(longer, run, Silent(), checkpoint)
     with pytest.raises(SettingError, match=r"settings under \[lora\] cannot change"):
         TextTrainer(of(checkpoint.config, tmp_path / "folder", 2), run, Silent(), checkpoint)
 

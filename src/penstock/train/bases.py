@@ -77,6 +77,14 @@ def own_context(path: Path) -> int:
     return described(path).context
 
 
+def check_context(config: Config, own: int) -> None:
+    """Raise SettingError if windows of tokens are longer than a model can take."""
+    if config.model.context > own:
+        raise SettingError(
+            f"model.context is at most {own}, as {config.model.name} has it, not {config.model.context}"
+        )
+
+
 def fingerprint(path: Path) -> str:
     """A hash of the files that hold the weights of a model."""
     if path.suffix == ".gguf":
@@ -134,6 +142,7 @@ def model_of_run(
             model.to(config.model.precision)
         if (run / "generation_config.json").is_file():
             model.generation_config = json_of(run / "generation_config.json")
+    check_context(config, model.context)
     model.tokenizer = tokenizer_of(run)
     return model
 

@@ -13,7 +13,7 @@ from penstock.models.sizes import SIZES, context_key, sized
 from penstock.nn import GPT
 from penstock.nn.layers import Where
 from penstock.optim import AdamW
-from penstock.train.bases import own_context
+from penstock.train.bases import check_context, own_context
 from penstock.train.config import CONTEXT, MOST_CONTEXT, Config
 
 
@@ -43,8 +43,7 @@ def settled(config: Config) -> Config:
             f"there is no model {setting.name}; it is a folder, a GGUF file, or one of {', '.join(SIZES)}"
         )
     own = own_context(path)
-    if setting.context > own:
-        raise SettingError(f"model.context is at most {own}, as {path} has it, not {setting.context}")
+    check_context(config, own)
     return config.changed(
         {"model": {"name": str(path), "context": setting.context or min(own, MOST_CONTEXT)}}
     )
