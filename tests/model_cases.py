@@ -19,6 +19,13 @@ LENGTH = 48  # tokens of the sequences whose logits are stored
 POSITIONS = slice(3, LENGTH, 9)  # of the logits that are stored
 PROMPTS = (5, 17, 40)  # tokens of the ragged prompts
 TOKENS = 200  # that follow each
+LORA_REFERENCE = Path(__file__).parent / "data" / "lora.npz"
+LORA_TARGETS: dict[str, str | list[str]] = {  # of the cases that PEFT trained
+    "gpt2": ["c_attn", "mlp.c_proj"],
+    "llama": ["q_proj", "v_proj"],
+    "gemma3": "all-linear",
+}
+LORA_RANK, LORA_ALPHA, LORA_RATE, LORA_STEPS = 4, 6, 0.01, 8
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

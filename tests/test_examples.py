@@ -25,6 +25,7 @@ import diffusion
 import digits
 import finetune
 import gpt
+import lora
 import lstm
 import pictures
 import resnet
@@ -150,6 +151,15 @@ def test_a_vision_transformer_tells_digits_apart(drawn: None, capsys: pytest.Cap
 def test_diffusion_learns_what_is_noise(drawn: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert diffusion.main(steps=60) < 0.4  # the noise itself has a mean square of 1
     assert len(capsys.readouterr().out.splitlines()) == 8
+
+
+@pytest.mark.slow
+def test_adapters_learn_another_rhyme(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lora.main("host", steps=15) < 2.4
+    first, second, before, after = capsys.readouterr().out.splitlines()
+    assert first.startswith("100,416 parameters trained")
+    assert second.startswith("9,728 parameters trained")
+    assert before.split(": ")[1] != after.split(": ")[1]
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def test_settings_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[modell]\nwidth = 3", "no section 'modell'; the sections are model, data, optimizer, run"),
-        ("[model]\nwidht = 3", "no key 'widht'; its keys are context, width, layers"),
+        ("[model]\nwidht = 3", "no key 'widht'; its keys are name, context, width"),
         ("model = 3", r"\[model\] is a section"),
         ("[model]\nwidth = '3'", "model.width is an integer, and '3'"),
         ("[model]\nwidth = true", "model.width is an integer"),

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from penstock.cli.settings import Changes, with_settings
 from penstock.config import Settings, explanation, variable_of
+from penstock.models.sizes import SIZES
 from penstock.terminal import say, write_json
 
 
@@ -32,6 +33,7 @@ def config(
         return
     console = Console()
     say(console, settings.toml())
+    say(console, f"# Sizes for model.name: {', '.join(SIZES)}")
     say(console, "# Devices are set by the environment:")
     for item in fields(Settings):
         variable = variable_of(item.name)

@@ -32,10 +32,11 @@ def plan(
     --memory, or into the device, is looked for. --device may name a file that describes a device that is not
     here, such as card.toml, which `penstock devices NAME --rates card.toml` writes where it is.
     """
+    from penstock.train.building import settled
     from penstock.train.config import Config
     from penstock.train.planning import largest_fit, plan_step
 
-    settings = changes.applied(Config())
+    settings = settled(changes.applied(Config()))
     if fit not in (None, "batch", "context"):
         raise SettingError(f"--fit is batch or context, and {fit!r} was given")
     if settings.run.device:

@@ -14,10 +14,13 @@ import typer
 
 from penstock.config import explanation
 from penstock.errors import SettingError
+from penstock.models.sizes import SIZES
 from penstock.train.config import Config
 
 # The settings that have an option of their own, and its name.
 _OPTIONS = {
+    "model": "model.name",
+    "lora": "lora.rank",
     "data": "data.path",
     "device": "run.device",
     "steps": "run.steps",
@@ -35,7 +38,7 @@ _OPTIONS = {
     "tokenizer": "data.tokenizer",
     "vocabulary": "data.vocabulary",
 }
-_METAVARS = {"data": "PATH", "device": "NAME", "memory": "BYTES"}
+_METAVARS = {"model": "NAME", "lora": "RANK", "data": "PATH", "device": "NAME", "memory": "BYTES"}
 _FILE = Annotated[
     Path | None,
     typer.Option(help="Settings in TOML; `penstock config` prints and explains all.", metavar="FILE"),
@@ -63,7 +66,8 @@ class Changes:
         for name, value in self.options.items():
             if value is not None:
                 section, key = _OPTIONS[name].split(".")
-                config = config.changed({section: {key: _absolute(value) if name == "data" else value}})
+                is_path = name == "data" or (name == "model" and value not in SIZES)
+                config = config.changed({section: {key: _absolute(value) if is_path else value}})
         return config
 
 

@@ -29,9 +29,11 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Resume RUN, or the last run.")] = False,
     out: Annotated[Path | None, typer.Option(help="The folder of a new run.", metavar="FOLDER")] = None,
 ) -> None:
-    """Train a GPT on text, or resume a run.
+    """Train a language model on text, or resume a run.
 
-    By default, a small GPT learns from the sources of Python. Options take precedence over --set, --set over
+    By default, a small GPT learns from the sources of Python. --model trains a named size from scratch
+    (`penstock config` lists them), or fine-tunes the model of a folder, a GGUF file or a run: all of it, or
+    with --lora adapters of it. Options take precedence over --set, --set over
     the file, and the file over the settings of a resumed run. The run's folder gets its configuration,
     metrics, checkpoints and a report. Ctrl-C and SIGTERM save and end, with exit status 130 or 143.
     """
@@ -91,7 +93,7 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered
         view.note("\na sample:")
         say(console, text, style="dim", end="")
         seed = settings.run.seed
-        pieces = stream_text(trainer.gpt, trainer.tokenizer, prompt, _SAMPLE, 0.8, top_k=40, seed=seed)
+        pieces = stream_text(trainer.model, trainer.tokenizer, prompt, _SAMPLE, 0.8, top_k=40, seed=seed)
         text += stream(pieces)
         reported = trainer.report(text)
     except OutOfDeviceMemory as error:

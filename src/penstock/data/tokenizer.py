@@ -7,9 +7,9 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 Ids = npt.NDArray[np.int32]
+
+
+class Decodes(Protocol):
+    """What has text for ids."""
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """The text of ids."""
 
 
 class Tokenizer(ABC):
@@ -176,7 +183,9 @@ class BPETokenizer(Tokenizer):
     def _encode(self, text: str) -> Ids:
         text.encode()  # the library's error for surrogates is a TypeError
         whole = not self._cuts or any(added in text for added in self._added)
-        words = [text] if whole else _WORD.findall(text)
+        if whole:
+            return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
+        words = _WORD.findall(text)
         if not words[-1]:
             words.pop()
         known = self._known
@@ -187,6 +196,70 @@ class BPETokenizer(Tokenizer):
         for word, encoding in zip(new, encodings, strict=True):
             known[word] = np.array(encoding.ids, np.int32).tobytes()
         return np.frombuffer(b"".join([known[word] for word in words]), np.int32)
+
+
+class TextStream:
+    """Decodes ids incrementally: an incomplete character waits for its other tokens.
+
+    A tokenizer may put a space before a word or not, depending on what is before, so that the tokens of the
+    last piece are decoded again with the next.
+    """
+
+    def __init__(self, tokenizer: Decodes) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._shown = 0  # ids whose text was returned
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that further ids complete."""
+        self._ids += ids
+        return self._new(whole=False)
+
+    def finish(self) -> str:
+        """The rest that was held back."""
+        return self._new(whole=True)
+
+    def _new(self, whole: bool) -> str:
+        before = self._tokenizer.decode(self._ids[: self._shown])
+        text = self._tokenizer.decode(self._ids)
+        if (text.endswith("\ufffd") and not whole) or len(text) < len(before):
+            return ""
+        new = text[len(before) :]
+        if new:  # what is before it is not needed any more
+            self._ids = self._ids[self._shown :]
+        self._shown = len(self._ids)
+        return new
+
+
+class LibraryTokenizer(Tokenizer):
+    """Any other tokenizer of the `tokenizers` library: the `tokenizer.json` of a model."""
+
+    def __init__(self, model: tokenizers.Tokenizer) -> None:
+        super().__init__([])
+        model.no_truncation()
+        model.no_padding()
+        self._model = model
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Tokenizer.vocab_size`."""
+        return self._model.get_vocab_size()
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """See `Tokenizer.decode`."""
+        return self._model.decode(np.asarray(ids, np.int64).ravel().tolist(), skip_special_tokens=False)
+
+    def stream(self) -> TextStream:  # type: ignore[override]
+        """See `Tokenizer.stream`."""
+        return TextStream(self)
+
+    def to_json(self) -> str:
+        """See `Tokenizer.to_json`."""
+        return self._model.to_str()
+
+    def _encode(self, text: str) -> Ids:
+        text.encode()  # the library's error for surrogates is a TypeError
+        return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
 
 
 # Words with the white space before them. The pattern of byte-level tokenizers always ends a token between
@@ -223,7 +296,7 @@ def train_bpe(text: str | Text, vocab_size: int, progress: Progress = silent) ->
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """A tokenizer from the file that `save` wrote, or from Hugging Face's `tokenizer.json` of a GPT-2.
+    """A tokenizer from the file that `save` wrote, or from a `tokenizer.json` of Hugging Face.
 
     >>> import os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "tokenizer.json")
@@ -246,11 +319,12 @@ def tokenizer_from_json(content: str) -> Tokenizer:
         return ByteTokenizer()
     if state.get("type") == "characters":
         return CharTokenizer(state["characters"])
-    if state.get("model", {}).get("type") == "BPE":
+    if isinstance(state.get("model"), dict):
         from tokenizers import Tokenizer
 
-        return BPETokenizer(Tokenizer.from_str(content))
-    raise DataError("it is of no kind that is known: bytes, characters, byte-level BPE")
+        model = Tokenizer.from_str(content)
+        return BPETokenizer(model) if _is_byte_level(state) else LibraryTokenizer(model)
+    raise DataError("it is of no kind that is known: bytes, characters, or one of the tokenizers library")
 
 
 def _not_empty(text: str | Text, advance: Callable[[int], None]) -> Iterable[str]:
@@ -289,6 +363,11 @@ def _bpe_tokens(model: tokenizers.Tokenizer) -> list[bytes]:
         else:
             raise DataError(f"its token {number}, {words.get(number)!r}, is none of a byte-level vocabulary")
     return tokens
+
+
+def _is_byte_level(state: dict[str, Any]) -> bool:
+    """Whether the vocabulary of a tokenizer consists of bytes, which its decoder says."""
+    return state["model"].get("type") == "BPE" and (state.get("decoder") or {}).get("type") == "ByteLevel"
 
 
 def _may_be_cut(state: dict[str, Any]) -> bool:

@@ -4,12 +4,15 @@ from penstock.models.attending import Attention, CacheShape
 from penstock.models.evaluating import Evaluation, evaluate
 from penstock.models.generation import Completion, Piece
 from penstock.models.loading import load
+from penstock.models.lora import add_lora, merge_lora, save_lora
 from penstock.models.model import LanguageModel
 from penstock.models.registry import Family, build, families, family
 from penstock.models.sampling import Sampling
+from penstock.models.sizes import SIZES
 from penstock.models.tokenizing import TextTokenizer
 
 __all__ = [
+    "SIZES",
     "Attention",
     "CacheShape",
     "Completion",
@@ -19,9 +22,12 @@ __all__ = [
     "Piece",
     "Sampling",
     "TextTokenizer",
+    "add_lora",
     "build",
     "evaluate",
     "families",
     "family",
     "load",
+    "merge_lora",
+    "save_lora",
 ]

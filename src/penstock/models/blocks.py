@@ -204,4 +204,5 @@ class Transformer(LanguageModel):
 
     def weight_name(self, name: str) -> tuple[str, bool]:
         """See `LanguageModel`."""
+        name = name.replace(".base_layer.", ".")  # of a layer with an adapter
         return (name if name.startswith("lm_head") else f"model.{name}"), False

@@ -177,7 +177,7 @@ class GPT(LanguageModel):
 
     def weight_name(self, name: str) -> tuple[str, bool]:
         """See `LanguageModel`. GPT-2 has linear weights as (inputs, outputs)."""
-        path, kind = name.rsplit(".", 1)
+        path, kind = name.replace(".base_layer.", ".").rsplit(".", 1)  # of a layer with an adapter
         if path in _TOP:
             return f"transformer.{_TOP[path]}.{kind}", False
         _, number, layer = path.split(".", 2)

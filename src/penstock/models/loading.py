@@ -10,17 +10,16 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from penstock.errors import CheckpointError
-from penstock.files import parse_json, read_text
 from penstock.graph.dtypes import DType
 from penstock.models.gguf import read_gguf
+from penstock.models.lora import load_lora
 from penstock.models.model import LanguageModel
 from penstock.models.registry import Family, configured, family_of
-from penstock.models.settings import Settings
+from penstock.models.settings import Settings, json_of
 from penstock.models.tokenizing import tokenizer_of
 from penstock.models.weights import stored_tensors
 from penstock.nn.layers import Where
 from penstock.nn.state import assign
-from penstock.printable import shown
 from penstock.tensor.core import Tensor, from_numpy
 from penstock.tensor.dtypes import checked
 
@@ -40,13 +39,26 @@ class Stored(Protocol):
         """Its values."""
 
 
-def load(folder: str | Path, *, device: Where = None, dtype: DType | str | None = None) -> LanguageModel:
+def load(
+    folder: str | Path,
+    *,
+    device: Where = None,
+    dtype: DType | str | None = None,
+    adapter: str | Path | None = None,
+) -> LanguageModel:
     """The model in a folder with `config.json` and safetensors files, as Hugging Face has it, or a GGUF file.
 
-    Weights go from the mapped files to the device one after another, in the dtype of the files, or in
-    `dtype`. Where there are `tokenizer.json` and `generation_config.json`, the model has them too.
+    The folder of a run of `penstock train` gives the model of its last checkpoint. Otherwise weights
+    go from the mapped files to the device one after another, in the dtype of the files, or in
+    `dtype`. Where there are `tokenizer.json` and `generation_config.json`, the model has them too. `adapter`
+    is a folder with LoRA adapters in PEFT's layout, which stay beside the weights; see `merge_lora`.
     """
     path = folder = Path(folder)
+    if (path / "checkpoints").is_dir() and not any(path.glob("model*.safetensors")):
+        from penstock.train.loading import load_run
+
+        model = load_run(path, device)
+        return _adapted(model if dtype is None else model.to(checked(dtype)), path, adapter)
     stored: Mapping[str, Stored]
     if path.suffix == ".gguf":
         config, stored = read_gguf(path)
@@ -62,18 +74,15 @@ def load(folder: str | Path, *, device: Where = None, dtype: DType | str | None 
     if (folder / "generation_config.json").is_file():
         model.generation_config = json_of(folder / "generation_config.json")
     model.tokenizer = tokenizer_of(folder)
+    return _adapted(model, path, adapter)
+
+
+def _adapted(model: LanguageModel, path: Path, adapter: str | Path | None) -> LanguageModel:
+    """A model that was loaded from a path, with its adapters."""
+    model.source = path.absolute()
+    if adapter is not None:
+        load_lora(model, Path(adapter))
     return model
-
-
-def json_of(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
-    try:
-        content = parse_json(read_text(path))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is an object, not {shown(content)}")
-    return content
 
 
 def _check_layers(folder: Path, kind: Family, settings: Settings, stored: Mapping[str, Stored]) -> None:

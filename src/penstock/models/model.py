@@ -38,6 +38,7 @@ class LanguageModel(Module):
     config: Mapping[str, Any] = {}  # the `config.json` that it was built from
     generation_config: Mapping[str, Any] = {}
     tokenizer: TextTokenizer | Tokenizer | None = None
+    source: Path | None = None  # the folder or file that it was loaded from
     _decoders: Decoders | None = None  # of earlier generations
 
     # What a family defines

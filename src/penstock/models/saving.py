@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from penstock.config import parse_bytes
-from penstock.files import atomic_file
+from penstock.errors import CheckpointError
+from penstock.models.lora import adapters
 from penstock.models.model import LanguageModel
-from penstock.models.tokenizing import TOKENIZER, TextTokenizer
+from penstock.models.settings import write_json
+from penstock.models.tokenizing import SETTINGS, TEMPLATE, TOKENIZER, TextTokenizer
 from penstock.models.weights import write_tensors
+
+DESCRIPTION = (
+    "config.json",
+    "generation_config.json",
+    TOKENIZER,
+    SETTINGS,
+    TEMPLATE,
+)  # all but weights
 
 
 def save(model: LanguageModel, folder: Path, shard_bytes: int | str) -> None:
     """Write the configuration, the weights, and what belongs to the tokenizer."""
+    if adapters(model):
+        raise CheckpointError(
+            "the model has LoRA adapters: ps.models.merge_lora(model) puts them into its weights, and "
+            "ps.models.save_lora(model, folder) writes them alone"
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    weights = model.file_weights()
-    write_tensors(folder, weights, parse_bytes(shard_bytes))
-    _write_json(folder / "config.json", {**model.file_config(), "dtype": str(weights[0][1].dtype)})
+    write_tensors(folder, model.file_weights(), parse_bytes(shard_bytes))
+    save_description(model, folder)
+
+
+def save_description(model: LanguageModel, folder: Path) -> None:
+    """Write all but the weights: the configuration, and what belongs to the tokenizer."""
+    write_json(folder / "config.json", {**model.file_config(), "dtype": str(model.head_weight.dtype)})
     if model.generation_config:
-        _write_json(folder / "generation_config.json", dict(model.generation_config))
+        write_json(folder / "generation_config.json", dict(model.generation_config))
     if model.tokenizer is not None:
         if isinstance(model.tokenizer, TextTokenizer):
             model.tokenizer.save_to(folder)
         else:  # that of a run
             model.tokenizer.save(folder / TOKENIZER)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with atomic_file(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from penstock.errors import CheckpointError
+from penstock.files import atomic_file, parse_json, read_text
 from penstock.printable import shown
 
 
@@ -93,3 +96,20 @@ class Settings:
         if default is None:
             raise CheckpointError(f"{self.where} lacks {name}")
         return default
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        content = parse_json(read_text(path))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is an object, not {shown(content)}")
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an object as a JSON file."""
+    with atomic_file(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.data import Tokenizer, load_tokenizer
+from penstock.data.tokenizer import TextStream
 from penstock.errors import CheckpointError
 from penstock.files import atomic_file, parse_json, read_text
 
@@ -61,9 +62,13 @@ class TextTokenizer:
         text = _rendered(self.template, {**special, "add_generation_prompt": True, **values}, messages)
         return self.encode(text, special=False)
 
+    def to_json(self) -> str:
+        """Its `tokenizer.json`."""
+        return str(self._model.to_str())
+
     def save_to(self, folder: Path) -> None:
         """Write the files that `tokenizer_of` reads."""
-        files = {TOKENIZER: self._model.to_str()}
+        files = {TOKENIZER: self.to_json()}
         if self._settings:
             files[SETTINGS] = json.dumps(self._settings, indent=2) + "\n"
         if self.template and "chat_template" not in self._settings:
@@ -71,39 +76,6 @@ class TextTokenizer:
         for name, text in files.items():
             with atomic_file(folder / name) as file:
                 file.write(text.encode())
-
-
-class TextStream:
-    """Decodes ids incrementally: an incomplete character waits for its other tokens.
-
-    A tokenizer may put a space before a word or not, depending on what is before, so that the tokens of the
-    last piece are decoded again with the next.
-    """
-
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._shown = 0  # ids whose text was returned
-
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that further ids complete."""
-        self._ids += ids
-        return self._new(whole=False)
-
-    def finish(self) -> str:
-        """The rest that was held back."""
-        return self._new(whole=True)
-
-    def _new(self, whole: bool) -> str:
-        before = self._tokenizer.decode(self._ids[: self._shown])
-        text = self._tokenizer.decode(self._ids)
-        if (text.endswith("\ufffd") and not whole) or len(text) < len(before):
-            return ""
-        new = text[len(before) :]
-        if new:  # what is before it is not needed any more
-            self._ids = self._ids[self._shown :]
-        self._shown = len(self._ids)
-        return new
 
 
 def tokenizer_of(folder: Path) -> TextTokenizer | Tokenizer | None:

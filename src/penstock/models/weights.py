@@ -64,7 +64,7 @@ class StoredTensor:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a folder by name: in `model.safetensors`, or in the files of an index."""
     if not (folder / INDEX).is_file():
-        return dict(_in_file(folder / SINGLE))
+        return dict(tensors_in(folder / SINGLE))
     try:
         places = parse_json(read_text(folder / INDEX))["weight_map"]
         files = sorted(set(places.values()))
@@ -75,7 +75,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{folder / INDEX} names files outside of its folder: {shown(files)}")
     result: dict[str, StoredTensor] = {}
     for file in files:
-        result |= _in_file(folder / file)
+        result |= tensors_in(folder / file)
     missing = sorted(set(places) - set(result))
     if missing:
         raise CheckpointError(
@@ -84,7 +84,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return result
 
 
-def _in_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+def tensors_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of a file with their names, after a check of its header."""
     try:
         require_regular(path)
         with safe_open(path, framework="numpy"):  # checks the header, its offsets and sizes
@@ -112,13 +113,13 @@ def write_tensors(folder: Path, weights: Sequence[tuple[str, Tensor, bool]], sha
         shards[-1].append(weight)
         filled += size
     if len(shards) == 1:
-        _write(folder / SINGLE, shards[0])
+        write_file(folder / SINGLE, shards[0])
         (folder / INDEX).unlink(missing_ok=True)
         return
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write(folder / file, shard)
+        write_file(folder / file, shard)
         places |= dict.fromkeys((name for name, _, _ in shard), file)
     total = sum(tensor._node.nbytes for _, tensor, _ in weights)
     index = {"metadata": {"total_size": total}, "weight_map": places}
@@ -127,7 +128,8 @@ def write_tensors(folder: Path, weights: Sequence[tuple[str, Tensor, bool]], sha
     (folder / SINGLE).unlink(missing_ok=True)
 
 
-def _write(path: Path, weights: Sequence[tuple[str, Tensor, bool]]) -> None:
+def write_file(path: Path, weights: Sequence[tuple[str, Tensor, bool]]) -> None:
+    """Write tensors with their names into a file; those that are marked are transposed."""
     header: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor, transposed in weights:

@@ -36,6 +36,7 @@ from penstock.nn.containers import ModuleDict, ModuleList, ParameterDict, Parame
 from penstock.nn.convolution import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from penstock.nn.dropping import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d
 from penstock.nn.layers import Embedding, Flatten, Identity, Linear, Unflatten, Upsample
+from penstock.nn.lora import LoRA
 from penstock.nn.losses import (
     BCELoss,
     BCEWithLogitsLoss,
@@ -155,6 +156,7 @@ __all__ = [
     "LayerNorm",
     "LeakyReLU",
     "Linear",
+    "LoRA",
     "LogSigmoid",
     "LogSoftmax",
     "MSELoss",

@@ -124,7 +124,7 @@ def text_config(checkpoint: Checkpoint, run: Path) -> Config:
         return checkpoint.config
     raise CheckpointError(
         f"{run} is a run of ps.Trainer, with a model of its own: start the program that made it again, and "
-        "its fit() goes on; `penstock train` and `penstock generate` are for a GPT on text"
+        "its fit() goes on; `penstock train` and `penstock generate` are for language models"
     )
 
 

@@ -12,20 +12,28 @@ from typing import Any
 from penstock.config import explanation, parse_bytes, setting
 from penstock.errors import SettingError
 from penstock.files import parse_toml, read_text
+from penstock.models.sizes import SIZES
 from penstock.printable import shown
 
 PRECISIONS = ("float32", "float16", "bfloat16")
 TOKENIZERS = ("bpe", "bytes", "characters")
-_MOST_LAYERS = 10_000  # each takes Python objects and kernels, however narrow it is
+CONTEXT, MOST_CONTEXT = 128, 1024  # what is taken of a GPT, and at most of another model, if none is set
+MOST_LAYERS = 10_000  # each takes Python objects and kernels, however narrow it is
 _WIDEST = 30  # columns of a file of settings before the explanations, but for values that are longer
 _MOST_TOKENS = 1 << 22  # the library that trains a tokenizer allocates memory for all of them
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the GPT."""
+    """The model: a GPT of some shape, a named size, or the model in a folder."""
 
-    context: int = setting(128, "tokens that the model sees at a time")
+    name: str = setting(
+        "", "a named size, a folder or GGUF file with a model, or a run; empty: a GPT of these sizes"
+    )
+    context: int = setting(
+        0,
+        f"tokens that the model sees at once; 0: {CONTEXT}, or what a named model has, up to {MOST_CONTEXT}",
+    )
     width: int = setting(128, "the embedding size")
     layers: int = setting(4, "blocks of attention and MLP")
     heads: int = setting(4, "heads of attention; they divide the width")
@@ -35,12 +43,23 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("context", "width", "layers", "heads"):
+        _check(self.context >= 0, "model.context", self.context, "0 or more")
+        for name in ("width", "layers", "heads"):
             _check(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "1 or more")
-        _check(self.layers <= _MOST_LAYERS, "model.layers", self.layers, f"at most {_MOST_LAYERS}")
+        _check(self.layers <= MOST_LAYERS, "model.layers", self.layers, f"at most {MOST_LAYERS}")
         _check(self.width % self.heads == 0, "model.width", self.width, f"a multiple of heads, {self.heads}")
         _check(0 <= self.dropout < 1, "model.dropout", self.dropout, "from 0 to less than 1")
         _check(self.precision in PRECISIONS, "model.precision", self.precision, " or ".join(PRECISIONS))
+
+    @property
+    def is_size(self) -> bool:
+        """Whether it is a named size, which is trained from scratch."""
+        return self.name in SIZES
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its weights come from files."""
+        return bool(self.name) and not self.is_size
 
 
 @dataclass(frozen=True)
@@ -114,6 +133,21 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class LoRAConfig:
+    """Adapters that are trained instead of all weights."""
+
+    rank: int = setting(0, "rank of LoRA adapters, which are trained in place of all weights; 0: no adapters")
+    alpha: float = setting(16.0, "adapters are multiplied by alpha / rank")
+    dropout: float = setting(0.0, "the chance of each input of an adapter to be left out in training")
+    targets: str = setting("all-linear", "layers with adapters, such as q_proj,v_proj; or all-linear")
+
+    def __post_init__(self) -> None:
+        _check(self.rank >= 0, "lora.rank", self.rank, "0 or more")
+        _check(self.alpha > 0, "lora.alpha", self.alpha, "more than 0")
+        _check(0 <= self.dropout < 1, "lora.dropout", self.dropout, "from 0 to less than 1")
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of a run."""
 
@@ -121,6 +155,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     def changed(self, tree: Mapping[str, Any], where: str = "the settings") -> Config:
         """With the values of a tree in place of its own; a SettingError says what is unknown or wrong."""

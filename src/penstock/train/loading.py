@@ -12,40 +12,47 @@ import penstock as ps
 from penstock.data import Tokenizer, load_tokenizer
 from penstock.errors import CheckpointError
 from penstock.models import LanguageModel, TextTokenizer
+from penstock.nn.layers import Where, undrawn
+from penstock.tensor.core import resolve
+from penstock.train.bases import load_trained, model_of_run
 from penstock.train.building import build_model
 from penstock.train.checkpoint import FOLDER, load_last, text_config
 from penstock.train.sizing import check_fits
 from penstock.train.text_trainer import TOKENIZER_FILE
 
 
+def load_run(folder: Path, device: Where = None) -> LanguageModel:
+    """The model of a run of `penstock train`, with its tokenizer, from the last valid checkpoint."""
+    checkpoint, _ = load_last(folder)
+    config = text_config(checkpoint, folder)
+    with undrawn():
+        model = model_of_run(config, folder, checkpoint, device)
+        if model is None:
+            tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
+            check_fits(config, tokenizer.vocab_size, resolve(device), training=False)
+            model = build_model(config, tokenizer.vocab_size, device, initialize=False)
+            model.tokenizer = tokenizer
+    try:
+        load_trained(model, checkpoint.model)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"the tokenizer and the checkpoint in {folder} do not fit: {error}") from None
+    return model
+
+
 def load_model(folder: Path) -> tuple[LanguageModel, Tokenizer | TextTokenizer | None]:
     """A model on the default device, and its tokenizer if the folder has one."""
-    if (folder / FOLDER).is_dir():
-        checkpoint, _ = load_last(folder)
-        config = text_config(checkpoint, folder)
-        tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
-        check_fits(config, tokenizer.vocab_size, ps.default_device(), training=False)
-        model = build_model(config, tokenizer.vocab_size)
-        try:
-            model.load_state_dict(checkpoint.model)
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(
-                f"the tokenizer and the checkpoint in {folder} do not fit: {error}"
-            ) from None
-        model.tokenizer = tokenizer
-        return model, tokenizer
-    if folder.suffix == ".gguf" or (folder / "config.json").is_file():
-        loaded = ps.models.load(folder)
-        return loaded, loaded.tokenizer
-    raise CheckpointError(
-        f"{folder} is neither the folder of a run nor one with the config.json and safetensors of a model, "
-        f"nor a file such as model.gguf"
-    )
+    if folder.suffix != ".gguf" and not any((folder / name).exists() for name in ("config.json", FOLDER)):
+        raise CheckpointError(
+            f"{folder} is neither the folder of a run nor one with the config.json and safetensors of a "
+            f"model, nor a file such as model.gguf"
+        )
+    model = ps.models.load(folder)
+    return model, model.tokenizer
 
 
 def stream_text(
     model: LanguageModel,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | TextTokenizer,
     prompt: npt.ArrayLike,
     count: int,
     temperature: float = 1.0,

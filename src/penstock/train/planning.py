@@ -13,6 +13,7 @@ from penstock.data.prefetch import DEPTH
 from penstock.errors import SettingError
 from penstock.execution.memory_plan import MemoryPlan
 from penstock.formatting import format_bytes
+from penstock.train.bases import load_base
 from penstock.train.building import build_model, loss_of, make_optimizer
 from penstock.train.config import Config
 from penstock.train.stepping import training_step
@@ -21,13 +22,16 @@ Fitted = Literal["batch", "context"]
 
 
 def plan_step(config: Config) -> MemoryPlan:
-    """The memory plan of a configuration's training step on the default device.
+    """The memory plan of a settled configuration's training step on the default device.
 
     Its model, its optimizer and the batches that wait on the device are created, and no step runs.
     """
     ps.random.manual_seed(config.run.seed)
-    model = build_model(config, _vocabulary(config))
-    model.to(getattr(ps, config.model.precision))
+    if config.model.is_loaded:
+        model = load_base(config)
+    else:
+        model = build_model(config, _vocabulary(config))
+        model.to(getattr(ps, config.model.precision))
     step = training_step(loss_of(model), make_optimizer(model, config))
     batch, accumulate = config.data.batch, config.optimizer.accumulate
     empty = np.zeros((batch, config.model.context + 1), np.int32)

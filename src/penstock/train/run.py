@@ -94,7 +94,7 @@ class Run:
         if path is None:
             raise CheckpointError(f"{self.folder} has no checkpoint with an evaluation")
         best = checkpoints.load(path)
-        self.model.load_state_dict(best.model)
+        self._load_model_state(best.model)
         self._opened = False  # another `fit` goes on from the last checkpoint
         return best.step
 
@@ -127,7 +127,7 @@ class Run:
     # Checkpoints
 
     def _save(self, validation: float | None, score: float | None = None) -> None:
-        model = self.model.state_dict()
+        model = self._model_state()
         for name, array in model.items():
             if array.size and array.dtype.kind not in "biu":
                 self._check(float(np.abs(array.astype(np.float32)).max()), f"largest of {name}", self.step)
@@ -220,13 +220,20 @@ class Run:
         raise CheckpointError(problems[0] + self._otherwise)
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        self.model.load_state_dict(checkpoint.model)
+        self._load_model_state(checkpoint.model)
         states = _parted(checkpoint.optimizer, len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
         self._load_state(checkpoint)
         ps.random.set_state(checkpoint.generator)
         self.step, self._seconds = checkpoint.step, checkpoint.seconds
+
+    def _model_state(self) -> Arrays:
+        """What a checkpoint has of the model."""
+        return self.model.state_dict()
+
+    def _load_model_state(self, state: Arrays) -> None:
+        self.model.load_state_dict(state)
 
     def _state(self, score: float | None) -> dict[str, Any]:
         """What a checkpoint has besides arrays, by the names of its fields."""
@@ -273,11 +280,13 @@ class Run:
         with written_whole(self.folder / CONFIG_FILE) as file:
             file.write(self._settings().toml().encode())
         size = sum(tensor.size for tensor in self.model.parameters())
+        trained = sum(tensor.size for tensor in self.model.parameters() if tensor.requires_grad)
+        part = "" if trained == size else f", of which {trained:,} are trained,"
         dtype = self.model.parameters()[0].dtype
         where = f"{self._device.name} ({self._device.capabilities.description})"
         limit = self._device.limit_bytes
         within = "" if limit is None else f", within {format_bytes(limit)}"
-        self._view.note(f"{self._model_name()} of {size:,} parameters in {dtype} on {where}{within}")
+        self._view.note(f"{self._model_name()} of {size:,} parameters{part} in {dtype} on {where}{within}")
         self._view.note(f"run: {self.folder}")
 
 

@@ -1,4 +1,4 @@
-"""`penstock train`: the trainer with a GPT on text."""
+"""`penstock train`: the trainer with a language model on text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,21 @@ from penstock.data import (
     python_sources,
     train_bpe,
 )
+from penstock.data.tokenizer import tokenizer_from_json
+from penstock.models import LanguageModel, TextTokenizer, save_lora
+from penstock.models.lora import CONFIG, WEIGHTS
+from penstock.models.saving import DESCRIPTION, save_description
 from penstock.optim import cosine
-from penstock.train.building import build_model, loss_of, make_optimizer
-from penstock.train.checkpoint import Checkpoint
+from penstock.train.bases import (
+    BASE,
+    fingerprint,
+    load_base,
+    load_trained,
+    model_of_run,
+    trained_state,
+)
+from penstock.train.building import build_model, loss_of, make_optimizer, settled
+from penstock.train.checkpoint import Arrays, Checkpoint
 from penstock.train.config import Config
 from penstock.train.folder import RunFolder
 from penstock.train.sizing import check_fits
@@ -37,15 +49,17 @@ _PROMPT = 16  # tokens of the sample's prompt
 
 
 class TextTrainer(Trainer):
-    """A run of a GPT on text in its folder, new or from a checkpoint.
+    """A run of a language model on text in its folder, new or from a checkpoint.
 
     It computes on the default device, and uses the default random generator.
     """
 
+    model: LanguageModel
     _has_epochs = False
     _fits, _otherwise = "settings", ""
     _goes_on = "--steps with a larger number goes on"
-    _own_files = (TOKENIZER_FILE,)
+    _base: str | None = None  # the fingerprint of the model that adapters belong to
+    _own_files = (*DESCRIPTION, CONFIG, WEIGHTS)
 
     def __init__(
         self,
@@ -74,11 +88,15 @@ class TextTrainer(Trainer):
 
     def _build(self, resumed: Checkpoint | None) -> None:
         """Create text, model and optimizer."""
-        config, run = self.config, self.config.run
+        config = self.config = self.config if resumed else settled(self.config)
+        run = config.run
         ps.random.manual_seed(run.seed)
-        validation = self._open_text(resumed)
-        model = build_model(config, self.tokenizer.vocab_size)
-        model.to(getattr(ps, config.model.precision))
+        model = self._load_model(resumed)
+        validation = self._open_text(resumed, model)
+        if model is None:
+            model = build_model(config, self.tokenizer.vocab_size)
+            model.to(getattr(ps, config.model.precision))
+            model.tokenizer = self.tokenizer
         super().__init__(
             model,
             None,
@@ -92,8 +110,19 @@ class TextTrainer(Trainer):
             checkpoint_every=run.checkpoint_every or None,
             view=self._view,
         )
-        self.gpt = model
         self.batch_loss(loss_of(model))
+
+    def _load_model(self, resumed: Checkpoint | None) -> LanguageModel | None:
+        """The model that files describe; None for fresh weights, which depend on the tokenizer."""
+        config = self.config
+        if resumed:
+            self._base = resumed.more.get(BASE)
+            return model_of_run(config, self.folder, resumed)
+        if not config.model.is_loaded:
+            return None
+        with self._view.phase(f"loading {config.model.name}"):
+            self._base = fingerprint(Path(config.model.name)) if config.lora.rank else None
+            return load_base(config)
 
     def fit(self) -> bool:
         """Train; the processes that make tokens meanwhile end with it."""
@@ -109,18 +138,22 @@ class TextTrainer(Trainer):
         tokens = self._store.validation if len(self._store.validation) else self._store.train
         return tokens[:_PROMPT].astype(np.int32)
 
-    def _open_text(self, resumed: Checkpoint | None) -> list[ps.Tensor]:
+    def _open_text(self, resumed: Checkpoint | None, model: LanguageModel | None) -> list[ps.Tensor]:
         """Open the text and its tokenizer; the batches for validation."""
         setting = self.config.data
         text = find_text(setting.path) if setting.path else python_sources()
         self._view.note(f"text: {setting.path or 'the sources of this Python'}")
-        if resumed:
+        self.tokenizer: Tokenizer | TextTokenizer
+        if model is not None:
+            assert model.tokenizer is not None, "models without a tokenizer are refused"
+            self.tokenizer = model.tokenizer
+        elif resumed:
             self.tokenizer = load_tokenizer(self.folder / TOKENIZER_FILE)
         else:
             self.tokenizer = _make_tokenizer(self.config, text, self._view)
         begun = resumed.text if resumed else None
         self._store = TokenStore.open(
-            text, self.tokenizer, setting.validation, progress=self._view.phase, begun=begun
+            text, _encoder(self.tokenizer), setting.validation, progress=self._view.phase, begun=begun
         )
         self._view.note(f"{text.summary()}\n{self._store.summary()}")
         if resumed and resumed.text != self._store.key:
@@ -128,7 +161,7 @@ class TextTrainer(Trainer):
                 "the text is not the one that the run began with, or its files were moved or touched; "
                 "where it differs, so do the batches from here on"
             )
-        check_fits(self.config, self.tokenizer.vocab_size, ps.default_device())
+        check_fits(self.config, self.tokenizer.vocab_size, ps.default_device(), model)
         if len(self._store.validation) > self.config.model.context:
             batches = TextBatches(self._store.validation, setting.batch, self.config.model.context, seed=0)
             return [ps.asarray(next(batches)) for _ in range(self.config.run.evaluate_batches)]
@@ -154,7 +187,8 @@ class TextTrainer(Trainer):
         )
 
     def _state(self, score: float | None) -> dict[str, Any]:
-        return {"position": self._feed.state()["data"]["position"], "text": self._store.key}
+        more = {BASE: self._base} if self.config.lora.rank else {}
+        return {"position": self._feed.state()["data"]["position"], "text": self._store.key, "more": more}
 
     def _load_state(self, checkpoint: Checkpoint) -> None:
         position = {"position": checkpoint.position}
@@ -164,11 +198,25 @@ class TextTrainer(Trainer):
         return self.config
 
     def _model_name(self) -> str:
-        return "a GPT"
+        return self.config.model.name or "a GPT"
+
+    def _model_state(self) -> Arrays:
+        return trained_state(self.model)
+
+    def _load_model_state(self, state: Arrays) -> None:
+        load_trained(self.model, state)
+
+    def _save(self, validation: float | None, score: float | None = None) -> None:
+        super()._save(validation, score)
+        if self.config.lora.rank:
+            save_lora(self.model, self.folder)  # so that the run's folder is an adapter's, too
 
     def _write_settings(self) -> None:
         super()._write_settings()
-        self.tokenizer.save(self.folder / TOKENIZER_FILE)
+        if self.config.model.name:
+            save_description(self.model, self.folder)
+        elif isinstance(self.tokenizer, Tokenizer):
+            self.tokenizer.save(self.folder / TOKENIZER_FILE)
 
 
 class _TextData:
@@ -191,6 +239,11 @@ class _TextData:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._position = state["position"]
+
+
+def _encoder(tokenizer: Tokenizer | TextTokenizer) -> Tokenizer:
+    """The same tokenizer, for whole texts, which other processes may have to tokenize."""
+    return tokenizer if isinstance(tokenizer, Tokenizer) else tokenizer_from_json(tokenizer.to_json())
 
 
 def _make_tokenizer(config: Config, text: Text, view: View) -> Tokenizer:
