@@ -108,7 +108,7 @@ _UNSIGNED_SCALAR = {
     "sign": "({T})({0} != 0)",
     "floor_divide": "({1} == 0 ? ({T})0 : {0} / {1})",
     "remainder": "({1} == 0 ? ({T})0 : {0} % {1})",
-    "float_of_bits": "BITS_FLOAT({0})",
+    "unit_float": "UNIT_FLOAT({0}, {1})",
 }
 # A scalar boolean is 0 or 1; in a vector it is 0 or -1, all bits set.
 _BOOL = {**_SAME, **patterns.EXTREMES, **patterns.of_booleans("&", "|", "^")}

@@ -124,6 +124,12 @@ DEVICE float RECIPROCAL(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// A number from 1 to 2, with bits of a word as its fraction. Written in C it takes two instructions.
+DEVICE float UNIT_FLOAT(uint word, uint mask) {
+    uint bits;
+    asm("lop3.b32 %0, %1, %2, 0x3f800000, 0xea;" : "=r"(bits) : "r"(word), "r"(mask));
+    return BITS_FLOAT(bits);
+}
 DEVICE float MAXIMUM(float a, float b) {
 #if __CUDA_ARCH__ >= 800
     float c;

@@ -26,11 +26,11 @@ from penstock.kernels.templates.matmul import Epilogue
 from penstock.kernels.templates.matmul_tiling import LANES
 
 # Of a GPU.
-_FEATURES = 8  # of a workgroup
+_FEATURES = {1: 16, 2: 8, 4: 8, 8: 4}  # of a workgroup at most, by its rows at most: sums are in registers
 _MOST_ROWS = 8  # of a workgroup
 _MOST_THREADS = 256
+_BUSY = 256  # threads for each compute unit; where there are fewer, a workgroup has fewer features
 _WARP = 32
-_ONE = 0x3F800000  # the bits of 1.0
 _FRACTION = 23  # bits
 _OFFSET = 1.5  # what stands for 0
 
@@ -63,22 +63,32 @@ def gpu_packed(
     """A workgroup computes some features of some rows."""
     parts = ceil(problem.rows / _MOST_ROWS)  # of the rows
     rows = ceil(problem.rows / parts)
-    items = max(8, 32 // rows) if rows < 3 else 8  # of a row that a thread has at a time
+    items = 32 // rows if rows < 3 else 8  # of a row that a thread has at a time
     most = min(_MOST_THREADS, capabilities.max_group_size)
     steps = ceil(problem.inner / (items * most))
     threads = ceil(ceil(problem.inner / (items * steps)) / _WARP) * _WARP
-    first = k.let("first", k.group() // parts * _FEATURES if parts > 1 else k.group() * _FEATURES)
+    features = _features(problem, rows, threads * parts, capabilities)
+    first = k.let("first", k.group() // parts * features if parts > 1 else k.group() * features)
     top = k.let("top", k.group() % parts * rows if parts > 1 else 0)
     lines = [_clamped(k, f"line{row}", top + row, problem.rows) for row in range(rows)]
-    totals = k.registers("totals", "float32", _FEATURES * rows)
-    with k.loop("slot", 0, _FEATURES * rows, unrolled=_FEATURES * rows) as slot:
+    totals = k.registers("totals", "float32", features * rows)
+    with k.loop("slot", 0, features * rows, unrolled=features * rows) as slot:
         k.store(totals, slot, 0.0)
     with k.loop("step", 0, steps) as step:
         at = k.let("at", (step * threads + k.thread) * items)
         with k.when(at < problem.inner):
-            _add_products(k, problem, items, at, first, lines, totals)
-    _finish(k, problem, threads, first, lines, totals, epilogue, top)
-    return k.source((ceil(problem.columns / _FEATURES) * parts,), (threads,))
+            _add_products(k, problem, features, items, at, first, lines, totals)
+    _finish(k, problem, features, threads, first, lines, totals, epilogue, top)
+    grid = ceil(problem.columns / features) * parts
+    return k.source((grid,), (threads,), resident=2 if rows > 4 else 1)
+
+
+def _features(problem: PackedProblem, rows: int, threads: int, capabilities: Capabilities) -> int:
+    """How many features a workgroup computes: many, if there are enough threads for all compute units."""
+    features = next(most for limit, most in _FEATURES.items() if rows <= limit)
+    while features > 2 and problem.columns * threads < _BUSY * capabilities.compute_units * features:
+        features //= 2
+    return features
 
 
 def _clamped(k: KernelBuilder, name: str, number: ir.Expr, length: int) -> ir.Var:
@@ -89,6 +99,7 @@ def _clamped(k: KernelBuilder, name: str, number: ir.Expr, length: int) -> ir.Va
 def _add_products(
     k: KernelBuilder,
     problem: PackedProblem,
+    features: int,
     items: int,
     at: ir.Expr,
     first: ir.Expr,
@@ -97,9 +108,9 @@ def _add_products(
 ) -> None:
     """Add the products of a thread's items, from `at` on, to the totals of all features."""
     rows, inner, words = len(lines), problem.inner, items // problem.each
-    packed = k.registers("packed", "uint32", _FEATURES * words)
-    scales = k.registers("factors", "float32", _FEATURES)
-    with k.loop("feature", 0, _FEATURES, unrolled=_FEATURES) as feature:  # reads everything first
+    packed = k.registers("packed", "uint32", features * words)
+    scales = k.registers("factors", "float32", features)
+    with k.loop("feature", 0, features, unrolled=features) as feature:  # reads everything first
         column = _clamped(k, "column", first + feature, problem.columns)
         place = column * (inner // problem.each) + at // problem.each
         if words > 1:
@@ -111,7 +122,7 @@ def _add_products(
         scale = k.load(problem.scales, column * (inner // problem.group) + at // problem.group)
         k.store(scales, feature, k.let("scale", scale) * float(2**problem.bits))
     own = [_own_items(k, problem, items, row, line * inner + at) for row, line in enumerate(lines)]
-    with k.loop("feature", 0, _FEATURES, unrolled=_FEATURES) as feature:
+    with k.loop("feature", 0, features, unrolled=features) as feature:
         sums = [k.variable(f"sum{row}", start) for row, (_, start) in enumerate(own)]
         for word in range(words):
             bits = k.let(f"bits{word}", k.load(packed, feature * words + word))
@@ -157,12 +168,13 @@ def _floats(k: KernelBuilder, bits: int, word: ir.Var) -> list[ir.Expr]:
 def _float(k: KernelBuilder, word: ir.Expr, bits: int, below: int = 0) -> ir.Var:
     """The float between 1 and 2 with some bits of its fraction from a word, `below` the highest."""
     mask = (2**bits - 1) << (_FRACTION - bits - below)
-    return k.let(k.fresh("value"), k.call("float_of_bits", (word & mask) | _ONE, dtype="float32"))
+    return k.let(k.fresh("value"), k.call("unit_float", word, mask, dtype="float32"))
 
 
 def _finish(
     k: KernelBuilder,
     problem: PackedProblem,
+    features: int,
     threads: int,
     first: ir.Expr,
     lines: Sequence[ir.Var],
@@ -171,21 +183,21 @@ def _finish(
     top: ir.Expr,
 ) -> None:
     """Add up the totals of all threads, row by row, and store the results."""
-    rows, adding = len(lines), min(_WARP, 1 << (threads // _FEATURES).bit_length() - 1)  # threads of a sum
-    parts = k.shared("parts", "float32", _FEATURES * threads)
+    rows, adding = len(lines), min(_WARP, 1 << (threads // features).bit_length() - 1)  # threads of a sum
+    parts = k.shared("parts", "float32", features * threads)
     feature, rank = k.let("own", k.thread // adding), k.let("rank", k.thread % adding)
     for row in range(rows):
         if row:
             k.barrier()
-        with k.loop("slot", 0, _FEATURES, unrolled=_FEATURES) as slot:
+        with k.loop("slot", 0, features, unrolled=features) as slot:
             k.store(parts, slot * threads + k.thread, k.load(totals, slot * rows + row))
         k.barrier()
         part = k.variable(f"part{row}", 0.0, "float32")
-        with k.when(feature < _FEATURES), k.loop("other", rank, threads, adding) as other:
+        with k.when(feature < features), k.loop("other", rank, threads, adding) as other:
             k.assign(part, part + k.load(parts, feature * threads + other))
         whole = k.block_reduce(f"whole{row}", "sum", part, threads, adding)
         column = k.let(f"to{row}", first + feature)
-        inside = rank.eq(0) & (feature < _FEATURES) & (column < problem.columns)
+        inside = rank.eq(0) & (feature < features) & (column < problem.columns)
         if problem.rows % rows:
             inside = inside & (top + row < problem.rows)
         with k.when(inside):
