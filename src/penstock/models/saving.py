@@ -9,6 +9,7 @@ from typing import Any
 from penstock.config import parse_bytes
 from penstock.files import atomic_file
 from penstock.models.model import LanguageModel
+from penstock.models.quantized import file_setting
 from penstock.models.tokenizing import TOKENIZER, TextTokenizer
 from penstock.models.weights import write_tensors
 
@@ -18,7 +19,8 @@ def save(model: LanguageModel, folder: Path, shard_bytes: int | str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = model.file_weights()
     write_tensors(folder, weights, parse_bytes(shard_bytes))
-    _write_json(folder / "config.json", {**model.file_config(), "dtype": str(weights[0][1].dtype)})
+    config = {**model.file_config(), **file_setting(model), "dtype": str(model.head_weight.dtype)}
+    _write_json(folder / "config.json", config)
     if model.generation_config:
         _write_json(folder / "generation_config.json", dict(model.generation_config))
     if model.tokenizer is not None:

@@ -1,0 +1,153 @@
+"""Linear layers whose weights are packed integers, for inference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
+from penstock.nn.layers import Linear, Where
+from penstock.nn.module import Module
+from penstock.nn.parameter import Parameter
+from penstock.tensor.arithmetic import isfinite
+from penstock.tensor.core import Tensor, realize_together
+from penstock.tensor.creation import zeros
+from penstock.tensor.dtypes import uint32
+from penstock.tensor.recording import no_grad
+from penstock.tensor.reduction import all as all_
+
+M = TypeVar("M", bound=Module)
+BITS = {"int4": 4, "int8": 8}
+GROUPS = (32, 64)
+
+
+class QuantizedLinear(Module):
+    """`Linear` with a weight of 4 or 8 bits, and a scale for each group of inputs. Gradients pass to the input.
+
+    `packed` has the integers, 8 or 4 to a word, and `scales` the scales, in the dtype of the layer. The
+    weight is not trained; the bias is, if it requires a gradient.
+
+    >>> layer = ps.quantize(ps.nn.Linear(64, 8), "int4")
+    >>> layer.packed.shape, layer.scales.shape, layer(ps.ones((3, 64))).shape
+    ((8, 8), (8, 2), (3, 8))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        bits: int = 4,
+        group: int = 32,
+        device: Where = None,
+    ) -> None:
+        """A layer of zeros, whose values are loaded; `ps.quantize` makes layers of others."""
+        if bits not in BITS.values() or group not in GROUPS:
+            raise ValueError(
+                f"integers have 4 or 8 bits, and groups {' or '.join(map(str, GROUPS))} of them; {bits} and "
+                f"{group} were given"
+            )
+        self.in_features, self.out_features, self.bits, self.group = in_features, out_features, bits, group
+        groups = -(-in_features // group)
+        self.packed = zeros((out_features, groups * group * bits // 32), dtype=uint32, device=device)
+        self.scales = zeros((out_features, groups), device=device)
+        self.bias = Parameter(zeros((out_features,), device=device)) if bias else None
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that the integers stand for, (out_features, in_features), computed anew at each use."""
+        return F.dequantized(self.packed, self.scales, self.bits, self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product with the weight."""
+        return F.quantized_linear(x, self.packed, self.scales, self.bits, self.bias)
+
+    def extra_repr(self) -> str:
+        """Its sizes."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, bits={self.bits}, group={self.group}"
+
+
+def quantized_layer(weight: Tensor, bias: Tensor | None, bits: int, group: int) -> QuantizedLinear:
+    """A layer with a weight that is rounded to integers, and the bias itself."""
+    outputs, inputs = weight.shape
+    layer = QuantizedLinear(inputs, outputs, False, bits, group, weight.device)
+    layer.bias = bias  # type: ignore[assignment]
+    with no_grad():
+        layer.packed, layer.scales = F.quantized(weight.detach(), bits, group)
+        realize_together([layer.packed, layer.scales])
+        if not bool(all_(isfinite(layer.scales))):
+            raise ValueError(f"a weight of shape {weight.shape} is not finite, or too large for {weight.dtype}")
+    return layer
+
+
+def quantize(model: M, dtype: str, group: int = 32) -> M | QuantizedLinear:
+    """Replace the weights of linear layers by integers of 4 or 8 bits, for inference.
+
+    The layers are replaced in the model, which is returned; a `Linear` by itself stays as it is, and the
+    result is a `QuantizedLinear`. A language model whose head has the weight of its embedding gets a quantized
+    copy of it as head. Embeddings and everything else stay as they are. Each `group` of 32 or 64 inputs of a
+    weight has a scale, so a weight of 16 bits shrinks to 4.5 or 8.5 bits with groups of 32. Inputs whose
+    number is no multiple of the group are filled up with zeros.
+
+    `dtype` is "int4" or "int8". Convert a model to the dtype of its activations before it is quantized.
+
+    >>> model = ps.nn.Sequential(ps.nn.Linear(64, 32), ps.nn.ReLU(), ps.nn.Linear(32, 2))
+    >>> ps.quantize(model, "int4")
+    Sequential(
+      (0): QuantizedLinear(in_features=64, out_features=32, bias=True, bits=4, group=32)
+      (1): ReLU()
+      (2): QuantizedLinear(in_features=32, out_features=2, bias=True, bits=4, group=32)
+    )
+    """
+    if dtype not in BITS or group not in GROUPS:
+        raise ValueError(
+            f"quantize takes {' or '.join(map(repr, BITS))} and groups of {' or '.join(map(str, GROUPS))}, and "
+            f"{dtype!r} and {group} were given"
+        )
+
+    def layer(linear: Linear) -> QuantizedLinear:
+        return quantized_layer(linear.weight, linear.bias, BITS[dtype], group)
+
+    if type(model) is Linear:
+        return layer(model)
+    replace_linear(model, layer)
+    for module in list(model.modules()):
+        module._quantize_rest(lambda weight: quantized_layer(weight, None, BITS[dtype], group))
+    return model
+
+
+def replace_linear(model: Module, make: Callable[[Linear], Module]) -> None:
+    """Replace all linear layers inside a model, wherever they are among its parts."""
+    made: dict[int, tuple[Linear, Module]] = {}  # by layer, which may be in several places; kept, for its id
+    seen: set[int] = set()
+
+    def replaced(part: Any) -> Any:
+        """What takes the place of a part: mostly the part itself, with other parts inside."""
+        if type(part) is Linear:
+            if id(part) not in made:
+                made[id(part)] = part, make(part)
+                made[id(part)][1]._hooks = part._hooks
+            return made[id(part)][1]
+        if id(part) in seen or isinstance(part, Tensor):
+            return part
+        seen.add(id(part))
+        if isinstance(part, tuple):
+            items = [replaced(item) for item in part]
+            if all(new is old for new, old in zip(items, part, strict=True)):
+                return part
+            return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
+        if isinstance(part, Module) or (dataclasses.is_dataclass(part) and not isinstance(part, type)):
+            for name, old in list(vars(part).items()):
+                if (new := replaced(old)) is not old:
+                    setattr(part, name, new)
+        elif isinstance(part, dict):
+            part.update({key: replaced(item) for key, item in part.items()})
+        elif isinstance(part, list):
+            part[:] = [replaced(item) for item in part]
+        return part
+
+    replaced(model)
+    for module in model.modules():
+        module._computed = False
