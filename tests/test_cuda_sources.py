@@ -25,7 +25,7 @@ from penstock.errors import CompileError, PenstockWarning
 from penstock.execution.executable import Executable
 from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
-from penstock.graph import contraction, elementwise, reducing, shaping
+from penstock.graph import contraction, elementwise, quantization, reducing, shaping
 from penstock.graph.dtypes import bfloat16
 from penstock.graph.node import Node, leaf
 from penstock.kernels.cache import KernelCache, whole_text
@@ -204,6 +204,19 @@ def test_products(device: Device, given: Given) -> None:
             left, right = given((2, m, k), np.dtype(dtype)), given((2, n, k), np.dtype(dtype))
             build(device, [contraction.matmul(left, shaping.permute(right, (0, 2, 1)))])
     check(device, 6, ARCHITECTURES)
+
+
+def test_products_with_packed_integers(device: Device, given: Given) -> None:
+    for number, (rows, bits) in enumerate(itertools.product((1, 2, 7, 16), (4, 8))):
+        dtype = (bfloat16, np.dtype(np.float16), np.dtype(np.float32))[number % 3]
+        columns = 14336 if number % 2 else 2048
+        words, scales = (
+            given((50, columns * bits // 32), np.dtype(np.uint32)),
+            given((50, columns // 32), dtype),
+        )
+        product = quantization.packed_matmul(given((rows, columns), dtype), words, scales)
+        build(device, [elementwise.add(product, given((rows, 50), dtype))])
+    check(device, 8, ARCHITECTURES)
 
 
 def test_random_numbers(device: Device) -> None:

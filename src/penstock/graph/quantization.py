@@ -50,7 +50,9 @@ def unpacked(words: Node, scales: Node, columns: int, dtype: DType) -> Node:
     bits = bits_of(columns, words.shape)
     each = WORD_BITS // bits
     shift = sequence(0, 1, each, uint32)
-    for _ in range(bits.bit_length() - 1):  # times `bits`, without a constant that kernels take as an argument
+    for _ in range(
+        bits.bit_length() - 1
+    ):  # times `bits`, without a constant that kernels take as an argument
         shift = add(shift, shift)
     shape = (rows, count, each)
     spread = expand(reshape(words, (rows, count, 1)), shape)

@@ -54,11 +54,11 @@ def packed_group(group: Group, product: Node, capabilities: Capabilities, name: 
     epilogue = _Epilogue(group, product, vectors)
     kernel = epilogue.kernel
     k = KernelBuilder(name, capabilities, kernel.outputs, kernel.inputs, kernel.scalars)
-    x, words, scales = product.inputs
+    (rows, inner), words, scales = product.inputs[0].shape, product.inputs[1].shape, product.inputs[2].shape
     places = [group.inputs.index(base(operand)) for operand in product.inputs]
-    memories = [k.inputs[place] for place in places]
-    inner, bits = x.shape[1], bits_of(x.shape[1], words.shape)
-    problem = PackedProblem(*product.shape, inner, bits, inner // scales.shape[1], *memories)
+    left, packed, factors = (k.inputs[place] for place in places)
+    bits, size = bits_of(inner, words), inner // scales[1]
+    problem = PackedProblem(left, packed, factors, rows, words[0], inner, bits, size)
     build = cpu_packed if vectors else gpu_packed
     source = build(k, problem, capabilities, epilogue.statements)
     over = overwritable(group, epilogue.loads, epilogue.stores)

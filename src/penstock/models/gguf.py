@@ -1,4 +1,4 @@
-"""GGUF, the files of llama.cpp: a configuration from the metadata, and weights, dequantized when read or packed.
+"""GGUF, the files of llama.cpp: a configuration from the metadata, and weights, dequantized or packed.
 
 The `gguf` package maps the file and knows its formats. Families are Llama, which is
 Mistral too, and Qwen 2 and 3.

@@ -214,7 +214,7 @@ class GPT(LanguageModel):
             if kind not in ("weight", "packed") or layer in (*_TABLES, "lm_head"):
                 continue
             if bias not in names:
-                zero = zeros((tensor.shape[0],), dtype=self.norm.weight.dtype, device=tensor.device)
+                zero = zeros((tensor.shape[0],), dtype=self.tokens.weight.dtype, device=tensor.device)
                 weights.append((bias, zero, False))
         return weights
 

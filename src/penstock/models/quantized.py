@@ -35,8 +35,8 @@ def prepare(model: LanguageModel, settings: Settings) -> None:
         return
     if given.values.get("quant_method") != _METHOD:
         raise CheckpointError(
-            f"{given.where}: quant_method is {shown(given.values.get('quant_method'))}, and only folders that "
-            f"were quantized by penstock are read; GGUF files are read too"
+            f"{given.where}: quant_method is {shown(given.values.get('quant_method'))}, and only folders "
+            f"that were quantized by penstock are read; GGUF files are read too"
         )
     weights = given.part("weights").values
     try:

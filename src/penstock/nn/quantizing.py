@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.nn.layers import Linear, Where
@@ -23,10 +23,10 @@ GROUPS = (32, 64)
 
 
 class QuantizedLinear(Module):
-    """`Linear` with a weight of 4 or 8 bits, and a scale for each group of inputs. Gradients pass to the input.
+    """`Linear` with a weight of 4 or 8 bits, and a scale for each group of inputs.
 
-    `packed` has the integers, 8 or 4 to a word, and `scales` the scales, in the dtype of the layer. The
-    weight is not trained; the bias is, if it requires a gradient.
+    `packed` has the integers, 8 or 4 to a word, and `scales` the scales, in the dtype of the layer. Gradients
+    pass to the input, and to the bias if it requires one. The weight is not trained.
 
     >>> layer = ps.quantize(ps.nn.Linear(64, 8), "int4")
     >>> layer.packed.shape, layer.scales.shape, layer(ps.ones((3, 64))).shape
@@ -78,20 +78,30 @@ def quantized_layer(weight: Tensor, bias: Tensor | None, bits: int, group: int) 
         layer.packed, layer.scales = F.quantized(weight.detach(), bits, group)
         realize_together([layer.packed, layer.scales])
         if not bool(all_(isfinite(layer.scales))):
-            raise ValueError(f"a weight of shape {weight.shape} is not finite, or too large for {weight.dtype}")
+            raise ValueError(
+                f"a weight of shape {weight.shape} is not finite, or too large for {weight.dtype}"
+            )
     return layer
 
 
-def quantize(model: M, dtype: str, group: int = 32) -> M | QuantizedLinear:
+@overload
+def quantize(model: Linear, dtype: str, group: int = ...) -> QuantizedLinear: ...
+
+
+@overload
+def quantize(model: M, dtype: str, group: int = ...) -> M: ...
+
+
+def quantize(model: Module, dtype: str, group: int = 32) -> Module:
     """Replace the weights of linear layers by integers of 4 or 8 bits, for inference.
 
     The layers are replaced in the model, which is returned; a `Linear` by itself stays as it is, and the
-    result is a `QuantizedLinear`. A language model whose head has the weight of its embedding gets a quantized
-    copy of it as head. Embeddings and everything else stay as they are. Each `group` of 32 or 64 inputs of a
-    weight has a scale, so a weight of 16 bits shrinks to 4.5 or 8.5 bits with groups of 32. Inputs whose
-    number is no multiple of the group are filled up with zeros.
+    result is a `QuantizedLinear`. A language model whose head has the weight of its embedding gets a
+    quantized copy of it as head. Embeddings and everything else stay as they are.
 
-    `dtype` is "int4" or "int8". Convert a model to the dtype of its activations before it is quantized.
+    `dtype` is "int4" or "int8". Each `group` of 32 or 64 inputs has a scale, so with groups of 32 and scales
+    of 16 bits, a weight takes 4.5 or 8.5 bits. Inputs whose number is no multiple of the group are filled up
+    with zeros. Quantize a model in the dtype of its activations, before functions that use it are jitted.
 
     >>> model = ps.nn.Sequential(ps.nn.Linear(64, 32), ps.nn.ReLU(), ps.nn.Linear(32, 2))
     >>> ps.quantize(model, "int4")
@@ -103,14 +113,14 @@ def quantize(model: M, dtype: str, group: int = 32) -> M | QuantizedLinear:
     """
     if dtype not in BITS or group not in GROUPS:
         raise ValueError(
-            f"quantize takes {' or '.join(map(repr, BITS))} and groups of {' or '.join(map(str, GROUPS))}, and "
-            f"{dtype!r} and {group} were given"
+            f"quantize takes {' or '.join(map(repr, BITS))} and groups of {' or '.join(map(str, GROUPS))}, "
+            f"and {dtype!r} and {group} were given"
         )
 
     def layer(linear: Linear) -> QuantizedLinear:
         return quantized_layer(linear.weight, linear.bias, BITS[dtype], group)
 
-    if type(model) is Linear:
+    if isinstance(model, Linear):
         return layer(model)
     replace_linear(model, layer)
     for module in list(model.modules()):

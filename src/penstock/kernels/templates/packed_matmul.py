@@ -42,14 +42,14 @@ _CPU_SUMS = 8  # vectors that are added to at a time
 class PackedProblem:
     """A product of `rows` x `inner` items with `columns` rows of packed integers."""
 
+    x: Memory
+    words: Memory
+    scales: Memory
     rows: int
     columns: int
     inner: int
     bits: int
     group: int  # integers with the same scale
-    x: Memory
-    words: Memory
-    scales: Memory
 
     @property
     def each(self) -> int:

@@ -19,7 +19,7 @@ from penstock.tensor.reduction import sum as sum_
 
 
 def quantized(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """A matrix (outputs, inputs) as packed integers, uint32, and the scales of groups of inputs, in its dtype.
+    """A matrix (outputs, inputs) as packed integers, uint32, and scales of groups of inputs, in its dtype.
 
     The inputs are filled up with zeros to a multiple of `group`. What is largest in a group is kept, up to
     the rounding of the scale: as -8 times the scale for 4 bits, and as 127 or -127 times it for 8.
@@ -67,8 +67,8 @@ def quantized_linear(
     """
     if scales.requires_grad:
         raise TypeError(
-            "a quantized weight is not trained: integers have no gradient. Train what is added to the layer's "
-            "result, such as an adapter, or quantize after training"
+            "a quantized weight is not trained: integers have no gradient. Train what is added to the "
+            "layer's result, such as an adapter, or quantize after training"
         )
     inputs, columns = x.shape[-1], _columns(packed, bits)
     dtype = dtypes.promote(x.dtype, scales.dtype)
