@@ -118,15 +118,10 @@ def main() -> None:
 
 
 def step_bytes(model: LanguageModel) -> int:
-    """The bytes of weights that a step has to read: not those of an embedding, unless it is the head too."""
-    skipped = (
-        None if model.lm_head is None else model.embed_tokens if hasattr(model, "embed_tokens") else None
-    )
-    return sum(
-        tensor._node.nbytes
-        for _, tensor in model.file_tensors()
-        if skipped is None or tensor is not skipped.weight
-    )
+    """The bytes of weights that a step has to read: of embeddings hardly any, unless they are the head too."""
+    embeddings = [module.weight for module in model.modules() if isinstance(module, ps.nn.Embedding)]
+    skipped = set() if model.lm_head is None else {id(weight) for weight in embeddings}
+    return sum(tensor._node.nbytes for _, tensor in model.file_tensors() if id(tensor) not in skipped)
 
 
 def report(model: LanguageModel, name: str, chosen: argparse.Namespace, rate: float) -> None:

@@ -1,6 +1,6 @@
-"""Products of few rows with quantized weights, by themselves: the shapes of Llamas of 1 and 8 billion weights.
+"""Products of few rows with quantized weights, by themselves: shapes of Llamas of 1 and 8 billion weights.
 
-    python benchmarks/quantized.py --device cuda:0                # with PyTorch in bfloat16, where it is there
+    python benchmarks/quantized.py --device cuda:0                # with PyTorch in bfloat16, if it is there
     python benchmarks/quantized.py --shapes 256x512 --rows 1 8    # on any machine
 
 A program multiplies with as many matrices as exceed the device's caches, all different, one after another.

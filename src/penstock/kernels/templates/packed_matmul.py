@@ -208,7 +208,7 @@ def cpu_packed(
     k: KernelBuilder, problem: PackedProblem, capabilities: Capabilities, epilogue: Epilogue
 ) -> KernelSource:
     """A task computes some features of all rows, some rows at a time."""
-    rows = min(problem.rows, 4)
+    rows = min(problem.rows, _CPU_SUMS)
     features = min(problem.columns, _CPU_SUMS // rows)
     tasks = Tasks(ceil(problem.columns / features), capabilities)
     with tasks.each(k) as task:
@@ -257,9 +257,12 @@ def _vector(k: KernelBuilder, problem: PackedProblem, column: ir.Expr, at: ir.Ex
     """Neighbouring integers as a vector of floats."""
     bits, each = problem.bits, problem.each
     place = column * (problem.inner // each) + at // each
-    words = [k.let(k.fresh("word"), k.load(problem.words, place + word)) for word in range(LANES // each)]
-    spread = k.vector([words[lane // each] for lane in range(LANES)])
-    shifts = k.vector([ir.Const(lane % each * bits, ir.Type("uint32")) for lane in range(LANES)])
-    mask = k.broadcast(ir.Const(2**bits - 1, ir.Type("uint32")), LANES)
-    numbers = k.call("cast", (spread >> shifts) & mask, dtype="int32")  # from which a CPU converts quickly
-    return k.call("cast", numbers - k.broadcast(ir.Const(2 ** (bits - 1)), LANES), dtype="float32")
+    if bits == 8:
+        numbers = ir.Load(ir.Type("uint8", LANES), problem.words.name, "uint8", place, step=1)
+    else:
+        word = k.let(k.fresh("word"), k.load(problem.words, place))
+        shifts = k.vector([ir.Const(lane * bits, ir.Type("uint32")) for lane in range(LANES)])
+        mask = k.broadcast(ir.Const(2**bits - 1, ir.Type("uint32")), LANES)
+        numbers = (k.broadcast(word, LANES) >> shifts) & mask
+    integers = k.call("cast", numbers, dtype="int32")  # from which a CPU converts quickly
+    return k.call("cast", integers - k.broadcast(ir.Const(2 ** (bits - 1)), LANES), dtype="float32")
