@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def step_bytes(model: LanguageModel) -> int:
-    """The bytes of weights that a step has to read: of embeddings hardly any, unless they are the head too."""
+    """The bytes of weights that a step has to read: of embeddings few, unless they are the head too."""
     embeddings = [module.weight for module in model.modules() if isinstance(module, ps.nn.Embedding)]
     skipped = set() if model.lm_head is None else {id(weight) for weight in embeddings}
     return sum(tensor._node.nbytes for _, tensor in model.file_tensors() if id(tensor) not in skipped)

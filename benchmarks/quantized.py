@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import penstock as ps
+from penstock.tensor.dtypes import DType, checked
 
 SHAPES = {  # outputs x inputs
     "1b": ("2048x2048", "512x2048", "8192x2048", "2048x8192", "128256x2048"),
@@ -31,7 +32,7 @@ TURNS = 15
 Program = Callable[[], Any]
 
 
-def layers(outputs: int, inputs: int, dtype: str, kind: str, count: int, device: ps.Device) -> list[Any]:
+def layers(outputs: int, inputs: int, dtype: DType, kind: str, count: int, device: ps.Device) -> list[Any]:
     """Layers with random weights: their values are of no importance for the time."""
     made: list[Any] = []
     draw = np.random.default_rng(0)
@@ -96,17 +97,17 @@ def torch_program(outputs: int, inputs: int, rows: int, count: int) -> Program |
     return once
 
 
-def compare(shape: str, rows: int, dtype: str, device: ps.Device) -> None:
+def compare(shape: str, rows: int, dtype: DType, device: ps.Device) -> None:
     outputs, inputs = map(int, shape.split("x"))
-    item = ps.zeros(1, dtype=dtype).dtype.itemsize
-    bits = {dtype: 8 * item, "int8": 8 + 8 * item / 32, "int4": 4 + 8 * item / 32, "PyTorch": 16}
+    plain, item = str(dtype), 8 * dtype.itemsize
+    bits = {plain: item, "int8": 8 + item / 32, "int4": 4 + item / 32, "PyTorch": 16}
     counts = {
         kind: max(1, min(MOST_MATRICES, round(CACHES / (outputs * inputs * size / 8))))
         for kind, size in bits.items()
     }
-    x = ps.ones((rows, inputs), dtype=dtype, device=device)
+    x = ps.ones((rows, inputs), device=device).astype(dtype)
     programs: dict[str, Program] = {}
-    for kind in (dtype, "int8", "int4"):
+    for kind in (plain, "int8", "int4"):
         programs[kind] = program(layers(outputs, inputs, dtype, kind, counts[kind], device), x, device)
     if str(device).startswith("<Device cuda") and (
         peer := torch_program(outputs, inputs, rows, counts["PyTorch"])
@@ -119,7 +120,7 @@ def compare(shape: str, rows: int, dtype: str, device: ps.Device) -> None:
             run()
             if turn > 1:  # before, programs are built
                 times[kind].append((time.perf_counter() - start) / counts[kind])
-    usual = statistics.median(times[dtype])
+    usual = statistics.median(times[plain])
     cells = []
     for kind in programs:
         each = statistics.median(times[kind])
@@ -142,7 +143,7 @@ def main() -> None:
     for rows in chosen.rows:
         for name in chosen.shapes:
             for shape in SHAPES.get(name, (name,)):
-                compare(shape, rows, chosen.dtype, device)
+                compare(shape, rows, checked(chosen.dtype), device)
 
 
 if __name__ == "__main__":

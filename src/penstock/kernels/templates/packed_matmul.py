@@ -258,7 +258,7 @@ def _vector(k: KernelBuilder, problem: PackedProblem, column: ir.Expr, at: ir.Ex
     bits, each = problem.bits, problem.each
     place = column * (problem.inner // each) + at // each
     if bits == 8:
-        numbers = ir.Load(ir.Type("uint8", LANES), problem.words.name, "uint8", place, step=1)
+        numbers: ir.Expr = ir.Load(ir.Type("uint8", LANES), problem.words.name, "uint8", place, step=1)
     else:
         word = k.let(k.fresh("word"), k.load(problem.words, place))
         shifts = k.vector([ir.Const(lane * bits, ir.Type("uint32")) for lane in range(LANES)])
