@@ -51,6 +51,8 @@ def drawn(rows: int, columns: int, bits: int, group: int, seed: int, dtype: str 
     numbers[0, :2] = 0, 2**bits - 1
     scales = ps.asarray(draw.normal(0, 0.01, (rows, columns // group)), device="host").astype(dtype).numpy()
     places = np.arange(0, 32, bits, dtype=np.uint32)
+    if bits == 4:  # even ones in the lower half of a word, odd ones in the upper
+        places = places.reshape(2, 4).T.reshape(-1)
     words = (numbers.reshape(rows, -1, 32 // bits) << places).sum(axis=-1, dtype=np.uint32)
     steps = np.repeat(scales.astype(np.float64), group, axis=1)
     return Packed(words, scales, (numbers.astype(np.float64) - 2 ** (bits - 1)) * steps, steps)

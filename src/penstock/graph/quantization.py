@@ -1,7 +1,9 @@
 """Products with matrices of packed integers, which have a scale for each group along the contracted axis.
 
-A packed matrix of N rows and K columns is N x K * bits / 32 words: the first integer of a word is in its
-lowest bits. Integers are stored with 2^(bits - 1) added, so that none is negative. The scales are N x groups.
+A packed matrix of N rows and K columns is N x K * bits / 32 words. Integers are stored with 2^(bits - 1)
+added, so that none is negative. A word has four integers of 8 bits, the first in its lowest bits, or eight of
+4 bits: the even ones in the lower half, and the odd ones in the upper, so that a mask gives neighbours as
+pairs of 16 bits. The scales are N x groups.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from penstock.graph.reducing import expand
 from penstock.graph.shaping import permute, reshape
 
 WORD_BITS = 32
+SHIFTS = {4: (0, 16, 4, 20, 8, 24, 12, 28), 8: (0, 8, 16, 24)}  # of the integers of a word, by their bits
 # Rows of the other operand up to which kernels unpack integers in registers. For more rows the matrix is
 # unpacked to memory once: a product of many rows takes longer than that.
 MOST_ROWS = 16
@@ -48,20 +51,29 @@ def unpacked(words: Node, scales: Node, columns: int, dtype: DType) -> Node:
     """The matrix that words and scales stand for, rounded to a dtype."""
     (rows, count), groups = words.shape, scales.shape[1]
     bits = bits_of(columns, words.shape)
-    each = WORD_BITS // bits
-    shift = sequence(0, 1, each, uint32)
-    for _ in range(
-        bits.bit_length() - 1
-    ):  # times `bits`, without a constant that kernels take as an argument
-        shift = add(shift, shift)
-    shape = (rows, count, each)
+    shape = (rows, count, len(SHIFTS[bits]))
     spread = expand(reshape(words, (rows, count, 1)), shape)
-    lowest = bitwise_right_shift(spread, expand(reshape(shift, (1, 1, each)), shape))
+    lowest = bitwise_right_shift(spread, expand(reshape(_shifts(bits), (1, 1, shape[2])), shape))
     numbers = cast(bitwise_and(lowest, like(lowest, 2**bits - 1)), float32)
     numbers = subtract(numbers, like(numbers, 2.0 ** (bits - 1)))
     grouped = reshape(numbers, (rows, groups, columns // groups))
     scale = expand(reshape(widened(scales), (rows, groups, 1)), grouped.shape)
     return reshape(cast(multiply(cast(grouped, scale.dtype), scale), dtype), (rows, columns))
+
+
+def _shifts(bits: int) -> Node:
+    """The shifts of a word's integers, without constants: these would be arguments of kernels."""
+    if bits == 8:
+        return _doubled(sequence(0, 1, 4, uint32), 3)
+    pairs, halves = _doubled(sequence(0, 1, 4, uint32), 2), _doubled(sequence(0, 1, 2, uint32), 4)
+    both = (expand(reshape(part, shape), (4, 2)) for part, shape in ((pairs, (4, 1)), (halves, (1, 2))))
+    return reshape(add(*both), (8,))
+
+
+def _doubled(x: Node, times: int) -> Node:
+    for _ in range(times):
+        x = add(x, x)
+    return x
 
 
 def _shape(x: Node, words: Node, scales: Node) -> tuple[Shape, DType]:
@@ -76,7 +88,7 @@ def _shape(x: Node, words: Node, scales: Node) -> tuple[Shape, DType]:
 def _reference(x: Array, words: Array, scales: Array) -> Array:
     columns = x.shape[1]
     bits = bits_of(columns, words.shape)
-    shifts = np.arange(0, WORD_BITS, bits, dtype=np.uint32)
+    shifts = np.array(SHIFTS[bits], np.uint32)
     numbers = (words[:, :, None] >> shifts & np.uint32(2**bits - 1)).astype(x.dtype) - 2 ** (bits - 1)
     grouped = numbers.reshape(*scales.shape, columns // scales.shape[1])
     matrix = (grouped * scales[:, :, None].astype(x.dtype)).reshape(len(words), columns)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from penstock.errors import CheckpointError
 from penstock.files import require_regular
+from penstock.graph.quantization import SHIFTS
 from penstock.printable import shown
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
@@ -179,11 +180,12 @@ def _scales(tensor: Any, heads: int, half: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def _words(tensor: Any, heads: int) -> npt.NDArray[np.uint32]:
-    """The integers as quantized layers have them: in their order, and none of them negative."""
+    """The integers as quantized layers have them, of which none is negative."""
     integers = _blocks(tensor, heads)[..., 2:]
     if _BITS[tensor.tensor_type.name] == 8:
         packed = integers ^ 0x80
     else:  # a byte has one of the first 16 integers of a block, and one of the last
         numbers = np.concatenate([integers & 15, integers >> 4], axis=-1)
-        packed = numbers[..., ::2] | numbers[..., 1::2] << 4
+        words = numbers.reshape(*numbers.shape[:2], -1, len(SHIFTS[4])).astype(np.uint32)
+        packed = (words << np.array(SHIFTS[4], np.uint32)).sum(axis=-1, dtype=np.uint32)
     return np.ascontiguousarray(packed).reshape(len(packed), -1).view(np.uint32)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from penstock.drivers.driver import Capabilities
-from penstock.graph.quantization import WORD_BITS
+from penstock.graph.quantization import SHIFTS, WORD_BITS
 from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder, Memory
 from penstock.kernels.source import KernelSource
@@ -139,7 +139,9 @@ def _own_items(
 ) -> tuple[list[ir.Expr], ir.Var]:
     """A thread's items of a row, as they are multiplied, and what a sum of their products starts with."""
     read = k.let(f"x{row}", k.load_vector(problem.x, place, items, aligned=items))
-    values = [k.lane(read, item) for item in range(items)]
+    # In the order of their bits in a word.
+    order = sorted(range(problem.each), key=SHIFTS[problem.bits].__getitem__)
+    values = [k.lane(read, word + item) for word in range(0, items, problem.each) for item in order]
     upper = values if problem.bits == 8 else values[1::2]
     total = k.variable(f"sum_of_x{row}", upper[0])
     for value in upper[1:]:
@@ -261,7 +263,7 @@ def _vector(k: KernelBuilder, problem: PackedProblem, column: ir.Expr, at: ir.Ex
         numbers: ir.Expr = ir.Load(ir.Type("uint8", LANES), problem.words.name, "uint8", place, step=1)
     else:
         word = k.let(k.fresh("word"), k.load(problem.words, place))
-        shifts = k.vector([ir.Const(lane * bits, ir.Type("uint32")) for lane in range(LANES)])
+        shifts = k.vector([ir.Const(shift, ir.Type("uint32")) for shift in SHIFTS[bits]])
         mask = k.broadcast(ir.Const(2**bits - 1, ir.Type("uint32")), LANES)
         numbers = (k.broadcast(word, LANES) >> shifts) & mask
     integers = k.call("cast", numbers, dtype="int32")  # from which a CPU converts quickly

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from penstock.graph import quantization as graph
 from penstock.tensor import dtypes
 from penstock.tensor.arithmetic import clip, where
 from penstock.tensor.arithmetic import round as round_
 from penstock.tensor.composite import composite
-from penstock.tensor.core import Tensor, record
-from penstock.tensor.creation import arange
+from penstock.tensor.core import Tensor, from_numpy, record
 from penstock.tensor.manipulation import astype, reshape
 from penstock.tensor.padding import pad
 from penstock.tensor.reduction import max as max_
@@ -38,7 +39,7 @@ def quantized(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     factors = astype(scales, exact.dtype)
     numbers = clip(round_(filled / where(factors == 0, 1.0, factors)), -half, half - 1) + half
     words = reshape(astype(astype(numbers, dtypes.int32), dtypes.uint32), (outputs, -1, each))
-    shifts = arange(0, graph.WORD_BITS, bits, dtype=dtypes.uint32, device=weight.device)
+    shifts = from_numpy(np.array(graph.SHIFTS[bits], np.uint32), weight.device)
     return sum_(words << shifts, axis=-1, dtype=dtypes.uint32), reshape(scales, (outputs, groups))
 
 
