@@ -14,7 +14,7 @@ from penstock.drivers.driver import Capabilities
 from penstock.graph.checkpoint import BARRIER
 from penstock.graph.contraction import matmul
 from penstock.graph.creating import sequence
-from penstock.graph.dtypes import bfloat16, float16, float32, uint32
+from penstock.graph.dtypes import HALF_PRECISION, bfloat16, float16, float32, uint32
 from penstock.graph.elementwise import (
     add,
     bitwise_and,
@@ -34,6 +34,7 @@ SHIFTS = {4: (0, 16, 4, 20, 8, 24, 12, 28), 8: (0, 8, 16, 24)}  # of the integer
 # Rows of the other operand up to which kernels unpack integers in registers. For more rows the matrix is
 # unpacked to memory once: a product of many rows takes longer than that.
 MOST_ROWS = 16
+MOST_TENSOR_ROWS = 32  # the same, for kernels that multiply on tensor cores
 _KERNEL_DTYPES = (float32, float16, bfloat16)
 
 
@@ -102,10 +103,18 @@ def _gradients(g: Node, n: Node) -> tuple[Node, None, None]:
     return matmul(g, unpacked(again, scales, x.shape[1], g.dtype)), None, None
 
 
+def on_tensor_cores(node: Node, capabilities: Capabilities) -> bool:
+    """Whether tensor cores compute a product of few rows. A single row would leave them idle mostly."""
+    x, _, scales = node.inputs
+    return (
+        capabilities.tensor_cores and x.shape[0] > 1 and x.dtype in HALF_PRECISION and x.dtype is scales.dtype
+    )
+
+
 def _many_rows(node: Node, capabilities: Capabilities) -> Node | None:
     """A product with the unpacked matrix in memory."""
     x, words, scales = node.inputs
-    few = 0 < x.shape[0] <= MOST_ROWS
+    few = 0 < x.shape[0] <= (MOST_TENSOR_ROWS if on_tensor_cores(node, capabilities) else MOST_ROWS)
     if not capabilities.compiles or (few and x.dtype in _KERNEL_DTYPES and scales.dtype in _KERNEL_DTYPES):
         return None
     return matmul(x, permute(unpacked(words, scales, x.shape[1], x.dtype), (1, 0)))

@@ -9,7 +9,7 @@ from penstock.fusion.groups import Group
 from penstock.fusion.index import Index, Variables, flat, variable
 from penstock.fusion.views import Digits, base, digits_index, matrix_variables
 from penstock.graph.node import Node
-from penstock.graph.quantization import bits_of
+from penstock.graph.quantization import bits_of, on_tensor_cores
 from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.lowering.emitter import Emitter, LanesImpossible, Value
@@ -20,6 +20,7 @@ from penstock.kernels.templates.matmul_cpu import cpu_matmul
 from penstock.kernels.templates.matmul_gpu import gpu_matmul, gpu_width
 from penstock.kernels.templates.matmul_tiling import LANES
 from penstock.kernels.templates.packed_matmul import PackedProblem, cpu_packed, gpu_packed
+from penstock.kernels.templates.packed_tiles import tensor_packed
 
 
 def matmul_group(
@@ -59,7 +60,7 @@ def packed_group(group: Group, product: Node, capabilities: Capabilities, name: 
     left, packed, factors = (k.inputs[place] for place in places)
     bits, size = bits_of(inner, words), inner // scales[1]
     problem = PackedProblem(left, packed, factors, rows, words[0], inner, bits, size)
-    build = cpu_packed if vectors else gpu_packed
+    build = cpu_packed if vectors else tensor_packed if on_tensor_cores(product, capabilities) else gpu_packed
     source = build(k, problem, capabilities, epilogue.statements)
     over = overwritable(group, epilogue.loads, epilogue.stores)
     return one_launch(source, tuple(tuple(at for at in inputs if at not in places) for inputs in over))

@@ -70,7 +70,7 @@ def gpu_packed(
     features = _features(problem, rows, threads * parts, capabilities)
     first = k.let("first", k.group() // parts * features if parts > 1 else k.group() * features)
     top = k.let("top", k.group() % parts * rows if parts > 1 else 0)
-    lines = [_clamped(k, f"line{row}", top + row, problem.rows) for row in range(rows)]
+    lines = [clamped(k, f"line{row}", top + row, problem.rows) for row in range(rows)]
     totals = k.registers("totals", "float32", features * rows)
     with k.loop("slot", 0, features * rows, unrolled=features * rows) as slot:
         k.store(totals, slot, 0.0)
@@ -91,7 +91,7 @@ def _features(problem: PackedProblem, rows: int, threads: int, capabilities: Cap
     return features
 
 
-def _clamped(k: KernelBuilder, name: str, number: ir.Expr, length: int) -> ir.Var:
+def clamped(k: KernelBuilder, name: str, number: ir.Expr, length: int) -> ir.Var:
     """An index that is read even where it is beyond the last."""
     return k.let(name, k.call("minimum", number, length - 1))
 
@@ -111,7 +111,7 @@ def _add_products(
     packed = k.registers("packed", "uint32", features * words)
     scales = k.registers("factors", "float32", features)
     with k.loop("feature", 0, features, unrolled=features) as feature:  # reads everything first
-        column = _clamped(k, "column", first + feature, problem.columns)
+        column = clamped(k, "column", first + feature, problem.columns)
         place = column * (inner // problem.each) + at // problem.each
         if words > 1:
             read = k.let("read", k.load_vector(problem.words, place, words, aligned=words))
@@ -153,17 +153,25 @@ def _own_items(
     return values, start
 
 
+def byte_floats(k: KernelBuilder, word: ir.Expr) -> list[ir.Expr]:
+    """The bytes of a word as floats: 1 + byte / 256."""
+    return [_float(k, moved, 8) for moved in _bytes(k, word)]
+
+
+def _bytes(k: KernelBuilder, word: ir.Expr) -> list[ir.Expr]:
+    """Words that have the bytes of a word, one after another, as the highest bits of the fraction."""
+    shifts = [_FRACTION - 8 - 8 * byte for byte in range(4)]
+    return [k.let(k.fresh("byte"), word << shift if shift > 0 else word >> -shift) for shift in shifts]
+
+
 def _floats(k: KernelBuilder, bits: int, word: ir.Var) -> list[ir.Expr]:
     """The integers of a word as floats: 1 + integer / 2^bits, or (integer - 8) / 256 for the lower of two."""
+    if bits == 8:
+        return byte_floats(k, word)
     values: list[ir.Expr] = []
-    for byte in range(4):
-        shift = _FRACTION - 8 - 8 * byte  # brings the byte to the highest bits of the fraction
-        moved = k.let(k.fresh("byte"), word << shift if shift > 0 else word >> -shift)
-        if bits == 8:
-            values.append(_float(k, moved, 8))
-        else:
-            lower = _float(k, moved, 4, below=4) - (1 + 8 / 256)
-            values += [k.let(k.fresh("lower"), lower), _float(k, moved, 4)]
+    for moved in _bytes(k, word):
+        lower = _float(k, moved, 4, below=4) - (1 + 8 / 256)
+        values += [k.let(k.fresh("lower"), lower), _float(k, moved, 4)]
     return values
 
 
@@ -215,11 +223,11 @@ def cpu_packed(
     tasks = Tasks(ceil(problem.columns / features), capabilities)
     with tasks.each(k) as task:
         columns = [
-            _clamped(k, f"column{feature}", task * features + feature, problem.columns)
+            clamped(k, f"column{feature}", task * features + feature, problem.columns)
             for feature in range(features)
         ]
         with k.loop("top", 0, problem.rows, rows) as top:
-            lines = [_clamped(k, f"line{row}", top + row, problem.rows) for row in range(rows)]
+            lines = [clamped(k, f"line{row}", top + row, problem.rows) for row in range(rows)]
             totals = _cpu_totals(k, problem, columns, lines)
             for (feature, row), total in totals.items():
                 whole = k.block_reduce(f"whole{feature}_{row}", "sum", total, 1, 1)

@@ -60,7 +60,8 @@ def quantized_linear(
 ) -> Tensor:
     """`linear` with a weight as `quantized` gives it. Gradients pass to `x` and the bias, not to the weight.
 
-    Up to 16 rows are multiplied with the packed integers; for more, the weight is unpacked to memory first.
+    Up to 16 rows, or 32 on tensor cores, are multiplied with the packed integers; for more, the weight is
+    unpacked to memory first.
 
     >>> packed, scales = ps.nn.functional.quantized(ps.ones((2, 64)), bits=8, group=32)
     >>> ps.nn.functional.quantized_linear(ps.ones((3, 64)), packed, scales, 8).tolist()
