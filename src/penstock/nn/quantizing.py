@@ -14,12 +14,16 @@ from penstock.tensor.arithmetic import isfinite
 from penstock.tensor.core import Tensor, realize_together
 from penstock.tensor.creation import zeros
 from penstock.tensor.dtypes import uint32
+from penstock.tensor.jit import jit
+from penstock.tensor.manipulation import concat
 from penstock.tensor.recording import no_grad
 from penstock.tensor.reduction import all as all_
 
 M = TypeVar("M", bound=Module)
 BITS = {"int4": 4, "int8": 8}
 GROUPS = (32, 64)
+_AT_ONCE = 1 << 24  # weights that are quantized at a time, with a word of temporaries for each
+_quantized = jit(F.quantized)
 
 
 class QuantizedLinear(Module):
@@ -75,7 +79,13 @@ def quantized_layer(weight: Tensor, bias: Tensor | None, bits: int, group: int) 
     layer = QuantizedLinear(inputs, outputs, False, bits, group, weight.device)
     layer.bias = bias  # type: ignore[assignment]
     with no_grad():
-        layer.packed, layer.scales = F.quantized(weight.detach(), bits, group)
+        each = max(1, _AT_ONCE // inputs)
+        # Jitted: otherwise the many operations on a large weight would be computed one by one.
+        parts = [
+            _quantized(weight[start : start + each], bits=bits, group=group)
+            for start in range(0, outputs, each)
+        ]
+        layer.packed, layer.scales = (concat(same) for same in zip(*parts, strict=True))
         realize_together([layer.packed, layer.scales])
         if not bool(all_(isfinite(layer.scales))):
             raise ValueError(

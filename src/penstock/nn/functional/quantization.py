@@ -8,10 +8,11 @@ import numpy as np
 
 from penstock.graph import quantization as graph
 from penstock.tensor import dtypes
-from penstock.tensor.arithmetic import clip, where
+from penstock.tensor.arithmetic import maximum, minimum, where
 from penstock.tensor.arithmetic import round as round_
 from penstock.tensor.composite import composite
 from penstock.tensor.core import Tensor, from_numpy, record
+from penstock.tensor.creation import zeros
 from penstock.tensor.manipulation import astype, reshape
 from penstock.tensor.padding import pad
 from penstock.tensor.reduction import max as max_
@@ -37,10 +38,21 @@ def quantized(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     extreme = where(most >= -least, most, least)
     scales = astype(extreme * (-1 / half) if bits == 4 else extreme * (1 / (half - 1)), weight.dtype)
     factors = astype(scales, exact.dtype)
-    numbers = clip(round_(filled / where(factors == 0, 1.0, factors)), -half, half - 1) + half
-    words = reshape(astype(astype(numbers, dtypes.int32), dtypes.uint32), (outputs, -1, each))
-    shifts = from_numpy(np.array(graph.SHIFTS[bits], np.uint32), weight.device)
-    return sum_(words << shifts, axis=-1, dtype=dtypes.uint32), reshape(scales, (outputs, groups))
+    steps = round_(filled / where(factors == 0, 1.0, factors))
+    numbers = maximum(minimum(steps, half - 1), -half) + half
+    places = from_numpy(np.tile(2 ** np.array(graph.SHIFTS[bits], np.uint32), group // each), weight.device)
+    parts = reshape(_integers(numbers, bits) * places, (outputs, -1, each))
+    return sum_(parts, axis=-1, dtype=dtypes.uint32), reshape(scales, (outputs, groups))
+
+
+def _integers(numbers: Tensor, bits: int) -> Tensor:
+    """Integers from 0 to 2^bits - 1 in floats, as uint32. Kernels do not convert floats to integers."""
+    result = zeros(numbers.shape, dtype=dtypes.uint32, device=numbers.device)
+    for bit in reversed(range(bits)):
+        is_set = numbers >= 2**bit
+        numbers = where(is_set, numbers - 2**bit, numbers)
+        result = result + astype(is_set, dtypes.uint32) * 2**bit
+    return result
 
 
 def dequantized(packed: Tensor, scales: Tensor, bits: int, inputs: int) -> Tensor:
