@@ -63,18 +63,13 @@ def unpacked(words: Node, scales: Node, columns: int, dtype: DType) -> Node:
 
 
 def _shifts(bits: int) -> Node:
-    """The shifts of a word's integers, without constants: these would be arguments of kernels."""
-    if bits == 8:
-        return _doubled(sequence(0, 1, 4, uint32), 3)
-    pairs, halves = _doubled(sequence(0, 1, 4, uint32), 2), _doubled(sequence(0, 1, 2, uint32), 4)
-    both = (expand(reshape(part, shape), (4, 2)) for part, shape in ((pairs, (4, 1)), (halves, (1, 2))))
-    return reshape(add(*both), (8,))
-
-
-def _doubled(x: Node, times: int) -> Node:
-    for _ in range(times):
-        x = add(x, x)
-    return x
+    """The shifts of a word's integers."""
+    place = sequence(0, 1, len(SHIFTS[bits]), uint32)
+    twice = add(place, place)
+    if bits == 4:  # an odd integer is 16 bits after the one before it
+        return add(twice, multiply(bitwise_and(place, like(place, 1)), like(place, 14)))
+    times_four = add(twice, twice)
+    return add(times_four, times_four)
 
 
 def _shape(x: Node, words: Node, scales: Node) -> tuple[Shape, DType]:
