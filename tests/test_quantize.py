@@ -6,19 +6,27 @@ import copy
 import json
 import math
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import examples, one_opencl
+from conftest import NATIVE, examples, one_opencl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_matmul_kernel import GUARD, guarded, launch, way_of
 
 import penstock as ps
 from penstock import Device, nn
+from penstock.compiler.passes import fused
+from penstock.drivers.opencl import OpenCLDriver
 from penstock.errors import CheckpointError
+from penstock.graph.dtypes import checked
+from penstock.graph.node import placeholder
+from penstock.graph.quantization import packed_matmul
+from penstock.kernels.lower import write
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 
 Floats = npt.NDArray[np.float64]
@@ -99,6 +107,32 @@ def test_activations_of_half_precision(device: Device, dtype: str) -> None:
         x = np.random.default_rng(2).normal(size=(rows, 736))
         result, exact = product(x, packed, bits, dtype, device)
         assert_product(result, exact, packed, bits, dtype)
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[OpenCLDriver]:
+    opened = OpenCLDriver(NATIVE, "packed")
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize(("rows", "bits"), [(1, 4), (1, 8), (2, 4), (6, 8), (13, 4)])
+def test_kernels_for_gpus_in_opencl(driver: OpenCLDriver, rows: int, bits: int) -> None:
+    """They run on a CPU, too. What lies around all values is NaN, and stays so."""
+    packed = drawn(21, 2080 if rows == 1 else 352, bits, 32, rows, "float32")
+    columns = packed.matrix.shape[1]
+    x = np.random.default_rng(4).normal(size=(rows, columns)).astype(np.float32)
+    arrays = [x, packed.words, packed.scales]
+    nodes = [placeholder(array.shape, checked(array.dtype)) for array in arrays]
+    capabilities = way_of(driver, "gpu")
+    (group,) = fused([packed_matmul(*nodes)], capabilities)
+    lowering = write(group, capabilities, "gpu")
+    assert lowering is not None
+    given_arrays = [guarded(arrays[nodes.index(node)].view(np.float32)) for node in group.inputs]
+    out = guarded(np.zeros((rows, 21), np.float32))
+    result, *_ = launch(driver, lowering.launches[0].source, [out, *given_arrays])
+    assert np.isnan([result[:GUARD], result[-GUARD:]]).all()
+    assert_product(result[GUARD:-GUARD].reshape(rows, 21), x.astype(np.float64), packed, bits, "float32")
 
 
 @settings(max_examples=examples(40, 5))
