@@ -58,7 +58,7 @@ def tensor_packed(
     }
     with k.loop("step", 0, steps) as step:
         at = k.let("at", (step * warps + place.warp) * _CHUNK + place.part * _ITEMS)
-        inside = k.let("inside", at < problem.inner)
+        inside = k.let("inside", at < problem.inner) if problem.inner < steps * warps * _CHUNK else None
         x = [_row_words(k, problem, rows, at, inside, place) for rows in range(row_tiles)]
         lefts = [_Left(k, problem, tile, first, at, inside, place) for tile in range(tiles)]
         for tile, left in enumerate(lefts):
@@ -71,15 +71,15 @@ def tensor_packed(
 
 
 def _row_words(
-    k: KernelBuilder, problem: PackedProblem, rows: int, at: ir.Expr, inside: ir.Expr, place: _Place
+    k: KernelBuilder, problem: PackedProblem, rows: int, at: ir.Expr, inside: ir.Expr | None, place: _Place
 ) -> list[ir.Expr]:
-    """A thread's items of a row of x, as words of two; 0 beyond the last."""
-    row, words = place.line + rows * _ROWS, Memory(problem.x.name, "uint32")
-    mask = inside & (row < problem.rows) if problem.rows % _ROWS else inside
+    """A thread's items of a row of x, as words of two; those of the last row for rows beyond it."""
+    words = Memory(problem.x.name, "uint32")
+    row = clamped(k, f"row{rows}", place.line + rows * _ROWS, problem.rows)
     result: list[ir.Expr] = []
     for part in range(_ITEMS // 2 // _WORDS):
         index = row * problem.inner + at + part * 2 * _WORDS  # in items
-        read = k.load_vector(words, index, _WORDS, aligned=_WORDS, mask=mask)
+        read = k.load_vector(words, index, _WORDS, aligned=_WORDS, mask=inside)
         name = k.let(f"x{rows}_{part}", read)
         result += [k.lane(name, word) for word in range(_WORDS)]
     return result
@@ -95,7 +95,7 @@ class _Left:
         tile: int,
         first: ir.Expr,
         at: ir.Expr,
-        inside: ir.Expr,
+        inside: ir.Expr | None,
         place: _Place,
     ) -> None:
         self._k, self._problem = k, problem
