@@ -302,6 +302,15 @@ def test_an_adapter_beside_a_quantized_layer_is_trained() -> None:
         np.testing.assert_array_equal(array, before[name])
 
 
+def test_a_weight_that_is_only_looked_at_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = ps.quantize(nn.Linear(64, 64), "int8")
+    monkeypatch.setattr("penstock.tensor.core.MAX_PENDING_BYTES", 1)
+    weight = layer.weight
+    assert (weight.shape, weight.dtype) == ((64, 64), ps.float32)
+    assert weight._node.value is None
+    assert (weight + 1)._node.value is not None, "as anything else of that size"
+
+
 def test_what_cannot_be_quantized_is_refused() -> None:
     with pytest.raises(ValueError, match=r"takes 'int4' or 'int8' and groups of 32 or 64, and 'int2' and 32"):
         ps.quantize(nn.Linear(4, 4), "int2")

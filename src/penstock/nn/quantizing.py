@@ -16,7 +16,7 @@ from penstock.tensor.creation import zeros
 from penstock.tensor.dtypes import uint32
 from penstock.tensor.jit import jit
 from penstock.tensor.manipulation import concat
-from penstock.tensor.recording import no_grad
+from penstock.tensor.recording import no_grad, only_recording
 from penstock.tensor.reduction import all as all_
 
 M = TypeVar("M", bound=Module)
@@ -61,7 +61,8 @@ class QuantizedLinear(Module):
     @property
     def weight(self) -> Tensor:
         """The weight that the integers stand for, (out_features, in_features), computed anew at each use."""
-        return F.dequantized(self.packed, self.scales, self.bits, self.in_features)
+        with only_recording():  # it may be large, and only its dtype be of interest
+            return F.dequantized(self.packed, self.scales, self.bits, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product with the weight."""
