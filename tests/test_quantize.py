@@ -28,6 +28,7 @@ from penstock.graph.node import placeholder
 from penstock.graph.quantization import packed_matmul
 from penstock.kernels.lower import write
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
+from penstock.tensor import core
 
 Floats = npt.NDArray[np.float64]
 EPSILON = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of half a unit in the last place
@@ -304,7 +305,7 @@ def test_an_adapter_beside_a_quantized_layer_is_trained() -> None:
 
 def test_a_weight_that_is_only_looked_at_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = ps.quantize(nn.Linear(64, 64), "int8")
-    monkeypatch.setattr("penstock.tensor.core.MAX_PENDING_BYTES", 1)
+    monkeypatch.setattr(core, "MAX_PENDING_BYTES", 1)
     weight = layer.weight
     assert (weight.shape, weight.dtype) == ((64, 64), ps.float32)
     assert weight._node.value is None
