@@ -1,6 +1,7 @@
 """How fast models generate: the prompt, and then each token, for models of known shapes with random weights.
 
     python benchmarks/generate.py --device cuda:0 --model llama-1b --batch 1 8 32 128
+    python benchmarks/generate.py --device cuda:0 --model llama-8b --quantize int8 int4
     python benchmarks/generate.py --model tiny --prompt 64 --tokens 32     # on any machine
 
 The share of bandwidth is that of the bytes which a step has to read, the weights and the cached keys and
@@ -101,17 +102,31 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--quantize", nargs="*", choices=("int8", "int4"), default=[])
     chosen = parser.parse_args()
     if chosen.device:
         ps.use(chosen.device)
     device = ps.default_device()
-    model = ps.models.build(SHAPES[chosen.model]).to(chosen.dtype)
-    weights = sum(tensor._node.nbytes for tensor in model.parameters())
-    item = model.head_weight.dtype.itemsize
     rate = copy_rate(device)
-    print(
-        f"{chosen.model} {chosen.dtype}, {weights / 1e9:.2f} GB, {device}; a copy moves {rate / 1e9:.0f} GB/s"
-    )
+    print(f"{device}; a copy moves {rate / 1e9:.0f} GB/s")
+    for quantized in (None, *chosen.quantize):
+        model = ps.models.build(SHAPES[chosen.model]).to(chosen.dtype)
+        if quantized is not None:
+            ps.quantize(model, quantized)
+        report(model, f"{chosen.model} {quantized or chosen.dtype}", chosen, rate)
+        del model
+
+
+def step_bytes(model: LanguageModel) -> int:
+    """The bytes of weights that a step has to read: of embeddings few, unless they are the head too."""
+    embeddings = [module.weight for module in model.modules() if isinstance(module, ps.nn.Embedding)]
+    skipped = set() if model.lm_head is None else {id(weight) for weight in embeddings}
+    return sum(tensor._node.nbytes for _, tensor in model.file_tensors() if id(tensor) not in skipped)
+
+
+def report(model: LanguageModel, name: str, chosen: argparse.Namespace, rate: float) -> None:
+    weights, item = step_bytes(model), model.head_weight.dtype.itemsize
+    print(f"{name}, a step reads {weights / 1e9:.2f} GB of weights")
     for batch in chosen.batch:
         prefill, step = measured(model, chosen.prompt, chosen.tokens, batch)
         kept = sum(2 * shape.heads * shape.head_size for shape in model.cache_shapes)

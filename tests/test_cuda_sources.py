@@ -27,14 +27,14 @@ from penstock.errors import CompileError, PenstockWarning
 from penstock.execution.executable import Executable
 from penstock.execution.realize import executables
 from penstock.execution.structure import Structure
-from penstock.graph import contraction, elementwise, reducing, shaping
+from penstock.graph import contraction, elementwise, quantization, reducing, shaping
 from penstock.graph.dtypes import bfloat16
 from penstock.graph.node import Node, leaf
 from penstock.graph.paged_attention import paged_attention
 from penstock.kernels.cache import KernelCache, whole_text
 from penstock.kernels.source import KernelSource
 
-BOOL = np.dtype(bool)
+BOOL, UINT32 = np.dtype(bool), np.dtype(np.uint32)
 WHOLE = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
 DTYPES = [BOOL, *WHOLE, *(np.dtype(f"float{bits}") for bits in (16, 32, 64)), bfloat16]
 QUICK = [BOOL, np.dtype("uint8"), np.dtype("int64"), np.dtype("float16"), np.dtype("float32"), bfloat16]
@@ -46,10 +46,11 @@ _TOGETHER = 32  # kernels in a source
 class Imagined(HostDriver):
     """A CUDA device that holds memory and computes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensor_cores: bool = False) -> None:
         super().__init__("cuda-imagined", shared_memory=False)
         self.capabilities = replace(
             self.capabilities,
+            tensor_cores=tensor_cores,
             kind="gpu",
             language="cuda",
             offset_alignment=256,
@@ -83,11 +84,11 @@ class Gathering(KernelCache):
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr("penstock.execution.structure.MIN_ITEMS", 1)
     monkeypatch.setattr("penstock.execution.structure.LARGE_ITEMS", 1)
     monkeypatch.setattr(Executable, "_on_host", lambda *_: None)  # it would read what was not computed
-    made = Device.over(Imagined())
+    made = Device.over(Imagined(getattr(request, "param", False)))
     executables(made).kernels = Gathering(made)
     yield made
     made.close()
@@ -213,6 +214,21 @@ def test_products(device: Device, given: Given) -> None:
             left, right = given((2, m, k), np.dtype(dtype)), given((2, n, k), np.dtype(dtype))
             build(device, [contraction.matmul(left, shaping.permute(right, (0, 2, 1)))])
     check(device, 6, ARCHITECTURES)
+
+
+@pytest.mark.parametrize("device", [False, True], indirect=True)  # with tensor cores
+def test_products_with_packed_integers(device: Device, given: Given) -> None:
+    for number, (rows, bits) in enumerate(itertools.product((1, 2, 7, 16), (4, 8))):
+        dtype = (bfloat16, np.dtype(np.float16), np.dtype(np.float32))[number % 3]
+        columns = 14336 if number % 2 else 2048
+        words, scales = given((50, columns * bits // 32), UINT32), given((50, columns // 32), dtype)
+        product = quantization.packed_matmul(given((rows, columns), dtype), words, scales)
+        build(device, [elementwise.add(product, given((rows, 50), dtype))])
+    gathered = executables(device).kernels
+    assert isinstance(gathered, Gathering)
+    tiles = ["MULTIPLY_TILES" in source.text for source in gathered.sources.values()]
+    assert sum(tiles) == (4 if device.capabilities.tensor_cores else 0)
+    check(device, 8, ARCHITECTURES)
 
 
 def test_random_numbers(device: Device) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import penstock as ps
 from penstock.errors import CheckpointError
+from penstock.nn import QuantizedLinear
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -141,6 +142,37 @@ def test_weights_are_those_that_gguf_dequantizes(kind: str, tmp_path: Path) -> N
     assert {tensor.dtype for tensor in loaded.parameters()} == {half}
     for name, array in loaded.state_dict().items():
         np.testing.assert_array_equal(array, wanted[name].astype(half.numpy), err_msg=name)
+    packed_model = ps.models.load(tmp_path / "model.gguf", device="host", quantized=True)
+    layers = {path: part for path, part in packed_model.named_modules() if isinstance(part, QuantizedLinear)}
+    assert len(layers) == (8 if kind in ("Q8_0", "Q4_0") else 0), "7 of the block, and the head"
+    for path, layer in layers.items():
+        layer.scales = layer.scales.astype("float32")  # as gguf multiplies
+        name = "embed_tokens" if path == "lm_head" else path
+        np.testing.assert_array_equal(layer.weight.numpy(), wanted[f"{name}.weight"], err_msg=path)
+    if layers:
+        ids = ps.asarray([[1, 2, 3]], device="host")
+        again = ps.models.load(tmp_path / "model.gguf", device="host", quantized=True, dtype="float32")
+        exact = ps.models.load(tmp_path / "model.gguf", device="host", dtype="float32")
+        np.testing.assert_allclose(again(ids).numpy(), exact(ids).numpy(), rtol=1e-3, atol=2e-2)
+
+
+def test_queries_and_keys_that_stay_packed_are_reordered(tmp_path: Path) -> None:
+    config = {**cases.LLAMA, "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96}
+    made = writer(tmp_path / "model.gguf", config)
+    model = ps.models.build({**config, "vocab_size": 8, "tie_word_embeddings": True}, device="host")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for name, tensor in model.named_parameters():
+        array = np.random.default_rng(2).normal(0, 0.1, tensor.shape).astype(np.float32)
+        if tensor.ndim == 1:
+            made.add_tensor(renamed(model.weight_name(name)[0]), array)
+        else:
+            made.add_tensor(renamed(model.weight_name(name)[0]), gguf.quantize(array, kind), raw_dtype=kind)
+    finish(made)
+    plain = ps.models.load(tmp_path / "model.gguf", device="host").state_dict()
+    loaded = ps.models.load(tmp_path / "model.gguf", device="host", quantized=True)
+    for path, layer in loaded.named_modules():
+        if isinstance(layer, QuantizedLinear) and path != "lm_head":
+            np.testing.assert_array_equal(layer.weight.numpy(), plain[f"{path}.weight"], err_msg=path)
 
 
 def test_other_files_are_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import penstock as ps
 from penstock.cli import app
 from penstock.errors import PenstockError, SettingError
-from penstock.models import TextTokenizer, evaluate
+from penstock.models import LanguageModel, TextTokenizer, evaluate
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}"
 
@@ -88,6 +88,40 @@ def test_the_command_tells_loss_and_perplexity(folder: Path, tmp_path: Path) -> 
     assert figures["loss"] == pytest.approx(math.log(258), rel=0.1), "an untrained model knows nothing"
     assert figures["bits_per_byte"] == pytest.approx(figures["loss"] / math.log(2), rel=0.01)
     assert penstock(*words).stdout.startswith(f"{figures['tokens']:,} tokens: loss {figures['loss']:.4f}")
+
+
+def test_the_command_compares_a_quantized_model(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 5)
+    words = ("eval", str(folder), "--data", str(text), "--device", "host", "--context", "32")
+    figures = json.loads(penstock(*words, "--quantize", "int8", "--json").stdout)
+    of_int8 = figures["quantized"]["int8"]
+    assert of_int8["tokens"] == figures["tokens"]
+    assert of_int8["loss"] != figures["loss"]
+    assert of_int8["loss"] == pytest.approx(figures["loss"], rel=0.01)
+    model = ps.quantize(ps.models.load(folder, device="host"), "int4")
+    assert isinstance(model, LanguageModel)
+    assert model.tokenizer is not None
+    wanted = evaluate(model, model.tokenizer.encode(text.read_text()), 32)
+    plain, line = penstock(*words, "--quantize", "int4").stdout.splitlines()
+    more = wanted.perplexity - figures["perplexity"]
+    assert plain.startswith(f"{figures['tokens']:,} tokens: loss {figures['loss']:.4f}")
+    assert line.startswith(f"int4: {figures['tokens']:,} tokens: loss {wanted.loss:.4f}, perplexity")
+    assert f"; perplexity {more:+.3f} (" in line
+    generate = (
+        "generate",
+        str(folder),
+        "--prompt",
+        "the",
+        "--tokens",
+        "5",
+        "--temperature",
+        "0",
+        "--device",
+        "host",
+    )
+    result = penstock(*generate, "--quantize", "int4").stdout
+    assert result == f"the{model.generate('the', 5, temperature=0).text}\n"
 
 
 def test_a_conversation_goes_on_from_what_was_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from penstock.drivers.rates import StepRates as _StepRates
 from penstock.execution.memory_plan import provide_rates as _provide_rates
 from penstock.functions import *  # noqa: F403 - what the table of names gives
 from penstock.memory.buffer import Buffer
+from penstock.nn.quantizing import quantize
 from penstock.nn.saving import load, save
 from penstock.profiling import profile
 from penstock.registry import cleanup, commit, default_device, devices, sync, use
@@ -179,6 +180,7 @@ __all__ = [
     "optim",
     "pi",
     "profile",
+    "quantize",
     "random",
     "raw_kernel",
     "result_type",

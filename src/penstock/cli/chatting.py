@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import penstock
-from penstock.cli.generating import stream
+from penstock.cli.generating import Quantization, stream
 from penstock.errors import SettingError
 
 _ASKS = "> "
@@ -27,6 +27,9 @@ def chat(
         float | None, typer.Option(help="Only the likeliest with this total probability.", min=0.0, max=1.0)
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.", min=0)] = None,
+    quantize: Annotated[
+        Quantization | None, typer.Option(help="Quantize the weights of linear layers to this.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="A name from `penstock devices`, or auto.")] = None,
 ) -> None:
     """Talk to a model that has a chat template.
@@ -38,6 +41,8 @@ def chat(
     if device:
         penstock.use(device)
     network = load(model)
+    if quantize is not None:
+        penstock.quantize(network, quantize)
     tokenizer = network.tokenizer
     if not isinstance(tokenizer, TextTokenizer) or not tokenizer.template:
         raise SettingError(f"{model} has no chat template; `penstock generate` continues a text with it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,13 @@ import typer
 import penstock
 from penstock.errors import SettingError
 from penstock.printable import printable
+
+
+class Quantization(StrEnum):
+    """What the weights of linear layers are quantized to."""
+
+    INT8 = "int8"
+    INT4 = "int4"
 
 
 def generate(
@@ -38,6 +46,9 @@ def generate(
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends before this text; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.", min=0)] = None,
+    quantize: Annotated[
+        Quantization | None, typer.Option(help="Quantize the weights of linear layers to this.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="A name from `penstock devices`, or auto.")] = None,
 ) -> None:
     """Generate text with a trained model, shown as it comes."""
@@ -46,6 +57,8 @@ def generate(
     if device:
         penstock.use(device)
     network, tokenizer = load_model(model)
+    if quantize is not None:
+        penstock.quantize(network, quantize)
     has_text = tokenizer is not None
     given: Any = prompt or "\n"
     if not has_text:

@@ -90,6 +90,7 @@ class Primitive:
     decompose: Callable[[Node, Capabilities], Node | None] | None = None
     combine: str = ""  # of reductions and scans: the elementwise primitive that combines two items
     transient: bool = False  # made for a single node and may hold values, so no cache may keep it
+    reads_packed: bool = False  # it unpacks a matrix, and reads operands as they lie in memory
     refuses: str = ""  # why it has no gradient; `backward` raises this if a gradient arrives here
 
     @cached_property

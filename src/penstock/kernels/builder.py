@@ -195,6 +195,12 @@ class KernelBuilder:
         """Add a floating-point product to a variable; it may be rounded once or twice."""
         self._add(ir.MultiplyAdd(variable, left, right))
 
+    def multiply_tiles(
+        self, totals: Sequence[ir.Var], left: Sequence[ir.Expr], right: Sequence[ir.Expr], dtype: str
+    ) -> None:
+        """Add a product of tiles of a warp by tensor cores; see `MultiplyTiles`."""
+        self._add(ir.MultiplyTiles(tuple(totals), tuple(left), tuple(right), dtype))
+
     def splice(self, statements: Sequence[ir.Statement]) -> None:
         """Add statements that were built elsewhere."""
         self._bodies[-1].extend(statements)

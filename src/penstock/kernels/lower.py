@@ -23,7 +23,7 @@ from penstock.kernels.dialects import dialect_of
 from penstock.kernels.library.cublaslt import library_launch
 from penstock.kernels.lowering.emitter import computed_dtype
 from penstock.kernels.lowering.fused import LOOPS, lower
-from penstock.kernels.matmul_group import matmul_group
+from penstock.kernels.matmul_group import matmul_group, packed_group
 from penstock.kernels.raw_source import raw_source
 from penstock.kernels.source import ALIGNMENT, C_TYPES, KernelSource
 from penstock.kernels.templates.choose import template_launches
@@ -69,6 +69,8 @@ def fusible(node: Node, capabilities: Capabilities) -> bool:
     if primitive.is_free or primitive.reads_elsewhere or kind is Kind.REDUCTION:
         return True
     if kind is Kind.CONTRACTION:
+        if primitive.reads_packed:
+            return True
         others = LIBRARY_DTYPES if capabilities.matmul_library else ()
         return node.dtype in (float32, float16, *others)
     if kind is Kind.ATTENTION:
@@ -103,6 +105,8 @@ def _loops(group: Group, capabilities: Capabilities, ending: str, varied: bool) 
 
 def _matmul(group: Group, capabilities: Capabilities, ending: str, varied: bool) -> Lowering:
     product = next(node for node in group.nodes if node.primitive.kind is Kind.CONTRACTION)
+    if product.primitive.reads_packed:
+        return packed_group(group, product, capabilities, _name(group, ending))
     if by_library(product, capabilities):
         return library_launch(group, product, capabilities, _name(group, ending))
     return matmul_group(group, product, capabilities, _name(group, ending), varied)

@@ -9,6 +9,7 @@ from penstock.fusion.groups import Group
 from penstock.fusion.index import Index, Variables, flat, variable
 from penstock.fusion.views import Digits, base, digits_index, matrix_variables
 from penstock.graph.node import Node
+from penstock.graph.quantization import bits_of, on_tensor_cores
 from penstock.kernels import ir
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.lowering.emitter import Emitter, LanesImpossible, Value
@@ -18,6 +19,8 @@ from penstock.kernels.templates.matmul import BATCH, Matrix, Problem, offset
 from penstock.kernels.templates.matmul_cpu import cpu_matmul
 from penstock.kernels.templates.matmul_gpu import gpu_matmul, gpu_width
 from penstock.kernels.templates.matmul_tiling import LANES
+from penstock.kernels.templates.packed_matmul import PackedProblem, cpu_packed, gpu_packed
+from penstock.kernels.templates.packed_tiles import tensor_packed
 
 
 def matmul_group(
@@ -44,6 +47,23 @@ def matmul_group(
     operands = {group.inputs.index(node) for node, _ in sides}
     over = overwritable(group, epilogue.loads, epilogue.stores)
     return one_launch(source, tuple(tuple(at for at in inputs if at not in operands) for inputs in over))
+
+
+def packed_group(group: Group, product: Node, capabilities: Capabilities, name: str) -> Lowering:
+    """The kernel of a group whose product unpacks a matrix."""
+    vectors = capabilities.vector_width > 1
+    epilogue = _Epilogue(group, product, vectors)
+    kernel = epilogue.kernel
+    k = KernelBuilder(name, capabilities, kernel.outputs, kernel.inputs, kernel.scalars)
+    (rows, inner), words, scales = product.inputs[0].shape, product.inputs[1].shape, product.inputs[2].shape
+    places = [group.inputs.index(base(operand)) for operand in product.inputs]
+    left, packed, factors = (k.inputs[place] for place in places)
+    bits, size = bits_of(inner, words), inner // scales[1]
+    problem = PackedProblem(left, packed, factors, rows, words[0], inner, bits, size)
+    build = cpu_packed if vectors else tensor_packed if on_tensor_cores(product, capabilities) else gpu_packed
+    source = build(k, problem, capabilities, epilogue.statements)
+    over = overwritable(group, epilogue.loads, epilogue.stores)
+    return one_launch(source, tuple(tuple(at for at in inputs if at not in places) for inputs in over))
 
 
 def _matrix(k: KernelBuilder, group: Group, operand: Node, product: Node) -> tuple[Node, Matrix]:

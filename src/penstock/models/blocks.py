@@ -21,7 +21,6 @@ from penstock.tensor.arithmetic import tanh
 from penstock.tensor.autograd import checkpoint
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import full
-from penstock.tensor.linear import matmul
 from penstock.tensor.manipulation import permute_dims, reshape
 
 
@@ -187,7 +186,7 @@ class Transformer(LanguageModel):
 
     def logits(self, features: Tensor) -> Tensor:
         """See `LanguageModel`."""
-        logits = matmul(features, self.head_weight.T)
+        logits = super().logits(features)
         cap = self.sizes.logit_softcap
         return logits if cap is None else tanh(logits / cap) * cap
 

@@ -1,4 +1,4 @@
-"""GGUF, the files of llama.cpp: a configuration from the metadata, and weights, dequantized when read.
+"""GGUF, the files of llama.cpp: a configuration from the metadata, and weights, dequantized or packed.
 
 The `gguf` package maps the file and knows its formats. Families are Llama, which is
 Mistral too, and Qwen 2 and 3.
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from penstock.errors import CheckpointError
 from penstock.files import require_regular
+from penstock.graph.quantization import SHIFTS
 from penstock.printable import shown
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
@@ -48,6 +49,8 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_BITS = {"Q4_0": 4, "Q8_0": 8}  # formats of blocks of 32 integers with a scale
+BLOCK = 32
 _FACTORS = "rope_freqs.weight"  # by which Llama 3's frequencies are divided
 
 
@@ -57,6 +60,9 @@ class PackedTensor:
 
     shape: tuple[int, ...]
     read: Callable[[], npt.NDArray[Any]]
+    bits: int = 0  # of its integers, if these can stay packed
+    words: Callable[[], npt.NDArray[np.uint32]] | None = None  # its integers, packed as quantized layers do
+    scales: Callable[[], npt.NDArray[Any]] | None = None  # of each block of 32
 
     def array(self) -> npt.NDArray[Any]:
         """Its values: bfloat16 if the file has weights of it, and else float16."""
@@ -88,7 +94,13 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, PackedTensor]]:
         name = _TOP[match[2]] if match[1] is None else f"model.layers.{match[1]}.{_LAYER[match[2]]}"
         rotated = heads.get(match[2], 0) if config["model_type"] == "llama" else 0
         shape = tuple(int(size) for size in reversed(tensor.shape))
-        tensors[f"{name}.{match[3]}"] = PackedTensor(shape, partial(_values, path, tensor, rotated, half))
+        tensors[f"{name}.{match[3]}"] = PackedTensor(
+            shape,
+            partial(_values, path, tensor, rotated, half),
+            _BITS.get(tensor.tensor_type.name, 0),
+            partial(_words, tensor, rotated),
+            partial(_scales, tensor, rotated, half),
+        )
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     return config, tensors
 
@@ -148,7 +160,32 @@ def _values(path: Path, tensor: Any, heads: int, half: npt.DTypeLike) -> npt.NDA
         kind = tensor.tensor_type.name
         raise CheckpointError(f"{path}: {tensor.name} is {kind}, which gguf does not dequantize") from None
     values = values.reshape([int(size) for size in reversed(tensor.shape)])
-    if heads:
-        rows = values.shape[0]
-        values = values.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)
-    return values.astype(half)
+    return _in_halves(values, heads).astype(half)
+
+
+def _in_halves(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
+    if not heads:
+        return rows
+    return rows.reshape(heads, len(rows) // heads // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _blocks(tensor: Any, heads: int) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor's blocks, (rows, blocks, bytes): a float16 scale and the integers."""
+    columns, rows = (int(size) for size in tensor.shape)
+    return _in_halves(tensor.data.reshape(rows, -1), heads).reshape(rows, columns // BLOCK, -1)
+
+
+def _scales(tensor: Any, heads: int, half: npt.DTypeLike) -> npt.NDArray[Any]:
+    return np.ascontiguousarray(_blocks(tensor, heads)[..., :2]).view(np.float16)[..., 0].astype(half)
+
+
+def _words(tensor: Any, heads: int) -> npt.NDArray[np.uint32]:
+    """The integers as quantized layers have them, of which none is negative."""
+    integers = _blocks(tensor, heads)[..., 2:]
+    if _BITS[tensor.tensor_type.name] == 8:
+        packed = integers ^ 0x80
+    else:  # a byte has one of the first 16 integers of a block, and one of the last
+        numbers = np.concatenate([integers & 15, integers >> 4], axis=-1)
+        words = numbers.reshape(*numbers.shape[:2], -1, len(SHIFTS[4])).astype(np.uint32)
+        packed = (words << np.array(SHIFTS[4], np.uint32)).sum(axis=-1, dtype=np.uint32)
+    return np.ascontiguousarray(packed).reshape(len(packed), -1).view(np.uint32)

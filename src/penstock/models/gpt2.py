@@ -162,7 +162,7 @@ class GPT(LanguageModel):
     @property
     def head_weight(self) -> Tensor:
         """See `LanguageModel`."""
-        return self.tokens.weight
+        return self.tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def embed(self, token_ids: Tensor, attention: Attention) -> Tensor:
         """See `LanguageModel`."""
@@ -178,6 +178,8 @@ class GPT(LanguageModel):
     def weight_name(self, name: str) -> tuple[str, bool]:
         """See `LanguageModel`. GPT-2 has linear weights as (inputs, outputs)."""
         path, kind = name.replace(".base_layer.", ".").rsplit(".", 1)  # of a layer with an adapter
+        if path == "lm_head":  # quantized
+            return name, False
         if path in _TOP:
             return f"transformer.{_TOP[path]}.{kind}", False
         _, number, layer = path.split(".", 2)
@@ -207,9 +209,12 @@ class GPT(LanguageModel):
         weights = super().file_weights()
         names = {name for name, _, _ in weights}
         for name, tensor, _ in [*weights]:
-            bias = name.removesuffix("weight") + "bias"
-            if name.endswith("weight") and bias not in names and not name.startswith(_TABLES):
-                zero = zeros((tensor.shape[0],), dtype=tensor.dtype, device=tensor.device)
+            layer, _, kind = name.rpartition(".")
+            bias = f"{layer}.bias"
+            if kind not in ("weight", "packed") or layer in (*_TABLES, "lm_head"):
+                continue
+            if bias not in names:
+                zero = zeros((tensor.shape[0],), dtype=self.tokens.weight.dtype, device=tensor.device)
                 weights.append((bias, zero, False))
         return weights
 

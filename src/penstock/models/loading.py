@@ -14,6 +14,7 @@ from penstock.graph.dtypes import DType
 from penstock.models.gguf import read_gguf
 from penstock.models.lora import load_lora
 from penstock.models.model import LanguageModel
+from penstock.models.quantized import keep_packed, prepare
 from penstock.models.registry import Family, configured, family_of
 from penstock.models.settings import Settings, json_of
 from penstock.models.tokenizing import tokenizer_of
@@ -45,6 +46,7 @@ def load(
     device: Where = None,
     dtype: DType | str | None = None,
     adapter: str | Path | None = None,
+    quantized: bool = False,
 ) -> LanguageModel:
     """The model in a folder with `config.json` and safetensors files, as Hugging Face has it, or a GGUF file.
 
@@ -52,8 +54,13 @@ def load(
     go from the mapped files to the device one after another, in the dtype of the files, or in
     `dtype`. Where there are `tokenizer.json` and `generation_config.json`, the model has them too. `adapter`
     is a folder with LoRA adapters in PEFT's layout, which stay beside the weights; see `merge_lora`.
+
+    `quantized`: what is Q4_0 or Q8_0 in a GGUF file stays so on the device, and everything else is
+    dequantized. A folder is loaded as it was saved, and `ps.quantize` quantizes what it holds.
     """
     path = folder = Path(folder)
+    if quantized and path.suffix != ".gguf":
+        raise ValueError(f"quantized=True is for GGUF files, and {folder} is none; see ps.quantize")
     if (path / "checkpoints").is_dir() and not any(path.glob("model*.safetensors")):
         from penstock.train.loading import load_run
 
@@ -70,6 +77,9 @@ def load(
     kind = family_of(settings)
     _check_layers(path, kind, settings, stored)
     model = configured(kind, settings, device)
+    prepare(model, settings)
+    if quantized:
+        stored = keep_packed(model, stored)
     _load_weights(path, kind, model, stored, None if dtype is None else checked(dtype))
     if (folder / "generation_config.json").is_file():
         model.generation_config = json_of(folder / "generation_config.json")
@@ -105,7 +115,7 @@ def _load_weights(
     """Give a model its weights, after a check of all names and shapes."""
     sources: list[tuple[Tensor, Stored, bool]] = []
     used = set()
-    for name, tensor in model.named_parameters():
+    for name, tensor in model.file_tensors():
         theirs, transposed = model.weight_name(name)
         # Files of a model without its head lack the first part of all names.
         theirs = theirs if theirs in stored else theirs.partition(".")[2]
@@ -127,5 +137,6 @@ def _load_weights(
         )
     for tensor, source, transposed in sources:
         array = source.array().T if transposed else source.array()
-        given = array if dtype is None else array.astype(dtype.numpy)
+        convert = dtype is not None and tensor.dtype.kind == "f"
+        given = array.astype(dtype.numpy) if dtype is not None and convert else array
         assign(tensor, from_numpy(given, tensor.device))

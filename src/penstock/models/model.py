@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -11,7 +11,9 @@ from penstock.errors import CheckpointError
 from penstock.models.attending import Attention, CacheShape, whole
 from penstock.models.decoders import Decoders
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
+from penstock.nn.layers import Linear
 from penstock.nn.module import Module
+from penstock.nn.quantizing import QuantizedLinear
 from penstock.tensor import random
 from penstock.tensor.core import Tensor, realize_together
 from penstock.tensor.creation import zeros
@@ -35,6 +37,7 @@ class LanguageModel(Module):
     context: int  # the most positions of a sequence
     blocks: list[Any]  # modules; each is called with its input, (batch, length, width), and an `Attention`
     norm: Module  # after the last block
+    lm_head: Linear | QuantizedLinear | None = None  # None: the head has the weights of the embedding
     config: Mapping[str, Any] = {}  # the `config.json` that it was built from
     generation_config: Mapping[str, Any] = {}
     tokenizer: TextTokenizer | Tokenizer | None = None
@@ -72,10 +75,17 @@ class LanguageModel(Module):
     def file_weights(self) -> list[tuple[str, Tensor, bool]]:
         """The tensors of the model's files: name, values, and whether they are transposed there."""
         weights = []
-        for name, tensor in self.named_parameters():
+        for name, tensor in self.file_tensors():
             theirs, transposed = self.weight_name(name)
             weights.append((theirs, tensor, transposed))
         return weights
+
+    def file_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Its parameters, and the tensors of quantized layers, with their paths."""
+        layers = [module for module in self.modules() if isinstance(module, QuantizedLinear)]
+        known = {id(tensor) for layer in layers for tensor in (layer.packed, layer.scales)}
+        known |= {id(tensor) for tensor in self.parameters()}
+        return ((name, tensor) for name, tensor in self.named_tensors() if id(tensor) in known)
 
     # What all have in common
 
@@ -98,7 +108,7 @@ class LanguageModel(Module):
 
     def logits(self, features: Tensor) -> Tensor:
         """The logits of the next token, from features."""
-        return matmul(features, self.head_weight.T)
+        return matmul(features, self.head_weight.T) if self.lm_head is None else self.lm_head(features)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """The logits of the token after each position, of shape (batch, length, vocab_size)."""
@@ -109,6 +119,12 @@ class LanguageModel(Module):
         features = self.features(token_ids)
         rows = reshape(features, (-1, features.shape[-1]))
         return F.linear_cross_entropy(rows, self.head_weight, reshape(targets, (-1,)))
+
+    def _quantize_rest(self, quantized: Callable[[Tensor], Any]) -> None:
+        """The embedding stays as it is, and the head is a quantized copy of it."""
+        if self.lm_head is None:
+            self.lm_head = quantized(self.head_weight)
+        self._decoders = None  # whose programs have the weights from before
 
     def draw_weights(self) -> None:
         """Draw the weights anew, by the default generator, as before training."""

@@ -8,6 +8,7 @@ from penstock.config import parse_bytes
 from penstock.errors import CheckpointError
 from penstock.models.lora import adapters
 from penstock.models.model import LanguageModel
+from penstock.models.quantized import file_setting
 from penstock.models.settings import write_json
 from penstock.models.tokenizing import SETTINGS, TEMPLATE, TOKENIZER, TextTokenizer
 from penstock.models.weights import write_tensors
@@ -35,7 +36,8 @@ def save(model: LanguageModel, folder: Path, shard_bytes: int | str) -> None:
 
 def save_description(model: LanguageModel, folder: Path) -> None:
     """Write all but the weights: the configuration, and what belongs to the tokenizer."""
-    write_json(folder / "config.json", {**model.file_config(), "dtype": str(model.head_weight.dtype)})
+    config = {**model.file_config(), **file_setting(model), "dtype": str(model.head_weight.dtype)}
+    write_json(folder / "config.json", config)
     if model.generation_config:
         write_json(folder / "generation_config.json", dict(model.generation_config))
     if model.tokenizer is not None:

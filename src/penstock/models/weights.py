@@ -32,6 +32,7 @@ _DTYPES: dict[str, npt.DTypeLike] = {
     "I64": np.int64,
     "I32": np.int32,
     "I8": np.int8,
+    "U32": np.uint32,
     "U8": np.uint8,
     "BOOL": np.bool_,
 }

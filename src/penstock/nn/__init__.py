@@ -83,6 +83,7 @@ from penstock.nn.pooling import (
     MaxUnpool3d,
     Unfold,
 )
+from penstock.nn.quantizing import QuantizedLinear
 from penstock.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from penstock.nn.summary import summary
 from penstock.nn.transformer import (
@@ -176,6 +177,7 @@ __all__ = [
     "Parameter",
     "ParameterDict",
     "ParameterList",
+    "QuantizedLinear",
     "RMSNorm",
     "RNNCell",
     "ReLU",

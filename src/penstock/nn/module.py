@@ -265,6 +265,9 @@ class Module:
         """
         return load(self, state, strict)
 
+    def _quantize_rest(self, quantized: Callable[[Tensor], Module]) -> None:
+        """Quantize weights that it has besides its linear layers: `quantized` makes a layer of a weight."""
+
     # Modes and moves
 
     def train(self, mode: bool = True) -> Self:

@@ -161,7 +161,7 @@ class Captured:
             return False
         changed = self._changed()
         if changed is None:
-            return all(self._is(origin.tensor(arguments), *kind) for origin, *kind in self.guards.kinds)
+            return all(self._is(kind[0].tensor(arguments), *kind[1:]) for kind in self.guards.kinds)
         for at in changed:
             if not self._is(self._watched[at], *self.guards.kinds[at][1:]):
                 return False

@@ -41,6 +41,7 @@ _FLOAT_SCALAR = {
     "sign": "(isnan({0}) ? {0} : ({T})(({0} > 0) - ({0} < 0)))",
     "round_bfloat16": "FROM_BFLOAT16(TO_BFLOAT16({0}))",
     "round_float16": "round_half({0})",
+    **{f"paired_{dtype}": f"{dtype.upper()}_PAIR({{0}}, {{1}})" for dtype in ir.HALF_PRECISION},
 }
 _FLOAT_VECTOR = {
     **_FLOAT,
@@ -108,6 +109,10 @@ _UNSIGNED_SCALAR = {
     "sign": "({T})({0} != 0)",
     "floor_divide": "({1} == 0 ? ({T})0 : {0} / {1})",
     "remainder": "({1} == 0 ? ({T})0 : {0} % {1})",
+    "unit_float": "UNIT_FLOAT({0}, {1})",
+    # Pairs of 16-bit floats in a word, of CUDA.
+    **{f"integers_{dtype}": f"INTEGERS_{dtype.upper()}({{0}})" for dtype in ir.HALF_PRECISION},
+    **{f"scaled_{dtype}": f"SCALED_{dtype.upper()}({{0}}, {{1}})" for dtype in ir.HALF_PRECISION},
 }
 # A scalar boolean is 0 or 1; in a vector it is 0 or -1, all bits set.
 _BOOL = {**_SAME, **patterns.EXTREMES, **patterns.of_booleans("&", "|", "^")}

@@ -132,6 +132,12 @@ DEVICE float RECIPROCAL(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// A number from 1 to 2, with bits of a word as its fraction. Written in C it takes two instructions.
+DEVICE float UNIT_FLOAT(uint word, uint mask) {
+    uint bits;
+    asm("lop3.b32 %0, %1, %2, 0x3f800000, 0xea;" : "=r"(bits) : "r"(word), "r"(mask));
+    return BITS_FLOAT(bits);
+}
 DEVICE float MAXIMUM(float a, float b) {
 #if __CUDA_ARCH__ >= 800
     float c;
@@ -142,6 +148,30 @@ DEVICE float MAXIMUM(float a, float b) {
 #endif
 }
 DEVICE float MINIMUM(float a, float b) { return -MAXIMUM(-a, -b); }
+"""
+# Pairs of 16-bit floats in a word, and products of tiles. An integer of 4 bits is put into the fraction of
+# 128 or 1024, from which 136 or 1032 is subtracted; -0 is added to a product.
+_TILES = """
+#define PAIR_FUNCTIONS(NAME, type, size, one, less) \\
+DEVICE uint INTEGERS_##NAME(uint word) { \\
+    uint pair; \\
+    asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(pair) : "r"(word), "r"(size)); \\
+    asm("fma.rn." type "x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(one), "r"(less)); \\
+    return pair; \\
+} \\
+DEVICE uint SCALED_##NAME(uint pair, uint scale) { \\
+    asm("fma.rn." type "x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(scale), "r"(0x80008000)); \\
+    return pair; \\
+} \\
+DEVICE void MULTIPLY_TILES_##NAME(float &t0, float &t1, float &t2, float &t3, \\
+    uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) { \\
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 " \\
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \\
+        : "+f"(t0), "+f"(t1), "+f"(t2), "+f"(t3) \\
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); \\
+}
+PAIR_FUNCTIONS(BFLOAT16, "bf16", 0x43004300, 0x3f803f80, 0xc308c308)
+PAIR_FUNCTIONS(FLOAT16, "f16", 0x64006400, 0x3c003c00, 0xe408e408)
 """
 
 # Names for users' own kernels.
@@ -182,6 +212,7 @@ class Cuda(CDialect):
         **CDialect.optional_preludes,
         **dict.fromkeys(THREAD_NAMES.split(), THREAD_WORDS + _THREADS + TANH),
         "half *": _HALVES,
+        "MULTIPLY_TILES": _TILES,
     }
 
     def text(self, source: KernelSource) -> str:

@@ -115,6 +115,7 @@ _THREADS = """
 #define BITS_DOUBLE(u) as_double(u)
 #define DOUBLE_BITS(x) as_ulong(x)
 #define BFLOAT16_PAIR(a, b) TWO_SHORTS(TO_BFLOAT16(a), TO_BFLOAT16(b))
+#define UNIT_FLOAT(word, mask) BITS_FLOAT(((word) & (mask)) | 0x3f800000)
 #define LOCAL_ADD(counter, more) atomic_add(&counter, more)
 #define FORGET(word)
 #define NEGATE_INT8(x) ((char)(0 - (uchar)(x)))

@@ -83,6 +83,7 @@ _PATTERNS = {
         "abs": "{0}",
         "sign": "select({zero}, {one}, {0} != {zero})",
         "bitwise_right_shift": "select({0} >> (u32({1}) & {mask}u), {zero}, {large})",
+        "unit_float": "bits_float(({0} & {1}) | 0x3f800000u)",
     },
 }
 

@@ -101,6 +101,19 @@ class MultiplyAdd(Statement):
     right: Expr
 
 
+class MultiplyTiles(Statement):
+    """Add the product of two tiles, of 16 x 16 and 16 x 8 items, to a third, by the tensor cores of a GPU.
+
+    The threads of a warp hold the items: 4 float32 variables of the sum, 4 words of the left and 2 of the
+    right, each with two items of `dtype`, as CUDA's instruction m16n8k16 divides them.
+    """
+
+    totals: tuple[Var, ...]
+    left: tuple[Expr, ...]
+    right: tuple[Expr, ...]
+    dtype: str
+
+
 class BlockReduce(Statement):
     """`name` is the reduction of a variable over its lanes and over the neighbouring threads of a row."""
 

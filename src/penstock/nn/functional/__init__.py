@@ -79,6 +79,7 @@ from penstock.nn.functional.pooling import (
     max_unpool2d,
     max_unpool3d,
 )
+from penstock.nn.functional.quantization import dequantized, quantized, quantized_linear
 from penstock.tensor.arithmetic import erf, tanh
 from penstock.tensor.padding import interpolate, pad
 
@@ -109,6 +110,7 @@ __all__ = [
     "cosine_similarity",
     "cross_entropy",
     "ctc_loss",
+    "dequantized",
     "dropout",
     "dropout1d",
     "dropout2d",
@@ -150,6 +152,8 @@ __all__ = [
     "packed_attention",
     "pad",
     "prelu",
+    "quantized",
+    "quantized_linear",
     "relu",
     "relu6",
     "rms_norm",

@@ -1,0 +1,169 @@
+"""Products of few rows with a matrix of packed integers, on tensor cores: tiles of 16 features and 8 rows.
+
+Of 128 inputs that a warp multiplies at a time, each thread reads 32 neighbours of two features of a tile, 16
+bytes of 4-bit integers each, so a thread has a single scale for a feature. Which of a tile's inputs is which
+does not matter for a sum, as long as both operands agree. Integers become float16 or bfloat16 exactly, and
+are rounded once, when they are multiplied by their scale: a product of many rows has the same weights. Sums
+are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from penstock.drivers.driver import Capabilities
+from penstock.kernels import ir
+from penstock.kernels.builder import KernelBuilder, Memory
+from penstock.kernels.source import KernelSource
+from penstock.kernels.templates.matmul import Epilogue
+from penstock.kernels.templates.packed_matmul import PackedProblem, byte_floats, clamped
+
+_WARP = 32
+_FEATURES, _ROWS = 16, 8  # of a tile
+_ITEMS = 32  # neighbouring inputs of a thread
+_CHUNK = 4 * _ITEMS  # inputs of a warp
+_FEW_WARPS, _MOST_WARPS = 8, 16  # of a workgroup; more, where there are few workgroups
+_WORDS = 4  # that a thread reads at once
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a thread is in its workgroup: its warp, and its row and column among the items of a tile."""
+
+    warp: ir.Var
+    line: ir.Var  # of 8
+    part: ir.Var  # of 4
+
+
+def tensor_packed(
+    k: KernelBuilder, problem: PackedProblem, capabilities: Capabilities, epilogue: Epilogue
+) -> KernelSource:
+    """A workgroup computes some tiles of features, of all rows. Its warps divide the inputs among them."""
+    few = ceil(problem.columns / (2 * _FEATURES)) < capabilities.compute_units
+    tiles, chunks = 1 if few else 2, ceil(problem.inner / _CHUNK)
+    warps = min(_MOST_WARPS if few else _FEW_WARPS, chunks)
+    steps, row_tiles = ceil(chunks / warps), ceil(problem.rows / _ROWS)
+    place = _Place(
+        k.let("warp", k.thread // _WARP),
+        k.let("line", k.thread % _WARP // 4),
+        k.let("part", k.thread % 4),
+    )
+    first = k.let("first", k.group() * (tiles * _FEATURES))
+    totals = {
+        (tile, rows): [k.variable(f"total{tile}_{rows}_{item}", 0.0, "float32") for item in range(4)]
+        for tile in range(tiles)
+        for rows in range(row_tiles)
+    }
+    with k.loop("step", 0, steps) as step:
+        at = k.let("at", (step * warps + place.warp) * _CHUNK + place.part * _ITEMS)
+        inside = k.let("inside", at < problem.inner) if problem.inner < steps * warps * _CHUNK else None
+        x = [_row_words(k, problem, rows, at, inside, place) for rows in range(row_tiles)]
+        lefts = [_Left(k, problem, tile, first, at, inside, place) for tile in range(tiles)]
+        for tile, left in enumerate(lefts):
+            for number in range(_ITEMS // 4):  # the inputs of a thread that a product of tiles takes
+                pairs = left.pairs(number)
+                for rows, words in enumerate(x):
+                    k.multiply_tiles(totals[tile, rows], pairs, words[2 * number :][:2], problem.x.dtype)
+    _finish(k, problem, warps, first, totals, place, epilogue)
+    return k.source((ceil(problem.columns / (tiles * _FEATURES)),), (warps * _WARP,))
+
+
+def _row_words(
+    k: KernelBuilder, problem: PackedProblem, rows: int, at: ir.Expr, inside: ir.Expr | None, place: _Place
+) -> list[ir.Expr]:
+    """A thread's items of a row of x, as words of two; those of the last row for rows beyond it."""
+    words = Memory(problem.x.name, "uint32")
+    row = clamped(k, f"row{rows}", place.line + rows * _ROWS, problem.rows)
+    result: list[ir.Expr] = []
+    for part in range(_ITEMS // 2 // _WORDS):
+        index = row * problem.inner + at + part * 2 * _WORDS  # in items
+        read = k.load_vector(words, index, _WORDS, aligned=_WORDS, mask=inside)
+        name = k.let(f"x{rows}_{part}", read)
+        result += [k.lane(name, word) for word in range(_WORDS)]
+    return result
+
+
+class _Left:
+    """A thread's integers of a tile: of two features, 8 apart."""
+
+    def __init__(
+        self,
+        k: KernelBuilder,
+        problem: PackedProblem,
+        tile: int,
+        first: ir.Expr,
+        at: ir.Expr,
+        inside: ir.Expr | None,
+        place: _Place,
+    ) -> None:
+        self._k, self._problem = k, problem
+        self._words: list[list[ir.Expr]] = []
+        self._scales: list[ir.Var] = []
+        self._pairs: dict[tuple[int, int], list[ir.Expr]] = {}
+        for half in range(2):
+            name, offset = f"{tile}_{half}", tile * _FEATURES + half * _FEATURES // 2
+            column = clamped(k, f"column{name}", first + offset + place.line, problem.columns)
+            begin = column * (problem.inner // problem.each) + at // problem.each
+            read: list[ir.Expr] = []
+            for part in range(0, _ITEMS // problem.each, _WORDS):
+                load = k.load_vector(problem.words, begin + part, _WORDS, aligned=_WORDS, mask=inside)
+                words = k.let(f"words{name}_{part}", load)
+                read += [k.lane(words, word) for word in range(_WORDS)]
+            self._words.append(read)
+            index = column * (problem.inner // problem.group) + at // problem.group
+            scale = k.let(f"scale{name}", k.load(problem.scales, index, inside))
+            factor = scale * 256.0 if problem.bits == 8 else scale  # integers of 8 bits are in units of 1/256
+            self._scales.append(k.let(f"factor{name}", self._paired(factor, factor)))
+
+    def pairs(self, number: int) -> list[ir.Expr]:
+        """The weights of a product of tiles, two in a word: neighbours of both features, then the next."""
+        (first, second), (third, fourth) = (self._four(half, number) for half in range(2))
+        return [first, third, second, fourth]
+
+    def _four(self, half: int, number: int) -> list[ir.Expr]:
+        """Four neighbouring weights of a feature, in two words."""
+        k, problem = self._k, self._problem
+        each = problem.each // 4  # products of tiles that take from a word
+        word = self._words[half][number // each]
+        if problem.bits == 8:
+            values = [value - 1.5 for value in byte_floats(k, word)]
+            pairs = [self._paired(*values[:2]), self._paired(*values[2:])]
+        else:
+            shifts = [8 * (number % each), 8 * (number % each) + 4]
+            moved = [word >> shift if shift else word for shift in shifts]
+            pairs = [k.call(f"integers_{problem.x.dtype}", bits) for bits in moved]
+        scaled = (k.call(f"scaled_{problem.x.dtype}", pair, self._scales[half]) for pair in pairs)
+        return [k.let(k.fresh("pair"), value) for value in scaled]
+
+    def _paired(self, low: ir.Expr, high: ir.Expr) -> ir.Expr:
+        return self._k.call(f"paired_{self._problem.x.dtype}", low, high, dtype="uint32")
+
+
+def _finish(
+    k: KernelBuilder,
+    problem: PackedProblem,
+    warps: int,
+    first: ir.Expr,
+    totals: Mapping[tuple[int, int], Sequence[ir.Var]],
+    place: _Place,
+    epilogue: Epilogue,
+) -> None:
+    """Add up the totals of all warps, and store the results: neighbours are neighbouring features."""
+    tiles, row_tiles = (1 + max(key[axis] for key in totals) for axis in range(2))
+    features, rows = tiles * _FEATURES, row_tiles * _ROWS
+    parts = k.shared("parts", "float32", warps * rows * features)
+    for (tile, row_tile), items in totals.items():
+        for number, total in enumerate(items):
+            row = place.part * 2 + (row_tile * _ROWS + number % 2)
+            feature = place.line + (tile * _FEATURES + number // 2 * (_FEATURES // 2))
+            k.store(parts, (place.warp * rows + row) * features + feature, total)
+    k.barrier()
+    with k.loop("item", k.thread, features * problem.rows, warps * _WARP) as item:
+        own, column = k.let("row", item // features), k.let("column", first + item % features)
+        whole = k.variable("whole", 0.0, "float32")
+        with k.loop("other", 0, warps, unrolled=warps) as other:
+            k.assign(whole, whole + k.load(parts, (other * rows + own) * features + item % features))
+        with k.when(column < problem.columns):
+            k.splice(epilogue(own, column, k.let("product", whole)))
