@@ -1,0 +1,102 @@
+"""Collectives of tensors, as parts of a jitted function or on their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.collectives.communicator import Communicator
+from penstock.collectives.engine import Operation
+from penstock.collectives.world import communicator
+from penstock.errors import CaptureError, SettingError
+from penstock.graph import collectives as graph
+from penstock.graph.node import Node
+from penstock.tensor.capture import capture
+from penstock.tensor.core import Tensor, realize_together, record
+from penstock.tensor.manipulation import reshape
+
+
+class Chain:
+    """Collectives in the order that all ranks start them in; in a jitted function there is one of them."""
+
+    def __init__(self, group: Communicator) -> None:
+        self.group = group
+        self._last: Node | None = None  # the token of the last
+
+    def before_replay(self) -> None:
+        """See `Capture.part`."""
+
+    def after_failure(self) -> None:
+        """See `Capture.part`."""
+
+    def apply(self, operation: Operation, row: Tensor) -> Tensor:
+        """The result of a collective on a row, which is a row too."""
+        if row.device.dispatcher is not None:
+            raise SettingError("ranks need a device each, and auto stands for several; name a device")
+        result, self._last = graph.collective(operation, row.detach()._node, self.group, self._last)
+        return record(result, row.detach())
+
+
+def chain() -> Chain:
+    """The chain of the function that is captured, or a new one."""
+    group = communicator()
+    capturing = capture.get()
+    return Chain(group) if capturing is None else capturing.part((Chain, group), lambda: Chain(group))
+
+
+def _applied(operation: Operation, x: Tensor) -> Tensor:
+    if x.requires_grad and capture.get() is not None:
+        raise CaptureError(f"no gradient passes {operation}; use detach() on what it exchanges")
+    group = communicator()
+    if group.size == 1:
+        return x.detach()
+    result = chain().apply(operation, reshape(x, (-1,)))
+    if capture.get() is None:  # in the order of the program's lines, like that of the other ranks
+        realize_together([result])
+    return result
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    """The sum over all ranks, in the engine's order.
+
+    >>> ps.distributed.all_reduce(ps.ones(2)).tolist()
+    [1.0, 1.0]
+    """
+    return reshape(_applied("all_reduce", x), x.shape)
+
+
+def reduce_scatter(x: Tensor) -> Tensor:
+    """This rank's part, along the first axis, of the sum over all ranks.
+
+    >>> ps.distributed.reduce_scatter(ps.ones(2)).tolist()
+    [1.0, 1.0]
+    """
+    count = communicator().size
+    length = _length(x, "reduce_scatter")
+    if length % count:
+        raise SettingError(f"reduce_scatter divides axis 0 of {length} items among {count} ranks")
+    return reshape(_applied("reduce_scatter", x), (length // count, *x.shape[1:]))
+
+
+def all_gather(x: Tensor) -> Tensor:
+    """The tensors of all ranks, joined along the first axis.
+
+    >>> ps.distributed.all_gather(ps.ones(2)).tolist()
+    [1.0, 1.0]
+    """
+    length = _length(x, "all_gather")
+    return reshape(_applied("all_gather", x), (length * communicator().size, *x.shape[1:]))
+
+
+def broadcast(x: Tensor) -> Tensor:
+    """The tensor of rank 0.
+
+    >>> ps.distributed.broadcast(ps.ones(2)).tolist()
+    [1.0, 1.0]
+    """
+    return reshape(_applied("broadcast", x), x.shape)
+
+
+def _length(x: Any, name: str) -> int:
+    if not x.shape:
+        raise SettingError(f"{name} takes a tensor with an axis; reshape it to (1,)")
+    return int(x.shape[0])
