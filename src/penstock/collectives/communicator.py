@@ -31,7 +31,7 @@ class Traffic:
 
     operations: int = 0
     sent_bytes: int = 0  # at least
-    seconds: float = 0.0  # that operations took, from their beginning
+    seconds: float = 0.0  # that operations took, with the time until other ranks came
     waited_seconds: float = 0.0  # of them, those that the program waited for: the others were hidden
 
 
@@ -69,6 +69,7 @@ class Job:
         self.done = threading.Event()
         self.result: Array | None = None
         self.error: BaseException | None = None
+        self.begun: float | None = None  # when all before it were done, and the device had computed the array
         self._communicator = communicator
         self.size = communicator.size
 
@@ -80,7 +81,9 @@ class Job:
         """The result; RankLost if another rank is gone."""
         start = time.perf_counter()
         self.done.wait()
-        self._communicator.traffic.waited_seconds += time.perf_counter() - start
+        if self.begun is not None:  # before, the device computed
+            self._communicator.traffic.waited_seconds += time.perf_counter() - max(start, self.begun)
+            self.begun = None
         if self.error is not None:
             raise self.error
         assert self.result is not None
@@ -193,9 +196,9 @@ class Communicator:
         self._begun += 1
         self.traffic.operations += 1
         self.traffic.sent_bytes += sent_bytes(job.operation, self.size, array.nbytes)
-        start = time.perf_counter()
+        job.begun = time.perf_counter()
         result = self._moved(job.operation, array)
-        self.traffic.seconds += time.perf_counter() - start
+        self.traffic.seconds += time.perf_counter() - job.begun
         return result
 
     def _moved(self, operation: Operation, array: Array) -> Array:

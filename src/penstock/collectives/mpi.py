@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from penstock.collectives.engine import (
 # What launchers tell the processes that they start: MPICH and Intel MPI, Open MPI, Slurm.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
 _BEAT = 1  # the tag of its messages
+PROCESSES = "PENSTOCK_RANK_PROCESSES"  # a folder in which each rank leaves its process's number
 
 
 def launched_size() -> int:
@@ -45,6 +47,8 @@ class MPIEngine(Engine):
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self.name = MPI.Get_library_version().split("\n")[0].split(":")[0].split(" Version")[0]
         self._processes: list[str] = self._comm.allgather(f"process {os.getpid()} on {platform.node()}")
+        if folder := os.environ.get(PROCESSES):
+            (Path(folder) / str(self.rank)).write_text(str(os.getpid()))
         others = [rank for rank in range(self.size) if rank != self.rank]
         self._sent: dict[int, tuple[Any, Array]] = {}  # the last beat to each rank
         self._inbox = {rank: np.zeros(3, np.int64) for rank in others}

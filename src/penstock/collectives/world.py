@@ -55,6 +55,19 @@ def patient() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def rank_0_first() -> Iterator[None]:
+    """Run a block on rank 0, and then on the others, which find what it left."""
+    group = communicator()
+    if group.rank > 0:
+        group.barrier()
+        yield
+        return
+    with group.patient():
+        yield
+    group.barrier()
+
+
 def _failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an exception that nothing has caught, and end the other ranks, which would wait for this one."""
     sys.__excepthook__(kind, error, trace)

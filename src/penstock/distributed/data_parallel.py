@@ -166,11 +166,8 @@ class DataParallel(Optimizer):
         if not all(sizes):
             raise SettingError(f"a batch of {sum(sizes)} samples is too small for {self.shards} shards")
         for number in self.own():
-            self._share = sizes[number], sum(sizes)
-            try:
+            with self.sharing(sizes[number], sum(sizes)):
                 result = step(*(part_of(part, number, self.shards) for part in batch))
-            finally:
-                self._share = 1, self._group.size
             named = result if isinstance(result, Mapping) else {"": result}
             values.append({name: value.numpy_async() for name, value in named.items()})
         found = means(self._group, values, [[size] for size in sizes])
@@ -194,9 +191,9 @@ class DataParallel(Optimizer):
             _draw_from(before, 0)
 
     @contextmanager
-    def share_given(self) -> Iterator[None]:
-        """For losses that have been multiplied with the share of their samples in the global batch."""
-        self._share = 1, 1
+    def sharing(self, size: int, total: int) -> Iterator[None]:
+        """In a block, losses are means over `size` of the `total` samples of a step."""
+        self._share = size, total
         try:
             yield
         finally:

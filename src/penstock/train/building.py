@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import penstock as ps
+from penstock.distributed import DataParallel
 from penstock.nn import GPT
-from penstock.optim import AdamW
+from penstock.optim import AdamW, Optimizer
 from penstock.train.config import Config
 
 
@@ -27,6 +28,12 @@ def make_optimizer(model: GPT, config: Config) -> AdamW:
         betas=(setting.beta1, setting.beta2),
         clip_norm=setting.clip_norm,
     )
+
+
+def parallel(optimizer: Optimizer, config: Config) -> Optimizer:
+    """The optimizer for the ranks of a configuration: as it is, if batches have no shards."""
+    setting = config.ranks
+    return DataParallel(optimizer, shards=setting.shards, exact=setting.exact) if setting.shards else optimizer
 
 
 def loss_of(model: GPT) -> Callable[[ps.Tensor], ps.Tensor]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import penstock as ps
+from penstock.collectives.world import communicator, rank_0_first
 from penstock.data import (
     ByteTokenizer,
     CharTokenizer,
@@ -24,7 +26,7 @@ from penstock.data import (
     train_bpe,
 )
 from penstock.optim import cosine
-from penstock.train.building import build_model, loss_of, make_optimizer
+from penstock.train.building import build_model, loss_of, make_optimizer, parallel
 from penstock.train.checkpoint import Checkpoint
 from penstock.train.config import Config
 from penstock.train.folder import RunFolder
@@ -61,12 +63,14 @@ class TextTrainer(Trainer):
         folder is created in any case, with a number after its name if that exists.
         """
         self.config, self.folder, self._view = config, folder, view
-        self._held = RunFolder(folder) if folder.is_dir() and not numbered else None
+        writes = communicator().rank == 0
+        self._held = RunFolder(folder) if writes and folder.is_dir() and not numbered else None
         try:
             self._build(resumed)
-            if self._held is None:
+            if writes and self._held is None:
                 self._held = RunFolder(folder, numbered)
                 self.folder = self._held.path
+            self.folder = Path(communicator().share(str(self.folder).encode()).decode())
             self._open(resumed)
         except BaseException:
             self._let_go()
@@ -82,7 +86,7 @@ class TextTrainer(Trainer):
         super().__init__(
             model,
             None,
-            make_optimizer(model, config),
+            parallel(make_optimizer(model, config), config),
             _TextData(self._store, config),
             folder=self.folder,
             steps=run.steps,
@@ -117,11 +121,12 @@ class TextTrainer(Trainer):
         if resumed:
             self.tokenizer = load_tokenizer(self.folder / TOKENIZER_FILE)
         else:
-            self.tokenizer = _make_tokenizer(self.config, text, self._view)
+            self.tokenizer = _shared_tokenizer(self.config, text, self._view)
         begun = resumed.text if resumed else None
-        self._store = TokenStore.open(
-            text, self.tokenizer, setting.validation, progress=self._view.phase, begun=begun
-        )
+        with rank_0_first():  # the others find its tokens in the cache
+            self._store = TokenStore.open(
+                text, self.tokenizer, setting.validation, progress=self._view.phase, begun=begun
+            )
         self._view.note(f"{text.summary()}\n{self._store.summary()}")
         if resumed and resumed.text != self._store.key:
             self._view.note(
@@ -191,6 +196,21 @@ class _TextData:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._position = state["position"]
+
+
+def _shared_tokenizer(config: Config, text: Text, view: View) -> Tokenizer:
+    """A new tokenizer, which rank 0 makes for all."""
+    group = communicator()
+    if group.size == 1:
+        return _make_tokenizer(config, text, view)
+    with TemporaryDirectory(prefix="penstock-") as folder:
+        path = Path(folder) / TOKENIZER_FILE
+        if group.rank == 0:
+            with group.patient():
+                _make_tokenizer(config, text, view).save(path)
+        data = group.share(path.read_bytes() if group.rank == 0 else b"")
+        path.write_bytes(data)
+        return load_tokenizer(path)
 
 
 def _make_tokenizer(config: Config, text: Text, view: View) -> Tokenizer:
