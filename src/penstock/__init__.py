@@ -107,7 +107,11 @@ if _typing.TYPE_CHECKING:
 else:  # type checkers report missing names themselves
 
     def __getattr__(name: str) -> object:
-        if name in ("distributed", "onnx", "train"):  # imported late: few programs use them, and they take their time
+        if name in (
+            "distributed",
+            "onnx",
+            "train",
+        ):  # imported late: few programs use them, and they take their time
             return _import_module(f"penstock.{name}")
         if name == "Trainer":
             return _import_module("penstock.train").Trainer

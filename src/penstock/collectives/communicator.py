@@ -112,7 +112,9 @@ class Communicator:
         self._thread: threading.Thread | None = None
         if self.size > 1:
             now = time.monotonic()
-            self._heard = {rank: (now, Beat(0, True, False)) for rank in range(self.size) if rank != self.rank}
+            self._heard = {
+                rank: (now, Beat(0, True, False)) for rank in range(self.size) if rank != self.rank
+            }
             self._thread = threading.Thread(target=self._run, name="penstock ranks", daemon=True)
             self._thread.start()
 
@@ -202,7 +204,7 @@ class Communicator:
         return result
 
     def _moved(self, operation: Operation, array: Array) -> Array:
-        if operation not in ("tree_reduce", "tree_scatter"):
+        if operation != "tree_reduce" and operation != "tree_scatter":
             return self._completed(self.engine.begin(operation, array))
         parts = self._completed(self.engine.begin("all_to_all", array))
         own = tree_sum(parts.reshape(self.size, -1))
@@ -275,4 +277,3 @@ class Communicator:
             self.engine.close()
         except RankLost as error:
             self.fail(str(error))
-

@@ -87,7 +87,11 @@ def _combined(operation: Move, arrays: Sequence[Array], rank: int) -> Array:
     if operation == "all_reduce":
         return np.asarray(rows.sum(axis=0, dtype=rows.dtype))
     parts = rows.reshape(size, size, -1)[:, rank]
-    return np.asarray(parts.sum(axis=0, dtype=rows.dtype)) if operation == "reduce_scatter" else parts.reshape(-1)
+    return (
+        np.asarray(parts.sum(axis=0, dtype=rows.dtype))
+        if operation == "reduce_scatter"
+        else parts.reshape(-1)
+    )
 
 
 class DelayedEngine(Engine):

@@ -24,7 +24,7 @@ from penstock.errors import OutOfDeviceMemory
 from penstock.formatting import format_bytes
 from penstock.fusion.groups import Group
 from penstock.fusion.views import base
-from penstock.graph.node import Kind, Node, Primitive
+from penstock.graph.node import Kind, Node
 from penstock.kernels.costing import costs
 from penstock.kernels.lower import Lowering
 from penstock.kernels.source import ALIGNMENT
@@ -177,14 +177,9 @@ def _fresh_results(state: Compilation) -> list[Node]:
 
 def price(group: Group, written: Lowering | None, target: Target) -> float | None:
     """About how long a group takes; None: it may not run twice."""
-    if written is None or any(_once(node.primitive) for node in group.nodes):
-        return None  # NumPy waits for the device
+    if written is None or any(node.primitive.kind is Kind.OPAQUE for node in group.nodes):
+        return None  # NumPy waits for the device, and nothing is known of a user's own kernel
     return sum(map(target.rates.launch_seconds, costs(group, written)))
-
-
-def _once(primitive: Primitive) -> bool:
-    """Whether nothing is known of it, as a user's own kernel, or other ranks would have to run it again too."""
-    return primitive.kind is Kind.OPAQUE or bool(primitive.collective)
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,9 @@ class PendingMeans:
 def means(
     group: Communicator, values: Sequence[Values], sizes: Sequence[Sequence[int]], notes: Sequence[float] = ()
 ) -> PendingMeans:
-    """Begin to exchange the values of this rank's parts, in the order of `sizes`: by shard, and in it by batch.
+    """Begin to exchange the values of this rank's parts of batches, in order: by shard, and in it by batch.
 
-    `notes` are numbers of the rank itself.
+    `sizes` has the samples of the parts of all ranks. `notes` are numbers of the rank itself.
     """
     source = _Numbers(values, notes)
     return PendingMeans(group.submit("all_gather", source), list(values[0]), sizes, len(notes))

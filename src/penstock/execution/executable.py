@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.collectives.communicator import Job
 from penstock.compiler.launches import (
     Arrangement,
     arranged,
@@ -26,7 +27,6 @@ from penstock.compiler.schedule import Copy, Location, Schedule, Step
 from penstock.drivers.driver import Kernel
 from penstock.execution.hosting import on_device
 from penstock.execution.run_buffers import RunBuffers
-from penstock.collectives.communicator import Job
 from penstock.graph.collectives import started
 from penstock.graph.node import Array, Node
 from penstock.graph.reference import computed

@@ -1,7 +1,7 @@
-"""Collectives: arrays that ranks exchange. Each is a node that starts it and a node that waits for its result.
+"""Collectives: arrays that ranks exchange. Each is a node that starts it, and one that waits for its result.
 
-Whatever does not need the result is computed between the two. The value of the first is a token. It is also an
-input of the next collective, so that every rank starts them in the same order.
+Whatever does not need the result is computed between the two. The value of the first is a token. It is an
+input of the next collective too, so that every rank starts them in the same order.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ WAIT = Primitive(
 )
 
 
-def collective(
-    operation: Operation, row: Node, group: Communicator, after: Node | None
-) -> tuple[Node, Node]:
+def collective(operation: Operation, row: Node, group: Communicator, after: Node | None) -> tuple[Node, Node]:
     """The result of a collective on a row, and the token that the next takes as `after`."""
     shape = result_shape(operation, group.size, row.size)
     token = Node(_ROWS[operation], (row,) if after is None else (row, after), {"group": group})

@@ -254,7 +254,12 @@ class Optimizer:
             f"{__package__}."
         )  # its update depends on settings only
         elsewhere = any(grad.device is not self._device for grad in grads)  # `_record_step` raises
-        if not known_rule or elsewhere or self.exchange is not None or len({*map(id, tensors)}) < len(tensors):
+        if (
+            not known_rule
+            or elsewhere
+            or self.exchange is not None
+            or len({*map(id, tensors)}) < len(tensors)
+        ):
             self._record_step()  # a tensor that occurs twice may be two tensors in the next step
             return
         nodes = [tensor._node for tensor in tensors]

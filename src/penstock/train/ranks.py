@@ -17,6 +17,7 @@ from penstock.optim.optimizer import Optimizer
 from penstock.train.feed import Batch
 from penstock.train.metrics import Traffic
 
+Stop = signal.Signals | bool | None  # why a run should end: a signal, or a callback's wish
 _BY_ITSELF = -1  # stopped by a callback, not by a signal
 
 
@@ -78,7 +79,11 @@ class Ranks:
         return [part_of(batch, number, self._parallel.shards) for number in range(first, first + count)]
 
     def train(
-        self, step: Callable[..., Any], batches: Sequence[Batch], stop: signal.Signals | bool | None, own: bool
+        self,
+        step: Callable[..., Any],
+        batches: Sequence[Batch],
+        stop: signal.Signals | bool | None,
+        own: bool,
     ) -> Pending:
         """Submit a step on this rank's parts of some batches whose gradients are added.
 
@@ -118,7 +123,7 @@ class Ranks:
         since = [[now[at] - then[at] for at in (1, 2)] for now, then in zip(notes, before, strict=True)]
         return Traffic(tuple(row[0] for row in since), int(sum(row[1] for row in since)))
 
-    def stops(self, step: int, own: signal.Signals | bool | None) -> bool:
+    def stops(self, step: int, own: Stop) -> bool:
         """Whether the run ends now, after a step, as this rank or another wants."""
         if self.group.size == 1:
             return bool(own)

@@ -32,7 +32,7 @@ from penstock.train.config import Config
 from penstock.train.feed import Feed, closed_after, samples_in, state_of, uploaded
 from penstock.train.interrupting import interruptible
 from penstock.train.metrics import NAMES, Metrics
-from penstock.train.ranks import Pending, own_means
+from penstock.train.ranks import Pending, Stop, own_means
 from penstock.train.run import Run
 from penstock.train.settings import SECTION, RunSettings
 from penstock.train.view import View, open_view
@@ -292,7 +292,7 @@ class Trainer(Run):
 
     # A step
 
-    def _advance(self, feed: Feed, stop: signal.Signals | bool | None) -> None:
+    def _advance(self, feed: Feed, stop: Stop) -> None:
         """Submit a step. Its losses are read later. `stop`: why the run should end after it."""
         assert self._train_step is not None
         epoch = feed.epoch + 1
