@@ -14,7 +14,7 @@ from penstock.errors import SettingError
 Array = npt.NDArray[Any]
 # all_to_all: part r of the array goes to rank r. The array of the others is a row, and so is the result.
 Move = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier"]
-# The sums of `tree_reduce` and `tree_scatter` go along a fixed tree of ranks; others are in the engine's order.
+# `tree_reduce` and `tree_scatter` sum along a fixed tree of ranks; the others in the order of the engine.
 Operation = Literal[Move, "tree_reduce", "tree_scatter"]
 
 

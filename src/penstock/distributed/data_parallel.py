@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy.typing as npt
 
+from penstock.collectives.engine import Operation
 from penstock.collectives.world import communicator
 from penstock.config import parse_bytes
 from penstock.distributed.buckets import Bucket, buckets
-from penstock.distributed.collective import broadcast, chain
+from penstock.distributed.collective import Chain, broadcast, chain
+from penstock.distributed.sharding import ShardedOptimizer
 from penstock.distributed.shares import Values, means, part_of
 from penstock.errors import SettingError
 from penstock.optim.optimizer import Optimizer
@@ -19,6 +21,7 @@ from penstock.stream.future import Future
 from penstock.tensor.capture import capture
 from penstock.tensor.core import Tensor, outside_capture, realize_together
 from penstock.tensor.creation import zeros
+from penstock.tensor.dtypes import float32
 from penstock.tensor.jit import jit
 from penstock.tensor.manipulation import astype
 from penstock.tensor.random import default_generator
@@ -37,6 +40,9 @@ class DataParallel(Optimizer):
     `exact=False` a rank computes its part of the batch at once, and sums are in the order of the engine.
     `bucket` is how much is exchanged at a time, while the backward pass goes on.
 
+    With `zero=1`, each rank keeps a part of the optimizer's state and of master weights, updates that part of
+    the parameters, and gets the others; with `zero=2`, it also gets only its part of the gradients.
+
     >>> weight = ps.nn.Parameter(ps.zeros(2))
     >>> optimizer = ps.distributed.DataParallel(ps.optim.SGD([weight], lr=1.0), shards=2)
     >>> @ps.jit
@@ -52,7 +58,13 @@ class DataParallel(Optimizer):
     """
 
     def __init__(
-        self, optimizer: Optimizer, *, shards: int = 8, exact: bool = True, bucket: int | str = "4MiB"
+        self,
+        optimizer: Optimizer,
+        *,
+        shards: int = 8,
+        exact: bool = True,
+        zero: int = 0,
+        bucket: int | str = "4MiB",
     ) -> None:
         self._group = communicator()
         if isinstance(optimizer, DataParallel) or not isinstance(optimizer, Optimizer):
@@ -64,10 +76,12 @@ class DataParallel(Optimizer):
                 f"{self._group.size} ranks do not divide {shards} shards; take a power of 2 of ranks, more "
                 "shards, or exact=False"
             )
+        if zero not in (0, 1, 2):
+            raise SettingError(f"zero is 0, 1 or 2, and {zero} was given")
         self.optimizer = optimizer
+        self._model_parameters = list(optimizer.parameters)
         self.shards = shards if exact else self._group.size  # of a global batch
         self.own_shards = self.shards // self._group.size  # of this rank
-        self._exact = exact
         self._bucket_bytes = parse_bytes(bucket)
         self._layouts: dict[tuple[int, ...], list[Bucket]] = {}  # by the parameters that have a gradient
         # Sums of 1, 2, 4, ... shards that wait for as many others, by level; and the last shard's own.
@@ -76,9 +90,18 @@ class DataParallel(Optimizer):
         self._is_last = True  # whether the shard is the last of this rank
         self._waiting = 0  # how many levels wait for the last shard
         self._share = 1, self._group.size  # of the global batch that a loss is of
-        optimizer.exchange = self._summed
         self._fold = jit(self._folded)
-        self.synchronize()
+        self._take_first()
+        self._sharded: ShardedOptimizer | None = None
+        self._operation: Operation = "tree_reduce" if exact else "all_reduce"
+        if zero == 2:
+            self._operation = "tree_scatter" if exact else "reduce_scatter"
+        if zero:
+            pieces = max(self.shards, self._group.size)
+            self._sharded = ShardedOptimizer(optimizer, self._group, pieces, self._bucket_bytes)
+            self.optimizer = self._sharded.inner
+        else:
+            optimizer.exchange = self._summed
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not yet set
@@ -98,15 +121,18 @@ class DataParallel(Optimizer):
         """After the last shard of this rank, sum the gradients of all ranks and update; before, keep them."""
         if (capturing := capture.get()) is not None:
             capturing.assume(lambda: (self._is_last, self._waiting))
-        if self._is_last:
+        if self._is_last and self._sharded is None:
             self.optimizer.step()
             return
         with no_grad():
             grads = {
-                at: astype(tensor.grad, self.optimizer._master(at).dtype)
-                for at, tensor in enumerate(self.optimizer.parameters)
+                at: astype(tensor.grad, float32 if tensor._node.dtype.itemsize == 2 else tensor.dtype)
+                for at, tensor in enumerate(self._model_parameters)
                 if tensor.grad is not None
             }
+            if self._is_last:
+                self._step_parts(grads)
+                return
             rows = [bucket.packed(grads) for bucket in self._layout(grads)]
             with outside_capture():
                 self._current = self._current or self._room(rows)
@@ -116,17 +142,29 @@ class DataParallel(Optimizer):
         if capture.get() is None:
             realize_together(self._current, repeated=True)
 
+    def _step_parts(self, grads: Mapping[int, Tensor]) -> None:
+        """Update this rank's part of the parameters, and take the others."""
+        assert self._sharded is not None
+        if len(grads) < len(self._model_parameters):
+            raise SettingError("with zero=1 and zero=2, every parameter needs a gradient in every step")
+        links = chain()
+        self._sharded.step(self._rows(grads, links), links)
+        self.zero_grad()
+        if capture.get() is None:
+            realize_together(self._model_parameters, repeated=True)
+
     def zero_grad(self) -> None:
         """Set all gradients to None."""
-        self.optimizer.zero_grad()
+        for tensor in self._model_parameters:
+            tensor.grad = None
 
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:
         """The state of the optimizer, which does not depend on the number of ranks."""
-        return self.optimizer.state_dict()
+        return (self._sharded or self.optimizer).state_dict()
 
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Restore a `state_dict` of any number of ranks."""
-        self.optimizer.load_state_dict(state)
+        (self._sharded or self.optimizer).load_state_dict(state)
 
     @property
     def lr(self) -> float:
@@ -138,19 +176,18 @@ class DataParallel(Optimizer):
         self.optimizer.lr = rate
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
-        """Add a group of parameters; see `Optimizer.add_param_group`."""
-        self.optimizer.add_param_group(param_group)
-        self.synchronize()
+        """Refused: give the optimizer all of its groups first."""
+        raise SettingError("add groups of parameters to the optimizer before DataParallel takes it")
 
     def vary(self, name: str) -> None:
         """See `Optimizer.vary`."""
         self.optimizer.vary(name)
 
-    def synchronize(self) -> None:
-        """Take the parameters of rank 0."""
+    def _take_first(self) -> None:
+        """Take the parameters of rank 0, and master weights of them."""
         if self._group.size > 1:
             with no_grad():
-                for tensor in self.optimizer.parameters:
+                for tensor in [*self._model_parameters, *self.optimizer._masters.values()]:
                     tensor._become(broadcast(tensor.detach())._node)
 
     # Training
@@ -202,6 +239,8 @@ class DataParallel(Optimizer):
     # Sums
 
     def _layout(self, grads: Mapping[int, Tensor]) -> list[Bucket]:
+        if self._sharded is not None:
+            return self._sharded.rows
         present = tuple(sorted(grads))
         if present not in self._layouts:
             self._layouts[present] = buckets(grads, self._bucket_bytes, _MOST_SHARDS)
@@ -209,14 +248,17 @@ class DataParallel(Optimizer):
 
     def _summed(self, grads: dict[int, Tensor]) -> dict[int, Tensor]:
         """The sums of gradients over all shards of all ranks."""
-        links, result = chain(), dict[int, Tensor]()
+        rows = zip(self._layout(grads), self._rows(grads, chain()), strict=True)
+        return {at: value for bucket, row in rows for at, value in bucket.unpacked(row).items()}
+
+    def _rows(self, grads: Mapping[int, Tensor], links: Chain) -> list[Tensor]:
+        """The same in rows, or with zero=2 this rank's parts of rows."""
+        result: list[Tensor] = []
         for number, bucket in enumerate(self._layout(grads)):
             row = bucket.packed(grads)
             for level in self._levels[: self._waiting]:
                 row = level[number] + row
-            if self._group.size > 1:
-                row = links.apply("tree_reduce" if self._exact else "all_reduce", row)
-            result |= bucket.unpacked(row)
+            result.append(links.apply(self._operation, row) if self._group.size > 1 else row)
         return result
 
     def _room(self, rows: Sequence[Tensor]) -> list[Tensor]:

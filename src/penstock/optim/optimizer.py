@@ -60,6 +60,7 @@ class Optimizer:
 
     # The step-dependent scalars of each parameter, with their initial values.
     _first_counts: tuple[tuple[str, float], ...] = ()
+    elementwise = False  # whether the update of an item depends on no other item of its parameter
     _counted_by: tuple[str, ...] = ()  # settings that these scalars depend on
     # Sums gradients with those of other ranks; by position.
     exchange: Callable[[dict[int, Tensor]], dict[int, Tensor]] | None = None
