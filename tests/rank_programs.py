@@ -73,11 +73,14 @@ def _hidden(step: Any) -> bool:
     """Whether an exchange starts before the last product, and the first wait comes after it."""
     from penstock.tensor.jit import schedules
 
-    names = [[node.primitive for node in group.group.nodes] for group in schedules(step)[0].groups]
-    starts = [at for at, group in enumerate(names) if group[0].collective == "start"]
-    waits = [at for at, group in enumerate(names) if group[0].collective == "wait"]
-    products = [at for at, group in enumerate(names) if any(each.multiplies_matrices for each in group)]
-    return bool(starts) and starts[0] < products[-1] < waits[0]
+    for schedule in schedules(step):
+        names = [[node.primitive for node in group.group.nodes] for group in schedule.groups]
+        starts = [at for at, group in enumerate(names) if group[0].collective == "start"]
+        waits = [at for at, group in enumerate(names) if group[0].collective == "wait"]
+        products = [at for at, group in enumerate(names) if any(each.multiplies_matrices for each in group)]
+        if starts:
+            return starts[0] < products[-1] < waits[0]
+    return False
 
 
 class KillAt(Callback):

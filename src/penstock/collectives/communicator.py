@@ -237,9 +237,12 @@ class Communicator:
             return
         self._next_beat = now + _BEAT
         own = Beat(self._begun, self._patient > 0, self._closing)
-        for rank, beat in self.engine.beat(own).items():
-            self._heard[rank] = now, beat
-        lost = self._lost(now, waiting, start)
+        try:
+            for rank, beat in self.engine.beat(own).items():
+                self._heard[rank] = now, beat
+            lost = self._lost(now, waiting, start)
+        except Exception as error:  # of the engine, which may notice a lost rank first
+            lost = f"{self.engine.name} failed: {error}"
         if lost and self.failure is None:
             self.failure = RankLost(lost)
             threading.Thread(target=self._end_soon, daemon=True).start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from penstock.collectives.engine import (
 
 # What launchers tell the processes that they start: MPICH and Intel MPI, Open MPI, Slurm.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
+_PRINTING = 1.0  # seconds in which mpiexec passes on what was printed, before it kills all ranks
 _BEAT = 1  # the tag of its messages
 PROCESSES = "PENSTOCK_RANK_PROCESSES"  # a folder in which each rank leaves its process's number
 
@@ -97,6 +99,7 @@ class MPIEngine(Engine):
 
     def abort(self) -> None:
         """See `Engine.abort`."""
+        time.sleep(_PRINTING)
         self._mpi.COMM_WORLD.Abort(1)
 
     def close(self) -> None:

@@ -112,7 +112,8 @@ class ShardedOptimizer:
         result |= {f"master.{at}": masters[f"master.{at}"] for at in narrow}
         row_of = {at: number for number, row in enumerate(self.rows) for at in row.positions}
         for name in self._counts():
-            result[name] = np.array([state.pop(name)[row_of[at]] for at in range(len(self._parameters))])
+            counts = state.pop(name)
+            result[name] = np.array([counts[row_of[at]] for at in range(len(self._parameters))])
         return result | state
 
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
