@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import rank_programs
 
 import penstock as ps
 from penstock.cli.launching import _without_devices
-from penstock.collectives.engine import tree_sum
-from penstock.collectives.local import DelayedEngine
+from penstock.collectives.engine import DeviceRow, Move, tree_sum
+from penstock.collectives.local import DelayedEngine, LocalEngine, Room
 from penstock.distributed.buckets import buckets
 from penstock.distributed.shares import part_of
+from penstock.drivers.driver import Event, Queue
 from penstock.drivers.host import HostDriver
 from penstock.errors import SettingError
 from penstock.plan.order import Work
@@ -280,6 +282,49 @@ def test_rules_over_whole_parameters_are_refused() -> None:
     weight = ps.nn.Parameter(ps.zeros((2, 2)))
     with pytest.raises(SettingError, match="Muon updates"):
         ps.distributed.DataParallel(ps.optim.Muon([weight], lr=0.1), zero=1)
+
+
+class ForeignHost(HostDriver):
+    """A host driver that takes commands of other libraries, as CUDA's does."""
+
+    def foreign(self, queue: Queue, work: Callable[[int], None], waits: Any) -> Event:
+        return self._record(queue, lambda: work(0), waits)
+
+
+class OnDevice(LocalEngine):
+    """Threads that exchange memory of their devices, as NCCL does."""
+
+    on_device = True
+
+    def launch(self, operation: Move, source: DeviceRow, target: DeviceRow, stream: int) -> None:
+        given, result = (row.__cuda_array_interface__ for row in (source, target))
+        array = given["data"][0].view(given["typestr"])
+        assert given["shape"] == array.shape
+        exchange = self._launched.begin(operation, array)
+        while not exchange.is_done():
+            time.sleep(1e-4)
+        result["data"][0].view(result["typestr"])[...] = exchange.result
+
+    def __init__(self, room: Room, rank: int, launched: Room) -> None:
+        super().__init__(room, rank)
+        self._launched = LocalEngine(launched, rank)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("count", [1, 4])
+def test_engines_that_move_memory_of_devices(count: int, zero: int) -> None:
+    def own(device: Device) -> Any:
+        run = Trained(device, zero=zero)
+        return run.steps(3), run.values(), ps.distributed.traffic().sent_bytes > 0
+
+    launched = Room(count)
+    capabilities = find("host").capabilities
+    devices = [Device(f"foreign{number}", capabilities, ForeignHost) for number in range(count)]
+    results = ps.distributed.run_local(
+        own, devices, lambda engine: OnDevice(engine._room, engine.rank, launched)
+    )
+    ((losses, values, _),) = on_ranks(1, own)
+    assert results == [(losses, values, count > 1)] * count
 
 
 # Runs

@@ -49,7 +49,6 @@ def train(
 
     if devices > 1:
         raise typer.Exit(start_ranks(devices))
-    penstock.distributed.init()
     checkpoint: Checkpoint | None = None
     if resume:
         folder = run if run is not None else _last_run()
@@ -59,7 +58,11 @@ def train(
         if out is not None and any(folder.glob("checkpoints/*.safetensors")):
             raise SettingError(f"{folder} holds a run already; --resume {folder} goes on with it")
         settings = Config()
-    settings = _divided(changes.applied(settings))
+    settings = changes.applied(settings)
+    if settings.run.device:
+        penstock.use(settings.run.device)
+    penstock.distributed.init()
+    settings = _divided(settings)
     _run(settings, folder, checkpoint, numbered=not resume and out is None)
 
 
@@ -93,8 +96,6 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered
 
     console = Console()
     view = open_view(console) if penstock.distributed.rank() == 0 else NoView()
-    if settings.run.device:
-        penstock.use(settings.run.device)
     if settings.run.memory:
         penstock.default_device().limit_bytes = settings.run.memory
     try:

@@ -100,6 +100,7 @@ class Communicator:
     def __init__(self, engine: Engine, timeout: float = 50.0) -> None:
         self.engine, self.timeout = engine, timeout
         self.rank, self.size = engine.rank, engine.size
+        self.exchanges = self.size > 1 or engine.on_device  # whether there is anything to do
         self.traffic = Traffic()
         self.failure: RankLost | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -171,6 +172,11 @@ class Communicator:
         print(f"rank {self.rank} of {self.size}: {why}", file=sys.stderr, flush=True)
         self.engine.abort()
 
+    def count(self, operation: Operation, nbytes: int) -> None:
+        """Count an operation on so many bytes."""
+        self.traffic.operations += 1
+        self.traffic.sent_bytes += sent_bytes(operation, self.size, nbytes)
+
     # The thread
 
     def _run(self) -> None:
@@ -196,8 +202,7 @@ class Communicator:
         if self.failure is not None:
             raise self.failure
         self._begun += 1
-        self.traffic.operations += 1
-        self.traffic.sent_bytes += sent_bytes(job.operation, self.size, array.nbytes)
+        self.count(job.operation, array.nbytes)
         job.begun = time.perf_counter()
         result = self._moved(job.operation, array)
         self.traffic.seconds += time.perf_counter() - job.begun

@@ -35,12 +35,27 @@ class Exchange:
     result: Array  # valid once it is done
 
 
+class DeviceRow:
+    """A row in the memory of a CUDA device, as other libraries take it."""
+
+    def __init__(self, address: int, nbytes: int, dtype: str) -> None:
+        kind = np.dtype(dtype)
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes // kind.itemsize,),
+            "typestr": kind.str,
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
 class Engine:
-    """What moves arrays between ranks. A single thread calls it."""
+    """What moves arrays between ranks. A single thread calls it, but for `launch`."""
 
     rank = 0
     size = 1
     name = "no engine"
+    on_device = False  # whether it moves the device's own memory, by `launch`
 
     def begin(self, operation: Move, array: Array) -> Exchange:
         """Start an operation on a contiguous array, which does not change until it is done.
@@ -48,6 +63,10 @@ class Engine:
         Every rank starts the same operations in the same order. `broadcast` sends from rank 0.
         """
         return Exchange(lambda: True, array.copy())
+
+    def launch(self, operation: Move, source: DeviceRow, target: DeviceRow, stream: int) -> None:
+        """Put an operation on rows of the device into a stream of commands."""
+        raise NotImplementedError
 
     def beat(self, own: Beat) -> Mapping[int, Beat]:
         """Tell the others, and return what other ranks have told since the last call."""

@@ -48,7 +48,7 @@ class LocalEngine(Engine):
             check_summable(array)
         result = np.empty(result_shape(operation, self.size, array.size), array.dtype)
         with room.lock:
-            room.given.setdefault(number, {})[self.rank] = array
+            room.given.setdefault(number, {})[self.rank] = array.copy()  # others may read it later
             room.left.setdefault(number, room.size)
 
         def is_done() -> bool:

@@ -47,6 +47,8 @@ class MPIEngine(Engine):
         self._comm = MPI.COMM_WORLD.Dup()
         self._beats = MPI.COMM_WORLD.Dup()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank, self.local_size = here.Get_rank(), here.Get_size()  # among those on this machine
         self.name = MPI.Get_library_version().split("\n")[0].split(":")[0].split(" Version")[0]
         self._processes: list[str] = self._comm.allgather(f"process {os.getpid()} on {platform.node()}")
         if folder := os.environ.get(PROCESSES):

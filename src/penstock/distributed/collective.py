@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.collectives.communicator import Communicator
@@ -28,12 +29,34 @@ class Chain:
     def after_failure(self) -> None:
         """See `Capture.part`."""
 
+    def apply_all(self, operation: Operation, rows: Sequence[Tensor]) -> list[Tensor]:
+        """The results of a collective on several rows.
+
+        An engine that moves memory of the device knows no sums along a tree: kernels compute them.
+        """
+        if not self.group.exchanges:
+            return list(rows)
+        if not self.group.engine.on_device or operation not in ("tree_reduce", "tree_scatter"):
+            return [self.apply(operation, row) for row in rows]
+        size = self.group.size
+        moved = [self.apply("all_to_all", row) for row in rows]
+        parts = [_tree(reshape(row, (size, -1)), 0, size) for row in moved]
+        return parts if operation == "tree_scatter" else [self.apply("all_gather", part) for part in parts]
+
     def apply(self, operation: Operation, row: Tensor) -> Tensor:
         """The result of a collective on a row, which is a row too."""
         if row.device.dispatcher is not None:
             raise SettingError("ranks need a device each, and auto stands for several; name a device")
         result, self._last = graph.collective(operation, row.detach()._node, self.group, self._last)
         return record(result, row.detach())
+
+
+def _tree(rows: Tensor, start: int, count: int) -> Tensor:
+    """The sum of some rows: that of the first half and that of the second."""
+    if count == 1:
+        return rows[start]
+    half = count // 2
+    return _tree(rows, start, half) + _tree(rows, start + half, half)
 
 
 def chain() -> Chain:
@@ -47,7 +70,7 @@ def _applied(operation: Operation, x: Tensor) -> Tensor:
     if x.requires_grad and capture.get() is not None:
         raise CaptureError(f"no gradient passes {operation}; use detach() on what it exchanges")
     group = communicator()
-    if group.size == 1:
+    if not group.exchanges:
         return x.detach()
     result = chain().apply(operation, reshape(x, (-1,)))
     if capture.get() is None:  # in the order of the program's lines, like that of the other ranks

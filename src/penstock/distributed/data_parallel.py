@@ -253,13 +253,13 @@ class DataParallel(Optimizer):
 
     def _rows(self, grads: Mapping[int, Tensor], links: Chain) -> list[Tensor]:
         """The same in rows, or with zero=2 this rank's parts of rows."""
-        result: list[Tensor] = []
+        rows: list[Tensor] = []
         for number, bucket in enumerate(self._layout(grads)):
             row = bucket.packed(grads)
             for level in self._levels[: self._waiting]:
                 row = level[number] + row
-            result.append(links.apply(self._operation, row) if self._group.size > 1 else row)
-        return result
+            rows.append(row)
+        return links.apply_all(self._operation, rows)
 
     def _room(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Tensors for rows that are kept."""

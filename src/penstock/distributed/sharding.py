@@ -78,9 +78,7 @@ class ShardedOptimizer:
         with no_grad():
             for bucket, part in zip(self.rows, self._parts, strict=True):
                 first = self._parameters[bucket.positions[0]]
-                row = astype(part.detach(), first.dtype)
-                if self._group.size > 1:
-                    row = links.apply("all_gather", row)
+                (row,) = links.apply_all("all_gather", [astype(part.detach(), first.dtype)])
                 for at, value in bucket.unpacked(row).items():
                     self._parameters[at]._rebind(value)
 
@@ -93,11 +91,9 @@ class ShardedOptimizer:
             length = grad.size // own
             pieces = [grad[number * length : (number + 1) * length] for number in range(own)]
             sums += [reshape(sum_(multiply(piece, piece)), (1,)) for piece in pieces]
-        row = concat(sums)
-        if size > 1:
-            joined = reshape(links.apply("all_gather", row), (size, len(grads), own))
-            row = reshape(permute_dims(joined, (1, 0, 2)), (-1,))
-        return sqrt(sum_(row))
+        (row,) = links.apply_all("all_gather", [concat(sums)])
+        joined = reshape(row, (size, len(grads), own))
+        return sqrt(sum_(reshape(permute_dims(joined, (1, 0, 2)), (-1,))))
 
     # Checkpoints, which have the state of whole parameters
 

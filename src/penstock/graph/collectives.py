@@ -6,13 +6,15 @@ input of the next collective too, so that every rank starts them in the same ord
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from penstock.collectives.communicator import Communicator, Given, Job, Source
-from penstock.collectives.engine import Operation, result_shape
+from penstock.collectives.engine import DeviceRow, Operation, result_shape
 from penstock.graph.dtypes import int32
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
 
@@ -45,6 +47,7 @@ _OPERATIONS: tuple[Operation, ...] = (
     "all_reduce",
     "reduce_scatter",
     "all_gather",
+    "all_to_all",
     "broadcast",
     "tree_reduce",
     "tree_scatter",
@@ -72,3 +75,30 @@ def started(node: Node, source: Source) -> Job:
     """Start the collective of a node on an array that the device may still compute."""
     group: Any = node.attributes["group"]
     return group.submit(node.primitive.name, source)  # type: ignore[no-any-return]
+
+
+def moves_on_device(node: Node) -> bool:
+    """Whether the engine of a collective moves memory of the device."""
+    group: Any = node.attributes["group"]
+    return bool(group.engine.on_device)
+
+
+def result_bytes(node: Node) -> int:
+    """The bytes of the result of a collective."""
+    (row, *_), group = node.inputs, node.attributes["group"]
+    name: Any = node.primitive.name
+    return prod(result_shape(name, group.size, row.size)) * row.dtype.itemsize
+
+
+def launcher(node: Node) -> Callable[[int, int, int], None]:
+    """What puts a collective into a stream, from the addresses of target and source and that stream."""
+    (row, *_), group = node.inputs, node.attributes["group"]
+    name: Any = node.primitive.name
+    dtype = str(row.dtype) if name in ("all_reduce", "reduce_scatter") else "uint8"
+    sent, received = row.nbytes, result_bytes(node)
+
+    def launch(target: int, source: int, stream: int) -> None:
+        group.count(name, sent)
+        group.engine.launch(name, DeviceRow(source, sent, dtype), DeviceRow(target, received, dtype), stream)
+
+    return launch
