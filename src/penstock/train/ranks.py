@@ -67,6 +67,7 @@ class Ranks:
 
     def begin(self) -> None:
         """Begin to train, perhaps not for the first time."""
+        self.wish: Stop = None  # whether this rank wants the run to end
         self._stop = 0  # the signal that another rank, or this one, has told of
         self._last_step: int | None = None  # after which all ranks stop
         self._before: Sequence[Sequence[float]] = ()  # what ranks had waited and sent before
@@ -87,7 +88,7 @@ class Ranks:
     ) -> Pending:
         """Submit a step on this rank's parts of some batches whose gradients are added.
 
-        `stop`: why the run should end. `own`: the step is a user's, who knows of no shares.
+        `own`: the step is a user's, who knows of no shares.
         """
         sizes = [batch.size for batch in batches]
         values: list[Values] = []
@@ -106,6 +107,7 @@ class Ranks:
                 with self._parallel.sharing(*((size, sum(sizes)) if own else (1, 1))):
                     results = step(batch.parts[leaf], size, sum(sizes), at == 0, last)
                 values.append({name: value.numpy_async() for name, value in results.items()})
+        stop = self.wish
         why = (int(stop) if isinstance(stop, signal.Signals) else _BY_ITSELF) if stop else 0
         traffic = self.group.traffic
         notes = [float(why), traffic.waited_seconds, float(traffic.sent_bytes)]

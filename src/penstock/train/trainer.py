@@ -32,7 +32,7 @@ from penstock.train.config import Config
 from penstock.train.feed import Feed, closed_after, samples_in, state_of, uploaded
 from penstock.train.interrupting import interruptible
 from penstock.train.metrics import NAMES, Metrics
-from penstock.train.ranks import Pending, Stop, own_means
+from penstock.train.ranks import Pending, own_means
 from penstock.train.run import Run
 from penstock.train.settings import SECTION, RunSettings
 from penstock.train.view import View, open_view
@@ -241,7 +241,8 @@ class Trainer(Run):
             if window.due:
                 self._record_all()
                 window.begin()
-            self._advance(self._feed, received() or self._ends)
+            self._ranks.wish = received() or self._ends
+            self._advance(self._feed)
             ended = self._feed.at_start()  # the epoch
             evaluates = self._evaluates(ended)
             saves = self._saves(evaluates)
@@ -292,14 +293,14 @@ class Trainer(Run):
 
     # A step
 
-    def _advance(self, feed: Feed, stop: Stop) -> None:
-        """Submit a step. Its losses are read later. `stop`: why the run should end after it."""
+    def _advance(self, feed: Feed) -> None:
+        """Submit a step. Its losses are read later."""
         assert self._train_step is not None
         epoch = feed.epoch + 1
         batches = feed.take(self._accumulate)
         self._before_step()
         rate = self.optimizers[0].lr
-        values = self._ranks.train(self._train_step, batches, stop, own=self._has_own_step)
+        values = self._ranks.train(self._train_step, batches, own=self._has_own_step)
         self.step += 1
         if isinstance(self._scheduler, LRScheduler) and self._schedule_every == "step":
             self._scheduler.step()
