@@ -79,13 +79,7 @@ class Ranks:
         first, count = self.group.rank * self._parallel.own_shards, self._parallel.own_shards
         return [part_of(batch, number, self._parallel.shards) for number in range(first, first + count)]
 
-    def train(
-        self,
-        step: Callable[..., Any],
-        batches: Sequence[Batch],
-        stop: signal.Signals | bool | None,
-        own: bool,
-    ) -> Pending:
+    def train(self, step: Callable[..., Any], batches: Sequence[Batch], own: bool) -> Pending:
         """Submit a step on this rank's parts of some batches whose gradients are added.
 
         `own`: the step is a user's, who knows of no shares.
