@@ -33,9 +33,9 @@ def make_optimizer(model: GPT, config: Config) -> AdamW:
 def parallel(optimizer: Optimizer, config: Config) -> Optimizer:
     """The optimizer for the ranks of a configuration: as it is, if batches have no shards."""
     setting = config.ranks
-    return (
-        DataParallel(optimizer, shards=setting.shards, exact=setting.exact) if setting.shards else optimizer
-    )
+    if not setting.shards:
+        return optimizer
+    return DataParallel(optimizer, shards=setting.shards, exact=setting.exact, zero=setting.zero)
 
 
 def loss_of(model: GPT) -> Callable[[ps.Tensor], ps.Tensor]:

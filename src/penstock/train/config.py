@@ -122,7 +122,10 @@ class RanksConfig:
     )
     exact: bool = setting(True, "the number of devices changes no bit; false: sums in the engine's order")
 
+    zero: int = setting(0, "1: each device keeps a part of the optimizer's state; 2: and of gradients")
+
     def __post_init__(self) -> None:
+        _check(self.zero in (0, 1, 2), "ranks.zero", self.zero, "0, 1 or 2")
         powers = self.shards & (self.shards - 1) == 0 and 0 <= self.shards <= 128
         _check(powers, "ranks.shards", self.shards, "0 or a power of 2 up to 128")
 

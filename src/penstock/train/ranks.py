@@ -13,6 +13,7 @@ from penstock.collectives.world import communicator
 from penstock.distributed.data_parallel import DataParallel
 from penstock.distributed.shares import Means, Values, means, part_of
 from penstock.errors import SettingError
+from penstock.nn.module import Module
 from penstock.optim.optimizer import Optimizer
 from penstock.train.feed import Batch
 from penstock.train.metrics import Traffic
@@ -54,13 +55,20 @@ def own_means(values: Sequence[Values], sizes: Sequence[int]) -> dict[str, float
 class Ranks:
     """The ranks of a run as this rank sees them; without DataParallel, it is alone."""
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
         self.group = communicator()
         self._parallel = next((each for each in optimizers if isinstance(each, DataParallel)), None)
         if self.group.size > 1 and (self._parallel is None or len(optimizers) > 1):
             raise SettingError(
                 f"{self.group.size} ranks train together with ps.distributed.DataParallel(optimizer), and "
                 f"{' and '.join(type(each).__name__ for each in optimizers)} was given"
+            )
+        if self._parallel and any(
+            getattr(each, "running_mean", None) is not None for each in model.modules()
+        ):
+            raise SettingError(
+                "running statistics, as of BatchNorm, would differ between ranks; use GroupNorm, LayerNorm, "
+                "or track_running_stats=False"
             )
         self.writes = self.group.rank == 0  # the folder of the run
         self.begin()

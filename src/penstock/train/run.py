@@ -63,7 +63,7 @@ class Run:
         self.optimizers = list(optimizers)
         self.step = 0
         self._device = model.parameters()[0].device
-        self._ranks = Ranks(self.optimizers)
+        self._ranks = Ranks(model, self.optimizers)
         self._view = view if self._ranks.writes else NoView()
         self._feed = Feed(data, self._device, self._ranks.split)
         self._scheduler, self._callbacks = scheduler, list(callbacks)
