@@ -21,8 +21,8 @@ def start_ranks(count: int) -> int:
     """Run this command as several ranks; the exit status. Ctrl-C and SIGTERM are passed on to rank 0."""
     if launched_size() > 1:
         raise SettingError(f"mpiexec has started {launched_size()} ranks already; leave out --devices")
-    launcher = _launcher()
-    command = [*launcher, "-n", str(count), sys.executable, "-m", "penstock", *_without_devices(sys.argv[1:])]
+    start = launcher()
+    command = [*start, "-n", str(count), sys.executable, "-m", "penstock", *_without_devices(sys.argv[1:])]
     with TemporaryDirectory(prefix="penstock-") as folder:
         environment = {**os.environ, PROCESSES: folder, **_terminal()}
         # In a session of its own, so that Ctrl-C reaches the ranks once.
@@ -43,7 +43,7 @@ def start_ranks(count: int) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _launcher() -> list[str]:
+def launcher() -> list[str]:
     """The mpiexec beside this Python, which the package mpich brings, or that of the system."""
     beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
     path = beside or shutil.which("mpiexec")

@@ -22,7 +22,7 @@ from penstock.errors import RankLost
 _BEAT = 1.0  # seconds between two beats
 _SILENT = 30.0  # seconds without a beat until a rank counts as lost
 _GRACE = 10.0  # seconds that a program has to end by itself after a rank was lost
-_SHORT, _LONG = 20e-6, 2e-3  # seconds between two looks at an operation under way
+_SHORT, _LONG = 20e-6, 5e-4  # seconds between two looks at an operation under way
 
 
 @dataclass
