@@ -4,9 +4,9 @@
     python benchmarks/parallel.py --nccl          # on a CUDA device: NCCL with one rank, against no exchange
 
 Every rank has a single core. The link's rate is that of all-to-all and all-gather of MPI on 16 MiB; the cost
-of a step's exchanges, of the rank that came last and waited for nobody, is compared with what their bytes take
-at that rate. The best of several rounds counts. Where ranks share their cores with other programs, only the
-times of CPUs tell how training would scale.
+of a step's exchanges, of the rank that came last and waited for nobody, is compared with what their bytes
+take at that rate. The best of several rounds counts. Where ranks share their cores with other programs, only
+the times of CPUs tell how training would scale.
 """
 
 from __future__ import annotations

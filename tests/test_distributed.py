@@ -29,6 +29,7 @@ from penstock.plan.order import Work
 from penstock.plan.overlap import waits_late
 from penstock.registry import find
 from penstock.runtime import Device
+from penstock.train.scaling import parse_rate, predicted
 
 PROGRAMS = Path(rank_programs.__file__)
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or "mpiexec"
@@ -111,6 +112,31 @@ def test_the_ranks_of_a_command_do_not_start_more() -> None:
 def test_more_ranks_than_shards_are_refused() -> None:
     with pytest.raises(SettingError, match="power of 2"):
         ps.distributed.DataParallel(ps.optim.SGD([ps.nn.Parameter(ps.zeros(2))], lr=1.0), shards=3)
+
+
+def test_links_are_in_bits_or_bytes() -> None:
+    assert parse_rate("400Gb/s") == parse_rate("50 GB/s") == 50e9
+    for wrong in ("400", "fast", "0Gb/s", "1.2.3GB/s"):
+        with pytest.raises(SettingError, match="400Gb/s"):
+            parse_rate(wrong)
+
+
+def test_what_ranks_wait_for() -> None:
+    """Of 40 MB of gradients, which 2 ranks send once, and a step of 90 ms, of which 60 ms can hide that."""
+
+    class Plan:
+        step_seconds = (0.09,)
+        unlimited_bytes = 300_000_000
+
+    plan: Any = Plan()
+    fast = predicted(plan, 4, 10_000_000, False, 2, parse_rate("8Gb/s"))
+    assert fast.sent_bytes == 40_000_000
+    assert fast.exchange_seconds == pytest.approx(40e-3 + 2 * 9 * 5e-6)
+    assert fast.exposed_seconds == pytest.approx(fast.exchange_seconds / 9)  # the last of 9 buckets
+    slow = predicted(plan, 4, 10_000_000, False, 2, parse_rate("1.6Gb/s"))
+    assert slow.exposed_seconds == pytest.approx(slow.exchange_seconds - 60e-3)
+    assert slow.efficiency < fast.efficiency < predicted(plan, 4, 10_000_000, False, 1, 1e9).efficiency == 1
+    assert fast.rank_bytes == {0: 300_000_000, 1: 260_000_000}
 
 
 # Collectives
