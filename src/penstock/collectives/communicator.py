@@ -34,6 +34,15 @@ class Traffic:
     seconds: float = 0.0  # that operations took, with the time until other ranks came
     waited_seconds: float = 0.0  # of them, those that the program waited for: the others were hidden
 
+    def since(self, before: Traffic) -> Traffic:
+        """What was exchanged after a copy of this."""
+        return Traffic(
+            self.operations - before.operations,
+            self.sent_bytes - before.sent_bytes,
+            self.seconds - before.seconds,
+            self.waited_seconds - before.waited_seconds,
+        )
+
 
 class Source(Protocol):
     """An array that the device may still compute."""

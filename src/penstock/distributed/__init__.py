@@ -2,7 +2,7 @@
 
 from penstock.distributed.collective import all_gather, all_reduce, broadcast, reduce_scatter
 from penstock.distributed.data_parallel import DataParallel
-from penstock.distributed.ranks import barrier, init, rank, run_local, size, traffic
+from penstock.distributed.ranks import barrier, init, patient, rank, run_local, size, traffic
 
 __all__ = [
     "DataParallel",
@@ -11,6 +11,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "init",
+    "patient",
     "rank",
     "reduce_scatter",
     "run_local",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -99,6 +100,17 @@ def barrier() -> None:
     >>> ps.distributed.barrier()
     """
     communicator().barrier()
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """In a block, the other ranks wait as long as it takes; for what a single rank does at length.
+
+    >>> with ps.distributed.patient():
+    ...     total = sum(range(10))
+    """
+    with communicator().patient():
+        yield
 
 
 def traffic() -> Traffic:

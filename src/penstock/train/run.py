@@ -119,10 +119,11 @@ class Run:
         if not self._ranks.writes:
             return False
         try:
-            if sample:
-                write_sample(self.folder, sample)
-            text = sample or read_sample(self.folder)
-            write_report(self.folder, self._settings(), self._log.curves, self._findings, text)
+            with self._ranks.group.patient():
+                if sample:
+                    write_sample(self.folder, sample)
+                text = sample or read_sample(self.folder)
+                write_report(self.folder, self._settings(), self._log.curves, self._findings, text)
         except Exception as error:  # a run is worth more than its report
             self._view.note(f"there is no new report: {error}")
             return False

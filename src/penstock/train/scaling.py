@@ -62,7 +62,7 @@ class Scaling:
             (self.step_seconds, self.compute_seconds, self.exposed_seconds, self.exchange_seconds),
         )
         return (
-            f"{self.ranks} ranks with a batch of {self.batch} each: {step} for a step, {compute} to compute and "
+            f"{self.ranks} ranks with a batch of {self.batch} each: {step} for a step, {compute} to compute, "
             f"{wait} to wait; {format_bytes(self.sent_bytes)} sent by each in {exchange}; "
             f"efficiency {self.efficiency:.0%}\nmemory of a rank: {memory}"
         )
