@@ -110,14 +110,19 @@ def trainer(options: dict[str, Any]) -> dict[str, Any]:
             ps.optim.AdamW(model.parameters(), lr=1e-2), shards=4, **options.pop("parallel", {})
         ),
         loader,
-        evaluation=[(samples[0][:16], samples[1][:16])],
+        evaluation=[(samples[0][at : at + 7], samples[1][at : at + 7]) for at in (0, 7, 14)],
         view=NoView(),
         callbacks=[KillAt(killed)] if killed else [],
         **options,
     )
     run.fit()
     lines = (Path(options["folder"]) / "metrics.jsonl").read_text().splitlines()
-    return {"losses": [json.loads(line)["loss"] for line in lines], "weights": digest(model)}
+    metrics = [json.loads(line) for line in lines]
+    return {
+        "losses": [line["loss"] for line in metrics],
+        "validation": [line["validation_loss"] for line in metrics if "validation_loss" in line],
+        "weights": digest(model),
+    }
 
 
 def raises(options: dict[str, Any]) -> dict[str, Any]:

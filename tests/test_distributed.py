@@ -365,6 +365,8 @@ def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
     assert started(2, "trainer", folder=folder, killed=killed, **options).returncode != 0
     resumed = result(4, "trainer", folder=folder, **options)
     assert resumed["losses"] == whole["losses"]
+    assert len(whole["validation"]) == 3
+    assert resumed["validation"] == whole["validation"]
     assert resumed["weights"] == whole["weights"]
 
 

@@ -121,7 +121,7 @@ def exposed_exchanges(evidence: Evidence) -> Iterator[Finding]:
             f"{format_seconds(evidence.exchanged_seconds)}, and the program waited "
             f"{format_seconds(waited)} of that",
             "(ranks)",
-            "give each rank more to compute between exchanges: a larger batch, or gradients of several batches "
+            "give each rank more to compute between exchanges: a larger batch, or more of them for a step "
             "(accumulate). If other ranks wait less, one of them is slow: in metrics.jsonl, the rank whose "
             "rank_N_wait is least is the one that the others wait for",
             of_time(waited, evidence.working_seconds),

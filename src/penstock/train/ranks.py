@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,9 +16,11 @@ from penstock.distributed.shares import Means, Values, means, part_of
 from penstock.errors import SettingError
 from penstock.nn.module import Module
 from penstock.optim.optimizer import Optimizer
-from penstock.train.feed import Batch
+from penstock.tensor.core import Tensor
+from penstock.train.feed import Batch, samples_in
 from penstock.train.metrics import Traffic
 
+Evaluated = dict[str, float] | None
 Stop = signal.Signals | bool | None  # why a run should end: a signal, or a callback's wish
 _BY_ITSELF = -1  # stopped by a callback, not by a signal
 
@@ -37,19 +40,16 @@ class _Own:
     sizes: Sequence[int]
 
     def wait(self) -> Means:
-        read = [{name: float(future.wait()) for name, future in batch.items()} for batch in self.values]
-        return Means(
-            {
-                name: float(np.average([batch[name] for batch in read], weights=self.sizes))
-                for name in read[0]
-            },
-            [],
-        )
+        return Means(_means([_read(batch) for batch in self.values], self.sizes), [])
 
 
-def own_means(values: Sequence[Values], sizes: Sequence[int]) -> dict[str, float]:
-    """The means of the values of batches over their samples, by name; waits for them."""
-    return _Own(values, sizes).wait().values
+def _read(values: Values) -> dict[str, float]:
+    return {name: float(future.wait()) for name, future in values.items()}
+
+
+def _means(rows: Sequence[Mapping[str, float]], sizes: Sequence[int]) -> dict[str, float]:
+    """The means of values of batches over their samples, by name."""
+    return {name: float(np.average([row[name] for row in rows], weights=sizes)) for name in rows[0]}
 
 
 class Ranks:
@@ -114,6 +114,28 @@ class Ranks:
         traffic = self.group.traffic
         notes = [float(why), traffic.waited_seconds, float(traffic.sent_bytes)]
         return means(self.group, values, parts, notes)
+
+    def evaluate(self, values_of: Callable[[Any], Mapping[str, Tensor]], batches: Iterable[Any]) -> Evaluated:
+        """The means of the values of batches, which ranks compute in turn; None if there is no batch."""
+        sizes: list[int] = []
+        own: list[Values] = []
+        for number, batch in enumerate(batches):
+            sizes.append(samples_in(batch))
+            if number % self.group.size == self.group.rank:
+                results = values_of(batch)
+                own.append({name: value.numpy_async() for name, value in results.items()})
+        if not sizes:
+            return None
+        rows = [_read(values) for values in own]
+        if self.group.size == 1:
+            return _means(rows, sizes)
+        names = json.loads(self.group.share(json.dumps(list(rows[0]) if rows else []).encode()))
+        table = np.full((-(-len(sizes) // self.group.size), len(names)), np.nan)
+        for row, values in zip(table, rows, strict=False):
+            row[:] = [values[name] for name in names]
+        parts = self.group.run("all_gather", table.reshape(-1)).reshape(self.group.size, *table.shape)
+        ordered = parts.swapaxes(0, 1).reshape(-1, len(names))[: len(sizes)]
+        return _means([dict(zip(names, row.tolist(), strict=True)) for row in ordered], sizes)
 
     def told(self, notes: Sequence[Sequence[float]], step: int) -> Traffic | None:
         """Take note of what ranks told with a step; what they have exchanged since the step before."""

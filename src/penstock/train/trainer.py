@@ -18,7 +18,6 @@ from rich.console import Console
 import penstock as ps
 from penstock.config import parse_bytes
 from penstock.data import DataError
-from penstock.distributed.shares import Values
 from penstock.errors import SettingError
 from penstock.formatting import format_bytes
 from penstock.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -29,10 +28,10 @@ from penstock.train import checkpoint as checkpoints
 from penstock.train import stepping
 from penstock.train.callbacks import Callback, EarlyStopping
 from penstock.train.config import Config
-from penstock.train.feed import Feed, closed_after, samples_in, state_of, uploaded
+from penstock.train.feed import Feed, closed_after, state_of, uploaded
 from penstock.train.interrupting import interruptible
 from penstock.train.metrics import NAMES, Metrics
-from penstock.train.ranks import Pending, own_means
+from penstock.train.ranks import Pending
 from penstock.train.run import Run
 from penstock.train.settings import SECTION, RunSettings
 from penstock.train.view import View, open_view
@@ -434,16 +433,12 @@ class Trainer(Run):
             return {}
         if self._evaluation_state is not None:  # always the same batches
             self._evaluation.load_state_dict(self._evaluation_state)
-        sizes: list[int] = []
-        values: list[Values] = []
+        evaluate = self._evaluate_batch
         with closed_after(self._evaluation) as batches:
-            for batch in batches:
-                results = self._evaluate_batch(uploaded(batch, self._device))
-                sizes.append(samples_in(batch))
-                values.append({name: value.numpy_async() for name, value in results.items()})
-        if not values:
+            values = self._ranks.evaluate(lambda batch: evaluate(uploaded(batch, self._device)), batches)
+        if values is None:
             raise DataError("`evaluation` gave no batch; give what can be iterated again, such as a list")
-        means = {_EVALUATED + name: mean for name, mean in own_means(values, sizes).items()}
+        means = {_EVALUATED + name: mean for name, mean in values.items()}
         self._check(means[_EVALUATED + stepping.LOSS], "validation loss", self.step)
         return means
 
