@@ -102,19 +102,30 @@ def trainer(options: dict[str, Any]) -> dict[str, Any]:
     rng = np.random.default_rng(1)
     samples = rng.standard_normal((48, 4)).astype(np.float32), rng.integers(0, 2, 48)
     loader = ps.data.Loader(list(zip(*samples, strict=True)), batch=8, shuffle=True, seed=2)
-    killed = options.pop("killed", 0)
+    killed, own = options.pop("killed", 0), options.pop("own", False)
+    parallel = options.pop("parallel", {})
+    optimizer = ps.distributed.DataParallel(
+        ps.optim.AdamW(model.parameters(), lr=1e-2, clip_norm=1.0), shards=4, **parallel
+    )
     run = ps.Trainer(
         model,
         ps.nn.functional.cross_entropy,
-        ps.distributed.DataParallel(
-            ps.optim.AdamW(model.parameters(), lr=1e-2), shards=4, **options.pop("parallel", {})
-        ),
+        optimizer,
         loader,
         evaluation=[(samples[0][at : at + 7], samples[1][at : at + 7]) for at in (0, 7, 14)],
         view=NoView(),
         callbacks=[KillAt(killed)] if killed else [],
         **options,
     )
+    if own:
+
+        @run.train_step
+        def step(x: ps.Tensor, y: ps.Tensor) -> ps.Tensor:
+            loss = ps.nn.functional.cross_entropy(model(x), y)
+            optimizer.backward(loss)
+            optimizer.step()
+            return loss
+
     run.fit()
     lines = (Path(options["folder"]) / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line) for line in lines]

@@ -164,11 +164,28 @@ def test_collectives(jitted: bool, engine: Any) -> None:
         assert np.array_equal(first, arrays[0])
 
 
+def test_a_thread_that_fails_ends_the_others() -> None:
+    def own(device: Device) -> None:
+        if ps.distributed.rank() == 1:
+            raise ValueError("no data")
+        ps.distributed.barrier()
+
+    with pytest.raises(ValueError, match="no data"):
+        on_ranks(2, own)
+
+
+def test_no_gradient_passes_a_collective() -> None:
+    with pytest.raises(SettingError, match="detach"):
+        ps.distributed.all_reduce(ps.nn.Parameter(ps.ones(2)))
+
+
 # Training
 
 
-def test_the_number_of_ranks_changes_no_bit() -> None:
-    alone, several = result(1, "mlp"), result(4, "mlp")
+@pytest.mark.slow(4)
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_number_of_ranks_changes_no_bit(count: int) -> None:
+    alone, several = result(1, "mlp"), result(count, "mlp")
     assert alone["losses"][0] != alone["losses"][1]
     assert several["losses"] == alone["losses"]
     assert several["weights"] == alone["weights"]
@@ -304,6 +321,30 @@ def test_ranks_agree_with_one_step_on_the_whole_batch() -> None:
     assert np.allclose(summed, whole, rtol=1e-4)
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_step_without_jit(zero: int) -> None:
+    def own(device: Device) -> Any:
+        run = Trained(device, zero=zero)
+        run._step = run._trained
+        return run.steps(2), run.values()
+
+    (alone,) = on_ranks(1, own)
+    assert on_ranks(2, own) == [alone] * 2
+    (jitted,) = on_ranks(1, lambda device: Trained(device, zero=zero).steps(2))
+    assert np.allclose(jitted, alone[0], rtol=1e-5)
+
+
+def test_two_kinds_of_device_in_a_process() -> None:
+    def own(device: Device) -> Any:
+        run = Trained(device, shards=2)
+        return run.steps(3), [weight.numpy() for weight in run.weights]
+
+    first, second = ps.distributed.run_local(own, [find("opencl"), find("host")])
+    assert first[0] == second[0]
+    for weight, other in zip(first[1], second[1], strict=True):  # each computes the update itself
+        assert np.allclose(weight, other, rtol=1e-5, atol=1e-6)
+
+
 def test_rules_over_whole_parameters_are_refused() -> None:
     weight = ps.nn.Parameter(ps.zeros((2, 2)))
     with pytest.raises(SettingError, match="Muon updates"):
@@ -356,24 +397,31 @@ def test_engines_that_move_memory_of_devices(count: int, zero: int) -> None:
 # Runs
 
 
-def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    options = {"steps": 9, "checkpoint_every": 2, "evaluate_every": 4}
+@pytest.mark.slow("accumulated", "own")
+@pytest.mark.parametrize("more", ["plain", "accumulated", "own"])
+def test_a_killed_run_goes_on_with_other_ranks(more: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": 9, "checkpoint_every": 2, "evaluate_every": 4}
+    if more == "accumulated":
+        options |= {"accumulate": 2, "parallel": {"zero": 2}}
+    elif more == "own":
+        options |= {"own": True, "parallel": {"zero": 1}}
     whole = result(1, "trainer", folder=str(tmp_path / "whole"), **options)
     assert len(whole["losses"]) == 9
     folder = str(tmp_path / "killed")
     killed = int(np.random.default_rng().integers(3, 8))
     assert started(2, "trainer", folder=folder, killed=killed, **options).returncode != 0
-    resumed = result(4, "trainer", folder=folder, **options)
+    resumed = result(1 if more == "plain" else 4, "trainer", folder=folder, **options)
     assert resumed["losses"] == whole["losses"]
     assert len(whole["validation"]) == 3
     assert resumed["validation"] == whole["validation"]
     assert resumed["weights"] == whole["weights"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named() -> None:
-    done = started(3, "raises")
+    done = started(2, "raises")
     assert done.returncode != 0
-    assert "rank 2 of 3: ended by ValueError: this rank has no data" in done.stderr
+    assert "rank 1 of 2: ended by ValueError: this rank has no data" in done.stderr
 
 
 def test_a_rank_that_hangs_is_named() -> None:

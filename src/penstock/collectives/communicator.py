@@ -118,7 +118,7 @@ class Communicator:
         self._lock = threading.Lock()
         self._heard: dict[int, tuple[float, Beat]] = {}  # when each rank was heard, and what it said
         self._next_beat = 0.0
-        self._closing = False
+        self._closing, self._together = False, True
         self._thread: threading.Thread | None = None
         if self.size > 1:
             now = time.monotonic()
@@ -167,12 +167,12 @@ class Communicator:
             with self._lock:
                 self._patient -= 1
 
-    def close(self) -> None:
-        """Leave, after every rank has come as far. Safe to call twice."""
+    def close(self, together: bool = True) -> None:
+        """Leave: after every rank has come as far, or at once. Safe to call twice."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._closing = True
+        self._closing, self._together = True, together
         self._jobs.put(None)
         thread.join()
 
@@ -289,7 +289,8 @@ class Communicator:
     def _leave(self) -> None:
         """Wait for the other ranks, however long they take, while they are there."""
         try:
-            if self.failure is None:
+            self.engine.beat(Beat(self._begun, False, True))
+            if self.failure is None and self._together:
                 self._completed(self.engine.begin("barrier", np.zeros(1, np.uint8)), waiting=False)
             self.engine.close()
         except RankLost as error:

@@ -43,6 +43,9 @@ def as_rank(own: Communicator) -> Iterator[None]:
     token = _of_thread.set(own)
     try:
         yield
+    except BaseException:
+        own.close(together=False)  # the others, which may wait for it, are told
+        raise
     finally:
         _of_thread.reset(token)
         own.close()

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.collectives.communicator import Communicator
 from penstock.collectives.engine import Operation
 from penstock.collectives.world import communicator
-from penstock.errors import CaptureError, SettingError
+from penstock.errors import SettingError
 from penstock.graph import collectives as graph
 from penstock.graph.node import Node
 from penstock.tensor.capture import capture
@@ -32,18 +32,26 @@ class Chain:
     def apply_all(self, operation: Operation, rows: Sequence[Tensor]) -> list[Tensor]:
         """The results of a collective on several rows.
 
-        An engine that moves memory of the device knows no sums along a tree: kernels compute them.
+        Outside of jit they are exchanged now, in the order of the program's lines, like those of other ranks.
         """
         if not self.group.exchanges:
             return list(rows)
-        if not self.group.engine.on_device or operation not in ("tree_reduce", "tree_scatter"):
-            return [self.apply(operation, row) for row in rows]
-        size = self.group.size
-        moved = [self.apply("all_to_all", row) for row in rows]
-        parts = [_tree(reshape(row, (size, -1)), 0, size) for row in moved]
-        return parts if operation == "tree_scatter" else [self.apply("all_gather", part) for part in parts]
+        results = self._all(operation, rows)
+        if capture.get() is None:
+            realize_together(results)
+            self._last = None  # it has run, and would run again with the next
+        return results
 
-    def apply(self, operation: Operation, row: Tensor) -> Tensor:
+    def _all(self, operation: Operation, rows: Sequence[Tensor]) -> list[Tensor]:
+        """An engine that moves memory of the device knows no sums along a tree: kernels compute them."""
+        if not self.group.engine.on_device or operation not in ("tree_reduce", "tree_scatter"):
+            return [self._apply(operation, row) for row in rows]
+        size = self.group.size
+        moved = [self._apply("all_to_all", row) for row in rows]
+        parts = [_tree(reshape(row, (size, -1)), 0, size) for row in moved]
+        return parts if operation == "tree_scatter" else [self._apply("all_gather", part) for part in parts]
+
+    def _apply(self, operation: Operation, row: Tensor) -> Tensor:
         """The result of a collective on a row, which is a row too."""
         if row.device.dispatcher is not None:
             raise SettingError("ranks need a device each, and auto stands for several; name a device")
@@ -67,15 +75,9 @@ def chain() -> Chain:
 
 
 def _applied(operation: Operation, x: Tensor) -> Tensor:
-    if x.requires_grad and capture.get() is not None:
-        raise CaptureError(f"no gradient passes {operation}; use detach() on what it exchanges")
-    group = communicator()
-    if not group.exchanges:
-        return x.detach()
-    result = chain().apply(operation, reshape(x, (-1,)))
-    if capture.get() is None:  # in the order of the program's lines, like that of the other ranks
-        realize_together([result])
-    return result
+    if x.requires_grad:
+        raise SettingError(f"no gradient passes {operation}; use detach() on what it exchanges")
+    return chain().apply_all(operation, [reshape(x, (-1,))])[0]
 
 
 def all_reduce(x: Tensor) -> Tensor:
