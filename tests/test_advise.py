@@ -427,6 +427,14 @@ def test_late_data_is_hidden_only_behind_what_else_the_thread_does() -> None:
         assert names(nothing(transfers=[other])) == []
 
 
+def test_waits_for_other_ranks() -> None:
+    several = nothing(ranks=4, exchanged_seconds=0.5, waited_for_ranks=0.3, sent_bytes=1 << 20)
+    (finding,) = findings(several)
+    assert (finding.advice.flaw, finding.advice.seconds) == ("exposed-exchange", pytest.approx(0.3))
+    assert names(replace(several, waited_for_ranks=0.001)) == []  # hidden
+    assert names(nothing()) == []
+
+
 def test_one_line_has_one_flaw_the_cause_before_what_follows() -> None:
     back = Transfers("a.py:2", "tensor/creation.py:asarray", "float32", calls=20, nbytes=10**7, returned=20)
     back = replace(back, returned_seconds=0.2, source="a.py:1")

@@ -25,6 +25,7 @@ PAGES: list[Any] = ["README.md", pytest.param("docs/advise.md", marks=pytest.mar
 PAGES += [f"docs/{name}.md" for name in ("bench", "kernels", "memory", "profiling", "runtime", "tensors")]
 PAGES += [
     "docs/dispatch.md",
+    "docs/distributed.md",
     "docs/models.md",
     "docs/nn.md",
     "docs/onnx.md",

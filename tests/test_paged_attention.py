@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from conftest import examples
 from penstock import Device
 from penstock.tensor.paged_attention import paged_attention
 

@@ -103,12 +103,16 @@ _provide_rates(_step_rates)
 
 
 if _typing.TYPE_CHECKING:
-    from penstock import onnx, train
+    from penstock import distributed, onnx, train
     from penstock.train import Trainer
 else:  # type checkers report missing names themselves
 
     def __getattr__(name: str) -> object:
-        if name in ("onnx", "train"):  # imported late: few programs use them, and they take their time
+        if name in (
+            "distributed",
+            "onnx",
+            "train",
+        ):  # imported late: few programs use them, and they take their time
             return _import_module(f"penstock.{name}")
         if name == "Trainer":
             return _import_module("penstock.train").Trainer
@@ -140,6 +144,7 @@ __all__ = [
     "data",
     "default_device",
     "devices",
+    "distributed",
     "double",
     "e",
     "errors",

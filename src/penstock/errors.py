@@ -51,6 +51,10 @@ class BadIndex(PenstockError, IndexError):
         self.where = where
 
 
+class RankLost(PenstockError, RuntimeError):
+    """Another rank died or hangs, so that training cannot go on. The message names it."""
+
+
 class BufferInUse(PenstockError, RuntimeError):
     """A buffer was passed to the device while the host holds a view of it, or vice versa."""
 

@@ -345,6 +345,10 @@ class Device:
         transfers = self.layers().transfers
         transfers.copy(self._own(target), target_offset, self._own(source), source_offset, nbytes)
 
+    def exchange(self, target: Buffer, source: Buffer, work: Callable[[int, int, int], None]) -> None:
+        """Have another library fill `target` from `source`, beside the kernels; see `Transfers.exchange`."""
+        self.layers().transfers.exchange(self._own(target), self._own(source), work)
+
     def view(
         self,
         buffer: Buffer,

@@ -108,3 +108,22 @@ def late_data(evidence: Evidence) -> Iterator[Finding]:
                 of_time(saved, whole),
                 saved,
             )
+
+
+def exposed_exchanges(evidence: Evidence) -> Iterator[Finding]:
+    """Ranks wait for each other, or for bytes on their way, while they could compute."""
+    waited = evidence.waited_for_ranks
+    if evidence.ranks > 1 and waited >= LEAST_TIME * evidence.working_seconds:
+        yield finding(
+            "exposed-exchange",
+            "The program waits for other ranks",
+            f"exchanges of {format_bytes(evidence.sent_bytes)} with {evidence.ranks - 1} other ranks took "
+            f"{format_seconds(evidence.exchanged_seconds)}, and the program waited "
+            f"{format_seconds(waited)} of that",
+            "(ranks)",
+            "give each rank more to compute between exchanges: a larger batch, or more of them for a step "
+            "(accumulate). If other ranks wait less, one of them is slow: in metrics.jsonl, the rank whose "
+            "rank_N_wait is least is the one that the others wait for",
+            of_time(waited, evidence.working_seconds),
+            waited,
+        )

@@ -26,6 +26,7 @@ from penstock.cli import (
     reporting,
     training,
 )
+from penstock.collectives.world import communicator
 from penstock.errors import PenstockError, PenstockWarning
 from penstock.terminal import complain, say
 
@@ -92,8 +93,14 @@ def main() -> None:
     try:
         app(prog_name="penstock")
     except PenstockError as error:
-        complain(error)
-        raise SystemExit(1) from None
+        _end(error)
     except MemoryError:
-        complain("this machine has not enough memory for that")
-        raise SystemExit(1) from None
+        _end("this machine has not enough memory for that")
+
+
+def _end(why: PenstockError | str) -> None:
+    """Say why the command failed, and end the other ranks, which would wait for this one."""
+    ranks = communicator()
+    complain(why if ranks.size == 1 else f"rank {ranks.rank} of {ranks.size}: {why}")
+    ranks.engine.abort()
+    raise SystemExit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,23 +25,37 @@ def plan(
     fit: Annotated[
         str | None, typer.Option(help="The largest that the budget holds: batch or context.", metavar="WHAT")
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="What several ranks take that share the batch.", metavar="N", min=1)
+    ] = None,
+    link: Annotated[str, typer.Option(help="The link between ranks.", metavar="RATE")] = "400Gb/s",
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for other programs.")] = False,
 ) -> None:
     """Show what a training step takes under each memory budget.
 
     That is in bytes and in time, and no step runs. With --fit, the largest batch or context that fits into
-    --memory, or into the device, is looked for. --device may name a file that describes a device that is not
-    here, such as card.toml, which `penstock devices NAME --rates card.toml` writes where it is.
+    --memory, or into the device, is looked for. With --ranks, time, memory and efficiency of several devices
+    are predicted, from the rates of one and of the link between them. --device may name a file that describes
+    a device that is not here, such as card.toml, which `penstock devices NAME --rates card.toml` writes where
+    it is.
     """
     from penstock.train.building import settled
     from penstock.train.config import Config
-    from penstock.train.planning import largest_fit, plan_step
+    from penstock.train.planning import largest_fit, plan_ranks, plan_step
 
     settings = settled(changes.applied(Config()))
     if fit not in (None, "batch", "context"):
         raise SettingError(f"--fit is batch or context, and {fit!r} was given")
     if settings.run.device:
         penstock.use(settings.run.device)
+    if ranks is not None:
+        with phase(Console(stderr=True), "planning"):
+            scaling = plan_ranks(settings, ranks, link)
+        if as_json:
+            write_json(asdict(scaling) | {"step_seconds": scaling.step_seconds})
+        else:
+            say(Console(), str(scaling))
+        return
     memory = settings.run.memory
     limit = parse_bytes(memory) if memory else penstock.default_device().capabilities.total_bytes
     console, progress = Console(), Console(stderr=True)

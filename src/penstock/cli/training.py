@@ -11,6 +11,7 @@ from rich.console import Console
 
 import penstock
 from penstock.cli.generating import stream
+from penstock.cli.launching import start_ranks
 from penstock.cli.settings import Changes, with_settings
 from penstock.errors import OutOfDeviceMemory, PenstockError, SettingError
 from penstock.terminal import complain, say
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")  # where runs get their folders
 _SAMPLE = 200  # tokens that end a run
+_SHARDS = 8  # of a batch on several devices
 
 
 @with_settings()
@@ -28,6 +30,9 @@ def train(
     run: Annotated[Path | None, typer.Argument(help="With --resume: the folder of the run.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume RUN, or the last run.")] = False,
     out: Annotated[Path | None, typer.Option(help="The folder of a new run.", metavar="FOLDER")] = None,
+    devices: Annotated[
+        int, typer.Option(help="Ranks to start with mpiexec, each with a device.", metavar="N", min=1)
+    ] = 1,
 ) -> None:
     """Train a language model on text, or resume a run.
 
@@ -35,7 +40,8 @@ def train(
     (`penstock config` lists them), or fine-tunes the model of a folder, a GGUF file or a run: all of it, or
     with --lora adapters of it. Options take precedence over --set, --set over
     the file, and the file over the settings of a resumed run. The run's folder gets its configuration,
-    metrics, checkpoints and a report. Ctrl-C and SIGTERM save and end, with exit status 130 or 143.
+    metrics, checkpoints and a report. Ctrl-C and SIGTERM save and end, with exit status 130 or 143. Several
+    devices, by --devices or `mpiexec -n N penstock train`, share each batch; any number of them may resume.
     """
     if run is not None and not resume:
         raise SettingError(f"to go on with {run} say --resume {run}; for a new run there say --out {run}")
@@ -43,6 +49,8 @@ def train(
         raise SettingError("a resumed run stays in its folder: --resume and --out do not go together")
     from penstock.train import Config
 
+    if devices > 1:
+        raise typer.Exit(start_ranks(devices))
     checkpoint: Checkpoint | None = None
     if resume:
         folder = run if run is not None else _last_run()
@@ -52,7 +60,21 @@ def train(
         if out is not None and any(folder.glob("checkpoints/*.safetensors")):
             raise SettingError(f"{folder} holds a run already; --resume {folder} goes on with it")
         settings = Config()
-    _run(changes.applied(settings), folder, checkpoint, numbered=not resume and out is None)
+    settings = changes.applied(settings)
+    if settings.run.device:
+        penstock.use(settings.run.device)
+    penstock.distributed.init()
+    settings = _divided(settings)
+    _run(settings, folder, checkpoint, numbered=not resume and out is None)
+
+
+def _divided(settings: Config) -> Config:
+    """Settings with shards of a batch, where there are several ranks."""
+    count = penstock.distributed.size()
+    if count == 1 or settings.ranks.shards:
+        return settings
+    shards = max(count, min(_SHARDS, 1 << (settings.data.batch.bit_length() - 1)))
+    return settings.changed({"ranks": {"shards": shards}})
 
 
 def _resumed(folder: Path) -> tuple[Config, Checkpoint | None]:
@@ -71,13 +93,11 @@ def _resumed(folder: Path) -> tuple[Config, Checkpoint | None]:
 
 
 def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered: bool) -> None:
-    from penstock.train import TextTrainer, open_view
+    from penstock.train import NoView, TextTrainer, open_view
     from penstock.train.loading import stream_text
 
     console = Console()
-    view = open_view(console)
-    if settings.run.device:
-        penstock.use(settings.run.device)
+    view = open_view(console) if penstock.distributed.rank() == 0 else NoView()
     if settings.run.memory:
         penstock.default_device().limit_bytes = settings.run.memory
     try:
@@ -88,6 +108,8 @@ def _run(settings: Config, folder: Path, checkpoint: Checkpoint | None, numbered
             how = f"; to go on: penstock train --resume {folder}" if folder.is_dir() else ""
             view.note(f"stopped at step {trainer.step}{how}")
             raise typer.Exit(128 + trainer.stopped_by)
+        if penstock.distributed.rank() > 0:
+            return
         prompt = trainer.prompt()
         text = trainer.tokenizer.decode(prompt)
         view.note("\na sample:")

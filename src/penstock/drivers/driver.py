@@ -329,6 +329,10 @@ class Driver(ABC):
     ) -> Event:
         """Record a copy from offset `start` of `source` to offset `to` of `target`; they must not overlap."""
 
+    def foreign(self, queue: Queue, work: Callable[[int], None], waits: Waits) -> Event:
+        """Record commands that another library puts into the stream whose number it is given."""
+        raise DeviceError(f"{self.name} takes no commands of other libraries")
+
     def map(self, memory: Memory, offset: int, nbytes: int, writable: bool) -> Bytes:
         """The bytes of shared memory as an array. No pending command may touch them."""
         raise DeviceError(f"{self.name} has memory of its own, which the host cannot map")

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
 
+from penstock.collectives.world import patient
 from penstock.compiler.pipeline import budget_levels, compile_graph, prepare
 from penstock.compiler.schedule import Schedule
 from penstock.compiler.target import Budget, Target
@@ -161,7 +162,8 @@ class ExecutableCache:
             self._bridges.pop(key)
             self._schedules[key] = bridge.schedule
             bridge.end()  # what could not be compiled is told by the program below
-        program = Executable(self.schedule(structure, state), self._device, self.kernels)
+        with patient():
+            program = Executable(self.schedule(structure, state), self._device, self.kernels)
         self._schedules.pop(key, None)
         self._programs[key] = program
         self._note_built(start)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.collectives.communicator import Job
 from penstock.compiler.launches import (
     Arrangement,
     arranged,
@@ -26,6 +27,7 @@ from penstock.compiler.schedule import Copy, Location, Schedule, Step
 from penstock.drivers.driver import Kernel
 from penstock.execution.hosting import on_device
 from penstock.execution.run_buffers import RunBuffers
+from penstock.graph.collectives import launcher, moves_on_device, result_bytes, started
 from penstock.graph.node import Array, Node
 from penstock.graph.reference import computed
 from penstock.kernels.cache import KernelCache
@@ -35,6 +37,7 @@ from penstock.kernels.source import ALIGNMENT, KernelSource
 from penstock.memory.buffer import Buffer
 from penstock.plan.arenas import ArenaPlan
 from penstock.runtime import Device
+from penstock.stream.future import Future
 from penstock.stream.program import CopyEnds
 from penstock.stream.program import Program as Launches
 from penstock.stream.queue import BufferSizes
@@ -80,6 +83,7 @@ class Executable:
         self.wrote = False  # of a run that failed: whether anything may have been written
         self._cache = cache
         self._stream = device.stream
+        self._exchanges: dict[Node, Job | Buffer] = {}  # between ranks, that were started in this run
         self._parts = launch_parts(schedule, device.capabilities)
         self._functions = _functions(schedule)
         self._run_buffers = RunBuffers(schedule, fused_buffers(self._parts))
@@ -270,6 +274,18 @@ class Executable:
         """Compute a node by NumPy, on the memory of its inputs and result."""
         (node,) = step.group.nodes
         target, *sources = step.locations
+        if node.primitive.collective == "start":
+            self._exchanges[node] = self._start(node, sources[0], buffers)
+            return
+        if node.primitive.collective == "wait":
+            arrived = self._exchanges.pop(node.inputs[0])
+            if isinstance(arrived, Buffer):
+                self.device.copy(
+                    buffers[target[0]], arrived, node.nbytes, target_offset=target[1] * ALIGNMENT
+                )
+            else:
+                self._upload(arrived.wait(), target, buffers)
+            return
         read = zip(node.inputs, sources, strict=True)
         arrays = [self._read(parent, location, buffers) for parent, location in read]
         attributes = dict(node.attributes)
@@ -279,14 +295,31 @@ class Executable:
         result = np.ascontiguousarray(computed(node, arrays, attributes))
         for recorder in self.device.stream.recorders:
             recorder.computed_by_host(node.primitive.name, start, perf_counter())
-        if result.nbytes:
-            self.device.upload(result, buffers[target[0]], target[1] * ALIGNMENT)
+        self._upload(result, target, buffers)
+
+    def _start(self, node: Node, source: Location, buffers: Sequence[Buffer]) -> Job | Buffer:
+        """Start an exchange between ranks: what will have its result."""
+        (row, *_), device = node.inputs, self.device
+        if not moves_on_device(node):  # the row is read when the device has computed it
+            return started(node, self._reading(row, source, buffers))
+        # In memory of their own: kernels that use the arena meanwhile must not wait.
+        given, result = device.empty(row.nbytes), device.empty(result_bytes(node))
+        device.copy(given, buffers[source[0]], row.nbytes, source_offset=source[1] * ALIGNMENT)
+        device.exchange(result, given, launcher(node))
+        return result
+
+    def _upload(self, array: Array, target: Location, buffers: Sequence[Buffer]) -> None:
+        if array.nbytes:
+            self.device.upload(array, buffers[target[0]], target[1] * ALIGNMENT)
 
     def _read(self, node: Node, location: Location, buffers: Sequence[Buffer]) -> Array:
         if not node.size:
             return np.empty(node.shape, node.dtype)
+        return self._reading(node, location, buffers).wait()
+
+    def _reading(self, node: Node, location: Location, buffers: Sequence[Buffer]) -> Future[Array]:
         buffer, offset = location
-        return self.device.download(buffers[buffer], node.dtype, node.shape, offset * ALIGNMENT).wait()
+        return self.device.download(buffers[buffer], node.dtype, node.shape, offset * ALIGNMENT)
 
 
 def _ends(step: Copy, buffers: Sequence[Buffer]) -> CopyEnds:

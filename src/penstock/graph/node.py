@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy.typing as npt
 
@@ -91,6 +91,7 @@ class Primitive:
     combine: str = ""  # of reductions and scans: the elementwise primitive that combines two items
     transient: bool = False  # made for a single node and may hold values, so no cache may keep it
     reads_packed: bool = False  # it unpacks a matrix, and reads operands as they lie in memory
+    collective: Literal["", "start", "wait"] = ""  # starts an exchange between ranks, or waits for its result
     refuses: str = ""  # why it has no gradient; `backward` raises this if a gradient arrives here
 
     @cached_property

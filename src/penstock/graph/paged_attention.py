@@ -79,7 +79,7 @@ def has_kernel(node: Node, capabilities: Capabilities) -> bool:
         and capabilities.vector_width == 1
         and query.dtype == cache.dtype
         and query.shape[-1] <= _WIDEST
-        and 0 < node.size
+        and node.size > 0
     )
 
 

@@ -92,6 +92,8 @@ def write(group: Group, capabilities: Capabilities, ending: str, varied: bool = 
 
     `varied`: the kernels should also serve groups that differ in their shapes only.
     """
+    if group.nodes[0].primitive.collective:
+        return None  # it waits for other ranks, and must not hold the device's queue meanwhile
     if not capabilities.compiles:
         return _host(group, _name(group, ending))
     return _LOWERINGS[group.kind](group, capabilities, ending, varied)

@@ -20,6 +20,8 @@ class _Moments(Optimizer):
     The powers are products of the betas of all steps, and correct the moments for their start at 0.
     """
 
+    elementwise = True
+
     _first_counts: tuple[tuple[str, float], ...] = (("power1", 1.0), ("power2", 1.0))
     _counted_by: tuple[str, ...] = ("beta1", "beta2")
 
@@ -260,6 +262,8 @@ class LAMB(_Moments):
     [True, True]
     """
 
+    elementwise = False
+
     def __init__(
         self,
         parameters: Parameters,
@@ -291,6 +295,8 @@ class Lion(Optimizer):
     >>> (w < 1).tolist()
     [True, True]
     """
+
+    elementwise = True
 
     def __init__(
         self,

@@ -24,6 +24,8 @@ class RMSprop(Optimizer):
     [True, True]
     """
 
+    elementwise = True
+
     def __init__(
         self,
         parameters: Parameters,
@@ -70,6 +72,8 @@ class Adagrad(Optimizer):
     [True, True]
     """
 
+    elementwise = True
+
     _first_counts = (("steps", 0.0),)
 
     def __init__(
@@ -110,6 +114,8 @@ class Adadelta(Optimizer):
     >>> (w < 1).tolist()
     [True, True]
     """
+
+    elementwise = True
 
     def __init__(
         self,

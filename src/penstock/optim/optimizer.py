@@ -8,7 +8,7 @@ Parameters share a flat allocation, and so do their means, their squares and the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from typing import Any
@@ -60,7 +60,10 @@ class Optimizer:
 
     # The step-dependent scalars of each parameter, with their initial values.
     _first_counts: tuple[tuple[str, float], ...] = ()
+    elementwise = False  # whether the update of an item depends on no other item of its parameter
     _counted_by: tuple[str, ...] = ()  # settings that these scalars depend on
+    # Sums gradients with those of other ranks; by position.
+    exchange: Callable[[dict[int, Tensor]], dict[int, Tensor]] | None = None
 
     def __init__(self, parameters: Parameters, lr: float, clip_norm: float | None, **defaults: Any) -> None:
         if isinstance(parameters, Tensor):
@@ -252,7 +255,12 @@ class Optimizer:
             f"{__package__}."
         )  # its update depends on settings only
         elsewhere = any(grad.device is not self._device for grad in grads)  # `_record_step` raises
-        if not known_rule or elsewhere or len({*map(id, tensors)}) < len(tensors):
+        if (
+            not known_rule
+            or elsewhere
+            or self.exchange is not None
+            or len({*map(id, tensors)}) < len(tensors)
+        ):
             self._record_step()  # a tensor that occurs twice may be two tensors in the next step
             return
         nodes = [tensor._node for tensor in tensors]
@@ -298,6 +306,8 @@ class Optimizer:
                 for at, tensor in enumerate(self.parameters)
                 if tensor.grad is not None
             }
+            if self.exchange is not None:
+                grads = self.exchange(grads)
             sound = self._unscaled(grads)
             if self.clip_norm is not None and grads:
                 factor = minimum(self.clip_norm / (self.norm(list(grads.values())) + 1e-6), 1.0)

@@ -21,6 +21,8 @@ class SGD(Optimizer):
     [True, True]
     """
 
+    elementwise = True
+
     def __init__(
         self,
         parameters: Parameters,

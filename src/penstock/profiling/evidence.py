@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.collectives.communicator import Traffic
+from penstock.collectives.world import communicator
 from penstock.errors import DeviceNotFound
 from penstock.measuring.ceilings import Ceilings
 from penstock.memory.trace import Action
@@ -92,6 +94,10 @@ class Evidence:
     handovers: list[Handover] = field(default_factory=list)
     misses: list[Missing] = field(default_factory=list)
     keeping: list[Keeping] = field(default_factory=list)
+    ranks: int = 1  # that train together
+    exchanged_seconds: float = 0.0  # of exchanges between them
+    waited_for_ranks: float = 0.0  # of these seconds, those that the program waited
+    sent_bytes: int = 0  # to other ranks
     rates: dict[str, float] = field(default_factory=dict)  # the device's best rates; see `Ceilings`
 
     @property
@@ -160,7 +166,17 @@ def gathered(recorder: DeviceRecorder, measure: bool) -> Evidence:
         ],
         keeping=_keeping(log.kept(), lines.count),
         rates=_rates(device, kernels, measure),
+        **_exchanged(recorder.exchanged),
     )
+
+
+def _exchanged(traffic: Traffic) -> dict[str, Any]:
+    return {
+        "ranks": communicator().size,
+        "exchanged_seconds": traffic.seconds,
+        "waited_for_ranks": traffic.waited_seconds,
+        "sent_bytes": traffic.sent_bytes,
+    }
 
 
 def restored(record: Mapping[str, Any]) -> Evidence:

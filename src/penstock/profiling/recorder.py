@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
+from penstock.collectives.communicator import Traffic
+from penstock.collectives.world import communicator
 from penstock.drivers.driver import Cost, Kernel
 from penstock.memory.pool import PoolStatistics
 from penstock.profiling.lines import LineLog
@@ -96,6 +99,8 @@ class DeviceRecorder:
         self._seen = 0
         self._pool_before = device.pool.stats()
         self._pool_after: PoolStatistics | None = None
+        self._traffic_before = copy(communicator().traffic)
+        self.exchanged = Traffic()  # between ranks, once it has ended
         self.lines = lines = LineLog()
         self.memory = MemoryLog(device.pool, device.memory_blocks()[0], kept, lines.runs_so_far)
 
@@ -116,6 +121,7 @@ class DeviceRecorder:
             self.device.unlog_memory(self.memory)
             self.memory.finish()
             self._pool_after = self.device.pool.stats()
+            self.exchanged = communicator().traffic.since(self._traffic_before)
 
     # Notifications of the stream
 

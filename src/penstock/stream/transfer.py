@@ -124,6 +124,24 @@ class Transfers:
             sizes = BufferSizes((target.nbytes, source.nbytes))
             self._record(queue, (verb, nbytes, None, sizes), (target, source), recorded)
 
+    def exchange(self, target: Buffer, source: Buffer, work: Callable[[int, int, int], None]) -> None:
+        """Have another library fill a buffer from another; `work` gets their addresses and a stream.
+
+        It runs beside the kernels, on the queue of uploads: copies from arenas must not wait for it.
+        """
+        self._stream.check_available()
+        to, start = (self._driver.view(each.memory, each.offset, each.nbytes) for each in (target, source))
+        with self._stream.lock:
+            sizes = BufferSizes((target.nbytes, source.nbytes))
+            self._record(
+                self._stream.incoming,
+                ("exchange", source.nbytes, None, sizes),
+                (target, source),
+                lambda queue, waits: self._driver.foreign(
+                    queue, lambda stream: work(to, start, stream), waits
+                ),
+            )
+
     def view(
         self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int], offset: int, writable: bool
     ) -> HostView:

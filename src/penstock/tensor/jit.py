@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
+from penstock.collectives.world import patient
 from penstock.config import parse_bytes
 from penstock.errors import CaptureError
 from penstock.lru import LRU
@@ -110,7 +111,7 @@ class _Jitted:
         captured, start = self._known(key, tensors), 0.0  # when a capture started
         if captured is None:
             start = perf_counter()
-            with self._lock:
+            with self._lock, patient():
                 captured = self._known(key, tensors)  # another thread may have captured it meanwhile
                 if captured is None:
                     captured = self._capture(args, kwargs, tensors)

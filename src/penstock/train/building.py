@@ -7,12 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import penstock as ps
+from penstock.distributed import DataParallel
 from penstock.errors import SettingError
 from penstock.models import LanguageModel
 from penstock.models.sizes import SIZES, context_key, sized
 from penstock.nn import GPT
 from penstock.nn.layers import Where
-from penstock.optim import AdamW
+from penstock.optim import AdamW, Optimizer
 from penstock.train.bases import check_context, own_context
 from penstock.train.config import CONTEXT, MOST_CONTEXT, Config
 
@@ -91,6 +92,14 @@ def make_optimizer(model: LanguageModel, config: Config) -> AdamW:
         betas=(setting.beta1, setting.beta2),
         clip_norm=setting.clip_norm,
     )
+
+
+def parallel(optimizer: Optimizer, config: Config) -> Optimizer:
+    """The optimizer for the ranks of a configuration: as it is, if batches have no shards."""
+    setting = config.ranks
+    if not setting.shards:
+        return optimizer
+    return DataParallel(optimizer, shards=setting.shards, exact=setting.exact, zero=setting.zero)
 
 
 def loss_of(model: LanguageModel) -> Callable[[ps.Tensor], ps.Tensor]:

@@ -71,7 +71,7 @@ def save(run: Path, checkpoint: Checkpoint) -> Path:
             f"the state of the data, the scheduler or a callback cannot be written as JSON: {error}"
         ) from None
     metadata = {"format": _FORMAT, "state": state, "sum": _sum(state, arrays)}
-    path = run / FOLDER / f"step-{checkpoint.step:08}.safetensors"
+    path = path_of(run, checkpoint.step)
     try:
         with written_whole(path) as file:
             file.write(to_safetensors(arrays, metadata))
@@ -81,6 +81,11 @@ def save(run: Path, checkpoint: Checkpoint) -> Path:
         raise CheckpointError(f"{error}. {there[0].upper()}{there[1:]}.") from error
     _remove_old(run)
     return path
+
+
+def path_of(run: Path, step: int) -> Path:
+    """The file of the checkpoint of a step."""
+    return run / FOLDER / f"step-{step:08}.safetensors"
 
 
 def load(path: Path) -> Checkpoint:

@@ -148,6 +148,23 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True)
+class RanksConfig:
+    """Several devices, with a process each."""
+
+    shards: int = setting(
+        0, "parts of a batch, whose gradients are summed in a fixed order; 0: 8 on several devices"
+    )
+    exact: bool = setting(True, "the number of devices changes no bit; false: sums in the engine's order")
+
+    zero: int = setting(0, "1: each device keeps a part of the optimizer's state; 2: and of gradients")
+
+    def __post_init__(self) -> None:
+        _check(self.zero in (0, 1, 2), "ranks.zero", self.zero, "0, 1 or 2")
+        powers = self.shards & (self.shards - 1) == 0 and 0 <= self.shards <= 128
+        _check(powers, "ranks.shards", self.shards, "0 or a power of 2 up to 128")
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of a run."""
 
@@ -156,6 +173,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
 
     def changed(self, tree: Mapping[str, Any], where: str = "the settings") -> Config:
         """With the values of a tree in place of its own; a SettingError says what is unknown or wrong."""
@@ -217,7 +235,7 @@ def _of_kind(name: str, value: object, now: object) -> object:
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
-        wanted = {int: "an integer", float: "a number", str: "a text in quotes"}[kind]
+        wanted = {int: "an integer", float: "a number", str: "a text in quotes", bool: "true or false"}[kind]
         raise SettingError(f"{name} is {wanted}, and {shown(value)} was given")
     return value
 

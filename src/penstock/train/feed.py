@@ -7,7 +7,7 @@ as a `ps.data.Loader`, is resumed by them; of other data, the batches that were 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,20 +20,31 @@ from penstock.tensor.creation import asarray
 
 
 @dataclass(frozen=True)
+class Batch:
+    """The parts of a batch that this process trains on, on its device, and how many samples all of it has."""
+
+    parts: list[Any]
+    size: int
+
+
+@dataclass(frozen=True)
 class _Ahead:
     """A batch that was read and not taken yet, and the state of the data after it."""
 
-    batch: Any
+    batch: Batch
     state: Any
 
 
 class Feed:
     """Batches in order, and the position after the last that was taken."""
 
-    def __init__(self, data: Any, device: Device) -> None:
+    def __init__(
+        self, data: Any, device: Device, split: Callable[[Any], list[Any]] = lambda batch: [batch]
+    ) -> None:
+        """`split` gives the parts of a batch that are trained on here."""
         if not hasattr(data, "__iter__"):
             raise DataError(f"data gives batches in a loop, and {type(data).__name__} cannot be iterated")
-        self._data, self._device = data, device
+        self._data, self._device, self._split = data, device, split
         self._data_state = state_of(data)
         self._is_stateful = self._data_state is not None
         self._iterator: Iterator[Any] | None = None
@@ -56,10 +67,10 @@ class Feed:
         fixed = {name: value for name, value in state.items() if name not in ("next", "first")}
         return {"name": type(self._data).__name__, "batches": self.batches_in_epoch(), **fixed}
 
-    def take(self, most: int) -> list[Any]:
+    def take(self, most: int) -> list[Batch]:
         """The next batches of an epoch: as many as asked for, or those until its end."""
         self.look_ahead()
-        taken: list[Any] = []
+        taken: list[Batch] = []
         while len(taken) < most:
             ahead = self._read()
             if ahead is None and taken:
@@ -135,7 +146,8 @@ class Feed:
             self.waited_seconds += time.perf_counter() - start
         if not self._is_stateful and not self._taken:
             self._check_kind(batch)
-        self._ahead = _Ahead(uploaded(batch, self._device), state_of(self._data))
+        parts = [uploaded(part, self._device) for part in self._split(batch)]
+        self._ahead = _Ahead(Batch(parts, samples_in(batch)), state_of(self._data))
         return self._ahead
 
     def _opened(self) -> Iterator[Any]:

@@ -12,11 +12,35 @@ from typing import Any, TextIO
 from penstock.data.files import written_whole
 from penstock.errors import CheckpointError
 from penstock.files import open_regular, parse_json
+from penstock.formatting import format_bytes
 
 FILE = "metrics.jsonl"
 _MOST_POINTS = 500  # of a curve
 _MOST_LINE = 1 << 16  # bytes; a longer line is not valid
 _MOST_STEPS = 1 << 53  # the largest range of integers that floats represent exactly
+
+
+_MOST_RANKS = 16  # that have a metric each
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What ranks have exchanged in a step."""
+
+    waits: tuple[float, ...]  # seconds that each waited for the others, and for bytes on their way
+    sent_bytes: int  # of all ranks
+
+    def named(self) -> dict[str, float]:
+        """The values by name; of many ranks, only the longest and the shortest wait."""
+        shown = dict(enumerate(self.waits)) if len(self.waits) <= _MOST_RANKS else {}
+        waits = {f"rank_{rank}_wait": wait for rank, wait in shown.items()}
+        return {**waits, "longest_rank_wait": max(self.waits), "shortest_rank_wait": min(self.waits)} | {
+            "sent_bytes": self.sent_bytes
+        }
+
+    def __str__(self) -> str:
+        waits = f"{1e3 * min(self.waits):.0f} to {1e3 * max(self.waits):.0f} ms"
+        return f"{len(self.waits)} ranks waited {waits}, {format_bytes(self.sent_bytes)} sent"
 
 
 @dataclass(frozen=True)
@@ -39,12 +63,14 @@ class Metrics:
     validation_loss: float | None = None
     samples_per_second: float | None = None
     epoch: int | None = None  # the first is 1; None if the data has no end
+    traffic: Traffic | None = None  # between ranks
     others: Mapping[str, float] = field(default_factory=dict)  # a user's own, by name
 
     def named(self) -> dict[str, Any]:
         """All values that there are, by name."""
-        known = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "others"}
-        return {name: value for name, value in known.items() if value is not None} | dict(self.others)
+        single = (item.name for item in fields(self) if item.name not in ("traffic", "others"))
+        known = {name: value for name in single if (value := getattr(self, name)) is not None}
+        return known | (self.traffic.named() if self.traffic else {}) | dict(self.others)
 
     @property
     def speed(self) -> tuple[float, str]:
@@ -92,11 +118,16 @@ def read_curves(run: Path) -> dict[str, Curve]:
 class MetricsLog:
     """The file of a run's metrics, and its curves by the metrics' names."""
 
-    def __init__(self, run: Path, last_step: int) -> None:
-        """Continue after a step: lines of later steps, which the checkpoint does not include, are removed."""
-        self._path = run / FILE
+    def __init__(self, run: Path | None, last_step: int) -> None:
+        """Continue after a step: lines of later steps, which the checkpoint does not include, are removed.
+
+        Without a folder, nothing is written or kept: another rank does.
+        """
+        self._path = None if run is None else run / FILE
         self._file: TextIO | None = None  # open from the first line that is added until `close`
         self.curves: dict[str, Curve] = {}
+        if self._path is None:
+            return
         lines = []
         for line, values in _lines(self._path):
             if values["step"] <= last_step:
@@ -107,6 +138,8 @@ class MetricsLog:
 
     def add(self, metrics: Metrics) -> None:
         """Write a line; a CheckpointError says that the disk is full."""
+        if self._path is None:
+            return
         values = metrics.named()
         line = json.dumps(values, allow_nan=False) + "\n"
         try:

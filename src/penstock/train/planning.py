@@ -16,6 +16,7 @@ from penstock.formatting import format_bytes
 from penstock.train.bases import load_base
 from penstock.train.building import build_model, loss_of, make_optimizer
 from penstock.train.config import Config
+from penstock.train.scaling import Scaling, parse_rate, predicted
 from penstock.train.stepping import training_step
 
 Fitted = Literal["batch", "context"]
@@ -39,6 +40,18 @@ def plan_step(config: Config) -> MemoryPlan:
     tokens, *_waiting = [ps.asarray(empty) for _ in range(accumulate + waiting)]
     plan: MemoryPlan = ps.memory.plan(step, tokens, batch, batch * accumulate, True, accumulate == 1)
     return plan
+
+
+def plan_ranks(config: Config, ranks: int, link: str) -> Scaling:
+    """What a step takes on several ranks, which share the configuration's batch."""
+    if ranks < 1 or config.data.batch % ranks:
+        raise SettingError(f"{ranks} ranks do not divide a batch of {config.data.batch}; set data.batch")
+    rate = parse_rate(link)
+    own = config.changed({"data": {"batch": config.data.batch // ranks}})
+    model = build_model(config, _vocabulary(config))
+    parameters = sum(tensor.size for tensor in model.parameters())
+    narrow = config.model.precision != "float32"
+    return predicted(plan_step(own), own.data.batch, parameters, narrow, ranks, rate)
 
 
 def largest_fit(

@@ -25,10 +25,11 @@ from penstock.train.feed import Feed
 from penstock.train.folder import RunFolder
 from penstock.train.metrics import FILE as METRICS_FILE
 from penstock.train.metrics import MetricsLog, read_curves
+from penstock.train.ranks import Ranks
 from penstock.train.report import CONFIG_FILE, read_findings, read_sample, write_report, write_sample
 from penstock.train.report import FILE as REPORT_FILE
 from penstock.train.settings import RunSettings
-from penstock.train.view import View
+from penstock.train.view import NoView, View
 
 
 class TrainingError(PenstockError, RuntimeError):
@@ -62,8 +63,9 @@ class Run:
         self.optimizers = list(optimizers)
         self.step = 0
         self._device = model.parameters()[0].device
-        self._view = view
-        self._feed = Feed(data, self._device)
+        self._ranks = Ranks(model, self.optimizers)
+        self._view = view if self._ranks.writes else NoView()
+        self._feed = Feed(data, self._device, self._ranks.split)
         self._scheduler, self._callbacks = scheduler, list(callbacks)
         for callback in self._callbacks:
             if not isinstance(callback, Callback):
@@ -114,11 +116,14 @@ class Run:
 
         If the report cannot be written, a note says why, and the run goes on.
         """
+        if not self._ranks.writes:
+            return False
         try:
-            if sample:
-                write_sample(self.folder, sample)
-            text = sample or read_sample(self.folder)
-            write_report(self.folder, self._settings(), self._log.curves, self._findings, text)
+            with self._ranks.group.patient():
+                if sample:
+                    write_sample(self.folder, sample)
+                text = sample or read_sample(self.folder)
+                write_report(self.folder, self._settings(), self._log.curves, self._findings, text)
         except Exception as error:  # a run is worth more than its report
             self._view.note(f"there is no new report: {error}")
             return False
@@ -137,21 +142,22 @@ class Run:
                 f"at step {self.step} the gradients overflow float16 even though the loss is not scaled any "
                 "more; such steps change nothing. Use bfloat16 or float32, or a lower learning_rate"
             )
-        path = checkpoints.save(
-            self.folder,
-            Checkpoint(
-                step=self.step,
-                config=self._settings(),
-                model=model,
-                optimizer=_joined(states),
-                generator=ps.random.state(),
-                seconds=self._seconds,
-                validation_loss=validation,
-                **self._state(score),
-            ),
+        checkpoint = Checkpoint(
+            step=self.step,
+            config=self._settings(),
+            model=model,
+            optimizer=_joined(states),
+            generator=ps.random.state(),
+            seconds=self._seconds,
+            validation_loss=validation,
+            **self._state(score),
         )
+        if self._ranks.writes:
+            with self._ranks.group.patient():
+                checkpoints.save(self.folder, checkpoint)
+        self._ranks.group.barrier()  # the others may read it
         self._saved = self.step
-        self._call("on_checkpoint", path)
+        self._call("on_checkpoint", checkpoints.path_of(self.folder, self.step))
 
     def _check(self, value: float, what: str, step: int) -> None:
         if math.isfinite(value):
@@ -172,7 +178,7 @@ class Run:
 
     def _hold(self) -> None:
         """Lock the folder, and load its last checkpoint if that was not done yet."""
-        if self._held is None:
+        if self._held is None and self._ranks.writes:
             self._held = RunFolder(self.folder)
         if self._opened:
             return
@@ -193,9 +199,11 @@ class Run:
         """Begin with a locked folder, from a checkpoint if there is one."""
         if resumed:
             self._restore(resumed)
+        self._ranks.group.barrier()  # all have read what rank 0 may replace
         self._is_first = not (self.folder / CONFIG_FILE).exists()
-        self._write_settings()
-        self._log = MetricsLog(self.folder, self.step)
+        if self._ranks.writes:
+            self._write_settings()
+        self._log = MetricsLog(self.folder if self._ranks.writes else None, self.step)
         try:
             self._findings = read_findings(self.folder)
         except PenstockError as error:

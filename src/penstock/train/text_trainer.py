@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import penstock as ps
+from penstock.collectives.world import communicator, rank_0_first
 from penstock.data import (
     ByteTokenizer,
     CharTokenizer,
@@ -36,7 +38,7 @@ from penstock.train.bases import (
     model_of_run,
     trained_state,
 )
-from penstock.train.building import build_model, loss_of, make_optimizer, settled
+from penstock.train.building import build_model, loss_of, make_optimizer, parallel, settled
 from penstock.train.checkpoint import Arrays, Checkpoint
 from penstock.train.config import Config
 from penstock.train.folder import RunFolder
@@ -75,12 +77,14 @@ class TextTrainer(Trainer):
         folder is created in any case, with a number after its name if that exists.
         """
         self.config, self.folder, self._view = config, folder, view
-        self._held = RunFolder(folder) if folder.is_dir() and not numbered else None
+        writes = communicator().rank == 0
+        self._held = RunFolder(folder) if writes and folder.is_dir() and not numbered else None
         try:
             self._build(resumed)
-            if self._held is None:
+            if writes and self._held is None:
                 self._held = RunFolder(folder, numbered)
                 self.folder = self._held.path
+            self.folder = Path(communicator().share(str(self.folder).encode()).decode())
             self._open(resumed)
         except BaseException:
             self._let_go()
@@ -100,7 +104,7 @@ class TextTrainer(Trainer):
         super().__init__(
             model,
             None,
-            make_optimizer(model, config),
+            parallel(make_optimizer(model, config), config),
             _TextData(self._store, config),
             folder=self.folder,
             steps=run.steps,
@@ -150,11 +154,12 @@ class TextTrainer(Trainer):
         elif resumed:
             self.tokenizer = load_tokenizer(self.folder / TOKENIZER_FILE)
         else:
-            self.tokenizer = _make_tokenizer(self.config, text, self._view)
+            self.tokenizer = _shared_tokenizer(self.config, text, self._view)
         begun = resumed.text if resumed else None
-        self._store = TokenStore.open(
-            text, _encoder(self.tokenizer), setting.validation, progress=self._view.phase, begun=begun
-        )
+        with rank_0_first():  # the others find its tokens in the cache
+            self._store = TokenStore.open(
+                text, _encoder(self.tokenizer), setting.validation, progress=self._view.phase, begun=begun
+            )
         self._view.note(f"{text.summary()}\n{self._store.summary()}")
         if resumed and resumed.text != self._store.key:
             self._view.note(
@@ -244,6 +249,21 @@ class _TextData:
 def _encoder(tokenizer: Tokenizer | TextTokenizer) -> Tokenizer:
     """The same tokenizer, for whole texts, which other processes may have to tokenize."""
     return tokenizer if isinstance(tokenizer, Tokenizer) else tokenizer_from_json(tokenizer.to_json())
+
+
+def _shared_tokenizer(config: Config, text: Text, view: View) -> Tokenizer:
+    """A new tokenizer, which rank 0 makes for all."""
+    group = communicator()
+    if group.size == 1:
+        return _make_tokenizer(config, text, view)
+    with TemporaryDirectory(prefix="penstock-") as folder:
+        path = Path(folder) / TOKENIZER_FILE
+        if group.rank == 0:
+            with group.patient():
+                _make_tokenizer(config, text, view).save(path)
+        data = group.share(path.read_bytes() if group.rank == 0 else b"")
+        path.write_bytes(data)
+        return load_tokenizer(path)
 
 
 def _make_tokenizer(config: Config, text: Text, view: View) -> Tokenizer:

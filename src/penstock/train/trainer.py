@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 
 import penstock as ps
@@ -26,21 +24,20 @@ from penstock.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from penstock.optim.optimizer import Optimizer
 from penstock.profiling.profiles import Profile
 from penstock.report import findings
-from penstock.stream.future import Future
 from penstock.train import checkpoint as checkpoints
 from penstock.train import stepping
 from penstock.train.callbacks import Callback, EarlyStopping
 from penstock.train.config import Config
-from penstock.train.feed import Feed, closed_after, samples_in, state_of, uploaded
+from penstock.train.feed import Feed, closed_after, state_of, uploaded
 from penstock.train.interrupting import interruptible
 from penstock.train.metrics import NAMES, Metrics
+from penstock.train.ranks import Pending
 from penstock.train.run import Run
 from penstock.train.settings import SECTION, RunSettings
 from penstock.train.view import View, open_view
 from penstock.train.window import Window, planned_step
 
 F = TypeVar("F", bound=Callable[..., Any])
-_Values = dict[str, Future[npt.NDArray[Any]]]
 _EVALUATED = "validation_"  # before the names of an evaluation's metrics
 _UNKNOWN_STEPS = 1 << 30
 _REPORTING = 20  # times as long as a report took: at least so much training before the next
@@ -124,7 +121,7 @@ class Trainer(Run):
         self._evaluate_batch: Callable[[Any], dict[str, ps.Tensor]] | None = None
         if loss is not None:
             self.batch_loss(stepping.batch_values(model, loss, self._metrics))
-        self._pending: deque[tuple[int, int, float, list[int], list[_Values]]] = deque()
+        self._pending: deque[tuple[int, int, float, int, Pending]] = deque()  # with their samples
         self._ends = False
         self._reopens = False  # whether another `fit` loads the last checkpoint
         self._next_report = 0.0  # when it may be written again during training
@@ -202,6 +199,7 @@ class Trainer(Run):
                 if not self.model.training:
                     self.model.train()
                 self._ends, self.stopped_by, self._reopens = False, None, False
+                self._ranks.begin()
                 self._call("on_start")
                 total = self._total_steps()
                 if self._is_done():
@@ -210,7 +208,7 @@ class Trainer(Run):
                 left = _UNKNOWN_STEPS if total is None else total - self.step
                 with interruptible(self._view) as received, Window(self._device, left) as window:
                     self._run(received, window)
-                    self.stopped_by = received()
+                    self.stopped_by = self._ranks.stopped_by(received())
                 self._call("on_end")
             except BaseException:
                 self._reopens = bool(checkpoints.checkpoint_files(self.folder))
@@ -238,10 +236,11 @@ class Trainer(Run):
 
     def _run(self, received: Callable[[], signal.Signals | None], window: Window) -> None:
         self._start_clock()
-        while not (self._is_done() or self._ends or received()):
+        while not (self._is_done() or self._ranks.stops(self.step, received() or self._ends)):
             if window.due:
                 self._record_all()
                 window.begin()
+            self._ranks.wish = received() or self._ends
             self._advance(self._feed)
             ended = self._feed.at_start()  # the epoch
             evaluates = self._evaluates(ended)
@@ -300,16 +299,11 @@ class Trainer(Run):
         batches = feed.take(self._accumulate)
         self._before_step()
         rate = self.optimizers[0].lr
-        sizes = [samples_in(batch) for batch in batches]
-        values: list[_Values] = []
-        for at, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
-            last = at == len(batches) - 1
-            results = self._train_step(batch, size, sum(sizes), at == 0, last)
-            values.append({name: value.numpy_async() for name, value in results.items()})
+        values = self._ranks.train(self._train_step, batches, own=self._has_own_step)
         self.step += 1
         if isinstance(self._scheduler, LRScheduler) and self._schedule_every == "step":
             self._scheduler.step()
-        self._pending.append((self.step, epoch, rate, sizes, values))
+        self._pending.append((self.step, epoch, rate, sum(batch.size for batch in batches), values))
         del batches
         feed.look_ahead()
 
@@ -321,14 +315,15 @@ class Trainer(Run):
         done = [self._pending.popleft() for _ in range(len(self._pending) - leave)]
         if not done:
             return
-        read = [_mean(values, sizes) for _, _, _, sizes, values in done]
+        read = [values.wait() for _, _, _, _, values in done]
         then, waited = self._clock
         self._start_clock()
         now, waits = self._clock
         took = max(now - then, 1e-9)
         memory = self._device.memory_stats()
-        rate_of = sum(sum(sizes) for _, _, _, sizes, _ in done) / took
-        for (step, epoch, rate, _, _), values in zip(done, read, strict=True):
+        rate_of = sum(samples for _, _, _, samples, _ in done) / took
+        for (step, epoch, rate, _, _), means in zip(done, read, strict=True):
+            values = dict(means.values)
             loss = values.pop(stepping.LOSS)
             self._check(loss, "loss", step)
             self._check_names(values)
@@ -347,6 +342,7 @@ class Trainer(Run):
                 limit_bytes=memory.limit_bytes,
                 hit_rate=memory.pool.hit_rate,
                 epoch=epoch if self._has_epochs else None,
+                traffic=self._ranks.told(means.notes, step),
                 others=_finite(values),
                 **self._speed(rate_of),
             )
@@ -379,7 +375,8 @@ class Trainer(Run):
             window = (self.step - steps + 1, self.step)
             plans = planned_step(self._device, self._train_step, self._accumulate)
             self._findings = findings.of_profile(profile, window, *plans)
-            self._findings.save(self.folder / findings.FILE)
+            if self._ranks.writes:
+                self._findings.save(self.folder / findings.FILE)
         except Exception as error:  # a run is worth more than its report
             self._view.note(f"the profile of steps up to {self.step} is not in the report: {error}")
         end, (data_end, device_end) = self._now()
@@ -436,16 +433,12 @@ class Trainer(Run):
             return {}
         if self._evaluation_state is not None:  # always the same batches
             self._evaluation.load_state_dict(self._evaluation_state)
-        sizes: list[int] = []
-        values: list[_Values] = []
+        evaluate = self._evaluate_batch
         with closed_after(self._evaluation) as batches:
-            for batch in batches:
-                results = self._evaluate_batch(uploaded(batch, self._device))
-                sizes.append(samples_in(batch))
-                values.append({name: value.numpy_async() for name, value in results.items()})
-        if not values:
+            values = self._ranks.evaluate(lambda batch: evaluate(uploaded(batch, self._device)), batches)
+        if values is None:
             raise DataError("`evaluation` gave no batch; give what can be iterated again, such as a list")
-        means = {_EVALUATED + name: mean for name, mean in _mean(values, sizes).items()}
+        means = {_EVALUATED + name: mean for name, mean in values.items()}
         self._check(means[_EVALUATED + stepping.LOSS], "validation loss", self.step)
         return means
 
@@ -474,12 +467,6 @@ class Trainer(Run):
             for at, each in enumerate(self.optimizers)
         }
         return RunSettings.of({SECTION: about, **optimizers, "data": self._feed.described()})
-
-
-def _mean(values: Sequence[_Values], sizes: Sequence[int]) -> dict[str, float]:
-    """The means of the values of batches over their samples, by name; waits for them."""
-    read = [{name: float(future.wait()) for name, future in batch.items()} for batch in values]
-    return {name: float(np.average([batch[name] for batch in read], weights=sizes)) for name in read[0]}
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float]:

@@ -135,7 +135,8 @@ class PlainView:
         parts.append(recent.speed)
         if self._steps and not math.isnan(recent.step_seconds):
             parts.append(f"{format_clock(recent.step_seconds * (self._steps - metrics.step))} left")
-        self.note("  ".join([*parts, recent.memory, recent.waiting]))
+        ranks = [str(metrics.traffic)] if metrics.traffic else []
+        self.note("  ".join([*parts, recent.memory, recent.waiting, *ranks]))
 
     def note(self, text: str) -> None:
         """See `View`."""
@@ -194,6 +195,8 @@ class LiveView:
             rows.add_row("metrics", "; ".join(f"{name} {value:.4f}" for name, value in self._others.items()))
         rows.add_row("speed", f"{recent.speed}; {recent.waiting}")
         rows.add_row("memory", f"{recent.memory}; {metrics.hit_rate:.0%} of requests served by the pool")
+        if metrics.traffic:
+            rows.add_row("ranks", str(metrics.traffic))
         self._progress.update(self._task, completed=metrics.step, description="training")
         self._live.update(Group(self._progress, rows))
 

@@ -11,7 +11,7 @@ fail; the error is reported for the first of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -208,6 +208,14 @@ class CudaDriver(Driver):
         self, queue: Queue, target: Memory, to: int, source: Memory, start: int, nbytes: int, waits: Waits
     ) -> Event:
         return self._copy(queue, target.native + to, source.native + start, nbytes, waits)
+
+    def foreign(self, queue: Queue, work: Callable[[int], None], waits: Waits) -> Event:
+        try:
+            self._begin(queue, waits)
+            work(int(queue))
+        except CudaError as error:
+            self._refuse(error)
+        return self._event(queue)
 
     def _copy(self, queue: Queue, target: int, source: int, nbytes: int, waits: Waits) -> Event:
         try:

@@ -1,0 +1,157 @@
+"""Optimizer state in parts: each rank keeps and updates its part of every row of parameters (ZeRO)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.collectives.communicator import Communicator
+from penstock.distributed.buckets import Bucket, buckets
+from penstock.distributed.collective import Chain
+from penstock.errors import SettingError
+from penstock.nn.parameter import Parameter
+from penstock.optim.optimizer import Optimizer
+from penstock.tensor.arithmetic import multiply, sqrt
+from penstock.tensor.core import Tensor, from_numpy
+from penstock.tensor.dtypes import float16, float32
+from penstock.tensor.manipulation import astype, concat, permute_dims, reshape
+from penstock.tensor.recording import no_grad
+from penstock.tensor.reduction import sum as sum_
+
+Arrays = dict[str, npt.NDArray[Any]]
+_MULTIPLE = 128  # that every number of ranks divides
+
+
+class ShardedOptimizer:
+    """An optimizer over this rank's parts of rows of parameters, in float32, in place of one over all.
+
+    `pieces` is how many parts of a row the norm of gradients is summed in, whatever the number of ranks.
+    """
+
+    def __init__(self, whole: Optimizer, group: Communicator, pieces: int, bucket_bytes: int) -> None:
+        if not whole.elementwise:
+            raise SettingError(
+                f"{type(whole).__name__} updates an item by others of its parameter, which ranks that keep "
+                "parts of it do not have; use zero=0"
+            )
+        if any(tensor.dtype == float16 for tensor in whole.parameters):
+            raise SettingError("ranks scale the loss of float16 together only with zero=0; use bfloat16")
+        self._group, self._pieces = group, pieces
+        self._parameters = list(whole.parameters)
+        self.rows: list[Bucket] = []
+        groups: list[dict[str, Any]] = []
+        masters = {at: whole._master(at).detach() for at in range(len(self._parameters))}
+        self._parts: list[Tensor] = []
+        for index, settings in enumerate(whole.param_groups):
+            members = {at: self._parameters[at] for at, own in enumerate(whole._group_of) if own == index}
+            rows = buckets(members, bucket_bytes, _MULTIPLE)
+            parts = [Parameter(self._own(row.packed(masters))) for row in rows]
+            self.rows += rows
+            self._parts += parts
+            given = {name: settings[name] for name in settings if name != "initial_lr"}
+            groups.append({**given, "params": parts})
+        self.inner = type(whole)(groups, clip_norm=whole.clip_norm)  # type: ignore[call-arg]
+        for name in whole._varied:
+            self.inner.vary(name)
+        self.inner.exchange = dict  # so that a step outside of jit, which exchanges norms, is recorded anew
+        whole._state.clear()
+        whole._masters.clear()
+
+    def _own(self, row: Tensor) -> Tensor:
+        """This rank's part of a row."""
+        length = row.size // self._group.size
+        return row[self._group.rank * length : (self._group.rank + 1) * length]
+
+    def step(self, sums: Sequence[Tensor], links: Chain) -> None:
+        """Update from sums of gradients, a row for each bucket or only this rank's part of it."""
+        for part, row in zip(self._parts, sums, strict=True):
+            part.grad = row if row.shape == part.shape else self._own(row)
+        self.inner.norm = lambda grads: self._norm(grads, links)  # type: ignore[method-assign]
+        self.inner.step()
+        self.publish(links)
+
+    def publish(self, links: Chain) -> None:
+        """Give the parameters the values of all ranks' parts."""
+        with no_grad():
+            for bucket, part in zip(self.rows, self._parts, strict=True):
+                first = self._parameters[bucket.positions[0]]
+                (row,) = links.apply_all("all_gather", [astype(part.detach(), first.dtype)])
+                for at, value in bucket.unpacked(row).items():
+                    self._parameters[at]._rebind(value)
+
+    def _norm(self, grads: Sequence[Tensor], links: Chain) -> Tensor:
+        """The norm of the gradients of all ranks, summed in the same order on any number of them."""
+        size = self._group.size
+        own = self._pieces // size
+        sums: list[Tensor] = []
+        for grad in grads:
+            length = grad.size // own
+            pieces = [grad[number * length : (number + 1) * length] for number in range(own)]
+            sums += [reshape(sum_(multiply(piece, piece)), (1,)) for piece in pieces]
+        (row,) = links.apply_all("all_gather", [concat(sums)])
+        joined = reshape(row, (size, len(grads), own))
+        return sqrt(sum_(reshape(permute_dims(joined, (1, 0, 2)), (-1,))))
+
+    # Checkpoints, which have the state of whole parameters
+
+    def state_dict(self) -> Arrays:
+        """The state of an optimizer over all parameters."""
+        state = self.inner.state_dict()
+        result: Arrays = {}
+        for name in self.inner._state:
+            result |= self._whole(name, [state.pop(f"{name}.{at}") for at in range(len(self.rows))])
+        narrow = [at for at, tensor in enumerate(self._parameters) if tensor.dtype != float32]
+        masters = self._whole("master", [part.numpy() for part in self._parts]) if narrow else {}
+        result |= {f"master.{at}": masters[f"master.{at}"] for at in narrow}
+        row_of = {at: number for number, row in enumerate(self.rows) for at in row.positions}
+        for name in self._counts():
+            counts = state.pop(name)
+            result[name] = np.array([counts[row_of[at]] for at in range(len(self._parameters))])
+        return result | state
+
+    def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
+        """Restore such a state, of any number of ranks; parameters that are not in it keep their values."""
+        known = {name: np.asarray(array) for name, array in state.items()}
+        inner: Arrays = {}
+        for name in self.inner._state:
+            arrays = {at: known.pop(f"{name}.{at}") for at in range(len(self._parameters))}
+            inner |= {f"{name}.{number}": part for number, part in enumerate(self._cut(arrays))}
+        values = {
+            at: known.pop(f"master.{at}") if tensor.dtype != float32 else tensor.numpy()
+            for at, tensor in enumerate(self._parameters)
+        }
+        for name in self._counts():
+            table = np.broadcast_to(known.pop(name), len(self._parameters))
+            inner[name] = np.array([table[row.positions[0]] for row in self.rows])
+        self.inner.load_state_dict({**inner, **known})
+        for part, array in zip(self._parts, self._cut(values), strict=True):
+            part._become(from_numpy(array, part.device)._node)
+
+    def _counts(self) -> Sequence[str]:
+        return () if self.inner._counted is None else self.inner._counted.names
+
+    def _whole(self, name: str, parts: Sequence[npt.NDArray[Any]]) -> Arrays:
+        """Arrays of all parameters from this rank's parts of rows, and those of the others."""
+        result: Arrays = {}
+        for bucket, part in zip(self.rows, parts, strict=True):
+            row = self._group.run("all_gather", part)
+            start = 0
+            for at, shape in zip(bucket.positions, bucket.shapes, strict=True):
+                end = start + int(np.prod(shape, dtype=np.int64))
+                result[f"{name}.{at}"] = row[start:end].reshape(shape)
+                start = end
+        return result
+
+    def _cut(self, arrays: Mapping[int, npt.NDArray[Any]]) -> list[npt.NDArray[np.float32]]:
+        """This rank's parts of rows of arrays."""
+        parts = []
+        for bucket in self.rows:
+            row = np.zeros(bucket.length, np.float32)
+            flat = np.concatenate([arrays[at].reshape(-1) for at in bucket.positions])
+            row[: flat.size] = flat
+            length = bucket.length // self._group.size
+            parts.append(row[self._group.rank * length :][:length].copy())
+        return parts

@@ -1,0 +1,164 @@
+"""How the ranks of a run share its batches, and agree on when it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.collectives.world import communicator
+from penstock.distributed.data_parallel import DataParallel
+from penstock.distributed.shares import Means, Values, means, part_of
+from penstock.errors import SettingError
+from penstock.nn.module import Module
+from penstock.optim.optimizer import Optimizer
+from penstock.tensor.core import Tensor
+from penstock.train.feed import Batch, samples_in
+from penstock.train.metrics import Traffic
+
+Evaluated = dict[str, float] | None
+Stop = signal.Signals | bool | None  # why a run should end: a signal, or a callback's wish
+_BY_ITSELF = -1  # stopped by a callback, not by a signal
+
+
+class Pending(Protocol):
+    """The values of a step that is not done yet."""
+
+    def wait(self) -> Means:
+        """Their means over the samples."""
+
+
+@dataclass(frozen=True)
+class _Own:
+    """Those of a step without other ranks."""
+
+    values: Sequence[Values]
+    sizes: Sequence[int]
+
+    def wait(self) -> Means:
+        return Means(_means([_read(batch) for batch in self.values], self.sizes), [])
+
+
+def _read(values: Values) -> dict[str, float]:
+    return {name: float(future.wait()) for name, future in values.items()}
+
+
+def _means(rows: Sequence[Mapping[str, float]], sizes: Sequence[int]) -> dict[str, float]:
+    """The means of values of batches over their samples, by name."""
+    return {name: float(np.average([row[name] for row in rows], weights=sizes)) for name in rows[0]}
+
+
+class Ranks:
+    """The ranks of a run as this rank sees them; without DataParallel, it is alone."""
+
+    def __init__(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
+        self.group = communicator()
+        self._parallel = next((each for each in optimizers if isinstance(each, DataParallel)), None)
+        if self.group.size > 1 and (self._parallel is None or len(optimizers) > 1):
+            raise SettingError(
+                f"{self.group.size} ranks train together with ps.distributed.DataParallel(optimizer), and "
+                f"{' and '.join(type(each).__name__ for each in optimizers)} was given"
+            )
+        if self._parallel and any(
+            getattr(each, "running_mean", None) is not None for each in model.modules()
+        ):
+            raise SettingError(
+                "running statistics, as of BatchNorm, would differ between ranks; use GroupNorm, LayerNorm, "
+                "or track_running_stats=False"
+            )
+        self.writes = self.group.rank == 0  # the folder of the run
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to train, perhaps not for the first time."""
+        self.wish: Stop = None  # whether this rank wants the run to end
+        self._stop = 0  # the signal that another rank, or this one, has told of
+        self._last_step: int | None = None  # after which all ranks stop
+        self._before: Sequence[Sequence[float]] = ()  # what ranks had waited and sent before
+
+    def split(self, batch: Any) -> list[Any]:
+        """The parts of a global batch that this rank computes."""
+        if self._parallel is None:
+            return [batch]
+        first, count = self.group.rank * self._parallel.own_shards, self._parallel.own_shards
+        return [part_of(batch, number, self._parallel.shards) for number in range(first, first + count)]
+
+    def train(self, step: Callable[..., Any], batches: Sequence[Batch], own: bool) -> Pending:
+        """Submit a step on this rank's parts of some batches whose gradients are added.
+
+        `own`: the step is a user's, who knows of no shares.
+        """
+        sizes = [batch.size for batch in batches]
+        values: list[Values] = []
+        if self._parallel is None:
+            for at, batch in enumerate(batches):
+                results = step(batch.parts[0], sizes[at], sum(sizes), at == 0, at == len(batches) - 1)
+                values.append({name: value.numpy_async() for name, value in results.items()})
+            return _Own(values, sizes)
+        shards = self._parallel.shards
+        parts = [[_part_size(size, number, shards) for size in sizes] for number in range(shards)]
+        if not all(size for row in parts for size in row):
+            raise SettingError(f"batches of {sizes} samples are too small for {shards} shards")
+        for leaf, number in enumerate(self._parallel.own()):
+            for at, batch in enumerate(batches):
+                size, last = parts[number][at], at == len(batches) - 1
+                with self._parallel.sharing(*((size, sum(sizes)) if own else (1, 1))):
+                    results = step(batch.parts[leaf], size, sum(sizes), at == 0, last)
+                values.append({name: value.numpy_async() for name, value in results.items()})
+        stop = self.wish
+        why = (int(stop) if isinstance(stop, signal.Signals) else _BY_ITSELF) if stop else 0
+        traffic = self.group.traffic
+        notes = [float(why), traffic.waited_seconds, float(traffic.sent_bytes)]
+        return means(self.group, values, parts, notes)
+
+    def evaluate(self, values_of: Callable[[Any], Mapping[str, Tensor]], batches: Iterable[Any]) -> Evaluated:
+        """The means of the values of batches, which ranks compute in turn; None if there is no batch."""
+        sizes: list[int] = []
+        own: list[Values] = []
+        for number, batch in enumerate(batches):
+            sizes.append(samples_in(batch))
+            if number % self.group.size == self.group.rank:
+                results = values_of(batch)
+                own.append({name: value.numpy_async() for name, value in results.items()})
+        if not sizes:
+            return None
+        rows = [_read(values) for values in own]
+        if self.group.size == 1:
+            return _means(rows, sizes)
+        names = json.loads(self.group.share(json.dumps(list(rows[0]) if rows else []).encode()))
+        table = np.full((-(-len(sizes) // self.group.size), len(names)), np.nan)
+        for row, values in zip(table, rows, strict=False):
+            row[:] = [values[name] for name in names]
+        parts = self.group.run("all_gather", table.reshape(-1)).reshape(self.group.size, *table.shape)
+        ordered = parts.swapaxes(0, 1).reshape(-1, len(names))[: len(sizes)]
+        return _means([dict(zip(names, row.tolist(), strict=True)) for row in ordered], sizes)
+
+    def told(self, notes: Sequence[Sequence[float]], step: int) -> Traffic | None:
+        """Take note of what ranks told with a step; what they have exchanged since the step before."""
+        flags = [int(row[0]) for row in notes if row[0]]
+        if flags and self._last_step is None:
+            # Every rank has read what was told with a step after the next.
+            self._stop, self._last_step = max(flags), step + 1
+        before, self._before = self._before or notes, notes
+        if len(notes) < 2:
+            return None
+        since = [[now[at] - then[at] for at in (1, 2)] for now, then in zip(notes, before, strict=True)]
+        return Traffic(tuple(row[0] for row in since), int(sum(row[1] for row in since)))
+
+    def stops(self, step: int, own: Stop) -> bool:
+        """Whether the run ends now, after a step, as this rank or another wants."""
+        if self.group.size == 1:
+            return bool(own)
+        return self._last_step is not None and step >= self._last_step
+
+    def stopped_by(self, own: signal.Signals | None) -> signal.Signals | None:
+        """The signal that ended the run, of whatever rank."""
+        return signal.Signals(self._stop) if own is None and self._stop > 0 else own
+
+
+def _part_size(size: int, number: int, shards: int) -> int:
+    return (number + 1) * size // shards - number * size // shards
