@@ -91,7 +91,7 @@ SHAPES = [
     ((1, 1, 4, 2, 8), 40, None, None),
     ((3, 1, 4, 4, 64), 100, None, None),
     ((2, 5, 8, 1, 16), 64, 20, None),
-    ((1, 1, 7, 1, 20), 300, None, 30.0),  # a size that is no power of two
+    ((1, 1, 3, 1, 20), 300, None, 30.0),  # a size that is no power of two
     ((2, 1, 2, 1, 80), 2048, 500, None),  # several splits
     ((1, 2, 4, 2, 256), 1030, None, None),
     ((1, 1, 11, 1, 5), 33, None, None),  # more heads than are computed together

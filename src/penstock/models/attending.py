@@ -30,6 +30,7 @@ class CacheShape:
     heads: int
     head_size: int
     window: int | None = None  # how many positions its queries attend to; None: all
+    steady: int | None = None  # keys depend on the length of sequences with more positions; None: never
 
 
 class Attention:

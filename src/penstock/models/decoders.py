@@ -27,6 +27,7 @@ from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor, from_numpy, resolve
 from penstock.tensor.creation import arange, ones, zeros
 from penstock.tensor.dtypes import bool_, int32
+from penstock.tensor.gathering import zeros_gathered
 from penstock.tensor.jit import jit
 from penstock.tensor.manipulation import astype, reshape, stack
 from penstock.tensor.recording import no_grad
@@ -70,6 +71,8 @@ class Decoder:
         self._device, self._dtype, self._vocab_size = resolve(weight.device), weight.dtype, model.vocab_size
         self._model = weakref.ref(model)  # which may have this decoder, and is freed together with it
         self._shapes = model.cache_shapes
+        # Up to so many positions, keys are those of every sequence with the same tokens.
+        self.steady = min((shape.steady or model.context for shape in self._shapes), default=0)
         self._caches = [self._empty((1,), weight.dtype) for _ in self._shapes]
         self._state = self._empty((slots, 2), int32)  # of each slot: its last token, and the positions before
         self._seen = self._empty((1,), bool_)  # for each slot and token whether it occurs, if anybody asks
@@ -83,11 +86,6 @@ class Decoder:
         return self.slots, self.pages, self._device, self._dtype
 
     @property
-    def page_bytes(self) -> int:
-        """The bytes of a page, of all layers."""
-        return page_bytes(self._network)
-
-    @property
     def _network(self) -> LanguageModel:
         model = self._model()
         assert model is not None, "who generates holds the model"
@@ -97,11 +95,10 @@ class Decoder:
         return zeros(shape, dtype=dtype, device=self._device)
 
     def begin(self) -> None:
-        """Allocate the pages."""
-        for cache, shape in zip(self._caches, self._shapes, strict=True):
-            size = (2, self.pages, shape.heads, PAGE, shape.head_size)
-            cache._become(self._empty(size, self._dtype)._node)
-            cache.realize()
+        """Allocate the pages, of all layers together."""
+        shapes = [(2, self.pages, shape.heads, PAGE, shape.head_size) for shape in self._shapes]
+        for cache, new in zip(self._caches, zeros_gathered(shapes, self._dtype, self._device), strict=True):
+            cache._become(new._node)
 
     def release(self) -> None:
         """Give the memory of the pages back; the programs stay."""
@@ -259,6 +256,12 @@ def page_bytes(model: LanguageModel) -> int:
     """The bytes of a page, of all layers of a model."""
     items = sum(2 * shape.heads * shape.head_size for shape in model.cache_shapes)
     return PAGE * items * model.head_weight.dtype.itemsize
+
+
+def most_pages(model: LanguageModel) -> int:
+    """How many pages there can be: a layer has less than 2**30 keys and values, so that indices are 32 bits."""
+    items = max(2 * shape.heads * shape.head_size for shape in model.cache_shapes) * PAGE
+    return ((1 << 30) - 1) // items
 
 
 def _jitted(method: Callable[..., Any]) -> Any:
