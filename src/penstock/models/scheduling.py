@@ -14,7 +14,7 @@ from penstock.models.decoders import PAGE, Decoder, Step, bucket, pages_of
 from penstock.models.paging import Pages
 from penstock.models.sequences import Piece, TokenSequence
 
-# Tokens that a step takes at most of a prompt, and of all prompts with their padding: on a GPU, and elsewhere.
+# Tokens that a step takes at most of a prompt, and of all prompts with padding: on a GPU, and elsewhere.
 CHUNK, CPU_CHUNK = 2048, 512
 
 
