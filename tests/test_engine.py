@@ -98,7 +98,7 @@ class Script:
 REQUESTS = st.lists(
     st.tuples(
         st.integers(1, 40),
-        st.integers(1, 20),
+        st.integers(1, 12),
         st.integers(0, 12),
         st.none() | st.integers(0, 20),
         st.booleans(),
@@ -130,7 +130,7 @@ def run_script(script: Script, model: LanguageModel, requests: list[Any]) -> Non
     sequences = []
     for number, (length, tokens, _, _, shares) in enumerate(requests):
         prompt = common[:length] if shares else prompts_of([length], number)[0]
-        wanted = Wanted(tokens, Sampling(temperature=1.2), seed=number)
+        wanted = Wanted(tokens, Sampling(temperature=0))
         sequences.append(TokenSequence(model, number, prompt, wanted))
     step, left = 0, set(range(len(requests)))
     while left or script.scheduler.busy:
@@ -149,7 +149,7 @@ def run_script(script: Script, model: LanguageModel, requests: list[Any]) -> Non
     for number, sequence in enumerate(sequences):
         tokens = requests[number][1]
         prompt = sequence.ids[: sequence.prompt_length]
-        alone = model.generate(prompt, 20, temperature=1.2, seed=number).ids
+        alone = model.generate(prompt, 12, temperature=0).ids
         ids = script.ids[sequence]
         assert ids == alone[: len(ids) if sequence.finish_reason == "cancelled" else tokens]
 
