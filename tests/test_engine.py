@@ -405,6 +405,23 @@ def test_what_can_never_fit_is_refused(model: LanguageModel) -> None:
         Engine(model, slots=0)
 
 
+@pytest.mark.filterwarnings("ignore:a callback of request 0 failed")
+def test_a_callback_that_fails_ends_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch)
+    called = []
+
+    def fail(piece: Piece | Exception) -> None:
+        called.append(piece)
+        raise RuntimeError("the loop is closed")
+
+    with Engine(model, slots=2) as engine, slow:
+        requests = [engine.submit([1], 5), engine.submit([2], 5)]
+        requests[0].on_piece(fail)
+        slow.free()
+        assert [len(request.result().ids) for request in requests] == [5, 5]
+    assert len(called) == 1
+
+
 def test_a_failure_reaches_everybody(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch)
     engine = Engine(model, slots=2)
