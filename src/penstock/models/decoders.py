@@ -22,12 +22,13 @@ from penstock.models.sequences import TokenSequence
 from penstock.nn.module import evaluating
 from penstock.runtime import Device
 from penstock.stream.future import Future
-from penstock.tensor.arithmetic import maximum, where
+from penstock.tensor.arithmetic import maximum, minimum, where
 from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor, from_numpy, resolve
 from penstock.tensor.creation import arange, ones, zeros
 from penstock.tensor.dtypes import bool_, int32
 from penstock.tensor.gathering import zeros_gathered
+from penstock.tensor.indexing import looked_up
 from penstock.tensor.jit import jit
 from penstock.tensor.manipulation import astype, reshape, stack
 from penstock.tensor.recording import no_grad
@@ -238,8 +239,9 @@ class Decoder:
         """The token of the last step, in the slots that are given."""
         rows = slots.shape[0]
         inside = reshape(slots >= 0, (rows, 1))
-        state = where(inside, self._state[maximum(slots, 0)], 0)
-        tokens, starts, counts = state[:, 0], state[:, 1], astype(slots >= 0, int32)
+        state = where(inside, looked_up(self._state, maximum(slots, 0)), 0)
+        starts, counts = state[:, 1], astype(slots >= 0, int32)
+        tokens = minimum(maximum(state[:, 0], 0), self._vocab_size - 1)  # which they are: no check is needed
         attention = PagedAttention(
             self._caches, table, starts, counts, starts + 1, 1, fresh=False, context=self.context
         )
@@ -254,7 +256,7 @@ class Decoder:
         logits = self._network.logits(features)
         seen = None
         if needs.penalizes:
-            seen = reshape(self._seen, (self.slots, self._vocab_size))[maximum(slots, 0)]
+            seen = looked_up(reshape(self._seen, (self.slots, self._vocab_size)), maximum(slots, 0))
         ids, logprobs = sample(logits, numbers, seeds, lengths, seen, needs)
         if needs.penalizes:
             index = where(slots >= 0, slots * self._vocab_size + ids, -1)
