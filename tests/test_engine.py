@@ -291,6 +291,20 @@ def test_memory_is_exactly_what_was_given(compiled: LanguageModel) -> None:
     assert device.memory_stats().live_bytes - before < 7 * page
 
 
+def test_a_step_of_tokens_gathers_nothing(compiled: LanguageModel) -> None:
+    compiled.generate([[1, 2], [3]], 4, temperature=0)
+    assert compiled._decoders is not None
+    decoder = compiled._decoders._idle
+    assert decoder is not None
+    (schedule,) = next(
+        program for key, program in decoder._programs.items() if key[0] == "tokens"
+    ).schedules()
+    reading = [step for step in str(schedule).splitlines() if "paged_attention" in step]
+    assert len(reading) == len(compiled.cache_shapes)
+    assert sum("put_rows" in step for step in str(schedule).splitlines()) == len(compiled.cache_shapes) + 1
+    assert schedule.plan.arena_bytes < decoder.pages * page_bytes(compiled), "less than any copy of the pages"
+
+
 # Interface
 
 
