@@ -291,18 +291,20 @@ def test_memory_is_exactly_what_was_given(compiled: LanguageModel) -> None:
     assert device.memory_stats().live_bytes - before < 7 * page
 
 
-def test_a_step_of_tokens_gathers_nothing(compiled: LanguageModel) -> None:
-    compiled.generate([[1, 2], [3]], 4, temperature=0)
-    assert compiled._decoders is not None
-    decoder = compiled._decoders._idle
-    assert decoder is not None
-    (schedule,) = next(
-        program for key, program in decoder._programs.items() if key[0] == "tokens"
-    ).schedules()
-    reading = [step for step in str(schedule).splitlines() if "paged_attention" in step]
-    assert len(reading) == len(compiled.cache_shapes)
-    assert sum("put_rows" in step for step in str(schedule).splitlines()) == len(compiled.cache_shapes) + 1
-    assert schedule.plan.arena_bytes < decoder.pages * page_bytes(compiled), "less than any copy of the pages"
+def test_only_the_pages_of_a_sequence_are_read(
+    compiled: LanguageModel, model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "CHUNK", 32)
+    prompt = prompts_of([60])[0]
+    page = page_bytes(compiled)
+    with Engine(compiled, slots=1, memory=4000 * page) as engine:
+        assert engine.submit(prompt, 4, temperature=0).result().ids == by_whole_model(model, prompt, 4)
+        programs = {key: program.schedules()[0] for key, program in engine._decoder._programs.items()}
+    assert sorted(key[0] for key in programs) == ["prompts", "prompts", "tokens"]
+    assert max(schedule.plan.arena_bytes for schedule in programs.values()) < 100 * page
+    steps = next(str(schedule) for key, schedule in programs.items() if key[0] == "tokens").splitlines()
+    assert sum("[paged_attention]" in step for step in steps) == len(compiled.cache_shapes)
+    assert not any("matmul" in step and "gather" in step for step in steps)
 
 
 # Interface
