@@ -21,7 +21,7 @@ from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import zeros
-from penstock.tensor.dtypes import checked, uint8
+from penstock.tensor.dtypes import checked
 from penstock.tensor.manipulation import astype
 
 Arrays = Sequence[npt.NDArray[Any]]
@@ -49,11 +49,15 @@ def zeros_gathered(shapes: Sequence[Shape], dtype: DType, device: Device) -> lis
         return [zeros(shape, dtype=dtype, device=device) for shape in shapes]
     result: list[Tensor] = []
     sizes = [prod(shape) * dtype.itemsize for shape in shapes]
+    empty: dict[Shape, Tensor] = {}  # which are copied: a kernel has no indices for all of an allocation
     for part, offsets, nbytes in side_by_side(sizes, device.capabilities):
-        allocation = zeros((nbytes,), dtype=uint8, device=device)
-        allocation._realize()
+        allocation = device.empty(nbytes)
         for at, offset in zip(part, offsets, strict=True):
-            buffer = allocation._node.value.part(offset, sizes[at])
+            if shapes[at] not in empty:
+                empty[shapes[at]] = zeros(shapes[at], dtype=dtype, device=device)
+                empty[shapes[at]]._realize()
+            buffer = allocation.part(offset, sizes[at])
+            device.copy(buffer, empty[shapes[at]]._node.value, sizes[at])
             result.append(Tensor(leaf(buffer, shapes[at], dtype), device))
     return result
 
