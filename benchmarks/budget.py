@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--device", default="opencl")
     parser.add_argument("--model", choices=MODELS, help="gpt2-124M on CUDA, else nano, if nothing is said")
     parser.add_argument("--compile", action="store_true", help="torch.compile on a CPU, too")
-    parser.add_argument("--within", nargs="+", default=[], help="budgets to fill with as large a batch as fits")
+    parser.add_argument("--within", nargs="+", default=[], help="budgets, each with as large a batch as fits")
     parser.add_argument("--save", type=Path, help="write the table as JSON, with the commit and the device")
     options = parser.parse_args()
     device = ps.use(options.device)

@@ -3,7 +3,9 @@
     python benchmarks/generate.py --device cuda:0 --model llama-1b --batch 1 8 32 128
     python benchmarks/generate.py --device cuda:0 --model llama-8b --quantize int8 int4
     python benchmarks/generate.py --model tiny --prompt 64 --tokens 32     # on any machine
+    python benchmarks/generate.py --device cuda:0 --model llama-1b --requests 256 --slots 32
 
+With `--requests`, so many come at random moments to an engine, with prompts and answers of random lengths.
 The share of bandwidth is that of the bytes which a step has to read, the weights and the cached keys and
 values, at the rate at which the device copies memory.
 """
@@ -94,6 +96,28 @@ def measured(model: LanguageModel, prompt: int, tokens: int, batch: int) -> tupl
     return statistics.median(first), statistics.median(each)
 
 
+def served(model: LanguageModel, requests: int, slots: int, prompt: int, tokens: int, rate: float) -> str:
+    """An engine under requests with prompts and answers of up to so many tokens, `rate` a second."""
+    draw = np.random.default_rng(0)
+    with ps.models.Engine(model, slots=slots, queue=requests) as engine:
+        for turn in range(2):  # the first builds the programs
+            before, start, answers = engine.stats(), time.perf_counter(), []
+            for pause in draw.exponential(1 / rate, requests):
+                ids = draw.integers(0, model.vocab_size, int(draw.integers(1, prompt + 1))).tolist()
+                count = int(draw.integers(1, tokens + 1))
+                answers.append(engine.submit(ids, count, temperature=0, stop_tokens=()))
+                time.sleep(pause if turn else 0)
+            for answer in answers:
+                answer.result()
+            seconds, stats = time.perf_counter() - start, engine.stats()
+    made = stats.generated_tokens - before.generated_tokens
+    steps = stats.steps - before.steps
+    return (
+        f"{requests} requests, {slots} slots: {made / seconds:,.0f} tokens/s, {made / steps:.1f} a step, "
+        f"{stats.preempted - before.preempted} preempted, {stats.pages_used} pages left in use"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="tiny")
@@ -103,6 +127,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--quantize", nargs="*", choices=("int8", "int4"), default=[])
+    parser.add_argument("--requests", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--rate", type=float, default=1000.0, help="requests a second")
     chosen = parser.parse_args()
     if chosen.device:
         ps.use(chosen.device)
@@ -127,6 +154,9 @@ def step_bytes(model: LanguageModel) -> int:
 def report(model: LanguageModel, name: str, chosen: argparse.Namespace, rate: float) -> None:
     weights, item = step_bytes(model), model.head_weight.dtype.itemsize
     print(f"{name}, a step reads {weights / 1e9:.2f} GB of weights")
+    if chosen.requests:
+        print(served(model, chosen.requests, chosen.slots, chosen.prompt, chosen.tokens, chosen.rate))
+        return
     for batch in chosen.batch:
         prefill, step = measured(model, chosen.prompt, chosen.tokens, batch)
         kept = sum(2 * shape.heads * shape.head_size for shape in model.cache_shapes)

@@ -193,11 +193,11 @@ def test_kernels_of_single_nodes(device: Device, given: Given) -> None:
         build(device, [contraction.scatter_add(given((40, 3), dtype), index, 11)])
         build(device, [contraction.put_rows(given((60, 3), dtype), given((40, 3), dtype), index)])
         if dtype == bfloat16 or (dtype.kind == "f" and dtype.itemsize <= 4):
-            for positions in (4, 40):  # attended to by a workgroup, and by several
-                cache, table = given((2, 9, 2, 8, 24), dtype), given((3, positions), np.dtype("int32"))
-                lengths = given((3,), np.dtype("int32"))
-                attended = paged_attention(given((3, 4, 24), dtype), cache, table, lengths, 0.5, 7, 3.0)
-                build(device, [attended])
+            for pages in (4, 400):  # of a row, which a workgroup or several attend to
+                cache, table = given((2, 9, 2, 8, 24), dtype), given((3, pages), np.dtype("int32"))
+                positions = given((3, 1), np.dtype("int32"))
+                query = given((3, 1, 4, 24), dtype)
+                build(device, [paged_attention(query, cache, table, positions, 0.5, 7, 3.0)])
     check(device, conftest.examples(150, quick=20))
 
 

@@ -19,7 +19,6 @@ from penstock.drivers.opencl import OpenCLDriver
 from penstock.graph import contraction, reducing
 from penstock.graph.dtypes import HALF_PRECISION
 from penstock.graph.node import Node
-from penstock.graph.paged_attention import paged_attention
 from penstock.graph.reference import computed
 from penstock.kernels.cache import whole_text
 from penstock.kernels.source import ALIGNMENT
@@ -379,46 +378,6 @@ def test_rows_that_are_replaced(
     index[count // 2] = [-1, 40][count % 2]  # which is out of range
     node = contraction.put_rows(*(at(array) for array in numbers), at(index))
     check(bench, variant, node)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "heads", "key_heads", "width", "page", "listed", "lengths", "window", "softcap"),
-    [
-        ("float32", 4, 2, 16, 4, 10, (40, 0, 7), 0, 0.0),
-        ("bfloat16", 8, 1, 64, 16, 20, (320, 129), 0, 0.0),
-        ("float16", 6, 2, 24, 16, 40, (600,), 200, 5.0),  # lanes of threads that read nothing
-        ("float32", 5, 5, 7, 16, 3, (47, 99), 0, 2.0),  # a length beyond the pages
-        ("float32", 2, 1, 256, 16, 24, (384, 300), 0, 0.0),
-    ],
-)
-def test_attention_to_pages(
-    bench: Bench,
-    dtype: str,
-    heads: int,
-    key_heads: int,
-    width: int,
-    page: int,
-    listed: int,
-    lengths: tuple[int, ...],
-    window: int,
-    softcap: float,
-) -> None:
-    rng, sequences = np.random.default_rng(5), len(lengths)
-    pages = sequences * listed + 2
-    query = rng.standard_normal((sequences, heads, width)).astype(np.float32).astype(dtype)
-    cache = rng.standard_normal((2, pages, key_heads, page, width)).astype(np.float32).astype(dtype)
-    table = rng.permutation(pages)[: sequences * listed].reshape(sequences, listed).astype(np.int32)
-    for row, length in enumerate(lengths):  # what no sequence attends to
-        for position in range(length, listed * page):
-            cache[:, table[row, position // page], :, position % page] = NAN
-    places = at(table), at(np.array(lengths, np.int32))
-    node = paged_attention(at(query), at(cache), *places, 0.3, window, softcap)
-    wide = (at(array.astype(np.float32)) for array in (query, cache))
-    wanted = meaning(paged_attention(*wide, *places, 0.3, window, softcap))
-    tolerance = 1e-5 if dtype == "float32" else 1e-2
-    np.testing.assert_allclose(
-        bench.run(node, "gpu").astype(np.float32), wanted, rtol=tolerance, atol=tolerance
-    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,8 +1,11 @@
-"""Attention of a single query per sequence to keys and values that lie in pages.
+"""Attention to keys and values in pages, through a table of the pages of each sequence.
 
-A cache has the shape (2, pages, key heads, page size, head size), with the keys first. A table lists the pages
-of each sequence, (sequences, pages of a sequence), and `lengths` how many positions it has. The query of a
-sequence is at its last position. A sequence without positions has a result of zeros.
+Queries are (rows, length, heads, head size), and the pages of a layer (2, pages, key heads, page size, head
+size), with keys first. Row r has the pages `table[r]`, in the order of their positions; its query i attends
+to the positions up to `positions[r, i]`. Neighbouring heads of queries share a head of keys and values.
+
+A kernel reads the positions that are attended to, and nothing else. For many queries of a sequence there are
+the products of the decomposition, in parts.
 """
 
 from __future__ import annotations
@@ -22,107 +25,117 @@ from penstock.graph.elementwise import (
     divide,
     full,
     greater,
-    greater_equal,
+    less_equal,
     like,
     logical_and,
     multiply,
-    subtract,
     tanh,
     where,
     widened,
 )
 from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
-from penstock.graph.reducing import expand
-from penstock.graph.shaping import permute, reshape
+from penstock.graph.reducing import expand, max_
+from penstock.graph.shaping import concat, permute, reshape, slice_axis
 
-_WIDEST = 256  # items of a head that a kernel takes
+MOST_QUERIES = 16  # of a sequence; more are computed by products of matrices
+_SCORES = 1 << 24  # that are stored at a time
 
 
 def _shape(
-    query: Node, cache: Node, table: Node, lengths: Node, *, scale: float, window: int, softcap: float
+    query: Node, pages: Node, table: Node, positions: Node, *, scale: float, window: int, softcap: float
 ) -> tuple[Shape, DType]:
-    sequences, heads, width = query.shape
-    assert cache.ndim == 5
-    assert cache.shape[0] == 2
-    assert cache.shape[4] == width
-    assert heads % cache.shape[2] == 0
-    assert table.shape[0] == sequences
-    assert lengths.shape == (sequences,)
+    rows, length, heads, size = query.shape
+    assert pages.shape[0] == 2
+    assert pages.shape[4] == size
+    assert heads % pages.shape[2] == 0
+    assert table.shape[0] == rows
+    assert positions.shape == (rows, length)
+    assert query.dtype == pages.dtype
+    assert table.dtype == positions.dtype == int32
     return query.shape, query.dtype
 
 
 def _reference(
-    query: Array, cache: Array, table: Array, lengths: Array, scale: float, window: int, softcap: float
+    query: Array, pages: Array, table: Array, positions: Array, scale: float, window: int, softcap: float
 ) -> Array:
-    heads, key_heads, page = query.shape[1], cache.shape[2], cache.shape[3]
-    result = np.zeros_like(query)
-    for row, length in enumerate(np.minimum(lengths, table.shape[1] * page).tolist()):
-        first = max(length - window, 0) if window else 0
-        if first >= length:
-            continue
-        position = np.arange(first, length)
-        pages = table[row, position // page].clip(0, cache.shape[1] - 1)
-        keys, values = (np.repeat(side[pages, :, position % page], heads // key_heads, 1) for side in cache)
-        scores = np.einsum("hd,phd->hp", query[row], keys) * np.asarray(scale, query.dtype)
-        if softcap:
-            scores = np.tanh(scores / softcap) * softcap
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        result[row] = np.einsum("hp,phd->hd", weights / weights.sum(axis=-1, keepdims=True), values)
-    return result
-
-
-def has_kernel(node: Node, capabilities: Capabilities) -> bool:
-    """Whether a device has a kernel for a node: GPUs have."""
-    query, cache = node.inputs[:2]
-    return (
-        capabilities.compiles
-        and capabilities.vector_width == 1
-        and query.dtype == cache.dtype
-        and query.shape[-1] <= _WIDEST
-        and node.size > 0
+    rows, length, _, size = query.shape
+    key_heads = pages.shape[2]
+    keys, values = (
+        pages[side][table].transpose(0, 2, 1, 3, 4).reshape(rows, key_heads, -1, size) for side in range(2)
     )
+    grouped = query.reshape(rows, length, key_heads, -1, size).transpose(0, 2, 3, 1, 4)
+    scores = np.matmul(grouped, keys[:, :, np.newaxis].swapaxes(-1, -2)) * np.asarray(scale, query.dtype)
+    if softcap:
+        scores = np.tanh(scores / softcap) * np.asarray(softcap, query.dtype)
+    last = positions[:, np.newaxis, np.newaxis, :, np.newaxis]
+    places = np.arange(keys.shape[2])
+    seen = (places <= last) & (places > last - window) if window else places <= last
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = (weights / weights.sum(axis=-1, keepdims=True)).astype(query.dtype)
+    result = np.matmul(weights, values[:, :, np.newaxis])
+    return np.asarray(result.transpose(0, 3, 1, 2, 4).reshape(query.shape))
 
 
 def _decomposed(node: Node, capabilities: Capabilities) -> Node | None:
-    """The keys and values of every sequence side by side, and attention to those that it has."""
-    if has_kernel(node, capabilities) or not node.size:
+    """Products of matrices, of a part of the queries at a time; None for few queries."""
+    query, pages, table, positions = node.inputs
+    rows, length, heads, _ = query.shape
+    if length <= MOST_QUERIES:
         return None
-    query, cache, table, lengths = node.inputs
-    (sequences, heads, width), (_, pages, key_heads, page, _) = query.shape, cache.shape
-    positions = table.shape[1] * page
-    inside = _inside(lengths, positions, node.attributes["window"])
+    reach = table.shape[1] * pages.shape[3]
+    most = max(MOST_QUERIES, _SCORES // (rows * heads * reach))
+    keys, values = (_read(pages, table, side) for side in range(2))
+    # What lies after the last position may be anything, such as a NaN of another sequence.
+    last = expand(reshape(max_(positions, (1,)), (rows, 1, 1, 1)), values.shape)
+    places = expand(reshape(sequence(0, 1, reach, int32), (1, 1, reach, 1)), values.shape)
+    values = where(less_equal(places, last), values, like(values, 0))
+    parts = []
+    for start in range(0, length, most):
+        count = min(most, length - start)
+        own = slice_axis(positions, 1, start, count)
+        parts.append(_attended(slice_axis(query, 1, start, count), keys, values, own, node))
+    return parts[0] if len(parts) == 1 else concat(parts, 1)
 
-    def side(number: int) -> Node:
-        """Keys or values as (sequences, key heads, positions, head size), in float32 at least."""
-        rows = reshape(cache, (2 * pages, key_heads, page, width))
-        own = gather(rows, add(table, like(table, number * pages)))
-        return widened(reshape(permute(own, (0, 2, 1, 3, 4)), (sequences, key_heads, positions, width)))
 
-    grouped = widened(reshape(query, (sequences, key_heads, heads // key_heads, width)))
-    scores = matmul(grouped, permute(side(0), (0, 1, 3, 2)))
-    scores = multiply(scores, like(scores, node.attributes["scale"]))
-    softcap = node.attributes["softcap"]
+def _read(pages: Node, table: Node, side: int) -> Node:
+    """Keys or values of each row, (rows, key heads, positions, head size)."""
+    _, count, heads, page, size = pages.shape
+    rows, width = table.shape
+    # Of both sides together: a slice of all pages would be copied.
+    own = reshape(pages, (2 * count, heads, page, size))
+    index = add(reshape(table, (rows * width,)), full((rows * width,), table.dtype, side * count))
+    taken = reshape(gather(own, index), (rows, width, heads, page, size))
+    return reshape(permute(taken, (0, 2, 1, 3, 4)), (rows, heads, width * page, size))
+
+
+def _attended(query: Node, keys: Node, values: Node, positions: Node, node: Node) -> Node:
+    rows, length, heads, size = query.shape
+    key_heads, reach = keys.shape[1:3]
+    groups = heads // key_heads
+    grouped = permute(reshape(query, (rows, length, key_heads, groups, size)), (0, 2, 3, 1, 4))
+    grouped = reshape(grouped, (rows, key_heads, groups * length, size))
+    scores = matmul(grouped, permute(keys, (0, 1, 3, 2)))
+    scores = widened(multiply(scores, like(scores, node.attributes["scale"])))
+    softcap, window = node.attributes["softcap"], node.attributes["window"]
     if softcap:
-        scores = multiply(tanh(divide(scores, like(scores, softcap))), like(scores, softcap))
-    seen = expand(reshape(inside, (sequences, 1, 1, positions)), scores.shape)
-    # Finite, so that a sequence without positions has no NaN; its values are zeros.
-    weights = softmax(where(seen, scores, full(scores.shape, scores.dtype, -1e30)), 3)
-    values = side(1)
-    # What lies after a sequence's end may be anything, such as another's NaN.
-    kept = expand(reshape(inside, (sequences, 1, positions, 1)), values.shape)
-    result = matmul(weights, where(kept, values, like(values, 0)))
-    return cast(reshape(result, query.shape), query.dtype)
+        cap = like(scores, softcap)
+        scores = multiply(tanh(divide(scores, cap)), cap)
+    shape = (rows, key_heads, groups, length, reach)
+    last = expand(reshape(positions, (rows, 1, 1, length, 1)), shape)
+    places = expand(reshape(sequence(0, 1, reach, int32), (1, 1, 1, 1, reach)), shape)
+    seen = less_equal(places, last)
+    if window:
+        seen = logical_and(seen, greater(add(places, like(places, window)), last))
+    scores = where(seen, reshape(scores, shape), full(shape, scores.dtype, -math.inf))
+    weights = reshape(cast(softmax(scores, 4), values.dtype), (rows, key_heads, groups * length, reach))
+    result = reshape(matmul(weights, values), (rows, key_heads, groups, length, size))
+    return reshape(permute(result, (0, 3, 1, 2, 4)), query.shape)
 
 
-def _inside(lengths: Node, positions: int, window: int) -> Node:
-    """Which positions each sequence's query attends to."""
-    shape = (lengths.shape[0], positions)
-    place = expand(reshape(sequence(0, 1, positions, int32), (1, positions)), shape)
-    end = expand(reshape(cast(lengths, int32), (lengths.shape[0], 1)), shape)
-    inside = greater(end, place)
-    if not window:
-        return inside
-    return logical_and(inside, greater_equal(place, subtract(end, like(end, window))))
+def _operations(node: Node) -> int:
+    table, pages = node.inputs[2], node.inputs[1]
+    return 4 * node.size * table.shape[1] * pages.shape[3]
 
 
 PAGED_ATTENTION = Primitive(
@@ -130,15 +143,21 @@ PAGED_ATTENTION = Primitive(
     Kind.PAGED_ATTENTION,
     _shape,
     _reference,
-    operations=lambda n: 4 * n.size * n.inputs[2].shape[1] * n.inputs[1].shape[3],
+    operations=_operations,
     decompose=_decomposed,
+    refuses="attention to cached keys and values has no gradient",
 )
 
 
 def paged_attention(
-    query: Node, cache: Node, table: Node, lengths: Node, scale: float, window: int, softcap: float
+    query: Node,
+    pages: Node,
+    table: Node,
+    positions: Node,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Node:
-    """The attended values, (sequences, heads, head size); a window or softcap of 0 is none."""
-    assert math.isfinite(scale)
-    attributes = {"scale": scale, "window": window, "softcap": softcap}
-    return Node(PAGED_ATTENTION, (query, cache, table, lengths), attributes)
+    """Attention of queries to the pages of their sequences; a `window` is how many positions they see."""
+    attributes = {"scale": scale, "window": window or 0, "softcap": softcap or 0.0}
+    return Node(PAGED_ATTENTION, (query, pages, table, positions), attributes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ import numpy.typing as npt
 
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.hosting import gather_through_host, room, side_by_side
-from penstock.graph.node import DType, Node, leaf
+from penstock.graph.node import DType, Node, Shape, leaf
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.tensor.core import Tensor
+from penstock.tensor.creation import zeros
 from penstock.tensor.dtypes import checked
 from penstock.tensor.manipulation import astype
 
@@ -38,6 +40,25 @@ def gathered(arrays: Arrays, device: Device) -> list[Tensor]:
         for at, offset in zip(part, offsets, strict=True):
             dtype = checked(arrays[at].dtype)
             result.append(Tensor(leaf(buffer.part(offset, sizes[at]), arrays[at].shape, dtype), device))
+    return result
+
+
+def zeros_gathered(shapes: Sequence[Shape], dtype: DType, device: Device) -> list[Tensor]:
+    """New tensors of zeros, in as few allocations as possible."""
+    if device.dispatcher is not None:  # `auto` chooses where values lie
+        return [zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    result: list[Tensor] = []
+    sizes = [prod(shape) * dtype.itemsize for shape in shapes]
+    empty: dict[Shape, Tensor] = {}  # which are copied: a kernel has no indices for all of an allocation
+    for part, offsets, nbytes in side_by_side(sizes, device.capabilities):
+        allocation = device.empty(nbytes)
+        for at, offset in zip(part, offsets, strict=True):
+            if shapes[at] not in empty:
+                empty[shapes[at]] = zeros(shapes[at], dtype=dtype, device=device)
+                empty[shapes[at]]._realize()
+            buffer = allocation.part(offset, sizes[at])
+            device.copy(buffer, empty[shapes[at]]._node.value, sizes[at])
+            result.append(Tensor(leaf(buffer, shapes[at], dtype), device))
     return result
 
 

@@ -32,6 +32,7 @@ _TEMPLATES = {
     Kind.ARG_REDUCTION: _Template(extreme),
     Kind.SORT: _Template(sort, reads_words=True),
     Kind.SCATTER: _Template(scatter, half_precision=True),
+    Kind.PAGED_ATTENTION: _Template(paged_attention, half_precision=True),
     Kind.UPDATE: _Template(update, half_precision=True),
     Kind.PAGED_ATTENTION: _Template(paged_attention, half_precision=True),
 }

@@ -1,0 +1,61 @@
+"""What a step of single tokens consists of on a device that is described by a file, without that device.
+
+    penstock devices --rates card.toml                # on a machine that has it, or write the file by hand
+    python benchmarks/decode_steps.py card.toml --model llama-1b --batch 1 32
+
+Turns are launches that wait for each other; those of a turn may run side by side in a graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import penstock as ps
+from generate import SHAPES
+from penstock.compiler.schedule import Schedule
+from penstock.execution.realize import executables
+from penstock.models import LanguageModel
+from penstock.models.decoders import PAGE, Decoder
+from penstock.models.sampling import Needs
+from penstock.nn.module import evaluating
+from penstock.tensor.jit_program import _Traced
+
+
+def step_of(model: LanguageModel, batch: int, positions: int) -> Schedule:
+    """The schedule of a step of greedy tokens, with so many sequences of so many positions at most."""
+    pages = positions // PAGE
+    decoder = Decoder(model, batch, batch * pages)
+    for cache, shape in zip(decoder._caches, model.cache_shapes, strict=True):
+        size = (2, decoder.pages, shape.heads, PAGE, shape.head_size)
+        cache._become(ps.zeros(size, dtype=model.head_weight.dtype)._node)
+    given = [ps.zeros((batch,), dtype=ps.int32), ps.zeros((batch, pages), dtype=ps.int32)]
+    given += [ps.zeros((5, batch)), ps.zeros((batch, 2), dtype=ps.uint32)]
+    function: Any = ps.jit(decoder._take_token)
+    traced = function._traced(tuple(given), {"needs": Needs()}, given)
+    with ps.no_grad(), evaluating(), traced as (tracing, _, outputs):
+        return executables(ps.default_device()).schedule(_Traced("step", tracing, outputs).structure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("card")
+    parser.add_argument("--model", choices=SHAPES, default="llama-1b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--positions", type=int, default=2048)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--show", action="store_true", help="print every step of the schedule")
+    chosen = parser.parse_args()
+    ps.use(chosen.card)
+    model = ps.models.build(SHAPES[chosen.model]).to(chosen.dtype)
+    for batch in chosen.batch:
+        schedule = step_of(model, batch, chosen.positions)
+        if chosen.show:
+            print(schedule)
+        launches = sum(len(step.calls) for step in schedule.groups)
+        turns = 1 + max(step.turn for step in schedule.groups)
+        print(f"{chosen.model}, batch {batch}: {launches} launches in {turns} turns")
+
+
+if __name__ == "__main__":
+    main()
