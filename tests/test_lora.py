@@ -194,14 +194,14 @@ class Packed(ps.nn.Module):
 
 
 def test_any_layer_with_sizes_has_adapters_and_only_weights_merge() -> None:
-    ps.random.manual_seed(1)
-    adapted = ps.nn.LoRA(Packed(6, 4), rank=2, alpha=2)
+    ps.random.manual_seed(3)
+    adapted = ps.nn.LoRA(Packed(6, 4), rank=2)
     assert [name for name, _ in adapted.named_parameters()] == ["lora_A.weight", "lora_B.weight"]
     assert {str(tensor.dtype) for tensor in adapted.parameters()} == {"float16"}, "that of the scales"
     x = ps.asarray(np.ones((3, 6), np.float32), device="host")
-    optimizer = ps.optim.SGD(adapted.parameters(), lr=0.1)
+    optimizer = ps.optim.SGD(adapted.parameters(), lr=0.02)
     losses = []
-    for _ in range(20):
+    for _ in range(40):
         loss = (adapted(x) ** 2).mean()
         optimizer.backward(loss)
         optimizer.step()
