@@ -31,8 +31,10 @@ def load_base(config: Config, device: Where = None) -> LanguageModel:
     """The model that a run fine-tunes, with adapters if it has any; adapters from before are merged."""
     setting, lora = config.model, config.lora
     model = ps.models.load(setting.name, device=device, dtype=setting.precision)
-    if adapters(model):
+    try:
         ps.models.merge_lora(model)
+    except TypeError as error:
+        raise SettingError(f"{setting.name} cannot be fine-tuned: {error}") from None
     if model.tokenizer is None:
         raise SettingError(f"{setting.name} has no tokenizer.json, which fine-tuning needs; put it there")
     if model.tokenizer.vocab_size > model.vocab_size:
