@@ -77,8 +77,8 @@ def assert_product(result: npt.NDArray[Any], x: Floats, packed: Packed, bits: in
     additions = x.shape[1] / 8 + 64
     added = np.abs(x) @ np.abs(packed.steps).T * 3.5 * 2**bits
     bound = additions * 2.0**-24 * added + EPSILON[dtype] * np.abs(wanted) + 1e-30
-    if len(x) > 1:  # for which weights may be unpacked to the dtype, in memory or for tensor cores
-        bound += EPSILON[dtype] * np.abs(x) @ np.abs(packed.matrix).T
+    # Weights may be unpacked to the dtype, in memory or for tensor cores.
+    bound += EPSILON[dtype] * np.abs(x) @ np.abs(packed.matrix).T
     error = np.abs(result.astype(np.float64) - wanted)
     assert (error <= bound).all(), float((error / bound).max())
 
