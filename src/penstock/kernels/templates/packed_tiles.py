@@ -59,7 +59,7 @@ def tensor_packed(
         for tile in range(tiles)
         for rows in range(row_tiles)
     }
-    with k.loop("step", 0, steps) as step:
+    with k.loop("step", 0, steps, unrolled=min(steps, 4 // tiles)) as step:
         at = k.let("at", (step * warps + place.warp) * _CHUNK + place.part * _ITEMS)
         inside = k.let("inside", at < problem.inner) if problem.inner < steps * warps * _CHUNK else None
         x = [_row_words(k, problem, rows, at, inside, place) for rows in range(row_tiles)]
