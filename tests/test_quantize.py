@@ -376,7 +376,7 @@ def test_a_gpt_without_biases_is_loaded_with_zeros(tmp_path: Path) -> None:
 def trained(steps: int) -> tuple[ps.models.LanguageModel, npt.NDArray[np.int64]]:
     """A small model that knows a text well, and the text."""
     ps.random.manual_seed(6)
-    model = ps.models.build({**LLAMA, "initializer_range": 0.1})
+    model = ps.models.build({**LLAMA, "num_hidden_layers": 1, "initializer_range": 0.1})
     text = np.tile(np.random.default_rng(7).integers(0, 64, 48), 12)
     optimizer = ps.optim.AdamW(model.parameters(), lr=3e-3)
     inputs, targets = (ps.asarray(text[at : at + 512].reshape(16, 32)) for at in (0, 1))
@@ -396,7 +396,7 @@ def trained(steps: int) -> tuple[ps.models.LanguageModel, npt.NDArray[np.int64]]
 
 @pytest.mark.slow
 def test_the_perplexity_of_a_trained_model_changes_little() -> None:
-    model, text = trained(120)
+    model, text = trained(30)
     exact = ps.models.evaluate(model, text, context=32)
     assert exact.perplexity < 4, "it has learned the text"
     for dtype, most in (("int8", 0.01), ("int4", 0.25)):
