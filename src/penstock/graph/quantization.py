@@ -34,9 +34,7 @@ SHIFTS = {4: (0, 16, 4, 20, 8, 24, 12, 28), 8: (0, 8, 16, 24)}  # of the integer
 # Rows of the other operand up to which kernels unpack integers in registers. For more rows the matrix is
 # unpacked to memory once: a product of many rows takes longer than that.
 MOST_ROWS = 16
-# Rows for which tensor cores multiply, where both operands are float16 or bfloat16. Integers times their
-# scales are rounded to these, which they are not for a single row.
-LEAST_TENSOR_ROWS, MOST_TENSOR_ROWS = 2, 32
+MOST_TENSOR_ROWS = 32  # the same, for kernels that multiply on tensor cores
 _KERNEL_DTYPES = (float32, float16, bfloat16)
 
 
@@ -103,8 +101,7 @@ def _gradients(g: Node, n: Node) -> tuple[Node, None, None]:
 def on_tensor_cores(node: Node, capabilities: Capabilities) -> bool:
     """Whether tensor cores compute a product of few rows."""
     x, _, scales = node.inputs
-    halves = x.dtype in HALF_PRECISION and x.dtype is scales.dtype
-    return capabilities.tensor_cores and halves and x.shape[0] >= LEAST_TENSOR_ROWS
+    return capabilities.tensor_cores and x.dtype in HALF_PRECISION and x.dtype is scales.dtype
 
 
 def _many_rows(node: Node, capabilities: Capabilities) -> Node | None:

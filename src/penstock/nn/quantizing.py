@@ -47,6 +47,10 @@ class QuantizedLinear(Module):
         device: Where = None,
     ) -> None:
         """A layer of zeros, whose values are loaded; `ps.quantize` makes layers of others."""
+        if in_features < 1 or out_features < 1:
+            raise ValueError(
+                f"a linear layer needs sizes of 1 or more, and {in_features}, {out_features} were given"
+            )
         if bits not in BITS.values() or group not in GROUPS:
             raise ValueError(
                 f"integers have 4 or 8 bits, and groups {' or '.join(map(str, GROUPS))} of them; {bits} and "

@@ -4,7 +4,10 @@ Of 128 inputs that a warp multiplies at a time, each thread reads 32 neighbours 
 bytes of 4-bit integers each, so a thread has a single scale for a feature. Which of a tile's inputs is which
 does not matter for a sum, as long as both operands agree. Integers become float16 or bfloat16 exactly, and
 are rounded once, when they are multiplied by their scale: a product of many rows has the same weights. Sums
-are float32.
+are float32, in an order that does not depend on the number of rows.
+
+A single row leaves most of the cores' work unused. Still it takes 2.6 to 3.5 instructions for a weight of 4
+bits, counted for sm_90, and `packed_matmul`, in float32, 3.7 to 4.3; an H200 has time for some 4.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ def tensor_packed(
         for tile in range(tiles)
         for rows in range(row_tiles)
     }
-    with k.loop("step", 0, steps) as step:
+    with k.loop("step", 0, steps, unrolled=min(steps, 4 // tiles)) as step:
         at = k.let("at", (step * warps + place.warp) * _CHUNK + place.part * _ITEMS)
         inside = k.let("inside", at < problem.inner) if problem.inner < steps * warps * _CHUNK else None
         x = [_row_words(k, problem, rows, at, inside, place) for rows in range(row_tiles)]
