@@ -24,6 +24,7 @@ from penstock.cli import (
     listing,
     planning,
     reporting,
+    serving,
     training,
 )
 from penstock.errors import PenstockError, PenstockWarning
@@ -59,6 +60,7 @@ for _command in (
     configuring.config,
     generating.generate,
     chatting.chat,
+    serving.serve,
     reporting.report,
     benching.bench,
     caches.cache,
