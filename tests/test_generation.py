@@ -17,9 +17,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 import penstock as ps
 from penstock.errors import CheckpointError
-from penstock.models import LanguageModel, Sampling, TextTokenizer
-from penstock.models import decoders as decoding
+from penstock.models import LanguageModel, Sampling, TextTokenizer, scheduling
+from penstock.models.decoders import PAGE, Decoder
 from penstock.models.sampling import needs_of, numbers_of, sample, seed_words
+from penstock.models.sequences import TokenSequence, Wanted
 
 SIZES = {**cases.LLAMA, "vocab_size": 40, "num_hidden_layers": 1, "max_position_embeddings": 128}
 
@@ -145,7 +146,7 @@ def by_whole_model(model: LanguageModel, prompt: list[int], count: int) -> list[
 
 
 def test_long_prompts_are_taken_in_chunks(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "CHUNK", 16)
+    monkeypatch.setattr(scheduling, "CHUNK", 16)
     draw = np.random.default_rng(0)
     prompts = [draw.integers(0, 40, length).tolist() for length in (50, 3, 16, 33)]
     result = model.generate(prompts, 5, temperature=0, logprobs=True)
@@ -227,23 +228,27 @@ def test_there_is_a_program_for_each_bucket_and_not_for_each_length() -> None:
         model.generate([1] * length, 20, temperature=0)
         assert model._decoders is not None
         decoder = model._decoders._idle
-        captured.append((len(decoder._prefill._captured), len(decoder._next._captured)))
-    assert captured[-1] == (1, 1)
+        captured.append(sorted(key[0] for key in decoder._programs))
+    assert captured == [["prompts", "tokens"]] * 9
+    assert all(len(program._captured) == 1 for program in decoder._programs.values())
 
 
-def test_caches_are_written_in_place_and_given_back() -> None:
+def test_pages_are_written_in_place_and_given_back() -> None:
     model = ps.models.build(SIZES, device="host")
-    decoder = decoding.Decoder(model, 2, 64)
-    decoder.begin([Sampling(temperature=0)] * 2, [0, 0])
-    decoder.prompts({0: [1, 2, 3], 1: [4]}).ids.wait()
+    decoder = Decoder(model, 2, 4)
+    scheduler = scheduling.Scheduler(decoder, lambda sequence, piece: None)
+    decoder.begin()
+    for prompt in ([1, 2, 3], [4]):
+        scheduler.add(TokenSequence(model, 0, prompt, Wanted(4, Sampling(temperature=0))))
+    scheduler.advance()
     places = [cache._node.value.place for cache in decoder._caches]
-    for _ in range(3):
-        decoder.tokens([0, 1]).ids.wait()
+    while scheduler.busy:
+        scheduler.advance()
     assert [cache._node.value.place for cache in decoder._caches] == places
-    shape = decoder._caches[0].numpy()
-    assert shape.shape == (2, 2, 2, 64, 8)
-    filled = np.abs(shape).sum(axis=(0, 2, 4)) > 0
-    assert filled.sum(axis=1).tolist() == [6, 4], "the positions of each sequence"
+    pages = decoder._caches[0].numpy()
+    assert pages.shape == (2, 4, 2, PAGE, 8)
+    filled = np.abs(pages).sum(axis=(0, 2, 4)) > 0
+    assert sorted(filled.sum(axis=1).tolist()) == [0, 0, 4, 6], "the positions of each sequence"
     decoder.release()
     assert all(cache._node.value is None for cache in decoder._caches)
 

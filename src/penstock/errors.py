@@ -93,6 +93,14 @@ class CheckpointError(PenstockError):
     """A saved model or run cannot be read, is damaged, or does not fit."""
 
 
+class QueueFull(PenstockError, RuntimeError):
+    """An engine has as many waiting requests as its queue takes."""
+
+
+class EngineClosed(PenstockError, RuntimeError):
+    """An engine was closed, or a step of it failed, so it takes and completes no requests."""
+
+
 class OnnxError(PenstockError, ValueError):
     """A model in ONNX's format cannot be read, or is not valid."""
 

@@ -1,4 +1,4 @@
-"""How the layers of a model attend: to the positions of their own input, or to a cache of keys and values.
+"""How the layers of a model attend: to the positions of their own input, or to pages of keys and values.
 
 A block gets an `Attention`, which knows the positions of the tokens, and gives it queries, keys and values.
 So a block is the same in training, over a prompt, and over a single token.
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.nn.layers import Where
-from penstock.tensor.arithmetic import logical_and, minimum, where
+from penstock.tensor.arithmetic import logical_and, maximum, minimum, where
 from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import arange
 from penstock.tensor.dtypes import int32
-from penstock.tensor.manipulation import broadcast_to, reshape, stack
+from penstock.tensor.manipulation import broadcast_to, permute_dims, reshape, stack, take_along_axis
 
 if TYPE_CHECKING:
     from penstock.models.rotary import Rotary
@@ -40,7 +40,7 @@ class Attention:
     cached = False  # whether keys and values come from a cache
 
     def __init__(self, positions: Tensor, lengths: Tensor) -> None:
-        """The `positions` of the input, (batch, length), and the `lengths` of whole sequences, (batch,)."""
+        """The `positions` of the input, and the `lengths` of whole sequences at them, both (batch, length)."""
         self.positions, self.lengths = positions, lengths
         self._angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
 
@@ -76,14 +76,14 @@ class Attention:
 def whole(batch: int, length: int, device: Where) -> Attention:
     """Attention of whole sequences from their first position on, as in training."""
     positions = broadcast_to(arange(length, dtype=int32, device=device), (batch, length))
-    return Attention(positions, positions[:, -1] + 1)
+    return Attention(positions, broadcast_to(positions[:, -1:] + 1, (batch, length)))
 
 
-class CachedAttention(Attention):
-    """Attention to the keys and values that are cached, after those of the input were written there.
+class PagedAttention(Attention):
+    """Attention to the keys and values in pages, after those of the input were written there.
 
-    A cache is the memory of a layer: (2, slots, heads, capacity, head size), with its keys first. Slot b has
-    the sequence of row b. Only the rows of new positions are written.
+    The pages of a layer are (2, pages, heads, page size, head size), with keys first. A row of `table` has
+    the pages of its sequence, in the order of their positions. Only the rows of new positions are written.
     """
 
     cached = True
@@ -91,30 +91,29 @@ class CachedAttention(Attention):
     def __init__(
         self,
         caches: list[Tensor],
-        shapes: list[CacheShape],
+        table: Tensor,
         starts: Tensor,
         counts: Tensor,
-        lengths: Tensor,
+        firsts: Tensor,
         length: int,
-        reach: int,
         fresh: bool,
+        context: int,
     ) -> None:
         """The input has `length` positions, of which row b takes `counts[b]`, from `starts[b]` on.
 
-        Queries attend to the first `reach` positions of the cache. With `fresh`, all sequences start here,
-        and the cache is only written.
+        A sequence had at least `firsts[b]` positions when they were computed first. With `fresh`, all
+        sequences start here, and pages are only written.
         """
-        capacity = caches[0].shape[3]
-        slots = starts.shape[0]
+        rows = starts.shape[0]
         own = arange(length, dtype=int32, device=starts.device)
-        positions = reshape(starts, (slots, 1)) + own
+        positions = reshape(starts, (rows, 1)) + own
+        inside = own < reshape(counts, (rows, 1))
         # Rows of padding stay inside of tables of positions; what they compute is not used.
-        super().__init__(minimum(positions, capacity - 1), lengths)
-        self._caches, self._shapes = caches, shapes
-        self._slots, self._capacity, self._reach, self._fresh = slots, capacity, reach, fresh
-        inside = logical_and(own < reshape(counts, (slots, 1)), positions < capacity)
-        self._written = where(inside, positions, -1)
-        self._rows: dict[int, Tensor] = {}
+        positions = minimum(positions, context - 1)
+        super().__init__(positions, maximum(reshape(firsts, (rows, 1)), positions + 1))
+        self._caches, self._table, self._fresh = caches, table, fresh
+        self._inside = inside
+        self._rows: dict[tuple[int, ...], Tensor] = {}
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(
@@ -131,43 +130,53 @@ class CachedAttention(Attention):
         self._write(layer, key, value)
         if self._fresh:
             return super().attend(layer, query, key, value, scale, window, softcap)
-        keys, values = (self._caches[layer][side, :, :, : self._reach] for side in range(2))
+        keys, values = (self._read(layer, side) for side in range(2))
         return F.scaled_dot_product_attention(
             query,
             keys,
             values,
-            attn_mask=self._mask(window),
+            attn_mask=self._mask(window, keys.shape[2]),
             scale=scale,
             enable_gqa=True,
             softcap=softcap,
         )
 
+    def _read(self, layer: int, side: int) -> Tensor:
+        """The keys or values of each row, (rows, heads, positions, head size)."""
+        _, _, heads, page, size = self._caches[layer].shape
+        pages = self._caches[layer][side][self._table]  # (rows, pages, heads, page size, head size)
+        rows, count = self._table.shape
+        return reshape(permute_dims(pages, (0, 2, 1, 3, 4)), (rows, heads, count * page, size))
+
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        cache, (slots, heads, length, size) = self._caches[layer], key.shape
-        rows = reshape(stack([key, value]), (2 * slots * heads * length, size))
-        flat = reshape(cache, (2 * slots * heads * self._capacity, size))
-        cache._rebind(reshape(with_rows(flat, self._index(heads, length), rows), cache.shape))
+        cache, size = self._caches[layer], key.shape[-1]
+        rows = reshape(stack([key, value]), (2 * key.size // size, size))
+        flat = reshape(cache, (cache.size // size, size))
+        cache._rebind(reshape(with_rows(flat, self._index(cache.shape), rows), cache.shape))
 
-    def _index(self, heads: int, length: int) -> Tensor:
-        """Where in a cache the rows of new keys and values go; -1 where there is no position for them."""
-        if heads not in self._rows:
-            count = 2 * self._slots * heads
-            each = reshape(
-                arange(count, dtype=int32, device=self.positions.device), (2, self._slots, heads, 1)
-            )
-            position = reshape(self._written, (1, self._slots, 1, length))
-            index = where(position >= 0, each * self._capacity + position, -1)
-            self._rows[heads] = reshape(index, (count * length,))
-        return self._rows[heads]
+    def _index(self, shape: tuple[int, ...]) -> Tensor:
+        """Where in a layer's pages the rows of new keys and values go; -1 where there is no position."""
+        if shape not in self._rows:
+            _, pages, heads, page, _ = shape
+            rows, length = self.positions.shape
+            device = self.positions.device
+            slot = minimum(self.positions // page, self._table.shape[1] - 1)  # of padding, any
+            place = take_along_axis(self._table, slot, axis=1) * (heads * page)
+            place = reshape(place + self.positions % page, (1, rows, 1, length))
+            side = reshape(arange(2, dtype=int32, device=device) * (pages * heads * page), (2, 1, 1, 1))
+            head = reshape(arange(heads, dtype=int32, device=device) * page, (1, 1, heads, 1))
+            index = where(reshape(self._inside, (1, rows, 1, length)), place + side + head, -1)
+            self._rows[shape] = reshape(index, (2 * rows * heads * length,))
+        return self._rows[shape]
 
-    def _mask(self, window: int | None) -> Tensor:
-        """Which cached positions each query attends to."""
+    def _mask(self, window: int | None, reach: int) -> Tensor:
+        """Which positions each query attends to."""
         if window not in self._masks:
-            slots, length = self.positions.shape
-            keys = arange(self._reach, dtype=int32, device=self.positions.device)
-            own = reshape(self.positions, (slots, 1, length, 1))
+            rows, length = self.positions.shape
+            keys = arange(reach, dtype=int32, device=self.positions.device)
+            own = reshape(self.positions, (rows, 1, length, 1))
             seen = keys <= own
-            if window is not None and window < self._reach:
+            if window is not None and window < reach:
                 seen = logical_and(seen, keys > own - window)
             self._masks[window] = seen
         return self._masks[window]

@@ -1,22 +1,24 @@
-"""Decoders: sequences of a batch with their cached keys and values, and the programs that extend them.
+"""Decoders: the pages of keys and values of all sequences, and the programs that extend them.
 
-There is a program for each bucket of batch size, of new tokens and of positions that are attended to, not for
-each length. All of the state is on the device: a step needs nothing from the host, and gives it token ids.
+There is a program for each bucket of sequences, of new tokens and of pages that are attended to, not for each
+length. The last tokens and the lengths of sequences are on the device: a step needs nothing of the step
+before it from the host, and gives it token ids.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.graph.dtypes import DType
-from penstock.models.attending import CachedAttention
-from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample, seed_words
+from penstock.models.attending import PagedAttention
+from penstock.models.sampling import Needs, Sampling, needs_of, numbers_of, sample
+from penstock.models.sequences import TokenSequence
 from penstock.nn.module import evaluating
 from penstock.runtime import Device
 from penstock.stream.future import Future
@@ -24,7 +26,7 @@ from penstock.tensor.arithmetic import maximum, where
 from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor, from_numpy, resolve
 from penstock.tensor.creation import arange, ones, zeros
-from penstock.tensor.dtypes import bool_, float32, int32, uint32
+from penstock.tensor.dtypes import bool_, int32
 from penstock.tensor.jit import jit
 from penstock.tensor.manipulation import reshape
 from penstock.tensor.recording import no_grad
@@ -32,8 +34,8 @@ from penstock.tensor.recording import no_grad
 if TYPE_CHECKING:
     from penstock.models.model import LanguageModel
 
-CHUNK = 512  # tokens of a prompt that a step takes at most
-_SHORTEST, _LEAST_REACH = 16, 64  # the smallest buckets of new tokens, and of positions that are attended to
+PAGE = 16  # positions of a page
+_SHORTEST, _FEWEST_PAGES = 16, 4  # the smallest buckets of new tokens, and of pages that are attended to
 
 
 def bucket(number: int, least: int, most: int) -> int:
@@ -44,36 +46,45 @@ def bucket(number: int, least: int, most: int) -> int:
     return min(size, most)
 
 
-class Step(NamedTuple):
-    """The tokens of a step on their way to the host: for which slots, and what they are."""
+def pages_of(positions: int) -> int:
+    """The pages that so many positions need."""
+    return -(-positions // PAGE)
 
-    slots: Sequence[int]
+
+class Step(NamedTuple):
+    """The tokens of a step on their way to the host: for each row, the sequence that gets one."""
+
+    rows: Sequence[TokenSequence | None]
     ids: Future[npt.NDArray[Any]]
     logprobs: Future[npt.NDArray[Any]] | None
 
 
 class Decoder:
-    """A batch of sequences, each in its slot, with memory for `capacity` positions of each."""
+    """Memory for `pages` pages of keys and values, for up to `slots` sequences at a time."""
 
-    def __init__(self, model: LanguageModel, slots: int, capacity: int) -> None:
+    def __init__(self, model: LanguageModel, slots: int, pages: int) -> None:
         weight = model.head_weight
-        self.slots, self.capacity = slots, capacity
-        self.lengths = [0] * slots  # positions of each slot that are written
+        self.slots, self.pages, self.context = slots, pages, model.context
         self._device, self._dtype, self._vocab_size = resolve(weight.device), weight.dtype, model.vocab_size
-        self._model = weakref.ref(model)  # which has this decoder, and is freed together with it
-        self._needs = Needs()
+        self._model = weakref.ref(model)  # which may have this decoder, and is freed together with it
         self._shapes = model.cache_shapes
-        self._caches = [self._empty((2, slots, 1, 1, 1), weight.dtype) for _ in self._shapes]
+        self._caches = [self._empty((1,), weight.dtype) for _ in self._shapes]
         self._starts, self._tokens = (self._empty((slots,), int32) for _ in range(2))
-        self._active, self._logprobs = self._empty((slots,), int32), self._empty((slots,), float32)
-        self._numbers, self._seeds = self._empty((5, slots), float32), self._empty((slots, 2), uint32)
-        self._seen = self._empty((slots * model.vocab_size,), bool_)
-        self._known_active: list[int] = []
-        self._prefill, self._next = _jitted(self._take_prompts), _jitted(self._take_token)
+        self._seen = self._empty((1,), bool_)  # for each slot and token whether it occurs, if anybody asks
+        self._settings: tuple[tuple[Sampling, bytes], ...] = ()  # those of the last step
+        self._numbers, self._seeds, self._needs = self._tokens, self._tokens, Needs()
+        self._programs: dict[tuple[Any, ...], Any] = {}
+        self._table: tuple[npt.NDArray[Any], Tensor] | None = None
 
+    @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for decoders that can take the same batches."""
-        return self.slots, self.capacity, self._device, self._dtype
+        """Equal for decoders that can take the same sequences."""
+        return self.slots, self.pages, self._device, self._dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of a page, of all layers."""
+        return page_bytes(self._network)
 
     @property
     def _network(self) -> LanguageModel:
@@ -84,142 +95,170 @@ class Decoder:
     def _empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         return zeros(shape, dtype=dtype, device=self._device)
 
-    # State
-
-    def begin(self, settings: Sequence[Sampling], seeds: Sequence[int | None]) -> None:
-        """Start anew, with the settings of each sequence; further slots stay empty."""
-        more = self.slots - len(settings)
-        self._needs = needs_of(settings)
-        self.lengths = [0] * self.slots
-        self._set(self._numbers, numbers_of([*settings, *[Sampling()] * more]))
-        words = [*(seed_words(seed) for seed in seeds), *[np.zeros(2, np.uint32)] * more]
-        self._set(self._seeds, np.stack(words))
-        self._set_active([])
+    def begin(self) -> None:
+        """Allocate the pages."""
         for cache, shape in zip(self._caches, self._shapes, strict=True):
-            size = (2, self.slots, shape.heads, self.capacity, shape.head_size)
+            size = (2, self.pages, shape.heads, PAGE, shape.head_size)
             cache._become(self._empty(size, self._dtype)._node)
-        self._seen._become(self._empty(self._seen.shape, bool_)._node)
+            cache.realize()
 
     def release(self) -> None:
-        """Give the memory of the caches back; the programs stay."""
+        """Give the memory of the pages back; the programs stay."""
         for tensor in (*self._caches, self._seen):
-            tensor._become(self._empty(tensor.shape, tensor.dtype)._node)
-
-    def _set(self, tensor: Tensor, values: npt.NDArray[Any]) -> None:
-        tensor._become(from_numpy(values, self._device)._node)
-
-    def _set_active(self, slots: Sequence[int]) -> None:
-        if slots != self._known_active or not slots:
-            flags = np.zeros(self.slots, np.int32)
-            flags[list(slots)] = 1
-            self._set(self._active, flags)
-            self._known_active = list(slots)
+            tensor._become(self._empty((1,), tensor.dtype)._node)
+        self._settings, self._table = (), None
 
     # Steps
 
-    def prompts(self, given: Mapping[int, Sequence[int]]) -> Step:
-        """Take the prompts of slots, from their first position on; the next token of each."""
-        longest = max(map(len, given.values()))
-        ids = self._padded(given)
-        lengths = np.array([len(given.get(slot, ())) for slot in range(self.slots)], np.int32)
-        result: tuple[Tensor, Tensor | None] = (self._tokens, None)
-        for start in range(0, longest, CHUNK):
-            length = bucket(min(longest - start, CHUNK), min(_SHORTEST, self.capacity), self.capacity)
-            part = np.zeros((self.slots, length), np.int32)
-            piece = ids[:, start : start + length][:, :CHUNK]
-            part[:, : piece.shape[1]] = piece
-            counts = np.clip(lengths - start, 0, min(length, CHUNK))
-            reach = bucket(start + length, _LEAST_REACH, self.capacity)
-            control = np.stack([np.full(self.slots, start, np.int32), counts, lengths])
-            result = self._run(
-                self._prefill,
-                part,
-                control.astype(np.int32),
-                reach=reach,
-                fresh=start == 0,
-                needs=self._needs,
-            )
-        for slot, prompt in given.items():
-            self.lengths[slot] = len(prompt)
-        return self._step(sorted(given), result)
+    def admit(self, sequence: TokenSequence) -> None:
+        """Take a sequence, which has a slot, into the batch."""
+        if sequence.setting.repetition_penalty == 1:
+            return
+        if self._seen.size == 1:
+            self._seen._become(self._empty((self.slots * self._vocab_size,), bool_)._node)
+        row = np.zeros((1, self._vocab_size), np.bool_)
+        row[0, sequence.ids] = True
+        self._run(("seen",), self._see_row, np.array([sequence.slot], np.int32), row)
 
-    def tokens(self, slots: Sequence[int]) -> Step:
+    def prompts(self, parts: Sequence[tuple[TokenSequence, int]]) -> Step:
+        """Take the next tokens of prompts, so many of each; the next token of those that are complete."""
+        longest = max(count for _, count in parts)
+        length = bucket(longest, min(_SHORTEST, self.context), self.context)
+        rows = bucket(len(parts), 1, self.slots)
+        ids, control = np.zeros((rows, length), np.int32), np.zeros((rows, 5), np.int32)
+        control[:, 0] = -1
+        complete: list[TokenSequence | None] = [None] * rows
+        for row, (sequence, count) in enumerate(parts):
+            start = sequence.computed
+            first = sequence.origin + start
+            ids[row, :count] = sequence.ids[first : first + count]
+            ends = start + count == sequence.target
+            control[row] = sequence.slot, start, count, sequence.first, ends
+            complete[row] = sequence if ends else None
+        sequences = [sequence for sequence, _ in parts]
+        table = self._tables(sequences, rows)
+        fresh = not control[:, 1].any()
+        needs = self._set_sampling(sequences, rows)
+        result = self._run(
+            ("prompts", rows, length, table.shape),
+            self._take_prompts,
+            ids,
+            control,
+            table,
+            fresh=fresh,
+            needs=needs,
+        )
+        return self._step(complete, result)
+
+    def tokens(self, sequences: Sequence[TokenSequence]) -> Step:
         """Append the token of the last step to each of these sequences; the next token of each."""
-        self._set_active(slots)
-        reach = bucket(1 + max(self.lengths[slot] for slot in slots), _LEAST_REACH, self.capacity)
-        result = self._run(self._next, reach=reach, needs=self._needs)
-        for slot in slots:
-            self.lengths[slot] += 1
-        return self._step(slots, result)
+        rows = bucket(len(sequences), 1, self.slots)
+        table = self._tables(sequences, rows)
+        needs = self._set_sampling(sequences, rows)
+        slots = np.full(rows, -1, np.int32)
+        slots[: len(sequences)] = [sequence.slot for sequence in sequences]
+        result = self._run(("tokens", rows, table.shape), self._take_token, slots, table, needs=needs)
+        return self._step([*sequences, *[None] * (rows - len(sequences))], result)
 
-    def _padded(self, given: Mapping[int, Sequence[int]]) -> npt.NDArray[np.int32]:
-        longest = max(map(len, given.values()))
-        ids = np.zeros((self.slots, longest), np.int32)
-        for slot, prompt in given.items():
-            ids[slot, : len(prompt)] = prompt
-        return ids
+    def _tables(self, sequences: Sequence[TokenSequence], rows: int) -> npt.NDArray[np.int32]:
+        """The pages of each row; those that it does not have are never attended to."""
+        most = pages_of(self.context)
+        width = bucket(max(len(sequence.pages) for sequence in sequences), min(_FEWEST_PAGES, most), most)
+        table = np.zeros((rows, width), np.int32)
+        for row, sequence in enumerate(sequences):
+            table[row, : len(sequence.pages)] = sequence.pages
+        return table
 
-    def _run(self, program: Any, *arrays: npt.NDArray[Any], **fixed: Any) -> tuple[Tensor, Tensor | None]:
+    def _set_sampling(self, sequences: Sequence[TokenSequence], rows: int) -> Needs:
+        """Have the settings of these sequences on the device."""
+        chosen = tuple((sequence.setting, sequence.seed.tobytes()) for sequence in sequences)
+        if chosen != self._settings or self._seeds.shape[0] != rows:
+            settings = [sequence.setting for sequence in sequences]
+            more = rows - len(settings)
+            self._needs = needs_of(settings)
+            self._numbers = from_numpy(numbers_of([*settings, *[Sampling()] * more]), self._device)
+            seeds = [*(sequence.seed for sequence in sequences), *[np.zeros(2, np.uint32)] * more]
+            self._seeds = from_numpy(np.stack(seeds), self._device)
+            self._settings = chosen
+        return self._needs
+
+    def _run(self, key: tuple[Any, ...], method: Callable[..., Any], *arrays: Any, **fixed: Any) -> Any:
+        if key not in self._programs:
+            self._programs[key] = _jitted(method)
+        given = [from_numpy(array, self._device) for array in arrays]
+        if "needs" in fixed:
+            given += [self._numbers, self._seeds]
         with no_grad(), evaluating():
-            ids, logprobs = program(*(from_numpy(array, self._device) for array in arrays), **fixed)
-        return ids, logprobs
+            return self._programs[key](*given, **fixed)
 
-    def _step(self, slots: Sequence[int], result: tuple[Tensor, Tensor | None]) -> Step:
+    def _step(self, rows: list[TokenSequence | None], result: tuple[Tensor, Tensor | None]) -> Step:
         ids, logprobs = result
-        return Step(slots, ids.numpy_async(), None if logprobs is None else logprobs.numpy_async())
+        return Step(rows, ids.numpy_async(), None if logprobs is None else logprobs.numpy_async())
 
     # What the programs compute
 
     def _take_prompts(
-        self, ids: Tensor, control: Tensor, *, reach: int, fresh: bool, needs: Needs
+        self,
+        ids: Tensor,
+        control: Tensor,
+        table: Tensor,
+        numbers: Tensor,
+        seeds: Tensor,
+        *,
+        fresh: bool,
+        needs: Needs,
     ) -> tuple[Tensor, Tensor | None]:
-        """A part of the prompts; slots that it completes get a token."""
-        starts, counts, lengths = (control[k] for k in range(3))
-        slots, length = ids.shape
-        attention = CachedAttention(self._caches, self._shapes, starts, counts, lengths, length, reach, fresh)
+        """A part of the prompts; sequences whose prompt it completes get a token."""
+        slots, starts, counts, firsts, ends = (control[:, k] for k in range(5))
+        rows, length = ids.shape
+        attention = PagedAttention(self._caches, table, starts, counts, firsts, length, fresh, self.context)
         features = self._network.run(ids, attention)
-        rows = reshape(features, (slots * length, features.shape[-1]))
-        last = arange(slots, dtype=int32, device=ids.device) * length + maximum(counts - 1, 0)
-        if needs.penalizes:
-            inside = arange(length, dtype=int32, device=ids.device) < reshape(counts, (slots, 1))
-            self._see(where(inside, ids, -1))
-        ends = lengths == starts + counts
-        ends = where(counts > 0, ends, False)
-        return self._chosen(rows[last], starts + counts, ends, needs)
+        flat = reshape(features, (rows * length, features.shape[-1]))
+        last = arange(rows, dtype=int32, device=ids.device) * length + maximum(counts - 1, 0)
+        drawing = (numbers, seeds, needs)
+        return self._chosen(flat[last], where(ends > 0, slots, -1), starts + counts, *drawing)
 
-    def _take_token(self, *, reach: int, needs: Needs) -> tuple[Tensor, Tensor | None]:
-        """The token of the last step, in the slots that are active."""
-        active, starts = self._active, self._starts
-        attention = CachedAttention(
-            self._caches, self._shapes, starts, active, starts + 1, 1, reach, fresh=False
+    def _take_token(
+        self, slots: Tensor, table: Tensor, numbers: Tensor, seeds: Tensor, *, needs: Needs
+    ) -> tuple[Tensor, Tensor | None]:
+        """The token of the last step, in the slots that are given."""
+        rows = slots.shape[0]
+        inside = maximum(slots, 0)
+        starts, tokens = self._starts[inside], self._tokens[inside]
+        counts = where(slots >= 0, 1, 0)
+        attention = PagedAttention(
+            self._caches, table, starts, counts, starts + 1, 1, fresh=False, context=self.context
         )
-        features = self._network.run(reshape(self._tokens, (self.slots, 1)), attention)
-        rows = reshape(features, (self.slots, features.shape[-1]))
-        return self._chosen(rows, starts + active, active > 0, needs)
+        features = self._network.run(reshape(tokens, (rows, 1)), attention)
+        flat = reshape(features, (rows, features.shape[-1]))
+        return self._chosen(flat, slots, starts + 1, numbers, seeds, needs)
 
     def _chosen(
-        self, features: Tensor, lengths: Tensor, ends: Tensor, needs: Needs
+        self, features: Tensor, slots: Tensor, lengths: Tensor, numbers: Tensor, seeds: Tensor, needs: Needs
     ) -> tuple[Tensor, Tensor | None]:
-        """Draw the next tokens, and note them where sequences end here."""
+        """Draw the next tokens, and note them for the slots that are not -1."""
         logits = self._network.logits(features)
-        seen = reshape(self._seen, (self.slots, -1)) if needs.penalizes else None
-        ids, logprobs = sample(logits, self._numbers, self._seeds, lengths, seen, needs)
+        seen = None
         if needs.penalizes:
-            self._see(reshape(where(ends, ids, -1), (self.slots, 1)))
-        self._tokens._rebind(where(ends, ids, self._tokens))
-        self._starts._rebind(where(ends, lengths, self._starts))
-        if logprobs is not None:
-            self._logprobs._rebind(where(ends, logprobs, self._logprobs))
-        return self._tokens, None if logprobs is None else self._logprobs
+            seen = reshape(self._seen, (self.slots, self._vocab_size))[maximum(slots, 0)]
+        ids, logprobs = sample(logits, numbers, seeds, lengths, seen, needs)
+        if needs.penalizes:
+            index = where(slots >= 0, slots * self._vocab_size + ids, -1)
+            self._seen._rebind(with_rows(self._seen, index, ones(ids.shape, dtype=bool_, device=ids.device)))
+        self._tokens._rebind(with_rows(self._tokens, slots, ids))
+        self._starts._rebind(with_rows(self._starts, slots, lengths))
+        return ids, logprobs
 
-    def _see(self, ids: Tensor) -> None:
-        """Note tokens, (slots, length), as part of their sequences; -1 is none."""
-        slots, length = ids.shape
-        first = arange(slots, dtype=int32, device=ids.device) * self._vocab_size
-        index = reshape(where(ids >= 0, ids + reshape(first, (slots, 1)), -1), (slots * length,))
-        self._seen._rebind(
-            with_rows(self._seen, index, ones((slots * length,), dtype=bool_, device=ids.device))
-        )
+    def _see_row(self, slot: Tensor, row: Tensor) -> None:
+        """Note all tokens of a sequence."""
+        shape = (self.slots, self._vocab_size)
+        self._seen._rebind(reshape(with_rows(reshape(self._seen, shape), slot, row), self._seen.shape))
+
+
+def page_bytes(model: LanguageModel) -> int:
+    """The bytes of a page, of all layers of a model."""
+    items = sum(2 * shape.heads * shape.head_size for shape in model.cache_shapes)
+    return PAGE * items * model.head_weight.dtype.itemsize
 
 
 def _jitted(method: Callable[..., Any]) -> Any:
@@ -247,15 +286,15 @@ class Decoders:
     def __reduce__(self) -> tuple[type[Decoders], tuple[()]]:
         return Decoders, ()
 
-    def take(self, model: LanguageModel, slots: int, capacity: int) -> Decoder:
+    def take(self, model: LanguageModel, slots: int, pages: int) -> Decoder:
         """A decoder that nobody else uses."""
         with self._lock:
             idle, self._idle = self._idle, None
         weight = model.head_weight
         device: Device = resolve(weight.device)
-        if idle is not None and idle.key() == (slots, capacity, device, weight.dtype):
+        if idle is not None and idle.key == (slots, pages, device, weight.dtype):
             return idle
-        return Decoder(model, slots, capacity)
+        return Decoder(model, slots, pages)
 
     def give_back(self, decoder: Decoder) -> None:
         """Keep a decoder for the next generation, without its memory."""

@@ -20,7 +20,8 @@ from penstock.tensor.manipulation import reshape
 
 if TYPE_CHECKING:
     from penstock.data import Tokenizer
-    from penstock.models.generation import Completion, Piece, Prompt
+    from penstock.models.generation import Prompt
+    from penstock.models.sequences import Completion, Piece
     from penstock.models.tokenizing import TextTokenizer
     from penstock.nn.layers import Where
 

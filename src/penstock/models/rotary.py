@@ -37,20 +37,20 @@ class Rotary:
     def angles(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """The cosine and sine of each position, of shape (batch, 1, length, half of a head).
 
-        `positions` is (batch, length), and `lengths`, of each whole sequence, is (batch,).
+        `positions` and `lengths`, of the whole sequence when a position is computed, are (batch, length).
         """
         batch, count = positions.shape
         half = len(self.frequencies)
-        frequencies = reshape(self._row(self.frequencies, positions), (1, half))
-        lengths = reshape(astype(lengths, float32), (batch, 1))
+        frequencies = reshape(self._row(self.frequencies, positions), (1, 1, half))
+        lengths = reshape(astype(lengths, float32), (batch, count, 1))
         if self.longer:
-            longer = reshape(self._row(self.longer, positions), (1, half))
+            longer = reshape(self._row(self.longer, positions), (1, 1, half))
             frequencies = where(lengths > float(self.length), longer, frequencies)
         elif self.growth:
             grown = maximum(lengths * (self.growth / self.length) - (self.growth - 1), 1.0)
             powers = tuple(-2 * k / (2 * half - 2) for k in range(half))
-            frequencies = frequencies * exp(log(grown) * reshape(self._row(powers, positions), (1, half)))
-        each = reshape(frequencies, (frequencies.shape[0], 1, 1, half))
+            frequencies = frequencies * exp(log(grown) * reshape(self._row(powers, positions), (1, 1, half)))
+        each = reshape(frequencies, (frequencies.shape[0], 1, frequencies.shape[1], half))
         angles = reshape(astype(positions, float32), (batch, 1, count, 1)) * each
         return cos(angles) * self.amplitude, sin(angles) * self.amplitude
 

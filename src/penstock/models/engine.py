@@ -1,0 +1,304 @@
+"""The engine: many requests at once, each with its own prompt and options, that come and go at any time."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from penstock.config import parse_bytes
+from penstock.errors import EngineClosed, QueueFull
+from penstock.formatting import format_bytes
+from penstock.models.decoders import PAGE, Decoder, page_bytes, pages_of
+from penstock.models.generation import Prompt, prompt_ids, wanted_of
+from penstock.models.scheduling import Scheduler
+from penstock.models.sequences import Completion, Piece, TokenSequence
+from penstock.tensor.core import resolve
+
+if TYPE_CHECKING:
+    from penstock.models.model import LanguageModel
+
+_SHARE = 2  # of the memory that is free, keys and values take at most this part
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine does, and has done so far.
+
+    `pages_used` are those of running requests; others may hold prefixes that later requests share.
+    `prefix_tokens` were not computed, thanks to such a prefix.
+    """
+
+    slots: int
+    running: int
+    waiting: int
+    pages: int
+    pages_used: int
+    page_bytes: int
+    requests: int
+    finished: int
+    cancelled: int
+    preempted: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_tokens: int
+    steps: int
+
+
+class Request:
+    """A prompt that an engine continues. Iteration gives the pieces as they come, as often as it is done."""
+
+    def __init__(self, engine: Engine, id: int, sequence: TokenSequence) -> None:
+        self.id, self.prompt_tokens = id, list(sequence.ids)
+        self._engine, self._sequence = engine, sequence
+        self._changed = threading.Condition()
+        self._pieces: list[Piece] = []
+        self._callbacks: list[Callable[[Piece | Exception], None]] = []
+        self._completion = Completion()
+        self._error: Exception | None = None
+        self._done = sequence.max_tokens == 0
+
+    @property
+    def done(self) -> bool:
+        """Whether no further piece will come."""
+        return self._done
+
+    def __iter__(self) -> Iterator[Piece]:
+        at = 0
+        while True:
+            with self._changed:
+                while not self._done and len(self._pieces) <= at:
+                    self._changed.wait()
+                pieces, done = self._pieces[at:], self._done
+            yield from pieces
+            at += len(pieces)
+            if done:
+                if self._error is not None:
+                    raise self._error
+                return
+
+    def result(self) -> Completion:
+        """Wait for the end: all that was generated."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done)
+        if self._error is not None:
+            raise self._error
+        return self._completion
+
+    def cancel(self) -> None:
+        """End it before the next step; its last piece then has the finish_reason "cancelled"."""
+        self._engine._cancel(self)
+
+    def on_piece(self, callback: Callable[[Piece | Exception], None]) -> None:
+        """Call a function with each piece, those that came before too, and with the error if it fails.
+
+        It is called by the engine's thread, and should return at once. The last piece has a finish_reason.
+        """
+        with self._changed:
+            self._callbacks.append(callback)
+            for piece in self._pieces:
+                callback(piece)
+            if self._error is not None:
+                callback(self._error)
+
+    def _add(self, piece: Piece) -> None:
+        with self._changed:
+            self._pieces.append(piece)
+            self._completion.add(piece)
+            self._done = piece.finish_reason is not None
+            self._tell(piece)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error, self._done = error, True
+            self._tell(error)
+
+    def _tell(self, news: Piece | Exception) -> None:
+        self._changed.notify_all()
+        for callback in self._callbacks:
+            callback(news)
+
+
+class Engine:
+    """Generates for up to `slots` requests at once, which join and leave between steps.
+
+    `memory`, in bytes or such as "2GiB", is that of all keys and values, in pages. Without it, they get what
+    all slots need for the model's whole context, but at most half of the device's memory that is not in use.
+    Up to `queue` requests wait; `close` it at the end, or use it in a `with` block.
+
+    >>> config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
+    >>> config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
+    >>> with ps.models.Engine(ps.models.build(config, device="host"), slots=4) as engine:
+    ...     requests = [engine.submit([1, 2, token], max_tokens=5) for token in range(4)]
+    ...     [len(request.result().ids) for request in requests]
+    [5, 5, 5, 5]
+    """
+
+    def __init__(
+        self, model: LanguageModel, slots: int = 64, memory: int | str | None = None, queue: int = 256
+    ) -> None:
+        if slots < 1 or queue < 1:
+            raise ValueError(f"an engine has 1 slot and place for 1 request or more; {slots}, {queue} given")
+        self._model, self._queue = model, queue
+        self._page_bytes = page_bytes(model)
+        self._decoder = Decoder(model, slots, self._page_count(slots, memory))
+        self._scheduler = Scheduler(self._decoder, self._give)
+        self._requests: dict[TokenSequence, Request] = {}  # those that are open
+        self._arrived: deque[Request] = deque()
+        self._cancelled: deque[Request] = deque()
+        self._submitted = self._finished = self._cancellations = 0
+        self._closing = False
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()  # guards all of the above but the scheduler
+        self._decoder.begin()
+        atexit.register(self.close)
+        self._thread = threading.Thread(target=self._work, name="penstock engine", daemon=True)
+        self._thread.start()
+
+    def _page_count(self, slots: int, memory: int | str | None) -> int:
+        if memory is None:
+            device = resolve(self._model.head_weight.device)
+            stats = device.memory_stats()
+            limit = stats.limit_bytes or device.capabilities.total_bytes
+            free = max(limit - stats.live_bytes, 0) // _SHARE
+            return max(min(free // self._page_bytes, slots * pages_of(self._model.context)), 1)
+        pages = parse_bytes(memory) // self._page_bytes
+        if not pages:
+            least = format_bytes(self._page_bytes)
+            raise ValueError(f"a page of keys and values takes {least}, and memory={memory!r} was given")
+        return pages
+
+    # What others call
+
+    def submit(self, prompt: Prompt, max_tokens: int = 128, **options: Any) -> Request:
+        """Have a prompt continued, with the options of `LanguageModel.generate`; returns at once."""
+        ids, wanted = prompt_ids(self._model, prompt), wanted_of(self._model, max_tokens, options)
+        sequence = TokenSequence(self._model, 0, ids, wanted)
+        self._check_size(len(ids), max_tokens)
+        with self._changed:
+            if self._closing:
+                raise EngineClosed("the engine is closed") from self._failure
+            if self._waiting() >= self._queue:
+                raise QueueFull(f"{self._queue} requests are waiting already, as many as the queue takes")
+            request = Request(self, self._submitted, sequence)
+            self._submitted += 1
+            if request.done:
+                self._finished += 1
+            else:
+                self._requests[sequence] = request
+                self._arrived.append(request)
+                self._changed.notify_all()
+        return request
+
+    def _waiting(self) -> int:
+        """How many requests wait; those that just arrived do not if there are slots for them."""
+        waiting, arrived = len(self._scheduler.waiting), len(self._arrived)
+        free = self._decoder.slots - len(self._scheduler.running)
+        return waiting + (arrived if waiting else max(arrived - free, 0))
+
+    def _check_size(self, prompt: int, max_tokens: int) -> None:
+        positions = min(prompt + max_tokens, self._model.context)
+        most = self._decoder.pages
+        if pages_of(positions) > most:
+            raise ValueError(
+                f"a prompt of {prompt} tokens with up to {max_tokens} more takes {pages_of(positions)} pages "
+                f"of {PAGE} positions, and the engine has {most}; give it memory of "
+                f"{format_bytes(pages_of(positions) * self._page_bytes)} or more, or ask for less"
+            )
+
+    def stats(self) -> EngineStats:
+        """What it does at present, and has done so far."""
+        with self._changed:
+            scheduler, counts = self._scheduler, self._scheduler.counts
+            return EngineStats(
+                slots=self._decoder.slots,
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting) + len(self._arrived),
+                pages=self._decoder.pages,
+                pages_used=scheduler.pages.used,
+                page_bytes=self._page_bytes,
+                requests=self._submitted,
+                finished=self._finished,
+                cancelled=self._cancellations,
+                preempted=counts.preempted,
+                prompt_tokens=counts.prompt_tokens,
+                generated_tokens=counts.generated_tokens,
+                prefix_tokens=counts.prefix_tokens,
+                steps=counts.steps,
+            )
+
+    def close(self) -> None:
+        """End; requests that are open fail with `EngineClosed`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # The engine's thread
+
+    def _work(self) -> None:
+        error: Exception = EngineClosed("the engine was closed before the request was complete")
+        try:
+            while self._take_news():
+                self._scheduler.advance()
+        except Exception as failure:  # whatever it is, nobody should wait for ever
+            error = failure
+        with self._changed:
+            self._closing = True
+            self._failure = None if isinstance(error, EngineClosed) else error
+            open_requests = list(self._requests.values())
+            self._requests.clear()
+        self._decoder.release()
+        for request in open_requests:
+            request._fail(error)
+
+    def _take_news(self) -> bool:
+        """Wait until there is something to do, and take requests in; False: the engine is closing."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing or self._arrived or self._cancelled or self._scheduler.busy
+            )
+            if self._closing:
+                return False
+            for request in self._arrived:
+                self._scheduler.add(request._sequence)
+            self._arrived.clear()
+            cancelled = list(self._cancelled)
+            self._cancelled.clear()
+        for request in cancelled:
+            if not request.done:
+                self._scheduler.cancel(request._sequence)
+                self._end(request, Piece(0, -1, "", finish_reason="cancelled"))
+        return True
+
+    def _cancel(self, request: Request) -> None:
+        with self._changed:
+            self._cancelled.append(request)
+            self._changed.notify_all()
+
+    def _give(self, sequence: TokenSequence, piece: Piece) -> None:
+        request = self._requests[sequence]
+        if piece.finish_reason is None:
+            request._add(piece)
+        else:
+            self._end(request, piece)
+
+    def _end(self, request: Request, last: Piece) -> None:
+        with self._changed:
+            del self._requests[request._sequence]
+            if last.finish_reason == "cancelled":
+                self._cancellations += 1
+            else:
+                self._finished += 1
+        request._add(last)

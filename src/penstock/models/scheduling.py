@@ -1,0 +1,206 @@
+"""Which sequences a step computes: they join when there is a slot and memory for them, and leave when they end.
+
+If memory runs out, the sequence that came last gives its pages up, waits before all others, and is computed
+again later: its tokens depend on its seed and their positions only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.models.decoders import PAGE, Decoder, Step, bucket, pages_of
+from penstock.models.paging import Pages
+from penstock.models.sequences import Piece, TokenSequence
+
+CHUNK = 512  # tokens of a prompt that a step takes at most
+TOGETHER = 2048  # tokens of all prompts that a step takes at most, with padding
+
+
+@dataclass
+class Counts:
+    """What a scheduler has done so far."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_tokens: int = 0
+    preempted: int = 0
+    steps: int = 0
+
+
+class Scheduler:
+    """Sequences that wait, and those that are computed with a decoder."""
+
+    def __init__(self, decoder: Decoder, give: Callable[[TokenSequence, Piece], None]) -> None:
+        """`give` is called with each piece as soon as it is known."""
+        self.decoder, self.pages, self.counts = decoder, Pages(decoder.pages), Counts()
+        self.waiting: deque[TokenSequence] = deque()
+        self.running: list[TokenSequence] = []
+        self._give = give
+        self._slots = list(reversed(range(decoder.slots)))  # which are free
+        self._pending: deque[Step] = deque()  # steps on their way
+        self._arrivals = 0
+        self._prompts_last = False  # whether the last step took prompts
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.waiting or self.running or self._pending)
+
+    def add(self, sequence: TokenSequence) -> None:
+        """Let a sequence wait for its turn."""
+        sequence.order = self._arrivals
+        self._arrivals += 1
+        sequence.begin(self.decoder.context)
+        self.counts.prompt_tokens += sequence.prompt_length
+        self.waiting.append(sequence)
+
+    def cancel(self, sequence: TokenSequence) -> None:
+        """End a sequence, wherever it is."""
+        if sequence.finish_reason is None:
+            sequence.finish_reason = "cancelled"
+            if sequence.slot >= 0:
+                self._leave(sequence)
+            else:
+                self.waiting.remove(sequence)
+
+    def advance(self) -> None:
+        """Submit a step, and read the step before it, so that the device does not wait for the host."""
+        self._admit()
+        step = self._next()
+        if step is not None:
+            self.counts.steps += 1
+            self._pending.append(step)
+        if self._pending and (len(self._pending) > 1 or step is None):
+            self._read(self._pending.popleft())
+
+    def _next(self) -> Step | None:
+        """The next step: prompts and tokens take turns."""
+        prompts = [sequence for sequence in self.running if sequence.computed < sequence.target]
+        if not prompts or self._prompts_last:
+            self._prompts_last = False
+            if going := self._going():
+                return self.decoder.tokens(going)
+            prompts = [sequence for sequence in self.running if sequence.computed < sequence.target]
+        if not prompts:
+            return None
+        self._prompts_last = True
+        return self._take_prompts(prompts)
+
+    # Joining and leaving
+
+    def _admit(self) -> None:
+        while self.waiting and self._slots:
+            sequence = self.waiting[0]
+            target = len(sequence.tokens)
+            prefix = sequence.digests(PAGE)[: (target - 1) // PAGE]  # the last token is always computed
+            if self._is_coming(prefix):
+                return
+            shared = self.pages.share(prefix)
+            more = pages_of(min(target + 1, self.decoder.context)) - len(shared)
+            if self.pages.available < more + sum(map(self._may_grow, self.running)):
+                self.pages.give_back(shared)
+                return
+            self.waiting.popleft()
+            sequence.pages = shared + self.pages.take(more)
+            sequence.slot = self._slots.pop()
+            sequence.target, sequence.computed = target, len(shared) * PAGE
+            sequence.asked = len(sequence.ids) - sequence.prompt_length
+            self.counts.prefix_tokens += sequence.computed
+            self.decoder.admit(sequence)
+            self.running.append(sequence)
+
+    def _may_grow(self, sequence: TokenSequence) -> bool:
+        """Whether a sequence may need a further page, which should be there when it does."""
+        most = len(sequence.ids) - sequence.origin + sequence.max_tokens - sequence.asked
+        return len(sequence.pages) < pages_of(min(most, self.decoder.context))
+
+    def _is_coming(self, prefix: list[bytes]) -> bool:
+        """Whether the next page of a prompt is one that another prompt will soon have computed."""
+        digest = next((digest for digest in prefix if not self.pages.knows(digest)), None)
+        return digest is not None and any(
+            digest in sequence.digests(PAGE)[: sequence.target // PAGE]
+            for sequence in self.running
+            if sequence.computed < sequence.target
+        )
+
+    def _leave(self, sequence: TokenSequence) -> None:
+        self.running.remove(sequence)
+        self.pages.give_back(sequence.pages)
+        self._slots.append(sequence.slot)
+        sequence.pages, sequence.slot = [], -1
+
+    def _wait_again(self, sequence: TokenSequence) -> None:
+        self._leave(sequence)
+        self.waiting.appendleft(sequence)
+
+    # Steps
+
+    def _take_prompts(self, prompts: list[TokenSequence]) -> Step:
+        """A step with the next part of one prompt or several."""
+        parts: list[tuple[TokenSequence, int]] = []
+        longest = 0
+        for sequence in prompts:
+            count = min(sequence.target - sequence.computed, CHUNK)
+            longest = max(longest, count)
+            together = bucket(len(parts) + 1, 1, self.decoder.slots) * bucket(longest, 16, 1 << 30)
+            same = not parts or (parts[0][0].computed == 0) == (sequence.computed == 0)
+            if not same or (parts and together > TOGETHER):
+                break
+            parts.append((sequence, count))
+        step = self.decoder.prompts(parts)
+        for sequence, count in parts:
+            sequence.computed += count
+            sequence.asked += sequence.computed == sequence.target
+            self._publish(sequence)
+        return step
+
+    def _going(self) -> list[TokenSequence]:
+        """The sequences that take a token next, with pages for it."""
+        while True:
+            going = [
+                sequence
+                for sequence in self.running
+                if sequence.computed >= sequence.target and sequence.asked < sequence.max_tokens
+            ]
+            full = [sequence for sequence in going if sequence.computed >= self.decoder.context]
+            short = [sequence for sequence in going if sequence.computed >= len(sequence.pages) * PAGE]
+            if not full and len(short) <= self.pages.available:
+                break
+            if self._pending:  # sequences may end with what is on its way
+                self._read(self._pending.popleft())
+                continue
+            for sequence in sorted(full, key=lambda sequence: -sequence.order):
+                sequence.begin(max(self.decoder.context // 2, 1))
+                self._wait_again(sequence)
+            if not full:
+                self._wait_again(max(self.running, key=lambda sequence: sequence.order))
+                self.counts.preempted += 1
+        for sequence in short:
+            sequence.pages += self.pages.take(1)
+        step = going[:]
+        for sequence in step:
+            sequence.computed += 1
+            sequence.asked += 1
+        return step
+
+    def _read(self, step: Step) -> None:
+        """Wait for the tokens of a step, and give them to their sequences."""
+        ids = step.ids.wait().tolist()
+        logprobs = None if step.logprobs is None else step.logprobs.wait().tolist()
+        for row, sequence in enumerate(step.rows):
+            if sequence is None or sequence.finish_reason:
+                continue
+            piece = sequence.push(ids[row], None if logprobs is None else logprobs[row])
+            self.counts.generated_tokens += 1
+            self._publish(sequence)
+            if sequence.finish_reason:
+                self._leave(sequence)
+            self._give(sequence, piece)
+
+    def _publish(self, sequence: TokenSequence) -> None:
+        """Let others share the pages that are full."""
+        known = min(sequence.computed, len(sequence.ids) - sequence.origin) // PAGE
+        for page, digest in zip(sequence.pages[:known], sequence.digests(PAGE), strict=False):
+            self.pages.publish(page, digest)

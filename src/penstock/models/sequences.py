@@ -1,0 +1,128 @@
+"""Sequences: a prompt with the tokens after it, when these stop, and where its keys and values are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.models.paging import digests
+from penstock.models.sampling import Sampling, seed_words
+
+if TYPE_CHECKING:
+    from penstock.models.model import LanguageModel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token as it is generated. The text is what it completes, and may be empty."""
+
+    index: int  # of the prompt
+    id: int  # -1: there is no further token, since the request was cancelled
+    text: str
+    logprob: float | None = None
+    finish_reason: str | None = None  # of the last piece: see `Completion`
+
+
+@dataclass
+class Completion:
+    """What was generated after a prompt.
+
+    `finish_reason`: "stop" if it ended with a stop token or string, "length" if it has as many tokens as were
+    asked for, "cancelled" if it was. A stop token is the last of the ids, and the text ends before a stop
+    string.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = "length"
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece."""
+        if piece.id >= 0:
+            self.ids.append(piece.id)
+        self.text += piece.text
+        if piece.logprob is not None:
+            self.logprobs.append(piece.logprob)
+        if piece.finish_reason is not None:
+            self.finish_reason = piece.finish_reason
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request asks for beside its prompt."""
+
+    max_tokens: int
+    setting: Sampling
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_tokens: frozenset[int] = frozenset()
+
+
+class TokenSequence:
+    """A prompt with what was generated after it."""
+
+    def __init__(self, model: LanguageModel, index: int, prompt: list[int], wanted: Wanted) -> None:
+        self.index, self.ids, self.setting = index, list(prompt), wanted.setting
+        self.max_tokens, self.prompt_length = wanted.max_tokens, len(prompt)
+        self.seed = seed_words(wanted.seed)
+        self.finish_reason: str | None = None
+        self._stop, self._stop_tokens = wanted.stop, wanted.stop_tokens
+        self._decoder = None if model.tokenizer is None else model.tokenizer.stream()
+        self._held = ""  # text that may be the beginning of a stop string
+        # What a scheduler knows of it. Positions count from `origin`, the first token that is attended to.
+        self.order = -1  # of arrival
+        self.origin = 0
+        self.first = 0  # tokens that there were when the sequence got its origin
+        self.target = 0  # positions to compute before the next token can be drawn
+        self.computed = 0  # positions whose keys and values are written, or will be by a step on its way
+        self.asked = 0  # tokens that are here, or on their way
+        self.slot = -1
+        self.pages: list[int] = []
+        self._digests: list[bytes] = []
+
+    def begin(self, limit: int) -> None:
+        """Start, with the last `limit` tokens; also after the older tokens were dropped."""
+        self.origin = max(len(self.ids) - limit, 0)
+        self.first = len(self.ids) - self.origin
+        self._digests = []
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that are attended to."""
+        return self.ids[self.origin :]
+
+    def digests(self, size: int) -> list[bytes]:
+        """Those of its full pages."""
+        if (len(self._digests) + 1) * size <= len(self.ids) - self.origin:
+            self._digests = digests(self.tokens, size, self._digests)
+        return self._digests
+
+    def push(self, token: int, logprob: float | None) -> Piece:
+        """The piece of a further token."""
+        self.ids.append(token)
+        text = self._held
+        if token in self._stop_tokens:
+            self.finish_reason = "stop"
+            text += self._decoder.finish() if self._decoder else ""
+        else:
+            text += self._decoder.push([token]) if self._decoder else ""
+            if len(self.ids) - self.prompt_length == self.max_tokens:
+                self.finish_reason = "length"
+                text += self._decoder.finish() if self._decoder else ""
+        ends = [place for string in self._stop if (place := text.find(string)) >= 0]
+        if ends:
+            text, self.finish_reason = text[: min(ends)], "stop"
+        self._held = "" if self.finish_reason else _beginning(text, self._stop)
+        shown = text[: len(text) - len(self._held)]
+        return Piece(self.index, token, shown, logprob if self.setting.logprobs else None, self.finish_reason)
+
+
+def _beginning(text: str, stop: Sequence[str]) -> str:
+    """The longest end of a text that a stop string begins with."""
+    longest = max(map(len, stop), default=0)
+    for length in range(min(longest - 1, len(text)), 0, -1):
+        if any(string.startswith(text[-length:]) for string in stop):
+            return text[-length:]
+    return ""
