@@ -230,6 +230,11 @@ class Engine:
                 steps=counts.steps,
             )
 
+    @property
+    def failure(self) -> Exception | None:
+        """What the engine has failed with, if it has; it takes no requests then."""
+        return self._failure
+
     def close(self) -> None:
         """End; requests that are open fail with `EngineClosed`."""
         with self._changed:

@@ -66,15 +66,20 @@ class Answer:
             parts: dict[int, list[Piece]] = {}
             for number, piece in arrived:
                 parts.setdefault(number, []).append(piece)
-            yield "".join(self._part(number, pieces, offsets) for number, pieces in parts.items())
+            events = [self._part(number, pieces, offsets) for number, pieces in parts.items()]
+            if text := "".join(events):
+                yield text
         if self._asked.parameters.include_usage:
             yield self._chunk([], self._usage())
         yield DONE
 
     def _part(self, number: int, pieces: list[Piece], offsets: list[int]) -> str:
+        length, finish_reason = sum(len(piece.text) for piece in pieces), pieces[-1].finish_reason
+        if not (length or finish_reason or self._logprobs):
+            return ""  # a part of a character
         part = self._shape.part(pieces, self._logprobs, offsets[number])
-        offsets[number] += sum(len(piece.text) for piece in pieces)
-        return self._event(number, part, pieces[-1].finish_reason)
+        offsets[number] += length
+        return self._event(number, part, finish_reason)
 
     def _event(self, number: int, part: dict[str, Any], finish_reason: str | None) -> str:
         return self._chunk([{"index": number, **part, "finish_reason": finish_reason}], None)

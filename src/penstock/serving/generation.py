@@ -7,16 +7,15 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
 
-from penstock.models import Engine, Piece, QueueFull
+from penstock.errors import EngineClosed, QueueFull
+from penstock.models import Engine, Piece, Request
 from penstock.serving.delivery import Delivery
 from penstock.serving.errors import ApiError, refused
 from penstock.serving.metrics import Metrics
 from penstock.serving.parameters import Asked
 
 _RETRY_SECONDS = 1  # after which a client may ask again when the queue was full
-_ENDS = ("stop", "length")
 
 Arrived = tuple[int, Piece]  # the number of a choice, and a piece of it
 
@@ -34,7 +33,7 @@ class Generation:
         self._unfinished = self.count  # changed by the engine's thread
         self._begun = time.perf_counter()
         self._last: list[float | None] = [None] * self.count  # when each choice got its last piece
-        self._requests: list[Any] = []
+        self._requests: list[Request] = []
         try:
             for number in range(self.count):
                 self._requests.append(self._submitted(engine, asked, number))
@@ -53,22 +52,19 @@ class Generation:
             if self._error is not None:
                 raise self._error
             arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
-            for _, piece in arrived:
-                if piece.finish_reason is not None:
-                    left -= 1
-                    if piece.finish_reason not in _ENDS:
-                        raise ApiError(500, "the engine has failed, and the answer has no end")
+            left -= sum(piece.finish_reason is not None for _, piece in arrived)
             yield arrived
 
     def cancel(self, error: ApiError | None) -> None:
         """Give back all that the sequences hold, unless they are finished; `pieces` raises the error."""
         for request in self._requests:
-            request.cancel()
+            if not request.done:
+                request.cancel()
         if self._error is None:
             self._error = error
             self._event.set()
 
-    def _submitted(self, engine: Engine, asked: Asked, number: int) -> Any:
+    def _submitted(self, engine: Engine, asked: Asked, number: int) -> Request:
         which = number // asked.parameters.n
         seed = asked.parameters.seed
         options = asked.parameters.options
@@ -78,25 +74,41 @@ class Generation:
             return engine.submit(asked.prompts[which], max_tokens=asked.lengths[which], **options)
         except QueueFull as error:
             raise queue_full(str(error)) from None
+        except EngineClosed:
+            raise engine_failed() from None
         except ValueError as error:
             raise refused(str(error)) from None
 
-    def _note(self, number: int, piece: Piece) -> None:
-        """Take a piece, in the engine's thread."""
-        now = time.perf_counter()
-        last = self._last[number]
-        if last is None:
-            self._metrics.first_token.observe(now - self._begun)
-        else:
-            self._metrics.per_token.observe(now - last)
-        self._last[number] = now
+    def _note(self, number: int, piece: Piece | Exception) -> None:
+        """Take a piece, in the engine's thread, or what the engine failed with."""
+        if isinstance(piece, Exception):
+            self._error = self._error or engine_failed()
+            self._delivery.ready(self._event)
+            return
+        if piece.id >= 0:
+            self._measure(number)
         self._arrived.append((number, piece))
         if piece.finish_reason is not None:
             self._unfinished -= 1
         if self._streams or not self._unfinished:
             self._delivery.ready(self._event)
 
+    def _measure(self, number: int) -> None:
+        now, last = time.perf_counter(), self._last[number]
+        if last is None:
+            self._metrics.first_token.observe(now - self._begun)
+        else:
+            self._metrics.per_token.observe(now - last)
+        self._last[number] = now
+
 
 def queue_full(message: str) -> ApiError:
     """The error of a request for which there is no place, now."""
     return ApiError(429, message, code="queue_full", headers={"Retry-After": str(_RETRY_SECONDS)})
+
+
+def engine_failed(status: int = 500) -> ApiError:
+    """The error of all requests after the engine has failed."""
+    return ApiError(
+        status, "the engine has failed, and the server must be started again", code="engine_failed"
+    )

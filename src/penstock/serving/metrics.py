@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+
+from penstock.models import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
@@ -44,7 +45,7 @@ class Metrics:
         self.first_token = Histogram(_FIRST_TOKEN)
         self.per_token = Histogram(_PER_TOKEN)
 
-    def text(self, stats: Any) -> str:
+    def text(self, stats: EngineStats) -> str:
         """All metrics, with the figures of the engine."""
         return "\n".join((*self._requests(), *_engine(stats), *self._histograms(), ""))
 
@@ -81,6 +82,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "requests": ("sequences", "Sequences that were submitted."),
     "finished": ("sequences_finished", "Sequences that came to their end."),
     "cancelled": ("sequences_cancelled", "Sequences that were cancelled."),
+    "preempted": ("sequences_preempted", "Times that a sequence gave up its pages for others."),
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
     "generated_tokens": ("generated_tokens", "Tokens that were generated."),
     "prefix_tokens": ("prefix_tokens", "Tokens of prompts whose keys and values were there already."),
@@ -88,7 +90,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def _engine(stats: Any) -> Iterator[str]:
+def _engine(stats: EngineStats) -> Iterator[str]:
     for kind, suffix, table in (("gauge", "", _GAUGES), ("counter", "_total", _COUNTERS)):
         for attribute, (name, text) in table.items():
             whole = f"penstock_{name}{suffix}"

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from ipaddress import ip_address
 from types import FrameType
 
@@ -21,14 +22,16 @@ _KEEP_ALIVE = 75  # seconds that an idle connection stays open
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket at an address, which does not listen yet; port 0 is any that is free."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        result = socket.socket(family, kind, protocol)
-        if os.name == "posix":  # there, it means that an address is free as soon as its last server has ended
-            result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        result.bind(address)
-    except (OSError, UnicodeError, OverflowError) as error:
-        raise SettingError(f"cannot listen at {host} port {port}: {error}") from None
+    with ExitStack() as opened:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            result = opened.enter_context(socket.socket(family, kind, protocol))
+            if os.name == "posix":  # an address is free as soon as its last server has ended
+                result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            result.bind(address)
+        except (OSError, UnicodeError) as error:
+            raise SettingError(f"cannot listen at {host} port {port}: {error}") from None
+        opened.pop_all()
     return result
 
 

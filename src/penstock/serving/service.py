@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from penstock.models import Engine, LanguageModel
 from penstock.serving.delivery import Delivery
 from penstock.serving.errors import ApiError
-from penstock.serving.generation import Generation, queue_full
+from penstock.serving.generation import Generation, engine_failed, queue_full
 from penstock.serving.metrics import Metrics
 from penstock.serving.parameters import Asked
+from penstock.terminal import complain
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Service:
         self._delivery: Delivery | None = None
         self._live: set[Generation] = set()
         self._admitted = 0
+        self._told = False  # whether the log was told of a failure
 
     def start(self) -> None:
         """Begin, in the event loop."""
@@ -57,7 +60,6 @@ class Service:
     def generation(self, asked: Asked) -> Iterator[Generation]:
         """The sequences of a request. What is not finished at the end is cancelled."""
         assert self._delivery is not None
-        self.check()
         generation = Generation(self.engine, self._delivery, self.metrics, asked)
         self._live.add(generation)
         try:
@@ -65,6 +67,7 @@ class Service:
         finally:
             self._live.discard(generation)
             generation.cancel(None)
+            self._tell_failure()
 
     def cancel_all(self) -> None:
         """End all answers that are on their way."""
@@ -72,4 +75,14 @@ class Service:
             generation.cancel(ApiError(503, "the server is shutting down", code="shutting_down"))
 
     def check(self) -> None:
-        """Raise what is wrong with the engine, if it has failed."""
+        """Raise an error if the engine has failed."""
+        if self._tell_failure():
+            raise engine_failed(503)
+
+    def _tell_failure(self) -> bool:
+        """Whether the engine has failed. The first time, the log is told why."""
+        failure = self.engine.failure
+        if failure is not None and not self._told:
+            self._told = True
+            complain("".join(traceback.format_exception(failure)) + "the engine has failed")
+        return failure is not None
