@@ -40,7 +40,7 @@ class Attention:
     cached = False  # whether keys and values come from a cache
 
     def __init__(self, positions: Tensor, lengths: Tensor) -> None:
-        """The `positions` of the input, and the `lengths` of whole sequences at them, both (batch, length)."""
+        """The `positions` of the input, and the `lengths` of sequences there, both (batch, length)."""
         self.positions, self.lengths = positions, lengths
         self._angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
 

@@ -1,4 +1,4 @@
-"""Which sequences a step computes: they join when there is a slot and memory for them, and leave when they end.
+"""Which sequences a step computes: they join when there is a slot and memory for them, and leave at their end.
 
 If memory runs out, the sequence that came last gives its pages up, waits before all others, and is computed
 again later: its tokens depend on its seed and their positions only.
