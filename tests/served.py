@@ -40,10 +40,9 @@ def write_model(folder: Path, template: str = TEMPLATE) -> Path:
 class Served:
     """A running server. What it writes to its log is in `log`."""
 
-    def __init__(
-        self, folder: Path, *options: str, port: int = 0, first: str = "", environment: Mapping[str, str] = {}
-    ) -> None:
+    def __init__(self, folder: Path, *options: str, port: int = 0, key: str = "", first: str = "") -> None:
         """`first` is run by the process before the command."""
+        self.key = key
         words = ["serve", str(folder), "--port", str(port), "--device", "host", *options]
         program = f"{first}\nfrom penstock.cli import main\nmain()"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the server
@@ -53,7 +52,7 @@ class Served:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, **environment},
+            env={**os.environ, "PENSTOCK_API_KEY": key},
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -66,7 +65,8 @@ class Served:
         self._log.seek(0)
         return self._log.read()
 
-    def client(self, key: str = "none") -> openai.OpenAI:
+    def client(self, key: str = "") -> openai.OpenAI:
+        key = key or self.key or "none"
         if key not in self._clients:
             self._clients[key] = openai.OpenAI(
                 base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE
@@ -95,7 +95,8 @@ class Served:
 
     def figures(self) -> dict[str, float]:
         """The metrics that have no labels, as Prometheus reads them."""
-        families = text_string_to_metric_families(self.ask("/metrics")[1])
+        text = self.ask("/metrics", headers={"Authorization": f"Bearer {self.key}"})[1]
+        families = text_string_to_metric_families(text)
         samples = [sample for family in families for sample in family.samples if not sample.labels]
         return {sample.name.removeprefix("penstock_"): sample.value for sample in samples}
 

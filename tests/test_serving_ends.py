@@ -101,7 +101,7 @@ def test_all_choices_of_a_request_are_cancelled_together(start: Start) -> None:
 
 
 def test_a_key_is_asked_for(start: Start) -> None:
-    server = start("--name", "mine", environment={"PENSTOCK_API_KEY": "a-secret"})
+    server = start("--name", "mine", key="a-secret")
     assert server.name == "mine"
     for headers in (
         {},
@@ -117,7 +117,7 @@ def test_a_key_is_asked_for(start: Start) -> None:
         assert server.ask(TEXT, {"prompt": "a"}, headers=headers)[0] == 401
     with pytest.raises(openai.AuthenticationError):
         server.client("a-secre").completions.create(model="mine", prompt="a")
-    assert server.client("a-secret").completions.create(model="mine", prompt="a", max_tokens=1).choices
+    assert server.client().completions.create(model="mine", prompt="a", max_tokens=1).choices
     assert server.ask("/health")[0] == 200
     assert "a-secret" not in server.ask("/")[1]
     # With a key, a proxy may use any name.
