@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
 from penstock.nn.layers import Where
-from penstock.tensor.arithmetic import logical_and, maximum, minimum, where
+from penstock.tensor.arithmetic import maximum, minimum, where
 from penstock.tensor.assigning import with_rows
+from penstock.tensor.attention import paged_attention
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import arange
 from penstock.tensor.dtypes import int32
-from penstock.tensor.manipulation import broadcast_to, permute_dims, reshape, stack, take_along_axis
+from penstock.tensor.manipulation import broadcast_to, reshape, stack, take_along_axis
 
 if TYPE_CHECKING:
     from penstock.models.rotary import Rotary
@@ -29,6 +30,7 @@ class CacheShape:
     heads: int
     head_size: int
     window: int | None = None  # how many positions its queries attend to; None: all
+    steady: int | None = None  # keys depend on the length of sequences with more positions; None: never
 
 
 class Attention:
@@ -108,13 +110,13 @@ class PagedAttention(Attention):
         own = arange(length, dtype=int32, device=starts.device)
         positions = reshape(starts, (rows, 1)) + own
         inside = own < reshape(counts, (rows, 1))
-        # Rows of padding stay inside of tables of positions; what they compute is not used.
-        positions = minimum(positions, context - 1)
+        # Rows of padding stay inside of tables; what they compute is not used.
+        reach = table.shape[1] * caches[0].shape[3]
+        positions = minimum(positions, min(context, reach) - 1)
         super().__init__(positions, maximum(reshape(firsts, (rows, 1)), positions + 1))
         self._caches, self._table, self._fresh = caches, table, fresh
         self._inside = inside
         self._rows: dict[tuple[int, ...], Tensor] = {}
-        self._masks: dict[int | None, Tensor] = {}
 
     def attend(
         self,
@@ -130,23 +132,8 @@ class PagedAttention(Attention):
         self._write(layer, key, value)
         if self._fresh:
             return super().attend(layer, query, key, value, scale, window, softcap)
-        keys, values = (self._read(layer, side) for side in range(2))
-        return F.scaled_dot_product_attention(
-            query,
-            keys,
-            values,
-            attn_mask=self._mask(window, keys.shape[2]),
-            scale=scale,
-            enable_gqa=True,
-            softcap=softcap,
-        )
-
-    def _read(self, layer: int, side: int) -> Tensor:
-        """The keys or values of each row, (rows, heads, positions, head size)."""
-        _, _, heads, page, size = self._caches[layer].shape
-        pages = self._caches[layer][side][self._table]  # (rows, pages, heads, page size, head size)
-        rows, count = self._table.shape
-        return reshape(permute_dims(pages, (0, 2, 1, 3, 4)), (rows, heads, count * page, size))
+        pages = self._caches[layer]
+        return paged_attention(query, pages, self._table, self.positions, scale, window, softcap)
 
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         cache, size = self._caches[layer], key.shape[-1]
@@ -160,23 +147,10 @@ class PagedAttention(Attention):
             _, pages, heads, page, _ = shape
             rows, length = self.positions.shape
             device = self.positions.device
-            slot = minimum(self.positions // page, self._table.shape[1] - 1)  # of padding, any
-            place = take_along_axis(self._table, slot, axis=1) * (heads * page)
+            place = take_along_axis(self._table, self.positions // page, axis=1) * (heads * page)
             place = reshape(place + self.positions % page, (1, rows, 1, length))
             side = reshape(arange(2, dtype=int32, device=device) * (pages * heads * page), (2, 1, 1, 1))
             head = reshape(arange(heads, dtype=int32, device=device) * page, (1, 1, heads, 1))
             index = where(reshape(self._inside, (1, rows, 1, length)), place + side + head, -1)
             self._rows[shape] = reshape(index, (2 * rows * heads * length,))
         return self._rows[shape]
-
-    def _mask(self, window: int | None, reach: int) -> Tensor:
-        """Which positions each query attends to."""
-        if window not in self._masks:
-            rows, length = self.positions.shape
-            keys = arange(reach, dtype=int32, device=self.positions.device)
-            own = reshape(self.positions, (rows, 1, length, 1))
-            seen = keys <= own
-            if window is not None and window < reach:
-                seen = logical_and(seen, keys > own - window)
-            self._masks[window] = seen
-        return self._masks[window]

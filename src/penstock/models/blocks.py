@@ -55,7 +55,10 @@ class Architecture:
 
     def cache_shapes(self) -> list[CacheShape]:
         """What each layer keeps of a position."""
-        return [CacheShape(self.key_heads, self.head_size, window) for window in self.windows]
+        return [
+            CacheShape(self.key_heads, self.head_size, window, rotary.length or None)
+            for window, rotary in zip(self.windows, self.rotaries, strict=True)
+        ]
 
 
 class Norm(Module):

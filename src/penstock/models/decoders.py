@@ -27,15 +27,18 @@ from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor, from_numpy, resolve
 from penstock.tensor.creation import arange, ones, zeros
 from penstock.tensor.dtypes import bool_, int32
+from penstock.tensor.gathering import zeros_gathered
 from penstock.tensor.jit import jit
-from penstock.tensor.manipulation import reshape
+from penstock.tensor.manipulation import astype, reshape, stack
 from penstock.tensor.recording import no_grad
 
 if TYPE_CHECKING:
     from penstock.models.model import LanguageModel
 
 PAGE = 16  # positions of a page
-_SHORTEST, _FEWEST_PAGES = 16, 4  # the smallest buckets of new tokens, and of pages that are attended to
+_SHORTEST = 16  # the smallest bucket of new tokens
+# The smallest buckets of pages. A step of single tokens reads those that a sequence has, so it can have many.
+_FEWEST_PAGES, _FEWEST_PAGES_OF_TOKENS = 4, 128
 
 
 def bucket(number: int, least: int, most: int) -> int:
@@ -68,23 +71,19 @@ class Decoder:
         self._device, self._dtype, self._vocab_size = resolve(weight.device), weight.dtype, model.vocab_size
         self._model = weakref.ref(model)  # which may have this decoder, and is freed together with it
         self._shapes = model.cache_shapes
+        # Up to so many positions, keys are those of every sequence with the same tokens.
+        self.steady = min((shape.steady or model.context for shape in self._shapes), default=0)
         self._caches = [self._empty((1,), weight.dtype) for _ in self._shapes]
-        self._starts, self._tokens = (self._empty((slots,), int32) for _ in range(2))
+        self._state = self._empty((slots, 2), int32)  # of each slot: its last token, and the positions before
         self._seen = self._empty((1,), bool_)  # for each slot and token whether it occurs, if anybody asks
         self._settings: tuple[tuple[Sampling, bytes], ...] = ()  # those of the last step
-        self._numbers, self._seeds, self._needs = self._tokens, self._tokens, Needs()
+        self._numbers, self._seeds, self._needs = self._state, self._state, Needs()
         self._programs: dict[tuple[Any, ...], Any] = {}
-        self._table: tuple[npt.NDArray[Any], Tensor] | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for decoders that can take the same sequences."""
         return self.slots, self.pages, self._device, self._dtype
-
-    @property
-    def page_bytes(self) -> int:
-        """The bytes of a page, of all layers."""
-        return page_bytes(self._network)
 
     @property
     def _network(self) -> LanguageModel:
@@ -96,17 +95,16 @@ class Decoder:
         return zeros(shape, dtype=dtype, device=self._device)
 
     def begin(self) -> None:
-        """Allocate the pages."""
-        for cache, shape in zip(self._caches, self._shapes, strict=True):
-            size = (2, self.pages, shape.heads, PAGE, shape.head_size)
-            cache._become(self._empty(size, self._dtype)._node)
-            cache.realize()
+        """Allocate the pages, of all layers together."""
+        shapes = [(2, self.pages, shape.heads, PAGE, shape.head_size) for shape in self._shapes]
+        for cache, new in zip(self._caches, zeros_gathered(shapes, self._dtype, self._device), strict=True):
+            cache._become(new._node)
 
     def release(self) -> None:
         """Give the memory of the pages back; the programs stay."""
         for tensor in (*self._caches, self._seen):
             tensor._become(self._empty((1,), tensor.dtype)._node)
-        self._settings, self._table = (), None
+        self._settings = ()
 
     # Steps
 
@@ -136,7 +134,7 @@ class Decoder:
             control[row] = sequence.slot, start, count, sequence.first, ends
             complete[row] = sequence if ends else None
         sequences = [sequence for sequence, _ in parts]
-        table = self._tables(sequences, rows)
+        table = self._tables(sequences, rows, _FEWEST_PAGES)
         fresh = not control[:, 1].any()
         needs = self._set_sampling(sequences, rows)
         result = self._run(
@@ -153,17 +151,17 @@ class Decoder:
     def tokens(self, sequences: Sequence[TokenSequence]) -> Step:
         """Append the token of the last step to each of these sequences; the next token of each."""
         rows = bucket(len(sequences), 1, self.slots)
-        table = self._tables(sequences, rows)
+        table = self._tables(sequences, rows, _FEWEST_PAGES_OF_TOKENS)
         needs = self._set_sampling(sequences, rows)
         slots = np.full(rows, -1, np.int32)
         slots[: len(sequences)] = [sequence.slot for sequence in sequences]
         result = self._run(("tokens", rows, table.shape), self._take_token, slots, table, needs=needs)
         return self._step([*sequences, *[None] * (rows - len(sequences))], result)
 
-    def _tables(self, sequences: Sequence[TokenSequence], rows: int) -> npt.NDArray[np.int32]:
+    def _tables(self, sequences: Sequence[TokenSequence], rows: int, least: int) -> npt.NDArray[np.int32]:
         """The pages of each row; those that it does not have are never attended to."""
         most = pages_of(self.context)
-        width = bucket(max(len(sequence.pages) for sequence in sequences), min(_FEWEST_PAGES, most), most)
+        width = bucket(max(len(sequence.pages) for sequence in sequences), min(least, most), most)
         table = np.zeros((rows, width), np.int32)
         for row, sequence in enumerate(sequences):
             table[row, : len(sequence.pages)] = sequence.pages
@@ -223,9 +221,9 @@ class Decoder:
     ) -> tuple[Tensor, Tensor | None]:
         """The token of the last step, in the slots that are given."""
         rows = slots.shape[0]
-        inside = maximum(slots, 0)
-        starts, tokens = self._starts[inside], self._tokens[inside]
-        counts = where(slots >= 0, 1, 0)
+        inside = reshape(slots >= 0, (rows, 1))
+        state = where(inside, self._state[maximum(slots, 0)], 0)
+        tokens, starts, counts = state[:, 0], state[:, 1], astype(slots >= 0, int32)
         attention = PagedAttention(
             self._caches, table, starts, counts, starts + 1, 1, fresh=False, context=self.context
         )
@@ -245,8 +243,7 @@ class Decoder:
         if needs.penalizes:
             index = where(slots >= 0, slots * self._vocab_size + ids, -1)
             self._seen._rebind(with_rows(self._seen, index, ones(ids.shape, dtype=bool_, device=ids.device)))
-        self._tokens._rebind(with_rows(self._tokens, slots, ids))
-        self._starts._rebind(with_rows(self._starts, slots, lengths))
+        self._state._rebind(with_rows(self._state, slots, stack([ids, lengths], axis=1)))
         return ids, logprobs
 
     def _see_row(self, slot: Tensor, row: Tensor) -> None:
@@ -259,6 +256,12 @@ def page_bytes(model: LanguageModel) -> int:
     """The bytes of a page, of all layers of a model."""
     items = sum(2 * shape.heads * shape.head_size for shape in model.cache_shapes)
     return PAGE * items * model.head_weight.dtype.itemsize
+
+
+def most_pages(model: LanguageModel) -> int:
+    """How many pages there can be: a layer has less than 2**30 keys and values, so that indices are 32 bits."""
+    items = max(2 * shape.heads * shape.head_size for shape in model.cache_shapes) * PAGE
+    return ((1 << 30) - 1) // items
 
 
 def _jitted(method: Callable[..., Any]) -> Any:

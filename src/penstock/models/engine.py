@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from penstock.config import parse_bytes
 from penstock.errors import EngineClosed, QueueFull
 from penstock.formatting import format_bytes
-from penstock.models.decoders import PAGE, Decoder, page_bytes, pages_of
+from penstock.models.decoders import PAGE, Decoder, most_pages, page_bytes, pages_of
 from penstock.models.generation import Prompt, prompt_ids, wanted_of
 from penstock.models.scheduling import Scheduler
 from penstock.models.sequences import Completion, Piece, TokenSequence
@@ -164,11 +164,14 @@ class Engine:
             stats = device.memory_stats()
             limit = stats.limit_bytes or device.capabilities.total_bytes
             free = max(limit - stats.live_bytes, 0) // _SHARE
-            return max(min(free // self._page_bytes, slots * pages_of(self._model.context)), 1)
-        pages = parse_bytes(memory) // self._page_bytes
-        if not pages:
-            least = format_bytes(self._page_bytes)
-            raise ValueError(f"a page of keys and values takes {least}, and memory={memory!r} was given")
+            wanted = slots * pages_of(self._model.context)
+            return max(min(free // self._page_bytes, wanted, most_pages(self._model)), 1)
+        pages, most = parse_bytes(memory) // self._page_bytes, most_pages(self._model)
+        if not 0 < pages <= most:
+            sizes = [format_bytes(count * self._page_bytes) for count in (1, most)]
+            raise ValueError(
+                f"keys and values take {sizes[0]} to {sizes[1]}, and memory={memory!r} was given"
+            )
         return pages
 
     # What others call

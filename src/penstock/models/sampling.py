@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.nn import functional as F  # noqa: N812 - as everybody calls it
-from penstock.tensor.arithmetic import log, logical_and, maximum, where
+from penstock.tensor.arithmetic import log, logical_and, logical_or, maximum, where
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import arange
 from penstock.tensor.dtypes import float32, int32, uint32
@@ -144,7 +144,9 @@ def _threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     first = where(rank < top_k, ordered, -math.inf)
     probabilities = F.softmax(first)
     before = cumulative_sum(probabilities, axis=-1) - probabilities
-    kept = sum_(astype(logical_and(before < top_p, rank < top_k), int32), axis=-1, keepdims=True)
+    # All have a total of 1, which sums of rounded probabilities may reach too early.
+    kept = logical_and(logical_or(top_p >= 1, before < top_p), rank < top_k)
+    kept = sum_(astype(kept, int32), axis=-1, keepdims=True)
     return take_along_axis(ordered, maximum(kept - 1, 0), axis=-1)
 
 

@@ -1,4 +1,4 @@
-"""Which sequences a step computes: they join when there is a slot and memory for them, and leave at their end.
+"""Which sequences a step computes: they join when there is a slot and memory, and leave at their end.
 
 If memory runs out, the sequence that came last gives its pages up, waits before all others, and is computed
 again later: its tokens depend on its seed and their positions only.
@@ -94,7 +94,7 @@ class Scheduler:
         while self.waiting and self._slots:
             sequence = self.waiting[0]
             target = len(sequence.tokens)
-            prefix = sequence.digests(PAGE)[: (target - 1) // PAGE]  # the last token is always computed
+            prefix = self._prefix(sequence)[: (target - 1) // PAGE]  # the last token is always computed
             if self._is_coming(prefix):
                 return
             shared = self.pages.share(prefix)
@@ -120,7 +120,7 @@ class Scheduler:
         """Whether the next page of a prompt is one that another prompt will soon have computed."""
         digest = next((digest for digest in prefix if not self.pages.knows(digest)), None)
         return digest is not None and any(
-            digest in sequence.digests(PAGE)[: sequence.target // PAGE]
+            digest in self._prefix(sequence)[: sequence.target // PAGE]
             for sequence in self.running
             if sequence.computed < sequence.target
         )
@@ -202,5 +202,10 @@ class Scheduler:
     def _publish(self, sequence: TokenSequence) -> None:
         """Let others share the pages that are full."""
         known = min(sequence.computed, len(sequence.ids) - sequence.origin) // PAGE
-        for page, digest in zip(sequence.pages[:known], sequence.digests(PAGE), strict=False):
+        for page, digest in zip(sequence.pages[:known], self._prefix(sequence), strict=False):
             self.pages.publish(page, digest)
+
+    def _prefix(self, sequence: TokenSequence) -> list[bytes]:
+        """The digests of pages that can be shared."""
+        steady = self.decoder.steady
+        return sequence.digests(PAGE)[: steady // PAGE] if sequence.first <= steady else []

@@ -6,6 +6,7 @@ import math
 
 from penstock.graph import attention as graph
 from penstock.graph import elementwise
+from penstock.graph import paged_attention as paging
 from penstock.tensor import dtypes
 from penstock.tensor.broadcasting import broadcast, common_shape
 from penstock.tensor.core import Tensor, record
@@ -37,6 +38,26 @@ def packed_attention(packed: Tensor, is_causal: bool, scale: float) -> Tensor:
     """
     _check(packed)
     return record(graph.packed_attention(packed._node, is_causal, scale), packed)
+
+
+def paged_attention(
+    query: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention to keys and values in pages; see `graph/paged_attention.py`.
+
+    Queries are (rows, heads, length, head size), and the result too.
+    """
+    _check(query, pages)
+    q = permute_dims(query, (0, 2, 1, 3))
+    given = (pages._node, table._node, positions._node)
+    node = paging.paged_attention(q._node, *given, scale, window, softcap)
+    return permute_dims(record(node, q, pages, table, positions), (0, 2, 1, 3))
 
 
 def _of_any_shapes(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:

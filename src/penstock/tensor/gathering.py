@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,12 @@ import numpy.typing as npt
 
 from penstock.errors import OutOfDeviceMemory
 from penstock.execution.hosting import gather_through_host, room, side_by_side
-from penstock.graph.node import DType, Node, leaf
+from penstock.graph.node import DType, Node, Shape, leaf
 from penstock.memory.buffer import Buffer
 from penstock.runtime import Device
 from penstock.tensor.core import Tensor
-from penstock.tensor.dtypes import checked
+from penstock.tensor.creation import zeros
+from penstock.tensor.dtypes import checked, uint8
 from penstock.tensor.manipulation import astype
 
 Arrays = Sequence[npt.NDArray[Any]]
@@ -38,6 +40,21 @@ def gathered(arrays: Arrays, device: Device) -> list[Tensor]:
         for at, offset in zip(part, offsets, strict=True):
             dtype = checked(arrays[at].dtype)
             result.append(Tensor(leaf(buffer.part(offset, sizes[at]), arrays[at].shape, dtype), device))
+    return result
+
+
+def zeros_gathered(shapes: Sequence[Shape], dtype: DType, device: Device) -> list[Tensor]:
+    """New tensors of zeros, in as few allocations as possible."""
+    if device.dispatcher is not None:  # `auto` chooses where values lie
+        return [zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    result: list[Tensor] = []
+    sizes = [prod(shape) * dtype.itemsize for shape in shapes]
+    for part, offsets, nbytes in side_by_side(sizes, device.capabilities):
+        allocation = zeros((nbytes,), dtype=uint8, device=device)
+        allocation._realize()
+        for at, offset in zip(part, offsets, strict=True):
+            buffer = allocation._node.value.part(offset, sizes[at])
+            result.append(Tensor(leaf(buffer, shapes[at], dtype), device))
     return result
 
 

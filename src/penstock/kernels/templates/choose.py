@@ -11,6 +11,7 @@ from penstock.graph.node import Kind, Node
 from penstock.kernels.source import C_TYPES
 from penstock.kernels.templates.extreme import extreme
 from penstock.kernels.templates.launches import Lowering
+from penstock.kernels.templates.paged_attention import paged_attention
 from penstock.kernels.templates.scan import scan
 from penstock.kernels.templates.scatter import scatter
 from penstock.kernels.templates.sort import sort
@@ -31,6 +32,7 @@ _TEMPLATES = {
     Kind.ARG_REDUCTION: _Template(extreme),
     Kind.SORT: _Template(sort, reads_words=True),
     Kind.SCATTER: _Template(scatter, half_precision=True),
+    Kind.PAGED_ATTENTION: _Template(paged_attention, half_precision=True),
     Kind.UPDATE: _Template(update, half_precision=True),
 }
 _MOST_ITEMS = 1 << 30  # so that no index overflows an int32, even padded or a step further

@@ -1,0 +1,157 @@
+"""Attention to keys and values in pages, through a table of the pages of each sequence.
+
+Queries are (rows, length, heads, head size), and the pages of a layer (2, pages, key heads, page size, head
+size), with keys first. Row r has the pages `table[r]`, in the order of their positions; its query i attends
+to the positions up to `positions[r, i]`. Neighbouring heads of queries share a head of keys and values.
+
+A kernel reads the positions that are attended to, and nothing else. For many queries of a sequence there are
+the products of the decomposition, in parts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from penstock.drivers.driver import Capabilities
+from penstock.graph.attention import softmax
+from penstock.graph.contraction import gather, matmul
+from penstock.graph.creating import sequence
+from penstock.graph.dtypes import int32
+from penstock.graph.elementwise import (
+    add,
+    cast,
+    divide,
+    full,
+    greater,
+    less_equal,
+    like,
+    logical_and,
+    multiply,
+    tanh,
+    where,
+    widened,
+)
+from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape
+from penstock.graph.reducing import expand
+from penstock.graph.shaping import concat, permute, reshape, slice_axis
+
+MOST_QUERIES = 16  # of a sequence; more are computed by products of matrices
+_SCORES = 1 << 24  # that are stored at a time
+
+
+def _shape(
+    query: Node, pages: Node, table: Node, positions: Node, *, scale: float, window: int, softcap: float
+) -> tuple[Shape, DType]:
+    rows, length, heads, size = query.shape
+    assert pages.shape[0] == 2
+    assert pages.shape[4] == size
+    assert heads % pages.shape[2] == 0
+    assert table.shape[0] == rows
+    assert positions.shape == (rows, length)
+    assert query.dtype == pages.dtype
+    assert table.dtype == positions.dtype == int32
+    return query.shape, query.dtype
+
+
+def _reference(
+    query: Array, pages: Array, table: Array, positions: Array, scale: float, window: int, softcap: float
+) -> Array:
+    rows, length, _, size = query.shape
+    key_heads = pages.shape[2]
+    keys, values = (
+        pages[side][table].transpose(0, 2, 1, 3, 4).reshape(rows, key_heads, -1, size) for side in range(2)
+    )
+    grouped = query.reshape(rows, length, key_heads, -1, size).transpose(0, 2, 3, 1, 4)
+    scores = np.matmul(grouped, keys[:, :, np.newaxis].swapaxes(-1, -2)) * np.asarray(scale, query.dtype)
+    if softcap:
+        scores = np.tanh(scores / softcap) * np.asarray(softcap, query.dtype)
+    last = positions[:, np.newaxis, np.newaxis, :, np.newaxis]
+    places = np.arange(keys.shape[2])
+    seen = (places <= last) & (places > last - window) if window else places <= last
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = (weights / weights.sum(axis=-1, keepdims=True)).astype(query.dtype)
+    result = np.matmul(weights, values[:, :, np.newaxis])
+    return np.asarray(result.transpose(0, 3, 1, 2, 4).reshape(query.shape))
+
+
+def _decomposed(node: Node, capabilities: Capabilities) -> Node | None:
+    """Products of matrices, of a part of the queries at a time; None for few queries."""
+    query, pages, table, positions = node.inputs
+    rows, length, heads, _ = query.shape
+    if length <= MOST_QUERIES:
+        return None
+    reach = table.shape[1] * pages.shape[3]
+    most = max(MOST_QUERIES, _SCORES // (rows * heads * reach))
+    keys, values = (_read(pages, table, side) for side in range(2))
+    parts = []
+    for start in range(0, length, most):
+        count = min(most, length - start)
+        own = slice_axis(positions, 1, start, count)
+        parts.append(_attended(slice_axis(query, 1, start, count), keys, values, own, node))
+    return parts[0] if len(parts) == 1 else concat(parts, 1)
+
+
+def _read(pages: Node, table: Node, side: int) -> Node:
+    """Keys or values of each row, (rows, key heads, positions, head size)."""
+    _, count, heads, page, size = pages.shape
+    own = reshape(slice_axis(pages, 0, side, 1), (count, heads, page, size))
+    rows, width = table.shape
+    taken = reshape(gather(own, reshape(table, (rows * width,))), (rows, width, heads, page, size))
+    return reshape(permute(taken, (0, 2, 1, 3, 4)), (rows, heads, width * page, size))
+
+
+def _attended(query: Node, keys: Node, values: Node, positions: Node, node: Node) -> Node:
+    rows, length, heads, size = query.shape
+    key_heads, reach = keys.shape[1:3]
+    groups = heads // key_heads
+    grouped = permute(reshape(query, (rows, length, key_heads, groups, size)), (0, 2, 3, 1, 4))
+    grouped = reshape(grouped, (rows, key_heads, groups * length, size))
+    scores = matmul(grouped, permute(keys, (0, 1, 3, 2)))
+    scores = widened(multiply(scores, like(scores, node.attributes["scale"])))
+    softcap, window = node.attributes["softcap"], node.attributes["window"]
+    if softcap:
+        cap = like(scores, softcap)
+        scores = multiply(tanh(divide(scores, cap)), cap)
+    shape = (rows, key_heads, groups, length, reach)
+    last = expand(reshape(positions, (rows, 1, 1, length, 1)), shape)
+    places = expand(reshape(sequence(0, 1, reach, int32), (1, 1, 1, 1, reach)), shape)
+    seen = less_equal(places, last)
+    if window:
+        seen = logical_and(seen, greater(add(places, like(places, window)), last))
+    scores = where(seen, reshape(scores, shape), full(shape, scores.dtype, -math.inf))
+    weights = reshape(cast(softmax(scores, 4), values.dtype), (rows, key_heads, groups * length, reach))
+    result = reshape(matmul(weights, values), (rows, key_heads, groups, length, size))
+    return reshape(permute(result, (0, 3, 1, 2, 4)), query.shape)
+
+
+def _operations(node: Node) -> int:
+    table, pages = node.inputs[2], node.inputs[1]
+    return 4 * node.size * table.shape[1] * pages.shape[3]
+
+
+PAGED_ATTENTION = Primitive(
+    "paged_attention",
+    Kind.PAGED_ATTENTION,
+    _shape,
+    _reference,
+    operations=_operations,
+    decompose=_decomposed,
+    refuses="attention to cached keys and values has no gradient",
+)
+
+
+def paged_attention(
+    query: Node,
+    pages: Node,
+    table: Node,
+    positions: Node,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Node:
+    """Attention of queries to the pages of their sequences; a `window` is how many positions they see."""
+    attributes = {"scale": scale, "window": window or 0, "softcap": softcap or 0.0}
+    return Node(PAGED_ATTENTION, (query, pages, table, positions), attributes)

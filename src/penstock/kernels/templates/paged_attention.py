@@ -1,0 +1,400 @@
+"""Attention of few queries to keys and values in pages: each position that is attended to is read once.
+
+The positions of a sequence are divided into splits, so that few sequences keep all of a device busy. The
+maximum of the scores, the sum of the weights and the weighted sum of the values are updated as positions
+come, and those of splits are combined at the end. Heads of queries that share keys are computed together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.drivers.driver import Capabilities
+from penstock.graph.node import Node
+from penstock.kernels.builder import KernelBuilder, Memory
+from penstock.kernels.ir.expressions import Const, Expr, Type, Var
+from penstock.kernels.source import KernelSource, item_size
+from penstock.kernels.templates.launches import Launch, Lowering, Tasks, is_cpu
+
+_LOWEST = -1e30  # below every score
+_MOST_HEADS = 8  # of queries that are computed together
+_THREADS = 128  # of a workgroup of a GPU
+_GROUPS = 4  # workgroups for each compute unit of a GPU
+_LEAST = 64  # positions of a split of a GPU
+_CPU_LEAST = 512  # of a CPU
+_VECTOR = 8  # items of a vector of a CPU
+_TILE = 64  # positions that a thread of a CPU has the scores of
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes of the operands, and how the work is divided."""
+
+    dtype: str
+    rows: int
+    length: int
+    heads: int
+    key_heads: int
+    size: int  # of a head
+    pages: int
+    page: int  # positions of a page
+    width: int  # pages of a row of the table
+    together: int  # heads of queries
+    splits: int
+    scale: float
+    window: int
+    softcap: float
+
+    @property
+    def type(self) -> str:
+        """The dtype that is computed in."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def units(self) -> int:
+        """How many groups of heads there are, of all queries."""
+        return self.rows * self.length * self.heads // self.together
+
+    @property
+    def scratch(self) -> tuple[int, ...]:
+        """The bytes of the results of splits, and of their maxima and sums."""
+        results = self.units * self.together * self.splits * item_size(self.type)
+        return (results * self.size, results * 2) if self.splits > 1 else ()
+
+
+def paged_attention(node: Node, capabilities: Capabilities) -> Lowering:
+    """The kernel of all splits, and the kernel that combines them if there are several."""
+    sizes = _sizes(node, capabilities)
+    build = _on_cpu if is_cpu(capabilities) else _on_gpu
+    inputs = (1, 2, 3, 4)
+    if sizes.splits == 1:
+        return Lowering((Launch(build(sizes, capabilities), (0, *inputs)),))
+    splits = Launch(build(sizes, capabilities), (5, 6, *inputs))
+    combine = Launch(_combine(sizes, capabilities), (0, 5, 6), operations=0)
+    return Lowering((splits, combine), sizes.scratch)
+
+
+def _sizes(node: Node, capabilities: Capabilities) -> _Sizes:
+    query, pages, table, _ = node.inputs
+    rows, length, heads, size = query.shape
+    _, count, key_heads, page, _ = pages.shape
+    groups = heads // key_heads
+    together = max(heads for heads in range(1, min(groups, _MOST_HEADS) + 1) if groups % heads == 0)
+    reach = table.shape[1] * page
+    seen = min(reach, node.attributes["window"] or reach)
+    wanted = capabilities.compute_units * (1 if is_cpu(capabilities) else _GROUPS)
+    splits = -(-wanted // (rows * length * heads // together))
+    splits = max(min(splits, seen // (_CPU_LEAST if is_cpu(capabilities) else _LEAST)), 1)
+    shape = (rows, length, heads, key_heads, size, count, page, table.shape[1], together, splits)
+    return _Sizes(str(node.dtype), *shape, **node.attributes)
+
+
+class _Unit:
+    """Which queries and positions a task has; names that both kinds of kernel use."""
+
+    def __init__(self, k: KernelBuilder, sizes: _Sizes, task: Expr) -> None:
+        self._k, self._sizes = k, sizes
+        self.split = k.let("split", task % sizes.splits)
+        unit = k.let("unit", task // sizes.splits)
+        units_of_query = sizes.heads // sizes.together
+        self.query = k.let("query", unit // units_of_query)  # of all rows
+        self.row = k.let("row", self.query // sizes.length)
+        self.head = k.let("head", unit % units_of_query * sizes.together)  # the first
+        self.key_head = k.let("key_head", self.head // (sizes.heads // sizes.key_heads))
+
+    def positions(self, last: Expr) -> tuple[Var, Var]:
+        """The positions of the split, given the last that the query attends to: from, and up to."""
+        k, sizes = self._k, self._sizes
+        stop = k.let("all_stop", last + 1)
+        start = k.let("all_start", k.call("maximum", stop - sizes.window, 0) if sizes.window else 0)
+        share = k.let("share", (stop - start + sizes.splits - 1) // sizes.splits)
+        first = k.let("first", start + self.split * share)
+        return first, k.let("stop", k.call("minimum", first + share, stop))
+
+    def place(self, position: Expr) -> Expr:
+        """Where the keys of a position begin."""
+        k, sizes = self._k, self._sizes
+        at = self.row * sizes.width + position // sizes.page
+        page = k.call("maximum", k.load_index(k.inputs[2], at, sizes.pages), 0)
+        row = (page * sizes.key_heads + self.key_head) * sizes.page + position % sizes.page
+        return row * sizes.size
+
+    @property
+    def values(self) -> int:
+        """How far after its keys the values of a position are."""
+        sizes = self._sizes
+        return sizes.pages * sizes.key_heads * sizes.page * sizes.size
+
+    def head_row(self, number: int) -> Expr:
+        """Which row of queries one of the heads is."""
+        return self.query * self._sizes.heads + self.head + number
+
+    def score(self, product: Expr) -> Expr:
+        """The score of a product of a query and a key."""
+        k, sizes = self._k, self._sizes
+        score = product * sizes.scale
+        return k.call("tanh", score / sizes.softcap) * sizes.softcap if sizes.softcap else score
+
+
+def _kernel(name: str, sizes: _Sizes, capabilities: Capabilities) -> KernelBuilder:
+    outputs = [sizes.type] * 2 if sizes.splits > 1 else [sizes.dtype]
+    return KernelBuilder(name, capabilities, outputs, [sizes.dtype, sizes.dtype, "int32", "int32"])
+
+
+# GPUs
+
+
+def _on_gpu(sizes: _Sizes, capabilities: Capabilities) -> KernelSource:
+    """A workgroup has a split of a group of heads; neighbouring threads share a position.
+
+    Each set of them has positions of its own, and all results are combined at the end.
+    """
+    width = math.gcd(sizes.size, 8)  # items of a thread
+    lanes = 1 << (sizes.size // width - 1).bit_length()  # threads that share a position
+    threads = min(max(_THREADS, lanes), capabilities.max_group_size)
+    at_once = 4 if sizes.together <= 4 else 2  # positions of a thread
+    k = _kernel("attend_to_pages", sizes, capabilities)
+    unit = _Unit(k, sizes, k.group())
+    last = k.shared("last_position", "int32", 1)
+    with k.when(k.thread.eq(0)):
+        k.store(last, 0, k.load(k.inputs[3], unit.query))
+    start, stop = unit.positions(k.uniform("last", last))
+    slot = k.let("slot", k.thread // lanes)
+    column = k.let("column", k.thread % lanes * width)
+    inside = column < sizes.size if lanes * width > sizes.size else None
+
+    def vector(name: str, memory: Memory, index: Expr) -> Var:
+        if width == 1:
+            return k.let(name, k.load(memory, index, inside))
+        return k.let(name, k.load_vector(memory, index, width, width, inside))
+
+    queries = [
+        vector(f"query{head}", k.inputs[0], unit.head_row(head) * sizes.size + column)
+        for head in range(sizes.together)
+    ]
+    running = [_Running(k, sizes, head, width) for head in range(sizes.together)]
+    step = threads // lanes
+    with k.loop("base", start, stop, step * at_once) as base:
+        keys, values, masks = [], [], []
+        for number in range(at_once):
+            position = k.let(f"position{number}", base + (slot + number * step))
+            masks.append(k.let(f"seen{number}", position < stop))
+            clipped = k.let(f"clipped{number}", k.call("minimum", position, stop - 1))
+            place = k.let(f"place{number}", unit.place(clipped) + column)
+            keys.append(vector(f"key{number}", k.inputs[1], place))
+            values.append(vector(f"value{number}", k.inputs[1], place + unit.values))
+        for head, query in enumerate(queries):
+            scores = []
+            for number, key in enumerate(keys):
+                name = f"{head}_{number}"
+                product = k.variable(f"product{name}", query * key)
+                total = k.block_reduce(f"total{name}", "sum", product, threads, lanes)
+                seen = k.select(masks[number], unit.score(total), _LOWEST)
+                scores.append(k.let(f"score{name}", seen))
+            running[head].take(scores, masks, values)
+    _join_slots(k, sizes, unit, running, (threads, lanes, width))
+    return k.source((sizes.units * sizes.splits,), (threads,))
+
+
+class _Running:
+    """What is known of the positions of a thread so far, for a head."""
+
+    def __init__(self, k: KernelBuilder, sizes: _Sizes, head: int, width: int) -> None:
+        self._k, self._head = k, head
+        zero = Const(0.0, Type(sizes.type))
+        self.most = k.variable(f"most{head}", Const(_LOWEST, Type(sizes.type)))
+        self.sum = k.variable(f"sum{head}", zero)
+        self.result = k.variable(f"result{head}", k.broadcast(zero, width) if width > 1 else zero)
+
+    def take(self, scores: Sequence[Expr], masks: Sequence[Expr], values: Sequence[Expr]) -> None:
+        """Take further positions, of which those count that are seen."""
+        k, head = self._k, self._head
+        most: Expr = self.most
+        for score in scores:
+            most = k.call("maximum", most, score)
+        most = k.let(f"new_most{head}", most)
+        self.rescale(k.let(f"factor{head}", k.call("exp", self.most - most)))
+        k.assign(self.most, most)
+        for number, (score, seen, value) in enumerate(zip(scores, masks, values, strict=True)):
+            weight = k.select(seen, k.call("exp", score - most), 0.0)
+            weight = k.let(f"weight{head}_{number}", weight)
+            k.assign(self.sum, self.sum + weight)
+            k.assign(self.result, k.call("add", self.result, weight * value))
+
+    def rescale(self, factor: Expr) -> None:
+        """Multiply the sums."""
+        k = self._k
+        k.assign(self.sum, self.sum * factor)
+        k.assign(self.result, factor * self.result)
+
+
+def _join_slots(
+    k: KernelBuilder, sizes: _Sizes, unit: _Unit, running: Sequence[_Running], shape: tuple[int, int, int]
+) -> None:
+    """Combine what the threads of a workgroup have, and store it."""
+    threads, lanes, width = shape
+    merged = k.shared("merged", sizes.type, threads * width)
+    for head, own in enumerate(running):
+        most = k.block_reduce(f"all_most{head}", "max", own.most, threads, threads)
+        own.rescale(k.let(f"last_factor{head}", k.call("exp", own.most - most)))
+        counted = k.select((k.thread % lanes).eq(0), own.sum, 0.0)
+        total = k.block_reduce(
+            f"all_sum{head}", "sum", k.variable(f"own_sum{head}", counted), threads, threads
+        )
+        k.barrier()  # the last head was read
+        for lane in range(width):
+            k.store(merged, k.thread * width + lane, k.lane(own.result, lane))
+        k.barrier()
+        with k.loop(f"item{head}", k.thread, sizes.size, threads) as item:
+            value = k.variable(f"whole{head}", 0.0, sizes.type)
+            for slot in range(threads // lanes):
+                k.assign(value, value + k.load(merged, item + slot * lanes * width))
+            _store(k, sizes, unit, head, item, value, total)
+        with k.when(k.thread.eq(0)):
+            _store_sums(k, sizes, unit, head, most, total)
+
+
+def _store(
+    k: KernelBuilder, sizes: _Sizes, unit: _Unit, head: int, item: Expr, value: Expr, total: Expr
+) -> None:
+    """Write an item of a result, or of a split's."""
+    row = unit.head_row(head)
+    if sizes.splits > 1:
+        k.store(k.outputs[0], (row * sizes.splits + unit.split) * sizes.size + item, value)
+    else:
+        k.store(k.outputs[0], row * sizes.size + item, value / total)
+
+
+def _store_sums(k: KernelBuilder, sizes: _Sizes, unit: _Unit, head: int, most: Expr, total: Expr) -> None:
+    if sizes.splits > 1:
+        place = k.let(f"place_of_sums{head}", (unit.head_row(head) * sizes.splits + unit.split) * 2)
+        k.store(k.outputs[1], place, most)
+        k.store(k.outputs[1], place + 1, total)
+
+
+# CPUs
+
+
+def _on_cpu(sizes: _Sizes, capabilities: Capabilities) -> KernelSource:
+    """A task has a split of a group of heads, in tiles of positions."""
+    width = 1 if sizes.size % _VECTOR else _VECTOR
+    k = _kernel("attend_to_pages", sizes, capabilities)
+    tasks = Tasks(sizes.units * sizes.splits, capabilities)
+    scores = k.shared("scores", sizes.type, sizes.together * _TILE)
+    places = k.shared("places", "int32", _TILE)
+    results = k.shared("results", sizes.type, sizes.together * sizes.size)
+    heads = range(sizes.together)
+    with tasks.each(k) as task:
+        unit = _Unit(k, sizes, task)
+        start, stop = unit.positions(k.let("last", k.load(k.inputs[3], unit.query)))
+        most = [k.variable(f"most{head}", _LOWEST, sizes.type) for head in heads]
+        sums = [k.variable(f"sum{head}", 0.0, sizes.type) for head in heads]
+        with k.loop("cleared", 0, sizes.together * sizes.size) as item:
+            k.store(results, item, 0.0)
+        with k.loop("tile", start, stop, _TILE) as tile:
+            count = k.let("count", k.call("minimum", stop - tile, _TILE))
+            with k.loop("at", 0, count) as at:
+                place = k.let("place", unit.place(k.let("position", tile + at)))
+                k.store(places, at, place)
+                for head in heads:
+                    product = _dot(k, sizes, unit.head_row(head) * sizes.size, place, width, head)
+                    k.store(scores, at + head * _TILE, unit.score(product))
+            for head in heads:
+                _weigh(k, sizes, head, (scores, results), count, (most[head], sums[head]))
+            for column in range(0, sizes.size, width):
+                _add_values(k, sizes, unit, column, width, (scores, places, results), count)
+        for head in heads:
+            with k.loop(f"item{head}", 0, sizes.size) as item:
+                _store(k, sizes, unit, head, item, k.load(results, item + head * sizes.size), sums[head])
+            _store_sums(k, sizes, unit, head, most[head], sums[head])
+    return k.source(tasks.grid, tasks.group)
+
+
+def _vector(k: KernelBuilder, memory: Memory, index: Expr, width: int) -> Expr:
+    return k.load_vector(memory, index, width) if width > 1 else k.load(memory, index)
+
+
+def _dot(k: KernelBuilder, sizes: _Sizes, query: Expr, key: Expr, width: int, head: int) -> Expr:
+    """The product of a query and a key, whose first items are given."""
+    zero = Const(0.0, Type(sizes.type))
+    total = k.variable(f"products{head}", k.broadcast(zero, width) if width > 1 else zero)
+    for column in range(0, sizes.size, width):
+        left = k.let(f"left{head}_{column}", _vector(k, k.inputs[0], query + column, width))
+        right = k.let(f"right{head}_{column}", _vector(k, k.inputs[1], key + column, width))
+        k.multiply_add(total, left, right)
+    return k.block_reduce(f"product{head}", "sum", total, 1, 1)
+
+
+def _weigh(
+    k: KernelBuilder,
+    sizes: _Sizes,
+    head: int,
+    arrays: tuple[Memory, Memory],
+    count: Expr,
+    known: tuple[Var, Var],
+) -> None:
+    """Replace the scores of a tile by weights, and rescale what was summed before."""
+    (scores, results), (most, total) = arrays, known
+    before = k.let(f"before{head}", most)
+    with k.loop(f"at_most{head}", 0, count) as at:
+        k.assign(most, k.call("maximum", most, k.load(scores, at + head * _TILE)))
+    factor = k.let(f"factor{head}", k.call("exp", before - most))
+    k.assign(total, total * factor)
+    with k.loop(f"at_weight{head}", 0, count) as at:
+        weight = k.let(f"weight{head}", k.call("exp", k.load(scores, at + head * _TILE) - most))
+        k.store(scores, at + head * _TILE, weight)
+        k.assign(total, total + weight)
+    with k.loop(f"scaled{head}", 0, sizes.size) as item:
+        place = item + head * sizes.size
+        k.store(results, place, k.load(results, place) * factor)
+
+
+def _add_values(
+    k: KernelBuilder,
+    sizes: _Sizes,
+    unit: _Unit,
+    column: int,
+    width: int,
+    arrays: tuple[Memory, Memory, Memory],
+    count: Expr,
+) -> None:
+    """Add some columns of the weighted values of a tile to the results of all heads."""
+    scores, places, results = arrays
+    heads = range(sizes.together)
+    totals = [
+        k.variable(f"total{head}_{column}", _vector(k, results, Const(head * sizes.size + column), width))
+        for head in heads
+    ]
+    with k.loop(f"at_value{column}", 0, count) as at:
+        place = k.load(places, at) + (unit.values + column)
+        value = k.let(f"value{column}", _vector(k, k.inputs[1], place, width))
+        for head, total in zip(heads, totals, strict=True):
+            weight = k.load(scores, at + head * _TILE)
+            k.multiply_add(total, k.broadcast(weight, width) if width > 1 else weight, value)
+    for head, total in zip(heads, totals, strict=True):
+        k.store(results, Const(head * sizes.size + column), total)
+
+
+# Splits
+
+
+def _combine(sizes: _Sizes, capabilities: Capabilities) -> KernelSource:
+    """A task for each item of the result."""
+    k = KernelBuilder("combine_splits", capabilities, [sizes.dtype], [sizes.type] * 2)
+    tasks = Tasks(sizes.units * sizes.together * sizes.size, capabilities)
+    values, sums = k.inputs
+    with tasks.each(k) as task:
+        first = k.let("first", task // sizes.size * sizes.splits)
+        most = k.variable("most", _LOWEST, sizes.type)
+        with k.loop("most_of", 0, sizes.splits) as split:
+            k.assign(most, k.call("maximum", most, k.load(sums, (first + split) * 2)))
+        total, result = k.variable("total", 0.0, sizes.type), k.variable("result", 0.0, sizes.type)
+        with k.loop("split", 0, sizes.splits) as split:
+            place = k.let("place", first + split)
+            factor = k.let("factor", k.call("exp", k.load(sums, place * 2) - most))
+            k.assign(total, total + factor * k.load(sums, place * 2 + 1))
+            k.assign(result, result + factor * k.load(values, place * sizes.size + task % sizes.size))
+        k.store(k.outputs[0], task, result / total)
+    return k.source(tasks.grid, tasks.group)

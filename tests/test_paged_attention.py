@@ -1,0 +1,126 @@
+"""Attention to keys and values in pages: kernels of CPUs and GPUs, and products, against NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import CUDA_KINDS, DRIVERS, NATIVE, WEBGPU_KINDS, opencl_threads
+from test_cuda_sources import Imagined
+from test_graph import at
+
+import penstock as ps
+from penstock import Device
+from penstock.config import Settings
+from penstock.drivers.cuda import compile_text
+from penstock.drivers.opencl import OpenCLDriver
+from penstock.fusion.groups import partition
+from penstock.graph import paged_attention as graph
+from penstock.kernels.cache import whole_text
+from penstock.kernels.lower import fusible, write
+from penstock.tensor.attention import paged_attention
+
+PAGE = 16
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module", params=["host", "vectors", "threads", *CUDA_KINDS, *WEBGPU_KINDS])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    own = {"threads": opencl_threads, "vectors": lambda: OpenCLDriver(NATIVE, "opencl-vectors")}
+    driver = {**DRIVERS, **own}[request.param]()
+    device = Device.over(driver, Settings(force_kernels=True, compile_ahead=False))
+    yield device
+    device.close()
+
+
+def naive(
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+) -> np.ndarray:
+    """The attended values of a single query, by the definition, in float64."""
+    keys, values = keys[-(window or len(keys)) :], values[-(window or len(values)) :]
+    scores = keys @ query * scale
+    scores = np.tanh(scores / cap) * cap if cap else scores
+    weights = np.exp(scores - scores.max())
+    return weights @ values / weights.sum()
+
+
+def check(
+    device: Device,
+    shape: tuple[int, ...],
+    reach: int,
+    window: int | None = None,
+    cap: float | None = None,
+    dtype: Any = np.float32,
+) -> None:
+    rows, length, heads, key_heads, size = shape
+    width = -(-reach // PAGE)
+    count = rows * width + 3
+    query = RNG.standard_normal((rows, heads, length, size)).astype(dtype)
+    pages = RNG.standard_normal((2, count, key_heads, PAGE, size)).astype(dtype)
+    table = RNG.permutation(count)[: rows * width].reshape(rows, width).astype(np.int32)
+    last = RNG.integers(0, reach, (rows, length)).astype(np.int32)
+    last[0, 0], last[-1, -1] = 0, reach - 1
+    given = (ps.asarray(array, device=device) for array in (query, pages, table, last))
+    result = paged_attention(*given, size**-0.5, window, cap).numpy().astype(np.float64)
+    wide = pages.astype(np.float64)
+    for row in range(rows):
+        keys, values = (
+            wide[side][table[row]].swapaxes(0, 1).reshape(key_heads, -1, size) for side in range(2)
+        )
+        for head in range(heads):
+            shared = head * key_heads // heads
+            for at_query in range(length):
+                end = last[row, at_query] + 1
+                own = query[row, head, at_query].astype(np.float64)
+                expected = naive(own, keys[shared, :end], values[shared, :end], size**-0.5, window, cap)
+                tolerance = 1e-5 if dtype is np.float32 else 0.02
+                np.testing.assert_allclose(result[row, head, at_query], expected, atol=tolerance)
+
+
+SHAPES = [
+    # rows, queries, heads, heads of keys, size of a head; positions, window, softcap
+    ((1, 1, 4, 2, 8), 40, None, None),
+    ((3, 1, 4, 4, 64), 100, None, None),
+    ((2, 5, 8, 1, 16), 64, 20, None),
+    ((1, 1, 3, 1, 20), 300, None, 30.0),  # a size that is no power of two
+    ((2, 1, 2, 1, 80), 2048, 500, None),  # several splits
+    ((1, 2, 4, 2, 256), 1030, None, None),
+    ((1, 1, 11, 1, 5), 33, None, None),  # more heads than are computed together
+    ((2, 40, 4, 2, 16), 90, 30, 5.0),  # many queries: by products
+]
+
+
+@pytest.mark.slow(*(f"case{number}" for number in (1, 2, 4, 5, 6)))
+@pytest.mark.parametrize("case", SHAPES, ids=[f"case{number}" for number in range(len(SHAPES))])
+def test_each_query_attends_to_its_positions(device: Device, case: tuple[Any, ...]) -> None:
+    check(device, *case)
+
+
+@pytest.mark.slow("float16")
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_half_precision(device: Device, dtype: Any) -> None:
+    check(device, (2, 1, 4, 2, 32), 50, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [64, 80, 256])
+def test_nvrtc_takes_it(dtype: Any, size: int) -> None:
+    capabilities = replace(Imagined().capabilities, max_group_size=1024)
+    query, pages = np.ones((2, 1, 8, size), dtype), np.ones((2, 300, 2, PAGE, size), dtype)
+    table, last = np.ones((2, 128), np.int32), np.ones((2, 1), np.int32)
+    node = graph.paged_attention(*map(at, (query, pages, table, last)), 0.1, 1500, 5.0)
+    (group,) = partition([node], lambda node: fusible(node, capabilities))
+    lowering = write(group, capabilities, "x")
+    assert lowering is not None
+    assert len(lowering.launches) == 2, "splits, and what combines them"
+    text = whole_text([launch.source for launch in lowering.launches], "cuda")
+    assert compile_text(text, "sm_90").startswith(b"\x7fELF")
