@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,6 +12,9 @@ import penstock
 from penstock.config import parse_bytes
 from penstock.errors import SettingError
 from penstock.terminal import phase, say
+
+if TYPE_CHECKING:
+    from penstock.models import Engine, LanguageModel
 
 
 def serve(
@@ -48,23 +51,16 @@ def serve(
     Clients of OpenAI take http://HOST:PORT/v1 as their base URL, and browsers find a chat page at
     http://HOST:PORT.
     """
+    if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
+        raise SettingError("an API key has letters, digits and signs of ASCII, and no space")
     try:
         from penstock import serving
     except ImportError:
         raise SettingError("serving needs starlette and uvicorn: pip install 'penstock[serve]'") from None
-    from penstock.models import Engine
-    from penstock.train.loading import load_model
-
-    if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
-        raise SettingError("an API key has letters, digits and signs of ASCII, and no space")
     if device:
         penstock.use(device)
-    console = Console()
-    with serving.bound(host, port) as listener:  # first, as it fails at once if it fails
-        with phase(Console(stderr=True), "loading"):
-            network, tokenizer = load_model(model)
-        if tokenizer is None:
-            raise SettingError(f"{model} has no tokenizer.json, which serving text needs")
+    with serving.bound(host, port) as listener:  # first: an address that is taken is told at once
+        network, engine = _loaded(model, slots, queue, memory)
         settings = serving.Settings(
             name=name or model.resolve().name,
             key=api_key,
@@ -73,11 +69,21 @@ def serve(
             choices=queue,
             local=serving.is_local(listener),
         )
-        engine = Engine(network, slots=slots, memory=memory, queue=queue)
-        try:
+        url = serving.url_of(listener)
+        with engine:
             service = serving.Service(engine, network, settings)
-            serving.run(
-                service, listener, grace, lambda: say(console, f"{settings.name}: {serving.url_of(listener)}")
-            )
-        finally:
-            engine.close()
+            serving.run(service, listener, grace, lambda: say(Console(), f"{settings.name}: {url}"))
+
+
+def _loaded(folder: Path, slots: int, queue: int, memory: str | None) -> tuple[LanguageModel, Engine]:
+    from penstock.models import Engine
+    from penstock.train.loading import load_model
+
+    with phase(Console(stderr=True), "loading"):
+        model, tokenizer = load_model(folder)
+    if tokenizer is None:
+        raise SettingError(f"{folder} has no tokenizer.json, which serving text needs")
+    try:
+        return model, Engine(model, slots=slots, memory=memory, queue=queue)
+    except ValueError as error:
+        raise SettingError(str(error)) from None
