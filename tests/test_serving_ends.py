@@ -82,6 +82,7 @@ def test_a_full_queue_is_told_and_those_who_leave_make_room(start: Start) -> Non
     assert 'status="499"} ' in server.ask("/metrics")[1]
 
 
+@pytest.mark.slow
 def test_all_choices_of_a_request_are_cancelled_together(start: Start) -> None:
     server = start("--slots", "4", "--queue", "8")
     connection = server.connection()
@@ -130,7 +131,7 @@ def test_a_key_is_asked_for(start: Start) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_answers_are_finished_after_a_signal(start: Start, number: signal.Signals) -> None:
     server = start()
-    stream = begun(server, tokens=300)
+    stream = begun(server, tokens=120)
     idle = server.connection()
     idle.connect()
     server.process.send_signal(number)

@@ -2,7 +2,7 @@
 
 Both need Python's lock. An event loop that is woken for each token of each stream would take it from the
 engine most of the time, so it takes what has come together: after a delivery that took some processor time,
-the next waits until ten times as long has passed.
+the next waits until ten times as long has passed. First tokens and ends of answers do not wait.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ class Delivery:
         self._scheduled = False  # whether a delivery is on its way
         self._next = 0.0  # the time of the event loop before which there is none
 
-    def ready(self, event: asyncio.Event) -> None:
-        """Have an event set, soon. Called by the engine's thread."""
+    def ready(self, event: asyncio.Event, at_once: bool) -> None:
+        """Have an event set, at once or soon. Called by the engine's thread."""
+        if at_once:
+            self._loop.call_soon_threadsafe(event.set)
+            return
         self._ready.append(event)
         if not self._scheduled:
             self._scheduled = True

@@ -83,15 +83,15 @@ class Generation:
         """Take a piece, in the engine's thread, or what the engine failed with."""
         if isinstance(piece, Exception):
             self._error = self._error or engine_failed()
-            self._delivery.ready(self._event)
+            self._delivery.ready(self._event, at_once=True)
             return
+        is_first, is_last = self._last[number] is None, piece.finish_reason is not None
+        self._arrived.append((number, piece))
         if piece.id >= 0:
             self._measure(number)
-        self._arrived.append((number, piece))
-        if piece.finish_reason is not None:
-            self._unfinished -= 1
+        self._unfinished -= is_last
         if self._streams or not self._unfinished:
-            self._delivery.ready(self._event)
+            self._delivery.ready(self._event, is_first or is_last)
 
     def _measure(self, number: int) -> None:
         now, last = time.perf_counter(), self._last[number]
