@@ -147,3 +147,24 @@ def test_the_page_can_be_read_on_a_phone(page: chromium.Browser, dark: bool, tmp
     image = tmp_path / "page.png"
     page.screenshot(image)
     assert image.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_model_without_a_template_continues_a_text(browser: chromium.Browser, tmp_path: Path) -> None:
+    server = Served(served.write_model(tmp_path / "bare", template=""))
+    browser.problems.clear()
+    browser.open(server.url + "/")
+    assert "no chat template" in browser.ask("document.querySelector('#log').innerText")
+    assert browser.ask("document.querySelector('#system-label').hidden")
+    browser.ask(
+        "document.querySelector('#tokens').value = 8; document.querySelector('#temperature').value = 0"
+    )
+    say(browser, "once upon")
+    wait_for(browser, IDLE)
+    wanted = server.client().completions.create(model="bare", prompt="once upon", max_tokens=8, temperature=0)
+    assert texts(browser, "assistant") == [wanted.choices[0].text]
+    status, tree, _ = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+    assert status == 400
+    assert "no chat template" in tree["error"]["message"]
+    assert browser.problems == []
+    server.close()

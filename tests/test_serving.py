@@ -93,17 +93,6 @@ def test_a_conversation_follows_the_chat_template(shared: Served, model: Languag
     shared.client().chat.completions.create(model="tiny", messages=again, max_tokens=1)
 
 
-@pytest.mark.slow
-def test_an_answer_without_a_limit_may_fill_the_context(shared: Served, model: LanguageModel) -> None:
-    text = "x" * (served.CONTEXT - 40)
-    answer = shared.client().chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": text}], temperature=0
-    )
-    assert answer.usage is not None
-    assert answer.usage.total_tokens == served.CONTEXT
-    assert answer.choices[0].finish_reason == "length"
-
-
 def test_stops_end_an_answer(shared: Served, model: LanguageModel) -> None:
     whole = model.generate("stop", 40, temperature=0).text
     stop = whole[7:9]

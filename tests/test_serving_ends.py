@@ -101,6 +101,21 @@ def test_all_choices_of_a_request_are_cancelled_together(start: Start) -> None:
     assert figures["sequences_running"] == figures["sequences_waiting"] == figures["pages_used"] == 0
 
 
+@pytest.mark.slow
+def test_memory_bounds_what_a_request_may_ask_for(start: Start) -> None:
+    server = start("--memory", "32KiB", "--host", "0.0.0.0")
+    assert "no API key: whoever reaches http://0.0.0.0:" in server.log
+    (listed,) = server.ask("/v1/models")[1]["data"]
+    most = listed["max_model_len"]
+    assert 16 <= most < served.CONTEXT
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    answer = server.client().chat.completions.create(model="tiny", messages=messages, temperature=0)
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == most, "an answer without a limit may fill the context"
+    with pytest.raises(openai.BadRequestError, match=f"a context of {most} tokens"):
+        server.client().completions.create(model="tiny", prompt="a", max_tokens=most)
+
+
 def test_a_key_is_asked_for(start: Start) -> None:
     server = start("--name", "mine", key="a-secret")
     assert server.name == "mine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ from rich.console import Console
 
 import penstock
 from penstock.config import parse_bytes
-from penstock.errors import SettingError
+from penstock.errors import PenstockWarning, SettingError
 from penstock.terminal import phase, say
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def serve(
             local=serving.is_local(listener),
         )
         url = serving.url_of(listener)
+        if not (settings.local or settings.key):
+            warnings.warn(f"no API key: whoever reaches {url} can use it", PenstockWarning, stacklevel=1)
         with engine:
             service = serving.Service(engine, network, settings)
             serving.run(service, listener, grace, lambda: say(Console(), f"{settings.name}: {url}"))
@@ -81,9 +84,11 @@ def _loaded(folder: Path, slots: int, queue: int, memory: str | None) -> tuple[L
 
     with phase(Console(stderr=True), "loading"):
         model, tokenizer = load_model(folder)
-    if tokenizer is None:
-        raise SettingError(f"{folder} has no tokenizer.json, which serving text needs")
-    try:
-        return model, Engine(model, slots=slots, memory=memory, queue=queue)
-    except ValueError as error:
-        raise SettingError(str(error)) from None
+        if tokenizer is None:
+            raise SettingError(f"{folder} has no tokenizer.json, which serving text needs")
+        try:
+            engine = Engine(model, slots=slots, memory=memory, queue=queue)
+        except ValueError as error:
+            raise SettingError(str(error)) from None
+        engine.submit([0], max_tokens=2).result()  # what cannot work fails here, not at the first request
+    return model, engine

@@ -25,8 +25,8 @@ from penstock.serving.service import Service
 def application(service: Service) -> Starlette:
     """The ASGI application over a service."""
     simple = _Simple(service)
-    texts = Endpoint(service, completions.asked, completions.Texts(service.model))
-    messages = Endpoint(service, chat.asked, chat.Messages(service.model))
+    texts = Endpoint(service, completions.asked, completions.Texts(service.target.model))
+    messages = Endpoint(service, chat.asked, chat.Messages(service.target.model))
     routes = [
         Route("/", simple.page),
         Route("/health", simple.health),
@@ -55,7 +55,7 @@ class _Simple:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._page = page.response(
-            service.settings.name, chat.has_chat(service.model), bool(service.settings.key)
+            service.settings.name, chat.has_chat(service.target.model), bool(service.settings.key)
         )
 
     async def page(self, request: Request) -> Response:
@@ -84,7 +84,7 @@ class _Simple:
             "object": "model",
             "created": self._service.created,
             "owned_by": "penstock",
-            "max_model_len": self._service.model.context,
+            "max_model_len": self._service.target.context,
         }
 
 

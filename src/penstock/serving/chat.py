@@ -8,7 +8,7 @@ from penstock.errors import PenstockError
 from penstock.models import LanguageModel, Piece, TextTokenizer
 from penstock.serving.errors import refused
 from penstock.serving.fields import Fields
-from penstock.serving.parameters import Asked, parameters_of, tokens_left
+from penstock.serving.parameters import Asked, Target, parameters_of, tokens_left
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _PARTS = "a string, or a list of parts such as {'type': 'text', 'text': '...'}"
@@ -40,7 +40,7 @@ def has_chat(model: LanguageModel) -> bool:
     return isinstance(model.tokenizer, TextTokenizer) and bool(model.tokenizer.template)
 
 
-def asked(model: LanguageModel, name: str, body: Any) -> Asked:
+def asked(target: Target, body: Any) -> Asked:
     """What the body of a request asks for."""
     fields = Fields(body)
     messages = _messages(fields)
@@ -52,18 +52,21 @@ def asked(model: LanguageModel, name: str, body: Any) -> Asked:
         fields.only(key, harmless)
     for key in ("safety_identifier", "prompt_cache_key"):  # which change no answer, as `user`
         fields.text(key)
-    parameters = parameters_of(fields, name, logprobs)
+    parameters = parameters_of(fields, target.name, logprobs)
     fields.nothing_else()
-    if not has_chat(model):
+    tokenizer = target.model.tokenizer
+    if not has_chat(target.model):
         raise refused("the model has no chat template; /v1/completions continues a text with it", "messages")
-    assert isinstance(model.tokenizer, TextTokenizer)
+    assert isinstance(tokenizer, TextTokenizer)
     try:
-        prompt = model.tokenizer.chat(messages)
-    except (PenstockError, ValueError) as error:  # such as roles that do not alternate
+        prompt = tokenizer.chat(messages)
+    except PenstockError as error:  # such as roles that do not alternate
         raise refused(str(error), "messages") from None
+    except Exception as error:  # a template is a program, and may fail in any way
+        raise refused(f"the chat template fails with these messages: {error!r}", "messages") from None
     if not prompt:
         raise refused("the chat template makes an empty prompt of these messages", "messages")
-    return Asked([prompt], [tokens_left(model, prompt, parameters.max_tokens, None)], parameters)
+    return Asked([prompt], [tokens_left(target.context, prompt, parameters.max_tokens, None)], parameters)
 
 
 class Messages:

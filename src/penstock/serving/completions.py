@@ -8,16 +8,16 @@ from penstock.errors import PenstockError
 from penstock.models import LanguageModel, Piece
 from penstock.serving.errors import refused
 from penstock.serving.fields import Fields, is_integer
-from penstock.serving.parameters import Asked, parameters_of, tokens_left
+from penstock.serving.parameters import Asked, Target, parameters_of, tokens_left
 
 _USUAL_TOKENS = 16  # OpenAI's default
 _KINDS = "a string, a list of strings, a list of token ids, or a list of such lists"
 
 
-def asked(model: LanguageModel, name: str, body: Any) -> Asked:
+def asked(target: Target, body: Any) -> Asked:
     """What the body of a request asks for."""
     fields = Fields(body)
-    prompts = _prompts(model, fields)
+    prompts = _prompts(target.model, fields)
     logprobs = fields.integer("logprobs", 0, 5)
     if logprobs:
         raise refused(
@@ -27,10 +27,12 @@ def asked(model: LanguageModel, name: str, body: Any) -> Asked:
         )
     fields.only("echo", (False,))
     fields.only("suffix", ("",))
-    parameters = parameters_of(fields, name, logprobs is not None)
+    parameters = parameters_of(fields, target.name, logprobs is not None)
     fields.only("best_of", (parameters.n,), "it can only be equal to n")
     fields.nothing_else()
-    lengths = [tokens_left(model, prompt, parameters.max_tokens, _USUAL_TOKENS) for prompt in prompts]
+    lengths = [
+        tokens_left(target.context, prompt, parameters.max_tokens, _USUAL_TOKENS) for prompt in prompts
+    ]
     return Asked(prompts, lengths, parameters)
 
 

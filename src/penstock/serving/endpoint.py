@@ -10,13 +10,12 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from penstock.models import LanguageModel
 from penstock.serving.answers import Answer, Shape
 from penstock.serving.errors import ApiError, as_json, json_response, refused
 from penstock.serving.fields import parsed
 from penstock.serving.generation import Generation
 from penstock.serving.guarding import FAILED
-from penstock.serving.parameters import Asked
+from penstock.serving.parameters import Asked, Target
 from penstock.serving.service import Service
 
 _BODY_SECONDS = 30  # for a client to send its request
@@ -27,7 +26,7 @@ _STREAMED = [
     (b"x-accel-buffering", b"no"),  # by proxies, which would hold events back
 ]
 
-Asking = Callable[[LanguageModel, str, Any], Asked]
+Asking = Callable[[Target, Any], Asked]
 
 
 class Endpoint:
@@ -51,7 +50,7 @@ class Endpoint:
 
     async def _asked(self, body: bytes) -> Asked:
         def read() -> Asked:
-            return self._asking(self._service.model, self._service.settings.name, parsed(body))
+            return self._asking(self._service.target, parsed(body))
 
         asked = await asyncio.to_thread(read) if len(body) > _LONG_BODY else read()
         count, most = len(asked.prompts) * asked.parameters.n, self._service.settings.choices

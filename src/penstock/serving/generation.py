@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -30,7 +31,8 @@ class Generation:
         self._event = asyncio.Event()
         self._error: ApiError | None = None
         self.count = len(asked.prompts) * asked.parameters.n
-        self._unfinished = self.count  # changed by the engine's thread
+        self._unfinished = self.count
+        self._lock = threading.Lock()  # earlier pieces come from the thread that registers for them
         self._begun = time.perf_counter()
         self._last: list[float | None] = [None] * self.count  # when each choice got its last piece
         self._requests: list[Request] = []
@@ -89,8 +91,10 @@ class Generation:
         self._arrived.append((number, piece))
         if piece.id >= 0:
             self._measure(number)
-        self._unfinished -= is_last
-        if self._streams or not self._unfinished:
+        with self._lock:
+            self._unfinished -= is_last
+            complete = not self._unfinished
+        if self._streams or complete:
             self._delivery.ready(self._event, is_first or is_last)
 
     def _measure(self, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,26 +15,30 @@ _PER_TOKEN = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 
 
 
 class Histogram:
-    """How many values there were up to each bound, and their sum. One thread observes."""
+    """How many values there were up to each bound, and their sum."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        self._lock = threading.Lock()
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        place = bisect_left(self._bounds, value)
+        with self._lock:
+            self._counts[place] += 1
+            self._sum += value
 
     def lines(self, name: str) -> Iterator[str]:
         """The samples of the metric."""
-        counts = list(self._counts)
+        with self._lock:
+            counts, whole = list(self._counts), self._sum
         total = 0
         for bound, count in zip((*map(str, self._bounds), "+Inf"), counts, strict=True):
             total += count
             yield f'{name}_bucket{{le="{bound}"}} {total}'
-        yield f"{name}_sum {self._sum!r}"
+        yield f"{name}_sum {whole!r}"
         yield f"{name}_count {total}"
 
 

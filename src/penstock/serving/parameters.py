@@ -31,6 +31,15 @@ class Parameters:
 
 
 @dataclass(frozen=True)
+class Target:
+    """Who is asked: a model by its name, with as many positions for a prompt and its answer."""
+
+    model: LanguageModel
+    name: str
+    context: int
+
+
+@dataclass(frozen=True)
 class Asked:
     """Prompts with how many tokens may follow each, and how."""
 
@@ -66,13 +75,13 @@ def parameters_of(fields: Fields, name: str, logprobs: bool) -> Parameters:
     )
 
 
-def tokens_left(model: LanguageModel, prompt: list[int], max_tokens: int | None, usual: int | None) -> int:
+def tokens_left(context: int, prompt: list[int], max_tokens: int | None, usual: int | None) -> int:
     """The tokens that may follow a prompt: as asked, or the usual number, or all that the context has."""
-    room = model.context - len(prompt)
+    room = context - len(prompt)
     asked = max_tokens or 1
     if asked > room:
         raise refused(
-            f"the model has a context of {model.context} tokens: the prompt has {len(prompt)}, "
+            f"there is a context of {context} tokens: the prompt has {len(prompt)}, "
             f"and {asked} more were asked for",
             code="context_length_exceeded",
         )

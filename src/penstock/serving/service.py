@@ -13,7 +13,7 @@ from penstock.serving.delivery import Delivery
 from penstock.serving.errors import ApiError
 from penstock.serving.generation import Generation, engine_failed, queue_full
 from penstock.serving.metrics import Metrics
-from penstock.serving.parameters import Asked
+from penstock.serving.parameters import Asked, Target
 from penstock.terminal import complain
 
 
@@ -33,7 +33,8 @@ class Service:
     """A model that answers, and what it is answering."""
 
     def __init__(self, engine: Engine, model: LanguageModel, settings: Settings) -> None:
-        self.engine, self.model, self.settings = engine, model, settings
+        self.engine, self.settings = engine, settings
+        self.target = Target(model, settings.name, engine.context)
         self.metrics = Metrics()
         self.created = int(time.time())
         self._delivery: Delivery | None = None
