@@ -259,7 +259,7 @@ def page_bytes(model: LanguageModel) -> int:
 
 
 def most_pages(model: LanguageModel) -> int:
-    """How many pages there can be: a layer has less than 2**30 keys and values, so that indices are 32 bits."""
+    """How many pages there can be: a layer has fewer than 2**30 items, so that indices have 32 bits."""
     items = max(2 * shape.heads * shape.head_size for shape in model.cache_shapes) * PAGE
     return ((1 << 30) - 1) // items
 

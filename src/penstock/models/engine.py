@@ -197,10 +197,11 @@ class Engine:
         return request
 
     def _waiting(self) -> int:
-        """How many requests wait; those that just arrived do not if there are slots for them."""
-        waiting, arrived = len(self._scheduler.waiting), len(self._arrived)
-        free = self._decoder.slots - len(self._scheduler.running)
-        return waiting + (arrived if waiting else max(arrived - free, 0))
+        """How many requests wait; those that just came do not if there are slots for them."""
+        scheduler = self._scheduler
+        count = len(scheduler.waiting) + len(self._arrived)
+        free = 0 if scheduler.blocked else self._decoder.slots - len(scheduler.running)
+        return max(count - free, 0)
 
     def _check_size(self, prompt: int, max_tokens: int) -> None:
         positions = min(prompt + max_tokens, self._model.context)

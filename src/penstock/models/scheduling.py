@@ -37,6 +37,7 @@ class Scheduler:
         self.decoder, self.pages, self.counts = decoder, Pages(decoder.pages), Counts()
         self.waiting: deque[TokenSequence] = deque()
         self.running: list[TokenSequence] = []
+        self.blocked = False  # whether the next sequence waits for pages, although there is a slot
         self._give = give
         self._slots = list(reversed(range(decoder.slots)))  # which are free
         self._pending: deque[Step] = deque()  # steps on their way
@@ -68,6 +69,7 @@ class Scheduler:
     def advance(self) -> None:
         """Submit a step, and read the step before it, so that the device does not wait for the host."""
         self._admit()
+        self.blocked = bool(self.waiting and self._slots)
         step = self._next()
         if step is not None:
             self.counts.steps += 1
