@@ -37,7 +37,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import penstock as ps
 from generate import SHAPES
-from penstock.models import Completion, LanguageModel, TextTokenizer
+from penstock.models import Completion, Engine, LanguageModel, TextTokenizer
 
 QUESTIONS = 256  # distinct ones
 TEMPERATURE = 0.8
@@ -94,26 +94,38 @@ def asked_offline(model: LanguageModel, texts: list[str], tokens: int, slots: in
 
 
 def questions(folder: Path, chosen: argparse.Namespace) -> list[Question]:
-    """What clients ask; prints how fast the same is generated offline."""
+    """What clients ask; prints how fast the same is generated without a server."""
     model = ps.models.load(folder, device=chosen.device)
     assert isinstance(model.tokenizer, TextTokenizer)
     texts = prompts(model, chosen.prompt)
     answers = asked_offline(model, texts, chosen.tokens, chosen.slots)
     start, busy = time.perf_counter(), cpu_seconds()
     again = asked_offline(model, texts, chosen.tokens, chosen.slots)
-    seconds, busy = time.perf_counter() - start, cpu_seconds() - busy
+    show_rate(f"offline, batches of {chosen.slots}", QUESTIONS * chosen.tokens, start, busy)
     assert chosen.rounding or [each.ids for each in again] == [each.ids for each in answers]
-    count = QUESTIONS * chosen.tokens
-    print(
-        f"offline, batches of {chosen.slots}: {count / seconds:,.0f} tokens/s, "
-        f"{count / busy:,.0f} per second of processor time"
-    )
     draw = random.Random(1)
     lengths = [draw.randint(max(chosen.tokens // 2, 1), chosen.tokens) for _ in texts]
-    return [
+    asked = [
         Question(text, seed, length, model.tokenizer.decode(answer.ids[:length]))
         for seed, (text, answer, length) in enumerate(zip(texts, answers, lengths, strict=True))
     ]
+    with Engine(model, slots=chosen.slots, queue=QUESTIONS) as engine:
+        for turn in range(2):
+            start, busy = time.perf_counter(), cpu_seconds()
+            requests = [
+                engine.submit(each.prompt, each.tokens, temperature=TEMPERATURE, seed=each.seed)
+                for each in asked
+            ]
+            for request in requests:
+                request.result()
+            if turn:  # the first builds programs
+                show_rate("the engine without a server, the clients' questions", sum(lengths), start, busy)
+    return asked
+
+
+def show_rate(name: str, tokens: int, start: float, busy: float) -> None:
+    seconds, busy = time.perf_counter() - start, cpu_seconds() - busy
+    print(f"{name}: {tokens / seconds:,.0f} tokens/s, {tokens / busy:,.0f} per second of processor time")
 
 
 def cpu_seconds() -> float:
@@ -298,6 +310,8 @@ def main() -> None:
     parser.add_argument("--leaving", type=float, default=0.05, help="share of clients that leave a stream")
     parser.add_argument("--rounding", action="store_true", help="answers may differ from the offline ones")
     chosen = parser.parse_args()
+    if chosen.device:
+        ps.use(chosen.device)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / chosen.model
         write_model(folder, chosen.model, chosen.dtype)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +18,11 @@ from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from served import Served
+from served import PATIENCE, Served
 
 import penstock as ps
 from penstock.models import LanguageModel, TextTokenizer
+from penstock.serving import delivery
 
 MESSAGES: list[Any] = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello ☃"}]
 LONG = 3000  # tokens that take seconds
@@ -188,6 +192,27 @@ def test_clients_at_the_same_time_get_their_own_answers(
 
     with ThreadPoolExecutor(clients) as pool:
         assert list(pool.map(answered, range(clients))) == wanted
+
+
+def test_streams_take_turns_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a delivery that took long, further tokens wait, but neither first tokens nor ends do."""
+    clock = itertools.count()
+    monkeypatch.setattr(delivery, "_LONGEST", 1e6)
+
+    async def main() -> None:
+        ways = delivery.Delivery()
+        cheap, dear, late, urgent = (asyncio.Event() for _ in range(4))
+        for event in (cheap, dear):
+            await asyncio.to_thread(ways.ready, event, False)
+            await asyncio.wait_for(event.wait(), PATIENCE)
+            monkeypatch.setattr(time, "thread_time", lambda: next(clock))  # a second between two calls
+        await asyncio.sleep(0)
+        await asyncio.to_thread(ways.ready, late, False)
+        await asyncio.to_thread(ways.ready, urgent, True)
+        await asyncio.wait_for(urgent.wait(), PATIENCE)
+        assert not late.is_set()
+
+    asyncio.run(main())
 
 
 # Around them
