@@ -76,9 +76,11 @@ class Decoder:
         self._caches = [self._empty((1,), weight.dtype) for _ in self._shapes]
         self._state = self._empty((slots, 2), int32)  # of each slot: its last token, and the positions before
         self._seen = self._empty((1,), bool_)  # for each slot and token whether it occurs, if anybody asks
-        self._settings: tuple[tuple[Sampling, bytes], ...] = ()  # those of the last step
+        self._batch: list[TokenSequence] = []  # the sequences of the last step, and their settings
         self._numbers, self._seeds, self._needs = self._state, self._state, Needs()
+        self._pages_of_slots = np.zeros((slots, pages_of(model.context)), np.int32)
         self._programs: dict[tuple[Any, ...], Any] = {}
+        self._last: dict[str, tuple[npt.NDArray[Any], Tensor]] = {}  # what was uploaded for the last tokens
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -104,12 +106,14 @@ class Decoder:
         """Give the memory of the pages back; the programs stay."""
         for tensor in (*self._caches, self._seen):
             tensor._become(self._empty((1,), tensor.dtype)._node)
-        self._settings = ()
+        self._batch = []
+        self._last.clear()
 
     # Steps
 
     def admit(self, sequence: TokenSequence) -> None:
-        """Take a sequence, which has a slot, into the batch."""
+        """Take a sequence, which has a slot and pages, into the batch."""
+        self._pages_of_slots[sequence.slot, : len(sequence.pages)] = sequence.pages
         if sequence.setting.repetition_penalty == 1:
             return
         if self._seen.size == 1:
@@ -117,6 +121,11 @@ class Decoder:
         row = np.zeros((1, self._vocab_size), np.bool_)
         row[0, sequence.ids] = True
         self._run(("seen",), self._see_row, np.array([sequence.slot], np.int32), row)
+
+    def add_page(self, sequence: TokenSequence, page: int) -> None:
+        """Give a sequence a further page."""
+        self._pages_of_slots[sequence.slot, len(sequence.pages)] = page
+        sequence.pages.append(page)
 
     def prompts(self, parts: Sequence[tuple[TokenSequence, int]]) -> Step:
         """Take the next tokens of prompts, so many of each; the next token of those that are complete."""
@@ -148,42 +157,49 @@ class Decoder:
         )
         return self._step(complete, result)
 
-    def tokens(self, sequences: Sequence[TokenSequence]) -> Step:
+    def tokens(self, sequences: list[TokenSequence]) -> Step:
         """Append the token of the last step to each of these sequences; the next token of each."""
         rows = bucket(len(sequences), 1, self.slots)
         table = self._tables(sequences, rows, _FEWEST_PAGES_OF_TOKENS)
         needs = self._set_sampling(sequences, rows)
         slots = np.full(rows, -1, np.int32)
         slots[: len(sequences)] = [sequence.slot for sequence in sequences]
-        result = self._run(("tokens", rows, table.shape), self._take_token, slots, table, needs=needs)
+        given = self._kept("slots", slots), self._kept("table", table)
+        result = self._run(("tokens", rows, table.shape), self._take_token, *given, needs=needs)
         return self._step([*sequences, *[None] * (rows - len(sequences))], result)
 
     def _tables(self, sequences: Sequence[TokenSequence], rows: int, least: int) -> npt.NDArray[np.int32]:
         """The pages of each row; those that it does not have are never attended to."""
-        most = pages_of(self.context)
+        most = self._pages_of_slots.shape[1]
         width = bucket(max(len(sequence.pages) for sequence in sequences), min(least, most), most)
         table = np.zeros((rows, width), np.int32)
-        for row, sequence in enumerate(sequences):
-            table[row, : len(sequence.pages)] = sequence.pages
+        slots = [sequence.slot for sequence in sequences]
+        table[: len(slots)] = self._pages_of_slots[slots, :width]
         return table
 
-    def _set_sampling(self, sequences: Sequence[TokenSequence], rows: int) -> Needs:
+    def _set_sampling(self, sequences: list[TokenSequence], rows: int) -> Needs:
         """Have the settings of these sequences on the device."""
-        chosen = tuple((sequence.setting, sequence.seed.tobytes()) for sequence in sequences)
-        if chosen != self._settings or self._seeds.shape[0] != rows:
+        if sequences != self._batch or self._seeds.shape[0] != rows:
             settings = [sequence.setting for sequence in sequences]
             more = rows - len(settings)
             self._needs = needs_of(settings)
             self._numbers = from_numpy(numbers_of([*settings, *[Sampling()] * more]), self._device)
             seeds = [*(sequence.seed for sequence in sequences), *[np.zeros(2, np.uint32)] * more]
             self._seeds = from_numpy(np.stack(seeds), self._device)
-            self._settings = chosen
+            self._batch = list(sequences)
         return self._needs
+
+    def _kept(self, name: str, array: npt.NDArray[Any]) -> Tensor:
+        """An array on the device, where it already is if it did not change since the last step."""
+        last = self._last.get(name)
+        if last is None or not np.array_equal(last[0], array):
+            last = self._last[name] = (array, from_numpy(array, self._device))
+        return last[1]
 
     def _run(self, key: tuple[Any, ...], method: Callable[..., Any], *arrays: Any, **fixed: Any) -> Any:
         if key not in self._programs:
             self._programs[key] = _jitted(method)
-        given = [from_numpy(array, self._device) for array in arrays]
+        given = [array if isinstance(array, Tensor) else from_numpy(array, self._device) for array in arrays]
         if "needs" in fixed:
             given += [self._numbers, self._seeds]
         with no_grad(), evaluating():

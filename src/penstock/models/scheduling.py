@@ -108,6 +108,7 @@ class Scheduler:
             sequence.pages = shared + self.pages.take(more)
             sequence.slot = self._slots.pop()
             sequence.target, sequence.computed = target, len(shared) * PAGE
+            sequence.published = len(shared)
             sequence.asked = len(sequence.ids) - sequence.prompt_length
             self.counts.prefix_tokens += sequence.computed
             self.decoder.admit(sequence)
@@ -179,13 +180,12 @@ class Scheduler:
             if not full:
                 self._wait_again(max(self.running, key=lambda sequence: sequence.order))
                 self.counts.preempted += 1
-        for sequence in short:
-            sequence.pages += self.pages.take(1)
-        step = going[:]
-        for sequence in step:
+        for sequence, page in zip(short, self.pages.take(len(short)), strict=True):
+            self.decoder.add_page(sequence, page)
+        for sequence in going:
             sequence.computed += 1
             sequence.asked += 1
-        return step
+        return going
 
     def _read(self, step: Step) -> None:
         """Wait for the tokens of a step, and give them to their sequences."""
@@ -204,8 +204,11 @@ class Scheduler:
     def _publish(self, sequence: TokenSequence) -> None:
         """Let others share the pages that are full."""
         known = min(sequence.computed, len(sequence.ids) - sequence.origin) // PAGE
-        for page, digest in zip(sequence.pages[:known], self._prefix(sequence), strict=False):
-            self.pages.publish(page, digest)
+        if known > sequence.published:
+            prefix = self._prefix(sequence)[sequence.published : known]
+            for page, digest in zip(sequence.pages[sequence.published : known], prefix, strict=False):
+                self.pages.publish(page, digest)
+            sequence.published = known
 
     def _prefix(self, sequence: TokenSequence) -> list[bytes]:
         """The digests of pages that can be shared."""

@@ -80,6 +80,7 @@ class TokenSequence:
         self.asked = 0  # tokens that are here, or on their way
         self.slot = -1
         self.pages: list[int] = []
+        self.published = 0  # pages that others may share
         self._digests: list[bytes] = []
 
     def begin(self, limit: int) -> None:
