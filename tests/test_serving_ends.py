@@ -159,6 +159,7 @@ def test_answers_are_finished_after_a_signal(start: Start, number: signal.Signal
     idle.close()
 
 
+@pytest.mark.slow
 def test_answers_that_take_too_long_are_cancelled_and_told(start: Start) -> None:
     server = start("--grace", "0.2")
     stream = begun(server)
@@ -175,6 +176,7 @@ def test_answers_that_take_too_long_are_cancelled_and_told(start: Start) -> None
     assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(start: Start) -> None:
     server = start()
     stream = begun(server)
