@@ -40,7 +40,7 @@ class Generation:
             for number in range(self.count):
                 self._requests.append(self._submitted(engine, asked, number))
         except BaseException:
-            self.cancel(None)
+            self.close()
             raise
         for number, request in enumerate(self._requests):
             request.on_piece(partial(self._note, number))
@@ -57,14 +57,18 @@ class Generation:
             left -= sum(piece.finish_reason is not None for _, piece in arrived)
             yield arrived
 
-    def cancel(self, error: ApiError | None) -> None:
-        """Give back all that the sequences hold, unless they are finished; `pieces` raises the error."""
+    def cancel(self, error: ApiError) -> None:
+        """End it: `pieces` raises the error."""
+        self._error = self._error or error
+        self._event.set()
+        self.close()
+
+    def close(self) -> None:
+        """Give back all that the sequences hold, unless they are finished."""
         for request in self._requests:
             if not request.done:
                 request.cancel()
-        if self._error is None:
-            self._error = error
-            self._event.set()
+        self._requests.clear()  # which refer to this object
 
     def _submitted(self, engine: Engine, asked: Asked, number: int) -> Request:
         which = number // asked.parameters.n

@@ -67,7 +67,7 @@ class Service:
             yield generation
         finally:
             self._live.discard(generation)
-            generation.cancel(None)
+            generation.close()
             self._tell_failure()
 
     def cancel_all(self) -> None:
