@@ -110,7 +110,7 @@ def questions(folder: Path, chosen: argparse.Namespace) -> list[Question]:
         for seed, (text, answer, length) in enumerate(zip(texts, answers, lengths, strict=True))
     ]
     with Engine(model, slots=chosen.slots, queue=QUESTIONS) as engine:
-        for turn in range(2):
+        for turn in range(4):
             start, busy = time.perf_counter(), cpu_seconds()
             requests = [
                 engine.submit(each.prompt, each.tokens, temperature=TEMPERATURE, seed=each.seed)
@@ -118,7 +118,7 @@ def questions(folder: Path, chosen: argparse.Namespace) -> list[Question]:
             ]
             for request in requests:
                 request.result()
-            if turn:  # the first builds programs
+            if turn == 3:  # earlier turns build programs, of prompts whose beginning is known too
                 show_rate("the engine without a server, the clients' questions", sum(lengths), start, busy)
     return asked
 

@@ -21,10 +21,9 @@ ATTACK = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = served.write_model(tmp_path_factory.mktemp("models") / "tiny")
-    opened = Served(folder, "--name", "a <b>model</b> & more", key=KEY)
-    yield opened
-    assert opened.log == ""
-    opened.close()
+    with Served(folder, "--name", "a <b>model</b> & more", key=KEY) as opened:
+        yield opened
+        assert opened.log == ""
 
 
 @pytest.fixture(scope="module")

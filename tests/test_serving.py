@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +44,13 @@ def model(folder: Path) -> LanguageModel:
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[Served]:
     """A server for the tests that leave it as it was, which its metrics and its log say at the end."""
-    server = Served(folder, "--slots", "8", "--request-bytes", "64KiB")
-    yield server
-    figures = server.wait_until(lambda figures: not figures["sequences_running"])
-    assert figures["pages_used"] == figures["sequences_waiting"] == 0
-    ended = figures["sequences_finished_total"] + figures["sequences_cancelled_total"]
-    assert figures["sequences_total"] == ended
-    assert server.log == ""
-    server.close()
+    with Served(folder, "--slots", "8", "--request-bytes", "64KiB") as server:
+        yield server
+        figures = server.wait_until(lambda figures: not figures["sequences_running"])
+        assert figures["pages_used"] == figures["sequences_waiting"] == 0
+        ended = figures["sequences_finished_total"] + figures["sequences_cancelled_total"]
+        assert figures["sequences_total"] == ended
+        assert server.log == ""
 
 
 # Answers
@@ -469,3 +471,35 @@ def test_a_request_that_is_too_large_is_not_read(shared: Served) -> None:
     connection.request("POST", TEXT, chunks, {"Content-Type": "application/json"}, encode_chunked=True)
     assert connection.getresponse().status == 413
     connection.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x00\xff\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /" + b"a" * (1 << 17),
+    ],
+    ids=lambda sent: repr(sent[:20]),
+)
+def test_what_is_no_http_is_refused(shared: Served, sent: bytes) -> None:
+    with socket.create_connection((shared.host, shared.port), PATIENCE) as connection:
+        connection.sendall(sent)
+        with suppress(ConnectionResetError):  # by a server that does not read on
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 4")
+    assert shared.ask("/health")[0] == 200
+
+
+def test_a_client_that_leaves_before_it_has_asked_is_forgotten(shared: Served) -> None:
+    def left() -> int:
+        counts = re.findall(r'path="/v1/completions",status="499"} (\d+)', shared.ask("/metrics")[1])
+        return int(counts[0]) if counts else 0
+
+    before = left()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((shared.host, shared.port), PATIENCE) as connection:
+        connection.sendall(f'{head}Content-Length: 1000\r\n\r\n{{"prompt": "'.encode())
+    shared.wait_until(lambda figures: left() > before)
