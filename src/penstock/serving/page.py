@@ -21,8 +21,9 @@ def response(name: str, has_chat: bool, needs_key: bool) -> Response:
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    for mark, value in (("NAME", escape(name)), ("CHAT", has_chat), ("KEY", needs_key)):
-        text = text.replace(f"{{{mark}}}", str(value).lower() if isinstance(value, bool) else value)
+    marks = {"{CHAT}": str(has_chat).lower(), "{KEY}": str(needs_key).lower(), "{NAME}": escape(name)}
+    for mark, value in marks.items():
+        text = text.replace(mark, value)
     headers = {
         "Content-Security-Policy": policy,
         "Referrer-Policy": "no-referrer",
