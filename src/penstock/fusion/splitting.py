@@ -20,6 +20,7 @@ from penstock.graph.shaping import CONCAT, permute, reshape, slice_axis
 _MIN_PART = 64  # items of a part; smaller parts do not pay
 _LARGE = 1 << 15  # items from which on a second kernel pays
 _GROUPS = 8  # workgroups per compute unit of a GPU
+_SHORT_ROW = 1 << 13  # items of a row that a workgroup of a GPU reduces sooner than a second kernel starts
 _GROUP_COLUMNS = 128  # that a workgroup of a GPU reduces
 _MANY_PARTS = 1024  # so many partial results are reduced in parts themselves
 # Products that a kernel adds up in a single accumulator; longer sums are split for accuracy.
@@ -157,6 +158,8 @@ def _parts(length: int, results: int, rows: bool, capabilities: Capabilities) ->
     if capabilities.vector_width > 1:
         # A thread of a CPU takes a row, or at least 16 columns.
         busy, wanted = results if rows else results // 16, 4 * capabilities.compute_units
+    elif rows and length <= _SHORT_ROW:
+        return 1
     else:
         # A workgroup of a GPU takes a row, or some columns.
         busy = results if rows else results // _GROUP_COLUMNS

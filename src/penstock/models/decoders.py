@@ -68,7 +68,7 @@ class Decoder:
     def __init__(self, model: LanguageModel, slots: int, pages: int) -> None:
         weight = model.head_weight
         self.slots, self.pages, self.context = slots, pages, model.context
-        self._device, self._dtype, self._vocab_size = resolve(weight.device), weight.dtype, model.vocab_size
+        self.device, self._dtype, self._vocab_size = resolve(weight.device), weight.dtype, model.vocab_size
         self._model = weakref.ref(model)  # which may have this decoder, and is freed together with it
         self._shapes = model.cache_shapes
         # Up to so many positions, keys are those of every sequence with the same tokens.
@@ -85,7 +85,7 @@ class Decoder:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for decoders that can take the same sequences."""
-        return self.slots, self.pages, self._device, self._dtype
+        return self.slots, self.pages, self.device, self._dtype
 
     @property
     def _network(self) -> LanguageModel:
@@ -94,12 +94,12 @@ class Decoder:
         return model
 
     def _empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        return zeros(shape, dtype=dtype, device=self._device)
+        return zeros(shape, dtype=dtype, device=self.device)
 
     def begin(self) -> None:
         """Allocate the pages, of all layers together."""
         shapes = [(2, self.pages, shape.heads, PAGE, shape.head_size) for shape in self._shapes]
-        for cache, new in zip(self._caches, zeros_gathered(shapes, self._dtype, self._device), strict=True):
+        for cache, new in zip(self._caches, zeros_gathered(shapes, self._dtype, self.device), strict=True):
             cache._become(new._node)
 
     def release(self) -> None:
@@ -183,9 +183,9 @@ class Decoder:
             settings = [sequence.setting for sequence in sequences]
             more = rows - len(settings)
             self._needs = needs_of(settings)
-            self._numbers = from_numpy(numbers_of([*settings, *[Sampling()] * more]), self._device)
+            self._numbers = from_numpy(numbers_of([*settings, *[Sampling()] * more]), self.device)
             seeds = [*(sequence.seed for sequence in sequences), *[np.zeros(2, np.uint32)] * more]
-            self._seeds = from_numpy(np.stack(seeds), self._device)
+            self._seeds = from_numpy(np.stack(seeds), self.device)
             self._batch = list(sequences)
         return self._needs
 
@@ -193,13 +193,13 @@ class Decoder:
         """An array on the device, where it already is if it did not change since the last step."""
         last = self._last.get(name)
         if last is None or not np.array_equal(last[0], array):
-            last = self._last[name] = (array, from_numpy(array, self._device))
+            last = self._last[name] = (array, from_numpy(array, self.device))
         return last[1]
 
     def _run(self, key: tuple[Any, ...], method: Callable[..., Any], *arrays: Any, **fixed: Any) -> Any:
         if key not in self._programs:
             self._programs[key] = _jitted(method)
-        given = [array if isinstance(array, Tensor) else from_numpy(array, self._device) for array in arrays]
+        given = [array if isinstance(array, Tensor) else from_numpy(array, self.device) for array in arrays]
         if "needs" in fixed:
             given += [self._numbers, self._seeds]
         with no_grad(), evaluating():

@@ -14,8 +14,8 @@ from penstock.models.decoders import PAGE, Decoder, Step, bucket, pages_of
 from penstock.models.paging import Pages
 from penstock.models.sequences import Piece, TokenSequence
 
-CHUNK = 512  # tokens of a prompt that a step takes at most
-TOGETHER = 2048  # tokens of all prompts that a step takes at most, with padding
+# Tokens that a step takes at most of a prompt, and of all prompts with padding: on a GPU, and elsewhere.
+CHUNK, CPU_CHUNK = 2048, 512
 
 
 @dataclass
@@ -143,13 +143,14 @@ class Scheduler:
     def _take_prompts(self, prompts: list[TokenSequence]) -> Step:
         """A step with the next part of one prompt or several."""
         parts: list[tuple[TokenSequence, int]] = []
+        most = CHUNK if self.decoder.device.capabilities.kind == "gpu" else min(CHUNK, CPU_CHUNK)
         longest = 0
         for sequence in prompts:
-            count = min(sequence.target - sequence.computed, CHUNK)
+            count = min(sequence.target - sequence.computed, most)
             longest = max(longest, count)
             together = bucket(len(parts) + 1, 1, self.decoder.slots) * bucket(longest, 16, 1 << 30)
             same = not parts or (parts[0][0].computed == 0) == (sequence.computed == 0)
-            if not same or (parts and together > TOGETHER):
+            if not same or (parts and together > most):
                 break
             parts.append((sequence, count))
         step = self.decoder.prompts(parts)

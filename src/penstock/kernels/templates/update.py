@@ -8,15 +8,25 @@ from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder
 from penstock.kernels.dialects import dialect_of
+from penstock.kernels.dialects.dialect import MANY_STEPS
 from penstock.kernels.source import KernelSource
 from penstock.kernels.templates.launches import CPU_SHARES, Launch, Lowering, Tasks, is_cpu
 
+_FEW_ROWS = 4096  # so many are put by the kernel that copies the others, if it has to
 _COPY_THREADS = 256  # of a workgroup of a GPU that copies what is not written over
 _COPY_GROUPS = 4  # for each compute unit of a GPU: few, as they mostly have nothing to do
 
 
 def update(node: Node, capabilities: Capabilities) -> Lowering:
-    """Kernels of `put_rows`: the first copies the array, unless the result is in its place."""
+    """Kernels of `put_rows`: the first copies the array, unless the result is in its place.
+
+    On a GPU, where a launch takes as long as a small kernel, few rows are put by the same kernel.
+    """
+    few = node.inputs[2].size <= _FEW_ROWS and dialect_of(capabilities).most_steps(capabilities) == MANY_STEPS
+    if few and not is_cpu(capabilities):
+        return Lowering(
+            (Launch(_put_or_copy(node, capabilities), (0, 1, 2, 3), operations=0),), may_alias=((0,),)
+        )
     copy = Launch(_copy(node, capabilities), (0, 1), operations=0)
     put = Launch(_put(node, capabilities), (0, 2, 3), operations=0)
     return Lowering((copy, put), may_alias=((0,),))
@@ -59,3 +69,30 @@ def _put(node: Node, capabilities: Capabilities) -> KernelSource:
             else:
                 k.store(k.outputs[0], row * rest + task % rest, k.load(k.inputs[0], task))
     return k.source(tasks.grid, tasks.group)
+
+
+def _put_or_copy(node: Node, capabilities: Capabilities) -> KernelSource:
+    """Threads put items of rows, and copy the other rows if the result is not in their place."""
+    dtype, (_, rows, index) = str(node.dtype), node.inputs
+    length, rest = node.shape[0], math.prod(node.shape[1:])
+    k = KernelBuilder("put_few_rows", capabilities, [dtype], [dtype, dtype, str(index.dtype)])
+    threads = min(_COPY_THREADS, capabilities.max_group_size)
+    groups = max(
+        min(_COPY_GROUPS * capabilities.compute_units, -(-length // threads)), -(-rows.size // threads)
+    )
+    thread = k.let("global_thread", k.group() * threads + k.thread)
+    with k.when(thread < rows.size):
+        row = k.let("row", k.load_index(k.inputs[2], thread // rest, length))
+        with k.when(row >= 0):
+            k.store(k.outputs[0], row * rest + thread % rest, k.load(k.inputs[1], thread))
+    with (
+        k.when(~k.same_memory(k.outputs[0], k.inputs[0])),
+        k.loop("copied", thread, length, groups * threads) as copied,
+    ):
+        stays = k.variable("stays", 1)
+        with k.loop("at", 0, index.size) as at:
+            k.assign(stays, k.select(k.load_index(k.inputs[2], at, length).eq(copied), 0, stays))
+        with k.when(stays.ne(0)), k.loop("column", 0, rest) as column:
+            place = k.let("place", copied * rest + column)
+            k.store(k.outputs[0], place, k.load(k.inputs[0], place))
+    return k.source((groups,), (threads,))
