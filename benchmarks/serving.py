@@ -41,6 +41,7 @@ from penstock.models import Completion, Engine, LanguageModel, TextTokenizer
 
 QUESTIONS = 256  # distinct ones
 TEMPERATURE = 0.8
+PATIENCE = 600  # seconds: a busy machine may take minutes to build all programs that first requests need
 WARM = 8  # answers of each client before anything is measured
 
 
@@ -150,10 +151,11 @@ class Client(threading.Thread):
         while not self.stop.is_set():
             question = self._draw.choice(self._questions)
             leaves = self._draw.random() < self._leaving
+            start = time.perf_counter()
             try:
                 self._ask(connection, question, leaves)
             except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
-                self._note("lost", f"{question.prompt[:40]!r}: {error!r}")
+                self._note("lost", f"after {time.perf_counter() - start:.1f} s: {error!r}")
                 leaves = True
             if leaves:
                 connection.close()
@@ -161,7 +163,7 @@ class Client(threading.Thread):
         connection.close()
 
     def _connection(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self._host, self._port, timeout=120)
+        return http.client.HTTPConnection(self._host, self._port, timeout=PATIENCE)
 
     def _ask(self, connection: http.client.HTTPConnection, question: Question, leaves: bool) -> None:
         streams = leaves or self._draw.random() < 0.5
@@ -268,7 +270,7 @@ def load(server: Server, asked: list[Question], chosen: argparse.Namespace) -> T
     for client in clients:
         client.stop.set()
     for client in clients:
-        client.join(120)
+        client.join(PATIENCE)
     tokens = after["generated_tokens_total"] - before["generated_tokens_total"]
     waits = sorted(tally.first_token)
     part = max(len(sizes) // 10, 1)
