@@ -23,7 +23,7 @@ from penstock.models.decoders import PAGE, Decoder, page_bytes
 from penstock.models.paging import Pages, digests
 from penstock.models.sequences import TokenSequence, Wanted
 
-SIZES = {**cases.LLAMA, "vocab_size": 40, "num_hidden_layers": 2, "max_position_embeddings": 96}
+SIZES = {**cases.LLAMA, "vocab_size": 40, "num_hidden_layers": 1, "max_position_embeddings": 96}
 CONTEXT = 96
 
 
@@ -98,7 +98,7 @@ class Script:
 REQUESTS = st.lists(
     st.tuples(
         st.integers(1, 40),
-        st.integers(1, 20),
+        st.integers(1, 12),
         st.integers(0, 12),
         st.none() | st.integers(0, 20),
         st.booleans(),
@@ -116,7 +116,7 @@ def decoder(model: LanguageModel) -> Decoder:
 
 
 @given(REQUESTS, st.integers(1, 4), st.integers(4, 12))
-@settings(max_examples=examples(150, 12), deadline=None)
+@settings(max_examples=examples(150, 8), deadline=None)
 def test_sequences_that_come_and_go_get_the_tokens_that_they_get_alone(
     model: LanguageModel, decoder: Decoder, requests: list[Any], slots: int, pages: int
 ) -> None:
@@ -130,7 +130,7 @@ def run_script(script: Script, model: LanguageModel, requests: list[Any]) -> Non
     sequences = []
     for number, (length, tokens, _, _, shares) in enumerate(requests):
         prompt = common[:length] if shares else prompts_of([length], number)[0]
-        wanted = Wanted(tokens, Sampling(temperature=1.2), seed=number)
+        wanted = Wanted(tokens, Sampling(temperature=0))
         sequences.append(TokenSequence(model, number, prompt, wanted))
     step, left = 0, set(range(len(requests)))
     while left or script.scheduler.busy:
@@ -149,7 +149,7 @@ def run_script(script: Script, model: LanguageModel, requests: list[Any]) -> Non
     for number, sequence in enumerate(sequences):
         tokens = requests[number][1]
         prompt = sequence.ids[: sequence.prompt_length]
-        alone = model.generate(prompt, 20, temperature=1.2, seed=number).ids
+        alone = model.generate(prompt, 12, temperature=0).ids
         ids = script.ids[sequence]
         assert ids == alone[: len(ids) if sequence.finish_reason == "cancelled" else tokens]
 
@@ -277,7 +277,7 @@ def test_digests_are_of_the_whole_prefix() -> None:
 def test_memory_is_exactly_what_was_given(compiled: LanguageModel) -> None:
     device = ps.asarray(0, device=compiled.head_weight.device).device
     page = page_bytes(compiled)
-    assert page == 2 * 2 * 2 * PAGE * 8 * 4, "keys and values, layers, heads, positions, items, bytes"
+    assert page == 2 * 2 * PAGE * 8 * 4, "keys and values, heads, positions, items, bytes"
     device.sync()
     before = device.memory_stats().live_bytes
     engine = Engine(compiled, slots=2, memory=7 * page + page // 2)
@@ -312,15 +312,12 @@ def test_pieces_come_as_they_are_generated(model: LanguageModel) -> None:
 
 def test_each_request_has_its_own_options(model: LanguageModel) -> None:
     options: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0, "repetition_penalty": 1.9},
+        {"temperature": 0, "repetition_penalty": 1.9, "stop_tokens": list(range(0, 40, 9))},
         {"temperature": 1.4, "seed": 5, "top_k": 7, "top_p": 0.9},
-        {"temperature": 0.9, "seed": 5, "logprobs": True, "min_p": 0.1},
-        {"temperature": 1.5, "seed": 2},
-        {"temperature": 0, "stop_tokens": list(range(0, 40, 3))},
+        {"temperature": 1.5, "seed": 2, "logprobs": True},
     ]
     alone = [model.generate([5, 6, 7], 20, **option) for option in options]
-    with Engine(model, slots=4) as engine:
+    with Engine(model, slots=2) as engine:
         requests = [engine.submit([5, 6, 7], 20, **option) for option in options]
         together = [request.result() for request in requests]
     for own, other in zip(alone, together, strict=True):
@@ -402,10 +399,27 @@ def test_what_can_never_fit_is_refused(model: LanguageModel) -> None:
         with pytest.raises(ValueError, match="token ids from 0 to 39"):
             engine.submit([99])
         assert len(engine.submit([1] * 40, 8).result().ids) == 8
-    with pytest.raises(ValueError, match=r"keys and values take 4.0 KiB to .*, and memory=100 was given"):
+    with pytest.raises(ValueError, match=r"keys and values take 2.0 KiB to .*, and memory=100 was given"):
         Engine(model, memory=100)
     with pytest.raises(ValueError, match="an engine has 1 slot"):
         Engine(model, slots=0)
+
+
+@pytest.mark.filterwarnings("ignore:a callback of request 0 failed")
+def test_a_callback_that_fails_ends_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch)
+    called = []
+
+    def fail(piece: Piece | Exception) -> None:
+        called.append(piece)
+        raise RuntimeError("the loop is closed")
+
+    with Engine(model, slots=2) as engine, slow:
+        requests = [engine.submit([1], 5), engine.submit([2], 5)]
+        requests[0].on_piece(fail)
+        slow.free()
+        assert [len(request.result().ids) for request in requests] == [5, 5]
+    assert len(called) == 1
 
 
 def test_a_failure_reaches_everybody(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,16 +476,16 @@ def test_many_threads_submit_read_and_cancel(model: LanguageModel) -> None:
                     request.cancel()
                 results[key] = [piece.id for piece in request if piece.id >= 0]
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         until(lambda: engine.stats().running == 0)
         stats = engine.stats()
-    assert stats.requests == 24 == stats.finished + stats.cancelled
+    assert stats.requests == 16 == stats.finished + stats.cancelled
     assert stats.pages_used == 0
-    for number in range(6):
+    for number in range(4):
         for turn in range(4):
             ids = results[10 * number + turn]
             expected = model.generate([number, turn], 12, temperature=0).ids

@@ -99,7 +99,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.slow(*(f"case{number}" for number in (1, 2, 4, 5, 6)))
+@pytest.mark.slow("webgpu-case3", *(f"case{number}" for number in (1, 2, 4, 5, 6)))
 @pytest.mark.parametrize("case", SHAPES, ids=[f"case{number}" for number in range(len(SHAPES))])
 def test_each_query_attends_to_its_positions(device: Device, case: tuple[Any, ...]) -> None:
     check(device, *case)

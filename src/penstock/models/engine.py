@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import parse_bytes
-from penstock.errors import EngineClosed, QueueFull
+from penstock.errors import EngineClosed, PenstockWarning, QueueFull
 from penstock.formatting import format_bytes
 from penstock.models.decoders import PAGE, Decoder, most_pages, page_bytes, pages_of
 from penstock.models.generation import Prompt, prompt_ids, wanted_of
@@ -118,8 +119,16 @@ class Request:
 
     def _tell(self, news: Piece | Exception) -> None:
         self._changed.notify_all()
-        for callback in self._callbacks:
-            callback(news)
+        for callback in list(self._callbacks):
+            try:
+                callback(news)
+            except Exception as error:  # which is no reason to end all other requests
+                self._callbacks.remove(callback)
+                warnings.warn(
+                    f"a callback of request {self.id} failed and is not called again: {error!r}",
+                    PenstockWarning,
+                    stacklevel=2,
+                )
 
 
 class Engine:

@@ -59,7 +59,7 @@ def _pieces(model: LanguageModel, sequences: list[TokenSequence]) -> Iterator[Pi
     pieces: deque[Piece] = deque()
     try:
         decoder.begin()
-        scheduler = Scheduler(decoder, lambda sequence, piece: pieces.append(piece))
+        scheduler = Scheduler(decoder, lambda sequence, piece: pieces.append(piece), prompts_first=True)
         for sequence in sequences:
             scheduler.add(sequence)
         while scheduler.busy:

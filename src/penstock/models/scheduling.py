@@ -32,8 +32,13 @@ class Counts:
 class Scheduler:
     """Sequences that wait, and those that are computed with a decoder."""
 
-    def __init__(self, decoder: Decoder, give: Callable[[TokenSequence, Piece], None]) -> None:
-        """`give` is called with each piece as soon as it is known."""
+    def __init__(
+        self, decoder: Decoder, give: Callable[[TokenSequence, Piece], None], prompts_first: bool = False
+    ) -> None:
+        """`give` is called with each piece as soon as it is known.
+
+        Prompts and tokens take turns, unless `prompts_first`: then all of a batch start together.
+        """
         self.decoder, self.pages, self.counts = decoder, Pages(decoder.pages), Counts()
         self.waiting: deque[TokenSequence] = deque()
         self.running: list[TokenSequence] = []
@@ -42,6 +47,7 @@ class Scheduler:
         self._slots = list(reversed(range(decoder.slots)))  # which are free
         self._pending: deque[Step] = deque()  # steps on their way
         self._arrivals = 0
+        self._prompts_first = prompts_first
         self._prompts_last = False  # whether the last step took prompts
 
     @property
@@ -78,9 +84,9 @@ class Scheduler:
             self._read(self._pending.popleft())
 
     def _next(self) -> Step | None:
-        """The next step: prompts and tokens take turns."""
+        """The next step, of prompts or of tokens."""
         prompts = [sequence for sequence in self.running if sequence.computed < sequence.target]
-        if not prompts or self._prompts_last:
+        if not prompts or (self._prompts_last and not self._prompts_first):
             self._prompts_last = False
             if going := self._going():
                 return self.decoder.tokens(going)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from penstock.drivers.driver import Capabilities
 from penstock.graph.node import Node
 from penstock.kernels.builder import KernelBuilder, Memory
-from penstock.kernels.ir.expressions import Const, Expr, Type, Var
+from penstock.kernels.ir.expressions import HALF_PRECISION, Const, Expr, Type, Var
 from penstock.kernels.source import KernelSource, item_size
 from penstock.kernels.templates.launches import Launch, Lowering, Tasks, is_cpu
 
@@ -117,8 +117,10 @@ class _Unit:
         """Where the keys of a position begin."""
         k, sizes = self._k, self._sizes
         at = self.row * sizes.width + position // sizes.page
-        page = k.call("maximum", k.load_index(k.inputs[2], at, sizes.pages), 0)
-        row = (page * sizes.key_heads + self.key_head) * sizes.page + position % sizes.page
+        page = k.let(k.fresh("page"), k.load_index(k.inputs[2], at, sizes.pages))
+        row = (
+            k.call("maximum", page, 0) * sizes.key_heads + self.key_head
+        ) * sizes.page + position % sizes.page
         return row * sizes.size
 
     @property
@@ -189,13 +191,16 @@ def _on_gpu(sizes: _Sizes, capabilities: Capabilities) -> KernelSource:
             scores = []
             for number, key in enumerate(keys):
                 name = f"{head}_{number}"
-                product = k.variable(f"product{name}", query * key)
+                product = k.variable(f"product{name}", 0.0, sizes.type)
+                for lane in range(width):
+                    k.multiply_add(product, k.lane(query, lane), k.lane(key, lane))
                 total = k.block_reduce(f"total{name}", "sum", product, threads, lanes)
                 seen = k.select(masks[number], unit.score(total), _LOWEST)
                 scores.append(k.let(f"score{name}", seen))
             running[head].take(scores, masks, values)
     _join_slots(k, sizes, unit, running, (threads, lanes, width))
-    return k.source((sizes.units * sizes.splits,), (threads,))
+    quick = sizes.dtype in HALF_PRECISION
+    return k.source((sizes.units * sizes.splits,), (threads,), quick=quick)
 
 
 class _Running:
