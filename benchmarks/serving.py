@@ -258,8 +258,12 @@ def load(server: Server, asked: list[Question], chosen: argparse.Namespace) -> T
     clients = [Client(server.url, number, asked, tally, chosen) for number in range(chosen.clients)]
     for client in clients:
         client.start()
+    start = time.perf_counter()
     while tally.ends.total() < WARM * chosen.clients:  # programs are built, and memory is used once
         time.sleep(0.1)
+    print(
+        f"the first {WARM} answers of each client, with programs to build: {time.perf_counter() - start:.0f} s"
+    )
     before, start, busy = server.figures(), time.perf_counter(), server.cpu_seconds
     sizes = [server.resident]
     tally.first_token.clear()
