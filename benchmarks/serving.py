@@ -261,9 +261,8 @@ def load(server: Server, asked: list[Question], chosen: argparse.Namespace) -> T
     start = time.perf_counter()
     while tally.ends.total() < WARM * chosen.clients:  # programs are built, and memory is used once
         time.sleep(0.1)
-    print(
-        f"the first {WARM} answers of each client, with programs to build: {time.perf_counter() - start:.0f} s"
-    )
+    warm = time.perf_counter() - start
+    print(f"the first {WARM} answers of each client, with programs to build: {warm:.0f} s")
     before, start, busy = server.figures(), time.perf_counter(), server.cpu_seconds
     sizes = [server.resident]
     tally.first_token.clear()
@@ -303,7 +302,7 @@ def at_rest(server: Server) -> dict[str, float]:
     raise SystemExit(f"the server does not come to rest: {figures}")
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=120)
@@ -315,7 +314,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="of the longest answer")
     parser.add_argument("--leaving", type=float, default=0.05, help="share of clients that leave a stream")
     parser.add_argument("--rounding", action="store_true", help="answers may differ from the offline ones")
-    chosen = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = options()
     if chosen.device:
         ps.use(chosen.device)
     with TemporaryDirectory() as temporary:
