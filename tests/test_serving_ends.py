@@ -174,6 +174,7 @@ def test_answers_that_take_too_long_are_cancelled_and_told(start: Start) -> None
     assert connection.getresponse().status == 503
     connection.close()
     assert server.wait() == 0
+    assert server.log == ""
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ class Generation:
         self._arrived: deque[Arrived] = deque()
         self._event = asyncio.Event()
         self._error: ApiError | None = None
+        self._closed = False
         self.count = len(asked.prompts) * asked.parameters.n
         self._unfinished = self.count
         self._lock = threading.Lock()  # earlier pieces come from the thread that registers for them
@@ -64,7 +65,8 @@ class Generation:
         self.close()
 
     def close(self) -> None:
-        """Give back all that the sequences hold, unless they are finished."""
+        """Give back all that the sequences hold, unless they are finished. Nothing is taken from here on."""
+        self._closed = True
         for request in self._requests:
             if not request.done:
                 request.cancel()
@@ -87,6 +89,8 @@ class Generation:
 
     def _note(self, number: int, piece: Piece | Exception) -> None:
         """Take a piece, in the engine's thread, or what the engine failed with."""
+        if self._closed:  # and so may be the event loop
+            return
         if isinstance(piece, Exception):
             self._error = self._error or engine_failed()
             self._delivery.ready(self._event, at_once=True)
