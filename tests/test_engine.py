@@ -116,7 +116,7 @@ def decoder(model: LanguageModel) -> Decoder:
 
 
 @given(REQUESTS, st.integers(1, 4), st.integers(4, 12))
-@settings(max_examples=examples(150, 8), deadline=None)
+@settings(max_examples=examples(60, 8), deadline=None)
 def test_sequences_that_come_and_go_get_the_tokens_that_they_get_alone(
     model: LanguageModel, decoder: Decoder, requests: list[Any], slots: int, pages: int
 ) -> None:
@@ -289,6 +289,22 @@ def test_memory_is_exactly_what_was_given(compiled: LanguageModel) -> None:
     gc.collect()
     device.sync()
     assert device.memory_stats().live_bytes - before < 7 * page
+
+
+def test_only_the_pages_of_a_sequence_are_read(
+    compiled: LanguageModel, model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "CHUNK", 32)
+    prompt = prompts_of([60])[0]
+    page = page_bytes(compiled)
+    with Engine(compiled, slots=1, memory=4000 * page) as engine:
+        assert engine.submit(prompt, 4, temperature=0).result().ids == by_whole_model(model, prompt, 4)
+        programs = {key: program.schedules()[0] for key, program in engine._decoder._programs.items()}
+    assert sorted(key[0] for key in programs) == ["prompts", "prompts", "tokens"]
+    assert max(schedule.plan.arena_bytes for schedule in programs.values()) < 100 * page
+    steps = next(str(schedule) for key, schedule in programs.items() if key[0] == "tokens").splitlines()
+    assert sum("[paged_attention]" in step for step in steps) == len(compiled.cache_shapes)
+    assert not any("matmul" in step and "gather" in step for step in steps)
 
 
 # Interface

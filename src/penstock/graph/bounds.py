@@ -8,7 +8,7 @@ out of range for each, which the host checks when it next reads any result.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +22,7 @@ from penstock.graph.node import Array, DType, Kind, Node, Primitive, Shape, same
 from penstock.graph.reducing import max_
 from penstock.graph.shaping import concat, pad, reshape
 
+_CLAMPING: dict[str, Callable[[Iterable[int]], int]] = {"minimum": min, "maximum": max}
 _MOST_TOGETHER = 16  # index tensors that are checked by one kernel
 
 
@@ -112,6 +113,11 @@ def known_range(index: Node, spans: bool = True) -> tuple[int, int] | None:
         return _fitting(index, min(ends), max(ends))
     if primitive.kind is Kind.SORT:
         return 0, max(index.shape[given["axis"]] - 1, 0)
+    if primitive.name in _CLAMPING and index.dtype.kind in "iu" and index.inputs:
+        limits = np.iinfo(np.dtype(index.dtype))
+        sides = [known_range(side, spans) or (int(limits.min), int(limits.max)) for side in index.inputs]
+        least, most = (_CLAMPING[primitive.name](ends) for ends in zip(*sides, strict=True))
+        return least, most
     if primitive.kind is Kind.ARG_REDUCTION and index.inputs:
         return 0, index.inputs[0].shape[given["axis"]] - 1
     return None

@@ -97,9 +97,11 @@ def _decomposed(node: Node, capabilities: Capabilities) -> Node | None:
 def _read(pages: Node, table: Node, side: int) -> Node:
     """Keys or values of each row, (rows, key heads, positions, head size)."""
     _, count, heads, page, size = pages.shape
-    own = reshape(slice_axis(pages, 0, side, 1), (count, heads, page, size))
     rows, width = table.shape
-    taken = reshape(gather(own, reshape(table, (rows * width,))), (rows, width, heads, page, size))
+    # Of both sides together: a slice of all pages would be copied.
+    own = reshape(pages, (2 * count, heads, page, size))
+    index = add(reshape(table, (rows * width,)), full((rows * width,), table.dtype, side * count))
+    taken = reshape(gather(own, index), (rows, width, heads, page, size))
     return reshape(permute(taken, (0, 2, 1, 3, 4)), (rows, heads, width * page, size))
 
 

@@ -17,7 +17,8 @@ from penstock.tensor.attention import paged_attention
 from penstock.tensor.core import Tensor
 from penstock.tensor.creation import arange
 from penstock.tensor.dtypes import int32
-from penstock.tensor.manipulation import broadcast_to, reshape, stack, take_along_axis
+from penstock.tensor.indexing import looked_up
+from penstock.tensor.manipulation import broadcast_to, reshape, stack
 
 if TYPE_CHECKING:
     from penstock.models.rotary import Rotary
@@ -112,7 +113,7 @@ class PagedAttention(Attention):
         inside = own < reshape(counts, (rows, 1))
         # Rows of padding stay inside of tables; what they compute is not used.
         reach = table.shape[1] * caches[0].shape[3]
-        positions = minimum(positions, min(context, reach) - 1)
+        positions = minimum(maximum(positions, 0), min(context, reach) - 1)
         super().__init__(positions, maximum(reshape(firsts, (rows, 1)), positions + 1))
         self._caches, self._table, self._fresh = caches, table, fresh
         self._inside = inside
@@ -147,7 +148,10 @@ class PagedAttention(Attention):
             _, pages, heads, page, _ = shape
             rows, length = self.positions.shape
             device = self.positions.device
-            place = take_along_axis(self._table, self.positions // page, axis=1) * (heads * page)
+            width = self._table.shape[1]
+            first = reshape(arange(rows, dtype=int32, device=device) * width, (rows, 1))
+            pages_of_rows = reshape(self._table, (rows * width,))
+            place = looked_up(pages_of_rows, first + self.positions // page) * (heads * page)
             place = reshape(place + self.positions % page, (1, rows, 1, length))
             side = reshape(arange(2, dtype=int32, device=device) * (pages * heads * page), (2, 1, 1, 1))
             head = reshape(arange(heads, dtype=int32, device=device) * page, (1, 1, heads, 1))

@@ -22,12 +22,13 @@ from penstock.models.sequences import TokenSequence
 from penstock.nn.module import evaluating
 from penstock.runtime import Device
 from penstock.stream.future import Future
-from penstock.tensor.arithmetic import maximum, where
+from penstock.tensor.arithmetic import maximum, minimum, where
 from penstock.tensor.assigning import with_rows
 from penstock.tensor.core import Tensor, from_numpy, resolve
 from penstock.tensor.creation import arange, ones, zeros
 from penstock.tensor.dtypes import bool_, int32
 from penstock.tensor.gathering import zeros_gathered
+from penstock.tensor.indexing import looked_up
 from penstock.tensor.jit import jit
 from penstock.tensor.manipulation import astype, reshape, stack
 from penstock.tensor.recording import no_grad
@@ -37,15 +38,16 @@ if TYPE_CHECKING:
 
 PAGE = 16  # positions of a page
 _SHORTEST = 16  # the smallest bucket of new tokens
-# The smallest buckets of pages. A step of single tokens reads those that a sequence has, so it can have many.
-_FEWEST_PAGES, _FEWEST_PAGES_OF_TOKENS = 4, 128
+# The smallest tables of pages. Those of prompts that continue are small, since all of their pages are read;
+# for others, a wide table costs nothing but its own memory. Larger tables are powers of 4 of these.
+_TIGHT, _WIDE = 4, 128
 
 
-def bucket(number: int, least: int, most: int) -> int:
-    """The smallest power of two times `least` that is not below a number, but at most `most`."""
+def bucket(number: int, least: int, most: int, factor: int = 2) -> int:
+    """The smallest power of `factor` times `least` that is not below a number, but at most `most`."""
     size = least
     while size < number:
-        size *= 2
+        size *= factor
     return min(size, most)
 
 
@@ -143,8 +145,8 @@ class Decoder:
             control[row] = sequence.slot, start, count, sequence.first, ends
             complete[row] = sequence if ends else None
         sequences = [sequence for sequence, _ in parts]
-        table = self._tables(sequences, rows, _FEWEST_PAGES)
         fresh = not control[:, 1].any()
+        table = self._tables(sequences, rows, _WIDE if fresh else _TIGHT)
         needs = self._set_sampling(sequences, rows)
         result = self._run(
             ("prompts", rows, length, table.shape),
@@ -160,7 +162,7 @@ class Decoder:
     def tokens(self, sequences: list[TokenSequence]) -> Step:
         """Append the token of the last step to each of these sequences; the next token of each."""
         rows = bucket(len(sequences), 1, self.slots)
-        table = self._tables(sequences, rows, _FEWEST_PAGES_OF_TOKENS)
+        table = self._tables(sequences, rows, _WIDE)
         needs = self._set_sampling(sequences, rows)
         slots = np.full(rows, -1, np.int32)
         slots[: len(sequences)] = [sequence.slot for sequence in sequences]
@@ -171,7 +173,8 @@ class Decoder:
     def _tables(self, sequences: Sequence[TokenSequence], rows: int, least: int) -> npt.NDArray[np.int32]:
         """The pages of each row; those that it does not have are never attended to."""
         most = self._pages_of_slots.shape[1]
-        width = bucket(max(len(sequence.pages) for sequence in sequences), min(least, most), most)
+        longest = max(len(sequence.pages) for sequence in sequences)
+        width = bucket(longest, min(least, most), most, factor=4)
         table = np.zeros((rows, width), np.int32)
         slots = [sequence.slot for sequence in sequences]
         table[: len(slots)] = self._pages_of_slots[slots, :width]
@@ -238,8 +241,9 @@ class Decoder:
         """The token of the last step, in the slots that are given."""
         rows = slots.shape[0]
         inside = reshape(slots >= 0, (rows, 1))
-        state = where(inside, self._state[maximum(slots, 0)], 0)
-        tokens, starts, counts = state[:, 0], state[:, 1], astype(slots >= 0, int32)
+        state = where(inside, looked_up(self._state, maximum(slots, 0)), 0)
+        starts, counts = state[:, 1], astype(slots >= 0, int32)
+        tokens = minimum(maximum(state[:, 0], 0), self._vocab_size - 1)  # which they are: no check is needed
         attention = PagedAttention(
             self._caches, table, starts, counts, starts + 1, 1, fresh=False, context=self.context
         )
@@ -254,7 +258,7 @@ class Decoder:
         logits = self._network.logits(features)
         seen = None
         if needs.penalizes:
-            seen = reshape(self._seen, (self.slots, self._vocab_size))[maximum(slots, 0)]
+            seen = looked_up(reshape(self._seen, (self.slots, self._vocab_size)), maximum(slots, 0))
         ids, logprobs = sample(logits, numbers, seeds, lengths, seen, needs)
         if needs.penalizes:
             index = where(slots >= 0, slots * self._vocab_size + ids, -1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.models.decoders import Decoders, bucket, pages_of
+from penstock.models.decoders import Decoders, bucket, most_pages, pages_of
 from penstock.models.sampling import Sampling
 from penstock.models.scheduling import Scheduler
 from penstock.models.sequences import Completion, Piece, TokenSequence, Wanted
@@ -55,7 +55,7 @@ def _pieces(model: LanguageModel, sequences: list[TokenSequence]) -> Iterator[Pi
     assert decoders is not None
     slots = bucket(len(sequences), 1, 1 << 30)
     positions = bucket(needed, min(_CAPACITY, model.context), model.context)
-    decoder = decoders.take(model, slots, slots * pages_of(positions))
+    decoder = decoders.take(model, slots, min(slots * pages_of(positions), most_pages(model)))
     pieces: deque[Piece] = deque()
     try:
         decoder.begin()
