@@ -21,6 +21,30 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-u
 QUIET = ("--disable-extensions", "--disable-background-networking", "--hide-scrollbars", "--mute-audio")
 PATIENCE = 60.0  # seconds for an answer, on a busy machine
 
+# Of the elements that a selector names, the one whose text differs least from what is behind it.
+CONTRASTS = """
+((texts) => {
+  const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => {
+    const parts = numbers(color).slice(0, 3).map((part) => part / 255)
+      .map((part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+  };
+  const behind = (element) => {
+    const color = getComputedStyle(element).backgroundColor;
+    return numbers(color)[3] === 0 && element.parentElement ? behind(element.parentElement) : color;
+  };
+  const contrasts = [];
+  for (const element of document.querySelectorAll(texts)) {
+    const style = getComputedStyle(element);
+    const front = element.closest("svg") ? style.fill : style.color;
+    const [low, high] = [light(front), light(behind(element))].sort((x, y) => x - y);
+    contrasts.push([(high + 0.05) / (low + 0.05), element.tagName + " " + element.className]);
+  }
+  return contrasts.sort((x, y) => x[0] - y[0])[0];
+})(%s)
+"""
+
 
 def executable() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -114,9 +138,11 @@ class Browser:
 
     # What a person does
 
-    def open(self, path: Path, fragment: str = "") -> None:
+    def open(self, page: Path | str, fragment: str = "") -> None:
+        """Open a file, or an address."""
+        address = page if isinstance(page, str) else page.resolve().as_uri()
         # Through an empty page, as another fragment of the same page would not reload it.
-        for url in ("about:blank", path.resolve().as_uri() + fragment):
+        for url in ("about:blank", address + fragment):
             self.events.clear()
             self.call("Page.navigate", url=url)
             self.wait_for("Page.loadEventFired")
@@ -151,6 +177,11 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def least_contrast(self, texts: str) -> tuple[float, str]:
+        """The least contrast of the elements that a selector names, and which element has it."""
+        contrast, where = self.ask(CONTRASTS % json.dumps(texts))
+        return contrast, where
+
     def place(self, selector: str) -> tuple[float, float]:
         """The middle of an element, which is scrolled into view."""
         where = f"document.querySelector({json.dumps(selector)})"
@@ -175,6 +206,10 @@ class Browser:
             self.call(
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, **(text if kind == "keyDown" else {})
             )
+
+    def write(self, text: str) -> None:
+        """Type a text where the focus is."""
+        self.call("Input.insertText", text=text)
 
     def screenshot(self, path: Path) -> None:
         """The whole page, as long as it is."""

@@ -36,6 +36,7 @@ COMMANDS = (
     "config",
     "generate",
     "chat",
+    "serve",
     "eval",
     "report",
     "bench",

@@ -14,6 +14,7 @@ SOURCES = Path(__file__).parents[1] / "src" / "penstock"
 LAYERS = [
     "__main__",
     "cli",
+    "serving",
     "checking bench onnx train",
     "penstock report",
     "functions",

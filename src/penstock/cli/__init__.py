@@ -24,6 +24,7 @@ from penstock.cli import (
     listing,
     planning,
     reporting,
+    serving,
     training,
 )
 from penstock.collectives.world import communicator
@@ -60,6 +61,7 @@ for _command in (
     configuring.config,
     generating.generate,
     chatting.chat,
+    serving.serve,
     reporting.report,
     benching.bench,
     caches.cache,

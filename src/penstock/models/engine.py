@@ -243,6 +243,16 @@ class Engine:
                 steps=counts.steps,
             )
 
+    @property
+    def context(self) -> int:
+        """The most positions of a request: the model's, or those of all pages if these are fewer."""
+        return min(self._model.context, self._decoder.pages * PAGE)
+
+    @property
+    def failure(self) -> Exception | None:
+        """What the engine has failed with, if it has; it takes no requests then."""
+        return self._failure
+
     def close(self) -> None:
         """End; requests that are open fail with `EngineClosed`."""
         with self._changed:

@@ -1,0 +1,349 @@
+"""Many clients at a server: whether each gets its own answer, how fast, and whether memory stays as it is.
+
+    python benchmarks/serving.py --clients 64 --seconds 600             # a tiny model, on the default device
+    python benchmarks/serving.py --model llama-1b --device cuda:0 --dtype bfloat16 --rounding --leaving 0
+
+It starts `penstock serve` with random weights. Half of the requests are streams, and some clients leave in
+the middle of them. Every whole answer is compared with what the model generates offline with the same seed.
+In bfloat16 on a GPU, products round differently in batches of different sizes, so that answers may differ:
+`--rounding` only counts these. At the end, all pages have to be free, and all sequences accounted for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import re
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+import penstock as ps
+from generate import SHAPES
+from penstock.models import Completion, Engine, LanguageModel, TextTokenizer
+
+QUESTIONS = 256  # distinct ones
+TEMPERATURE = 0.8
+PATIENCE = 600  # seconds: a busy machine may take minutes to build all programs that first requests need
+WARM = 8  # answers of each client before anything is measured
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request, and the answer that it should get."""
+
+    prompt: str
+    seed: int
+    tokens: int
+    answer: str
+
+
+@dataclass
+class Tally:
+    """What clients have seen."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    first_token: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def write_model(folder: Path, shape: str, dtype: str) -> None:
+    """A model with random weights, whose tokens are the words w0, w1 and so on."""
+    ps.random.manual_seed(1)
+    model = ps.models.build({"max_position_embeddings": 2048, **SHAPES[shape]}).to(dtype)
+    words = {f"w{number}": number for number in range(model.vocab_size)}
+    made = tokenizers.Tokenizer(WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = WhitespaceSplit()
+    model.tokenizer = TextTokenizer(made)
+    model.save(folder)
+
+
+def prompts(model: LanguageModel, length: int) -> list[str]:
+    """Prompts of different lengths, a third of which begin as others do."""
+    draw = random.Random(0)
+    beginning = [f"w{draw.randrange(model.vocab_size)}" for _ in range(length // 2)]
+    result = []
+    for number in range(QUESTIONS):
+        words = [f"w{draw.randrange(model.vocab_size)}" for _ in range(1 + draw.randrange(length // 2))]
+        result.append(" ".join((beginning if number % 3 == 0 else []) + words))
+    return result
+
+
+def asked_offline(model: LanguageModel, texts: list[str], tokens: int, slots: int) -> list[Completion]:
+    """What follows each prompt, in batches as large as the server's."""
+    answers: list[Completion] = []
+    for start in range(0, len(texts), slots):
+        answers += model.generate(texts[start : start + slots], tokens, temperature=TEMPERATURE, seed=start)
+    return answers
+
+
+def questions(folder: Path, chosen: argparse.Namespace) -> list[Question]:
+    """What clients ask; prints how fast the same is generated without a server."""
+    model = ps.models.load(folder, device=chosen.device)
+    assert isinstance(model.tokenizer, TextTokenizer)
+    texts = prompts(model, chosen.prompt)
+    answers = asked_offline(model, texts, chosen.tokens, chosen.slots)
+    start, busy = time.perf_counter(), cpu_seconds()
+    again = asked_offline(model, texts, chosen.tokens, chosen.slots)
+    show_rate(f"offline, batches of {chosen.slots}", QUESTIONS * chosen.tokens, start, busy)
+    assert chosen.rounding or [each.ids for each in again] == [each.ids for each in answers]
+    draw = random.Random(1)
+    lengths = [draw.randint(max(chosen.tokens // 2, 1), chosen.tokens) for _ in texts]
+    asked = [
+        Question(text, seed, length, model.tokenizer.decode(answer.ids[:length]))
+        for seed, (text, answer, length) in enumerate(zip(texts, answers, lengths, strict=True))
+    ]
+    with Engine(model, slots=chosen.slots, queue=QUESTIONS) as engine:
+        for turn in range(4):
+            start, busy = time.perf_counter(), cpu_seconds()
+            requests = [
+                engine.submit(each.prompt, each.tokens, temperature=TEMPERATURE, seed=each.seed)
+                for each in asked
+            ]
+            for request in requests:
+                request.result()
+            if turn == 3:  # earlier turns build programs, of prompts whose beginning is known too
+                show_rate("the engine without a server, the clients' questions", sum(lengths), start, busy)
+    return asked
+
+
+def show_rate(name: str, tokens: int, start: float, busy: float) -> None:
+    seconds, busy = time.perf_counter() - start, cpu_seconds() - busy
+    print(f"{name}: {tokens / seconds:,.0f} tokens/s, {tokens / busy:,.0f} per second of processor time")
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class Client(threading.Thread):
+    """Asks one question after the other until it is told to stop."""
+
+    def __init__(self, url: str, number: int, asked: list[Question], tally: Tally, chosen: Any) -> None:
+        super().__init__(name=f"client {number}", daemon=True)
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        self._host, self._port = parts.hostname, parts.port
+        self._draw = random.Random(number)
+        self._questions, self._tally, self._leaving = asked, tally, chosen.leaving
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        connection = self._connection()
+        while not self.stop.is_set():
+            question = self._draw.choice(self._questions)
+            leaves = self._draw.random() < self._leaving
+            start = time.perf_counter()
+            try:
+                self._ask(connection, question, leaves)
+            except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+                self._note("lost", f"after {time.perf_counter() - start:.1f} s: {error!r}")
+                leaves = True
+            if leaves:
+                connection.close()
+                connection = self._connection()
+        connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self._host, self._port, timeout=PATIENCE)
+
+    def _ask(self, connection: http.client.HTTPConnection, question: Question, leaves: bool) -> None:
+        streams = leaves or self._draw.random() < 0.5
+        body = {
+            "prompt": question.prompt,
+            "seed": question.seed,
+            "max_tokens": question.tokens,
+            "temperature": TEMPERATURE,
+            "stream": streams,
+        }
+        start = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status == 429:
+            answer.read()
+            self._tally.ends["refused"] += 1
+            time.sleep(float(answer.headers["Retry-After"]) * self._draw.random())
+        elif answer.status != 200:
+            self._note("lost", f"{answer.status}: {answer.read()[:200]!r}")
+        elif streams:
+            self._read_stream(answer, question, start, leaves)
+        else:
+            choice = json.loads(answer.read())["choices"][0]
+            self._check(question, choice["text"], choice["finish_reason"])
+
+    def _read_stream(
+        self, answer: http.client.HTTPResponse, question: Question, start: float, leaves: bool
+    ) -> None:
+        text, reason = "", None
+        for line in answer:
+            data = line.decode().strip().removeprefix("data: ")
+            if data == "[DONE]":
+                answer.read()
+                self._check(question, text, reason)
+                return
+            if data:
+                if not text:
+                    self._tally.first_token.append(time.perf_counter() - start)
+                choice = json.loads(data)["choices"][0]
+                text, reason = text + choice["text"], choice["finish_reason"] or reason
+                if leaves:
+                    self._tally.ends["left"] += 1
+                    return
+        self._note("lost", f"a stream without its end: {text[-80:]!r}")
+
+    def _check(self, question: Question, text: str, reason: str | None) -> None:
+        if text == question.answer and reason == "length":
+            self._tally.ends["equal"] += 1
+        else:
+            self._note("different", f"{question.prompt[:40]!r} -> {text[:60]!r} not {question.answer[:60]!r}")
+
+    def _note(self, end: str, problem: str) -> None:
+        self._tally.ends[end] += 1
+        if len(self._tally.problems) < 10:
+            self._tally.problems.append(problem)
+
+
+class Server:
+    """`penstock serve` as a process."""
+
+    def __init__(self, folder: Path, chosen: argparse.Namespace) -> None:
+        words = [sys.executable, "-m", "penstock", "serve", str(folder), "--port", "0"]
+        words += ["--slots", str(chosen.slots), *(["--device", chosen.device] if chosen.device else [])]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().rpartition(" ")[2].strip()
+        self._process = psutil.Process(self.process.pid)
+
+    @property
+    def resident(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    @property
+    def cpu_seconds(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def figures(self) -> dict[str, float]:
+        """The metrics that have no labels."""
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=120)
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+        connection.close()
+        return {name: float(value) for name, value in re.findall(r"^penstock_(\w+) (\S+)$", text, re.M)}
+
+
+def load(server: Server, asked: list[Question], chosen: argparse.Namespace) -> Tally:
+    """Let clients ask for some time, and print what the server did."""
+    tally = Tally()
+    clients = [Client(server.url, number, asked, tally, chosen) for number in range(chosen.clients)]
+    for client in clients:
+        client.start()
+    start = time.perf_counter()
+    while tally.ends.total() < WARM * chosen.clients:  # programs are built, and memory is used once
+        time.sleep(0.1)
+    warm = time.perf_counter() - start
+    print(f"the first {WARM} answers of each client, with programs to build: {warm:.0f} s")
+    before, start, busy = server.figures(), time.perf_counter(), server.cpu_seconds
+    sizes = [server.resident]
+    tally.first_token.clear()
+    while time.perf_counter() - start < chosen.seconds:
+        time.sleep(1)
+        sizes.append(server.resident)
+    after, seconds, busy = server.figures(), time.perf_counter() - start, server.cpu_seconds - busy
+    for client in clients:
+        client.stop.set()
+    for client in clients:
+        client.join(PATIENCE)
+    tokens = after["generated_tokens_total"] - before["generated_tokens_total"]
+    waits = sorted(tally.first_token)
+    part = max(len(sizes) // 10, 1)
+    print(
+        f"served to {chosen.clients} clients for {seconds:.0f} s: {tokens / seconds:,.0f} tokens/s, "
+        f"{tokens / busy:,.0f} per second of processor time"
+    )
+    print(
+        f"first token of a stream: median {statistics.median(waits) * 1e3:.0f} ms, "
+        f"99% within {waits[int(len(waits) * 0.99)] * 1e3:.0f} ms"
+    )
+    print(
+        f"resident: {sizes[0] / 2**20:.1f} MiB at the beginning, {max(sizes[:part]) / 2**20:.1f} at most in "
+        f"the first tenth, {max(sizes[-part:]) / 2**20:.1f} in the last, {sizes[-1] / 2**20:.1f} at the end"
+    )
+    return tally
+
+
+def at_rest(server: Server) -> dict[str, float]:
+    """The metrics when nothing runs any more."""
+    for _ in range(1200):
+        figures = server.figures()
+        if not figures["sequences_running"] and not figures["sequences_waiting"]:
+            return figures
+        time.sleep(0.1)
+    raise SystemExit(f"the server does not come to rest: {figures}")
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--model", choices=SHAPES, default="tiny")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=64, help="words of the longest prompt")
+    parser.add_argument("--tokens", type=int, default=48, help="of the longest answer")
+    parser.add_argument("--leaving", type=float, default=0.05, help="share of clients that leave a stream")
+    parser.add_argument("--rounding", action="store_true", help="answers may differ from the offline ones")
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = options()
+    if chosen.device:
+        ps.use(chosen.device)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary) / chosen.model
+        write_model(folder, chosen.model, chosen.dtype)
+        asked = questions(folder, chosen)
+        server = Server(folder, chosen)
+        try:
+            tally = load(server, asked, chosen)
+            figures = at_rest(server)
+        finally:
+            server.process.send_signal(signal.SIGTERM)
+            status = server.process.wait(60)
+    ended = figures["sequences_finished_total"] + figures["sequences_cancelled_total"]
+    accounted = figures["sequences_total"] == ended
+    print(
+        f"answers: {', '.join(f'{count:,} {name}' for name, count in sorted(tally.ends.items()))}; "
+        f"pages in use at the end: {figures['pages_used']:.0f} of {figures['pages']:.0f}; "
+        f"{ended:,.0f} of {figures['sequences_total']:,.0f} sequences ended; exit status {status}"
+    )
+    for problem in tally.problems:
+        print(problem)
+    wrong = tally.ends["lost"] or (tally.ends["different"] and not chosen.rounding)
+    sys.exit(1 if wrong or figures["pages_used"] or not accounted or status else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""`/v1/completions`: texts that are continued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.models import LanguageModel, Piece
+from penstock.serving.errors import refused
+from penstock.serving.fields import Fields, is_integer
+from penstock.serving.parameters import Asked, Target, parameters_of, tokens_left
+
+_USUAL_TOKENS = 16  # OpenAI's default
+_KINDS = "a string, a list of strings, a list of token ids, or a list of such lists"
+
+
+def asked(target: Target, body: Any) -> Asked:
+    """What the body of a request asks for."""
+    fields = Fields(body)
+    prompts = _prompts(target.model, fields)
+    logprobs = fields.integer("logprobs", 0, 5)
+    if logprobs:
+        raise refused(
+            f"logprobs is 0, for those of the tokens that were drawn; {logprobs} others were asked for",
+            "logprobs",
+            "unsupported",
+        )
+    fields.only("echo", (False,))
+    fields.only("suffix", ("",))
+    parameters = parameters_of(fields, target.name, logprobs is not None)
+    fields.only("best_of", (parameters.n,), "it can only be equal to n")
+    fields.nothing_else()
+    lengths = [
+        tokens_left(target.context, prompt, parameters.max_tokens, _USUAL_TOKENS) for prompt in prompts
+    ]
+    return Asked(prompts, lengths, parameters)
+
+
+class Texts:
+    """Answers to `/v1/completions`."""
+
+    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._tokenizer = model.tokenizer
+
+    def whole(self, pieces: list[Piece], logprobs: bool) -> dict[str, Any]:
+        """A choice, without its index."""
+        return {**self.part(pieces, logprobs, 0), "finish_reason": pieces[-1].finish_reason}
+
+    def beginning(self) -> dict[str, Any] | None:
+        """What a stream says of a choice before its first token."""
+        return None
+
+    def part(self, pieces: list[Piece], logprobs: bool, offset: int) -> dict[str, Any]:
+        """What a stream says of further tokens; the text before them has `offset` characters."""
+        text = "".join(piece.text for piece in pieces)
+        return {"text": text, "logprobs": self._logprobs(pieces, offset) if logprobs else None}
+
+    def _logprobs(self, pieces: list[Piece], offset: int) -> dict[str, Any]:
+        assert self._tokenizer is not None
+        offsets = []
+        for piece in pieces:
+            offsets.append(offset)
+            offset += len(piece.text)
+        return {
+            "tokens": [self._tokenizer.decode([piece.id]) for piece in pieces],
+            "token_logprobs": [piece.logprob for piece in pieces],
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
+
+
+def _prompts(model: LanguageModel, fields: Fields) -> list[list[int]]:
+    given = fields.take("prompt")
+    if given is None:
+        raise refused(f"prompt is missing: {_KINDS}", "prompt")
+    if isinstance(given, str) or (isinstance(given, list) and given and all(map(is_integer, given))):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise fields.wrong("prompt", _KINDS, given)
+    prompts = []
+    for prompt in given:
+        if isinstance(prompt, str):
+            prompts.append(encoded(model, prompt))
+        elif isinstance(prompt, list) and all(map(is_integer, prompt)):
+            prompts.append(prompt)
+        else:
+            raise fields.wrong("prompt", _KINDS, given)
+    most = model.vocab_size - 1
+    for prompt in prompts:
+        if not prompt:
+            raise refused("a prompt has a token or more, and an empty prompt was given", "prompt")
+        if min(prompt) < 0 or max(prompt) > most:
+            raise refused(f"token ids are from 0 to {most}, and a prompt has others", "prompt")
+    return prompts
+
+
+def encoded(model: LanguageModel, text: str) -> list[int]:
+    """The token ids of a prompt."""
+    assert model.tokenizer is not None
+    try:
+        return [int(token) for token in model.tokenizer.encode(text)]
+    except (PenstockError, ValueError) as error:  # characters that the tokenizer does not know
+        raise refused(f"the prompt cannot be tokenized: {error}", "prompt") from None
