@@ -20,7 +20,7 @@ import penstock as ps
 from penstock.errors import DeviceError, EngineClosed, QueueFull
 from penstock.models import Engine, LanguageModel, Piece, Request, Sampling, scheduling
 from penstock.models.decoders import PAGE, Decoder, page_bytes
-from penstock.models.paging import Pages, digests
+from penstock.models.paging import Pages
 from penstock.models.sequences import TokenSequence, Wanted
 
 SIZES = {**cases.LLAMA, "vocab_size": 40, "num_hidden_layers": 1, "max_position_embeddings": 96}
@@ -241,37 +241,6 @@ def test_equal_prompts_that_come_together_are_computed_once(model: LanguageModel
         results = [request.result().ids for request in requests]
         assert engine.stats().prefix_tokens == 3 * 48
     assert results == [model.generate(prompt, 6, temperature=1.0, seed=at).ids for at in range(4)]
-
-
-def test_the_page_that_was_not_used_for_the_longest_time_goes_first() -> None:
-    pages = Pages(4)
-    old, new = digests(list(range(2 * PAGE)), PAGE), digests(list(range(5, 5 + PAGE)), PAGE)
-    first = pages.take(2)
-    for page, digest in zip(first, old, strict=True):
-        pages.publish(page, digest)
-    pages.give_back(first)
-    second = pages.take(1)
-    pages.publish(second[0], new[0])
-    pages.give_back(second)
-    assert (pages.used, pages.kept, pages.available) == (0, 3, 4)
-    assert pages.share(old[:1]) == first[:1]
-    taken = pages.take(2)
-    assert first[1] in taken, "the later page of the older prefix"
-    assert pages.knows(new[0])
-    assert not pages.knows(old[1])
-    assert pages.share(old) == first[:1], "used by two now"
-    pages.give_back(first[:1])
-    assert pages.used == 3
-    pages.give_back([*first[:1], *taken])
-    assert pages.used == 0
-
-
-def test_digests_are_of_the_whole_prefix() -> None:
-    tokens = list(range(3 * PAGE + 5))
-    whole = digests(tokens, PAGE)
-    assert len(whole) == len(set(whole)) == 3
-    assert digests(tokens, PAGE, whole[:2]) == whole
-    assert digests([7, *tokens[1:]], PAGE)[2] != whole[2]
 
 
 def test_memory_is_exactly_what_was_given(compiled: LanguageModel) -> None:
