@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import pytest
 import rank_programs
+from conftest import until
 
 import penstock as ps
 from penstock.cli.launching import _without_devices
@@ -35,15 +37,11 @@ PROGRAMS = Path(rank_programs.__file__)
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or "mpiexec"
 
 
-def started(
-    count: int, program: str, *, kept: bool = False, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    """A program that ran as several ranks; `kept`: the others go on when a rank dies, to say so."""
-    launcher = [MPIEXEC, *(["-disable-auto-cleanup"] if kept else []), "-n", str(count)]
+def started(count: int, program: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A program that ran as several ranks."""
     command = [sys.executable, str(PROGRAMS), program, json.dumps({"device": "host", **options})]
-    return subprocess.run(
-        (launcher if count > 1 else []) + command, capture_output=True, text=True, timeout=300, check=False
-    )
+    launcher = [MPIEXEC, "-n", str(count)] if count > 1 else []
+    return subprocess.run(launcher + command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def result(count: int, program: str, **options: Any) -> dict[str, Any]:
@@ -182,7 +180,7 @@ def test_no_gradient_passes_a_collective() -> None:
 # Training
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow("4")
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_number_of_ranks_changes_no_bit(count: int) -> None:
     alone, several = result(1, "mlp"), result(count, "mlp")
@@ -415,6 +413,33 @@ def test_a_killed_run_goes_on_with_other_ranks(more: str, tmp_path: Path) -> Non
     assert len(whole["validation"]) == 3
     assert resumed["validation"] == whole["validation"]
     assert resumed["weights"] == whole["weights"]
+
+
+@pytest.mark.slow
+def test_devices_of_a_command(tmp_path: Path) -> None:
+    """A run of two ranks, of which one is killed, and which a single one then ends."""
+    text = tmp_path / "text"
+    text.write_text("a text of a few words, again and again; " * 200)
+    folder = tmp_path / "run"
+    settings = ["width=16", "layers=1", "heads=2", "context=8", "dropout=0.1"]
+    given = ["--out", str(folder), "--data", str(text), "--tokenizer", "bytes", "--device", "host"]
+    given += [part for setting in settings for part in ("--set", f"model.{setting}")]
+    command = [sys.executable, "-m", "penstock", "train"]
+    several = [*command, *given, "--steps", "100000", "--checkpoint-every", "5", "--devices", "2"]
+    with subprocess.Popen(several, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as running:
+        until(lambda: list(folder.glob("checkpoints/*")))
+        below = psutil.Process(running.pid).children(recursive=True)
+        ranks = [process for process in below if process.cmdline()[1:3] == ["-m", "penstock"]]
+        ranks[-1].kill()
+        _, said = running.communicate(timeout=120)
+    assert running.returncode == 1
+    assert f"(process {ranks[-1].pid}) died" in said
+    steps = 5 + max(int(path.stem.removeprefix("step-")) for path in folder.glob("checkpoints/*"))
+    more = [*command, "--resume", str(folder), "--steps", str(steps)]
+    assert subprocess.run(more, capture_output=True, timeout=120, check=False).returncode == 0
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == list(range(1, steps + 1))
+    assert {"rank_0_wait", "rank_1_wait", "sent_bytes"} <= metrics[3].keys()
 
 
 @pytest.mark.slow
