@@ -28,7 +28,7 @@ from penstock.drivers.driver import Event, Queue
 from penstock.drivers.host import HostDriver
 from penstock.errors import SettingError
 from penstock.plan.order import Work
-from penstock.plan.overlap import waits_late
+from penstock.plan.overlap import starts_early, waits_late
 from penstock.registry import find
 from penstock.runtime import Device
 from penstock.train.scaling import parse_rate, predicted
@@ -100,6 +100,23 @@ def test_waits_come_last() -> None:
         Work((2,), (5,)),
     ]
     assert waits_late([0, 1, 3, 2, 4, 5], steps, {3}) == [0, 1, 2, 5, 3, 4]
+
+
+def test_starts_come_early() -> None:
+    # 0, 1 and 2 follow one another; 3 computes from 0 what 4 packs and 5 sends, and 6 from 1 what 7 sends.
+    steps = [
+        Work((), (0,)),
+        Work((0,), (1,)),
+        Work((1,), (2,)),
+        Work((0,), (3,)),
+        Work((3,), (4,)),
+        Work((4,), (5,)),
+        Work((1,), (6,)),
+        Work((6, 5), (7,)),
+    ]
+    order = [0, 1, 2, 6, 3, 4, 5, 7]
+    assert starts_early(order, steps, frozenset({2}), {5, 7}) == [0, 3, 4, 5, 1, 6, 7, 2]
+    assert starts_early(order, steps, frozenset({2, 3}), {5, 7}) == [0, 1, 2, 6, 3, 4, 5, 7]  # 3 is a result
 
 
 def test_the_ranks_of_a_command_do_not_start_more() -> None:
