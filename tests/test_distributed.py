@@ -28,7 +28,7 @@ from penstock.drivers.driver import Event, Queue
 from penstock.drivers.host import HostDriver
 from penstock.errors import SettingError
 from penstock.plan.order import Work
-from penstock.plan.overlap import starts_early, waits_late
+from penstock.plan.overlap import overlapped, starts_early, waits_late
 from penstock.registry import find
 from penstock.runtime import Device
 from penstock.train.scaling import parse_rate, predicted
@@ -117,6 +117,27 @@ def test_starts_come_early() -> None:
     order = [0, 1, 2, 6, 3, 4, 5, 7]
     assert starts_early(order, steps, frozenset({2}), {5, 7}) == [0, 3, 4, 5, 1, 6, 7, 2]
     assert starts_early(order, steps, frozenset({2, 3}), {5, 7}) == [0, 1, 2, 6, 3, 4, 5, 7]  # 3 is a result
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_stays_valid(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    steps: list[Work] = []
+    starts, waits = list[int](), set[int]()
+    for number in range(40):
+        reads = set(rng.integers(0, number, 2).tolist()) if number else set()
+        if number > 5 and rng.random() < 0.2:
+            starts.append(number)
+            reads |= set(starts[-2:-1])  # its token is an input of the next
+        elif starts and rng.random() < 0.2:
+            waits.add(number)
+            reads = {starts[int(rng.integers(len(starts)))]}
+        steps.append(Work(tuple(reads), (number,)))
+    kept = frozenset(rng.integers(0, 40, 5).tolist())
+    order = overlapped(range(40), steps, kept, starts, waits)
+    assert sorted(order) == list(range(40))
+    for number, step in enumerate(steps):
+        assert all(order.index(value) < order.index(number) for value in step.reads)
 
 
 def test_the_ranks_of_a_command_do_not_start_more() -> None:
