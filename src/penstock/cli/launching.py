@@ -7,14 +7,20 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
-from penstock.collectives.mpi import PROCESSES, launched_size
+import psutil
+
+from penstock.collectives.mpi import ABORTED, PROCESSES, launched_size
 from penstock.errors import SettingError
+from penstock.terminal import complain
+
+_LOOK = 0.5  # seconds between two looks at the ranks
+_PATIENCE = 10.0  # seconds that mpiexec has to end them
 
 
 def start_ranks(count: int) -> int:
@@ -34,13 +40,66 @@ def start_ranks(count: int) -> int:
 
         before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            status = running.wait()
+            status = _watched(running, Path(folder), count)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            if running.poll() is None:
-                running.terminate()
+            _end(running, Path(folder))
     return status if status >= 0 else 128 - status
+
+
+def _watched(running: subprocess.Popen[bytes], folder: Path, count: int) -> int:
+    """The exit status of mpiexec; 1 if a rank dies, which is named."""
+    status: int | None = None
+    while not (lost := _died(folder)) and status is None:
+        with suppress(subprocess.TimeoutExpired):
+            status = running.wait(_LOOK)
+    if not lost:
+        assert status is not None
+        return status
+    named = " and ".join(f"rank {rank} of {count} (process {process})" for rank, process in lost.items())
+    complain(
+        f"{named} died; the others are ended, and penstock train --resume goes on from the last checkpoint, "
+        "with any number of devices"
+    )
+    return 1
+
+
+def _died(folder: Path) -> dict[str, int]:
+    """The ranks whose processes are gone although they have not left, with the numbers of these."""
+    gone = {note: process for note, process in _noted(folder) if not _is_there(process)}
+    if (folder / ABORTED).exists():
+        return {}
+    return {
+        note.name: process for note, process in gone.items() if note.exists()
+    }  # removed by those that leave
+
+
+def _noted(folder: Path) -> Iterator[tuple[Path, int]]:
+    for note in sorted(folder.iterdir()):
+        with suppress(OSError, ValueError):
+            yield note, int(note.read_text())
+
+
+def _is_there(process: int) -> bool:
+    try:
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end(running: subprocess.Popen[bytes], folder: Path) -> None:
+    """End mpiexec and its ranks, if they are there yet."""
+    if running.poll() is None:
+        running.terminate()
+        try:
+            running.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait()
+    for _, process in _noted(folder):
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
 
 
 def launcher() -> list[str]:
@@ -52,7 +111,7 @@ def launcher() -> list[str]:
             "--devices starts ranks with mpiexec, which is not here; pip install 'penstock[mpi]' brings it"
         )
     asked = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    # MPICH's would end the others before they can say which rank died.
+    # MPICH's would end the others before it is known which rank died.
     return [path, "-disable-auto-cleanup"] if "HYDRA" in asked.stdout else [path]
 
 

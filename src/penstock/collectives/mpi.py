@@ -25,7 +25,8 @@ from penstock.collectives.engine import (
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
 _PRINTING = 1.0  # seconds in which mpiexec passes on what was printed, before it kills all ranks
 _BEAT = 1  # the tag of its messages
-PROCESSES = "PENSTOCK_RANK_PROCESSES"  # a folder in which each rank leaves its process's number
+ABORTED = "aborted"  # a file beside these, if a rank has ended the others and said why
+PROCESSES = "PENSTOCK_RANK_PROCESSES"  # a folder with the number of each rank's process, while it is needed
 
 
 def launched_size() -> int:
@@ -51,8 +52,9 @@ class MPIEngine(Engine):
         self.local_rank, self.local_size = here.Get_rank(), here.Get_size()  # among those on this machine
         self.name = MPI.Get_library_version().split("\n")[0].split(":")[0].split(" Version")[0]
         self._processes: list[str] = self._comm.allgather(f"process {os.getpid()} on {platform.node()}")
-        if folder := os.environ.get(PROCESSES):
-            (Path(folder) / str(self.rank)).write_text(str(os.getpid()))
+        self._note = Path(os.environ[PROCESSES]) / str(self.rank) if PROCESSES in os.environ else None
+        if self._note is not None:
+            self._note.write_text(str(os.getpid()))
         others = [rank for rank in range(self.size) if rank != self.rank]
         self._sent: dict[int, tuple[Any, Array]] = {}  # the last beat to each rank
         self._inbox = {rank: np.zeros(3, np.int64) for rank in others}
@@ -101,11 +103,15 @@ class MPIEngine(Engine):
 
     def abort(self) -> None:
         """See `Engine.abort`."""
+        if self._note is not None:
+            (self._note.parent / ABORTED).touch()
         time.sleep(_PRINTING)
         self._mpi.COMM_WORLD.Abort(1)
 
     def close(self) -> None:
         """Take back what still waits for messages, so that MPI can end."""
+        if self._note is not None:
+            self._note.unlink(missing_ok=True)
         for request in self._arriving.values():
             request.Cancel()
             request.Wait()

@@ -25,7 +25,7 @@ from penstock.graph.vectors import vectors_as_sums
 from penstock.kernels.horizontal_fusion import MOST_CALLS, kind
 from penstock.kernels.lower import fusible
 from penstock.plan.order import Work, ordered
-from penstock.plan.overlap import waits_late
+from penstock.plan.overlap import overlapped
 from penstock.plan.turns import in_turns
 
 
@@ -90,15 +90,15 @@ def order(state: Compilation, target: Target) -> Compilation:
     """Order the groups to keep few bytes live; on a GPU, put kernels of the same kind into turns."""
     works = works_of(state)
     sequence = ordered(works.steps, works.nbytes, works.kept)
-    waits = {number for number, group in enumerate(state.groups) if _waits(group)}
+    starts, waits = _collectives(state, "start"), _collectives(state, "wait")
     if waits:
-        sequence = waits_late(sequence, works.steps, waits)
+        sequence = overlapped(sequence, works.steps, works.kept, starts, waits)
     return replace(state, turns=turns_of(state, target, works, sequence))
 
 
-def _waits(group: Group) -> bool:
-    """Whether it waits for other ranks."""
-    return group.nodes[0].primitive.collective == "wait"
+def _collectives(state: Compilation, what: str) -> set[int]:
+    """The groups that start exchanges between ranks, or that wait for them."""
+    return {at for at, group in enumerate(state.groups) if group.nodes[0].primitive.collective == what}
 
 
 class Works(NamedTuple):

@@ -136,6 +136,10 @@ class DataParallel(Optimizer):
             rows = [bucket.packed(grads) for bucket in self._layout(grads)]
             with outside_capture():
                 self._current = self._current or self._room(rows)
+            if [row.shape for row in rows] != [kept.shape for kept in self._current]:
+                raise SettingError(
+                    "other parameters have gradients than in the shards before; give all of them"
+                )
             for kept, row in zip(self._current, rows, strict=True):
                 kept._rebind(row)
         self.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from penstock.tensor.recording import no_grad
 from penstock.tensor.reduction import sum as sum_
 
 Arrays = dict[str, npt.NDArray[Any]]
-_MULTIPLE = 128  # that every number of ranks divides
+_MULTIPLE = 128  # items: the length of a row depends on no usual number of ranks
 
 
 class ShardedOptimizer:
@@ -47,7 +48,7 @@ class ShardedOptimizer:
         self._parts: list[Tensor] = []
         for index, settings in enumerate(whole.param_groups):
             members = {at: self._parameters[at] for at, own in enumerate(whole._group_of) if own == index}
-            rows = buckets(members, bucket_bytes, _MULTIPLE)
+            rows = buckets(members, bucket_bytes, lcm(_MULTIPLE, group.size))
             parts = [Parameter(self._own(row.packed(masters))) for row in rows]
             self.rows += rows
             self._parts += parts

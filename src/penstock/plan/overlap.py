@@ -1,10 +1,52 @@
-"""Waits for other ranks come after all that needs none of their results."""
+"""Exchanges between ranks start early, and are waited for late, so that the device computes meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 from penstock.plan.order import Work
+
+
+def overlapped(
+    order: Sequence[int],
+    steps: Sequence[Work],
+    kept: frozenset[int],
+    starts: Collection[int],
+    waits: Collection[int],
+) -> list[int]:
+    """The same steps in another order; `kept` are values that are no temporaries."""
+    return waits_late(starts_early(order, steps, kept, starts), steps, waits)
+
+
+def starts_early(
+    order: Sequence[int], steps: Sequence[Work], kept: frozenset[int], starts: Collection[int]
+) -> list[int]:
+    """The same order, but each start comes as soon as all is there that others need too.
+
+    The steps whose results only it needs, such as the gradients that it sends, come just before it.
+    """
+    writer = {value: number for number in order for value in steps[number].writes}
+    readers: dict[int, set[int]] = {}
+    for number in order:
+        for value in steps[number].reads:
+            readers.setdefault(value, set()).add(number)
+    # The place of a step; and the number of the start that it was moved behind that place for, if it was.
+    places = {number: (at, 0, at) for at, number in enumerate(order)}
+    started = 0
+    for at, start in enumerate(order):
+        if start not in starts:
+            continue
+        own = {start}
+        for number in reversed(order[:at]):
+            results = () if number in starts else steps[number].writes
+            if results and all(value not in kept and readers.get(value, {-1}) <= own for value in results):
+                own.add(number)
+        needed = {writer[value] for number in own for value in steps[number].reads if value in writer} - own
+        after = max((places[number][0] for number in needed), default=-1)
+        started += 1
+        for number in own:
+            places[number] = min(places[number], (after, started, places[number][2]))  # never later
+    return sorted(order, key=places.__getitem__)
 
 
 def waits_late(order: Sequence[int], steps: Sequence[Work], waits: Collection[int]) -> list[int]:

@@ -52,7 +52,7 @@ class CopyRecord:
     """All copies in a direction."""
 
     device: str
-    direction: Literal["upload", "download", "copy"]  # the last from the device to itself
+    direction: Literal["upload", "download", "copy", "exchange"]  # a copy is inside the device
     where: Literal["device", "host"]  # which of them copied; the host does it in shared memory
     calls: int
     nbytes: int
