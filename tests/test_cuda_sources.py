@@ -312,10 +312,9 @@ class _Function:
 def test_only_kernels_that_wait_by_themselves_start_before_others_have_ended() -> None:
     waiting, own = (cuda_launches.Launch(_Function(waits)) for waits in (True, False))
     library, copy = cuda_launches.LibraryCall(print, ()), cuda_launches.GraphCopy(0, 0, 16, True, None)
-    early = {
-        (first, later): bool(_edge(first, later).type)
-        for first, later in itertools.product((waiting, own, library, copy), repeat=2)
-    }
+    pairs = list(itertools.product((waiting, own, library, copy), repeat=2))
+    early = {(first, later): bool(_edge(first, later, alone=True).type) for first, later in pairs}
+    assert not any(_edge(first, later, alone=False).type for first, later in pairs)
     assert [pair for pair, starts_early in early.items() if starts_early] == [
         (waiting, waiting),
         (own, waiting),

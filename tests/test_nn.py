@@ -127,7 +127,7 @@ def test_they_are_the_same_without_jit(name: str, device: Device) -> None:
 def test_every_function_is_checked() -> None:
     attentions = {"scaled_dot_product_attention", "packed_attention"}  # the latter in test_attention.py
     checked = {name.split("_exact")[0] for name in FUNCTIONS} | attentions | {"named_activation"}
-    for file in ("test_nn.py", "test_functions.py", "test_convolution.py"):
+    for file in ("test_nn.py", "test_functions.py", "test_convolution.py", "test_quantize.py"):
         text = (Path(__file__).parent / file).read_text()
         checked |= set(re.findall(r"\bF\.(\w+)", text))
         checked |= {f"{name}{axes}d" for name in re.findall(r'f"(\w+)\{axes\}d"', text) for axes in (1, 2, 3)}

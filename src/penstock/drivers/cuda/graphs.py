@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,12 +33,13 @@ class Graph:
         graph = checked(cu.cuGraphCreate(0))
         nodes: dict[Bound, Any] = {}
         try:
+            dependents = Counter(earlier for before in self._after for earlier in before)
             for number in _soonest(self._after):
-                launch = self._bound[number]
-                before = [self._bound[earlier] for earlier in self._after[number]]
+                launch, before = self._bound[number], self._after[number]
                 node = nodes[launch] = launch.add_to(graph, self._queue)
-                edges = [_edge(earlier, launch) for earlier in before]
-                sources = [nodes[earlier] for earlier in before]
+                alone = len(before) == 1 and dependents[before[0]] == 1
+                edges = [_edge(self._bound[earlier], launch, alone) for earlier in before]
+                sources = [nodes[self._bound[earlier]] for earlier in before]
                 checked(cu.cuGraphAddDependencies(graph, sources, [node] * len(before), edges, len(before)))
             native = checked(cu.cuGraphInstantiate(graph, 0))
         except BaseException:
@@ -76,14 +78,14 @@ class Graph:
                 launch.changes = None
 
 
-def _edge(earlier: Bound, later: Bound) -> Any:
-    """How a launch depends on another.
+def _edge(earlier: Bound, later: Bound, alone: bool) -> Any:
+    """How a launch depends on another; `alone`: on no other, and nothing else depends on that.
 
-    A kernel that waits by itself may be launched before the other has ended: that hides how long launching
-    takes. Libraries' kernels, and copies, start when all before them is done.
+    A kernel that waits by itself may then be launched before the other has ended: that hides how long
+    launching takes. Libraries' kernels, and copies, start when all before them is done.
     """
     edge = cu.CUgraphEdgeData()
-    if isinstance(earlier, Launch) and isinstance(later, Launch) and later.function.waits:
+    if alone and isinstance(earlier, Launch) and isinstance(later, Launch) and later.function.waits:
         edge.from_port = cu.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
         edge.type = cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC.value
     return edge
