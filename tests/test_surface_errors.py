@@ -62,8 +62,8 @@ MORE: dict[str, tuple[Any, ...]] = {
 NOT_OF_TENSORS = """
     advise arange asarray can_cast cat checkpoint cleanup commit concat concatenate default_device devices
     einsum empty explain eye finfo from_dlpack full grad iinfo is_tensor isdtype jit kernel linspace load
-    manual_seed matmul_batch no_grad ones profile quantize rand randint randn randperm raw_kernel result_type save
-    stack sync tensor use value_and_grad zeros __array_namespace_info__"""
+    manual_seed matmul_batch no_grad ones profile quantize rand randint randn randperm raw_kernel result_type
+    save stack sync tensor use value_and_grad zeros __array_namespace_info__"""
 FUNCTIONS = [
     name
     for name in ps.__all__

@@ -126,6 +126,8 @@ def quantize(model: Module, dtype: str, group: int = 32) -> Module:
       (2): QuantizedLinear(in_features=32, out_features=2, bias=True, bits=4, group=32)
     )
     """
+    if not isinstance(model, Module):
+        raise TypeError(f"quantize takes a module, and {type(model).__name__} was given")
     if dtype not in BITS or group not in GROUPS:
         raise ValueError(
             f"quantize takes {' or '.join(map(repr, BITS))} and groups of {' or '.join(map(str, GROUPS))}, "
