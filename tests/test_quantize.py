@@ -92,12 +92,12 @@ def product(x: Floats, packed: Packed, bits: int, dtype: str, device: Device | s
     return result.astype("float32").numpy(), given_x.astype("float32").numpy().astype(np.float64)
 
 
-@pytest.mark.parametrize(("rows", "bits", "group"), [(1, 4, 32), (5, 8, 32), (16, 4, 64), (17, 8, 64)])
 def test_only_modules_are_quantized() -> None:
     with pytest.raises(TypeError, match="takes a module, and list was given"):
         ps.quantize([1.0], "int4")  # type: ignore[type-var]
 
 
+@pytest.mark.parametrize(("rows", "bits", "group"), [(1, 4, 32), (5, 8, 32), (16, 4, 64), (17, 8, 64)])
 def test_products_on_every_driver(device: Device, rows: int, bits: int, group: int) -> None:
     packed = drawn(70, 320, bits, group, rows, "float32")
     x = np.random.default_rng(1).normal(size=(rows, 320))
