@@ -5,7 +5,9 @@
     python benchmarks/generate.py --model tiny --prompt 64 --tokens 32     # on any machine
     python benchmarks/generate.py --device cuda:0 --model llama-1b --requests 256 --slots 32
 
-With `--requests`, so many come at random moments to an engine, with prompts and answers of random lengths.
+For Llamas, PyTorch runs beside it with the same weights where it is installed (`torch_llama.py`): a static
+cache, and each token a replay of one compiled step. With `--requests`, so many come at random moments to an
+engine, with prompts and answers of random lengths.
 The share of bandwidth is that of the bytes which a step has to read, the weights and the cached keys and
 values, at the rate at which the device copies memory.
 """
@@ -20,7 +22,9 @@ from typing import Any
 import numpy as np
 
 import penstock as ps
+import torch_llama
 from penstock.models import LanguageModel
+from penstock.tensor.core import resolve
 
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "vocab_size": 128256}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -127,6 +131,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--quantize", nargs="*", choices=("int8", "int4"), default=[])
+    parser.add_argument("--no-torch", action="store_true", help="without PyTorch beside it")
     parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--rate", type=float, default=1000.0, help="requests a second")
@@ -166,6 +171,28 @@ def report(model: LanguageModel, name: str, chosen: argparse.Namespace, rate: fl
             f"{batch * chosen.prompt / prefill:11,.0f} tokens/s; then {step * 1e3:8.3f} ms a step, "
             f"{batch / step:9,.0f} tokens/s, {100 * read / step / rate:5.1f}% of a copy's bandwidth"
         )
+        unpacked = not any(isinstance(module, ps.nn.QuantizedLinear) for module in model.modules())
+        if torch_llama.torch is not None and not chosen.no_torch and chosen.model != "gpt2" and unpacked:
+            beside(model, batch, chosen, prefill, step)
+
+
+def beside(model: LanguageModel, batch: int, chosen: argparse.Namespace, prefill: float, step: float) -> None:
+    """The same by PyTorch; equal tokens are counted up to the first that differs, by rounding."""
+    ids = np.random.default_rng(0).integers(0, model.vocab_size, (batch, chosen.prompt)).tolist()
+    cuda = resolve(model.head_weight.device).name.startswith("cuda")
+    theirs = torch_llama.measured(model, ids, chosen.tokens, compiles=cuda)  # type: ignore[arg-type]
+    ours = [each.ids for each in model.generate(ids, chosen.tokens, temperature=0, stop_tokens=())]
+    same = [
+        next((at for at, pair in enumerate(zip(*rows, strict=True)) if pair[0] != pair[1]), chosen.tokens)
+        for rows in zip(ours, theirs[2], strict=True)
+    ]
+    first, each, _ = theirs
+    print(
+        f"    PyTorch{' compiled' if cuda else ''}: "
+        f"prompt {first * 1e3:.2f} ms, {first / prefill:.2f} times ours; "
+        f"{each * 1e3:.3f} ms a step, {each / step:.2f} times ours, {batch / each:,.0f} tokens/s; "
+        f"{statistics.mean(same):.0f} of {chosen.tokens} tokens equal"
+    )
 
 
 if __name__ == "__main__":
