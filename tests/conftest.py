@@ -280,7 +280,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the slow tests, unless they are asked for."""
+    """Leave out the slow tests, unless they are asked for; those that run alone come last.
+
+    Each of them waits for what another worker runs at present, which should not be a long test.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     if not config.getoption("--slow"):
         config.hook.pytest_deselected(items=[item for item in items if is_slow(item)])
         items[:] = [item for item in items if not is_slow(item)]
