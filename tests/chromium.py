@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
 QUIET = ("--disable-extensions", "--disable-background-networking", "--hide-scrollbars", "--mute-audio")
@@ -48,6 +50,16 @@ CONTRASTS = """
 
 def executable() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+def required() -> str:
+    """Where Chromium is. Without it, a test is left out, or fails where it is said to be there."""
+    path = executable()
+    if path is None:
+        if os.environ.get("PENSTOCK_REQUIRE_CHROMIUM"):
+            pytest.fail("PENSTOCK_REQUIRE_CHROMIUM is set, and there is no Chromium on this machine")
+        pytest.skip("there is no Chromium")
+    return path
 
 
 class Browser:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,12 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[chromium.Browser]:
-    path = chromium.executable()
-    if path is None:
-        if os.environ.get("PENSTOCK_REQUIRE_CHROMIUM"):
-            pytest.fail("PENSTOCK_REQUIRE_CHROMIUM is set, and there is no Chromium on this machine")
-        pytest.skip("there is no Chromium")
-    opened = chromium.Browser(path)
+    opened = chromium.Browser(chromium.required())
     yield opened
     opened.close()
 

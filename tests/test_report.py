@@ -713,12 +713,7 @@ def test_nothing_is_measured_beyond_a_limit(monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[chromium.Browser]:
-    path = chromium.executable()
-    if path is None:
-        if os.environ.get("PENSTOCK_REQUIRE_CHROMIUM"):
-            pytest.fail("PENSTOCK_REQUIRE_CHROMIUM is set, and there is no Chromium on this machine")
-        pytest.skip("there is no Chromium")
-    opened = chromium.Browser(path)
+    opened = chromium.Browser(chromium.required())
     opened.offline()
     yield opened
     opened.close()
