@@ -12,6 +12,7 @@ and scales a second, and against the unquantized product.
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
 import time
 from collections.abc import Callable
@@ -68,7 +69,7 @@ def program(made: list[Any], x: ps.Tensor, device: ps.Device) -> Program:
 def torch_program(outputs: int, inputs: int, rows: int, count: int) -> Program | None:
     """The same in PyTorch's bfloat16, in a CUDA graph."""
     try:
-        import torch
+        torch: Any = importlib.import_module("torch")
     except ImportError:
         return None
     if not torch.cuda.is_available():
