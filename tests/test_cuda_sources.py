@@ -205,7 +205,7 @@ def test_random_graphs(device: Device, given: Given) -> None:
     for seed in range(conftest.examples(24, quick=8)):
         _, wanted = grown(seed, 60, 0, lambda array: given(array.shape, array.dtype))
         build(device, wanted)
-    check(device, conftest.examples(100, quick=30))
+    check(device, conftest.examples(80, quick=24))
 
 
 def test_products(device: Device, given: Given) -> None:

@@ -42,6 +42,10 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "exp": (lambda x, v, ids: ps.exp(x), lambda x, v, ids: np.exp(x)),
     "where": (lambda x, v, ids: ps.where(x > 0.5, x, 0.0), lambda x, v, ids: np.where(x > 0.5, x, 0)),
     "cast": (lambda x, v, ids: (x > 0.5).astype(ps.float32), lambda x, v, ids: (x > 0.5).astype(np.float32)),
+    "whole numbers": (
+        lambda x, v, ids: (9 * x).astype(ps.int32),
+        lambda x, v, ids: (9 * x).astype(np.int32),
+    ),
     "transpose": (lambda x, v, ids: x.T + 0, lambda x, v, ids: x.T),
     "concat": (lambda x, v, ids: ps.concat([x, x]), lambda x, v, ids: np.concatenate([x, x])),
     "flip": (lambda x, v, ids: ps.flip(x, axis=0), lambda x, v, ids: x[::-1]),

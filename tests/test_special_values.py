@@ -242,3 +242,31 @@ def test_exponentials_at_the_end_of_the_range(device: Device, count: int) -> Non
         x = ps.asarray(np.full(count, value), device=device)
         np.testing.assert_allclose(ps.exp(x).numpy(), np.full(count, expected), rtol=1e-6)
         np.testing.assert_allclose(ps.tanh(x / 2).numpy(), np.ones(count), rtol=1e-6)
+
+
+INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+
+
+def nearest(number: float, dtype: str) -> int:
+    """A number as an integer of a dtype, in Python's exact arithmetic."""
+    limits = np.iinfo(dtype)
+    if math.isnan(number):
+        return 0
+    whole = math.trunc(number) if math.isfinite(number) else int(math.copysign(1 << 70, number))
+    return max(int(limits.min), min(int(limits.max), whole))
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_floats_become_the_nearest_integers(device: Device, dtype: str) -> None:
+    """On every device, also what is out of range, which C and NumPy leave to the machine."""
+    limits = np.iinfo(dtype)
+    for source in (np.float16, np.float32, *([np.float64] if device.capabilities.float64 else [])):
+        with np.errstate(over="ignore"):
+            ends = np.array([limits.min, limits.max, 2.0 * limits.max], np.float64).astype(source)
+            around = [np.nextafter(ends, source(way)) for way in (-np.inf, np.inf)]
+        values = np.concatenate([specials(source), ends, *around, np.array([-0.9, -1.5, 1.9], source)])
+        array = in_every_lane(source, values)
+        wanted = [nearest(number, dtype) for number in array.astype(np.float64).tolist()]
+        x = ps.asarray(array, device=device)
+        assert x.astype(getattr(ps, dtype)).tolist() == wanted
+        assert ps.jit(lambda x: (x + 0).astype(getattr(ps, dtype)))(x).tolist() == wanted

@@ -94,11 +94,23 @@ def like(x: Node, number: Any) -> Node:
     return full(x.shape, x.dtype, number)
 
 
+def _cast_reference(x: Array, dtype: DType) -> Array:
+    """NumPy's, but that numbers out of range become the nearest integer, and NaN 0, on every machine."""
+    if dtype.kind not in "iu" or x.dtype.kind != "f":
+        return x.astype(dtype)
+    limits = np.iinfo(dtype.numpy)
+    low, top = float(limits.min), float(limits.max + 1)  # powers of 2, or 0: exact in every dtype
+    result = np.where((x > low) & (x < top), x, 0).astype(dtype)
+    result[x <= low] = limits.min
+    result[x >= top] = limits.max
+    return result
+
+
 CAST = PRIMITIVES["cast"] = Primitive(
     "cast",
     Kind.ELEMENTWISE,
     lambda x, dtype: (x.shape, dtype),
-    lambda x, dtype: x.astype(dtype),
+    _cast_reference,
     lambda g, n: (cast(g, n.inputs[0].dtype) if n.inputs[0].dtype.kind in "fc" else None,),
     operations=lambda n: 0,
     rounding=_EXACT,

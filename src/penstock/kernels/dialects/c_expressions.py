@@ -188,11 +188,26 @@ def _cast(result: ir.Type, of: ir.Type, value: str) -> str | None:
     if result.dtype == "bool":
         return _truth(f"({value} != 0)", of) if of.dtype != "bool" else value
     if of.dtype[0] == "f" and result.dtype[0] != "f":
-        return None  # undefined in C for values out of range
+        return _to_integer(result, of, value)
     if result.width == 1:
         return f"({c_type(result)})({value})"
     value = f"({value} & 1)" if of.dtype == "bool" else value
     return f"__builtin_convertvector({value}, {c_type(result)})"
+
+
+def _to_integer(result: ir.Type, of: ir.Type, value: str) -> str:
+    """The nearest integer towards 0 that the type has; 0 for NaN. C does not define it out of range."""
+    limits, suffix, name = np.iinfo(result.dtype), "f" if of.dtype == "float32" else "", c_type(result)
+    low, top = f"{float(limits.min)!r}{suffix}", f"{float(limits.max + 1)!r}{suffix}"
+    least, most = neutral("max", result), neutral("min", result)
+    below, above = f"({value} <= {low})", f"({value} >= {top})"
+    inside = f"(({value} > {low}) & ({value} < {top}))"
+    if result.width == 1:
+        return f"({above} ? ({name}){most} : {below} ? ({name}){least} : {inside} ? ({name})({value}) : 0)"
+    if np.dtype(result.dtype).itemsize == 8:
+        below, above = (f"__builtin_convertvector({mask}, long{result.width})" for mask in (below, above))
+    whole = f"__builtin_convertvector(({inside} ? {value} : ({c_type(of)})(0)), {name})"
+    return f"({above} ? {most} : {below} ? {least} : {whole})"
 
 
 def _where(result: ir.Type, inputs: Sequence[str]) -> str:

@@ -156,10 +156,20 @@ def cast(result: str, of: str, value: str) -> str | None:
     if target == "f32":
         return value if source == "f32" else f"f32({value})"
     if source == "f32":
-        return None  # values out of range differ from NumPy's
+        return _to_integer(result, value)
     same = np.iinfo(result).min <= np.iinfo(of).min and np.iinfo(result).max >= np.iinfo(of).max
     text = _moved(target, source, value)
     return text if same else _cut(result, text)
+
+
+def _to_integer(dtype: str, value: str) -> str:
+    """The nearest integer towards 0 that the dtype has; 0 for NaN, which comparisons may not tell."""
+    limits, kind, zero = np.iinfo(dtype), _TYPES[dtype], number(dtype, 0)
+    low, top = f"f32({float(limits.min)!r})", f"f32({float(limits.max + 1)!r})"
+    whole = f"select({zero}, {kind}({value}), {value} > {low} && {value} < {top})"
+    bounded = f"select({whole}, {neutral('max', dtype)}, {value} <= {low})"
+    bounded = f"select({bounded}, {neutral('min', dtype)}, {value} >= {top})"
+    return f"select({bounded}, {zero}, (bitcast<u32>({value}) & 0x7fffffffu) > 0x7f800000u)"
 
 
 def _moved(target: str, source: str, value: str) -> str:
