@@ -45,6 +45,31 @@ def test_each_call_gives_the_same_bits(device: Device, name: str) -> None:
 
 
 @pytest.mark.slow("webgpu")
+@pytest.mark.parametrize("shape", [(3, 32772), (5, 60000), (40, 9000)])  # rows in parts, and whole
+def test_so_does_each_of_many_calls(device: Device, shape: tuple[int, int]) -> None:
+    """Wherever inputs and results lie, and whatever lay there before."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=shape).astype(np.float32), rng.normal(size=shape[1:]).astype(np.float32)]
+
+    def norms(x: ps.Tensor, w: ps.Tensor) -> list[ps.Tensor]:
+        centred = x - ps.mean(x, axis=-1, keepdims=True)
+        variance = ps.mean(centred * centred, axis=-1, keepdims=True)
+        return [nn.functional.softmax(x), centred / ps.sqrt(variance + 1e-5) * w, ps.sum(x * w, axis=-1)]
+
+    jitted = ps.jit(norms)
+    x, w = (ps.asarray(array, device=device) for array in arrays)
+    first = [result.numpy() for result in jitted(x, w)]
+    kept = []
+    for call in range(30):
+        if call % 3 == 0:  # other memory for the inputs, and for the results, and other values in it
+            x, w = (ps.asarray(array, device=device) for array in arrays)
+            kept.append(ps.exp(x * call))
+            kept = kept[-4:]
+        for result, same in zip(jitted(x, w), first, strict=True):
+            np.testing.assert_array_equal(result.numpy(), same, err_msg=f"call {call}")
+
+
+@pytest.mark.slow("webgpu")
 @pytest.mark.parametrize("size", [50, 40000])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_so_does_half_precision_and_a_jitted_function(device: Device, dtype: str, size: int) -> None:
