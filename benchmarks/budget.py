@@ -1,12 +1,13 @@
-"""Training steps inside memory budgets, beside PyTorch: plain, with a checkpoint per block, and compiled.
+"""Training steps inside memory budgets, beside PyTorch and JAX: plain, and with a checkpoint per block.
 
     python benchmarks/budget.py [--device opencl:0] [--model nano] [--compile] [--save FILE]
     python benchmarks/budget.py --within 8GiB 24GiB     # the largest batch inside, and its speed
 
 The budgets are shares of what the step takes without a budget, and the smallest that would do. All train
 the same model, in turn, in one process; a ratio of time is that to the step without a budget. Memory is what
-the driver has given out; PyTorch's is what its allocator has reserved, on CUDA only. On CUDA, PyTorch is also
-compiled with `activation_memory_budget`, its own knob for the bytes that are saved for the gradient.
+the driver has given out; PyTorch's is what its allocator has reserved, on CUDA only; JAX's what XLA plans. On
+CUDA, or with --compile, PyTorch is also compiled with `activation_memory_budget`, its own knob for the bytes
+that are saved for the gradient.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+import jax_gpt
 import penstock as ps
 import penstock.nn
 import penstock.optim
@@ -137,6 +139,17 @@ def torch_peak(run: Callable[[], None]) -> int:
     return int(torch.cuda.max_memory_reserved())
 
 
+def jax_peers(sizes: Gpt, tokens: Any, cuda: bool) -> dict[str, tuple[Callable[[], None], int]]:
+    """The sides of JAX, plain and with a checkpoint per block, with the memory that XLA plans."""
+    if jax_gpt.jax is None or (cuda and jax_gpt.jax.default_backend() != "gpu"):
+        return {}
+    sides = {"jax": False, "jax, checkpoints": True}
+    return {
+        name: jax_gpt.side(sizes, tokens, RATE, STEPS, cuda, checkpoints)
+        for name, checkpoints in sides.items()
+    }
+
+
 def peers(sizes: Gpt, tokens: Any, cuda: bool, compiles: bool) -> dict[str, tuple[Callable[[], None], int]]:
     """The sides of PyTorch, with their memory, if it is known."""
     if torch is None:
@@ -168,7 +181,8 @@ def lines(name: str, device: ps.Device, compiles: bool, report: Report) -> None:
     report.add(f"{name}: different results", len(bits), "", "= 1", len(bits) == 1, "loss and parameters")
     sides = {what: ours.side(limit) for what, limit in limits.items()}
     taken = {what: ours.physical_bytes(run) for what, run in sides.items()}
-    others = peers(sizes, tokens, device.name.startswith("cuda"), compiles)
+    cuda = device.name.startswith("cuda")
+    others = peers(sizes, tokens, cuda, compiles) | jax_peers(sizes, tokens, cuda)
     everybody: Sides = {**sides, **{what: run for what, (run, _) in others.items()}}
     best = best_of(everybody, rounds=5)
     for what, limit in limits.items():
@@ -238,7 +252,8 @@ def main() -> None:
     else:
         lines(name, device, options.compile or cuda, report)
     if options.save:
-        versions = {"torch": "none" if torch is None else torch.__version__}
+        libraries = {"torch": torch, "jax": jax_gpt.jax}
+        versions = {name: "none" if each is None else each.__version__ for name, each in libraries.items()}
         report.save(options.save, "budget", device, versions)
 
 
