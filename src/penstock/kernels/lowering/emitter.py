@@ -168,7 +168,7 @@ class Emitter:
         number, depth, step = self.index(whole)
         if step:
             # Lanes that begin at a multiple of the width have the same quotient.
-            if self._vectors or step != 1 or divisor % self.lanes or self.aligned(whole) != self.lanes:
+            if step != 1 or divisor % self.lanes or self.aligned(whole) != self.lanes:
                 raise LanesImpossible
             if operation == "%":
                 self.lane_steps[name] = 1
